@@ -1,0 +1,222 @@
+"""Answers Megatron's CUDA calls with the CPU, so that its unmodified training loop runs on a host without a GPU.
+
+Invariant: nothing of torch changes on a host with CUDA unless the CPU was asked for (`--device cpu`), and
+`uninstall` puts every name back. What Megatron itself needs rebound for the CPU is listed here
+(`megatron_patches`) and applied by `patches.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import types
+from typing import Any, Callable
+
+import psutil
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+# Flags that a host without CUDA needs. They are defaults there: what the user types still wins, and is checked.
+FLAG_DEFAULTS: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "no_persist_layer_norm": True,
+    "persist_layer_norm": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_gelu_fusion": False,
+}
+
+# What a host without CUDA cannot do: (attribute, is it asked for?, the flag as typed, why not).
+UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    ("distributed_backend", lambda v: v == "nccl", "--distributed-backend nccl", "NCCL needs GPUs; leave the flag out or give gloo"),
+    ("transformer_impl", lambda v: v == "transformer_engine", "--transformer-impl transformer_engine",
+     "Transformer Engine needs GPUs; leave the flag out or give local"),
+    ("fp8", bool, "--fp8-format", "fp8 needs Transformer Engine on a GPU; use --bf16, --fp16 or fp32"),
+    ("fp4", bool, "--fp4-format", "fp4 needs Transformer Engine on a GPU; use --bf16, --fp16 or fp32"),
+    ("sequence_parallel", bool, "--sequence-parallel",
+     "Megatron's local layers use torch's LayerNorm, which has no sequence parallelism; leave the flag out"),
+    ("attention_backend", lambda v: getattr(v, "name", v) in ("flash", "fused"), "--attention-backend",
+     "flash and fused attention need GPUs; leave the flag out or give local"),
+    ("tp_comm_overlap", bool, "--tp-comm-overlap", "it needs Transformer Engine on a GPU; leave the flag out"),
+    ("nccl_ub", bool, "--use-nccl-ub", "NCCL needs GPUs; leave the flag out"),
+)
+
+
+def wanted(device: str) -> bool:
+    """Whether the run computes on the CPU: `device` is the value of --device (auto, cpu or cuda)."""
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+
+
+def unsupported_flag(args) -> str | None:
+    """One line naming the first flag that a host without CUDA cannot honour, or None."""
+    for name, asked, flag, reason in UNSUPPORTED:
+        if asked(getattr(args, name, None)):
+            return f"{flag}: this run computes on the CPU. {reason}."
+    return None
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Sends every tensor that is asked for on "cuda" to the CPU, and calls CPU tensors by their CUDA type names."""
+
+    def __torch_function__(self, func, types_, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and _is_cuda(device):
+            kwargs["device"] = CPU
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and not isinstance(args[1], bool) and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron picks code paths by comparing with "torch.cuda.FloatTensor" and its kin.
+            return func(args[0]).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class _Stream:
+    """A stream that has always caught up: CPU work is done when the call returns."""
+
+    def __init__(self, *args, **kwargs):
+        self.device, self.cuda_stream, self.stream_id = CPU, 0, 0
+
+    def wait_stream(self, stream): ...
+    def wait_event(self, event): ...
+    def synchronize(self): ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc): ...
+
+
+class _Event:
+    def __init__(self, *args, **kwargs): ...
+    def record(self, stream=None): ...
+    def wait(self, stream=None): ...
+    def synchronize(self): ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end) -> float:
+        return 0.0
+
+
+def _resident() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def _peak_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _memory_stats(device=None) -> dict[str, int]:
+    now, peak = _resident(), _peak_resident()
+    return {
+        "reserved_bytes.all.current": now, "reserved_bytes.all.peak": peak,
+        "allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak, "allocation.all.current": 0,
+    }
+
+
+def _properties(device=None) -> types.SimpleNamespace:
+    # Major 8: below 9 and 10 Megatron turns on nothing by itself.
+    return types.SimpleNamespace(
+        name="cpu", major=8, minor=0, total_memory=psutil.virtual_memory().total,
+        multi_processor_count=os.cpu_count(),
+    )
+
+
+def _get_rng_state(device="cuda") -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device="cuda") -> None:
+    torch.set_rng_state(new_state)
+
+
+_STREAM = _Stream()
+
+# The part of torch.cuda that Megatron 0.19 calls during training. Memory figures are those of the process.
+_TORCH_CUDA: dict[str, Any] = {
+    "current_device": lambda: 0, "device_count": lambda: 1, "set_device": lambda device: None,
+    "synchronize": lambda device=None: None, "empty_cache": lambda: None, "is_initialized": lambda: True,
+    "Stream": _Stream, "Event": _Event, "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM, "set_stream": lambda stream: None,
+    "stream": lambda stream: contextlib.nullcontext(), "is_current_stream_capturing": lambda: False,
+    "memory_allocated": lambda device=None: _resident(), "memory_reserved": lambda device=None: _resident(),
+    "max_memory_allocated": lambda device=None: _peak_resident(),
+    "max_memory_reserved": lambda device=None: _peak_resident(),
+    "reset_peak_memory_stats": lambda device=None: None, "memory_stats": _memory_stats,
+    "device_memory_used": lambda device=None: _resident(),
+    "get_device_properties": _properties, "get_device_name": lambda device=None: "cpu",
+    "get_device_capability": lambda device=None: (8, 0),
+    "manual_seed": torch.manual_seed, "get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state,
+}
+
+_installed: contextlib.ExitStack | None = None
+
+
+def install() -> None:
+    """Answer for CUDA with the CPU from now on, in this process. A second call does nothing."""
+    global _installed
+    if _installed is not None:
+        return
+    undo = contextlib.ExitStack()
+    for name, answer in _TORCH_CUDA.items():
+        _replace(undo, torch.cuda, name, answer)
+    _replace(undo, torch.cuda.random, "get_rng_state", _get_rng_state)
+    _replace(undo, torch.nn.Module, "cuda", lambda self, device=None: self)
+    # --device cpu on a GPU host: libraries that look for a GPU must not find one.
+    _replace(undo, torch.cuda, "is_available", lambda: False)
+    # Compiling small fusions with a C++ compiler costs minutes and gains nothing here.
+    import torch._dynamo as dynamo
+
+    _replace(undo, dynamo.config, "disable", True)
+    # Below compute capability 10 Megatron wants this of tensor-parallel GPU runs; no kernel queue exists here.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    undo.enter_context(_CudaMeansCpu())
+    _installed = undo
+
+
+def uninstall() -> None:
+    """Give torch back as it was."""
+    global _installed
+    if _installed is not None:
+        _installed.close()
+        _installed = None
+
+
+def installed() -> bool:
+    return _installed is not None
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def set_tracker_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    """Stands in for tensor_parallel.random._set_cuda_rng_state: the CPU's generator is the only one."""
+    torch.set_rng_state(new_state)

@@ -1,0 +1,247 @@
+"""The built-in corpus: the host's Python standard library, written as Megatron training data.
+
+Invariant: a corpus folder is whole or absent. It is written in a temporary folder beside its
+place and renamed into it, and its name carries a key of all that its content depends on.
+
+One source file is one document and ends with the end-of-document token. From a shell:
+
+    python pretrain_gpt.py $(python -m megatron_2bw.data.corpus) ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import sys
+import sysconfig
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+EOD = "<|endoftext|>"
+DEFAULT_VOCAB_SIZE = 4096
+DEFAULT_MAX_BYTES = 8_000_000
+MIN_VOCAB_SIZE = 256 + 1 + 1  # every byte, EOD and one merge
+MAX_VOCAB_SIZE = 65_499  # the most that Megatron stores in 16 bits
+
+_FORMAT = 1  # raise it when the same inputs come to give other files
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+
+
+class CorpusError(ValueError):
+    """A corpus that cannot be built as asked; the message is one line and names the flag."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus on disk: where its parts are and how large it is."""
+
+    prefix: Path  # of the .bin and .idx files, for --data-path
+    tokenizer: Path  # folder, for --tokenizer-model
+    vocab_size: int
+    documents: int
+    tokens: int
+
+    def flags(self) -> list[str]:
+        """The Megatron flags that train on this corpus."""
+        tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+        return ["--data-path", str(self.prefix), *tokenizer, str(self.tokenizer)]
+
+
+def build_corpus(
+    cache_dir: Path | None = None,
+    vocab_size: int = DEFAULT_VOCAB_SIZE,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> Corpus:
+    """Return the corpus below `cache_dir`, built now if this is the first call for its key.
+
+    `cache_dir` defaults to $MEGATRON_2BW_CACHE, else ~/.cache/megatron_2bw. At most `max_bytes`
+    of source are taken. Raises CorpusError for a request that cannot be met.
+    """
+    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
+        bounds = f"must be {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}"
+        raise CorpusError(f"--vocab-size {vocab_size}: {bounds}")
+    texts = _read_library(max_bytes)
+    default = os.environ.get("MEGATRON_2BW_CACHE") or "~/.cache/megatron_2bw"
+    cache = Path(cache_dir or default).expanduser().absolute()
+    folder = cache / _key(texts, vocab_size, max_bytes)
+
+    # Before anything is written, so that a cache filled by another user may be read-only.
+    corpus = _load(folder)
+    if corpus is not None:
+        return corpus
+    try:
+        return _build(folder, texts, vocab_size, max_bytes)
+    except OSError as error:
+        if error.errno is None:  # a library that would not load, not a file
+            raise
+        raise CorpusError(f"--cache-dir {cache}: cannot write there, {error.strerror}") from error
+
+
+def _read_library(max_bytes: int) -> list[str]:
+    """The documents: whole source files of at most `max_bytes` in all.
+
+    The order is that of the digests of the file names. It is as fixed as the alphabet, and any
+    stretch of it, be it what fits `max_bytes` or Megatron's validation split, mixes the library.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    names = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED]
+        inside = Path(folder).relative_to(root)
+        names += [(inside / name).as_posix() for name in files if name.endswith(".py")]
+    names.sort(key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
+
+    texts, room = [], max_bytes
+    for name in names:
+        try:
+            data = (root / name).read_bytes()
+            text = data.decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if 0 < len(data) <= room:
+            texts.append(text)
+            room -= len(data)
+    if not texts:
+        raise CorpusError(f"--max-bytes {max_bytes}: too small, no source file in {root} fits")
+    return texts
+
+
+def _key(texts: list[str], vocab_size: int, max_bytes: int) -> str:
+    """The folder name: what a person wants to see, then a digest of all that matters."""
+    inputs = [_FORMAT, EOD, tokenizers.__version__, texts]
+    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
+    return f"stdlib-{platform.python_version()}-v{vocab_size}-b{max_bytes}-{digest}"
+
+
+def _load(folder: Path) -> Corpus | None:
+    """The corpus in `folder`, or None if there is none or one of its files is not as written."""
+    try:
+        record = json.loads((folder / "corpus.json").read_text())
+        if any((folder / name).stat().st_size != size for name, size in record["files"].items()):
+            return None
+        return Corpus(folder / "corpus", folder / "tokenizer", **record["numbers"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _build(folder: Path, texts: list[str], vocab_size: int, max_bytes: int) -> Corpus:
+    """Write the whole corpus beside `folder`, then rename it into place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
+        work = Path(scratch) / folder.name
+        work.mkdir()
+        _progress(f"training the tokenizer on {len(texts)} files of the standard library")
+        tokenizer = _train(texts, vocab_size)
+        if tokenizer.get_vocab_size() < vocab_size:
+            raise CorpusError(
+                f"--max-bytes {max_bytes}: too small, its text gives only "
+                f"{tokenizer.get_vocab_size()} of the {vocab_size} tokens of --vocab-size"
+            )
+        _save_tokenizer(work / "tokenizer", tokenizer)
+        tokens = _write_documents(work / "corpus", texts, tokenizer)
+        numbers = {"vocab_size": vocab_size, "documents": len(texts), "tokens": tokens}
+        files = [path for path in sorted(work.rglob("*")) if path.is_file()]
+        sizes = {path.relative_to(work).as_posix(): path.stat().st_size for path in files}
+        record = {"numbers": numbers, "files": sizes}
+        (work / "corpus.json").write_text(json.dumps(record, indent=2))
+        _publish(work, folder)
+    _progress(f"{len(texts)} documents, {tokens} tokens in {folder}")
+    return Corpus(folder / "corpus", folder / "tokenizer", **numbers)
+
+
+def _train(texts: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer: it loses nothing, so decoding gives back the very text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Save what Megatron's HuggingFaceTokenizer loads; it takes `eos_token` as its `eod`."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD}
+    config["clean_up_tokenization_spaces"] = False  # decoding must not touch the text
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _write_documents(prefix: Path, texts: list[str], tokenizer: Tokenizer) -> int:
+    """Write the .bin and .idx files and return how many tokens they hold."""
+    from megatron.core.datasets import indexed_dataset
+
+    # A source file that spells out EOD must not end its document there.
+    tokenizer.encode_special_tokens = True
+    eod = tokenizer.token_to_id(EOD)
+    dtype = indexed_dataset.DType.optimal_dtype(tokenizer.get_vocab_size())
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    tokens, batch = 0, len(texts) // 5 + 1
+    for start in range(0, len(texts), batch):
+        _progress(f"writing the tokens, {start / len(texts):.0%}", passing=True)
+        for encoding in tokenizer.encode_batch(texts[start : start + batch]):
+            # An array where the signature says tensor: numpy warns of each tensor it converts.
+            ids = numpy.array([*encoding.ids, eod], dtype=dtype)
+            builder.add_document(ids, [len(ids)])
+            tokens += len(ids)
+    builder.finalize(f"{prefix}.idx")
+    return tokens
+
+
+def _publish(work: Path, folder: Path) -> None:
+    """Move a finished corpus into place, unless another process was first."""
+    try:
+        os.rename(work, folder)
+    except OSError:
+        if _load(folder) is None:  # in the way and damaged
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(work, folder)
+
+
+def _progress(text: str, passing: bool = False) -> None:
+    """A line on stderr; on a terminal the next one takes the place of a `passing` one."""
+    start, end = ("\r\033[K", "" if passing else "\n") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}corpus: {text}", end=end, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the flags of the corpus as one line on stdout; all else goes to stderr."""
+    parser = argparse.ArgumentParser(
+        prog="megatron_2bw.data.corpus",
+        usage=argparse.SUPPRESS,  # an error is then one line
+        description="Build or reuse the built-in corpus and print the Megatron flags that load it.",
+    )
+    option = parser.add_argument
+    option("--cache-dir", type=Path, help="default: $MEGATRON_2BW_CACHE or ~/.cache/megatron_2bw")
+    option("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="default: %(default)s")
+    option("--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="default: %(default)s")
+    args = parser.parse_args(argv)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's import lists what is not installed
+            corpus = build_corpus(args.cache_dir, args.vocab_size, args.max_bytes)
+    except CorpusError as error:
+        parser.error(str(error))
+    print(shlex.join(corpus.flags()))
+
+
+if __name__ == "__main__":
+    main()

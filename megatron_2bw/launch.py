@@ -1,0 +1,60 @@
+"""From the command line to Megatron's `pretrain`: parse, validate, install, run.
+
+Invariant: every fault of the command line ends here, before any rank waits for another, with one line on
+standard error that names the flag, and exit status 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+from megatron_2bw import arguments, cpu
+
+
+def launch(task: str) -> None:
+    """Train the task whose module is named `task`; it is imported once the command line is known to be good.
+
+    The module gives `model_config(args)`, `datasets_provider` and `forward_step` (see `gpt.py`).
+    """
+    early = arguments.parse_early(sys.argv[1:], _stop)
+    if cpu.wanted(early.device):
+        cpu.install()  # before Megatron is imported: some of its modules look for CUDA then
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_2bw import patches
+
+    try:
+        args = arguments.parse(early, _stop)
+        patches.apply(patches.repairs() + (patches.for_cpu() if cpu.installed() else []))
+        if args.pipeline_schedule != "megatron":
+            patches.apply(patches.for_schedule(make_runtime(args)))
+    except patches.DriftError as error:
+        _stop(str(error))
+    module = importlib.import_module(task)
+    config = pretrain_cfg_container_from_args(args, module.model_config(args))
+    pretrain(config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step)
+
+
+def make_runtime(args):
+    """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
+    from megatron_2bw.runtime import PipelineRuntime, Progress
+    from megatron_2bw.schedules import SCHEDULES
+
+    return PipelineRuntime(
+        SCHEDULES[args.pipeline_schedule],
+        lambda: Progress(args.curr_iteration, args.train_iters),
+        args.two_bw_exchange,
+    )
+
+
+def _stop(message: str) -> NoReturn:
+    """End this rank; the first rank of a job says why."""
+    if os.environ.get("RANK", "0") == "0":
+        line = " ".join(message.split())
+        print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(2)

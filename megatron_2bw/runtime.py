@@ -1,0 +1,269 @@
+"""Executes a schedule's actions on Megatron's own forward and backward steps.
+
+Invariants: this object is the only owner of what crosses iterations (microbatches in flight, messages received
+ahead, losses and token counts of batches that are not finished); outside of it the parameters are bound to the
+newest finished weights; the actions are executed in the order of the schedule's list, and there is no other loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules as megatron_schedules
+from megatron.core.utils import get_model_config
+
+from megatron_2bw.communication import Exchange, connect
+from megatron_2bw.schedules import B, F, REDUCE, STEP, Action, Schedule, Shape
+from megatron_2bw.weights import WeightStores
+
+
+@dataclass
+class InFlight:
+    """A microbatch between its forward and its backward on this stage."""
+
+    microbatch: int
+    version: int
+    input: torch.Tensor | None
+    output: torch.Tensor
+
+
+@dataclass
+class Progress:
+    """Where the training loop stands: the iteration that runs now, and the one after the last planned."""
+
+    iteration: int
+    end: int
+
+
+@dataclass
+class Call:
+    """The arguments of one call of the schedule that the actions need."""
+
+    forward_step_func: Callable
+    data_iterator: Any
+    model: torch.nn.Module
+    config: Any
+    groups: Any  # Megatron's ProcessGroupCollection
+    force_all_reduce: bool
+
+
+@dataclass
+class Batch:
+    """What the finished microbatches of one batch have left behind on this stage."""
+
+    losses: list = field(default_factory=list)
+    tokens: torch.Tensor | int = 0
+
+
+class PipelineRuntime:
+    """Runs one stage.
+
+    schedule   what to do when
+    progress   reads the training loop's position
+    transport  see `communication.connect`
+    """
+
+    def __init__(self, schedule: Schedule, progress: Callable[[], Progress], transport: str = "auto"):
+        self.schedule = schedule
+        self.progress = progress
+        self.transport = transport
+        self.stores: WeightStores | None = None
+        self.in_flight: deque[InFlight] = deque()
+        self._batches: dict[int, Batch] = defaultdict(Batch)
+        self._shape: Shape | None = None
+        self._stage = 0
+        self._exchange = Exchange()
+        self._step: Action | None = None  # the step that Megatron's optimizer call has to execute next
+
+    # Megatron calls the following three.
+
+    def adopt(self, model: list[torch.nn.Module], optimizer) -> None:
+        """Take over the stage's weights and the optimizer's step. Called once, before a checkpoint is loaded."""
+        self._megatron_step = optimizer.step
+        optimizer.step = self.step
+        self._params = [param for chunk in model for param in chunk.parameters() if param.requires_grad]
+
+    def forward_backward(
+        self, *, forward_step_func, data_iterator, model, num_microbatches: int, seq_length: int,
+        micro_batch_size: int, decoder_seq_length: int | None = None, forward_only: bool = False,
+        collect_non_loss_data: bool = False, first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable | None = None, p2p_communicator=None, pg_collection=None,
+        force_all_reduce: bool | None = False,
+    ) -> list[dict[str, torch.Tensor]]:
+        """One training iteration, with the signature of Megatron's schedules. Evaluation is Megatron's own.
+
+        Returns the loss reports of the batch, one a microbatch, on the last stage; an empty list elsewhere.
+        """
+        if forward_only:
+            return megatron_schedules.get_forward_backward_func()(
+                forward_step_func=forward_step_func, data_iterator=data_iterator, model=model,
+                num_microbatches=num_microbatches, seq_length=seq_length, micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length, forward_only=True,
+                collect_non_loss_data=collect_non_loss_data, first_val_step=first_val_step,
+                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator,
+                pg_collection=pg_collection,
+            )
+        (model,) = model if isinstance(model, list) else [model]
+        config = get_model_config(model)
+        call = Call(
+            forward_step_func, data_iterator, model, config,
+            pg_collection or megatron_schedules._build_default_pg_collection(), bool(force_all_reduce),
+        )
+        progress = self.progress()
+        self._start(call, progress, num_microbatches)
+        buffer = partial(self._new_message, call, seq_length, micro_batch_size, decoder_seq_length)
+        return self._run_iteration(call, progress.iteration, buffer)
+
+    def step(self):
+        """Stands in for the optimizer's `step`: executes the schedule's STEP action. Returns what Megatron's returns."""
+        action, self._step = self._step, None
+        if action is None:
+            raise RuntimeError("the optimizer's step was called without an iteration of the schedule before it")
+        if self.stores is None:
+            return self._megatron_step()
+        with self.stores.writing({flight.version for flight in self.in_flight}) as write:
+            result = self._megatron_step()
+            write.stepped = bool(result[0])
+        return result
+
+    # The rest is this stage's work.
+
+    def _start(self, call: Call, progress: Progress, microbatches: int) -> None:
+        """On the first iteration: learn the pipeline's shape, connect to the neighbours, make the stores."""
+        if self._shape is None:
+            ranks = torch.distributed.get_process_group_ranks(call.groups.pp)
+            self._stage = call.groups.pp.rank()
+            self._shape = Shape(len(ranks), microbatches, progress.iteration, progress.end)
+            self._exchange = connect(ranks, torch.distributed.get_rank(), self.transport, self._params[0].device)
+            if not self.schedule.flushes:
+                self.stores = WeightStores(self._params, self.schedule.max_versions(self._shape, self._stage))
+                self.stores.start(progress.iteration)
+        elif microbatches != self._shape.microbatches and not self.schedule.flushes:
+            raise RuntimeError(
+                f"--pipeline-schedule {self.schedule.name} cannot change the number of microbatches during a run "
+                f"({self._shape.microbatches} to {microbatches})"
+            )
+
+    def _run_iteration(self, call: Call, iteration: int, new_message: Callable[[], torch.Tensor]) -> list:
+        actions = self.schedule.actions(self._shape, self._stage, iteration)
+        self._announce(iteration, new_message)
+        if call.config.timers is not None:
+            call.config.timers("forward-backward", log_level=1).start()
+        with _GradSync(call) as grad_sync:
+            last_backward = max(a.microbatch for a in actions if a.kind == B)
+            for action in actions:
+                if action.kind == F:
+                    self._forward(action, call)
+                elif action.kind == B:
+                    if action.microbatch == last_backward:
+                        grad_sync.before_last_backward(first_stage=self._stage == 0)
+                    self._backward(action, call)
+                elif action.kind == REDUCE:
+                    grad_sync.after_last_backward()
+                    self._reduce(action, call)
+                else:
+                    self._step = action
+        if self.stores is not None:
+            self.stores.bind_newest()
+        if call.config.timers is not None:
+            call.config.timers("forward-backward").stop()
+        return self._batches.pop(iteration).losses
+
+    def _announce(self, iteration: int, new_message: Callable[[], torch.Tensor]) -> None:
+        """Tell the inboxes what the neighbours' lists send this stage in this iteration."""
+        for inbox, neighbour, kind in (
+            (self._exchange.activations_in, self._stage - 1, F),
+            (self._exchange.gradients_in, self._stage + 1, B),
+        ):
+            if inbox is not None:
+                sent = self.schedule.actions(self._shape, neighbour, iteration)
+                inbox.expect(sum(action.kind == kind for action in sent), new_message)
+
+    def _forward(self, action: Action, call: Call) -> None:
+        batch = self._batches[self._shape.batch(action.microbatch)]
+        index = action.microbatch % self._shape.microbatches
+        received = None
+        if self._exchange.activations_in is not None:
+            received = self._exchange.activations_in.take().requires_grad_()
+        self._bind(action.version)
+        output, tokens = megatron_schedules.forward_step(
+            call.forward_step_func, call.data_iterator, call.model, self._shape.microbatches, received,
+            batch.losses, call.config, call.groups.cp.size(), is_first_microbatch=index == 0,
+            current_microbatch=index, is_last_stage=self._exchange.activations_out is None,
+        )
+        batch.tokens = batch.tokens + tokens
+        if self._exchange.activations_out is not None:
+            self._exchange.activations_out.put(output.detach())
+        megatron_schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
+        self.in_flight.append(InFlight(action.microbatch, action.version, received, output))
+
+    def _backward(self, action: Action, call: Call) -> None:
+        flight = self.in_flight.popleft()
+        assert (flight.microbatch, flight.version) == action[1:], f"{action} meets microbatch {flight.microbatch}"
+        gradient = None
+        if self._exchange.gradients_in is not None:
+            gradient = self._exchange.gradients_in.take()
+        self._bind(action.version)
+        input_gradient = megatron_schedules.backward_step(flight.input, flight.output, gradient, call.config)
+        if self._exchange.gradients_out is not None:
+            self._exchange.gradients_out.put(input_gradient)
+
+    def _reduce(self, action: Action, call: Call) -> None:
+        """Data-parallel reduction, tied embeddings, token count: Megatron's own finalize function."""
+        tokens = None
+        if call.config.calculate_per_token_loss:
+            tokens = torch.as_tensor(self._batches[action.microbatch].tokens, dtype=torch.int, device="cuda").clone()
+        call.config.finalize_model_grads_func(
+            [call.model], tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
+        )
+
+    def _bind(self, version: int) -> None:
+        if self.stores is not None:
+            self.stores.bind(version)
+
+    @staticmethod
+    def _new_message(call: Call, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None) -> torch.Tensor:
+        """An empty tensor [sequence, microbatch, hidden] of the pipeline's dtype, for one boundary message."""
+        (shape,) = megatron_schedules.get_tensor_shapes(
+            seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length,
+            config=call.config, tp_group=call.groups.tp, cp_group=call.groups.cp,
+        )
+        return torch.empty(shape, dtype=call.config.pipeline_dtype, device=torch.cuda.current_device())
+
+
+class _GradSync(contextlib.AbstractContextManager):
+    """Holds back the data-parallel reduction until the last backward of a batch, as Megatron's schedules do."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self._no_sync: contextlib.AbstractContextManager | None = None
+
+    def __enter__(self) -> "_GradSync":
+        self._no_sync = (self.call.config.no_sync_func or contextlib.nullcontext)()
+        self._no_sync.__enter__()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._release()
+
+    def before_last_backward(self, first_stage: bool) -> None:
+        # With --align-grad-reduce only the first stage starts its reduction inside the backward.
+        if self.call.config.grad_sync_func is None or first_stage:
+            self._release()
+
+    def after_last_backward(self) -> None:
+        if self._no_sync is not None:
+            self._release()
+            if self.call.config.grad_sync_func is not None:
+                self.call.config.grad_sync_func(self.call.model.parameters())
+
+    def _release(self) -> None:
+        if self._no_sync is not None:
+            self._no_sync.__exit__(None, None, None)
+            self._no_sync = None

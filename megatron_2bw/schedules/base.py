@@ -1,0 +1,69 @@
+"""What every schedule answers, and the two orders of actions that the six schedules are made of. Pure Python."""
+
+from __future__ import annotations
+
+from megatron_2bw.schedules.action import B, F, REDUCE, STEP, Action, Shape
+
+
+class Schedule:
+    """A pipeline schedule: for a stage, the list of its actions in an iteration.
+
+    Subclasses give `actions` and the limits that the validator holds them to. One iteration is one batch
+    is one weight update.
+    """
+
+    name: str
+    summary: str
+    flushes = True  # the pipeline is empty between iterations
+    global_step = True  # the step's gradient norm and inf flag span all stages
+    same_version_everywhere = True  # a microbatch runs on the same W on every stage
+
+    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+        """The actions of `stage` in `iteration`, in order; the last is the optimizer step."""
+        raise NotImplementedError
+
+    def min_microbatches(self, stages: int) -> int:
+        """The smallest number of microbatches per batch that the schedule allows."""
+        return 1
+
+    def max_versions(self, shape: Shape, stage: int) -> int:
+        """Weight versions that `stage` holds at most (Table in docs/schedules.md)."""
+        return 1
+
+    def max_in_flight(self, shape: Shape, stage: int) -> int:
+        """Microbatches whose activations `stage` holds at most."""
+        raise NotImplementedError
+
+
+def finish(iteration: int) -> list[Action]:
+    """Reduction and step of batch `iteration`; W(iteration + 1) is what they make."""
+    return [Action(REDUCE, iteration, iteration), Action(STEP, iteration, iteration + 1)]
+
+
+def one_forward_one_backward(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """`ahead` forwards, then forward and backward in turn, then the backwards that are left (1F1B)."""
+    order, rest = forwards[:ahead], forwards[ahead:]
+    for index, backward in enumerate(backwards):
+        order += rest[index : index + 1]
+        order.append(backward)
+    return order
+
+
+def without_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    """An iteration of a pipeline that is never drained (paper, Figure 2).
+
+    Forwards run w microbatches ahead of the backwards all through training: for k = 0 ... m-1, F(jm + w + k)
+    and B(jm + k). Only the first iteration fills the pipeline, only the last planned one empties it.
+    `schedule.version(shape, stage, microbatch)` names the weights of a microbatch.
+    """
+    start = iteration * shape.microbatches
+    ahead = shape.warmup(stage)
+    fill = ahead if iteration == shape.first else 0
+    forwards = range(start + ahead - fill, min(start + ahead + shape.microbatches, shape.end * shape.microbatches))
+    backwards = range(start, start + shape.microbatches)
+    order = one_forward_one_backward(
+        [Action(F, x, schedule.version(shape, stage, x)) for x in forwards],
+        [Action(B, x, schedule.version(shape, stage, x)) for x in backwards],
+        fill,
+    )
+    return order + finish(iteration)

@@ -1,0 +1,56 @@
+"""The schedules that empty the pipeline at every batch: one weight version, no gradient delay.
+
+They differ in how many forwards a stage runs ahead of its backwards. Backwards run in the order of the
+microbatches in all of them, so all add the gradients in the same order and give the same bits.
+"""
+
+from megatron_2bw.schedules.action import B, F, Action, Shape
+from megatron_2bw.schedules.base import Schedule, finish, one_forward_one_backward
+
+
+class Flush(Schedule):
+    def ahead(self, shape: Shape, stage: int) -> int:
+        """Forwards before the first backward, the one that alternates with it left out."""
+        raise NotImplementedError
+
+    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+        batch = range(iteration * shape.microbatches, (iteration + 1) * shape.microbatches)
+        order = one_forward_one_backward(
+            [Action(F, x, iteration) for x in batch],
+            [Action(B, x, iteration) for x in batch],
+            self.ahead(shape, stage),
+        )
+        return order + finish(iteration)
+
+    def max_in_flight(self, shape: Shape, stage: int) -> int:
+        return min(self.ahead(shape, stage) + 1, shape.microbatches)
+
+
+class PipeDreamFlush(Flush):
+    """1F1B with a flush (paper, section 3.2; Megatron's own schedule without interleaving)."""
+
+    name = "pipedream-flush"
+    summary = "1F1B with a flush, one weight version"
+
+    def ahead(self, shape: Shape, stage: int) -> int:
+        return shape.warmup(stage)
+
+
+class GPipe(Flush):
+    """All forwards, then all backwards (paper, Figure 1)."""
+
+    name = "gpipe"
+    summary = "all forwards, then all backwards, flush"
+
+    def ahead(self, shape: Shape, stage: int) -> int:
+        return shape.microbatches
+
+
+class NoPipelining(Flush):
+    """Inter-layer model parallelism: one microbatch at a time in the whole pipeline (paper, section 5.2)."""
+
+    name = "no-pipelining"
+    summary = "inter-layer model parallelism, one microbatch at a time"
+
+    def ahead(self, shape: Shape, stage: int) -> int:
+        return 0

@@ -1,0 +1,27 @@
+"""PipeDream: no flush, each stage's newest weights at a forward, kept for its backward (paper, section 2)."""
+
+from megatron_2bw.schedules.action import Action, Shape
+from megatron_2bw.schedules.base import Schedule, without_flush
+
+
+class PipeDream(Schedule):
+    """A stage steps alone after every m backwards, so the gradient delay depends on the stage; m = 1 is the paper's."""
+
+    name = "pipedream"
+    summary = "no flush, each stage's newest weights at a forward, gradient delay by stage"
+    flushes = False
+    global_step = False
+    same_version_everywhere = False
+
+    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
+        """Updates that `stage` has made when the forward of `microbatch` runs."""
+        return max((microbatch - shape.warmup(stage)) // shape.microbatches, shape.first)
+
+    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+        return without_flush(self, shape, stage, iteration)
+
+    def max_versions(self, shape: Shape, stage: int) -> int:
+        return -(-shape.warmup(stage) // shape.microbatches) + 1
+
+    def max_in_flight(self, shape: Shape, stage: int) -> int:
+        return shape.warmup(stage) + 1

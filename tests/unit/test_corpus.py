@@ -1,0 +1,224 @@
+"""The built-in corpus: nothing is lost, nothing half-written is used, and Megatron loads it."""
+
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from megatron_2bw.data import corpus as corpus_module
+from megatron_2bw.data.corpus import EOD, CorpusError, build_corpus, main
+
+VOCAB, BYTES = 512, 200_000
+SAMPLE = "def f(x):\n\treturn  'é 日本 🙂' , x ! n't\r\n  # \x00 \ufeff end"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build_corpus(tmp_path_factory.mktemp("cache"), VOCAB, BYTES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus):
+    return Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def megatron_tokenizer(corpus):
+    """The tokenizer as a training run gets it: Megatron's parser, then Megatron's builder."""
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.arguments import parse_args
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("loading the tokenizer must not need a network")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pretrain", *corpus.flags()])
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        args = parse_args()
+        assert args.data_path == [str(corpus.prefix)]
+        return build_tokenizer(args), args
+
+
+def indexed(corpus):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    return IndexedDataset(str(corpus.prefix))
+
+
+def stamps(corpus):
+    root = corpus.prefix.parent
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+
+
+def test_round_trip_loses_nothing(tokenizer):
+    texts = corpus_module._read_library(BYTES)
+    for text in (SAMPLE, *texts):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_files_hold_each_document_and_its_end(corpus, tokenizer):
+    texts, data = corpus_module._read_library(BYTES), indexed(corpus)
+    eod = tokenizer.token_to_id(EOD)
+    assert sum(len(text.encode()) for text in texts) <= BYTES
+    assert corpus.documents == len(texts) == len(data) == len(data.document_indices) - 1
+    assert corpus.tokens == data.sequence_lengths.sum()
+    assert corpus.vocab_size == tokenizer.get_vocab_size() == VOCAB
+    assert data.index.dtype == np.uint16
+    for text, document in zip(texts, data, strict=True):
+        assert document.tolist() == [*tokenizer.encode(text).ids, eod]
+        assert document.max() < VOCAB
+
+
+def test_end_of_document_spelled_out_in_a_source_does_not_end_it(tmp_path, monkeypatch):
+    texts = corpus_module._read_library(BYTES)
+    monkeypatch.setattr(corpus_module, "_read_library", lambda _: [f"a = '{EOD}'\n", *texts])
+    corpus = build_corpus(tmp_path, VOCAB, BYTES)
+    eod = Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json")).token_to_id(EOD)
+    data = indexed(corpus)  # kept: its arrays point into a file that it unmaps when it goes
+    first = data[0].tolist()
+    assert first.index(eod) == len(first) - 1
+
+
+def test_library_is_read_without_tests_and_undecodable_files(tmp_path, monkeypatch):
+    names = ["a.py", "deep/er/b.py", "test/c.py", "site-packages/d.py", "x/tests/e.py", "f.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "latin.py").write_bytes(b"# \xe9")
+    (tmp_path / "empty.py").touch()
+    monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert sorted(corpus_module._read_library(100)) == ["a.py", "deep/er/b.py"]
+    assert corpus_module._read_library(5) == ["a.py"]
+
+
+def test_second_call_reuses_the_first(corpus):
+    before = stamps(corpus)
+    assert build_corpus(corpus.prefix.parent.parent, VOCAB, BYTES) == corpus
+    assert stamps(corpus) == before
+
+
+def test_the_key_tells_requests_apart(corpus):
+    cache = corpus.prefix.parent.parent
+    assert build_corpus(cache, VOCAB + 1, BYTES).prefix != corpus.prefix
+    assert build_corpus(cache, VOCAB, BYTES - 1).prefix != corpus.prefix
+
+
+def test_default_cache_is_taken_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_2BW_CACHE", str(tmp_path))
+    assert build_corpus(None, VOCAB, BYTES).prefix.parent.parent == tmp_path
+
+
+def test_build_that_breaks_off_leaves_nothing(tmp_path, corpus, monkeypatch):
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    def break_off(*_args):
+        assert len(list(tmp_path.rglob("corpus.bin"))) == 1  # it was half-written
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(IndexedDatasetBuilder, "finalize", break_off)
+        build_corpus(tmp_path, VOCAB, BYTES)
+    assert list(tmp_path.iterdir()) == []
+    again = build_corpus(tmp_path, VOCAB, BYTES)
+    assert again == replace(corpus, prefix=again.prefix, tokenizer=again.tokenizer)
+    for suffix in (".bin", ".idx"):
+        ours, theirs = (each.prefix.with_suffix(suffix) for each in (again, corpus))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_of_two_builders_the_first_wins_and_the_second_uses_it(tmp_path, monkeypatch):
+    publish, won = corpus_module._publish, []
+
+    def publish_second(work, folder):
+        monkeypatch.setattr(corpus_module, "_publish", publish)
+        won.append(build_corpus(tmp_path, VOCAB, BYTES))
+        won.append(stamps(won[0]))
+        publish(work, folder)
+
+    monkeypatch.setattr(corpus_module, "_publish", publish_second)
+    assert build_corpus(tmp_path, VOCAB, BYTES) == won[0]
+    assert stamps(won[0]) == won[1]
+    assert list(tmp_path.iterdir()) == [won[0].prefix.parent]
+
+
+@pytest.mark.parametrize("name", ["corpus.bin", "corpus.json", "tokenizer/tokenizer.json"])
+def test_damaged_corpus_is_built_anew(tmp_path, name):
+    corpus = build_corpus(tmp_path, VOCAB, BYTES)
+    (corpus.prefix.parent / name).write_bytes(b"[]")
+    assert build_corpus(tmp_path, VOCAB, BYTES) == corpus
+    assert len(indexed(corpus)) == corpus.documents
+
+
+def test_megatron_loads_the_tokenizer(corpus, tokenizer, megatron_tokenizer):
+    loaded, args = megatron_tokenizer
+    assert loaded.vocab_size == corpus.vocab_size == args.padded_vocab_size
+    assert loaded.eod == tokenizer.token_to_id(EOD)
+    assert loaded.tokenize(SAMPLE) == tokenizer.encode(SAMPLE).ids
+    assert loaded.detokenize(loaded.tokenize(SAMPLE)) == SAMPLE
+
+
+def test_megatron_builds_its_dataset(corpus, megatron_tokenizer):
+    from megatron.core.datasets import blended_megatron_dataset_builder as blended
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    loaded, _ = megatron_tokenizer
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=64,
+        blend=([str(corpus.prefix)], None),
+        split="80,20,0",
+        tokenizer=loaded,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=True,
+    )
+    sizes = [200, 20, 0]
+    builder = blended.BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
+    train, valid, _ = builder.build()
+    assert len(train) >= 200 and len(valid) >= 20
+    samples = [train[i] for i in range(200)]
+    ends = sum(int((sample["tokens"] == loaded.eod).sum()) for sample in samples)
+    masked = sum(int((sample["loss_mask"] == 0).sum()) for sample in samples)
+    assert 0 < ends == masked
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--vocab-size", "257"),
+        ("--vocab-size", "65500"),
+        ("--vocab-size", "many"),
+        ("--max-bytes", "-1"),
+        ("--max-bytes", "3000"),
+        ("--cache-dir", __file__),
+        ("--cache-dir", "/proc/none"),
+    ],
+)
+def test_bad_arguments_give_one_line_and_status_2(flag, value, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MEGATRON_2BW_CACHE", str(tmp_path))
+    with pytest.raises(SystemExit) as stop:
+        main([flag, value])
+    out, err = capsys.readouterr()
+    errors = [line for line in err.splitlines() if not line.startswith("corpus: ")]
+    assert stop.value.code == 2 and out == ""
+    assert len(errors) == 1 and flag in errors[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_api_raises_what_the_command_prints(tmp_path):
+    with pytest.raises(CorpusError, match="--vocab-size 1:"):
+        build_corpus(tmp_path, vocab_size=1)
+
+
+def test_command_prints_the_flags_and_nothing_else(corpus):
+    options = {"cache-dir": corpus.prefix.parent.parent, "vocab-size": VOCAB, "max-bytes": BYTES}
+    command = [sys.executable, "-m", "megatron_2bw.data.corpus"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n") and done.stdout.split() == corpus.flags()
+    assert done.stderr == ""
