@@ -189,6 +189,9 @@ def _missing(args: argparse.Namespace) -> str | None:
             return f"{flag} is missing"
     if args.train_iters is None and args.train_samples is None:
         return "--train-iters is missing (or --train-samples)"
+    for one, needed in (("--train-iters", "--eval-interval"), ("--save", "--save-interval")):
+        if getattr(args, _dest(one)) and not getattr(args, _dest(needed)):
+            return f"{needed} is missing (Megatron needs it with {one})"
     return None
 
 

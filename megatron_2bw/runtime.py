@@ -127,12 +127,18 @@ class PipelineRuntime:
             raise RuntimeError("the optimizer's step was called without an iteration of the schedule before it")
         if self.stores is None:
             return self._megatron_step()
-        with self.stores.writing({flight.version for flight in self.in_flight}) as write:
+        with self.stores.writing(self._versions_still_read(action)) as write:
             result = self._megatron_step()
             write.stepped = bool(result[0])
         return result
 
     # The rest is this stage's work.
+
+    def _versions_still_read(self, step: Action) -> set[int]:
+        """Versions that microbatches in flight, or forwards of the next iteration, read after `step`."""
+        to_come = self.schedule.actions(self._shape, self._stage, step.microbatch + 1)
+        named = {action.version for action in to_come if action.kind == F and action.version < step.version}
+        return named | {flight.version for flight in self.in_flight}
 
     def _start(self, call: Call, progress: Progress, microbatches: int) -> None:
         """On the first iteration: learn the pipeline's shape, connect to the neighbours, make the stores."""

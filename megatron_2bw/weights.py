@@ -86,28 +86,35 @@ class WeightStores:
     def writing(self, needed: Iterable[int]) -> Iterator["Write"]:
         """Make W(newest + 1) in a free slot: the parameters point there while the optimizer steps.
 
-        needed: versions that microbatches in flight, or forwards to come, still read; the newest is always kept.
+        needed: versions that microbatches in flight, or forwards to come, still read. The newest is kept too if
+        a slot is left for it; if nobody needs it and there is one slot only, the step writes in place.
         The yielded `Write` tells whether the optimizer did step (a skipped step makes W(v+1) = W(v), without
         a copy). Afterwards the parameters point to the newest version. RuntimeError if no slot is free.
         """
         newest = self.newest
         kept = {version: slot for version, slot in self._slot_of.items() if version in {newest, *needed}}
-        free = next((slot for slot in range(self.slots) if slot not in kept.values()), None)
-        if free is None:
+        current = kept[newest]
+        target = next((slot for slot in range(self.slots) if slot not in kept.values()), None)
+        if target is None and newest not in needed and current not in [kept[version] for version in needed]:
+            target = kept.pop(newest)
+        if target is None:
             raise RuntimeError(f"no free weight store: versions {sorted(kept)} are all in use")
-        current = self._views[kept[newest]]
-        for param, source, target in zip(self.params, current, self._views[free]):
-            # An optimizer without main parameters steps in place: it must find W(v) where it writes W(v+1).
-            if param.dtype == torch.float32:
-                target.copy_(source)
-        self._point_to(free)
+        if target != current:
+            self._copy_in_place_parameters(current, target)
+        self._point_to(target)
         write = Write()
         # Graphs in flight saved these parameters; autograd counts writes per parameter, not per storage.
         with _unsafe_preserve_version_counter(tuple(self.params)):
             yield write
-        kept[newest + 1] = free if write.stepped else kept[newest]
+        kept[newest + 1] = target if write.stepped else current
         self._slot_of = kept
         self.bind_newest()
+
+    def _copy_in_place_parameters(self, source: int, target: int) -> None:
+        """An optimizer without main parameters steps in place: it must find W(v) where it writes W(v+1)."""
+        for param, old, new in zip(self.params, self._views[source], self._views[target]):
+            if param.dtype == torch.float32:
+                new.copy_(old)
 
 
 class Write:

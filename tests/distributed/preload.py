@@ -1,0 +1,18 @@
+"""Imported once by the fork server: torch and Megatron, with the CPU answering for CUDA."""
+
+import logging
+import os
+import warnings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+
+from megatron_2bw import cpu  # noqa: E402
+
+cpu.install()
+
+import megatron.training.training  # noqa: E402, F401
+
+import megatron_2bw.gpt  # noqa: E402, F401
+import megatron_2bw.runtime  # noqa: E402, F401

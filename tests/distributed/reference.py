@@ -1,0 +1,186 @@
+"""The update rule of design section 2 in plain PyTorch: one process, no pipeline, no Megatron schedule or optimizer.
+
+Every microbatch of batch j runs on W(max(j - delay, 0)); W(j+1) = W(j) - update(mean gradient of batch j).
+The model and the data are Megatron's; loops, accumulation, scaling, clipping and the step are written here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.distributed.training import Run, canonical, train
+
+
+@dataclass
+class Rule:
+    """What the reference is to compute.
+
+    microbatches  m
+    optimizer     "adam" or "sgd"
+    delay         of the gradients: 1 is 2BW, 0 is vanilla; or a function (name, microbatch) -> version of W
+    norm_order    the names by stage in the order in which the pipeline under test adds up the gradient norm
+    poison        batch whose gradients are made inf (fp16)
+    """
+
+    microbatches: int
+    optimizer: str = "adam"
+    delay: int = 1
+    norm_order: list[list[str]] = field(default_factory=list)
+    poison: int | None = None
+    per_stage: bool = False  # PipeDream: norm per stage, version by stage
+
+
+def reference(rank: int, argv: list[str], rule: Rule) -> Run:
+    """Run the reference on the model, data and learning rates that `argv` describes. For run_world(1, ...)."""
+    from megatron.training import training
+
+    def loop(forward_step, model, optimizer, scheduler, data, *args, **kwargs):
+        result.append(_Reference(model[0], optimizer, scheduler, data, forward_step, rule).train())
+        raise _Done
+
+    result: list[Run] = []
+    training.train = loop
+    try:
+        train(rank, argv)
+    except _Done:
+        pass
+    return result[0]
+
+
+class _Done(Exception):
+    pass
+
+
+class _Reference:
+    def __init__(self, model, optimizer, scheduler, data, forward_step, rule: Rule):
+        from megatron.training import get_args
+
+        self.args, self.rule, self.data, self.forward_step = get_args(), rule, data, forward_step
+        self.module = model.module  # without Megatron's data-parallel wrapper
+        self.params = dict(canonical(model))
+        model.param_to_bucket_group.clear()  # and without its gradient hooks: autograd fills param.grad
+        self.scheduler = scheduler
+        self.main = {name: param.detach().float().clone().requires_grad_() for name, param in self.params.items()}
+        self.optimizer = self._make_optimizer(optimizer)
+        self.groups = {id(mine): theirs for mine, theirs in zip(self.optimizer.param_groups, optimizer.param_groups)}
+        self.versions = [self._snapshot()]
+        self.scale, self.good = (float(self.args.initial_loss_scale), 0) if self.args.fp16 else (1.0, 0)
+        self.hysteresis = self.args.hysteresis
+        self.run = Run()
+
+    def _make_optimizer(self, megatron_optimizer) -> torch.optim.Optimizer:
+        """torch's optimizer on our own main parameters, grouped by weight decay as Megatron groups them."""
+        main_of = {id(getattr(param, "main_param", param)): self.main[name] for name, param in self.params.items()}
+        groups = [
+            {"params": [main_of[id(p)] for p in group["params"]], "weight_decay": group["weight_decay"]}
+            for group in megatron_optimizer.param_groups
+        ]
+        if self.rule.optimizer == "sgd":
+            return torch.optim.SGD(groups, lr=self.args.lr, momentum=self.args.sgd_momentum)
+        betas = (self.args.adam_beta1, self.args.adam_beta2)
+        return torch.optim.AdamW(groups, lr=self.args.lr, betas=betas, eps=self.args.adam_eps)
+
+    def _snapshot(self) -> dict[str, torch.Tensor]:
+        return {name: self.main[name].detach().to(param.dtype, copy=True) for name, param in self.params.items()}
+
+    def train(self) -> Run:
+        for batch in range(self.args.train_iters):
+            for mine in self.optimizer.param_groups:  # the learning rate of this iteration
+                mine.update({key: self.groups[id(mine)][key] for key in ("lr", "weight_decay")})
+            gradients, losses = self._gradients(batch)
+            self.run.losses.append(losses)
+            self.run.scales.append(self.scale)
+            self._update(batch, gradients)
+        self.run.weights = self.versions[-1]
+        return self.run
+
+    def _gradients(self, batch: int):
+        """Sum of the microbatches' gradients (each already divided by m), and the reported loss of the batch."""
+        sums = {name: torch.zeros_like(param, dtype=self._sum_dtype()) for name, param in self.params.items()}
+        report = []
+        for index in range(self.rule.microbatches):
+            self._load(batch, batch * self.rule.microbatches + index)
+            output, loss_function = self.forward_step(self.data, self.module)
+            total, tokens, parts = loss_function(output)
+            if self.args.calculate_per_token_loss:
+                loss = total
+            else:
+                loss = total / torch.clamp(tokens, min=1) / self.rule.microbatches
+            (loss * self.scale).backward()
+            for name, param in self.params.items():
+                sums[name].add_(param.grad)
+                param.grad = None
+            report.append(parts["lm loss"].view(-1))
+        reported = torch.vstack(report).sum(dim=0)
+        if self.args.calculate_per_token_loss:
+            for gradient in sums.values():
+                gradient.mul_(1.0 / reported[1])
+        return sums, reported[0] / reported[1]
+
+    def _sum_dtype(self) -> torch.dtype:
+        return torch.float16 if self.args.fp16 and not self.args.accumulate_allreduce_grads_in_fp32 else torch.float32
+
+    def _load(self, batch: int, microbatch: int) -> None:
+        """Put the weights that `microbatch` runs on into the model."""
+        for name, param in self.params.items():
+            param.data = self.versions[self._version(name, batch, microbatch)][name]
+
+    def _version(self, name: str, batch: int, microbatch: int) -> int:
+        if not self.rule.per_stage:
+            return max(batch - self.rule.delay, 0)
+        stages = len(self.rule.norm_order)
+        stage = next(s for s, names in enumerate(self.rule.norm_order) if name in names)
+        return max((microbatch - (stages - 1 - stage)) // self.rule.microbatches, 0)
+
+    def _update(self, batch: int, gradients: dict[str, torch.Tensor]) -> None:
+        if batch == self.rule.poison:
+            next(iter(gradients.values())).view(-1)[0] = float("inf")
+        for name, main in self.main.items():
+            main.grad = gradients[name].float()
+            if self.args.fp16:
+                main.grad.mul_(1.0 / self.scale)
+        finite = all(torch.isfinite(main.grad).all() for main in self.main.values())
+        if self.args.fp16:
+            self._update_scale(finite)
+        if finite or not self.args.fp16:
+            self._clip()
+            self.optimizer.step()
+            self.scheduler.step(increment=self.args.global_batch_size)
+        self.run.skipped.append(int(self.args.fp16 and not finite))
+        self.versions.append(self._snapshot())
+
+    def _update_scale(self, finite: bool) -> None:
+        """Dynamic loss scaling: halve after `hysteresis` infs, double after a window without any."""
+        if not finite:
+            self.good, self.hysteresis = 0, self.hysteresis - 1
+            if self.hysteresis <= 0:
+                self.scale = max(self.scale / 2, self.args.min_loss_scale)
+            return
+        self.good += 1
+        if self.good == self.args.loss_scale_window:
+            self.good, self.hysteresis, self.scale = 0, self.args.hysteresis, self.scale * 2
+
+    def _clip(self) -> None:
+        """Clip by the global norm; with PipeDream, each stage by its own."""
+        squares = [self._squared_norm(names) for names in self.rule.norm_order or [list(self.main)]]
+        if self.rule.per_stage:
+            for names, square in zip(self.rule.norm_order, squares):
+                self._scale_down(names, math.sqrt(square))
+            self.run.grad_norms.append(max(math.sqrt(square) for square in squares))
+        else:
+            norm = float(torch.stack(squares).sum()) ** 0.5
+            self._scale_down(list(self.main), norm)
+            self.run.grad_norms.append(norm)
+
+    def _squared_norm(self, names: list[str]) -> torch.Tensor:
+        norms = torch.tensor([[float(torch.linalg.vector_norm(self.main[name].grad)) for name in names]])
+        return torch.linalg.vector_norm(norms) ** 2
+
+    def _scale_down(self, names: list[str], norm: float) -> None:
+        coefficient = self.args.clip_grad / (norm + 1e-6)
+        if self.args.clip_grad > 0 and coefficient < 1:
+            for name in names:
+                self.main[name].grad.mul_(coefficient)

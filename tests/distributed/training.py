@@ -1,0 +1,136 @@
+"""One training run of the real entry path in a test world, observed from outside, and the models' names.
+
+`train(rank, argv)` runs what pretrain_gpt_2bw.py runs, with weights that depend on the parameters' names alone,
+so that every split of a model over stages and tensor ranks starts from the same weights.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import zlib
+from dataclasses import dataclass, field
+
+import torch
+
+TINY = {
+    "--num-layers": 4, "--hidden-size": 32, "--num-attention-heads": 4, "--seq-length": 16,
+    "--max-position-embeddings": 16, "--micro-batch-size": 2, "--train-iters": 6, "--lr": 1e-2,
+    "--lr-decay-style": "linear", "--lr-warmup-iters": 2, "--min-lr": 1e-3, "--clip-grad": 1.0, "--weight-decay": 0.1,
+    "--attention-dropout": 0, "--hidden-dropout": 0, "--tokenizer-type": "NullTokenizer", "--vocab-size": 127,
+    "--make-vocab-size-divisible-by": 32, "--num-workers": 0, "--eval-iters": 0, "--eval-interval": 1000, "--log-interval": 1, "--split": "98,1,1",
+    "--seed": 7, "--device": "cpu",
+}
+
+
+def command(stages: int, microbatches: int, schedule: str = "2bw", *flags: str, width: int = 1, **changes) -> list[str]:
+    """The command line of a tiny GPT; `changes` are flags in snake case, None leaves a flag out."""
+    options = TINY | {
+        "--pipeline-model-parallel-size": stages, "--pipeline-schedule": schedule,
+        "--global-batch-size": 2 * microbatches * width,
+    }
+    options |= {"--" + name.replace("_", "-"): value for name, value in changes.items()}
+    options = {name: value for name, value in options.items() if value is not None}
+    return [*(str(word) for pair in options.items() for word in pair), "--mock-data", *flags]
+
+
+@dataclass
+class Run:
+    """What a rank saw: one entry an iteration, and the final weights by canonical name."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)  # float32 scalars, last stage only
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)  # in the order in which the optimizer adds up the norm
+    events: list[str] = field(default_factory=list)  # the runtime's actions
+
+
+def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
+    """Train with `argv`. `prepare(model, optimizer)` runs after setup, `finish(run, model)` before the end."""
+    from megatron.training import training
+
+    from megatron_2bw.launch import launch
+
+    run, models = Run(), []
+    setup, step = training.setup_model_and_optimizer, training.train_step
+
+    def observed_setup(*args, **kwargs):
+        model, optimizer, scheduler = setup(*args, **kwargs)
+        initialise(model[0])
+        optimizer.reload_model_params()
+        names = {id(owner): name for name, owner in optimizer_params(model[0]).items()}
+        run.names += [names[id(param)] for param in optimizer.get_parameters()]
+        models.extend(model)
+        if prepare is not None:
+            prepare(model, optimizer)
+        return model, optimizer, scheduler
+
+    def observed_step(forward_step, data, model, optimizer, *args, **kwargs):
+        run.scales.append(float(optimizer.get_loss_scale()))
+        result = step(forward_step, data, model, optimizer, *args, **kwargs)
+        run.losses += [loss.detach().clone() for loss in result[0].values()]
+        run.skipped.append(result[1])
+        run.grad_norms.append(result[5])
+        return result
+
+    training.setup_model_and_optimizer, training.train_step = observed_setup, observed_step
+    sys.argv = ["pretrain_gpt_2bw.py", *argv]
+    launch("megatron_2bw.gpt")
+    run.weights = {name: param.detach().clone() for name, param in canonical(models[0])}
+    if finish is not None:
+        finish(run, models[0])
+    return run
+
+
+def canonical(model) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters with names that do not depend on the pipeline's depth; the tied output layer is the embedding."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    inner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(inner.decoder.layers)}
+    named = []
+    for name, param in inner.named_parameters():
+        name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{numbers[m[1]]}.", name)
+        if name == "output_layer.weight" and inner.share_embeddings_and_output_weights:
+            name = "embedding.word_embeddings.weight"
+        named.append((name, param))
+    return named
+
+
+def optimizer_params(model) -> dict[str, torch.Tensor]:
+    """Canonical name -> the tensor that the optimizer steps (main parameters in mixed precision)."""
+    return {name: getattr(param, "main_param", param) for name, param in canonical(model)}
+
+
+def initialise(model) -> None:
+    """Weights from the names alone; a tensor-parallel rank takes its slice of the full tensor."""
+    from megatron.core import mpu
+
+    for name, param in canonical(model):
+        shape, dim = list(param.shape), None
+        if getattr(param, "tensor_model_parallel", False):
+            dim = param.partition_dim
+            shape[dim] *= mpu.get_tensor_model_parallel_world_size()
+        full = initial_value(name, shape)
+        if dim is not None:
+            full = full.chunk(mpu.get_tensor_model_parallel_world_size(), dim)[mpu.get_tensor_model_parallel_rank()]
+        param.data.copy_(full)
+
+
+def initial_value(name: str, shape) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(list(shape), generator=generator) * 0.1
+    return noise + 1 if name.endswith("layernorm.weight") else noise
+
+
+def full_weights(runs: list[Run]) -> dict[str, torch.Tensor]:
+    """The weights of all stages together. A parameter that two stages hold (tied embeddings) must agree."""
+    weights: dict[str, torch.Tensor] = {}
+    for run in runs:
+        for name, value in run.weights.items():
+            if name in weights:
+                assert torch.equal(weights[name], value), f"the copies of {name} have drifted apart"
+            weights[name] = value
+    return weights

@@ -1,0 +1,92 @@
+"""Starts real ranks for the tests: processes forked from one server that has imported torch and Megatron already.
+
+Every world has a time limit and a port of its own; its processes are killed by their ids when it is over.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.distributed.preload"])
+
+
+class WorldError(AssertionError):
+    """A rank failed or the world ran out of time; the message holds the ends of the ranks' logs."""
+
+
+def run_world(size: int, function: Callable, *args, timeout: float = 120.0) -> list:
+    """Run `function(rank, *args)` on `size` ranks (environment set as torchrun does); return their results.
+
+    Results travel through torch.save. Raises WorldError when a rank raises, exits or outlasts `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="world_") as folder:
+        port = free_port()
+        ranks = [
+            _context.Process(target=_rank_main, args=(rank, size, port, folder, function, args), daemon=True)
+            for rank in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            failed = _wait(ranks, time.monotonic() + timeout)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        if failed:
+            raise WorldError(f"{failed}\n" + "\n".join(_log_end(folder, rank) for rank in range(size)))
+        return [torch.load(Path(folder, f"result{rank}.pt"), weights_only=False) for rank in range(size)]
+
+
+def _wait(ranks: list, deadline: float) -> str | None:
+    """Wait for all ranks; what went wrong, or None."""
+    while any(process.is_alive() for process in ranks):
+        for rank, process in enumerate(ranks):
+            if process.exitcode not in (None, 0):
+                return f"rank {rank} ended with exit code {process.exitcode}"
+        if time.monotonic() > deadline:
+            return "the world ran out of time"
+        time.sleep(0.01)
+    bad = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
+    return f"rank {bad[0]} ended with exit code {ranks[bad[0]].exitcode}" if bad else None
+
+
+def _rank_main(rank: int, size: int, port: int, folder: str, function: Callable, args: tuple) -> None:
+    log = open(Path(folder, f"log{rank}"), "w", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    try:
+        torch.save(function(rank, *args), Path(folder, f"result{rank}.pt"))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # without the teardown of groups whose peers are gone already
+
+
+def _log_end(folder: str, rank: int, lines: int = 25) -> str:
+    path = Path(folder, f"log{rank}")
+    text = path.read_text().splitlines() if path.exists() else []
+    return "\n".join([f"--- rank {rank}", *text[-lines:]])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
