@@ -209,24 +209,27 @@ def connect(pipeline: list[int], rank: int, transport: str, device: torch.device
     """Make the process groups of `rank`'s boundaries in `pipeline` (the ranks of its stages, first to last).
 
     transport: "nccl", "gloo", or "auto" (the backend of the default group). GPU tensors over gloo are staged
-    through the host. Every rank of the pipeline must call this; the boundaries are joined in order, so that
-    no two ranks wait for each other.
+    through the host. Every rank of every pipeline must call this, at the same time.
     """
     backend = dist.get_backend() if transport == "auto" else transport
     link = StagedLink if backend == "gloo" and device.type == "cuda" else Link
     stage = pipeline.index(rank)
     exchange = Exchange()
-    for boundary in (stage - 1, stage):
-        if not 0 <= boundary < len(pipeline) - 1:
-            continue
-        ends = [pipeline[boundary], pipeline[boundary + 1]]
-        peer = ends[0] if ends[1] == rank else ends[1]
-        downward, upward = (
-            link(dist.new_group(ends, backend=backend, use_local_synchronization=True, group_desc=f"2bw {way}"), peer)
+    for parity in (0, 1):  # even boundaries, then odd ones: a stage is at one of each at most
+        boundary = stage if stage % 2 == parity else stage - 1
+        ends = pipeline[boundary : boundary + 2] if 0 <= boundary < len(pipeline) - 1 else [rank]
+        # torch names a group by a counter that must agree on its members, so each rank makes equally many;
+        # one without this boundary makes groups of its own, which cost nothing.
+        activations, gradients = (
+            dist.new_group(ends, backend=backend, use_local_synchronization=True, group_desc=f"2bw {way}")
             for way in ("activations", "gradients")
         )
+        if ends == [rank]:
+            continue
         if boundary == stage:
-            exchange.activations_out, exchange.gradients_in = Outbox(downward), Inbox(upward)
+            exchange.activations_out = Outbox(link(activations, ends[1]))
+            exchange.gradients_in = Inbox(link(gradients, ends[1]))
         else:
-            exchange.activations_in, exchange.gradients_out = Inbox(downward), Outbox(upward)
+            exchange.activations_in = Inbox(link(activations, ends[0]))
+            exchange.gradients_out = Outbox(link(gradients, ends[0]))
     return exchange

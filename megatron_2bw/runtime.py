@@ -15,8 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.utils import get_model_config
+from megatron.training import print_rank_0
 
 from megatron_2bw.communication import Exchange, connect
 from megatron_2bw.schedules import B, F, REDUCE, STEP, Action, Schedule, Shape
@@ -88,6 +90,14 @@ class PipelineRuntime:
         self._megatron_step = optimizer.step
         optimizer.step = self.step
         self._params = [param for chunk in model for param in chunk.parameters() if param.requires_grad]
+        if not self.schedule.global_step:
+            # Its stages step at different times, so norm and inf flag can span the tensor-parallel ranks only.
+            for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+                part.grad_stats_parallel_group = mpu.get_tensor_model_parallel_group()
+            print_rank_0(
+                f"> {self.schedule.name}: gradient norm, clipping and inf check are per stage; "
+                "the logged grad norm is the largest stage's"
+            )
 
     def forward_backward(
         self, *, forward_step_func, data_iterator, model, num_microbatches: int, seq_length: int,

@@ -1,0 +1,98 @@
+"""The pipeline's losses and final weights against a single-process reference of the update rule (design, section 2).
+
+Equality is bitwise (`exact`) wherever the same numbers are added in the same order: gradients are, because
+microbatches run backward in order; the gradient norm is, because the reference adds the squares by stage. Not with
+tied embeddings (the pipeline adds the batch's sum of one stage to that of the other, one process adds the two
+microbatch by microbatch), and not over four stages with clipping (gloo adds four squares in an order of its own).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.compare import SGD, UNTIED, assert_same, run_pipeline, run_reference
+from tests.distributed.training import command
+
+TIED = 1e-6
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("stages, microbatches", [(1, 2), (2, 2), (2, 3), (2, 4), (4, 4), (4, 6)])
+def test_fp32(stages, microbatches, optimizer):
+    changes = SGD if optimizer == "sgd" else {}
+    runs = run_pipeline(command(stages, microbatches, "2bw", UNTIED, **changes), stages)
+    expected = run_reference(runs, command(1, microbatches, "2bw", UNTIED, **changes), microbatches, optimizer=optimizer)
+    assert max(runs[0].grad_norms) > 1.0, "clipping must bite"
+    assert_same(runs, expected, exact=stages < 4)
+    assert runs[0].grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_four_stages_without_clipping_are_exact(optimizer):
+    changes = (SGD if optimizer == "sgd" else {}) | dict(clip_grad=0)
+    runs = run_pipeline(command(4, 4, "2bw", UNTIED, **changes), 4)
+    assert_same(runs, run_reference(runs, command(1, 4, "2bw", UNTIED, **changes), 4, optimizer=optimizer), exact=True)
+
+
+def test_tied_embeddings():
+    """First and last stage hold copies of the embedding; `full_weights` checks that they stay equal bit for bit."""
+    runs = run_pipeline(command(2, 4), 2)
+    assert_same(runs, run_reference(runs, command(1, 4), 4), exact=False, tolerance=TIED)
+
+
+def test_tied_embeddings_on_one_stage_are_exact():
+    runs = run_pipeline(command(1, 3), 1)
+    assert_same(runs, run_reference(runs, command(1, 3), 3), exact=True)
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+def test_mixed_precision(precision):
+    flags = (UNTIED, precision)
+    runs = run_pipeline(command(2, 4, "2bw", *flags, initial_loss_scale=4096), 2)
+    expected = run_reference(runs, command(1, 4, "2bw", *flags, initial_loss_scale=4096), 4)
+    assert_same(runs, expected, exact=True)
+
+
+POISONED = 3
+
+
+def poison(model, optimizer) -> None:
+    """Put an inf into the gradients of one stage in batch POISONED."""
+    from megatron.core import mpu
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_model_config
+
+    batches = iter(range(1000))
+
+    def finalize(chunks, *args, **kwargs):
+        finalize_model_grads(chunks, *args, **kwargs)
+        if next(batches) == POISONED and mpu.is_pipeline_first_stage():
+            next(iter(chunks[0].parameters())).main_grad.view(-1)[0] = float("inf")
+
+    get_model_config(model[0]).finalize_model_grads_func = finalize
+
+
+def test_fp16_skips_a_step_with_inf_and_versions_still_advance():
+    """After a skipped step W(j+1) = W(j); the batches after it name the same versions as ever."""
+    changes = dict(initial_loss_scale=4096, hysteresis=1)
+    runs = run_pipeline(command(2, 4, "2bw", UNTIED, "--fp16", **changes), 2, poison)
+    expected = run_reference(runs, command(1, 4, "2bw", UNTIED, "--fp16", **changes), 4, poison=POISONED)
+    assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0]] * 2 == [expected.skipped] * 2
+    assert runs[0].scales == expected.scales == [4096.0] * 4 + [2048.0] * 2
+    assert_same(runs, expected, exact=True)
+
+
+def test_per_token_loss():
+    flags = (UNTIED, "--calculate-per-token-loss")
+    runs = run_pipeline(command(2, 4, "2bw", *flags), 2)
+    assert_same(runs, run_reference(runs, command(1, 4, "2bw", *flags), 4), exact=True)
+
+
+@pytest.mark.parametrize("stages, microbatches", [(2, 1), (2, 3), (4, 1), (4, 2)])
+def test_pipedream(stages, microbatches):
+    """Each stage's newest weights at a forward, kept for its backward, the norm of each stage by itself."""
+    runs = run_pipeline(command(stages, microbatches, "pipedream", UNTIED), stages)
+    argv = command(1, microbatches, "pipedream", UNTIED)
+    expected = run_reference(runs, argv, microbatches, per_stage=True)
+    assert_same(runs, expected, exact=True)
+    assert runs[0].grad_norms == pytest.approx(expected.grad_norms, rel=1e-6), "the log shows the largest stage's norm"
