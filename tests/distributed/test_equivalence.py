@@ -1,0 +1,94 @@
+"""What must not change the losses: depth, width, tensor parallelism, recompute, evaluation; and which schedule flushes how.
+
+Bitwise where the additions keep their order; the tests say why where they do not.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from tests.distributed.compare import UNTIED, assert_same_runs, run_pipeline
+from tests.distributed.training import command
+
+NO_BIAS = "--disable-bias-linear"  # the keys' bias has a gradient of rounding only, which Adam would blow up
+DROPOUT = dict(attention_dropout=0.1, hidden_dropout=0.1)
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+@functools.cache
+def two_stages(*flags: str, schedule: str = "2bw", microbatches: int = 4, **changes):
+    """A run on two stages, made once for all tests that compare with it."""
+    return run_pipeline(command(2, microbatches, schedule, *flags, **changes), 2)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_depth(stages):
+    """The delay is 1 whatever the depth, so one device, two and four give the same losses and weights.
+
+    Without clipping nothing is added in another order.
+    """
+    runs = run_pipeline(command(stages, 4, "2bw", UNTIED, clip_grad=0), stages)
+    assert_same_runs(runs, two_stages(UNTIED, clip_grad=0), exact=True)
+
+
+def test_width():
+    """Two pipelines of two microbatches each: the same batch, its gradients added by pairs."""
+    runs = run_pipeline(command(2, 2, "2bw", UNTIED, NO_BIAS, width=2), 4)
+    first, second = [run.weights for run in (runs[0], runs[1])]
+    assert all(torch.equal(first[name], second[name]) for name in first), "the replicas have drifted apart"
+    assert_same_runs(runs[0::2], two_stages(UNTIED, NO_BIAS), exact=False)
+
+
+def test_overlapped_grad_reduce():
+    """Width 2 again, the reduction started inside the last backward of a batch."""
+    overlapped = run_pipeline(command(2, 2, "2bw", UNTIED, "--overlap-grad-reduce", width=2), 4)
+    plain = run_pipeline(command(2, 2, "2bw", UNTIED, width=2), 4)
+    assert_same_runs(overlapped[0::2], plain[0::2], exact=True)
+
+
+def test_tensor_parallel():
+    """Row-parallel layers add their partial sums over the ranks, so equal to rounding only."""
+    runs = run_pipeline(command(2, 4, "2bw", UNTIED, NO_BIAS, tensor_model_parallel_size=2), 4)
+    losses, expected = torch.stack(runs[-1].losses), torch.stack(two_stages(UNTIED, NO_BIAS)[-1].losses)
+    assert torch.allclose(losses, expected, rtol=1e-6)
+    assert runs[0].grad_norms == pytest.approx(two_stages(UNTIED, NO_BIAS)[0].grad_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [FULL, dict(recompute_granularity="selective")], ids=["full", "selective"])
+def test_recompute_with_dropout(recompute):
+    """The recompute of a microbatch in flight sees the weights and the dropout mask of its forward."""
+    plain = two_stages(UNTIED, **DROPOUT)
+    assert_same_runs(two_stages(UNTIED, **DROPOUT, **recompute), plain, exact=True)
+    without = torch.stack(two_stages(UNTIED)[-1].losses)
+    assert not torch.equal(torch.stack(plain[-1].losses), without), "dropout must do something"
+
+
+def test_evaluation_leaves_the_pipeline_as_it_is():
+    """Evaluation runs while microbatches and a received message wait; training goes on as without it."""
+    evaluated = two_stages(UNTIED, eval_interval=2, eval_iters=2)
+    assert_same_runs(evaluated, two_stages(UNTIED), exact=True)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream-flush", "gpipe", "no-pipelining"])
+@pytest.mark.parametrize("flags", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_flush_schedules_are_megatrons(schedule, flags):
+    """Tied embeddings, dropout, clipping and full recompute: losses, weights and norms of Megatron's own schedule."""
+    runs = two_stages(*flags, schedule=schedule, **DROPOUT, **FULL)
+    expected = two_stages(*flags, schedule="megatron", **DROPOUT, **FULL)
+    assert_same_runs(runs, expected, exact=True)
+    assert runs[0].grad_norms == expected[0].grad_norms
+
+
+@pytest.mark.parametrize("schedule", ["pipedream-flush", "gpipe", "no-pipelining"])
+def test_flush_schedules_with_few_microbatches(schedule):
+    """Fewer microbatches than stages: m = 1 and d = 2."""
+    expected = two_stages(UNTIED, schedule="megatron", microbatches=1)
+    assert_same_runs(two_stages(UNTIED, schedule=schedule, microbatches=1), expected, exact=True)
+
+
+def test_one_stage_with_a_flush_is_megatrons():
+    runs, expected = (run_pipeline(command(1, 3, schedule), 1) for schedule in ("pipedream-flush", "megatron"))
+    assert_same_runs(runs, expected, exact=True)
