@@ -1,0 +1,111 @@
+"""The CPU layer: what it answers, and that it changes nothing where CUDA is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_2bw import cpu
+
+
+@pytest.fixture
+def layer():
+    cpu.install()
+    yield
+    cpu.uninstall()
+
+
+def state() -> dict:
+    """Everything that `install` may touch."""
+    names = {name: getattr(torch.cuda, name) for name in (*cpu._TORCH_CUDA, "is_available")}
+    return names | {"Module.cuda": torch.nn.Module.cuda, "rng": torch.cuda.random.get_rng_state}
+
+
+def test_tensors_asked_for_on_cuda_are_on_the_cpu(layer):
+    for tensor in (
+        torch.zeros(2, device="cuda"), torch.tensor([1.0], device=torch.cuda.current_device()),
+        torch.empty(2, device=torch.device("cuda", 0)), torch.ones(2).cuda(), torch.ones(2).to("cuda:0"),
+        torch.ones(2).to(device="cuda"), torch.zeros_like(torch.ones(2), device="cuda"), torch.arange(3, device="cuda"),
+    ):
+        assert tensor.device.type == "cpu"
+    assert torch.ones(2).to(torch.float16).dtype == torch.float16
+    assert torch.nn.Linear(2, 2).cuda(0).weight.device.type == "cpu"
+
+
+def test_type_names(layer):
+    assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+    assert torch.zeros(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
+    assert torch.zeros(1).type(torch.int64).dtype == torch.int64
+
+
+def test_streams_events_and_memory(layer):
+    stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        event.record()
+    torch.cuda.current_stream().wait_stream(stream)
+    event.synchronize()
+    assert event.query() and stream.query()
+    assert torch.cuda.memory_allocated() > 1 << 20 <= torch.cuda.memory_stats()["allocated_bytes.all.peak"]
+    assert not torch.cuda.is_available() and torch.cuda.device_count() == 1
+
+
+def test_the_generator_is_the_cpus(layer):
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3, device="cuda")
+    cpu.set_tracker_rng_state(state)
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_uninstall_puts_everything_back():
+    before = state()
+    cpu.install()
+    cpu.install()
+    assert state() != before and cpu.installed()
+    cpu.uninstall()
+    assert state() == before and not cpu.installed()
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+@pytest.mark.parametrize(
+    "device, cuda, expected",
+    [("auto", True, False), ("cuda", True, False), ("cpu", True, True), ("auto", False, True), ("cpu", False, True)],
+)
+def test_wanted(monkeypatch, device, cuda, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert cpu.wanted(device) is expected
+
+
+def test_nothing_changes_on_a_cuda_host(monkeypatch):
+    """With a GPU and --device auto, `launch` neither installs the layer nor moves a default of Megatron's flags."""
+    from megatron_2bw import arguments, launch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_2bw.py", "--pipeline-schedule", "2bw"])
+    before, seen = state(), {}
+
+    def stop_here(early, stop):
+        seen.update(early=early, defaults=arguments._defaults(early), state=state())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arguments, "parse", stop_here)
+    with pytest.raises(KeyboardInterrupt):
+        launch.launch("megatron_2bw.gpt")
+    assert not cpu.installed() and seen["state"] == before
+    assert seen["defaults"] == {"rerun_mode": "disabled"}  # which 2bw needs on every host
+
+
+def test_cuda_asked_for_and_not_there():
+    """--device cuda on a host without a GPU: one line, before anything is imported that takes long."""
+    run = subprocess.run(
+        [sys.executable, "pretrain_gpt_2bw.py", "--device", "cuda"], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr.splitlines()[-1] == (
+        "pretrain_gpt_2bw.py: error: --device cuda: no GPU is visible to torch; use --device cpu"
+    )

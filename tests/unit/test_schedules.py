@@ -1,0 +1,168 @@
+"""The six schedules as data: their lists, their limits, and the validator that holds them to both."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_2bw.schedules import (
+    SCHEDULE_NAMES, SCHEDULES, Action, Schedule, ScheduleError, Shape, check_actions, parse, validate,
+)
+from megatron_2bw.schedules.validator import grid
+
+TWO_BW = SCHEDULES["2bw"]
+
+
+def lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
+    return [
+        [action for j in range(shape.first, shape.end) for action in schedule.actions(shape, s, j)]
+        for s in range(shape.stages)
+    ]
+
+
+def text(actions: list[Action]) -> str:
+    return " ".join(map(str, actions))
+
+
+def test_names():
+    assert set(SCHEDULE_NAMES) == {"megatron", "2bw", "pipedream-flush", "gpipe", "no-pipelining", "pipedream"}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+def test_all_shapes_are_valid(name, first, iterations):
+    schedule = SCHEDULES[name]
+    for stages in (1, 2, 3, 4, 8):
+        for microbatches in (1, 2, 3, 4, 6, 8, 11):
+            if microbatches >= schedule.min_microbatches(stages):
+                validate(schedule, Shape(stages, microbatches, first, first + iterations))
+
+
+def test_2bw_is_figure_2_of_the_paper():
+    """Two iterations of d = m = 4 on the first and the last stage, written out by hand from the paper's rule."""
+    shape = Shape(4, 4, 0, 3)
+    assert text(TWO_BW.actions(shape, 0, 0)) == "F0@0 F1@0 F2@0 F3@0 B0@0 F4@0 B1@0 F5@0 B2@0 F6@0 B3@0 R0@0 S0@1"
+    assert text(TWO_BW.actions(shape, 0, 1)) == "F7@0 B4@0 F8@1 B5@0 F9@1 B6@0 F10@1 B7@0 R1@1 S1@2"
+    assert text(TWO_BW.actions(shape, 0, 2)) == "F11@1 B8@1 B9@1 B10@1 B11@1 R2@2 S2@3"
+    assert text(TWO_BW.actions(shape, 3, 1)) == "F4@0 B4@0 F5@0 B5@0 F6@0 B6@0 F7@0 B7@0 R1@1 S1@2"
+
+
+@pytest.mark.parametrize("stages, microbatches", [(1, 1), (2, 2), (4, 5), (8, 8)])
+def test_2bw_update_rule(stages, microbatches):
+    """Every microbatch of batch j on W(max(j-1, 0)), on every stage; delay 1; w in flight at an iteration's end."""
+    shape = Shape(stages, microbatches, 0, 5)
+    for stage in range(stages):
+        in_flight = 0
+        for iteration in range(5):
+            actions = TWO_BW.actions(shape, stage, iteration)
+            for action in actions:
+                if action.kind in "FB":
+                    assert action.version == max(action.microbatch // microbatches - 1, 0)
+                    in_flight += 1 if action.kind == "F" else -1
+            assert in_flight == (shape.warmup(stage) if iteration < 4 else 0)
+            assert actions[-1] == ("S", iteration, iteration + 1)
+
+
+def test_resumed_2bw_starts_with_a_warm_up():
+    shape = Shape(2, 2, 7, 9)
+    assert text(TWO_BW.actions(shape, 0, 7)) == "F14@6 F15@6 B14@6 F16@7 B15@6 R7@7 S7@8"
+
+
+def test_gpipe_and_no_pipelining():
+    shape = Shape(2, 3, 0, 2)
+    assert text(SCHEDULES["gpipe"].actions(shape, 0, 1)) == "F3@1 F4@1 F5@1 B3@1 B4@1 B5@1 R1@1 S1@2"
+    assert text(SCHEDULES["no-pipelining"].actions(shape, 1, 0)) == "F0@0 B0@0 F1@0 B1@0 F2@0 B2@0 R0@0 S0@1"
+    assert text(SCHEDULES["pipedream-flush"].actions(shape, 0, 0)) == "F0@0 F1@0 B0@0 F2@0 B1@0 B2@0 R0@0 S0@1"
+
+
+def test_pipedream_with_one_microbatch_is_the_papers():
+    """m = 1: d - s versions on stage s, each microbatch backward on the weights of its forward."""
+    schedule, shape = SCHEDULES["pipedream"], Shape(4, 1, 0, 6)
+    assert [schedule.max_versions(shape, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert text(schedule.actions(shape, 0, 0)) == "F0@0 F1@0 F2@0 F3@0 B0@0 R0@0 S0@1"
+    assert text(schedule.actions(shape, 0, 1)) == "F4@1 B1@0 R1@1 S1@2"
+    assert text(schedule.actions(shape, 3, 4)) == "F4@4 B4@4 R4@4 S4@5"
+
+
+@pytest.mark.parametrize(
+    "name, versions, in_flight",
+    [("2bw", 2, [4, 3, 2, 1]), ("pipedream-flush", 1, [4, 3, 2, 1]), ("gpipe", 1, [6] * 4), ("no-pipelining", 1, [1] * 4)],
+)
+def test_limits(name, versions, in_flight):
+    shape, schedule = Shape(4, 6, 0, 3), SCHEDULES[name]
+    assert [schedule.max_versions(shape, stage) for stage in range(4)] == [versions] * 4
+    assert [schedule.max_in_flight(shape, stage) for stage in range(4)] == in_flight
+
+
+def test_limits_are_reached():
+    """The limits are not merely upper bounds: one less and the validator objects."""
+    for name in SCHEDULES:
+        class Tighter(type(SCHEDULES[name])):
+            def max_in_flight(self, shape, stage):
+                return super().max_in_flight(shape, stage) - 1
+
+        with pytest.raises(ScheduleError, match="in flight"):
+            validate(Tighter(), Shape(2, 4, 0, 3))
+
+
+def test_text_round_trip():
+    actions = lists(TWO_BW, Shape(3, 4, 0, 3))[0]
+    assert parse(text(actions)) == actions
+    with pytest.raises(ValueError, match="not an action: 'X1@2'"):
+        parse("F0@0 X1@2")
+
+
+def test_too_few_microbatches():
+    with pytest.raises(ScheduleError, match="2bw needs at least 4 microbatches with 4 stages"):
+        validate(TWO_BW, Shape(4, 3, 0, 2))
+
+
+GOOD = ("F0@0 F1@0 B0@0 B1@0 R0@0 S0@1", "F0@0 B0@0 F1@0 B1@0 R0@0 S0@1")
+FAULTS = {
+    "deadlock": (("F0@0 B0@0 F1@0 B1@0 R0@0 S0@1", "F0@0 F1@0 B0@0 B1@0 R0@0 S0@1"), "deadlock: B0@0 waits"),
+    "step before the last backward": (("F0@0 F1@0 B0@0 R0@0 S0@1 B1@0", GOOD[1]), "R0@0 before the backward of microbatch 1"),
+    "step without a reduction": (("F0@0 F1@0 B0@0 B1@0 S0@1 R0@0", GOOD[1]), "deadlock: S0@1 waits"),
+    "messages out of order": ((GOOD[0], "F1@0 B1@0 F0@0 B0@0 R0@0 S0@1"), "activations of microbatch 0"),
+    "gradients out of order": (("F0@0 F1@0 B1@0 B0@0 R0@0 S0@1", GOOD[1]), "gradient of microbatch 0"),
+    "another version backward": (("F0@0 F1@0 B0@1 B1@0 R0@0 S0@1", GOOD[1]), "its forward read W\\(0\\)"),
+    "a version that is not there": (("F0@1 F1@0 B0@1 B1@0 R0@0 S0@1", GOOD[1]), "does not hold"),
+    "a microbatch twice": (("F0@0 F0@0 B0@0 B1@0 R0@0 S0@1", GOOD[1]), "forward twice"),
+    "backward without forward": ((GOOD[0], "B0@0 F0@0 F1@0 B1@0 R0@0 S0@1"), "backward without its forward"),
+    "a microbatch left out": (("F0@0 B0@0", "F0@0 B0@0"), "microbatch 1 is not run"),
+    "a version skipped": (("F0@0 F1@0 B0@0 B1@0 R0@0 S0@2", GOOD[1]), "skips a version"),
+}
+
+
+def test_the_unchanged_lists_pass():
+    check_actions([parse(row) for row in GOOD], SCHEDULES["pipedream-flush"], Shape(2, 2, 0, 1))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_validator_finds(fault):
+    """Each fault is one edit of lists that pass; the error shows the grid with the fault marked."""
+    rows, message = FAULTS[fault]
+    with pytest.raises(ScheduleError, match=message) as error:
+        check_actions([parse(row) for row in rows], SCHEDULES["pipedream-flush"], Shape(2, 2, 0, 1))
+    assert "stage 0  " in str(error.value) and ">" in str(error.value) and "<" in str(error.value)
+
+
+def test_validator_counts_versions():
+    """Stale weights under a schedule that holds one version only."""
+    shape = Shape(2, 2, 0, 3)
+    stale = [[a._replace(version=0) if a.kind in "FB" else a for a in row] for row in lists(TWO_BW, shape)]
+    with pytest.raises(ScheduleError, match=r"2 weight versions \[0, 1\], at most 1 allowed"):
+        check_actions(stale, SCHEDULES["pipedream-flush"], shape)
+
+
+def test_validator_compares_versions_between_stages():
+    shape = Shape(2, 2, 0, 3)
+    rows = lists(TWO_BW, shape)
+    rows[1] = [a._replace(version=0) if a.kind in "FB" else a for a in rows[1]]
+    with pytest.raises(ScheduleError, match=r"F4@0 reads W\(0\), stage 0 read W\(1\)"):
+        check_actions(rows, TWO_BW, shape)
+
+
+def test_grid_marks_the_fault():
+    assert grid([parse("F0@0 B0@0"), parse("F0@0")], (0, 1)) == (
+        "step     0      1\nstage 0  F0@0   >B0@0<\nstage 1  F0@0"
+    )

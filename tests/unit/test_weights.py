@@ -1,0 +1,181 @@
+"""Weight stores: a microbatch's backward must see the storage of its forward, whatever its operators save."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_2bw.weights import WeightStores
+
+
+class LeafSaving(torch.autograd.Function):
+    """x @ w, saving the leaf Parameter itself: its data is read when the backward runs (as Megatron's linears do)."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+class ThreeOps(torch.nn.Module):
+    """One of each kind of operator of design rule 1, and parameters of two dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        new = lambda *shape, dtype=torch.float32: torch.nn.Parameter(  # noqa: E731
+            torch.randn(*shape, generator=generator).to(dtype)
+        )
+        self.leaf, self.linear, self.scale = new(4, 4), new(4, 4), new(4, 2)
+        self.low = new(4, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        x = LeafSaving.apply(x, self.leaf)
+        x = F.linear(x, self.linear)  # saves linear.t(), a view taken in the forward
+        x = x * self.scale.view(2, 4)[0]  # saves another view
+        return (x * self.low).pow(2).sum()
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 4, generator=generator) for _ in range(count)]
+
+
+def expected_gradients(versions: list[dict], batch: int, x: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of batch `batch` on W(max(batch - 1, 0)), from a model that nothing happens to."""
+    model = ThreeOps()
+    model.load_state_dict(versions[max(batch - 1, 0)])
+    return list(torch.autograd.grad(model(x), list(model.parameters())))
+
+
+def update(model: ThreeOps, batch: int) -> None:
+    """An in-place step, as the fp32 optimizers make it."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.full_like(param, 0.1 * (batch + 1)))
+
+
+def snapshot(model) -> dict:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_backward_sees_the_weights_of_its_forward():
+    """2BW with one microbatch always in flight over a step: gradients equal those of untouched copies."""
+    model, xs = ThreeOps(), batches(5)
+    stores = WeightStores(model.parameters(), slots=2)
+    versions, loss = [snapshot(model)], None
+    for batch in range(4):
+        if batch == 0:
+            stores.bind(0)
+            loss = model(xs[0])
+        stores.bind(batch)
+        early = model(xs[batch + 1])  # the next batch's forward runs before this batch's backward
+        stores.bind(max(batch - 1, 0))
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for found, expected in zip(gradients, expected_gradients(versions, batch, xs[batch])):
+            assert torch.equal(found, expected)
+        with stores.writing({batch}):
+            for param in model.parameters():
+                if param.dtype == torch.bfloat16:  # the optimizer writes this from its main parameter
+                    param.data.copy_(versions[batch]["low"])
+            update(model, batch)
+        versions.append(snapshot(model))
+        loss = early
+
+
+def test_copying_versions_into_one_storage_would_fail_the_test_above():
+    """The scheme that the published implementation uses: nothing raises, and the gradients are wrong."""
+    model, xs = ThreeOps(), batches(2)
+    versions = [snapshot(model)]
+    update(model, 0)
+    versions.append(snapshot(model))
+
+    def load(version: int) -> None:
+        for name, param in model.named_parameters():
+            param.data.copy_(versions[version][name])
+
+    load(0)
+    loss = model(xs[0])
+    load(1)
+    model(xs[1])  # another microbatch's forward on the newer version, in the same storage
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    expected = expected_gradients(versions, 0, xs[0])
+    assert not all(torch.equal(found, right) for found, right in zip(gradients, expected))
+
+
+def test_in_place_step_without_the_stores_is_refused_by_autograd():
+    """Why the stores preserve version counters: each parameter has one, whatever storage it points to."""
+    model, (x,) = ThreeOps(), batches(1)
+    loss = model(x)
+    update(model, 0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_version_change_moves_pointers_only():
+    model = ThreeOps()
+    stores = WeightStores(model.parameters(), slots=2)
+    first = [param.data_ptr() for param in model.parameters()]
+    with stores.writing({0}):
+        second = [param.data_ptr() for param in model.parameters()]
+    stores.bind(0)
+    assert [param.data_ptr() for param in model.parameters()] == first
+    stores.bind(1)
+    assert [param.data_ptr() for param in model.parameters()] == second
+    assert not set(first) & set(second)
+
+
+def test_stores_are_contiguous_by_dtype():
+    model = ThreeOps()
+    WeightStores(model.parameters(), slots=2)
+    storages = {(param.dtype, param.untyped_storage().data_ptr()) for param in model.parameters()}
+    assert len(storages) == 2  # one fp32, one bf16
+    assert model.leaf.untyped_storage().nbytes() == 4 * (16 + 16 + 8)
+
+
+def test_slots_alternate_and_old_versions_go():
+    model = ThreeOps()
+    stores = WeightStores(model.parameters(), slots=2)
+    stores.start(5)
+    assert stores.versions == [4, 5] and stores.newest == 5
+    for version in range(6, 10):
+        with stores.writing({version - 1}):
+            update(model, version)
+        assert stores.versions == [version - 1, version]
+
+
+def test_skipped_step_advances_the_version_without_a_copy():
+    model = ThreeOps()
+    stores = WeightStores(model.parameters(), slots=2)
+    before, pointers = snapshot(model), [param.data_ptr() for param in model.parameters()]
+    with stores.writing({0}) as write:
+        write.stepped = False
+    assert stores.versions == [0, 1]
+    assert [param.data_ptr() for param in model.parameters()] == pointers
+    with stores.writing({1}):
+        update(model, 0)
+    stores.bind(1)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    stores.bind(2)
+    assert not torch.equal(before["leaf"], model.leaf)
+
+
+def test_one_slot_is_written_in_place_only_when_nobody_reads_it():
+    model = ThreeOps()
+    stores = WeightStores(model.parameters(), slots=1)
+    with stores.writing(set()):
+        update(model, 0)
+    assert stores.versions == [1]
+    with pytest.raises(RuntimeError, match="in use"), stores.writing({1}):
+        pass
+
+
+def test_unknown_version():
+    with pytest.raises(KeyError):
+        WeightStores(ThreeOps().parameters(), slots=2).bind(3)
