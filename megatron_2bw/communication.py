@@ -165,25 +165,27 @@ class Inbox:
 
 
 class Outbox:
-    """Messages to a neighbour. A tensor is kept alive until it has left."""
+    """Messages to a neighbour. A tensor is kept alive until it has left.
 
-    def __init__(self, link: Link):
-        self.link = link
+    limit  how many messages may be on their way; `put` waits for the oldest beyond that. It bounds memory on gloo,
+           whose sends do not tell by themselves that they are done. The runtime sets one more than the microbatches
+           in flight, which never makes a stage wait: the backward of an older one proves that its message arrived.
+    """
+
+    def __init__(self, link: Link, limit: int = 1 << 30):
+        self.link, self.limit = link, limit
         self._leaving: deque[tuple[torch.Tensor, Work]] = deque()
 
     def put(self, tensor: torch.Tensor) -> None:
         """Send without waiting; the caller must not write to `tensor` any more."""
-        self._reap()
+        while self._leaving and (len(self._leaving) >= self.limit or self._leaving[0][1].is_completed()):
+            self._leaving.popleft()[1].wait()
         tensor = tensor.contiguous()
         self._leaving.append((tensor, self.link.send(tensor)))
 
     def flush(self) -> None:
         """Wait until everything has left."""
         while self._leaving:
-            self._leaving.popleft()[1].wait()
-
-    def _reap(self) -> None:
-        while self._leaving and self._leaving[0][1].is_completed():
             self._leaving.popleft()[1].wait()
 
 

@@ -157,6 +157,11 @@ class PipelineRuntime:
             self._stage = call.groups.pp.rank()
             self._shape = Shape(len(ranks), microbatches, progress.iteration, progress.end)
             self._exchange = connect(ranks, torch.distributed.get_rank(), self.transport, self._params[0].device)
+            for outbox, sender in (
+                (self._exchange.activations_out, self._stage), (self._exchange.gradients_out, self._stage - 1),
+            ):
+                if outbox is not None:
+                    outbox.limit = self.schedule.max_in_flight(self._shape, sender) + 1
             if not self.schedule.flushes:
                 self.stores = WeightStores(self._params, self.schedule.max_versions(self._shape, self._stage))
                 self.stores.start(progress.iteration)

@@ -70,6 +70,7 @@ def _rank_main(rank: int, size: int, port: int, folder: str, function: Callable,
     sys.stdout = sys.stderr = log
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        WORLD_FOLDER=folder,
     )
     torch.set_num_threads(1)
     try:

@@ -1,0 +1,42 @@
+# make install | demo | test | clean. Everything needs the environment .venv, which is made at the first call.
+
+PYTHON := .venv/bin/python
+WANTED := $(shell cat .python-version)
+
+.PHONY: help install demo test clean
+
+help:
+	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
+	@echo "make demo      train a small GPT with 2BW on two processes (two to three minutes)"
+	@echo "make test      run the tests"
+	@echo "make clean     remove what the others wrote, except .venv"
+
+install: .venv/.installed
+
+# Made again when the dependencies may have changed. A python will do if it is new enough and has what venv needs
+# (Debian packs ensurepip apart).
+.venv/.installed: pyproject.toml .python-version
+	@if ! $(PYTHON) -c "import pip" 2>/dev/null; then \
+	    for python in python$(WANTED) python3 ""; do \
+	        "$$python" -c "import ensurepip, sys; sys.exit(sys.version_info < tuple(map(int, '$(WANTED)'.split('.'))))" \
+	            2>/dev/null && break; \
+	    done; \
+	    if [ -z "$$python" ]; then \
+	        echo "make: no Python >= $(WANTED) with ensurepip; install python$(WANTED) and python$(WANTED)-venv" >&2; \
+	        exit 1; \
+	    fi; \
+	    "$$python" -m venv .venv || exit 1; \
+	fi
+	@echo "installing into .venv: about 6 GB, a few minutes"
+	$(PYTHON) -m pip install -e '.[test]'
+	@touch $@
+
+demo: install
+	$(PYTHON) scripts/demo.py
+
+test: install
+	$(PYTHON) -m pytest --durations=10 tests
+
+clean:
+	rm -rf out build *.egg-info .pytest_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,320 @@
+"""Trains a small GPT with two pipeline stages for about two minutes and shows that it learns.
+
+    python scripts/demo.py [--schedule NAME] [--iterations N] [--out DIR]
+
+Megatron's own log runs over the screen and into DIR/train.log; the losses are read from it. Invariant:
+summary.json and loss.png in DIR are those of a run that ended well, and each of them is whole or absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron_2bw.data.corpus import CorpusError, build_corpus
+from megatron_2bw.schedules import SCHEDULE_NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES, MICROBATCHES, MICRO_BATCH_SIZE, SEQUENCE = 2, 4, 4, 128
+
+# 3.4 million parameters. The last stage also multiplies with the vocabulary, which costs as much as two layers,
+# so three of the four layers on the first stage make the stages about equal.
+MODEL = """
+    --num-layers 4 --decoder-first-pipeline-num-layers 3 --hidden-size 192 --num-attention-heads 6
+    --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+""".split()
+
+# What runs on any host: without Transformer Engine and Apex.
+PLAIN_TORCH = """
+    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-rope-fusion
+""".split()
+
+# Adam tells of a gradient that is one update late by bouncing: with three times this rate 2BW learns more slowly.
+OPTIMIZER = "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --adam-beta2 0.95 --clip-grad 1.0".split()
+WARM_UP = 30
+
+# A tenth of the files for validation. With fewer, tables of character sets, which are easy, make up most of it.
+DATA = "--split 90,10,0 --eval-iters 10".split()
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of a run.
+
+    steps       where each training loss belongs on the axis of iterations: the middle of those it is the mean of
+    training    the mean loss of those iterations; the first is that of iteration 1 alone
+    validation  after the last iteration; None if the log holds none
+    """
+
+    steps: list[float]
+    training: list[float]
+    validation: float | None
+
+
+def parse_log(text: str) -> Losses:
+    """The losses that Megatron logged.
+
+    A line gives the mean since the line before it. Only the line of iteration 1 does not count as one: Megatron
+    prints it in addition, and the next line's mean includes iteration 1 again.
+    """
+    steps, training, start = [], [], 1
+    for match in re.finditer(r"\biteration +(\d+)/ *\d+ \|(.*)", text):
+        end = int(match[1])
+        loss = re.search(r"\blm loss: (\S+) \|", match[2])
+        if loss:
+            steps.append((start + end) / 2)
+            training.append(float(loss[1]))
+        start = end + 1 if end > 1 else 1
+    validations = re.findall(r"validation loss at .*?\| lm loss value: (\S+) \|", text)
+    return Losses(steps, training, float(validations[-1]) if validations else None)
+
+
+def log_interval(iterations: int) -> int:
+    """At most 10, and a divisor, because Megatron does not log what is left over after the last full interval."""
+    return max(interval for interval in range(1, 11) if iterations % interval == 0)
+
+
+def training_command(schedule: str, iterations: int, corpus_flags: list[str], device: str) -> list[str]:
+    """The command that trains: torchrun, the entry script, Megatron's flags."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    sizes = {
+        "--pipeline-schedule": schedule,
+        "--device": device,
+        "--pipeline-model-parallel-size": STAGES,
+        "--micro-batch-size": MICRO_BATCH_SIZE,
+        "--global-batch-size": MICRO_BATCH_SIZE * MICROBATCHES,
+        "--seq-length": SEQUENCE,
+        "--max-position-embeddings": SEQUENCE,
+        "--train-iters": iterations,
+        "--lr-warmup-iters": min(WARM_UP, iterations // 2),
+        "--log-interval": log_interval(iterations),
+        "--eval-interval": iterations + 1,  # one validation, after the last iteration
+    }
+    flags = [str(word) for pair in sizes.items() for word in pair]
+    script = [*torchrun, "--nproc-per-node", str(STAGES), str(ROOT / "pretrain_gpt_2bw.py")]
+    return [*script, *flags, *MODEL, *PLAIN_TORCH, *OPTIMIZER, *DATA, *corpus_flags]
+
+
+def pick_device() -> str:
+    """Two stages on one GPU gain nothing over the CPU here, and NCCL refuses it."""
+    import torch
+
+    return "cuda" if torch.cuda.device_count() >= STAGES else "cpu"
+
+
+def train(command: list[str], log: Path) -> str:
+    """Run the command, its output on the screen and in `log`; return the output. Raises DemoError if it fails."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", "1")  # a core per stage
+    environment.setdefault("PYTHONWARNINGS", "ignore")  # each rank would list what is not installed
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", start_new_session=True,
+    )
+    try:
+        with open(log, "w") as file:
+            for line in fold_arguments(_copied(process.stdout, file)):
+                print(line, end="", flush=True)
+        code = process.wait()
+    finally:
+        stop(process)
+    text = log.read_text()
+    if code:
+        raise DemoError(f"training failed with exit code {code}: {reason(text)} (log: {_shown(log)})")
+    return text
+
+
+def _copied(lines: Iterable[str], file) -> Iterator[str]:
+    for line in lines:
+        file.write(line)
+        file.flush()
+        yield line
+
+
+def fold_arguments(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, with one in place of the hundreds in which Megatron lists its arguments."""
+    folded = 0
+    for line in lines:
+        if re.match(r"  \w+ \.* ", line):  # no dots after a long name
+            folded += 1
+            continue
+        if folded:
+            yield f"  ({folded} arguments, listed in train.log)\n"
+            folded = 0
+        yield line
+    if folded:
+        yield f"  ({folded} arguments, listed in train.log)\n"
+
+
+def reason(log: str) -> str:
+    """The first line that reads like an error: the ones after it are its consequences."""
+    for line in log.splitlines():
+        if re.match(r"(\[rank\d+\]: )?([\w.]+: error|[\w.]*(Error|Exception)): ", line):
+            return line
+    lines = log.split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a command that still runs, and all that it started: torchrun's workers have sessions of their own."""
+    if process.poll() is not None:
+        return
+    workers = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        workers = psutil.Process(process.pid).children(recursive=True)
+    for ending in ("terminate", "kill"):
+        for member in (process, *workers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                getattr(member, ending)()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
+        _, workers = psutil.wait_procs(workers, timeout=5)
+
+
+def summarize(losses: Losses, schedule: str, iterations: int, seconds: float) -> dict:
+    """What summary.json holds. Raises DemoError if the log gave no losses, or impossible ones."""
+    if not losses.training or losses.validation is None:
+        raise DemoError("training ended, but its log lacks the losses")
+    if not all(map(math.isfinite, [*losses.training, losses.validation])):
+        raise DemoError("training ended, but a loss is not a finite number")
+    return {
+        "schedule": schedule,
+        "stages": STAGES,
+        "microbatches": MICROBATCHES,
+        "iterations": iterations,
+        "first_loss": losses.training[0],
+        "last_loss": losses.training[-1],
+        "validation_loss": losses.validation,
+        "seconds": round(seconds, 1),
+    }
+
+
+def report(summary: dict, interval: int, folder: Path) -> str:
+    """The summary for people, a few aligned lines."""
+    first, last = summary["first_loss"], summary["last_loss"]
+    rows = {
+        "schedule": f"{summary['schedule']}, {STAGES} stages, {MICROBATCHES} microbatches per batch",
+        "iterations": f"{summary['iterations']} in {summary['seconds']:.0f} s, with start-up and validation",
+        "first loss": f"{first:.3f}",
+        "last loss": f"{last:.3f}, the mean of the last {interval} iterations ({last / first - 1:+.0%})",
+        "validation loss": f"{summary['validation_loss']:.3f}",
+        "files": f"{_shown(folder)}/: summary.json, loss.png, train.log",
+    }
+    return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
+
+
+def draw(path: Path, losses: Losses, summary: dict) -> None:
+    """The training loss over the iterations, the validation loss marked at their end, as a PNG picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(losses.steps, losses.training, color="#1f5fa8", linewidth=1.8, label="training loss")
+    axes.plot(
+        summary["iterations"], losses.validation, "o", color="#d1495b", markersize=7, clip_on=False, zorder=3,
+        label=f"validation loss {losses.validation:.2f}",
+    )
+    axes.set_title(f"GPT of 3.4 million parameters: {summary['schedule']}, {STAGES} stages, "
+                   f"{MICROBATCHES} microbatches", fontsize=11)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_xlim(0, summary["iterations"])
+    axes.grid(linewidth=0.5, alpha=0.4)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    write_whole(path, lambda part: figure.savefig(part, format="png"))
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path`, then put it in its place: no reader sees half a file."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("demo.py", description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")  # without the usage text
+    parser.add_argument("--schedule", choices=SCHEDULE_NAMES, default="2bw", help="default: %(default)s")
+    parser.add_argument("--iterations", type=int, default=250, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "demo", help="folder, default: out/demo")
+    options = parser.parse_args(argv)
+    if options.iterations < 1:
+        parser.error(f"--iterations {options.iterations}: it must be at least 1")
+    return options
+
+
+def _empty(folder: Path) -> None:
+    """Make the folder, without the results of an earlier run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("summary.json", "loss.png", "train.log"):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise DemoError(f"--out {folder}: {error.strerror}") from error
+
+
+def _shown(path: Path) -> str:
+    """A path as a person in this folder would type it."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def run(options: argparse.Namespace) -> None:
+    """The whole demo. Raises DemoError or CorpusError, with one line."""
+    _empty(options.out)
+    device = pick_device()
+    print(f"demo.py: {options.schedule}, {STAGES} stages on {STAGES} processes ({device}), {options.iterations} iterations",
+          flush=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's import lists what is not installed
+        corpus = build_corpus()
+    command = training_command(options.schedule, options.iterations, corpus.flags(), device)
+    start = time.monotonic()
+    losses = parse_log(train(command, options.out / "train.log"))
+    summary = summarize(losses, options.schedule, options.iterations, time.monotonic() - start)
+    draw(options.out / "loss.png", losses, summary)
+    write_whole(options.out / "summary.json", lambda part: part.write_text(json.dumps(summary, indent=2) + "\n"))
+    print("\n" + report(summary, log_interval(options.iterations), options.out))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0, 1 if training failed, 2 for a wrong option, 130 if interrupted."""
+    options = parse_options(argv)
+    try:
+        run(options)
+    except (DemoError, CorpusError) as error:
+        print(f"demo.py: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo.py: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # so that `train` ends its children
+    sys.exit(main())

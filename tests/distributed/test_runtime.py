@@ -1,0 +1,63 @@
+"""The runtime does what the schedule's list says, keeps the limits of the schedule, and leaves no message over."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_2bw.schedules import SCHEDULES, Shape
+from tests.distributed.compare import UNTIED
+from tests.distributed.training import Run, command, train
+from tests.distributed.world import run_world
+
+
+def observe(rank: int, argv: list[str]) -> Run:
+    """Train, and note every executed action, the state after it, and the messages left at each iteration's end."""
+    from megatron_2bw.runtime import PipelineRuntime
+
+    events: list[tuple] = []
+
+    def state(runtime) -> tuple:
+        boxes = runtime._exchange.activations_in, runtime._exchange.gradients_in
+        held = [0 if box is None else box.outstanding for box in boxes]
+        versions = runtime.stores.versions if runtime.stores else None
+        return len(runtime.in_flight), versions, held
+
+    def noting(name):
+        original = getattr(PipelineRuntime, name)
+
+        def method(self, *args):
+            action = args[0] if args else self._step
+            result = original(self, *args)
+            events.append((str(action), *state(self)))
+            return result
+
+        setattr(PipelineRuntime, name, method)
+
+    for name in ("_forward", "_backward", "_reduce", "step"):
+        noting(name)
+    run = train(rank, argv)
+    run.events = events
+    return run
+
+
+@pytest.mark.parametrize("schedule, stages, microbatches", [
+    ("2bw", 2, 3), ("2bw", 4, 4), ("pipedream", 2, 1), ("gpipe", 2, 3), ("pipedream-flush", 2, 3), ("no-pipelining", 2, 2),
+])
+def test_executes_the_list(schedule, stages, microbatches):
+    runs = run_world(stages, observe, command(stages, microbatches, schedule, UNTIED, train_iters=4))
+    rule, shape = SCHEDULES[schedule], Shape(stages, microbatches, 0, 4)
+    for stage, run in enumerate(runs):
+        actions = [str(action) for j in range(4) for action in rule.actions(shape, stage, j)]
+        assert [event[0] for event in run.events] == actions
+        assert max(event[1] for event in run.events) == rule.max_in_flight(shape, stage)
+        if rule.flushes:
+            assert all(event[2] is None for event in run.events)
+        else:
+            assert max(len(event[2]) for event in run.events) <= rule.max_versions(shape, stage)
+        steps = [event for event in run.events if event[0].startswith("S")]
+        for _, in_flight, _, (activations, gradients) in steps[:-1]:
+            ahead = 0 if rule.flushes else shape.warmup(stage)
+            assert in_flight == ahead
+            # Each stage but the first holds one received input; no gradient is left over.
+            assert (activations, gradients) == (0 if rule.flushes or stage == 0 else 1, 0)
+        assert steps[-1][1] == 0 and steps[-1][3] == [0, 0], "the last iteration empties the pipeline"
