@@ -44,7 +44,7 @@ PLAIN_TORCH = """
     --no-rope-fusion
 """.split()
 
-# Adam tells of a gradient that is one update late by bouncing: with three times this rate 2BW learns more slowly.
+# Gradients that are one update late leave less room for the learning rate: at 3e-3 2BW learns more slowly.
 OPTIMIZER = "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --adam-beta2 0.95 --clip-grad 1.0".split()
 WARM_UP = 30
 
@@ -255,7 +255,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("demo.py", description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser("demo.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")  # without the usage text
     parser.add_argument("--schedule", choices=SCHEDULE_NAMES, default="2bw", help="default: %(default)s")
     parser.add_argument("--iterations", type=int, default=250, help="default: %(default)s")
@@ -286,8 +286,8 @@ def run(options: argparse.Namespace) -> None:
     """The whole demo. Raises DemoError or CorpusError, with one line."""
     _empty(options.out)
     device = pick_device()
-    print(f"demo.py: {options.schedule}, {STAGES} stages on {STAGES} processes ({device}), {options.iterations} iterations",
-          flush=True)
+    processes = f"{STAGES} stages on {STAGES} processes ({device})"
+    print(f"demo.py: {options.schedule}, {processes}, {options.iterations} iterations", flush=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's import lists what is not installed
         corpus = build_corpus()

@@ -84,7 +84,7 @@ def test_the_list_of_arguments_becomes_one_line():
 
 
 @pytest.mark.parametrize("log, expected", [
-    ("x\npretrain_gpt_2bw.py: error: --lr is missing\nE1 failed (exitcode: 2)\nChildFailedError: \n", "--lr is missing"),
+    ("x\npretrain_gpt_2bw.py: error: --lr is missing\nfailed (exitcode: 2)\nChildFailedError: \n", "--lr is missing"),
     ("[rank1]: Traceback:\n[rank1]: torch.OutOfMemoryError: full\nRuntimeError: peer gone\n", "OutOfMemoryError: full"),
     ("started\nkilled\n\n", "killed"),
     ("", "no output"),
@@ -103,8 +103,8 @@ def test_a_failed_training_leaves_its_log_and_gives_one_line(tmp_path, capsys):
 
 
 def test_stop_ends_workers_in_sessions_of_their_own():
-    worker = "import time; time.sleep(60)"
-    start = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', '{worker}'], start_new_session=True)"
+    worker = "[sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True"
+    start = f"import subprocess, sys, time; subprocess.Popen({worker})"
     process = subprocess.Popen([sys.executable, "-c", f"{start}; print('up', flush=True); time.sleep(60)"],
                                stdout=subprocess.PIPE)
     process.stdout.readline()

@@ -1,0 +1,354 @@
+"""Mistakes on the command line that Megatron finds late, explains badly, or does not find at all.
+
+Invariant: a check reads the arguments and looks at files, changes nothing, and answers one line that names the
+flag and says what to do, or None. `MISTAKES` holds the checks in the order in which they are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+Args = argparse.Namespace
+
+
+def value(args: Args, flag: str):
+    """What the arguments hold for `flag`; None if Megatron has removed it while it validated them."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+
+
+def _missing(args: Args) -> str | None:
+    for flag in (
+        "--micro-batch-size", "--lr", "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length",
+        "--max-position-embeddings",
+    ):
+        if value(args, flag) is None:
+            return f"{flag} is missing"
+    if args.train_iters is None and args.train_samples is None:
+        return "--train-iters is missing (or --train-samples)"
+    if args.eval_interval is None and not (args.skip_train or args.full_validation):
+        return "--eval-interval is missing (Megatron divides by it, even with --eval-iters 0)"
+    return None
+
+
+# The first flag does nothing, or fails late, without the second.
+_NEEDS = (
+    ("--save", "--save-interval"), ("--save-params-interval", "--save"), ("--save-wgrads-interval", "--save"),
+    ("--save-activations-interval", "--save"), ("--save-dgrads-interval", "--save"), ("--log-progress", "--save"),
+    ("--save-retain-interval", "--save"), ("--non-persistent-save-interval", "--non-persistent-ckpt-type"),
+    ("--exit-on-missing-checkpoint", "--load"), ("--use-mp-args-from-checkpoint-args", "--use-checkpoint-args"),
+    ("--async-save", "--use-persistent-ckpt-worker"), ("--use-pytorch-profiler", "--profile"),
+    ("--use-pytorch-profiler", "--tensorboard-dir"), ("--multiple-validation-sets", "--full-validation"),
+    ("--validation-set-names", "--multiple-validation-sets"), ("--sharp-enabled-group", "--use-sharp"),
+)
+
+
+def _incomplete(args: Args) -> str | None:
+    for flag, needed in _NEEDS:
+        if value(args, flag) and not value(args, needed):
+            return f"{flag} needs {needed}: add it, or leave {flag} out"
+    if args.wandb_project and not (args.wandb_save_dir or args.save):
+        return "--wandb-project needs --wandb-save-dir (or --save)"
+    if args.num_query_groups != 1 and not args.group_query_attention:
+        return f"--num-query-groups {args.num_query_groups} needs --group-query-attention"
+    if not args.perform_initialization and not args.load:
+        return "--no-initialization needs --load: the weights would be whatever the memory held"
+    if args.error_injection_rate and args.rerun_mode == "disabled":
+        return "--error-injection-rate has no effect with --rerun-mode disabled: leave it out"
+    return None
+
+
+_POSITIVE = (
+    "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups", "--kv-channels",
+    "--seq-length", "--max-position-embeddings", "--vocab-size", "--make-vocab-size-divisible-by", "--micro-batch-size",
+    "--global-batch-size", "--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters", "--train-samples",
+    "--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size", "--lr",
+    "--lr-decay-iters", "--lr-decay-samples", "--log-interval", "--tensorboard-log-interval", "--eval-interval",
+    "--save-interval", "--exit-interval", "--recompute-num-layers", "--loss-scale", "--initial-loss-scale",
+    "--distributed-timeout-minutes",
+)
+_NOT_NEGATIVE = (
+    "--min-lr", "--weight-decay", "--clip-grad", "--eval-iters", "--num-workers", "--lr-warmup-iters",
+    "--lr-warmup-samples", "--seed", "--adam-eps",
+)
+_FRACTIONS = ("--hidden-dropout", "--attention-dropout", "--adam-beta1", "--adam-beta2", "--sgd-momentum", "--lr-warmup-fraction")
+
+
+def _out_of_range(args: Args) -> str | None:
+    for flags, fits, rule in (
+        (_POSITIVE, lambda x: x > 0, "it must be greater than 0"),
+        (_NOT_NEGATIVE, lambda x: x >= 0, "it must not be negative"),
+        (_FRACTIONS, lambda x: 0 <= x < 1, "it must be at least 0 and less than 1"),
+    ):
+        for flag in flags:
+            number = value(args, flag)
+            if isinstance(number, (int, float)) and not fits(number):
+                return f"{flag} {number}: {rule}"
+    return None
+
+
+_EXCLUSIVE = (
+    ("--fp16", "--bf16"), ("--train-iters", "--train-samples"), ("--mock-data", "--data-path"),
+    ("--mock-data", "--data-args-path"), ("--mock-data", "--train-data-path"), ("--data-path", "--train-data-path"),
+    ("--data-path", "--data-args-path"), ("--lr-warmup-fraction", "--lr-warmup-iters"),
+    ("--lr-warmup-fraction", "--lr-warmup-samples"), ("--train-iters", "--lr-warmup-samples"),
+    ("--train-iters", "--lr-decay-samples"), ("--train-samples", "--lr-warmup-iters"),
+    ("--train-samples", "--lr-decay-iters"), ("--swiglu", "--squared-relu"), ("--swiglu", "--quick-geglu"),
+)
+
+
+def _contradiction(args: Args) -> str | None:
+    for one, other in _EXCLUSIVE:
+        if value(args, one) and value(args, other):
+            return f"{one} and {other} exclude each other: give one of them"
+    return None
+
+
+def _processes(args: Args) -> str | None:
+    sizes = [
+        ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size),
+        ("--tensor-model-parallel-size", args.tensor_model_parallel_size),
+        ("--context-parallel-size", args.context_parallel_size),
+    ]
+    needed = math.prod(size for _, size in sizes)
+    if args.world_size % needed:
+        product = " x ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
+        return (
+            f"{product} needs a multiple of {needed} processes, but there are {args.world_size}: "
+            "change the sizes, or the number of processes (torchrun --nproc-per-node)"
+        )
+    pipelines = args.world_size // needed
+    replica = args.micro_batch_size * pipelines
+    if args.global_batch_size is not None and args.global_batch_size % replica and not args.decrease_batch_size_if_needed:
+        return (
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{args.micro_batch_size} x {pipelines} pipelines: use a multiple of {replica}"
+        )
+    if args.tensor_model_parallel_size > 1 and args.eval_micro_batch_size not in (None, args.micro_batch_size):
+        return (
+            f"--eval-micro-batch-size {args.eval_micro_batch_size} must equal --micro-batch-size "
+            f"{args.micro_batch_size} with tensor parallelism: leave it out"
+        )
+    return None
+
+
+def _widths(args: Args) -> str | None:
+    hidden, heads, tensor = args.hidden_size, args.num_attention_heads, args.tensor_model_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else heads
+    if hidden % heads and args.kv_channels is None:
+        return f"--num-attention-heads {heads} does not divide --hidden-size {hidden}"
+    if heads % groups:
+        return f"--num-query-groups {groups} does not divide --num-attention-heads {heads}"
+    if heads % tensor:
+        return f"--tensor-model-parallel-size {tensor} does not divide --num-attention-heads {heads}"
+    if args.seq_length > args.max_position_embeddings:
+        return f"--seq-length {args.seq_length} is more than --max-position-embeddings {args.max_position_embeddings}"
+    return None
+
+
+def _split_of_layers(args: Args) -> str | None:
+    if args.pipeline_model_parallel_layout:
+        return None
+    flags = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+    own = {flag: value(args, flag) for flag in flags if value(args, flag) is not None}
+    extra = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    layers, stages = args.num_layers + extra - sum(own.values()), args.pipeline_model_parallel_size - len(own)
+    if (layers == 0 if stages == 0 else layers >= stages > 0 and layers % stages == 0):
+        return None
+    if own:
+        given = " and ".join(f"{flag} {number}" for flag, number in own.items())
+        return f"{given} leave {layers} of --num-layers {args.num_layers} for {stages} other stages: they must share them evenly"
+    return (
+        f"--num-layers {args.num_layers} cannot be split over --pipeline-model-parallel-size {stages}: use a multiple, "
+        "or --decoder-first-pipeline-num-layers for an uneven split"
+    )
+
+
+def _recompute(args: Args) -> str | None:
+    if args.recompute_granularity == "full" and args.recompute_method is None:
+        return "--recompute-granularity full needs --recompute-method uniform (or block)"
+    if args.recompute_method is not None and args.recompute_granularity != "full":
+        return f"--recompute-method {args.recompute_method} needs --recompute-granularity full"
+    if args.recompute_method is not None and not args.recompute_num_layers:
+        return f"--recompute-method {args.recompute_method} needs --recompute-num-layers"
+    return None
+
+
+def _learning_rate(args: Args) -> str | None:
+    unit = "iters" if args.train_iters else "samples"
+    decay = value(args, f"--lr-decay-{unit}") or value(args, f"--train-{unit}")
+    warmup = value(args, f"--lr-warmup-{unit}")
+    if args.min_lr > args.lr:
+        return f"--min-lr {args.min_lr} is more than --lr {args.lr}"
+    if args.lr_warmup_init > args.lr:
+        return f"--lr-warmup-init {args.lr_warmup_init} is more than --lr {args.lr}"
+    if warmup and warmup >= decay and not args.skip_train:
+        return f"--lr-warmup-{unit} {warmup} must be less than --lr-decay-{unit} {decay} (if not given, --train-{unit})"
+    if args.lr_decay_style == "WSD" and value(args, f"--lr-wsd-decay-{unit}") is None:
+        return f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
+    return None
+
+
+def _data(args: Args) -> str | None:
+    lists = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+    files = ("--data-args-path", "--per-split-data-args-path", "--per-dataset-sequences-path")
+    if not args.mock_data and not any(value(args, flag) for flag in (*lists, *files[:2])):
+        return "--data-path is missing (or --mock-data)"
+    for flag in files:
+        if value(args, flag) and not Path(value(args, flag)).is_file():
+            return f"{flag} {value(args, flag)}: there is no such file"
+    for flag in lists:
+        for prefix in _prefixes(value(args, flag) or []):
+            fault = None if "://" in prefix else _fault_of_dataset(prefix)
+            if fault:
+                return f"{flag} {prefix}: {fault}"
+    if args.data_args_path:
+        for prefix in _prefixes(Path(args.data_args_path).read_text().split()):
+            fault = None if "://" in prefix else _fault_of_dataset(prefix)
+            if fault:
+                return f"--data-args-path {args.data_args_path}: {prefix}: {fault}"
+    return None
+
+
+def _prefixes(blend: list[str]) -> Iterator[str]:
+    """The datasets of a blend: "prefix prefix ..." or "weight prefix weight prefix ..."."""
+    weighted = len(blend) % 2 == 0 and all(_is_number(word) for word in blend[::2])
+    return iter(blend[1::2] if weighted else blend)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+_INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+
+
+def _fault_of_dataset(prefix: str) -> str | None:
+    """What is wrong with Megatron's indexed dataset `prefix`.idx and .bin, seen from header and sizes; or None."""
+    index, tokens = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for file in (index, tokens):
+        if not file.is_file():
+            return f"there is no file {file}"
+    with index.open("rb") as file:
+        head = file.read(_INDEX.size)
+        if len(head) < _INDEX.size:
+            return f"{index} is not an index of Megatron's"
+        magic, version, code, sequences, documents = _INDEX.unpack(head)
+        if magic != b"MMIDIDX\x00\x00" or version != 1 or code not in _TOKEN_BYTES:
+            return f"{index} is not an index of Megatron's"
+        if not sequences:
+            return "it holds no documents"
+        size = _INDEX.size + sequences * (4 + 8) + documents * 8
+        if index.stat().st_size not in (size, size + sequences):  # the latter with a mode for each sequence
+            return f"{index} is damaged: {index.stat().st_size} bytes instead of {size}"
+        file.seek(_INDEX.size + 4 * (sequences - 1))
+        (length,) = struct.unpack("<i", file.read(4))
+        file.seek(_INDEX.size + 4 * sequences + 8 * (sequences - 1))
+        (start,) = struct.unpack("<q", file.read(8))
+    size = start + length * _TOKEN_BYTES[code]
+    if tokens.stat().st_size != size:
+        return f"{tokens} has {tokens.stat().st_size} bytes, but its index describes {size}: build the dataset again"
+    return None
+
+
+def _split(args: Args) -> str | None:
+    if args.split is None:
+        return None
+    shares = args.split.replace("/", ",").split(",")
+    if len(shares) > 3 or not all(_is_number(share) and float(share) >= 0 for share in shares) or not sum(map(float, shares)):
+        return f"--split {args.split}: give three shares for training, validation and test, such as 98,1,1"
+    return None
+
+
+_TOKENIZER_PACKAGES = {
+    "SentencePieceTokenizer": "sentencepiece", "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece", "TikTokenizer": "tiktoken",
+}
+
+
+def _tokenizer(args: Args) -> str | None:
+    kind = args.tokenizer_type or "GPT2BPETokenizer"
+    package = _TOKENIZER_PACKAGES.get(kind)
+    if package and not _installed(package):
+        return f"--tokenizer-type {kind} needs the package {package}, which is not installed"
+    if kind.startswith("Null") and args.vocab_size is None:
+        return f"--tokenizer-type {kind} needs --vocab-size"
+    if kind.startswith("GPT2BPE") and not (args.vocab_file and args.merge_file) and not args.tokenizer_model:
+        return f"--tokenizer-type {kind} needs --vocab-file and --merge-file"
+    if kind.startswith("BertWordPiece") and not args.vocab_file:
+        return f"--tokenizer-type {kind} needs --vocab-file"
+    if (package or kind == "HuggingFaceTokenizer") and not args.tokenizer_model:
+        return f"--tokenizer-type {kind} needs --tokenizer-model"
+    for flag in ("--vocab-file", "--merge-file", "--tokenizer-model"):
+        path = value(args, flag)
+        # A tokenizer's model may be a name on a hub; a vocabulary is a file.
+        if path and not Path(path).exists() and (flag != "--tokenizer-model" or package or path.startswith(("/", "."))):
+            return f"{flag} {path}: there is no such file or folder"
+    return None
+
+
+# What the flag asks for is in a package that may not be there; Megatron would warn at most, or fail on one rank.
+_PACKAGES: tuple[tuple[str, str], ...] = (
+    ("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb"), ("--log-energy", "pynvml"),
+    ("--enable-ft-package", "nvidia_resiliency_ext"), ("--use-persistent-ckpt-worker", "nvidia_resiliency_ext"),
+    ("--enable-msc", "multistorageclient"), ("--run-workload-inspector-server", "workload_inspector"),
+)
+
+
+def _packages(args: Args) -> str | None:
+    for flag, package in _PACKAGES:
+        if value(args, flag) and not _installed(package):
+            return f"{flag} needs the package {package}, which is not installed: install it, or leave {flag} out"
+    if args.optimizer not in ("adam", "sgd") and not _installed("emerging_optimizers"):
+        return f"--optimizer {args.optimizer} needs the package emerging_optimizers, which is not installed: use adam or sgd"
+    if args.transformer_impl == "transformer_engine" and not _installed("transformer_engine"):
+        return (
+            "--transformer-impl transformer_engine (Megatron's default) needs Transformer Engine, which is not installed: "
+            "give --transformer-impl local"
+        )
+    return None
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _folders(args: Args) -> str | None:
+    for flag in ("--save", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path"):
+        path = value(args, flag)
+        if not path or "://" in path:
+            continue
+        parent = Path(path).absolute()
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            return f"{flag} {path}: {parent} is not a folder that can be written to"
+    for flag in ("--load", "--pretrained-checkpoint"):
+        path = value(args, flag)
+        # A job script that names one folder for both starts from nothing the first time.
+        if path and path != args.save and "://" not in path and not Path(path).is_dir():
+            return f"{flag} {path}: there is no such folder"
+    return None
+
+
+def _exchange(args: Args) -> str | None:
+    if args.two_bw_exchange == "nccl" and args.distributed_backend == "gloo":
+        return "--two-bw-exchange nccl needs --distributed-backend nccl"
+    if args.two_bw_exchange != "auto" and args.pipeline_schedule == "megatron":
+        return "--two-bw-exchange has no effect with --pipeline-schedule megatron: leave it out"
+    return None
+
+
+MISTAKES: tuple[Callable[[Args], str | None], ...] = (
+    _missing, _out_of_range, _contradiction, _incomplete, _processes, _widths, _split_of_layers, _recompute,
+    _learning_rate, _data, _split, _tokenizer, _packages, _folders, _exchange,
+)

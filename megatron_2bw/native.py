@@ -1,0 +1,50 @@
+"""What a Megatron-LM source checkout calls once `patches/` is applied to it: its two hooks, without any rebinding.
+
+There `--pipeline-schedule` is a flag like any other, and every entry script of the checkout has the schedules.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron.core.optimizer import get_megatron_optimizer as megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_schedule
+
+from megatron_2bw import arguments
+from megatron_2bw.launch import make_runtime
+from megatron_2bw.launch import _stop as stop
+
+_runtimes: list[Any] = []  # the one runtime of this process, made when it is first asked for
+
+
+def _runtime():
+    """The runtime of --pipeline-schedule, or None for Megatron's own schedule."""
+    from megatron.training import get_args
+
+    args = get_args()
+    if args.pipeline_schedule == "megatron":
+        return None
+    if not _runtimes:
+        _runtimes.append(make_runtime(args))
+    return _runtimes[0]
+
+
+def check(args: argparse.Namespace) -> None:
+    """Stop with one line if the command line asks for what the schedule cannot do."""
+    arguments.check(args, stop)
+
+
+def get_forward_backward_func(*args, **kwargs):
+    """Megatron-core's function of this name, but for the schedules of this project."""
+    runtime = _runtime()
+    return runtime.forward_backward if runtime is not None else megatron_schedule(*args, **kwargs)
+
+
+def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
+    """Megatron-core's function of this name; the runtime takes over the optimizer's step."""
+    optimizer = megatron_optimizer(config, model_chunks, *args, **kwargs)
+    runtime = _runtime()
+    if runtime is not None:
+        runtime.adopt(model_chunks, optimizer)
+    return optimizer

@@ -1,0 +1,93 @@
+"""patches/ on a Megatron source tree: it applies, and any entry script of the tree then has --pipeline-schedule.
+
+The tree is a copy of the installed package; a source checkout of the tag holds the same files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.training import command
+from tests.distributed.world import free_port
+
+ROOT = Path(__file__).parents[2]
+PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.patch"
+
+# As the entry scripts of a checkout begin; only the lines on the CPU are this test's.
+ENTRY = """
+import sys
+from megatron_2bw import cpu, patches
+if "--device" in sys.argv:
+    cpu.install()
+    import megatron.training.training as training
+    assert training.__file__.startswith({tree!r}), training.__file__
+    patches.apply(patches.repairs() + patches.for_cpu())
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+args = parse_and_validate_args()
+from megatron_2bw import gpt
+config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
+pretrain(config, gpt.datasets_provider, ModelType.encoder_or_decoder, gpt.forward_step)
+"""
+
+# On a host without CUDA `pretrain_gpt_2bw.py` sets these; an entry script of a checkout is given them.
+CPU_FLAGS = (
+    "--distributed-backend", "gloo", "--transformer-impl", "local", "--use-cpu-initialization",
+    "--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope-fusion",
+    "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--rerun-mode", "disabled",
+)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    import importlib.util
+
+    installed = Path(importlib.util.find_spec("megatron.training").origin).parents[1]
+    copy = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(installed, copy / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for arguments in (["--check"], []):
+        subprocess.run(["git", "apply", *arguments, str(PATCH)], cwd=copy, check=True, capture_output=True)
+    (copy / "pretrain.py").write_text(ENTRY.format(tree=str(copy)))
+    return copy
+
+
+def run(folder: Path, script: str, flags: list[str], ranks: int = 2) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    return subprocess.run([*launcher, script, *flags], cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"iteration +\d+/ +\d+ .*?lm loss: (\S+)", output)
+
+
+def test_the_patch_has_little_context():
+    lines = PATCH.read_text().splitlines()
+    added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
+    assert len(added) <= 6 and sum(line.startswith("@@") for line in lines) == 4
+
+
+def test_two_iterations_of_2bw_in_the_patched_tree(tree):
+    """The losses are those of pretrain_gpt_2bw.py, which rebinds names instead."""
+    flags = command(2, 2, "2bw", train_iters=2, lr_warmup_iters=0)
+    patched = run(tree, "pretrain.py", [*flags, *CPU_FLAGS])
+    assert patched.returncode == 0, patched.stdout[-2000:] + patched.stderr[-4000:]
+    rebound = run(ROOT, "pretrain_gpt_2bw.py", flags)
+    assert rebound.returncode == 0, rebound.stderr[-4000:]
+    assert losses(patched.stdout) == losses(rebound.stdout) and len(losses(patched.stdout)) == 2
+
+
+def test_wrong_flags_are_refused_in_the_patched_tree(tree):
+    flags = command(2, 1, "2bw", train_iters=2)
+    result = run(tree, "pretrain.py", [*flags, *CPU_FLAGS])
+    errors = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert result.returncode != 0 and len(errors) == 1 and "--global-batch-size 4 or more" in errors[0]
