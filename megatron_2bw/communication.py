@@ -30,6 +30,12 @@ class Link:
     def __init__(self, group: dist.ProcessGroup, peer: int):
         self.group, self.peer = group, peer
 
+    def greet(self, sends: bool, device: torch.device) -> None:
+        """Exchange a first message. NCCL builds its communicator at the first use and waits for the other end there,
+        so both ends must come to it at the same time: before training, not inside it."""
+        token = torch.zeros(1, device=device)
+        (self.send(token) if sends else self.receive(token)).wait()
+
     def send(self, tensor: torch.Tensor) -> Work:
         return dist.isend(tensor, self.peer, group=self.group)
 
@@ -222,16 +228,18 @@ def connect(pipeline: list[int], rank: int, transport: str, device: torch.device
         ends = pipeline[boundary : boundary + 2] if 0 <= boundary < len(pipeline) - 1 else [rank]
         # torch names a group by a counter that must agree on its members, so each rank makes equally many;
         # one without this boundary makes groups of its own, which cost nothing.
-        activations, gradients = (
+        groups = [
             dist.new_group(ends, backend=backend, use_local_synchronization=True, group_desc=f"2bw {way}")
             for way in ("activations", "gradients")
-        )
+        ]
         if ends == [rank]:
             continue
-        if boundary == stage:
-            exchange.activations_out = Outbox(link(activations, ends[1]))
-            exchange.gradients_in = Inbox(link(gradients, ends[1]))
+        above = boundary == stage  # this stage is the upper end: it sends activations and receives gradients
+        activations, gradients = (link(group, ends[1] if above else ends[0]) for group in groups)
+        activations.greet(sends=above, device=device)
+        gradients.greet(sends=not above, device=device)
+        if above:
+            exchange.activations_out, exchange.gradients_in = Outbox(activations), Inbox(gradients)
         else:
-            exchange.activations_in = Inbox(link(activations, ends[0]))
-            exchange.gradients_out = Outbox(link(gradients, ends[0]))
+            exchange.activations_in, exchange.gradients_out = Inbox(activations), Outbox(gradients)
     return exchange

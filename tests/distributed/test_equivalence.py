@@ -1,4 +1,4 @@
-"""What must not change the losses: depth, width, tensor parallelism, recompute, evaluation; and which schedule flushes how.
+"""What must not change the losses: depth, split, width, tensor parallelism, recompute, evaluation; and Megatron's own schedule.
 
 Bitwise where the additions keep their order; the tests say why where they do not.
 """
@@ -32,6 +32,31 @@ def test_depth(stages):
     """
     runs = run_pipeline(command(stages, 4, "2bw", UNTIED, clip_grad=0), stages)
     assert_same_runs(runs, two_stages(UNTIED, clip_grad=0), exact=True)
+
+
+def test_uneven_stages():
+    """Three layers on the first stage, one on the last: the same numbers as two and two."""
+    runs = two_stages(UNTIED, clip_grad=0, decoder_first_pipeline_num_layers=3)
+    assert_same_runs(runs, two_stages(UNTIED, clip_grad=0), exact=True)
+
+
+LLAMA = (UNTIED, NO_BIAS, "--swiglu", "--group-query-attention")
+LLAMA_SIZES = dict(
+    normalization="RMSNorm", position_embedding_type="rope", num_query_groups=2, ffn_hidden_size=48, clip_grad=0,
+)
+
+
+def test_llama_layers():
+    """Rotary positions, RMSNorm, SwiGLU, grouped queries: depth 2 equals depth 1 with these too."""
+    one = run_pipeline(command(1, 4, "2bw", *LLAMA, **LLAMA_SIZES), 1)
+    assert_same_runs(two_stages(*LLAMA, **LLAMA_SIZES), one, exact=True)
+
+
+def test_flush_with_the_distributed_optimizer():
+    """One weight version leaves Megatron's own sharding of the optimizer as it is."""
+    flags = (UNTIED, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+    runs = [run_pipeline(command(2, 2, schedule, *flags, width=2), 4) for schedule in ("pipedream-flush", "megatron")]
+    assert_same_runs(runs[0][0::2], runs[1][0::2], exact=True)
 
 
 def test_width():

@@ -61,8 +61,10 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
         initialise(model[0])
         optimizer.reload_model_params()
         names = {id(owner): name for name, owner in optimizer_params(model[0]).items()}
-        # A tied output layer is `shared`: its copy of the embedding does not count in the norm.
-        run.names += [names[id(param)] for param in optimizer.get_parameters() if not getattr(param, "shared", False)]
+        # A tied output layer is `shared`: its copy of the embedding does not count in the norm. The distributed
+        # optimizer steps nameless shards.
+        counted = [param for param in optimizer.get_parameters() if not getattr(param, "shared", False)]
+        run.names += [names[id(param)] for param in counted if id(param) in names]
         models.extend(model)
         if prepare is not None:
             prepare(model, optimizer)

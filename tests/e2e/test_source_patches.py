@@ -5,19 +5,16 @@ The tree is a copy of the installed package; a source checkout of the tag holds 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.training import command
-from tests.distributed.world import free_port
+from tests.e2e.launcher import ROOT, torchrun
 
-ROOT = Path(__file__).parents[2]
 PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.patch"
 
 # As the entry scripts of a checkout begin; only the lines on the CPU are this test's.
@@ -60,10 +57,8 @@ def tree(tmp_path_factory) -> Path:
     return copy
 
 
-def run(folder: Path, script: str, flags: list[str], ranks: int = 2) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-    return subprocess.run([*launcher, script, *flags], cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+def run(folder: Path, script: str, flags: list[str]) -> subprocess.CompletedProcess[str]:
+    return torchrun(2, script, flags, cwd=folder, PYTHONPATH=f"{folder}:{ROOT}")
 
 
 def losses(output: str) -> list[str]:

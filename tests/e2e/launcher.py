@@ -1,0 +1,46 @@
+"""Runs entry scripts under torchrun for the tests, and ends every process they started, also after a time-out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests.distributed.world import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(
+    ranks: int, script: str, flags: list[str], cwd: Path = ROOT, timeout: float = 150, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`script` with `flags` on `ranks` processes. AssertionError with the output's end if it outlasts `timeout` s."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port()),
+         script, *map(str, flags)],
+        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | environment,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill_tree(process.pid)
+        out, err = process.communicate()
+        raise AssertionError(f"{script} ran for more than {timeout} s\n{out[-2000:]}\n{err[-2000:]}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill `pid` and all its descendants, by their ids."""
+    try:
+        parent = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return
+    for process in [*parent.children(recursive=True), parent]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass

@@ -1,0 +1,67 @@
+"""The real entry script under torchrun: own data, evaluation, a saved model that Megatron's schedule loads, early exits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_2bw.data.corpus import build_corpus
+from tests.distributed.training import command
+from tests.e2e.launcher import torchrun
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    corpus = build_corpus(tmp_path_factory.mktemp("corpus"), vocab_size=512, max_bytes=200_000)
+    return corpus.flags()
+
+
+def pretrain(ranks: int, flags: list[str], data: list[str]) -> str:
+    """Run the script; returns what it printed. The mock data of `command` is replaced by `data`."""
+    flags = [flag for flag in flags if flag != "--mock-data"]
+    for name in ("--tokenizer-type", "--vocab-size"):
+        position = flags.index(name)
+        del flags[position : position + 2]
+    run = torchrun(ranks, "pretrain_gpt_2bw.py", flags + data)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-5000:]
+    return run.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(x) for x in re.findall(r"iteration +\d+/ +\d+ .*?lm loss: (\S+)", output)]
+
+
+def validation(output: str) -> dict[str, str]:
+    return dict(re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", output))
+
+
+def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path):
+    options = dict(  # one evaluation, at the end: each takes the next validation samples
+        train_iters=6, eval_interval=100, eval_iters=2, save=tmp_path / "model", save_interval=100, log_interval=2,
+        split="80,10,10", adam_beta2=0.95,
+    )
+    trained = pretrain(2, command(2, 4, "2bw", **options), data)
+    assert len(losses(trained)) == 4  # iteration 1, then every second
+    assert losses(trained)[-1] < losses(trained)[0]
+    seen = validation(trained)
+    assert set(seen) == {"iteration 6 on validation set", "iteration 6 on test set"}
+
+    # The same data is asked for, so the same samples are evaluated; one stage instead of two.
+    loaded = pretrain(
+        1, command(1, 4, "megatron", "--finetune", "--skip-train", "--no-load-optim", "--no-load-rng",
+                   load=tmp_path / "model", **options | dict(save=None, save_interval=None)), data,
+    )
+    again = validation(loaded)
+    assert len(again) == 2
+    for found, expected in zip(again.values(), seen.values()):
+        assert float(found) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_leaving_with_microbatches_in_flight(data, schedule):
+    """--exit-interval ends the run in its middle: no rank hangs, status 0."""
+    flags = command(2, 2, schedule, "--untie-embeddings-and-output-weights", train_iters=6, exit_interval=3, split="100,0,0")
+    output = pretrain(2, flags, data)
+    assert len(losses(output)) == 3 and "exiting program at iteration 3" in output
+    assert ("gradient norm, clipping and inf check are per stage" in output) == (schedule == "pipedream")
