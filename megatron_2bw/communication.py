@@ -1,7 +1,7 @@
 """Asynchronous neighbour exchange between pipeline stages.
 
 Each boundary has one process group per direction, so that messages that go different ways never queue behind
-each other. Receives are posted one ahead: message k+1 travels while k is computed with.
+each other. Receives are posted one ahead: message k+1 travels while k is computed with (`Inbox.ahead`).
 
 Invariant: the runtime announces with `Inbox.expect` just the messages that the neighbour sends in an iteration,
 so that receives and sends of a boundary are equal in number at every iteration's end.
@@ -13,6 +13,7 @@ import queue
 import threading
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Callable, Protocol
 
 import torch
@@ -27,13 +28,18 @@ class Work(Protocol):
 class Link:
     """One direction of one boundary: a two-rank process group, over which tensors go in one order."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int):
-        self.group, self.peer = group, peer
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device):
+        self.group, self.peer, self.device = group, peer, device
 
-    def greet(self, sends: bool, device: torch.device) -> None:
+    @property
+    def occupies_device(self) -> bool:
+        """Whether a posted message is a kernel that runs on the GPU until the other end has come (NCCL)."""
+        return dist.get_backend(self.group) == "nccl"
+
+    def greet(self, sends: bool) -> None:
         """Exchange a first message. NCCL builds its communicator at the first use and waits for the other end there,
         so both ends must come to it at the same time: before training, not inside it."""
-        token = torch.zeros(1, device=device)
+        token = torch.zeros(1, device=self.device)
         (self.send(token) if sends else self.receive(token)).wait()
 
     def send(self, tensor: torch.Tensor) -> Work:
@@ -49,26 +55,28 @@ class StagedLink(Link):
     So several stages can share one GPU, and servers without a common NCCL network can be joined.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int):
-        super().__init__(group, peer)
+    occupies_device = False
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device):
+        super().__init__(group, peer, device)
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = torch.cuda.Stream(device=device)
         threading.Thread(target=self._serve, daemon=True, name=f"exchange with rank {peer}").start()
 
     def _serve(self) -> None:
+        torch.cuda.set_device(self.device)  # a new thread starts on the first GPU
         while True:
             self._jobs.get()()
 
     def send(self, tensor: torch.Tensor) -> Work:
         host = _host_copy_of(tensor)
-        stream = self._copy_stream(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
             copied = torch.cuda.Event()
-            copied.record(stream)
+            copied.record(self._stream)
 
-        def job() -> None:
+        def job(work: _StagedWork) -> None:
             copied.synchronize()
             dist.send(host, self.peer, group=self.group)
 
@@ -76,31 +84,23 @@ class StagedLink(Link):
 
     def receive(self, tensor: torch.Tensor) -> Work:
         host = _host_copy_of(tensor)
-        stream = self._copy_stream(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream())  # `tensor` may reuse memory that is still being read
-        work: _StagedWork
+        self._stream.wait_stream(torch.cuda.current_stream())  # `tensor` may reuse memory that is still being read
 
-        def job() -> None:
+        def job(work: _StagedWork) -> None:
             dist.recv(host, self.peer, group=self.group)
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(self._stream):
                 tensor.copy_(host, non_blocking=True)
                 work.arrived = torch.cuda.Event()
-                work.arrived.record(stream)
+                work.arrived.record(self._stream)
 
-        work = self._submit(job, keep=(tensor, host))
-        return work
+        return self._submit(job, keep=(tensor, host))
 
-    def _copy_stream(self, device: torch.device) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device=device)
-        return self._stream
-
-    def _submit(self, job: Callable[[], None], keep: object) -> "_StagedWork":
+    def _submit(self, job: Callable[[_StagedWork], None], keep: object) -> _StagedWork:
         work = _StagedWork(keep)
 
         def run() -> None:
             try:
-                job()
+                job(work)
             except BaseException as error:  # raised again by wait(), in the training thread
                 work.error = error
             work.done.set()
@@ -133,28 +133,41 @@ def _host_copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Inbox:
-    """Messages from a neighbour, in order, one received ahead."""
+    """Messages from a neighbour, in order.
+
+    ahead  whether the receive of the next message is posted while this one is used. While a receive is posted on
+           NCCL, nothing may wait for the whole GPU (a timer that synchronises, the tuning of a kernel that is
+           compiled at its first use): it would wait for a message that this stage has to cause itself. Without
+           `ahead` a receive is posted when it is asked for. The message that an iteration leaves for the next is
+           always posted, so that its sender is free; it needs nothing more from this stage.
+    """
 
     def __init__(self, link: Link):
-        self.link = link
-        self._expected = 0
+        self.link, self.ahead = link, True
+        self._expected = self._held = 0
         self._new_buffer: Callable[[], torch.Tensor] | None = None
         self._posted: tuple[torch.Tensor, Work] | None = None
 
-    def expect(self, count: int, new_buffer: Callable[[], torch.Tensor]) -> None:
-        """The neighbour will send `count` more messages that fit the tensors that `new_buffer` makes."""
+    def expect(self, count: int, new_buffer: Callable[[], torch.Tensor], held: int = 0) -> None:
+        """The neighbour will send `count` more messages that fit the tensors that `new_buffer` makes.
+
+        held: how many of all that are outstanding then will not be taken before the next call, 0 or 1.
+        """
         self._expected += count
-        self._new_buffer = new_buffer
-        if self._posted is None:
+        self._held, self._new_buffer = held, new_buffer
+        if self._posted is None and self.ahead:
             self._post()
 
     def take(self) -> torch.Tensor:
-        """Wait for the next message; the receive of the one after it is posted before this returns."""
-        if self._posted is None:
+        """Wait for the next message; with `ahead`, the receive of the one after it is posted before this returns."""
+        if self.outstanding == 0:
             raise RuntimeError(f"no message is expected from rank {self.link.peer}")
-        tensor, work = self._posted
+        if self._posted is None:
+            self._post()
+        (tensor, work), self._posted = self._posted, None
         work.wait()
-        self._post()
+        if self._expected and (self.ahead or self._expected == self._held):
+            self._post()
         return tensor
 
     @property
@@ -163,7 +176,6 @@ class Inbox:
         return self._expected + (self._posted is not None)
 
     def _post(self) -> None:
-        self._posted = None
         if self._expected:
             self._expected -= 1
             tensor = self._new_buffer()
@@ -213,11 +225,14 @@ class Exchange:
                 box.flush()
 
 
-def connect(pipeline: list[int], rank: int, transport: str, device: torch.device) -> Exchange:
+def connect(
+    pipeline: list[int], rank: int, transport: str, device: torch.device, timeout: timedelta | None = None
+) -> Exchange:
     """Make the process groups of `rank`'s boundaries in `pipeline` (the ranks of its stages, first to last).
 
     transport: "nccl", "gloo", or "auto" (the backend of the default group). GPU tensors over gloo are staged
-    through the host. Every rank of every pipeline must call this, at the same time.
+    through the host. timeout: after which a lost neighbour is an error (default: torch's of the backend).
+    Every rank of every pipeline must call this, at the same time.
     """
     backend = dist.get_backend() if transport == "auto" else transport
     link = StagedLink if backend == "gloo" and device.type == "cuda" else Link
@@ -229,15 +244,17 @@ def connect(pipeline: list[int], rank: int, transport: str, device: torch.device
         # torch names a group by a counter that must agree on its members, so each rank makes equally many;
         # one without this boundary makes groups of its own, which cost nothing.
         groups = [
-            dist.new_group(ends, backend=backend, use_local_synchronization=True, group_desc=f"2bw {way}")
+            dist.new_group(
+                ends, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=f"2bw {way}"
+            )
             for way in ("activations", "gradients")
         ]
         if ends == [rank]:
             continue
         above = boundary == stage  # this stage is the upper end: it sends activations and receives gradients
-        activations, gradients = (link(group, ends[1] if above else ends[0]) for group in groups)
-        activations.greet(sends=above, device=device)
-        gradients.greet(sends=not above, device=device)
+        activations, gradients = (link(group, ends[1] if above else ends[0], device) for group in groups)
+        activations.greet(sends=above)
+        gradients.greet(sends=not above)
         if above:
             exchange.activations_out, exchange.gradients_in = Outbox(activations), Inbox(gradients)
         else:

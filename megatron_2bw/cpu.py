@@ -1,8 +1,7 @@
 """Answers Megatron's CUDA calls with the CPU, so that its unmodified training loop runs on a host without a GPU.
 
 Invariant: nothing of torch changes on a host with CUDA unless the CPU was asked for (`--device cpu`), and
-`uninstall` puts every name back. What Megatron itself needs rebound for the CPU is listed here
-(`megatron_patches`) and applied by `patches.py`.
+`uninstall` puts every name back. What of Megatron itself must be rebound for the CPU stands in `patches.py`.
 """
 
 from __future__ import annotations
@@ -195,7 +194,9 @@ def install() -> None:
 
     _replace(undo, dynamo.config, "disable", True)
     # Below compute capability 10 Megatron wants this of tensor-parallel GPU runs; no kernel queue exists here.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        undo.callback(os.environ.pop, "CUDA_DEVICE_MAX_CONNECTIONS", None)
     undo.enter_context(_CudaMeansCpu())
     _installed = undo
 

@@ -11,6 +11,7 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,10 @@ from megatron.training import print_rank_0
 from megatron_2bw.communication import Exchange, connect
 from megatron_2bw.schedules import B, F, REDUCE, STEP, Action, Schedule, Shape
 from megatron_2bw.weights import WeightStores
+
+
+# Iterations in which kernels are compiled, tuned and loaded at their first use, which may wait for the whole GPU.
+WARM_UP = 2
 
 
 @dataclass
@@ -69,12 +74,16 @@ class PipelineRuntime:
     schedule   what to do when
     progress   reads the training loop's position
     transport  see `communication.connect`
+    timeout    likewise
+    timed      whether Megatron's timers synchronise with the GPU inside forwards and backwards
     """
 
-    def __init__(self, schedule: Schedule, progress: Callable[[], Progress], transport: str = "auto"):
-        self.schedule = schedule
-        self.progress = progress
-        self.transport = transport
+    def __init__(
+        self, schedule: Schedule, progress: Callable[[], Progress], transport: str = "auto",
+        timeout: timedelta | None = None, timed: bool = False,
+    ):
+        self.schedule, self.progress = schedule, progress
+        self.transport, self.timeout, self.timed = transport, timeout, timed
         self.stores: WeightStores | None = None
         self.in_flight: deque[InFlight] = deque()
         self._batches: dict[int, Batch] = defaultdict(Batch)
@@ -121,6 +130,13 @@ class PipelineRuntime:
             )
         (model,) = model if isinstance(model, list) else [model]
         config = get_model_config(model)
+        _refuse(
+            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator,
+            variable_seq_lengths=config.variable_seq_lengths,
+            num_microbatches_with_partial_activation_checkpoints=(
+                config.num_microbatches_with_partial_activation_checkpoints
+            ),
+        )
         call = Call(
             forward_step_func, data_iterator, model, config,
             pg_collection or megatron_schedules._build_default_pg_collection(), bool(force_all_reduce),
@@ -156,7 +172,9 @@ class PipelineRuntime:
             ranks = torch.distributed.get_process_group_ranks(call.groups.pp)
             self._stage = call.groups.pp.rank()
             self._shape = Shape(len(ranks), microbatches, progress.iteration, progress.end)
-            self._exchange = connect(ranks, torch.distributed.get_rank(), self.transport, self._params[0].device)
+            self._exchange = connect(
+                ranks, torch.distributed.get_rank(), self.transport, self._params[0].device, self.timeout
+            )
             for outbox, sender in (
                 (self._exchange.activations_out, self._stage), (self._exchange.gradients_out, self._stage - 1),
             ):
@@ -165,7 +183,12 @@ class PipelineRuntime:
             if not self.schedule.flushes:
                 self.stores = WeightStores(self._params, self.schedule.max_versions(self._shape, self._stage))
                 self.stores.start(progress.iteration)
-        elif microbatches != self._shape.microbatches and not self.schedule.flushes:
+                if progress.iteration > 0:
+                    print_rank_0(
+                        f"> {self.schedule.name}: starts from iteration {progress.iteration} with the loaded weights "
+                        "as every version"
+                    )
+        elif microbatches != self._shape.microbatches:
             raise RuntimeError(
                 f"--pipeline-schedule {self.schedule.name} cannot change the number of microbatches during a run "
                 f"({self._shape.microbatches} to {microbatches})"
@@ -173,9 +196,9 @@ class PipelineRuntime:
 
     def _run_iteration(self, call: Call, iteration: int, new_message: Callable[[], torch.Tensor]) -> list:
         actions = self.schedule.actions(self._shape, self._stage, iteration)
-        self._announce(iteration, new_message)
-        if call.config.timers is not None:
+        if call.config.timers is not None:  # before a receive is posted: a timer waits for the whole GPU
             call.config.timers("forward-backward", log_level=1).start()
+        self._announce(iteration, new_message)
         with _GradSync(call) as grad_sync:
             last_backward = max(a.microbatch for a in actions if a.kind == B)
             for action in actions:
@@ -197,14 +220,20 @@ class PipelineRuntime:
         return self._batches.pop(iteration).losses
 
     def _announce(self, iteration: int, new_message: Callable[[], torch.Tensor]) -> None:
-        """Tell the inboxes what the neighbours' lists send this stage in this iteration."""
+        """Tell the inboxes what the neighbours' lists send this stage in this iteration, and what it leaves over."""
         for inbox, neighbour, kind in (
             (self._exchange.activations_in, self._stage - 1, F),
             (self._exchange.gradients_in, self._stage + 1, B),
         ):
-            if inbox is not None:
-                sent = self.schedule.actions(self._shape, neighbour, iteration)
-                inbox.expect(sum(action.kind == kind for action in sent), new_message)
+            if inbox is None:
+                continue
+            sent, taken = (
+                sum(action.kind == kind for action in self.schedule.actions(self._shape, stage, iteration))
+                for stage in (neighbour, self._stage)
+            )
+            warm = iteration - self._shape.first >= WARM_UP
+            inbox.ahead = not inbox.link.occupies_device or (warm and not self.timed)
+            inbox.expect(sent, new_message, held=inbox.outstanding + sent - taken)
 
     def _forward(self, action: Action, call: Call) -> None:
         batch = self._batches[self._shape.batch(action.microbatch)]
@@ -256,6 +285,13 @@ class PipelineRuntime:
             config=call.config, tp_group=call.groups.tp, cp_group=call.groups.cp,
         )
         return torch.empty(shape, dtype=call.config.pipeline_dtype, device=torch.cuda.current_device())
+
+
+def _refuse(**features: object) -> None:
+    """Stop at what Megatron's own schedules take and this one does not; the command line's checks come before."""
+    for name, value in features.items():
+        if value:
+            raise RuntimeError(f"{name} is set: only --pipeline-schedule megatron supports it")
 
 
 class _GradSync(contextlib.AbstractContextManager):

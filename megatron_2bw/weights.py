@@ -15,40 +15,42 @@ import torch
 from torch.autograd import _unsafe_preserve_version_counter
 
 
+ALIGNMENT = 64  # elements: matrix kernels want addresses of whole vectors; Megatron's own buffers pad as much
+
+
 class WeightStores:
     """`slots` versions of the trainable parameters of a stage (2 for 2BW: double buffering, paper section 3.1).
 
     params  the trainable parameters of the stage, of any dtypes; each appears once
     slots   versions held at most
 
-    Slot 0 takes over the values that the parameters have now. Bytes: slots x the size of the parameters.
+    Slot 0 takes over the values that the parameters have now. Bytes: slots x the size of the parameters, each
+    padded to ALIGNMENT elements.
     """
 
     def __init__(self, params: Iterable[torch.nn.Parameter], slots: int):
         self.params = list(params)
         self.slots = slots
-        self._views = [self._allocate(slot) for slot in range(slots)]
         self._slot_of: dict[int, int] = {0: 0}  # version -> slot; two versions share one after a skipped step
         self._bound: int | None = None  # the slot that the parameters point to
-        self._point_to(0)
+        self._views = [self._allocate(copy=True)]
+        self._point_to(0)  # gives the parameters' own storage back before the other slots are taken
+        self._views += [self._allocate(copy=False) for _ in range(1, slots)]
 
-    def _allocate(self, slot: int) -> list[torch.Tensor]:
-        """Views of one flat tensor per dtype, in the order of the parameters; slot 0 gets their values."""
+    def _allocate(self, copy: bool) -> list[torch.Tensor]:
+        """Views of one flat tensor per dtype, in the order of the parameters, with their values if `copy`."""
+        starts: list[int] = []
         sizes: dict[torch.dtype, int] = {}
         for param in self.params:
-            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel()
-        flats = {
-            dtype: torch.empty(numel, dtype=dtype, device=self.params[0].device) for dtype, numel in sizes.items()
-        }
-        used = dict.fromkeys(sizes, 0)
+            starts.append(sizes.get(param.dtype, 0))
+            sizes[param.dtype] = starts[-1] + -(-param.numel() // ALIGNMENT) * ALIGNMENT
+        device = self.params[0].device
+        flats = {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in sizes.items()}
         views = []
-        for param in self.params:
-            start = used[param.dtype]
-            used[param.dtype] = start + param.numel()
-            view = flats[param.dtype][start : start + param.numel()].view(param.shape)
-            if slot == 0:
-                view.copy_(param.detach())
-            views.append(view)
+        for param, start in zip(self.params, starts):
+            views.append(flats[param.dtype][start : start + param.numel()].view(param.shape))
+            if copy:
+                views[-1].copy_(param.detach())
         return views
 
     @property

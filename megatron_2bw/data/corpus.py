@@ -5,7 +5,7 @@ place and renamed into it, and its name carries a key of all that its content de
 
 One source file is one document and ends with the end-of-document token. From a shell:
 
-    python pretrain_gpt.py $(python -m megatron_2bw.data.corpus) ...
+    python pretrain_gpt_2bw.py $(python -m megatron_2bw.data.corpus) ...
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Runs a schedule's action lists on paper and says what is wrong with them. Pure Python.
 
-Invariant: lists that pass can be executed by blocking neighbour exchange in any timing: no stage waits for
-something that never comes, and no weights are overwritten while a microbatch in flight still reads them.
+Invariant: lists that pass can be executed in any timing by a neighbour exchange whose receives block and whose sends
+do not: no stage waits for something that never comes, and no weights are overwritten while a microbatch in flight
+still reads them.
 """
 
 from __future__ import annotations
