@@ -1,38 +1,42 @@
-"""The flags of this project, and every check of the command line.
+"""The flags of this project, the flags of Megatron that it refuses, and the way from argv to checked arguments.
 
-Invariant: whatever flag a schedule cannot honour is refused by name, with the reason, before training starts;
-nothing is silently ignored. One table holds the refusals (`REFUSED`), one the mistakes (`MISTAKES`).
+Invariant: whatever flag a run cannot honour is refused by name, with the reason, before training starts; nothing is
+silently ignored. One table holds the refusals (`REFUSED`); `mistakes.py` and `idle_flags.py` hold the other checks.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_2bw import cpu
+from megatron_2bw.idle_flags import idle_flag
+from megatron_2bw.mistakes import MISTAKES, value
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule
 
 Stop = Callable[[str], NoReturn]
 
 
-def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this project's flags to a parser."""
+def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.ArgumentParser:
+    """Add this project's flags to a parser, with or without the choice of the device."""
     group = parser.add_argument_group("pipeline schedule (megatron_2bw)")
     descriptions = "; ".join(f"{s.name}: {s.summary}" for s in SCHEDULES.values())
     group.add_argument(
         "--pipeline-schedule", choices=SCHEDULE_NAMES, default="megatron",
         help=f"order of forwards, backwards and weight updates. megatron: Megatron's own, untouched; {descriptions}",
     )
-    group.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto",
-        help="where to compute; auto: on GPUs if there are any, else on the CPU over gloo",
-    )
+    if device:
+        group.add_argument(
+            "--device", choices=("auto", "cpu", "cuda"), default="auto",
+            help="where to compute; auto: on GPUs if there are any, else on the CPU over gloo",
+        )
     group.add_argument(
         "--two-bw-exchange", choices=("auto", "nccl", "gloo"), default="auto",
         help="transport between pipeline stages; auto: that of --distributed-backend; gloo stages GPU tensors "
@@ -51,35 +55,50 @@ def parse_early(argv: list[str], stop: Stop) -> argparse.Namespace:
     return early
 
 
-def parse(early: argparse.Namespace, stop: Stop) -> argparse.Namespace:
-    """Megatron's arguments and this project's: parsed, validated, and made global by Megatron.
+def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    """Megatron's arguments and this project's, parsed, validated and made global by Megatron; and their parser.
 
     Calls `stop` with one line that names the flag if anything is wrong.
     """
     from megatron.training.arguments import parse_and_validate_args
 
-    parsers: list[argparse.ArgumentParser] = []
+    world = processes(os.environ, stop)
+    made: list[argparse.ArgumentParser] = []
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        add_flags(parser).set_defaults(**_defaults(early))
-        parser.error = stop  # argparse would print a usage text of a thousand lines first
+        made.append(prepare(parser, early, stop))
         parse_args = parser.parse_args
 
         def parse_and_check() -> argparse.Namespace:
             args = parse_args()
-            args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            check(args, stop)  # before Megatron's own validation, whose messages name no flags
+            args.world_size = world
+            if not args.use_checkpoint_args:
+                check(args, stop)  # before Megatron's own validation, whose messages name no flags
             return args
 
         parser.parse_args = parse_and_check
-        parsers.append(parser)
         return parser
 
     try:
         args = parse_and_validate_args(extend, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     except Exception as error:  # Megatron asserts, raises and indexes; the user is told one thing
-        stop(name_flags(_explain(error), parsers[0] if parsers else None))
-    return args
+        stop(explain(error, made[0] if made else None))
+    if args.use_checkpoint_args:
+        check(args, stop)  # the checkpoint has brought the model's arguments, and what they ask for
+    return args, made[0]
+
+
+def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: Stop) -> argparse.ArgumentParser:
+    """Megatron's parser with this project's flags, the defaults that the run needs, and errors of one line."""
+
+    def error(message: str) -> NoReturn:  # argparse would print a usage text of a thousand lines first
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        similar = unknown and difflib.get_close_matches(unknown[1], parser._option_string_actions, n=1)
+        stop(f"{message} (did you mean {similar[0]}?)" if similar else message)
+
+    add_flags(parser).set_defaults(**_defaults(early))
+    parser.error = error
+    return parser
 
 
 def _defaults(early: argparse.Namespace) -> dict[str, Any]:
@@ -91,261 +110,241 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     return defaults
 
 
-def check(args: argparse.Namespace, stop: Stop) -> None:
-    """Stop with one line at the first mistake, or at the first flag that the schedule cannot honour."""
+def processes(environment: Mapping[str, str], stop: Stop) -> int:
+    """The number of processes of the run, from the variables that torchrun sets."""
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    numbers = {name: environment.get(name, default) for name, default in defaults.items()}
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            stop(f"the environment variable {name} is {text!r}, not a number: start the processes with torchrun")
+    return int(numbers["WORLD_SIZE"])
+
+
+def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -> None:
+    """Stop with one line at the first flag that cannot be honoured, and at the first mistake.
+
+    argv: the words that `args` were parsed from (default: the command line), to tell a typed flag from a default.
+    """
     message = cpu.unsupported_flag(args) if cpu.installed() else None
+    schedule = SCHEDULES.get(args.pipeline_schedule)
+    for refusal in REFUSED:
+        message = message or refusal.message(args, schedule)
     for mistake in MISTAKES:
         message = message or mistake(args)
-    schedule = SCHEDULES.get(args.pipeline_schedule)
-    if schedule is not None:
-        for refusal in REFUSED:
-            message = message or refusal.message(args, schedule)
-        message = message or _too_few_microbatches(args, schedule)
+    message = message or idle_flag(args, sys.argv[1:] if argv is None else argv)
     if message:
         stop(message)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A flag of Megatron that the project's schedules do not support.
+    """A flag of Megatron that is not supported.
 
     reason  why, and what to do instead
+    scope   "any": with every schedule, since the entry script cannot; "ours": with this project's schedules;
+            "no flush": with those whose microbatches cross iterations; a schedule's name; "cpu": on the CPU;
+            "local": with Megatron's local layers, that is without Transformer Engine
     asked   whether the arguments ask for the feature (default: the flag has a true value)
-    only    the schedules that refuse it: "all", "no flush" (microbatches cross iterations) or one schedule's name
     """
 
     flag: str
     reason: str
+    scope: str = "ours"
     asked: Callable[[argparse.Namespace], bool] | None = None
-    only: str = "all"
 
-    def message(self, args: argparse.Namespace, schedule: Schedule) -> str | None:
-        applies = self.only in ("all", schedule.name) or (self.only == "no flush" and not schedule.flushes)
-        asked = self.asked or (lambda args: getattr(args, self.flag.removeprefix("--").replace("-", "_")))
-        if not applies or not asked(args):
+    def message(self, args: argparse.Namespace, schedule: Schedule | None) -> str | None:
+        """The line that refuses the flag, or None. `schedule` is None for Megatron's own."""
+        given = value(args, self.flag)
+        if not self._applies(args, schedule) or not (self.asked(args) if self.asked else given):
             return None
-        return f"{self.flag} does not work with --pipeline-schedule {schedule.name}: {self.reason}"
+        typed = f" {given}" if given and isinstance(given, (str, int, float)) and given is not True else ""
+        return f"{self.flag}{typed} {self._where(args)}: {self.reason}"
+
+    def _applies(self, args: argparse.Namespace, schedule: Schedule | None) -> bool:
+        if self.scope in ("any", "cpu", "local"):
+            return {"any": True, "cpu": cpu.installed(), "local": args.transformer_impl == "local"}[self.scope]
+        if schedule is None:
+            return False
+        return self.scope in ("ours", schedule.name) or (self.scope == "no flush" and not schedule.flushes)
+
+    def _where(self, args: argparse.Namespace) -> str:
+        return {
+            "any": "is not supported",
+            "cpu": "does not work on the CPU",
+            "local": "does not work with --transformer-impl local",
+        }.get(self.scope, f"does not work with --pipeline-schedule {args.pipeline_schedule}")
 
 
-_ONE_CHUNK = "interleaved stages are not supported; leave the flag out, one model chunk a stage"
+def _interleaved_layout(args: argparse.Namespace) -> bool:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    return bool(layout) and PipelineParallelLayerLayout.get_num_stages_from_str(layout) > stages
+
+
+def _sharded_weights(args: argparse.Namespace) -> bool:
+    # Megatron sets it to the tensor-parallel size if it is not given.
+    return (args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size
+
+
+_OUT = "leave the flag out"
+_ONE_CHUNK = f"interleaved stages are not supported, a stage is one model chunk; {_OUT}"
+_PRETRAINING = f"only pretraining of GPT is supported; {_OUT}"
+_DROPPED = f"Megatron 0.19 takes the flag and drops it; {_OUT}"
+_BROKEN = f"Megatron 0.19 fails with it; {_OUT}"
+_GRAPHS = f"a graph fixes the addresses of the weights, which change; {_OUT}"
+_SHARDS = f"sharded parameters are not supported; {_OUT}"
+_EXPERTS = "mixture of experts is not supported yet; train a dense model"
+_ORDER = f"it follows Megatron's own order of forwards and backwards; {_OUT}"
+_NOT_YET = f"it is not supported yet; {_OUT}"
+_BATCH_SIZE = "the number of microbatches must stay; give one --global-batch-size"
 _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration ends; "
-
-_GRAPHS = "a graph fixes the addresses of the weights, which change; leave the flag out"
-_NOT_TESTED = "it is not supported yet; leave the flag out"
+_MIXED = f"{_IN_FLIGHT}what is written would mix batches"
+_NEEDS_TE = f"it needs Transformer Engine on a GPU; {_OUT}"
+_NEEDS_GPU = f"it needs a GPU; {_OUT}"
 
 REFUSED: tuple[Refusal, ...] = (
-    Refusal("--num-layers-per-virtual-pipeline-stage", _ONE_CHUNK),
-    Refusal("--num-virtual-stages-per-pipeline-rank", _ONE_CHUNK),
+    # The entry script and its model, whatever the schedule.
+    Refusal("--num-layers-per-virtual-pipeline-stage", _ONE_CHUNK, "any"),
+    Refusal("--num-virtual-stages-per-pipeline-rank", _ONE_CHUNK, "any"),
+    Refusal("--pipeline-model-parallel-layout",
+            f"it has more stages than --pipeline-model-parallel-size, and {_ONE_CHUNK}", "any", _interleaved_layout),
+    Refusal("--yaml-cfg", "it would drop the flags of the command line; give Megatron's flags instead", "any"),
+    Refusal("--hybrid-layer-pattern", "hybrid models are not supported; train a GPT", "any"),
+    Refusal("--hybrid-override-pattern", "hybrid models are not supported; train a GPT", "any"),
+    Refusal("--sft", _PRETRAINING, "any"),
+    Refusal("--perform-rl-step", _PRETRAINING, "any"),
+    Refusal("--vision-pretraining", _PRETRAINING, "any"),
+    Refusal("--logits-load-dir", f"distillation is not supported; {_OUT}", "any"),
+    Refusal("--hybrid-context-parallel", f"sequences must have one length; {_OUT}", "any"),
+    Refusal("--decoder-seq-length", f"a GPT has one sequence length, --seq-length; {_OUT}", "any"),
+    Refusal("--dataloader-inter-document-masking", "documents are not marked; use --reset-attention-mask", "any"),
+    Refusal("--dataloader-type", "the script gives Megatron datasets, not loaders; use single or cyclic", "any",
+            lambda a: a.dataloader_type == "external"),
+    Refusal("--overlap-moe-expert-parallel-comm", f"the forward step gives no plan of its layers; {_OUT}", "any"),
+    Refusal("--mtp-num-layers", f"the last stage reads no tokens; {_OUT}", "any"),
+    Refusal("--log-straggler", f"the forward step feeds no straggler detector; {_OUT}", "any"),
+    Refusal("--inprocess-restart", "the script does not start again in its processes; use torchrun --max-restarts",
+            "any"),
+    Refusal("--adlr-autoresume", f"it needs a library that is not public; {_OUT}", "any"),
+    Refusal("--lazy-mpu-init", f"nobody would finish the initialisation; {_OUT}", "any"),
+    Refusal("--rampup-batch-size", f"{_DROPPED}, or use --step-batch-size-schedule", "any"),
+    Refusal("--freeze-all-layers", _DROPPED, "any"),
+    Refusal("--create-all-gather-group", _DROPPED, "any"),
+    Refusal("--rope-scaling-factor", _DROPPED, "any", lambda a: a.rope_scaling_factor != 8.0),
+    Refusal("--checkpoint-activations", "Megatron 0.19 no longer has it; use --recompute-granularity", "any"),
+    Refusal("--attention-backend", f"Megatron 0.19 ties it to a --spec that does not exist; {_OUT}", "any",
+            lambda a: _name(a.attention_backend) == "local"),
+    Refusal("--transformer-impl", "it is for inference; use transformer_engine or local", "any",
+            lambda a: a.transformer_impl == "inference_optimized"),
+    Refusal("--init-method-xavier-uniform", _BROKEN, "any"),
+    Refusal("--config-logger-dir", _BROKEN, "any"),
+    # This project's schedules.
     Refusal("--pipeline-model-parallel-layout",
             "layouts are not supported yet; use --decoder-first-pipeline-num-layers for an uneven split"),
-    Refusal("--cuda-graph-impl", _GRAPHS, lambda a: a.cuda_graph_impl != "none"),
+    Refusal("--cuda-graph-impl", _GRAPHS, asked=lambda a: a.cuda_graph_impl != "none"),
     Refusal("--enable-cuda-graph", _GRAPHS),
     Refusal("--external-cuda-graph", _GRAPHS),
     Refusal("--optimizer-cuda-graph", _GRAPHS),
-    Refusal("--use-megatron-fsdp", "sharded parameters are not supported; leave the flag out"),
-    Refusal("--use-torch-fsdp2", "sharded parameters are not supported; leave the flag out"),
-    Refusal("--num-experts", "mixture of experts is not supported yet; train a dense model"),
-    Refusal("--mtp-num-layers", _NOT_TESTED),
-    Refusal("--fp8-format", "fp8 weights are not versioned yet; use --bf16", lambda a: a.fp8),
-    Refusal("--fp4-format", "fp4 weights are not versioned yet; use --bf16", lambda a: a.fp4),
-    Refusal("--hybrid-context-parallel", "messages between stages must have one size; leave the flag out"),
-    Refusal("--sft", "messages between stages must have one size; leave the flag out"),
-    Refusal("--hybrid-layer-pattern", "hybrid models are not supported yet; train a GPT"),
-    Refusal("--defer-embedding-wgrad-compute", "it works at Megatron's own flush; leave the flag out"),
-    Refusal("--delay-wgrad-compute", "a backward must be whole; leave the flag out"),
-    Refusal("--overlap-moe-expert-parallel-comm", "mixture of experts is not supported yet; leave the flag out"),
-    Refusal("--fine-grained-activation-offloading", "it follows Megatron's own order; leave the flag out"),
-    Refusal("--cpu-offloading-num-layers", "it follows Megatron's own order; leave the flag out"),
-    Refusal("--optimizer-cpu-offload", _NOT_TESTED),
-    Refusal("--perform-rl-step", "only pretraining is supported; leave the flag out"),
-    Refusal("--inprocess-restart", "state in flight would survive the restart; use torchrun --max-restarts"),
-    Refusal("--use-distributed-optimizer", "its shards are not versioned yet; leave the flag out", only="no flush"),
-    Refusal("--optimizer", "its sharded steps are not versioned yet; use adam or sgd",
-            lambda a: a.optimizer not in ("adam", "sgd"), "no flush"),
-    Refusal("--rampup-batch-size", _IN_FLIGHT + "the batch size must stay", only="no flush"),
-    Refusal("--step-batch-size-schedule", _IN_FLIGHT + "the batch size must stay", only="no flush"),
-    Refusal("--decrease-batch-size-if-needed", _IN_FLIGHT + "the batch size must stay", only="no flush"),
-    Refusal("--iterations-to-skip", _IN_FLIGHT + "none can be skipped", only="no flush"),
-    Refusal("--rerun-mode", _IN_FLIGHT + "none can be run again; use --rerun-mode disabled",
-            lambda a: a.rerun_mode != "disabled", "no flush"),
-    Refusal("--save-activations-interval", _IN_FLIGHT + "its files would mix batches", only="no flush"),
-    Refusal("--save-dgrads-interval", _IN_FLIGHT + "its files would mix batches", only="no flush"),
-    Refusal("--qk-clip", "it changes weights that microbatches in flight still read; leave the flag out",
-            only="no flush"),
-    Refusal("--log-max-attention-logit", _IN_FLIGHT + "the figure would mix batches", only="no flush"),
-    Refusal("--fp16", "each stage would scale the loss by itself; add --loss-scale N, or use --bf16",
-            lambda a: a.fp16 and a.loss_scale is None, "pipedream"),
+    Refusal("--use-megatron-fsdp", _SHARDS),
+    Refusal("--use-torch-fsdp2", _SHARDS),
+    Refusal("--tensor-parallel-num-weight-shards", _SHARDS, asked=_sharded_weights),
+    Refusal("--num-experts", _EXPERTS),
+    Refusal("--fp8-format", "fp8 weights are not versioned yet; use --bf16", asked=lambda a: a.fp8),
+    Refusal("--fp4-format", "fp4 weights are not versioned yet; use --bf16", asked=lambda a: a.fp4),
+    Refusal("--pipeline-model-parallel-comm-backend", "stages exchange by themselves; use --two-bw-exchange"),
+    Refusal("--use-ring-exchange-p2p", f"stages exchange by themselves; {_OUT}"),
+    Refusal("--fake-process-group", f"stages exchange real messages; {_OUT}"),
+    Refusal("--defer-embedding-wgrad-compute", _ORDER),
+    Refusal("--delay-wgrad-compute", f"a backward must be whole; {_OUT}"),
+    Refusal("--fine-grained-activation-offloading", _ORDER),
+    Refusal("--cpu-offloading-num-layers", _ORDER),
+    Refusal("--optimizer-cpu-offload", _NOT_YET),
+    Refusal("--step-batch-size-schedule", _BATCH_SIZE),
+    # Those of them whose microbatches cross iterations.
+    Refusal("--decrease-batch-size-if-needed", _BATCH_SIZE, "no flush"),
+    Refusal("--use-distributed-optimizer", f"its shards are not versioned yet; {_OUT}", "no flush"),
+    Refusal("--optimizer", "only the steps of adam and sgd are versioned yet; use one of them", "no flush",
+            lambda a: a.optimizer not in ("adam", "sgd")),
+    Refusal("--iterations-to-skip", f"{_IN_FLIGHT}none can be skipped", "no flush"),
+    Refusal("--result-rejected-tracker-filename", f"{_IN_FLIGHT}none can be skipped", "no flush"),
+    Refusal("--phase-transition-iterations", f"{_IN_FLIGHT}they would be of the old phase", "no flush"),
+    Refusal("--rerun-mode", f"{_IN_FLIGHT}none can be run again; use --rerun-mode disabled", "no flush",
+            lambda a: a.rerun_mode != "disabled"),
+    Refusal("--save-activations-interval", _MIXED, "no flush"),
+    Refusal("--save-dgrads-interval", _MIXED, "no flush"),
+    Refusal("--save-wgrads-interval", _MIXED, "no flush"),
+    Refusal("--save-params-interval", f"the step of a batch may end in the next iteration; {_OUT}", "no flush"),
+    Refusal("--logits-save-dir", _MIXED, "no flush"),
+    Refusal("--log-max-attention-logit", _MIXED, "no flush"),
+    Refusal("--qk-clip", f"it changes weights that microbatches in flight still read; {_OUT}", "no flush"),
+    Refusal("--fp16", "each stage would scale the loss by itself; add --loss-scale N, or use --bf16", "pipedream",
+            lambda a: a.fp16 and a.loss_scale is None),
     Refusal("--untie-embeddings-and-output-weights",
-            "it must be given: each stage clips and steps alone, so tied embeddings would drift apart",
-            lambda a: a.pipeline_model_parallel_size > 1 and not a.untie_embeddings_and_output_weights, "pipedream"),
+            "it must be given: each stage clips and steps alone, so tied embeddings would drift apart", "pipedream",
+            lambda a: a.pipeline_model_parallel_size > 1 and not a.untie_embeddings_and_output_weights),
+    # Megatron's local layers, and the CPU (see also cpu.UNSUPPORTED).
+    Refusal("--tensor-parallel-num-weight-shards", _NEEDS_TE, "local", _sharded_weights),
+    Refusal("--context-parallel-size", _NEEDS_TE, "local", lambda a: a.context_parallel_size > 1),
+    Refusal("--multi-latent-attention", _NEEDS_TE, "local"),
+    Refusal("--apply-layernorm-1p", _NEEDS_TE, "local", lambda a: a.layernorm_zero_centered_gamma),
+    Refusal("--save-activations-interval", _NEEDS_TE, "local"),
+    Refusal("--save-dgrads-interval", _NEEDS_TE, "local"),
+    Refusal("--use-te-activation-func", _NEEDS_TE, "local"),
+    Refusal("--use-transformer-engine-op-fuser", _NEEDS_TE, "local"),
+    Refusal("--fused-residual-rmsnorm", _NEEDS_TE, "local"),
+    Refusal("--use-kitchen-attention", _NEEDS_TE, "local"),
+    Refusal("--use-grouped-gemm-for-dense-mlp", _NEEDS_TE, "local"),
+    Refusal("--flash-attention-version", _NEEDS_TE, "local"),
+    Refusal("--symmetric-ar-type", _NEEDS_TE, "local"),
+    Refusal("--position-embedding-type", _NEEDS_TE, "local", lambda a: a.position_embedding_type == "relative"),
+    Refusal("--num-experts", _NEEDS_GPU, "cpu"),
+    Refusal("--cuda-graph-impl", _NEEDS_GPU, "cpu", lambda a: a.cuda_graph_impl != "none"),
+    Refusal("--use-megatron-fsdp", _NEEDS_GPU, "cpu"),
+    Refusal("--use-torch-fsdp2", _NEEDS_GPU, "cpu"),
+    Refusal("--cpu-offloading-num-layers", _NEEDS_GPU, "cpu"),
+    Refusal("--optimizer-cpu-offload", _NEEDS_GPU, "cpu"),
+    Refusal("--pipeline-model-parallel-comm-backend", _NEEDS_GPU, "cpu"),
+    Refusal("--use-sharp", _NEEDS_GPU, "cpu"),
+    Refusal("--nccl-communicator-config-path", _NEEDS_GPU, "cpu"),
+    Refusal("--gpu-sniff-test-interval", _NEEDS_GPU, "cpu"),
+    Refusal("--record-memory-history", _NEEDS_GPU, "cpu"),
+    Refusal("--log-device-memory-used", _NEEDS_GPU, "cpu"),
+    Refusal("--profile", "it profiles a GPU; add --use-pytorch-profiler", "cpu",
+            lambda a: a.profile and not a.use_pytorch_profiler),
 )
 
 
-def _missing(args: argparse.Namespace) -> str | None:
-    always = ("--micro-batch-size", "--lr")
-    of_model = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
-    for flag in always + (() if args.use_checkpoint_args else of_model):
-        if getattr(args, _dest(flag)) is None:
-            return f"{flag} is missing"
-    if args.train_iters is None and args.train_samples is None:
-        return "--train-iters is missing (or --train-samples)"
-    for one, needed in (("--train-iters", "--eval-interval"), ("--save", "--save-interval")):
-        if getattr(args, _dest(one)) and not getattr(args, _dest(needed)):
-            return f"{needed} is missing (Megatron needs it with {one})"
-    return None
+def _name(choice: Any) -> Any:
+    """The text of a choice that Megatron may have turned into an enum."""
+    return getattr(choice, "name", choice)
 
 
-def _not_positive(args: argparse.Namespace) -> str | None:
-    for flag in (
-        "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size",
-        "--global-batch-size", "--pipeline-model-parallel-size", "--tensor-model-parallel-size",
-        "--context-parallel-size", "--log-interval", "--lr",
-    ):
-        value = getattr(args, _dest(flag))
-        if value is not None and value <= 0:
-            return f"{flag} {value}: it must be greater than 0"
-    return None
-
-
-def _contradiction(args: argparse.Namespace) -> str | None:
-    for one, other in (
-        ("--fp16", "--bf16"), ("--train-iters", "--train-samples"), ("--mock-data", "--data-path"),
-        ("--mock-data", "--data-args-path"),
-    ):
-        if getattr(args, _dest(one)) and getattr(args, _dest(other)):
-            return f"{one} and {other} exclude each other: give one of them"
-    return None
-
-
-def _sizes(args: argparse.Namespace) -> str | None:
-    hidden, heads, layers = args.hidden_size, args.num_attention_heads, args.num_layers
-    tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    per_replica = tensor * stages * args.context_parallel_size
-    uneven = (
-        args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers,
-        args.pipeline_model_parallel_layout,
-    )
-    if args.world_size % per_replica:
-        return (
-            f"--pipeline-model-parallel-size {stages} x --tensor-model-parallel-size {tensor} "
-            f"x --context-parallel-size {args.context_parallel_size} = {per_replica} does not divide the number of "
-            f"processes, {args.world_size}: start a multiple of {per_replica} (torchrun --nproc-per-node)"
-        )
-    replica = args.micro_batch_size * (args.world_size // per_replica)
-    if args.global_batch_size is not None and args.global_batch_size % replica and not args.decrease_batch_size_if_needed:
-        return (
-            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{args.micro_batch_size} x {args.world_size // per_replica} pipelines = {replica}"
-        )
-    if args.use_checkpoint_args:
-        return None
-    if hidden % heads and args.kv_channels is None:
-        return f"--num-attention-heads {heads} does not divide --hidden-size {hidden}"
-    if heads % tensor:
-        return f"--tensor-model-parallel-size {tensor} does not divide --num-attention-heads {heads}"
-    if args.seq_length > args.max_position_embeddings:
-        return f"--seq-length {args.seq_length} is more than --max-position-embeddings {args.max_position_embeddings}"
-    if (layers < stages or layers % stages) and not any(uneven + (
-        args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split,
-    )):
-        return (
-            f"--num-layers {layers} cannot be split over --pipeline-model-parallel-size {stages}: use a multiple, or "
-            "--decoder-first-pipeline-num-layers for an uneven split"
-        )
-    return None
-
-
-def _recompute(args: argparse.Namespace) -> str | None:
-    if args.recompute_granularity == "full" and args.recompute_method is None:
-        return "--recompute-granularity full needs --recompute-method uniform (or block)"
-    if args.recompute_method is not None and args.recompute_granularity != "full":
-        return f"--recompute-method {args.recompute_method} needs --recompute-granularity full"
-    if args.recompute_method is not None and not args.recompute_num_layers:
-        return f"--recompute-method {args.recompute_method} needs --recompute-num-layers"
-    return None
-
-
-def _data(args: argparse.Namespace) -> str | None:
-    sources = ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path")
-    if not args.mock_data and not any(getattr(args, _dest(flag)) for flag in sources):
-        return "--data-path is missing (or --mock-data)"
-    for flag in ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"):
-        prefixes = getattr(args, _dest(flag)) or []
-        for prefix in prefixes[1::2] if len(prefixes) > 1 and _is_number(prefixes[0]) else prefixes:
-            for end in (".idx", ".bin"):
-                if "://" not in prefix and not Path(prefix + end).is_file():
-                    return f"{flag} {prefix}: there is no file {prefix}{end}"
-    return None
-
-
-def _tokenizer(args: argparse.Namespace) -> str | None:
-    kind = args.tokenizer_type or "GPT2BPETokenizer"
-    if kind.startswith("Null") and args.vocab_size is None:
-        return f"--tokenizer-type {kind} needs --vocab-size"
-    if kind.startswith("GPT2BPE") and not (args.vocab_file and args.merge_file) and not args.tokenizer_model:
-        return f"--tokenizer-type {kind} needs --vocab-file and --merge-file"
-    if kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer") and not args.tokenizer_model:
-        return f"--tokenizer-type {kind} needs --tokenizer-model"
-    for flag in ("--vocab-file", "--merge-file", "--tokenizer-model"):
-        path = getattr(args, _dest(flag))
-        if path and path.startswith(("/", ".")) and not Path(path).exists():
-            return f"{flag} {path}: there is no such file or folder"
-    return None
-
-
-def _exchange(args: argparse.Namespace) -> str | None:
-    if args.two_bw_exchange == "nccl" and args.distributed_backend == "gloo":
-        return "--two-bw-exchange nccl needs --distributed-backend nccl"
-    if args.two_bw_exchange != "auto" and args.pipeline_schedule == "megatron":
-        return "--two-bw-exchange has no effect with --pipeline-schedule megatron: leave it out"
-    return None
-
-
-def _yaml(args: argparse.Namespace) -> str | None:
-    return "--yaml-cfg would drop the flags of the command line: give Megatron's flags instead" if args.yaml_cfg else None
-
-
-MISTAKES: tuple[Callable[[argparse.Namespace], str | None], ...] = (
-    _yaml, _missing, _not_positive, _contradiction, _sizes, _recompute, _data, _tokenizer, _exchange,
-)
-
-
-def _too_few_microbatches(args: argparse.Namespace, schedule: Schedule) -> str | None:
-    stages = args.pipeline_model_parallel_size
-    pipelines = args.world_size // (stages * args.tensor_model_parallel_size * args.context_parallel_size)
-    batch = args.global_batch_size or args.micro_batch_size * pipelines
-    microbatches, needed = batch // (args.micro_batch_size * pipelines), schedule.min_microbatches(stages)
-    if microbatches >= needed:
-        return None
-    return (
-        f"--global-batch-size {batch} gives {microbatches} microbatch{'es' * (microbatches != 1)} on each of "
-        f"{pipelines} pipeline{'s' * (pipelines != 1)}, but --pipeline-schedule {schedule.name} needs as many as "
-        f"there are stages, {needed}: use --global-batch-size {needed * args.micro_batch_size * pipelines} or more"
-    )
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _explain(error: Exception) -> str:
-    """The message of an error; for an assertion without one, the condition that was broken."""
-    if str(error):
-        return str(error)
-    broken = traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
-    return f"Megatron refuses this combination of flags: {broken.removeprefix('assert ')}"
+def explain(error: BaseException, parser: argparse.ArgumentParser | None) -> str:
+    """An error of Megatron's in one line. If its text names no flag, the condition that was broken may."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        action = frame.f_locals.get("action")
+        if isinstance(action, argparse.Action) and "arg_string" in frame.f_locals:  # argparse converts a value
+            return f"argument {action.option_strings[0]}: invalid value: {frame.f_locals['arg_string']!r}"
+    text = name_flags(str(error), parser)
+    if "--" in text:
+        return text
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    statement = re.match(r"assert (.*?)(, *f?['\"\\(].*)?$", last.line or "")
+    condition = name_flags(statement[1].rstrip(" \\"), parser) if statement else ""
+    place = f"{type(error).__name__} in {os.path.basename(last.filename)}:{last.lineno}"
+    text = text or "Megatron refuses this combination of flags"
+    return f"{text} ({place}: it must be that {condition})" if "--" in condition else f"{text} ({place})"
 
 
 def name_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
-    """`message` with the attribute names that Megatron's texts use (num_layers) turned into flags (--num-layers)."""
-    flags = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings} if parser else {}
-    named = lambda match: flags.get(match[2], match[0]) if "_" in match[2] else match[0]  # noqa: E731
-    return re.sub(r"(?<![-\w])(args\.)?([a-z][a-z0-9_]+)\b", named, message)
+    """`message` with the names that Megatron's texts use (num_layers, num-layers) turned into flags (--num-layers)."""
+    actions = parser._actions if parser else []
+    flags = {action.dest: action.option_strings[0] for action in actions if action.option_strings}
+
+    def named(match: re.Match) -> str:
+        owner, name = match[1], match[2]
+        sure = owner or "_" in name or "-" in name  # "save" and "optimizer" are also words
+        return flags.get(name.replace("-", "_"), match[0]) if sure else match[0]
+
+    return re.sub(r"(?<![-\w])(args\.|self\.|config\.)?([a-z][a-z0-9]*(?:[_-][a-z0-9]+)*)\b", named, message)

@@ -9,9 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
+from datetime import timedelta
 from typing import NoReturn
 
 from megatron_2bw import arguments, cpu
+
+PATIENCE = 5  # seconds that the other ranks wait for the first to speak
 
 
 def launch(task: str) -> None:
@@ -19,7 +23,7 @@ def launch(task: str) -> None:
 
     The module gives `model_config(args)`, `datasets_provider` and `forward_step` (see `gpt.py`).
     """
-    early = arguments.parse_early(sys.argv[1:], _stop)
+    early = arguments.parse_early(sys.argv[1:], stop)
     if cpu.wanted(early.device):
         cpu.install()  # before Megatron is imported: some of its modules look for CUDA then
     from megatron.core.enums import ModelType
@@ -28,16 +32,26 @@ def launch(task: str) -> None:
 
     from megatron_2bw import patches
 
+    args, parser = arguments.parse(early, stop)
+    if "MASTER_ADDR" not in os.environ:
+        stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
+    wanted = patches.repairs()
+    if cpu.installed():
+        wanted += patches.for_cpu()
+    if args.pipeline_schedule != "megatron":
+        wanted += patches.for_schedule(make_runtime(args))
     try:
-        args = arguments.parse(early, _stop)
-        patches.apply(patches.repairs() + (patches.for_cpu() if cpu.installed() else []))
-        if args.pipeline_schedule != "megatron":
-            patches.apply(patches.for_schedule(make_runtime(args)))
+        patches.apply(wanted)
     except patches.DriftError as error:
-        _stop(str(error))
+        stop(str(error))
     module = importlib.import_module(task)
-    config = pretrain_cfg_container_from_args(args, module.model_config(args))
-    pretrain(config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step)
+    try:
+        config = pretrain_cfg_container_from_args(args, module.model_config(args))
+        pretrain(config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step)
+    except Exception as error:
+        if hasattr(args, "curr_iteration"):  # training has begun
+            raise
+        stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
 
 
 def make_runtime(args):
@@ -48,13 +62,19 @@ def make_runtime(args):
     return PipelineRuntime(
         SCHEDULES[args.pipeline_schedule],
         lambda: Progress(args.curr_iteration, args.train_iters),
-        args.two_bw_exchange,
+        transport=args.two_bw_exchange,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        timed=args.timing_log_level >= 2,
     )
 
 
-def _stop(message: str) -> NoReturn:
-    """End this rank; the first rank of a job says why."""
-    if os.environ.get("RANK", "0") == "0":
-        line = " ".join(message.split())
-        print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr, flush=True)
+def stop(message: str) -> NoReturn:
+    """End this rank; the first rank of a job says why.
+
+    torchrun ends the others then. One that is still there some seconds later has a fault of its own, and says so.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(PATIENCE)
+    line = " ".join(message.split())
+    print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -7,12 +7,15 @@ flag and says what to do, or None. `MISTAKES` holds the checks in the order in w
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import math
 import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from megatron_2bw.schedules import SCHEDULES
 
 Args = argparse.Namespace
 
@@ -40,11 +43,13 @@ def _missing(args: Args) -> str | None:
 _NEEDS = (
     ("--save", "--save-interval"), ("--save-params-interval", "--save"), ("--save-wgrads-interval", "--save"),
     ("--save-activations-interval", "--save"), ("--save-dgrads-interval", "--save"), ("--log-progress", "--save"),
-    ("--save-retain-interval", "--save"), ("--non-persistent-save-interval", "--non-persistent-ckpt-type"),
-    ("--exit-on-missing-checkpoint", "--load"), ("--use-mp-args-from-checkpoint-args", "--use-checkpoint-args"),
-    ("--async-save", "--use-persistent-ckpt-worker"), ("--use-pytorch-profiler", "--profile"),
-    ("--use-pytorch-profiler", "--tensorboard-dir"), ("--multiple-validation-sets", "--full-validation"),
+    ("--save-retain-interval", "--save"), ("--exit-on-missing-checkpoint", "--load"),
+    ("--use-mp-args-from-checkpoint-args", "--use-checkpoint-args"), ("--async-save", "--use-persistent-ckpt-worker"),
+    ("--use-pytorch-profiler", "--profile"), ("--use-pytorch-profiler", "--tensorboard-dir"),
+    ("--multiple-validation-sets", "--full-validation"), ("--full-validation", "--multiple-validation-sets"),
     ("--validation-set-names", "--multiple-validation-sets"), ("--sharp-enabled-group", "--use-sharp"),
+    ("--phase-transition-iterations", "--train-samples"), ("--dataloader-fast-cache-load", "--data-cache-path"),
+    ("--dataloader-defer-npy-index-mmap", "--data-cache-path"),
 )
 
 
@@ -58,25 +63,29 @@ def _incomplete(args: Args) -> str | None:
         return f"--num-query-groups {args.num_query_groups} needs --group-query-attention"
     if not args.perform_initialization and not args.load:
         return "--no-initialization needs --load: the weights would be whatever the memory held"
-    if args.error_injection_rate and args.rerun_mode == "disabled":
-        return "--error-injection-rate has no effect with --rerun-mode disabled: leave it out"
+    if args.padded_vocab_size is None and not args.pad_vocab_size:
+        return "--no-pad-vocab-size needs --padded-vocab-size"
+    if args.num_distributed_optimizer_instances != 1 and not args.use_distributed_optimizer:
+        return "--num-distributed-optimizer-instances needs --use-distributed-optimizer: leave it out"
     return None
 
 
 _POSITIVE = (
-    "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups", "--kv-channels",
-    "--seq-length", "--max-position-embeddings", "--vocab-size", "--make-vocab-size-divisible-by", "--micro-batch-size",
-    "--global-batch-size", "--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters", "--train-samples",
-    "--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size", "--lr",
-    "--lr-decay-iters", "--lr-decay-samples", "--log-interval", "--tensorboard-log-interval", "--eval-interval",
+    "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups",
+    "--kv-channels", "--seq-length", "--max-position-embeddings", "--vocab-size", "--make-vocab-size-divisible-by",
+    "--micro-batch-size", "--global-batch-size", "--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters",
+    "--train-samples", "--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size",
+    "--lr", "--lr-decay-iters", "--lr-decay-samples", "--log-interval", "--tensorboard-log-interval", "--eval-interval",
     "--save-interval", "--exit-interval", "--recompute-num-layers", "--loss-scale", "--initial-loss-scale",
-    "--distributed-timeout-minutes",
+    "--distributed-timeout-minutes", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
 )
 _NOT_NEGATIVE = (
     "--min-lr", "--weight-decay", "--clip-grad", "--eval-iters", "--num-workers", "--lr-warmup-iters",
     "--lr-warmup-samples", "--seed", "--adam-eps",
 )
-_FRACTIONS = ("--hidden-dropout", "--attention-dropout", "--adam-beta1", "--adam-beta2", "--sgd-momentum", "--lr-warmup-fraction")
+_FRACTIONS = (
+    "--hidden-dropout", "--attention-dropout", "--adam-beta1", "--adam-beta2", "--sgd-momentum", "--lr-warmup-fraction",
+)
 
 
 def _out_of_range(args: Args) -> str | None:
@@ -122,19 +131,45 @@ def _processes(args: Args) -> str | None:
             f"{product} needs a multiple of {needed} processes, but there are {args.world_size}: "
             "change the sizes, or the number of processes (torchrun --nproc-per-node)"
         )
-    pipelines = args.world_size // needed
+    return _batches(args, pipelines=args.world_size // needed, undivided=needed == args.context_parallel_size)
+
+
+def _batches(args: Args, pipelines: int, undivided: bool) -> str | None:
     replica = args.micro_batch_size * pipelines
-    if args.global_batch_size is not None and args.global_batch_size % replica and not args.decrease_batch_size_if_needed:
+    batch = args.global_batch_size or replica
+    if args.train_samples and args.train_samples < batch:
+        return f"--train-samples {args.train_samples} is less than one --global-batch-size {batch}"
+    if batch % replica and not args.decrease_batch_size_if_needed:
         return (
-            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{args.micro_batch_size} x {pipelines} pipelines: use a multiple of {replica}"
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {args.micro_batch_size} "
+            f"x {pipelines} pipelines: use a multiple of {replica}"
         )
-    if args.tensor_model_parallel_size > 1 and args.eval_micro_batch_size not in (None, args.micro_batch_size):
+    evaluated = args.eval_micro_batch_size or args.micro_batch_size
+    if args.full_validation and not undivided and evaluated != 1:
+        return "--full-validation takes one sample at a time: with several stages it needs --eval-micro-batch-size 1"
+    if args.tensor_model_parallel_size > 1 and evaluated != args.micro_batch_size:
         return (
-            f"--eval-micro-batch-size {args.eval_micro_batch_size} must equal --micro-batch-size "
-            f"{args.micro_batch_size} with tensor parallelism: leave it out"
+            f"--eval-micro-batch-size {evaluated} must equal --micro-batch-size {args.micro_batch_size} with tensor "
+            "parallelism: leave it out"
         )
     return None
+
+
+def _too_few_microbatches(args: Args) -> str | None:
+    schedule = SCHEDULES.get(args.pipeline_schedule)
+    if schedule is None:
+        return None
+    stages = args.pipeline_model_parallel_size
+    pipelines = args.world_size // (stages * args.tensor_model_parallel_size * args.context_parallel_size)
+    batch = args.global_batch_size or args.micro_batch_size * pipelines
+    microbatches, needed = batch // (args.micro_batch_size * pipelines), schedule.min_microbatches(stages)
+    if microbatches >= needed:
+        return None
+    return (
+        f"--global-batch-size {batch} gives {microbatches} microbatch{'es' * (microbatches != 1)} on each of "
+        f"{pipelines} pipeline{'s' * (pipelines != 1)}, but --pipeline-schedule {schedule.name} needs as many as "
+        f"there are stages, {needed}: use --global-batch-size {needed * args.micro_batch_size * pipelines} or more"
+    )
 
 
 def _widths(args: Args) -> str | None:
@@ -146,6 +181,10 @@ def _widths(args: Args) -> str | None:
         return f"--num-query-groups {groups} does not divide --num-attention-heads {heads}"
     if heads % tensor:
         return f"--tensor-model-parallel-size {tensor} does not divide --num-attention-heads {heads}"
+    if args.window_size is not None and len(args.window_size) != 2:
+        return "--window-size takes two numbers, such as 128,0"
+    if args.padded_vocab_size is not None and args.padded_vocab_size < (args.vocab_size or 0):
+        return f"--padded-vocab-size {args.padded_vocab_size} is less than --vocab-size {args.vocab_size}"
     if args.seq_length > args.max_position_embeddings:
         return f"--seq-length {args.seq_length} is more than --max-position-embeddings {args.max_position_embeddings}"
     return None
@@ -162,7 +201,7 @@ def _split_of_layers(args: Args) -> str | None:
         return None
     if own:
         given = " and ".join(f"{flag} {number}" for flag, number in own.items())
-        return f"{given} leave {layers} of --num-layers {args.num_layers} for {stages} other stages: they must share them evenly"
+        return f"{given}: {stages} other stages cannot share the other {layers} of --num-layers {args.num_layers}"
     return (
         f"--num-layers {args.num_layers} cannot be split over --pipeline-model-parallel-size {stages}: use a multiple, "
         "or --decoder-first-pipeline-num-layers for an uneven split"
@@ -196,22 +235,17 @@ def _learning_rate(args: Args) -> str | None:
 
 def _data(args: Args) -> str | None:
     lists = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
-    files = ("--data-args-path", "--per-split-data-args-path", "--per-dataset-sequences-path")
-    if not args.mock_data and not any(value(args, flag) for flag in (*lists, *files[:2])):
+    files = ("--data-args-path", "--per-split-data-args-path")
+    if not args.mock_data and not any(value(args, flag) for flag in (*lists, *files)):
         return "--data-path is missing (or --mock-data)"
-    for flag in files:
-        if value(args, flag) and not Path(value(args, flag)).is_file():
-            return f"{flag} {value(args, flag)}: there is no such file"
-    for flag in lists:
-        for prefix in _prefixes(value(args, flag) or []):
+    blends = [(flag, value(args, flag) or []) for flag in lists]
+    if args.data_args_path:
+        blends.append((f"--data-args-path {args.data_args_path}:", Path(args.data_args_path).read_text().split()))
+    for flag, blend in blends:
+        for prefix in _prefixes(blend):
             fault = None if "://" in prefix else _fault_of_dataset(prefix)
             if fault:
                 return f"{flag} {prefix}: {fault}"
-    if args.data_args_path:
-        for prefix in _prefixes(Path(args.data_args_path).read_text().split()):
-            fault = None if "://" in prefix else _fault_of_dataset(prefix)
-            if fault:
-                return f"--data-args-path {args.data_args_path}: {prefix}: {fault}"
     return None
 
 
@@ -254,6 +288,10 @@ def _fault_of_dataset(prefix: str) -> str | None:
         (length,) = struct.unpack("<i", file.read(4))
         file.seek(_INDEX.size + 4 * sequences + 8 * (sequences - 1))
         (start,) = struct.unpack("<q", file.read(8))
+        file.seek(8 * (documents - 1), os.SEEK_CUR)
+        (end,) = struct.unpack("<q", file.read(8))
+    if end != sequences:
+        return f"{index} is damaged: its documents end at sequence {end} of {sequences}"
     size = start + length * _TOKEN_BYTES[code]
     if tokens.stat().st_size != size:
         return f"{tokens} has {tokens.stat().st_size} bytes, but its index describes {size}: build the dataset again"
@@ -264,8 +302,10 @@ def _split(args: Args) -> str | None:
     if args.split is None:
         return None
     shares = args.split.replace("/", ",").split(",")
-    if len(shares) > 3 or not all(_is_number(share) and float(share) >= 0 for share in shares) or not sum(map(float, shares)):
+    if len(shares) > 3 or not all(_is_number(share) and float(share) >= 0 for share in shares):
         return f"--split {args.split}: give three shares for training, validation and test, such as 98,1,1"
+    if not float(shares[0]) and not args.skip_train:
+        return f"--split {args.split} leaves nothing to train on: the first share must be greater than 0"
     return None
 
 
@@ -291,16 +331,32 @@ def _tokenizer(args: Args) -> str | None:
     for flag in ("--vocab-file", "--merge-file", "--tokenizer-model"):
         path = value(args, flag)
         # A tokenizer's model may be a name on a hub; a vocabulary is a file.
-        if path and not Path(path).exists() and (flag != "--tokenizer-model" or package or path.startswith(("/", "."))):
-            return f"{flag} {path}: there is no such file or folder"
+        if path and not Path(path).exists():
+            if flag != "--tokenizer-model" or package or path.startswith(("/", ".")):
+                return f"{flag} {path}: there is no such file or folder"
+            fault = _fault_of_hub(path)
+            if fault:
+                return f"{flag} {path}: there is no such folder, and the hub says: {fault}"
+    return None
+
+
+def _fault_of_hub(model: str) -> str | None:
+    """Why the Hugging Face hub does not give `model`, asked once: the tokenizer's own attempts take a minute."""
+    import huggingface_hub
+
+    try:
+        if huggingface_hub.try_to_load_from_cache(model, "tokenizer_config.json") is None:
+            huggingface_hub.HfApi().model_info(model, timeout=10)
+    except Exception as error:  # of the package's own kinds, of its client's, or of the system
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
     return None
 
 
 # What the flag asks for is in a package that may not be there; Megatron would warn at most, or fail on one rank.
 _PACKAGES: tuple[tuple[str, str], ...] = (
     ("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb"), ("--log-energy", "pynvml"),
-    ("--enable-ft-package", "nvidia_resiliency_ext"), ("--use-persistent-ckpt-worker", "nvidia_resiliency_ext"),
-    ("--enable-msc", "multistorageclient"), ("--run-workload-inspector-server", "workload_inspector"),
+    ("--enable-ft-package", "nvidia_resiliency_ext"), ("--enable-msc", "multistorageclient"),
+    ("--run-workload-inspector-server", "workload_inspector"),
 )
 
 
@@ -308,12 +364,15 @@ def _packages(args: Args) -> str | None:
     for flag, package in _PACKAGES:
         if value(args, flag) and not _installed(package):
             return f"{flag} needs the package {package}, which is not installed: install it, or leave {flag} out"
+    if args.async_save and args.async_strategy == "nvrx" and not _installed("nvidia_resiliency_ext"):
+        return "--async-save needs the package nvidia_resiliency_ext, not installed here: use --async-strategy mcore"
     if args.optimizer not in ("adam", "sgd") and not _installed("emerging_optimizers"):
-        return f"--optimizer {args.optimizer} needs the package emerging_optimizers, which is not installed: use adam or sgd"
+        return f"--optimizer {args.optimizer} needs the package emerging_optimizers, which is not installed: use adam"
     if args.transformer_impl == "transformer_engine" and not _installed("transformer_engine"):
         return (
-            "--transformer-impl transformer_engine (Megatron's default) needs Transformer Engine, which is not installed: "
-            "give --transformer-impl local"
+            "--transformer-impl transformer_engine (Megatron's default) needs Transformer Engine, which is not "
+            "installed: use --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+            "--no-masked-softmax-fusion"
         )
     return None
 
@@ -322,7 +381,21 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _folders(args: Args) -> str | None:
+def _paths(args: Args) -> str | None:
+    for flag in (
+        "--data-args-path", "--per-split-data-args-path", "--per-dataset-sequences-path", "--te-precision-config-file",
+        "--heterogeneous-layers-config-path", "--nccl-communicator-config-path", "--tp-comm-overlap-cfg",
+    ):
+        if value(args, flag) and not Path(value(args, flag)).is_file():
+            return f"{flag} {value(args, flag)}: there is no such file"
+    for flag in ("--load", "--pretrained-checkpoint"):
+        path = value(args, flag)
+        # A job script that names one folder to load from and to save to starts from nothing the first time.
+        saved_there = args.save and path and os.path.abspath(path) == os.path.abspath(args.save)
+        if not path or "://" in path or (saved_there and not args.exit_on_missing_checkpoint):
+            continue
+        if not Path(path, "latest_checkpointed_iteration.txt").is_file() and args.ckpt_step is None:
+            return f"{flag} {path}: there is no checkpoint (no file latest_checkpointed_iteration.txt)"
     for flag in ("--save", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path"):
         path = value(args, flag)
         if not path or "://" in path:
@@ -332,11 +405,18 @@ def _folders(args: Args) -> str | None:
             parent = parent.parent
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             return f"{flag} {path}: {parent} is not a folder that can be written to"
-    for flag in ("--load", "--pretrained-checkpoint"):
-        path = value(args, flag)
-        # A job script that names one folder for both starts from nothing the first time.
-        if path and path != args.save and "://" not in path and not Path(path).is_dir():
-            return f"{flag} {path}: there is no such folder"
+    return None
+
+
+def _spec(args: Args) -> str | None:
+    if not args.spec:
+        return None
+    if len(args.spec) != 2:
+        return f"--spec {' '.join(args.spec)}: give a module and the name of a layer specification in it"
+    try:
+        getattr(importlib.import_module(args.spec[0]), args.spec[1])
+    except (ImportError, AttributeError) as error:  # Megatron would go on with its default
+        return f"--spec {' '.join(args.spec)}: {error}"
     return None
 
 
@@ -349,6 +429,6 @@ def _exchange(args: Args) -> str | None:
 
 
 MISTAKES: tuple[Callable[[Args], str | None], ...] = (
-    _missing, _out_of_range, _contradiction, _incomplete, _processes, _widths, _split_of_layers, _recompute,
-    _learning_rate, _data, _split, _tokenizer, _packages, _folders, _exchange,
+    _missing, _out_of_range, _contradiction, _incomplete, _processes, _too_few_microbatches, _widths, _split_of_layers,
+    _recompute, _learning_rate, _paths, _data, _split, _tokenizer, _packages, _spec, _exchange,
 )

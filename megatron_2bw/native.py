@@ -12,8 +12,7 @@ from megatron.core.optimizer import get_megatron_optimizer as megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_schedule
 
 from megatron_2bw import arguments
-from megatron_2bw.launch import make_runtime
-from megatron_2bw.launch import _stop as stop
+from megatron_2bw.launch import make_runtime, stop
 
 _runtimes: list[Any] = []  # the one runtime of this process, made when it is first asked for
 
@@ -31,8 +30,14 @@ def _runtime():
 
 
 def check(args: argparse.Namespace) -> None:
-    """Stop with one line if the command line asks for what the schedule cannot do."""
-    arguments.check(args, stop)
+    """Stop with one line if the command line asks for what the schedule cannot do. Megatron's own is left alone."""
+    if args.pipeline_schedule != "megatron":
+        arguments.check(args, stop)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags that mean something here: the device is the entry script's choice."""
+    return arguments.add_flags(parser, device=False)
 
 
 def get_forward_backward_func(*args, **kwargs):

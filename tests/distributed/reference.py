@@ -67,7 +67,7 @@ class _Reference:
         self.optimizer = self._make_optimizer(optimizer)
         self.groups = {id(mine): theirs for mine, theirs in zip(self.optimizer.param_groups, optimizer.param_groups)}
         self.versions = [self._snapshot()]
-        self.scale, self.good = (float(self.args.initial_loss_scale), 0) if self.args.fp16 else (1.0, 0)
+        self.scale, self.good = (self.args.loss_scale or self.args.initial_loss_scale, 0) if self.args.fp16 else (1.0, 0)
         self.hysteresis = self.args.hysteresis
         self.run = Run()
 
@@ -142,15 +142,27 @@ class _Reference:
             main.grad = gradients[name].float()
             if self.args.fp16:
                 main.grad.mul_(1.0 / self.scale)
-        finite = all(torch.isfinite(main.grad).all() for main in self.main.values())
-        if self.args.fp16:
-            self._update_scale(finite)
-        if finite or not self.args.fp16:
+        whole = [list(self.main)]
+        finite = [self._is_finite(names) for names in (self.rule.norm_order if self.rule.per_stage else whole)]
+        if self.args.fp16 and not self.args.loss_scale:
+            self._update_scale(all(finite))
+        if self.rule.per_stage:  # a stage with an inf skips its own step, the others do not
+            for names, fine in zip(self.rule.norm_order, finite):
+                self._forget([] if fine else names)
+        if all(finite) or self.rule.per_stage or not self.args.fp16:
             self._clip()
             self.optimizer.step()
+        if all(finite):  # Megatron moves the learning rate on when all ranks have stepped
             self.scheduler.step(increment=self.args.global_batch_size)
-        self.run.skipped.append(int(self.args.fp16 and not finite))
+        self.run.skipped.append(int(not all(finite)))
         self.versions.append(self._snapshot())
+
+    def _is_finite(self, names: list[str]) -> bool:
+        return all(bool(torch.isfinite(self.main[name].grad).all()) for name in names)
+
+    def _forget(self, names: list[str]) -> None:
+        for name in names:
+            self.main[name].grad = None
 
     def _update_scale(self, finite: bool) -> None:
         """Dynamic loss scaling: halve after `hysteresis` infs, double after a window without any."""
@@ -165,9 +177,10 @@ class _Reference:
 
     def _clip(self) -> None:
         """Clip by the global norm; with PipeDream, each stage by its own."""
-        squares = [self._squared_norm(names) for names in self.rule.norm_order or [list(self.main)]]
+        stages = [names for names in self.rule.norm_order or [list(self.main)] if self.main[names[0]].grad is not None]
+        squares = [self._squared_norm(names) for names in stages]
         if self.rule.per_stage:
-            for names, square in zip(self.rule.norm_order, squares):
+            for names, square in zip(stages, squares):
                 self._scale_down(names, math.sqrt(square))
             self.run.grad_norms.append(max(math.sqrt(square) for square in squares))
         else:

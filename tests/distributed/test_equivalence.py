@@ -67,6 +67,13 @@ def test_width():
     assert_same_runs(runs[0::2], two_stages(UNTIED, NO_BIAS), exact=False)
 
 
+def test_width_with_per_token_loss():
+    """The number of tokens is summed over the pipelines side by side."""
+    flags = (UNTIED, NO_BIAS, "--calculate-per-token-loss")
+    runs = run_pipeline(command(2, 2, "2bw", *flags, width=2), 4)
+    assert_same_runs(runs[0::2], two_stages(*flags), exact=False)
+
+
 def test_overlapped_grad_reduce():
     """Width 2 again, the reduction started inside the last backward of a batch."""
     overlapped = run_pipeline(command(2, 2, "2bw", UNTIED, "--overlap-grad-reduce", width=2), 4)

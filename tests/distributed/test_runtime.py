@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Shape
-from tests.distributed.compare import UNTIED
+from tests.distributed.compare import UNTIED, assert_same_runs
 from tests.distributed.training import Run, command, train
 from tests.distributed.world import run_world
 
@@ -61,3 +61,55 @@ def test_executes_the_list(schedule, stages, microbatches):
             # Each stage but the first holds one received input; no gradient is left over.
             assert (activations, gradients) == (0 if rule.flushes or stage == 0 else 1, 0)
         assert steps[-1][1] == 0 and steps[-1][3] == [0, 0], "the last iteration empties the pipeline"
+
+
+class Once:
+    """A message's work that can be waited for twice."""
+
+    def __init__(self, work):
+        self.work, self.done = work, False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        if not self.done:
+            self.work.wait()
+        self.done = True
+
+
+def train_like_nccl(rank: int, argv: list[str]) -> Run:
+    """Every posted message occupies the device until its other end has come, as NCCL's kernels do, and
+    torch.cuda.synchronize, which Megatron's timers call in every forward and backward, waits for all of them."""
+    import torch
+
+    from megatron_2bw.communication import Link
+
+    posted: list[Once] = []
+
+    def occupying(method):
+        def post(self, tensor):
+            posted.append(Once(method(self, tensor)))
+            return posted[-1]
+
+        return post
+
+    def synchronize(device=None) -> None:
+        while posted:
+            posted.pop().wait()
+
+    Link.send, Link.receive = occupying(Link.send), occupying(Link.receive)
+    Link.occupies_device = True
+    torch.cuda.synchronize = synchronize
+    return train(rank, argv)
+
+
+@pytest.mark.parametrize("schedule, stages, microbatches", [
+    ("2bw", 2, 2), ("2bw", 4, 4), ("pipedream-flush", 2, 3), ("gpipe", 2, 3), ("no-pipelining", 2, 2), ("pipedream", 2, 1),
+])
+def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches):
+    """--timing-log-level 2 on NCCL: no receive may be posted whose message this stage has yet to cause."""
+    argv = command(stages, microbatches, schedule, UNTIED, train_iters=4, timing_log_level=2)
+    plain = run_world(stages, train, command(stages, microbatches, schedule, UNTIED, train_iters=4))
+    runs = run_world(stages, train_like_nccl, argv, timeout=60)
+    assert_same_runs(runs, plain, exact=True)

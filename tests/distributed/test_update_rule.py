@@ -32,14 +32,14 @@ def test_four_stages_without_clipping_are_exact(optimizer):
     assert_same(runs, run_reference(runs, command(1, 4, "2bw", UNTIED, **changes), 4, optimizer=optimizer), exact=True)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_tied_embeddings(optimizer):
+@pytest.mark.parametrize("stages, optimizer", [(2, "adam"), (2, "sgd"), (4, "sgd")])
+def test_tied_embeddings(stages, optimizer):
     """First and last stage hold copies of the embedding; `full_weights` checks that they stay equal bit for bit.
 
     Without biases: the gradient of the keys' bias is zero but for rounding, and Adam would blow the rounding up.
     """
     changes, flags = SGD if optimizer == "sgd" else {}, ("--disable-bias-linear",)
-    runs = run_pipeline(command(2, 4, "2bw", *flags, **changes), 2)
+    runs = run_pipeline(command(stages, 4, "2bw", *flags, **changes), stages)
     expected = run_reference(runs, command(1, 4, "2bw", *flags, **changes), 4, optimizer=optimizer)
     assert_same(runs, expected, exact=False)
     assert max(runs[0].grad_norms) > 1.0, "clipping must bite"
@@ -101,3 +101,13 @@ def test_pipedream(stages, microbatches):
     expected = run_reference(runs, argv, microbatches, per_stage=True)
     assert_same(runs, expected, exact=True)
     assert runs[0].grad_norms == pytest.approx(expected.grad_norms, rel=1e-6), "the log shows the largest stage's norm"
+
+
+def test_pipedream_skips_the_step_of_the_stage_with_inf():
+    """A constant loss scale; stage 0 meets an inf in one batch and alone keeps its weights."""
+    flags, changes = (UNTIED, "--fp16"), dict(loss_scale=256)
+    runs = run_pipeline(command(2, 2, "pipedream", *flags, **changes), 2, poison)
+    argv = command(1, 2, "pipedream", *flags, **changes)
+    expected = run_reference(runs, argv, 2, per_stage=True, poison=POISONED)
+    assert runs[0].skipped == expected.skipped == [0, 0, 0, 1, 0, 0]
+    assert_same(runs, expected, exact=True)

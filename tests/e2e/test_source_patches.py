@@ -19,13 +19,11 @@ PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.patch"
 
 # As the entry scripts of a checkout begin; only the lines on the CPU are this test's.
 ENTRY = """
-import sys
 from megatron_2bw import cpu, patches
-if "--device" in sys.argv:
-    cpu.install()
-    import megatron.training.training as training
-    assert training.__file__.startswith({tree!r}), training.__file__
-    patches.apply(patches.repairs() + patches.for_cpu())
+cpu.install()
+import megatron.training.training as training
+assert training.__file__.startswith({tree!r}), training.__file__
+patches.apply(patches.repairs() + patches.for_cpu())
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -68,21 +66,24 @@ def losses(output: str) -> list[str]:
 def test_the_patch_has_little_context():
     lines = PATCH.read_text().splitlines()
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
-    assert len(added) <= 6 and sum(line.startswith("@@") for line in lines) == 4
+    assert len(added) == 5 and sum(line.startswith("@@") for line in lines) == 4
+
+
+def native(*args, **changes) -> list[str]:
+    """The command line of the patched tree, where the device is the entry script's choice."""
+    return [*command(*args, train_iters=2, lr_warmup_iters=0, device=None, **changes), *CPU_FLAGS]
 
 
 def test_two_iterations_of_2bw_in_the_patched_tree(tree):
     """The losses are those of pretrain_gpt_2bw.py, which rebinds names instead."""
-    flags = command(2, 2, "2bw", train_iters=2, lr_warmup_iters=0)
-    patched = run(tree, "pretrain.py", [*flags, *CPU_FLAGS])
+    patched = run(tree, "pretrain.py", native(2, 2, "2bw"))
     assert patched.returncode == 0, patched.stdout[-2000:] + patched.stderr[-4000:]
-    rebound = run(ROOT, "pretrain_gpt_2bw.py", flags)
+    rebound = run(ROOT, "pretrain_gpt_2bw.py", command(2, 2, "2bw", train_iters=2, lr_warmup_iters=0))
     assert rebound.returncode == 0, rebound.stderr[-4000:]
     assert losses(patched.stdout) == losses(rebound.stdout) and len(losses(patched.stdout)) == 2
 
 
 def test_wrong_flags_are_refused_in_the_patched_tree(tree):
-    flags = command(2, 1, "2bw", train_iters=2)
-    result = run(tree, "pretrain.py", [*flags, *CPU_FLAGS])
+    result = run(tree, "pretrain.py", native(2, 1, "2bw"))
     errors = [line for line in result.stderr.splitlines() if "error:" in line]
     assert result.returncode != 0 and len(errors) == 1 and "--global-batch-size 4 or more" in errors[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 import types
 
 import pytest
@@ -102,3 +104,22 @@ def test_the_optimizer_is_adopted():
     optimizer = types.SimpleNamespace()
     assert patch.replace(lambda config, chunks: optimizer)("config", ["chunk"]) is optimizer
     assert runtime.adopted == (["chunk"], optimizer)
+
+
+def test_a_patched_checkout_leaves_megatrons_own_schedule_alone(monkeypatch):
+    """What this project's entry script or schedules cannot do is refused there only when a schedule is asked for."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_2bw import native
+
+    stopped = []
+    monkeypatch.setattr(native, "stop", lambda message: stopped.append(message) or sys.exit(2))
+    parser = native.add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    flags = "--num-layers-per-virtual-pipeline-stage 1 --distributed-backend gloo --transformer-impl local"
+    args = parser.parse_args(flags.split())
+    args.world_size = 1
+    native.check(args)
+    with pytest.raises(SystemExit):
+        native.check(argparse.Namespace(**vars(args) | {"pipeline_schedule": "2bw"}))
+    assert len(stopped) == 1 and stopped[0].startswith("--num-layers-per-virtual-pipeline-stage 1")
+    assert not hasattr(args, "device")

@@ -1,0 +1,261 @@
+"""A wrong command line ends at once: one line that names the flag, a status that is not 0, no traceback, no hang.
+
+A few are run as a user would, with and without torchrun. Most run the same launcher in processes forked from one that
+has imported Megatron already, which saves seconds for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_2bw import cpu
+from megatron_2bw.arguments import REFUSED
+from tests.distributed.training import command
+from tests.distributed.world import run_world
+from tests.e2e.launcher import ROOT, torchrun
+from tests.unit.test_arguments import CPU_CASES, DAMAGES, MISTAKEN, damage, dataset, refused_command
+
+LIMIT = 30.0  # seconds in which every wrong command line must end
+ERROR = "pretrain_gpt_2bw.py: error: "
+
+
+@dataclass
+class Case:
+    """A wrong command line for `world` processes, and what the one line must contain."""
+
+    name: str
+    argv: list[str]
+    expected: str
+    world: int = 2
+    environment: dict[str, str | None] = field(default_factory=dict)
+
+
+@dataclass
+class Ending:
+    """How a process ended: its status, what it wrote, and after how many seconds."""
+
+    status: int
+    output: str
+    seconds: float
+
+    def check(self, expected: str) -> None:
+        lines = [line for line in self.output.splitlines() if "error:" in line]
+        assert len(lines) == 1 and lines[0].startswith(ERROR), self.output[-3000:]
+        assert expected in lines[0]
+        assert "Traceback" not in self.output
+        assert self.status not in (0, None) and self.seconds < LIMIT
+
+
+# --- the processes -------------------------------------------------------------------------------------------------
+
+
+def endings(rank: int, cases: list[Case]) -> list[Ending]:
+    """Run the launcher on every case in a process of its own, two at a time."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    # Making the parser reads and parses Megatron's sources: once, for all that are forked here.
+    inspect.getsource, ast.parse = functools.cache(inspect.getsource), functools.cache(ast.parse)
+    add_megatron_arguments(argparse.ArgumentParser())
+    found: dict[int, Ending] = {}
+    running: dict[int, tuple[int, float]] = {}
+    waiting = list(enumerate(cases))
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < 2:
+                number, case = waiting.pop(0)
+                running[fork(case, Path(folder, str(number)))] = number, time.monotonic()
+            for pid, (number, start) in list(running.items()):
+                seconds = time.monotonic() - start
+                if seconds > LIMIT:
+                    os.kill(pid, signal.SIGKILL)
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    output = Path(folder, str(number)).read_text()
+                    found[number] = Ending(os.waitstatus_to_exitcode(status), output, seconds)
+                    del running[pid]
+            time.sleep(0.005)
+    return [found[number] for number in range(len(cases))]
+
+
+def fork(case: Case, log: Path) -> int:
+    """Start a process that does what `python pretrain_gpt_2bw.py ...` does and writes to `log`; its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(1, 2)
+        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
+        environ = {"WORLD_SIZE": str(case.world)} | case.environment
+        for name, text in environ.items():
+            os.environ.pop(name, None) if text is None else os.environ.update({name: text})
+        sys.argv = ["pretrain_gpt_2bw.py", *case.argv]
+        from megatron_2bw.launch import launch
+
+        launch("megatron_2bw.gpt")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+# --- the cases -----------------------------------------------------------------------------------------------------
+
+
+def refused() -> Iterator[Case]:
+    for refusal in REFUSED:
+        argv, world = refused_command(refusal)
+        yield Case(f"refused {refusal.flag[2:]} {refusal.scope}", argv, refusal.flag, world)
+
+
+def impossible_without_cuda() -> Iterator[Case]:
+    for _, _, typed, _ in cpu.UNSUPPORTED:
+        flag = typed.split()[0]
+        yield Case(f"cpu {flag[2:]}", command(2, 2, "2bw", flag, *CPU_CASES[flag]), flag)
+
+
+def mistaken() -> Iterator[Case]:
+    for case in MISTAKEN[::2]:  # the unit test sees them all
+        argv, world, expected = case.values
+        yield Case(f"mistake {case.id}", argv, expected, world)
+
+
+def found_elsewhere() -> Iterator[Case]:
+    """What argparse, Megatron's validation, its configuration classes, its set-up and the environment bring."""
+
+    def case(expected: str, *flags: str, world: int = 2, schedule: str = "2bw", environment=None, **changes) -> Case:
+        changed = (f"{name}={value}" for name, value in {**changes, **(environment or {})}.items())
+        name = " ".join(("other", *flags, *changed, schedule))
+        return Case(name, command(2, 2, schedule, *flags, **changes), expected, world, environment or {})
+
+    yield case("--frobnicate", "--frobnicate")
+    yield case("--pipeline-schedle 2bw (did you mean --pipeline-schedule?)", "--pipeline-schedle", "2bw")
+    yield case("--pipeline-schedule: invalid choice: 'two-bw'", schedule="two-bw")
+    yield case("--lr: invalid float value: 'fast'", lr="fast")
+    yield case("--num-layers: invalid int value: 'four'", num_layers="four")
+    yield case("--lr: expected one argument", "--lr")
+    yield case("--cuda-graph-modules: invalid value: 'nonsense'", "--cuda-graph-modules", "nonsense")
+    yield case("--tokenizer-model no/such: there is no such folder", tokenizer_type="HuggingFaceTokenizer",
+               tokenizer_model="no/such", vocab_size=None)
+    # Megatron's validation.
+    yield case("--batch-size argument is no longer valid, use --micro-batch-size", batch_size=4)
+    yield case("it must be that --fp16", "--fp16-lm-cross-entropy")
+    yield case("--start-weight-decay", weight_decay_incr_style="linear")
+    yield case("--num-experts", expert_model_parallel_size=2)
+    yield case("--ckpt-format torch_dcp", ckpt_format="torch_dcp")
+    # Its configuration classes.
+    yield case("--use-precision-aware-optimizer", "--use-precision-aware-optimizer", schedule="pipedream-flush")
+    yield case("--main-grads-dtype", main_grads_dtype="bf16")
+    yield case("--attention-backend flash", "--batch-invariant-mode")
+    # The environment.
+    yield case("WORLD_SIZE", environment={"WORLD_SIZE": "two"})
+    yield case("MASTER_ADDR", environment={"MASTER_ADDR": None})
+    yield case("--lr is missing", lr=None, environment={"RANK": "1", "LOCAL_RANK": "0"})  # no first rank has said it
+
+
+CASES = [*refused(), *impossible_without_cuda(), *mistaken(), *found_elsewhere()]
+
+
+def checkpoint(folder: Path, **arguments) -> Path:
+    """The head of a checkpoint in Megatron's oldest format, saved by one process or by two stages with `arguments`."""
+    for rank in ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_001"):
+        path = folder / "iter_0000001" / rank / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        torch.save({"args": argparse.Namespace(**arguments), "iteration": 1, "checkpoint_version": 3.0}, path)
+    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+    return folder
+
+
+def with_files(folder: Path) -> Iterator[Case]:
+    """Damaged datasets, and a checkpoint whose arguments are refused."""
+    for how in DAMAGES:
+        prefix = dataset(folder / how.replace(" ", "_"))
+        damage(prefix, how)
+        argv = [word for word in command(2, 2, "2bw", data_path=prefix) if word != "--mock-data"]
+        yield Case(how, argv, f"--data-path {prefix}: ")
+    load = checkpoint(folder / "experts", num_layers=4, num_experts=8)
+    argv = command(1, 2, "pipedream-flush", "--use-checkpoint-args", num_layers=None, ckpt_format="torch", load=load)
+    yield Case("checkpoint", argv, "--num-experts 8 ", world=1)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, tuple[Case, Ending]]:
+    """All cases and how they ended, by name."""
+    cases = [*CASES, *with_files(tmp_path_factory.mktemp("files"))]
+    assert len({case.name for case in cases}) == len(cases)
+    (found,) = run_world(1, endings, cases, timeout=200)
+    return {case.name: (case, ending) for case, ending in zip(cases, found)}
+
+
+@pytest.mark.parametrize("name", [*(case.name for case in CASES), *DAMAGES, "checkpoint"])
+def test_one_line_names_the_flag(name, ended):
+    case, ending = ended[name]
+    ending.check(case.expected)
+
+
+# --- as a user runs it ---------------------------------------------------------------------------------------------
+
+TYPED = {
+    "--pipeline-schedule: invalid choice: '3bw'": command(2, 2, "3bw"),
+    "--device cuda: no GPU is visible": command(2, 2, device="cuda"),
+    "use --global-batch-size 4 or more": command(2, 1),
+}
+
+
+def python(argv: list[str]) -> Ending:
+    start = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "pretrain_gpt_2bw.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT + 10,
+        env=os.environ | {"WORLD_SIZE": "2", "RANK": "0", "PYTHONWARNINGS": "ignore"},
+    )
+    return Ending(run.returncode, run.stdout + run.stderr, time.monotonic() - start)
+
+
+@pytest.fixture(scope="module")
+def typed() -> dict[str, Ending]:
+    with ThreadPoolExecutor(2) as two:
+        return dict(zip(TYPED, two.map(python, TYPED.values())))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="--device cuda is right here")
+@pytest.mark.parametrize("expected", TYPED)
+def test_typed_on_a_command_line(expected, typed):
+    typed[expected].check(expected)
+
+
+@pytest.mark.parametrize("where", ["arguments", "set-up"])
+def test_two_ranks_under_torchrun(where, tmp_path):
+    """Both ranks meet the fault: in their arguments, or while they set up, when they are already joined."""
+    if where == "arguments":
+        argv, expected = command(2, 1), "use --global-batch-size 4 or more"
+    else:
+        load = checkpoint(tmp_path / "model", num_layers=8)
+        argv = command(2, 2, "2bw", ckpt_format="torch", load=load)
+        expected = "--num-layers value from checkpoint (8) is not equal to the input argument value (4)"
+    start = time.monotonic()
+    run = torchrun(2, "pretrain_gpt_2bw.py", argv, PET_REDIRECTS="3", PET_LOG_DIR=str(tmp_path), timeout=LIMIT + 10)
+    seconds = time.monotonic() - start
+    logs = sorted(tmp_path.rglob("stderr.log"))
+    assert len(logs) == 2
+    Ending(run.returncode, "".join(log.read_text() for log in logs), seconds).check(expected)

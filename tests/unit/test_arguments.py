@@ -1,0 +1,520 @@
+"""Every check of the command line, on real command lines, without ranks.
+
+`REFUSED_CASES`, `MISTAKEN` and `dataset` are used by the end-to-end test too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import struct
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw import arguments, cpu, mistakes
+from megatron_2bw.arguments import REFUSED, Refusal, check, explain, name_flags, parse_early, prepare, processes
+from megatron_2bw.idle_flags import IDLE, idle_flag
+from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
+from tests.distributed.training import command
+
+FLUSH = tuple(name for name, schedule in SCHEDULES.items() if schedule.flushes)
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+class Stopped(Exception):
+    """What `stop` raises here instead of ending the process."""
+
+
+def stop(message: str):
+    raise Stopped(message)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu():
+    """Megatron's modules look for CUDA when they are imported and while they check arguments."""
+    was_installed = cpu.installed()
+    cpu.install()
+    for schedule in SCHEDULE_NAMES:
+        parser_of(schedule)
+    yield
+    if not was_installed:
+        cpu.uninstall()
+
+
+@functools.cache
+def parser_of(schedule: str) -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return prepare(parser, parse_early(["--pipeline-schedule", schedule], stop), stop)
+
+
+def parse(argv: list[str], world: int) -> argparse.Namespace:
+    schedule = argv[argv.index("--pipeline-schedule") + 1]
+    args = parser_of(schedule).parse_args(argv)
+    args.world_size = world
+    return args
+
+
+def complaint(argv: list[str], world: int) -> str | None:
+    """What the checks say to a command line for `world` processes; None if they accept it."""
+    try:
+        check(parse(argv, world), stop, argv)
+    except Stopped as stopped:
+        return str(stopped)
+    return None
+
+
+def dataset(prefix: Path, lengths: tuple[int, ...] = (5, 7, 3), code: int = 4, width: int = 4) -> Path:
+    """A dataset of Megatron's, one document a sequence: what the checks look at, written from its description."""
+    starts = [width * sum(lengths[:i]) for i in range(len(lengths))]
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(lengths), len(lengths) + 1)
+    tables = struct.pack(f"<{len(lengths)}i{len(lengths)}q", *lengths, *starts)
+    Path(f"{prefix}.idx").write_bytes(header + tables + struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1)))
+    Path(f"{prefix}.bin").write_bytes(bytes(width * sum(lengths)))
+    return prefix
+
+
+# --- refused flags -------------------------------------------------------------------------------------------------
+
+# What to type, where the flag alone does not ask for the feature. "{}" is a folder.
+VALUES: dict[str, str] = {
+    "--num-layers-per-virtual-pipeline-stage": "1", "--num-virtual-stages-per-pipeline-rank": "2",
+    "--yaml-cfg": "{}/run.yaml", "--hybrid-layer-pattern": "M*M*", "--hybrid-override-pattern": "M*M*",
+    "--logits-load-dir": "{}", "--logits-save-dir": "{}", "--decoder-seq-length": "8", "--dataloader-type": "external",
+    "--mtp-num-layers": "1", "--rampup-batch-size": "2 2 8", "--rope-scaling-factor": "4",
+    "--attention-backend": "local", "--transformer-impl": "inference_optimized", "--config-logger-dir": "{}",
+    "--cuda-graph-impl": "local",
+    "--tensor-parallel-num-weight-shards": "2", "--num-experts": "4", "--fp8-format": "e4m3", "--fp4-format": "e2m1",
+    "--pipeline-model-parallel-comm-backend": "nccl", "--cpu-offloading-num-layers": "1",
+    "--step-batch-size-schedule": "8:4", "--optimizer": "muon", "--iterations-to-skip": "2 3",
+    "--result-rejected-tracker-filename": "{}/rejected", "--phase-transition-iterations": "2,4",
+    "--rerun-mode": "validate_results", "--save-activations-interval": "2", "--save-dgrads-interval": "2",
+    "--save-wgrads-interval": "2", "--save-params-interval": "2", "--context-parallel-size": "2",
+    "--nccl-communicator-config-path": "{}/nccl.yaml", "--gpu-sniff-test-interval": "2",
+    "--flash-attention-version": "2", "--symmetric-ar-type": "two_shot", "--position-embedding-type": "relative",
+}
+
+
+def refused_command(refusal: Refusal, folder: str = "folder") -> tuple[list[str], int]:
+    """A command line that is right but for the refused flag, and its number of processes."""
+    schedule = {"ours": "pipedream-flush", "no flush": "2bw"}.get(refusal.scope, refusal.scope)
+    schedule = schedule if schedule in SCHEDULES else "megatron"
+    flags = [refusal.flag, *VALUES.get(refusal.flag, "").format(folder).split()]
+    if refusal.flag == "--pipeline-model-parallel-layout":
+        flags.append("Et|t|t|tL" if refusal.scope == "any" else "Ett|ttL")
+    if refusal.flag == UNTIED:
+        flags = []  # it is refused that the flag is not given
+    elif schedule == "pipedream":
+        flags.append(UNTIED)
+    return command(2, 2, schedule, *flags), 4 if refusal.flag == "--context-parallel-size" else 2
+
+
+REFUSED_CASES = [pytest.param(refusal, id=f"{refusal.flag[2:]} {refusal.scope}") for refusal in REFUSED]
+
+
+def complain_about(refusal: Refusal, monkeypatch) -> str | None:
+    """The complaint about `refusal` in its own scope: on a GPU, unless it is the CPU that refuses."""
+    monkeypatch.setattr(cpu, "installed", lambda: refusal.scope == "cpu")
+    return complaint(*refused_command(refusal))
+
+
+@pytest.mark.parametrize("refusal", REFUSED_CASES)
+def test_every_refused_flag_is_refused_with_its_reason(refusal, monkeypatch):
+    message = complain_about(refusal, monkeypatch)
+    assert message is not None and message.startswith(refusal.flag) and message.endswith(refusal.reason)
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("refusal", REFUSED_CASES)
+def test_the_command_line_is_right_but_for_the_refused_flag(refusal):
+    argv, world = refused_command(refusal)
+    right = [*argv[: argv.index("--mock-data") + 1], UNTIED]
+    assert complaint(right, world) is None
+
+
+def test_every_entry_has_a_reason_a_scope_and_a_place_of_its_own():
+    assert len({(refusal.flag, refusal.scope) for refusal in REFUSED}) == len(REFUSED)
+    assert {refusal.scope for refusal in REFUSED} <= {"any", "ours", "no flush", "cpu", "local", *SCHEDULES}
+    assert all(refusal.flag.startswith("--") and refusal.reason.strip() for refusal in REFUSED)
+    assert set(VALUES) <= {refusal.flag for refusal in REFUSED}
+    known = parser_of("2bw")._option_string_actions
+    assert [refusal.flag for refusal in REFUSED if refusal.flag not in known] == []
+
+
+@pytest.mark.parametrize("refusal", REFUSED_CASES)
+def test_a_flag_is_refused_in_its_scope_only(refusal, monkeypatch):
+    monkeypatch.setattr(cpu, "installed", lambda: False)
+    argv, world = refused_command(refusal)
+    for schedule in SCHEDULE_NAMES:
+        chosen = SCHEDULES.get(schedule)
+        argv[argv.index("--pipeline-schedule") + 1] = schedule
+        expected = {
+            "any": True, "local": True, "cpu": False, "ours": chosen is not None,
+            "no flush": chosen is not None and not chosen.flushes,
+        }.get(refusal.scope, refusal.scope == schedule)
+        assert bool(refusal.message(parse(argv, world), chosen)) == expected, schedule
+
+
+@pytest.mark.parametrize("schedule", FLUSH)
+@pytest.mark.parametrize("flags", [
+    ["--use-distributed-optimizer"], ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+    ["--iterations-to-skip", "2"], ["--rerun-mode", "validate_results"], ["--decrease-batch-size-if-needed"],
+    ["--fp16"],
+    ["--save-params-interval", "2", "--save", "folder", "--save-interval", "4"],
+    ["--save-wgrads-interval", "2", "--save", "folder", "--save-interval", "4"],
+], ids=" ".join)
+def test_flush_schedules_allow_what_needs_an_empty_pipeline(schedule, flags):
+    assert complaint(command(2, 2, schedule, *flags), 2) is None
+
+
+CPU_CASES = {
+    "--distributed-backend": ["nccl"], "--transformer-impl": ["transformer_engine"], "--fp8-format": ["hybrid"],
+    "--fp4-format": ["e2m1"], "--sequence-parallel": [], "--attention-backend": ["flash"], "--tp-comm-overlap": [],
+    "--use-nccl-ub": [],
+}
+
+
+@pytest.mark.parametrize("entry", cpu.UNSUPPORTED, ids=lambda entry: entry[0])
+@pytest.mark.parametrize("schedule", ["megatron", "2bw"])
+def test_every_flag_that_a_host_without_cuda_cannot_honour(entry, schedule):
+    flag = entry[2].split()[0]
+    message = complaint(command(2, 2, schedule, flag, *CPU_CASES[flag]), 2)
+    assert message is not None and message.startswith(flag) and "CPU" in message and entry[3] in message
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------------
+
+
+def line(
+    expected: str, *flags: str, world: int = 2, stages: int = 2, microbatches: int = 2, schedule: str = "2bw", **changes
+):
+    """A wrong command line and what the answer must contain."""
+    name = " ".join((*flags, *(f"{key}={value}" for key, value in changes.items()))) or expected
+    return pytest.param(command(stages, microbatches, schedule, *flags, **changes), world, expected, id=name)
+
+
+MISTAKEN = [
+    line("--lr is missing", lr=None),
+    line("--num-layers is missing", num_layers=None),
+    line("--micro-batch-size is missing", micro_batch_size=None),
+    line("--seq-length is missing", seq_length=None),
+    line("--train-iters is missing", train_iters=None),
+    line("--eval-interval is missing", eval_interval=None),
+    line("--train-iters -3: it must be greater than 0", train_iters=-3),
+    line("--num-layers 0: it must be greater than 0", num_layers=0),
+    line("--eval-iters -1: it must not be negative", eval_iters=-1),
+    line("--hidden-dropout 1.5: it must be", hidden_dropout=1.5),
+    line("--log-interval 0: it must be greater than 0", log_interval=0),
+    line("--fp16 and --bf16 exclude each other", "--fp16", "--bf16"),
+    line("--train-iters and --train-samples exclude each other", train_samples=64),
+    line("--mock-data and --data-path exclude each other", data_path="some/data"),
+    line("--lr-warmup-fraction and --lr-warmup-iters exclude each other", lr_warmup_fraction=0.1),
+    line("--swiglu and --squared-relu exclude each other", "--swiglu", "--squared-relu"),
+    line("--save needs --save-interval", save="folder"),
+    line("--full-validation needs --multiple-validation-sets", "--full-validation"),
+    line("--use-pytorch-profiler needs --profile", "--use-pytorch-profiler"),
+    line("--num-query-groups 2 needs --group-query-attention", num_query_groups=2),
+    line("--no-initialization needs --load", "--no-initialization"),
+    line("--no-pad-vocab-size needs --padded-vocab-size", "--no-pad-vocab-size"),
+    line("--wandb-project needs --wandb-save-dir", wandb_project="project"),
+    line("--num-distributed-optimizer-instances needs --use-dist", num_distributed_optimizer_instances=2),
+    line("--pipeline-model-parallel-size 3 needs a multiple of 3 processes, but there are 2", stages=3, microbatches=3),
+    line("--tensor-model-parallel-size 2 needs a multiple of 4 processes", tensor_model_parallel_size=2),
+    line("--global-batch-size 5 is not a multiple of --micro-batch-size 2 x 1 pipelines", global_batch_size=5),
+    line("--train-samples 3 is less than one --global-batch-size 4", train_iters=None, lr_warmup_iters=None,
+         train_samples=3),
+    line("--eval-micro-batch-size 1 must equal --micro-batch-size 2", world=4, tensor_model_parallel_size=2,
+         eval_micro_batch_size=1),
+    line("--full-validation takes one sample at a time", "--full-validation", "--multiple-validation-sets"),
+    line("--window-size takes two numbers", window_size=2),
+    line("--padded-vocab-size 100 is less than --vocab-size 127", padded_vocab_size=100),
+    line("--num-attention-heads 5 does not divide --hidden-size 32", num_attention_heads=5),
+    line("--num-query-groups 3 does not divide --num-attention-heads 4", "--group-query-attention", num_query_groups=3),
+    line("--tensor-model-parallel-size 8 does not divide --num-attention-heads 4", world=16,
+         tensor_model_parallel_size=8),
+    line("--seq-length 32 is more than --max-position-embeddings 16", seq_length=32),
+    line("--num-layers 5 cannot be split over --pipeline-model-parallel-size 2", num_layers=5),
+    line("--decoder-first-pipeline-num-layers 2: 3 other stages cannot share the other 2 of --num-layers 4", world=4,
+         stages=4, microbatches=4, decoder_first_pipeline_num_layers=2),
+    line("--recompute-granularity full needs --recompute-method", recompute_granularity="full"),
+    line("--recompute-method uniform needs --recompute-granularity full", recompute_method="uniform"),
+    line("--recompute-method block needs --recompute-num-layers", recompute_granularity="full",
+         recompute_method="block"),
+    line("--min-lr 0.1 is more than --lr 0.01", min_lr=0.1),
+    line("--lr-warmup-init 0.1 is more than --lr 0.01", lr_warmup_init=0.1),
+    line("--lr-warmup-iters 6 must be less than --lr-decay-iters 6", lr_warmup_iters=6),
+    line("--lr-decay-style WSD needs --lr-wsd-decay-iters", lr_decay_style="WSD"),
+    line("--load no/such: there is no checkpoint", load="no/such"),
+    line("--load new: there is no checkpoint", "--exit-on-missing-checkpoint", load="new", save="./new",
+         save_interval=2),
+    line("--save /dev/null/x: /dev/null is not a folder", save="/dev/null/x", save_interval=2),
+    line("--split 98,x,1: give three shares", split="98,x,1"),
+    line("--split 0,0,100 leaves nothing to train on", split="0,0,100"),
+    line("--tokenizer-type NullTokenizer needs --vocab-size", vocab_size=None),
+    line("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file", tokenizer_type=None),
+    line("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model", tokenizer_type="HuggingFaceTokenizer"),
+    line("--tokenizer-model ./no/such: there is no such", tokenizer_type="HuggingFaceTokenizer",
+         tokenizer_model="./no/such"),
+    line("--vocab-file no.json: there is no such", tokenizer_type="GPT2BPETokenizer", vocab_file="no.json",
+         merge_file="no.txt"),
+    line("--spec no.module layer: No module named", "--spec", "no.module", "layer"),
+    line("--spec one: give a module", "--spec", "one"),
+    line("--two-bw-exchange nccl needs --distributed-backend nccl", two_bw_exchange="nccl"),
+    line("--two-bw-exchange has no effect", schedule="megatron", two_bw_exchange="gloo"),
+    line("use --global-batch-size 4 or more", microbatches=1),
+    line("--rotary-percent has no effect without --position-embedding-type rope", rotary_percent=0.5),
+    line("--save-interval has no effect without --save", save_interval=2),
+    line("--finetune has no effect without --load", "--finetune"),
+    line("--moe-router-topk has no effect without --num-experts", moe_router_topk=1),
+]
+
+
+@pytest.mark.parametrize("argv, world, expected", MISTAKEN)
+def test_a_mistake_is_answered_with_its_flag(argv, world, expected):
+    message = complaint(argv, world)
+    assert message is not None and expected in message and "\n" not in message
+
+
+# What does work, and must stay accepted.
+ACCEPTED = [
+    ["--bf16"], ["--fp16", "--loss-scale", "128"], [UNTIED], ["--calculate-per-token-loss"], ["--overlap-grad-reduce"],
+    ["--recompute-granularity", "selective"], ["--recompute-activations"],
+    ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+    ["--position-embedding-type", "rope", "--rotary-percent", "0.5", "--normalization", "RMSNorm", "--swiglu",
+     "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "2"],
+    ["--save", "folder", "--save-interval", "2", "--load", "folder"], ["--exit-interval", "3"],
+    ["--exit-signal-handler"], ["--exit-duration-in-mins", "5"], ["--dataloader-type", "cyclic"],
+    ["--decoder-first-pipeline-num-layers", "3"], ["--skip-train"], ["--log-params-norm", "--log-num-zeros-in-grad"],
+    ["--timing-log-level", "2", "--log-throughput"], ["--use-mcore-models"],
+    ["--optimizer", "sgd", "--sgd-momentum", "0.5"],
+    ["--check-weight-hash-across-dp-replicas-interval", "2"], ["--attention-softmax-in-fp32"], ["--manual-gc"],
+    ["--distributed-backend", "gloo", "--transformer-impl", "local"], ["--rerun-mode", "disabled"],
+    ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"],
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("flags", [[], *ACCEPTED], ids=" ".join)
+def test_sane_command_lines_are_accepted(schedule, flags):
+    if schedule == "pipedream":
+        flags = [*flags, UNTIED]
+    assert complaint(command(2, 2, schedule, *flags), 2) is None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("stages, width, tensor", [(1, 1, 1), (1, 2, 2), (2, 3, 1), (4, 1, 2)])
+def test_all_shapes_of_the_world_are_accepted(schedule, stages, width, tensor):
+    argv = command(stages, 4, schedule, UNTIED, width=width, tensor_model_parallel_size=tensor)
+    assert complaint(argv, stages * width * tensor) is None
+
+
+@pytest.mark.parametrize("stages, width, micro, batch, needed", [
+    (2, 1, 2, 2, 4), (4, 1, 2, 6, 8), (4, 3, 2, 18, 24), (2, 2, 1, None, 4), (4, 1, 5, 5, 20),
+])
+def test_too_few_microbatches_says_which_batch_would_do(stages, width, micro, batch, needed):
+    def answer(size, schedule="2bw"):
+        changes = dict(micro_batch_size=micro, global_batch_size=size)
+        return complaint(command(stages, 1, schedule, width=width, **changes), stages * width)
+
+    message = answer(batch)
+    assert message.endswith(f"use --global-batch-size {needed} or more") and f"there are stages, {stages}" in message
+    assert answer(needed) is None
+    assert f"use --global-batch-size {needed} or more" in answer(needed - micro * width)
+    assert answer(batch, "pipedream-flush") is None
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def with_data(*flags: str) -> str | None:
+    return complaint([*(word for word in command(2, 2) if word != "--mock-data"), *map(str, flags)], 2)
+
+
+def damage(prefix: Path, how: str) -> None:
+    index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    if how == "garbage":
+        index.write_bytes(b"this is no index, but long enough to look at" * 9)
+    elif how == "short":
+        index.write_bytes(b"MMIDIDX")
+    elif how == "cut":
+        index.write_bytes(index.read_bytes()[:-3])
+    elif how == "documents":
+        index.write_bytes(index.read_bytes()[:-8] + bytes(8))
+    elif how == "tokens cut":
+        tokens.write_bytes(tokens.read_bytes()[:-1])
+    elif how == "of another dataset":
+        tokens.write_bytes(bytes(1000))
+    elif how == "gone":
+        tokens.unlink()
+
+
+DAMAGES = {
+    "garbage": "is not an index of Megatron's", "short": "is not an index of Megatron's", "cut": "is damaged",
+    "documents": "its documents end at sequence 0 of 3",
+    "tokens cut": "but its index describes 60", "of another dataset": "but its index describes 60",
+    "gone": "there is no file",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_dataset_is_found_before_training(how, tmp_path):
+    good, bad = dataset(tmp_path / "good"), dataset(tmp_path / "bad")
+    damage(bad, how)
+    assert with_data("--data-path", good) is None
+    for flags in (["--data-path", bad], ["--data-path", "0.3", good, "0.7", bad], ["--train-data-path", bad]):
+        message = with_data(*flags)
+        assert message.startswith(f"{flags[0]} {bad}: ") and DAMAGES[how] in message
+    (tmp_path / "list").write_text(f"0.5 {good} 0.5 {bad}")
+    assert str(bad) in with_data("--data-args-path", tmp_path / "list")
+
+
+def test_megatrons_own_datasets_are_accepted(tmp_path):
+    import numpy
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    for kind in (numpy.uint16, numpy.int32):
+        builder = IndexedDatasetBuilder(str(tmp_path / "data.bin"), dtype=kind)
+        for length in (4, 9):
+            builder.add_document(torch.arange(length), [length])
+        builder.finalize(str(tmp_path / "data.idx"))
+        assert with_data("--data-path", tmp_path / "data") is None
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ([], "--data-path is missing (or --mock-data)"),
+    (["--data-path", "no/such"], "--data-path no/such: there is no file no/such.idx"),
+    (["--data-args-path", "no/such"], "--data-args-path no/such: there is no such file"),
+    (["--per-split-data-args-path", "no/such"], "--per-split-data-args-path no/such: there is no such file"),
+], ids=lambda case: " ".join(case) if isinstance(case, list) else None)
+def test_missing_data(flags, expected):
+    assert with_data(*flags) == expected
+
+
+# --- flags without effect ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names, read, when", IDLE, ids=[f"{row[0].split()[0]} {row[2]}" for row in IDLE])
+def test_flags_without_effect_are_refused_when_typed(names, read, when):
+    parser, args = parser_of("2bw"), parse(command(2, 2, tokenizer_type=None), 2)
+    assert not read(args)
+    for name in names.split():
+        flags = [f for f in parser._option_string_actions if f == name or (name.endswith("-") and f.startswith(name))]
+        assert flags, f"Megatron has no flag that begins with {name}"
+        for flag in flags:
+            message = idle_flag(args, [flag])
+            assert message.startswith(f"{flag} has no effect ") and message.endswith(": leave it out")
+            assert message == idle_flag(args, [f"{flag}=1"])
+
+
+@pytest.mark.parametrize("flags", [
+    ["--position-embedding-type", "rope", "--rotary-base", "100"], ["--optimizer", "sgd", "--sgd-momentum", "0.5"],
+    ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2"], ["--use-mup", "--mup-base-hidden-size", "16"],
+    ["--recompute-activations", "--recompute-modules", "core_attn"], ["--manual-gc", "--manual-gc-interval", "2"],
+    ["--null-tokenizer-pad-id", "3"], ["--rotary-percent=0.5", "--use-rotary-position-embeddings"],
+], ids=" ".join)
+def test_flags_with_effect_are_accepted(flags):
+    assert complaint(command(2, 2, "2bw", *flags), 2) is None
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("num_layers (5) must be divisible", "--num-layers (5) must be divisible"),
+    ("args.fp16 and not args.bf16", "--fp16 and not --bf16"),
+    ("self.num_layers and config.hidden_size", "--num-layers and --hidden-size"),
+    ("expected seq-length to be a multiple", "expected --seq-length to be a multiple"),
+    ("--num-layers is a flag, save and load are words", "--num-layers is a flag, save and load are words"),
+    ("masked_softmax_fusion fails", "--no-masked-softmax-fusion fails"),
+    ("fp8 needs fp8_format", "fp8 needs fp8_format"),
+    ("unknown_name stays", "unknown_name stays"),
+])
+def test_name_flags(text, expected):
+    assert name_flags(text, parser_of("2bw")) == expected
+    assert name_flags(text, None) == text
+
+
+def caught(action) -> Exception:
+    try:
+        action()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_explain_names_the_flag_of_a_value_that_megatron_cannot_convert():
+    error = caught(lambda: parse(command(2, 2, "2bw", "--cuda-graph-modules", "nonsense"), 2))
+    assert explain(error, parser_of("2bw")) == "argument --cuda-graph-modules: invalid value: 'nonsense'"
+
+
+@pytest.mark.parametrize("flags, start, end", [
+    (["--fp16-lm-cross-entropy"], "lm cross entropy in fp16", "it must be that --fp16)"),
+    (["--weight-decay-incr-style", "linear"], "Megatron refuses", "it must be that --start-weight-decay is not None)"),
+    (["--distribute-saved-activations"], "can distribute", "it must be that --tensor-model-parallel-size > 1)"),
+    (["--overlap-param-gather"], "--overlap-param-gather only supported with", "dist_muon"),
+    (["--fp32-residual-connection"], "residual connection", "it must be that --fp16 or --bf16)"),
+], ids=" ".join)
+def test_explain_names_a_flag_in_megatrons_errors(flags, start, end):
+    from megatron.training.arguments import validate_args
+
+    args = parse(command(2, 2, "gpipe", *flags), 2)
+    args.rank = 0
+    message = explain(caught(lambda: validate_args(args)), parser_of("gpipe"))
+    assert message.startswith(start) and message.endswith(end)
+
+
+def test_explain_says_where_an_error_comes_from_that_names_no_flag():
+    error = caught(lambda: sum(["no", "numbers"]))
+    line_number = error.__traceback__.tb_next.tb_lineno
+    assert explain(error, parser_of("2bw")).endswith(f"(TypeError in test_arguments.py:{line_number})")
+
+
+@pytest.mark.parametrize("flags, expected", [
+    (["--pipeline-schedle", "2bw"],
+     "unrecognized arguments: --pipeline-schedle 2bw (did you mean --pipeline-schedule?)"),
+    (["--num-layer", "4"], "unrecognized arguments: --num-layer 4 (did you mean --num-layers?)"),
+    (["--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
+    (["--num-layers"], "argument --num-layers: expected one argument"),
+    (["--ckpt-format", "zip"], "argument --ckpt-format: invalid choice: 'zip'"),
+], ids=" ".join)
+def test_argparse_errors_are_one_line(flags, expected):
+    with pytest.raises(Stopped) as stopped:
+        parse([*command(2, 2), *flags], 2)
+    assert str(stopped.value).startswith(expected) and "\n" not in str(stopped.value)
+
+
+@pytest.mark.parametrize("flags, expected", [
+    (["--pipeline-schedule", "3bw"], "argument --pipeline-schedule: invalid choice: '3bw'"),
+    (["--pipeline-schedule"], "argument --pipeline-schedule: expected one argument"),
+    (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+    (["--device", "cuda"], "--device cuda: no GPU is visible to torch; use --device cpu"),
+], ids=" ".join)
+def test_flags_of_this_project_are_checked_before_megatron_is_imported(flags, expected):
+    with pytest.raises(Stopped, match=expected.replace("?", r"\?")):  # the CPU answers for CUDA here
+        parse_early(flags, stop)
+
+
+def test_number_of_processes():
+    assert processes({}, stop) == 1 and processes({"RANK": "3", "WORLD_SIZE": "4"}, stop) == 4
+    for environment in ({"WORLD_SIZE": "two"}, {"RANK": "-1"}, {"LOCAL_RANK": ""}):
+        with pytest.raises(Stopped, match="start the processes with torchrun"):
+            processes(environment, stop)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(mistakes, "_installed", lambda package: False)
+    for flags, package in (
+        (["--tensorboard-dir", "folder"], "tensorboard"), (["--log-energy"], "pynvml"),
+        (["--wandb-project", "p", "--wandb-save-dir", "folder"], "wandb"),
+        (["--optimizer", "muon"], "emerging_optimizers"),
+        (["--async-save", "--use-persistent-ckpt-worker"], "nvidia_resiliency_ext"),
+        (["--tokenizer-type", "TikTokenizer", "--tokenizer-model", "m"], "tiktoken"),
+    ):
+        message = complaint(command(2, 2, "gpipe", *flags), 2)
+        assert message.startswith(flags[0]) and package in message and "not installed" in message
+    monkeypatch.setattr(cpu, "installed", lambda: False)
+    message = complaint(command(2, 2, "2bw", "--transformer-impl", "transformer_engine"), 2)
+    assert message.startswith("--transformer-impl transformer_engine") and "--transformer-impl local" in message
