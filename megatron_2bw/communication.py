@@ -12,9 +12,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Callable, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist

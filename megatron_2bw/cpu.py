@@ -10,7 +10,8 @@ import contextlib
 import os
 import resource
 import types
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import psutil
 import torch
@@ -35,7 +36,8 @@ FLAG_DEFAULTS: dict[str, Any] = {
 
 # What a host without CUDA cannot do: (attribute, is it asked for?, the flag as typed, why not).
 UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    ("distributed_backend", lambda v: v == "nccl", "--distributed-backend nccl", "NCCL needs GPUs; leave the flag out or give gloo"),
+    ("distributed_backend", lambda v: v == "nccl", "--distributed-backend nccl",
+     "NCCL needs GPUs; leave the flag out or give gloo"),
     ("transformer_impl", lambda v: v == "transformer_engine", "--transformer-impl transformer_engine",
      "Transformer Engine needs GPUs; leave the flag out or give local"),
     ("fp8", bool, "--fp8-format", "fp8 needs Transformer Engine on a GPU; use --bf16, --fp16 or fp32"),
@@ -43,7 +45,7 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("sequence_parallel", bool, "--sequence-parallel",
      "Megatron's local layers use torch's LayerNorm, which has no sequence parallelism; leave the flag out"),
     ("attention_backend", lambda v: getattr(v, "name", v) in ("flash", "fused"), "--attention-backend",
-     "flash and fused attention need GPUs; leave the flag out or give local"),
+     "flash and fused attention need GPUs; leave the flag out"),
     ("tp_comm_overlap", bool, "--tp-comm-overlap", "it needs Transformer Engine on a GPU; leave the flag out"),
     ("nccl_ub", bool, "--use-nccl-ub", "NCCL needs GPUs; leave the flag out"),
 )

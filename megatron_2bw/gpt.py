@@ -32,18 +32,19 @@ def forward_step(data_iterator, model):
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, model.training)
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss, loss_mask)
 
 
-def get_batch(data_iterator):
+def get_batch(data_iterator, training: bool = True):
     """The fields of the next microbatch that this stage needs, None for the others (all on middle stages)."""
     first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
     if not (first or last):
         return (None,) * len(FIELDS)
     args = get_args()
+    size = args.micro_batch_size if training else args.eval_micro_batch_size or args.micro_batch_size
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         batch = {key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items()}
@@ -53,7 +54,7 @@ def get_batch(data_iterator):
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(), cp_size=args.context_parallel_size,
-        tp_rank=mpu.get_tensor_model_parallel_rank(), micro_batch_size=args.micro_batch_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(), micro_batch_size=size,
         seq_length=args.seq_length, mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=first, is_pipeline_last_stage=last,
@@ -130,5 +131,7 @@ def dataset_config(args) -> GPTDatasetConfig:
     return GPTFIMDatasetConfig(
         **options, fim_rate=args.fim_rate, fim_spm_rate=args.fim_spm_rate, fim_split_sample=args.fim_split_sample,
         fim_fragment_rate=args.fim_fragment_rate, fim_no_prefix=args.fim_no_prefix,
-        fim_extra_tokens={name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")},
+        fim_extra_tokens={
+            name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")
+        },
     )

@@ -309,6 +309,27 @@ def _split(args: Args) -> str | None:
     return None
 
 
+def _empty_share(args: Args) -> str | None:
+    """Megatron deals whole sequences to the shares, and looks for ever for the first token of an empty one."""
+    shares = [float(share) for share in (args.split or "969,30,1").replace("/", ",").split(",")]
+    shares += [0.0] * (3 - len(shares))
+    if args.mock_data:
+        return None
+    for prefix in _prefixes(args.data_path or []):
+        if "://" in prefix:
+            continue
+        with open(prefix + ".idx", "rb") as file:
+            sequences = _INDEX.unpack(file.read(_INDEX.size))[3]
+        edges = [round(sum(shares[:k]) / sum(shares) * sequences) for k in range(4)]
+        for name, share, start, end in zip(("training", "validation", "test"), shares, edges, edges[1:]):
+            if share and start == end:
+                return (
+                    f"--split {args.split or '969,30,1'} leaves no document of --data-path {prefix} for {name}, it has "
+                    f"{sequences}: give that share 0 or more"
+                )
+    return None
+
+
 _TOKENIZER_PACKAGES = {
     "SentencePieceTokenizer": "sentencepiece", "GPTSentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece", "TikTokenizer": "tiktoken",
@@ -430,5 +451,5 @@ def _exchange(args: Args) -> str | None:
 
 MISTAKES: tuple[Callable[[Args], str | None], ...] = (
     _missing, _out_of_range, _contradiction, _incomplete, _processes, _too_few_microbatches, _widths, _split_of_layers,
-    _recompute, _learning_rate, _paths, _data, _split, _tokenizer, _packages, _spec, _exchange,
+    _recompute, _learning_rate, _paths, _data, _split, _empty_share, _tokenizer, _packages, _spec, _exchange,
 )

@@ -67,7 +67,8 @@ def _check_version() -> None:
     from megatron.core.package_info import VERSION
 
     if ".".join(map(str, VERSION[:2])) != SUPPORTED:
-        raise DriftError(f"megatron-core {'.'.join(map(str, VERSION[:3]))} is installed, megatron_2bw needs {SUPPORTED}")
+        installed = ".".join(map(str, VERSION[:3]))
+        raise DriftError(f"megatron-core {installed} is installed, megatron_2bw needs {SUPPORTED}")
 
 
 def repairs() -> list[Patch]:

@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import print_rank_0
 
 from megatron_2bw.communication import Exchange, connect
-from megatron_2bw.schedules import B, F, REDUCE, STEP, Action, Schedule, Shape
+from megatron_2bw.schedules import B, F, REDUCE, Action, Schedule, Shape
 from megatron_2bw.weights import WeightStores
 
 
@@ -147,7 +147,7 @@ class PipelineRuntime:
         return self._run_iteration(call, progress.iteration, buffer)
 
     def step(self):
-        """Stands in for the optimizer's `step`: executes the schedule's STEP action. Returns what Megatron's returns."""
+        """Stands in for the optimizer's `step`: executes the schedule's STEP action; returns what Megatron's does."""
         action, self._step = self._step, None
         if action is None:
             raise RuntimeError("the optimizer's step was called without an iteration of the schedule before it")
@@ -278,7 +278,9 @@ class PipelineRuntime:
             self.stores.bind(version)
 
     @staticmethod
-    def _new_message(call: Call, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None) -> torch.Tensor:
+    def _new_message(
+        call: Call, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None
+    ) -> torch.Tensor:
         """An empty tensor [sequence, microbatch, hidden] of the pipeline's dtype, for one boundary message."""
         (shape,) = megatron_schedules.get_tensor_shapes(
             seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length,
@@ -301,7 +303,7 @@ class _GradSync(contextlib.AbstractContextManager):
         self.call = call
         self._no_sync: contextlib.AbstractContextManager | None = None
 
-    def __enter__(self) -> "_GradSync":
+    def __enter__(self) -> _GradSync:
         self._no_sync = (self.call.config.no_sync_func or contextlib.nullcontext)()
         self._no_sync.__enter__()
         return self

@@ -25,8 +25,12 @@ def draw(
         ideal = microbatches * (times.forward + times.backward)
         busy = ideal / iteration_time(schedule, stages, microbatches, times)
         _draw_one(axis, simulate(schedule, shape, times), shape)
-        axis.set_title(f"{schedule.name}: {schedule.summary} — stages busy {busy:.0%} of the time", loc="left", fontsize=10)
-    axes[-1].set_xlabel(f"time (forward {times.forward:g}, backward {times.backward:g}); numbers are microbatches, colours batches, black lines weight updates")
+        title = f"{schedule.name}: {schedule.summary} — stages busy {busy:.0%} of the time"
+        axis.set_title(title, loc="left", fontsize=10)
+    axes[-1].set_xlabel(
+        f"time (forward {times.forward:g}, backward {times.backward:g}); "
+        "numbers are microbatches, colours batches, black lines weight updates"
+    )
     figure.savefig(path, dpi=150)
 
 
@@ -40,9 +44,10 @@ def _draw_one(axis, events: list[Event], shape: Shape) -> None:
             continue
         colours = FORWARD if kind == F else BACKWARD
         colour = colours[shape.batch(microbatch) % len(colours)]
-        axis.barh(row, event.end - event.start, left=event.start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
-        middle = (event.start + event.end) / 2
-        axis.text(middle, row, str(microbatch + 1), ha="center", va="center", fontsize=6.5, color="black" if kind == F else "white")
+        width, middle = event.end - event.start, (event.start + event.end) / 2
+        axis.barh(row, width, left=event.start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
+        ink = "black" if kind == F else "white"
+        axis.text(middle, row, str(microbatch + 1), ha="center", va="center", fontsize=6.5, color=ink)
     axis.set_yticks(range(shape.stages), [f"stage {stage}" for stage in reversed(range(shape.stages))], fontsize=8)
     axis.set_facecolor("#eeeeee")
     axis.margins(x=0, y=0.02)

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import _unsafe_preserve_version_counter
 
 
-ALIGNMENT = 64  # elements: matrix kernels want addresses of whole vectors; Megatron's own buffers pad as much
+ALIGNMENT = 64  # elements: matrix kernels want the addresses of whole vectors, and so do Megatron's buffers
 
 
 class WeightStores:
@@ -85,7 +85,7 @@ class WeightStores:
             self._bound = slot
 
     @contextlib.contextmanager
-    def writing(self, needed: Iterable[int]) -> Iterator["Write"]:
+    def writing(self, needed: Iterable[int]) -> Iterator[Write]:
         """Make W(newest + 1) in a free slot: the parameters point there while the optimizer steps.
 
         needed: versions that microbatches in flight, or forwards to come, still read. The newest is kept too if

@@ -69,7 +69,7 @@ def check_actions(actions: list[list[Action]], schedule: Schedule, shape: Shape)
         if not progressed:
             index = next(i for i, stage in enumerate(stages) if stage.next)
             _fail(stages, index, f"deadlock: {stages[index].next} waits for a message that is never sent")
-    for index, stage in enumerate(stages):
+    for index in range(len(stages)):
         _check_complete(stages, index, shape)
 
 
@@ -173,5 +173,6 @@ def grid(actions: list[list[Action]], mark: tuple[int, int] | None = None) -> st
     steps = max(map(len, actions))
     width = max(6, *(len(cell(s, k)) for s in range(len(actions)) for k in range(steps)))
     rows = ["step".ljust(9) + " ".join(str(k).ljust(width) for k in range(steps))]
-    rows += [f"stage {s}".ljust(9) + " ".join(cell(s, k).ljust(width) for k in range(steps)) for s in range(len(actions))]
+    for stage in range(len(actions)):
+        rows.append(f"stage {stage}".ljust(9) + " ".join(cell(stage, k).ljust(width) for k in range(steps)))
     return "\n".join(row.rstrip() for row in rows)

@@ -67,7 +67,8 @@ class _Reference:
         self.optimizer = self._make_optimizer(optimizer)
         self.groups = {id(mine): theirs for mine, theirs in zip(self.optimizer.param_groups, optimizer.param_groups)}
         self.versions = [self._snapshot()]
-        self.scale, self.good = (self.args.loss_scale or self.args.initial_loss_scale, 0) if self.args.fp16 else (1.0, 0)
+        self.scale = (self.args.loss_scale or self.args.initial_loss_scale) if self.args.fp16 else 1.0
+        self.good = 0
         self.hysteresis = self.args.hysteresis
         self.run = Run()
 

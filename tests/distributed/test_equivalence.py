@@ -1,4 +1,4 @@
-"""What must not change the losses: depth, split, width, tensor parallelism, recompute, evaluation; and Megatron's own schedule.
+"""What must not change the losses: depth, split, width, tensor parallelism, recompute, evaluation, a flush.
 
 Bitwise where the additions keep their order; the tests say why where they do not.
 """

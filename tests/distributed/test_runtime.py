@@ -41,7 +41,8 @@ def observe(rank: int, argv: list[str]) -> Run:
 
 
 @pytest.mark.parametrize("schedule, stages, microbatches", [
-    ("2bw", 2, 3), ("2bw", 4, 4), ("pipedream", 2, 1), ("gpipe", 2, 3), ("pipedream-flush", 2, 3), ("no-pipelining", 2, 2),
+    ("2bw", 2, 3), ("2bw", 4, 4), ("pipedream", 2, 1), ("gpipe", 2, 3), ("pipedream-flush", 2, 3),
+    ("no-pipelining", 2, 2),
 ])
 def test_executes_the_list(schedule, stages, microbatches):
     runs = run_world(stages, observe, command(stages, microbatches, schedule, UNTIED, train_iters=4))
@@ -105,7 +106,8 @@ def train_like_nccl(rank: int, argv: list[str]) -> Run:
 
 
 @pytest.mark.parametrize("schedule, stages, microbatches", [
-    ("2bw", 2, 2), ("2bw", 4, 4), ("pipedream-flush", 2, 3), ("gpipe", 2, 3), ("no-pipelining", 2, 2), ("pipedream", 2, 1),
+    ("2bw", 2, 2), ("2bw", 4, 4), ("pipedream-flush", 2, 3), ("gpipe", 2, 3), ("no-pipelining", 2, 2),
+    ("pipedream", 2, 1),
 ])
 def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches):
     """--timing-log-level 2 on NCCL: no receive may be posted whose message this stage has yet to cause."""

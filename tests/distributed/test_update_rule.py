@@ -19,7 +19,8 @@ from tests.distributed.training import command
 def test_fp32(stages, microbatches, optimizer):
     changes = SGD if optimizer == "sgd" else {}
     runs = run_pipeline(command(stages, microbatches, "2bw", UNTIED, **changes), stages)
-    expected = run_reference(runs, command(1, microbatches, "2bw", UNTIED, **changes), microbatches, optimizer=optimizer)
+    argv = command(1, microbatches, "2bw", UNTIED, **changes)
+    expected = run_reference(runs, argv, microbatches, optimizer=optimizer)
     assert max(runs[0].grad_norms) > 1.0, "clipping must bite"
     assert_same(runs, expected, exact=stages < 4)
     assert runs[0].grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)

@@ -19,8 +19,8 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     """`script` with `flags` on `ranks` processes. AssertionError with the output's end if it outlasts `timeout` s."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port()),
-         script, *map(str, flags)],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+         "--master-port", str(free_port()), script, *map(str, flags)],
         cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | environment,
     )

@@ -1,4 +1,4 @@
-"""The real entry script under torchrun: own data, evaluation, a saved model that Megatron's schedule loads, early exits."""
+"""The real entry script under torchrun: own data, evaluation, a saved model that Megatron loads, early exits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_leaving_with_microbatches_in_flight(data, schedule):
     """--exit-interval ends the run in its middle: no rank hangs, status 0."""
-    flags = command(2, 2, schedule, "--untie-embeddings-and-output-weights", train_iters=6, exit_interval=3, split="100,0,0")
+    options = dict(train_iters=6, exit_interval=3, split="100,0,0")
+    flags = command(2, 2, schedule, "--untie-embeddings-and-output-weights", **options)
     output = pretrain(2, flags, data)
     assert len(losses(output)) == 3 and "exiting program at iteration 3" in output
     assert ("gradient norm, clipping and inf check are per stage" in output) == (schedule == "pipedream")

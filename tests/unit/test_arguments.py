@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw import arguments, cpu, mistakes
+from megatron_2bw import cpu, mistakes
 from megatron_2bw.arguments import REFUSED, Refusal, check, explain, name_flags, parse_early, prepare, processes
 from megatron_2bw.idle_flags import IDLE, idle_flag
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
@@ -329,7 +329,8 @@ def test_too_few_microbatches_says_which_batch_would_do(stages, width, micro, ba
 
 
 def with_data(*flags: str) -> str | None:
-    return complaint([*(word for word in command(2, 2) if word != "--mock-data"), *map(str, flags)], 2)
+    words = [word for word in command(2, 2, split="100,0,0") if word != "--mock-data"]
+    return complaint([*words, *map(str, flags)], 2)
 
 
 def damage(prefix: Path, how: str) -> None:
@@ -368,6 +369,22 @@ def test_a_damaged_dataset_is_found_before_training(how, tmp_path):
         assert message.startswith(f"{flags[0]} {bad}: ") and DAMAGES[how] in message
     (tmp_path / "list").write_text(f"0.5 {good} 0.5 {bad}")
     assert str(bad) in with_data("--data-args-path", tmp_path / "list")
+
+
+@pytest.mark.parametrize("split, empty", [
+    ("98,1,1", "validation"), ("1,1,1", None), ("2,1,0", None), ("1,100,100", "training"), ("100,0,0", None),
+    ("60,39,1", "test"),
+])
+def test_a_split_that_leaves_a_share_without_documents(split, empty, tmp_path):
+    """Megatron 0.19 would look for its first token for ever."""
+    data = dataset(tmp_path / "data")  # three documents
+    message = with_data("--data-path", data, "--split", split)
+    if empty is None:
+        assert message is None
+    else:
+        assert message == (
+            f"--split {split} leaves no document of --data-path {data} for {empty}, it has 3: give that share 0 or more"
+        )
 
 
 def test_megatrons_own_datasets_are_accepted(tmp_path):

@@ -60,7 +60,10 @@ def drifted(**changes) -> patches.Patch:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(signature=("pp_size",)), "get_forward_backward_func takes (pp_size, vp_size, schedule_pg_collection), expected (pp_size)"),
+        (
+            dict(signature=("pp_size",)),
+            "get_forward_backward_func takes (pp_size, vp_size, schedule_pg_collection), expected (pp_size)",
+        ),
         (dict(name="gone"), "megatron.training.training.gone is missing"),
         (dict(module="megatron.gone"), "megatron.gone.get_forward_backward_func is missing"),
     ],

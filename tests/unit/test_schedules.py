@@ -86,7 +86,10 @@ def test_pipedream_with_one_microbatch_is_the_papers():
 
 @pytest.mark.parametrize(
     "name, versions, in_flight",
-    [("2bw", 2, [4, 3, 2, 1]), ("pipedream-flush", 1, [4, 3, 2, 1]), ("gpipe", 1, [6] * 4), ("no-pipelining", 1, [1] * 4)],
+    [
+        ("2bw", 2, [4, 3, 2, 1]), ("pipedream-flush", 1, [4, 3, 2, 1]), ("gpipe", 1, [6] * 4),
+        ("no-pipelining", 1, [1] * 4),
+    ],
 )
 def test_limits(name, versions, in_flight):
     shape, schedule = Shape(4, 6, 0, 3), SCHEDULES[name]
@@ -120,7 +123,9 @@ def test_too_few_microbatches():
 GOOD = ("F0@0 F1@0 B0@0 B1@0 R0@0 S0@1", "F0@0 B0@0 F1@0 B1@0 R0@0 S0@1")
 FAULTS = {
     "deadlock": (("F0@0 B0@0 F1@0 B1@0 R0@0 S0@1", "F0@0 F1@0 B0@0 B1@0 R0@0 S0@1"), "deadlock: B0@0 waits"),
-    "step before the last backward": (("F0@0 F1@0 B0@0 R0@0 S0@1 B1@0", GOOD[1]), "R0@0 before the backward of microbatch 1"),
+    "step before the last backward": (
+        ("F0@0 F1@0 B0@0 R0@0 S0@1 B1@0", GOOD[1]), "R0@0 before the backward of microbatch 1"
+    ),
     "step without a reduction": (("F0@0 F1@0 B0@0 B1@0 S0@1 R0@0", GOOD[1]), "deadlock: S0@1 waits"),
     "messages out of order": ((GOOD[0], "F1@0 B1@0 F0@0 B0@0 R0@0 S0@1"), "activations of microbatch 0"),
     "gradients out of order": (("F0@0 F1@0 B1@0 B0@0 R0@0 S0@1", GOOD[1]), "gradient of microbatch 0"),
