@@ -11,10 +11,10 @@ import importlib
 import importlib.util
 import math
 import os
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megatron_2bw.data import indexed
 from megatron_2bw.schedules import SCHEDULES
 
 Args = argparse.Namespace
@@ -243,7 +243,7 @@ def _data(args: Args) -> str | None:
         blends.append((f"--data-args-path {args.data_args_path}:", Path(args.data_args_path).read_text().split()))
     for flag, blend in blends:
         for prefix in _prefixes(blend):
-            fault = None if "://" in prefix else _fault_of_dataset(prefix)
+            fault = None if "://" in prefix else indexed.fault(prefix)
             if fault:
                 return f"{flag} {prefix}: {fault}"
     return None
@@ -260,42 +260,6 @@ def _is_number(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
-
-
-_INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents
-_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
-
-
-def _fault_of_dataset(prefix: str) -> str | None:
-    """What is wrong with Megatron's indexed dataset `prefix`.idx and .bin, seen from header and sizes; or None."""
-    index, tokens = Path(prefix + ".idx"), Path(prefix + ".bin")
-    for file in (index, tokens):
-        if not file.is_file():
-            return f"there is no file {file}"
-    with index.open("rb") as file:
-        head = file.read(_INDEX.size)
-        if len(head) < _INDEX.size:
-            return f"{index} is not an index of Megatron's"
-        magic, version, code, sequences, documents = _INDEX.unpack(head)
-        if magic != b"MMIDIDX\x00\x00" or version != 1 or code not in _TOKEN_BYTES:
-            return f"{index} is not an index of Megatron's"
-        if not sequences:
-            return "it holds no documents"
-        size = _INDEX.size + sequences * (4 + 8) + documents * 8
-        if index.stat().st_size not in (size, size + sequences):  # the latter with a mode for each sequence
-            return f"{index} is damaged: {index.stat().st_size} bytes instead of {size}"
-        file.seek(_INDEX.size + 4 * (sequences - 1))
-        (length,) = struct.unpack("<i", file.read(4))
-        file.seek(_INDEX.size + 4 * sequences + 8 * (sequences - 1))
-        (start,) = struct.unpack("<q", file.read(8))
-        file.seek(8 * (documents - 1), os.SEEK_CUR)
-        (end,) = struct.unpack("<q", file.read(8))
-    if end != sequences:
-        return f"{index} is damaged: its documents end at sequence {end} of {sequences}"
-    size = start + length * _TOKEN_BYTES[code]
-    if tokens.stat().st_size != size:
-        return f"{tokens} has {tokens.stat().st_size} bytes, but its index describes {size}: build the dataset again"
-    return None
 
 
 def _split(args: Args) -> str | None:
@@ -318,8 +282,7 @@ def _empty_share(args: Args) -> str | None:
     for prefix in _prefixes(args.data_path or []):
         if "://" in prefix:
             continue
-        with open(prefix + ".idx", "rb") as file:
-            sequences = _INDEX.unpack(file.read(_INDEX.size))[3]
+        sequences = indexed.sequences(prefix)
         edges = [round(sum(shares[:k]) / sum(shares) * sequences) for k in range(4)]
         for name, share, start, end in zip(("training", "validation", "test"), shares, edges, edges[1:]):
             if share and start == end:

@@ -1,0 +1,51 @@
+"""Looks at Megatron's indexed datasets from outside: header and sizes, without reading the tokens.
+
+Invariant: reads only; an answer costs a few system calls whatever the size of the dataset.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+_INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+
+
+def fault(prefix: str) -> str | None:
+    """What is wrong with the dataset `prefix`.idx and .bin, seen from header and sizes; or None."""
+    index, tokens = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for file in (index, tokens):
+        if not file.is_file():
+            return f"there is no file {file}"
+    with index.open("rb") as file:
+        head = file.read(_INDEX.size)
+        if len(head) < _INDEX.size:
+            return f"{index} is not an index of Megatron's"
+        magic, version, code, count, documents = _INDEX.unpack(head)
+        if magic != b"MMIDIDX\x00\x00" or version != 1 or code not in _TOKEN_BYTES:
+            return f"{index} is not an index of Megatron's"
+        if not count:
+            return "it holds no documents"
+        size = _INDEX.size + count * (4 + 8) + documents * 8
+        if index.stat().st_size not in (size, size + count):  # the latter with a mode for each sequence
+            return f"{index} is damaged: {index.stat().st_size} bytes instead of {size}"
+        file.seek(_INDEX.size + 4 * (count - 1))
+        (length,) = struct.unpack("<i", file.read(4))
+        file.seek(_INDEX.size + 4 * count + 8 * (count - 1))
+        (start,) = struct.unpack("<q", file.read(8))
+        file.seek(8 * (documents - 1), os.SEEK_CUR)
+        (end,) = struct.unpack("<q", file.read(8))
+    if end != count:
+        return f"{index} is damaged: its documents end at sequence {end} of {count}"
+    size = start + length * _TOKEN_BYTES[code]
+    if tokens.stat().st_size != size:
+        return f"{tokens} has {tokens.stat().st_size} bytes, but its index describes {size}: build the dataset again"
+    return None
+
+
+def sequences(prefix: str) -> int:
+    """The number of sequences of a sound dataset; Megatron deals them out to the shares of --split."""
+    with open(prefix + ".idx", "rb") as file:
+        return _INDEX.unpack(file.read(_INDEX.size))[3]
