@@ -34,6 +34,13 @@ def test_depth(stages):
     assert_same_runs(runs, two_stages(UNTIED, clip_grad=0), exact=True)
 
 
+@pytest.mark.parametrize("stages", [1, 4])
+def test_depth_with_clipping(stages):
+    """The squares of the gradient norm are added by stage, so equal to rounding."""
+    runs = run_pipeline(command(stages, 4, "2bw", UNTIED, NO_BIAS), stages)
+    assert_same_runs(runs, two_stages(UNTIED, NO_BIAS), exact=False)
+
+
 def test_uneven_stages():
     """Three layers on the first stage, one on the last: the same numbers as two and two."""
     runs = two_stages(UNTIED, clip_grad=0, decoder_first_pipeline_num_layers=3)

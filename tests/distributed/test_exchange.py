@@ -104,7 +104,9 @@ def test_one_message_is_received_ahead():
 def lost_neighbour(rank: int, staged: bool) -> str:
     """The neighbour dies; whoever waits for it is told, also when a staging thread did the waiting."""
     exchange = connected(rank, [0, 1], staged)
+    dist.barrier()
     if rank == 0:
+        time.sleep(0.5)  # the barrier's own messages have left
         torch.save("died", os.environ["WORLD_FOLDER"] + "/result0.pt")
         os._exit(0)
     exchange.activations_in.expect(1, lambda: torch.empty(4))
