@@ -25,7 +25,6 @@ from megatron_2bw.communication import Exchange, connect
 from megatron_2bw.schedules import B, F, REDUCE, Action, Schedule, Shape
 from megatron_2bw.weights import WeightStores
 
-
 # Iterations in which kernels are compiled, tuned and loaded at their first use, which may wait for the whole GPU.
 WARM_UP = 2
 

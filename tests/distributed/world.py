@@ -78,6 +78,10 @@ def _rank_main(rank: int, size: int, port: int, folder: str, function: Callable,
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+    # A rank that leaves takes its ends of the connections along, and rank 0 the store: leave together.
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not all(Path(folder, f"result{other}.pt").exists() for other in range(size)):
+        time.sleep(0.01)
     os._exit(0)  # without the teardown of groups whose peers are gone already
 
 
