@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_2bw import cpu
@@ -41,6 +42,16 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
         "--two-bw-exchange", choices=("auto", "nccl", "gloo"), default="auto",
         help="transport between pipeline stages; auto: that of --distributed-backend; gloo stages GPU tensors "
         "through the host",
+    )
+    group.add_argument(
+        "--two-bw-gradient-slots", type=int, choices=(1, 2), default=2,
+        help="gradient buffers of 2bw; with 2 a batch accumulates while the one before is reduced and applied, with 1 "
+        "it waits for that and saves their memory",
+    )
+    group.add_argument(
+        "--two-bw-trace", type=Path, metavar="DIR",
+        help="record when every action of every stage ran and how long it waited: DIR/trace.json for Perfetto, "
+        "DIR/timeline.png",
     )
     return parser
 
@@ -263,7 +274,10 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--step-batch-size-schedule", _BATCH_SIZE),
     # Those of them whose microbatches cross iterations.
     Refusal("--decrease-batch-size-if-needed", _BATCH_SIZE, "no flush"),
-    Refusal("--use-distributed-optimizer", f"its shards are not versioned yet; {_OUT}", "no flush"),
+    Refusal("--use-distributed-optimizer", f"its shards have one version; {_OUT}", "pipedream"),
+    Refusal("--num-distributed-optimizer-instances", _NOT_YET, "no flush",
+            lambda a: a.num_distributed_optimizer_instances > 1),
+    Refusal("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET, "no flush"),
     Refusal("--optimizer", "only the steps of adam and sgd are versioned yet; use one of them", "no flush",
             lambda a: a.optimizer not in ("adam", "sgd")),
     Refusal("--iterations-to-skip", f"{_IN_FLIGHT}none can be skipped", "no flush"),

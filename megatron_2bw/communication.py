@@ -9,16 +9,17 @@ so that receives and sends of a boundary are equal in number at every iteration'
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from megatron_2bw.worker import Worker
 
 
 class Work(Protocol):
@@ -60,14 +61,8 @@ class StagedLink(Link):
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device):
         super().__init__(group, peer, device)
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._worker = Worker(f"exchange with rank {peer}", device)
         self._stream = torch.cuda.Stream(device=device)
-        threading.Thread(target=self._serve, daemon=True, name=f"exchange with rank {peer}").start()
-
-    def _serve(self) -> None:
-        torch.cuda.set_device(self.device)  # a new thread starts on the first GPU
-        while True:
-            self._jobs.get()()
 
     def send(self, tensor: torch.Tensor) -> Work:
         host = _host_copy_of(tensor)
@@ -77,56 +72,41 @@ class StagedLink(Link):
             copied = torch.cuda.Event()
             copied.record(self._stream)
 
-        def job(work: _StagedWork) -> None:
+        def job() -> None:
             copied.synchronize()
             dist.send(host, self.peer, group=self.group)
 
-        return self._submit(job, keep=tensor)
+        return _StagedWork(self._worker.submit(job), keep=tensor)
 
     def receive(self, tensor: torch.Tensor) -> Work:
         host = _host_copy_of(tensor)
         self._stream.wait_stream(torch.cuda.current_stream())  # `tensor` may reuse memory that is still being read
 
-        def job(work: _StagedWork) -> None:
+        def job() -> torch.cuda.Event:
             dist.recv(host, self.peer, group=self.group)
             with torch.cuda.stream(self._stream):
                 tensor.copy_(host, non_blocking=True)
-                work.arrived = torch.cuda.Event()
-                work.arrived.record(self._stream)
+                arrived = torch.cuda.Event()
+                arrived.record(self._stream)
+            return arrived
 
-        return self._submit(job, keep=(tensor, host))
-
-    def _submit(self, job: Callable[[_StagedWork], None], keep: object) -> _StagedWork:
-        work = _StagedWork(keep)
-
-        def run() -> None:
-            try:
-                job(work)
-            except BaseException as error:  # raised again by wait(), in the training thread
-                work.error = error
-            work.done.set()
-
-        self._jobs.put(run)
-        return work
+        return _StagedWork(self._worker.submit(job), keep=(tensor, host))
 
 
+@dataclass
 class _StagedWork:
     """What `StagedLink` has been asked to do; `keep` holds the tensors until it is done."""
 
-    def __init__(self, keep: object):
-        self.keep, self.done = keep, threading.Event()
-        self.error: BaseException | None = None
-        self.arrived: torch.cuda.Event | None = None
+    done: Future
+    keep: object
 
     def is_completed(self) -> bool:
-        return self.done.is_set()
+        return self.done.done()
 
     def wait(self) -> None:
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
-        if self.arrived is not None:
-            torch.cuda.current_stream().wait_event(self.arrived)
+        arrived = self.done.result()
+        if arrived is not None:
+            torch.cuda.current_stream().wait_event(arrived)
 
 
 def _host_copy_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -215,6 +215,11 @@ def installed() -> bool:
     return _installed is not None
 
 
+def answering() -> contextlib.AbstractContextManager:
+    """For a new thread: answer there too if this process does. torch keeps function modes by thread."""
+    return _CudaMeansCpu() if installed() else contextlib.nullcontext()
+
+
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
     undo.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)

@@ -39,7 +39,10 @@ def launch(task: str) -> None:
     if cpu.installed():
         wanted += patches.for_cpu()
     if args.pipeline_schedule != "megatron":
-        wanted += patches.for_schedule(make_runtime(args))
+        runtime = make_runtime(args)
+        wanted += patches.for_schedule(runtime)
+        if runtime.schedule.late_step:
+            wanted += patches.for_late_step(runtime)
     try:
         patches.apply(wanted)
     except patches.DriftError as error:
@@ -57,14 +60,16 @@ def launch(task: str) -> None:
 def make_runtime(args):
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
     from megatron_2bw.runtime import PipelineRuntime, Progress
-    from megatron_2bw.schedules import SCHEDULES
+    from megatron_2bw.schedules import SCHEDULES, TwoBW
 
+    schedule = SCHEDULES[args.pipeline_schedule]
     return PipelineRuntime(
-        SCHEDULES[args.pipeline_schedule],
+        TwoBW(args.two_bw_gradient_slots) if schedule.late_step else schedule,
         lambda: Progress(args.curr_iteration, args.train_iters),
         transport=args.two_bw_exchange,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         timed=args.timing_log_level >= 2,
+        trace=args.two_bw_trace,
     )
 
 

@@ -143,3 +143,80 @@ def for_schedule(runtime: Any) -> list[Patch]:
             adopt,
         ),
     ]
+
+
+def for_late_step(runtime: Any) -> list[Patch]:
+    """What a schedule with a late step changes in the training loop: nothing there may wait for another stage."""
+
+    def after_finish(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def finish_first(*args, **kwargs):
+            runtime.finish()
+            return original(*args, **kwargs)
+
+        return finish_first
+
+    def adopt(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def get_optimizer_param_scheduler(optimizer):
+            scheduler = original(optimizer)
+            runtime.adopt_scheduler(scheduler)
+            return scheduler
+
+        return get_optimizer_param_scheduler
+
+    def later(original: Callable) -> Callable:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def training_log(*args, **kwargs):
+            values = signature.bind(*args, **kwargs)
+            values.apply_defaults()
+            return runtime.logbook.add(original, values.arguments)
+
+        return training_log
+
+    def with_stages(original: Callable) -> Callable:
+        return lambda message: original(runtime.logbook.line(message) if runtime.logbook else message)
+
+    def before_leaving(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def checkpoint_and_decide_exit(*args, **kwargs):
+            leave = original(*args, **kwargs)
+            if leave:
+                runtime.finish()
+            return leave
+
+        return checkpoint_and_decide_exit
+
+    loop = "megatron.training.training"
+    log = (
+        "loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag",
+        "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit", "pg_collection",
+        "is_first_iteration", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch",
+    )
+    state = (
+        "model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far",
+        "checkpointing_context", "train_data_iterator",
+    )
+    everywhere = "each stage has the value by itself; the reduction would make it wait for all others"
+    return [
+        Patch(loop, "get_optimizer_param_scheduler", ("optimizer",),
+              "learning rate and weight decay advance with the steps, which come later", adopt),
+        Patch(loop, "logical_and_across_model_parallel_group", ("input", "group"), everywhere,
+              lambda original: lambda input, group=None: input),
+        Patch(loop, "reduce_max_stat_across_model_parallel_group", ("stat", "group"), everywhere,
+              lambda original: lambda stat, group=None: stat),
+        Patch(loop, "training_log", log, "a line is written when the step that it describes is made", later),
+        Patch(loop, "print_rank_last", ("message",), "waiting times and memory of the stages join the line",
+              with_stages),
+        Patch(loop, "calc_params_l2_norm", ("model", "force_create_fp32_copy"), "it reads the newest weights",
+              after_finish),
+        Patch(loop, "check_param_hashes_across_dp_replicas", ("model", "cross_check"), "it reads the newest weights",
+              after_finish),
+        Patch(loop, "save_checkpoint_and_time",
+              (state[3], *state[:3], *state[4:6], "non_persistent_ckpt", "train_data_iterator"),
+              "a checkpoint holds the newest weights", after_finish),
+        Patch(loop, "checkpoint_and_decide_exit", state, "a run that ends has logged all its iterations",
+              before_leaving),
+    ]

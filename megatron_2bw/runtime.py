@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from megatron.core.utils import get_model_config
 from megatron.training import print_rank_0
 
 from megatron_2bw.communication import Exchange, connect
-from megatron_2bw.schedules import B, F, REDUCE, Action, Schedule, Shape
+from megatron_2bw.logbook import Logbook
+from megatron_2bw.optimizer import LateStep, StageReport
+from megatron_2bw.schedules import B, F, REDUCE, STEP, Action, Schedule, Shape
+from megatron_2bw.trace import Recorder, TraceWriter
 from megatron_2bw.weights import WeightStores
 
 # Iterations in which kernels are compiled, tuned and loaded at their first use, which may wait for the whole GPU.
@@ -75,27 +79,33 @@ class PipelineRuntime:
     transport  see `communication.connect`
     timeout    likewise
     timed      whether Megatron's timers synchronise with the GPU inside forwards and backwards
+    trace      the folder of --two-bw-trace
     """
 
     def __init__(
         self, schedule: Schedule, progress: Callable[[], Progress], transport: str = "auto",
-        timeout: timedelta | None = None, timed: bool = False,
+        timeout: timedelta | None = None, timed: bool = False, trace: Path | None = None,
     ):
         self.schedule, self.progress = schedule, progress
         self.transport, self.timeout, self.timed = transport, timeout, timed
         self.stores: WeightStores | None = None
+        self.late: LateStep | None = None
+        self.logbook: Logbook | None = None
         self.in_flight: deque[InFlight] = deque()
         self._batches: dict[int, Batch] = defaultdict(Batch)
         self._shape: Shape | None = None
         self._stage = 0
         self._exchange = Exchange()
         self._step: Action | None = None  # the step that Megatron's optimizer call has to execute next
+        self._scheduler: Any = None
+        self._trace = trace
+        self._writer: TraceWriter | None = None
 
-    # Megatron calls the following three.
+    # Megatron calls the following.
 
     def adopt(self, model: list[torch.nn.Module], optimizer) -> None:
         """Take over the stage's weights and the optimizer's step. Called once, before a checkpoint is loaded."""
-        self._megatron_step = optimizer.step
+        self._optimizer, self._megatron_step = optimizer, optimizer.step
         optimizer.step = self.step
         self._params = [param for chunk in model for param in chunk.parameters() if param.requires_grad]
         if not self.schedule.global_step:
@@ -106,6 +116,10 @@ class PipelineRuntime:
                 f"> {self.schedule.name}: gradient norm, clipping and inf check are per stage; "
                 "the logged grad norm is the largest stage's"
             )
+
+    def adopt_scheduler(self, scheduler) -> None:
+        """Take over the scheduler of learning rate and weight decay."""
+        self._scheduler = scheduler
 
     def forward_backward(
         self, *, forward_step_func, data_iterator, model, num_microbatches: int, seq_length: int,
@@ -119,6 +133,7 @@ class PipelineRuntime:
         Returns the loss reports of the batch, one a microbatch, on the last stage; an empty list elsewhere.
         """
         if forward_only:
+            self.finish()
             return megatron_schedules.get_forward_backward_func()(
                 forward_step_func=forward_step_func, data_iterator=data_iterator, model=model,
                 num_microbatches=num_microbatches, seq_length=seq_length, micro_batch_size=micro_batch_size,
@@ -141,12 +156,18 @@ class PipelineRuntime:
             pg_collection or megatron_schedules._build_default_pg_collection(), bool(force_all_reduce),
         )
         progress = self.progress()
-        self._start(call, progress, num_microbatches)
+        self._start(call, progress, num_microbatches, micro_batch_size)
         buffer = partial(self._new_message, call, seq_length, micro_batch_size, decoder_seq_length)
         return self._run_iteration(call, progress.iteration, buffer)
 
     def step(self):
-        """Stands in for the optimizer's `step`: executes the schedule's STEP action; returns what Megatron's does."""
+        """Stands in for the optimizer's `step`: executes the schedule's STEP action; returns what Megatron's does.
+
+        With a late step there is nothing to do here, and what Megatron is told (a step was made) is corrected when
+        the line is logged.
+        """
+        if self.late is not None:
+            return True, None, None
         action, self._step = self._step, None
         if action is None:
             raise RuntimeError("the optimizer's step was called without an iteration of the schedule before it")
@@ -157,6 +178,14 @@ class PipelineRuntime:
             write.stepped = bool(result[0])
         return result
 
+    def finish(self) -> None:
+        """Settle a step that is still being made, so that the newest weights are there, and log what waits for it."""
+        if self.late is not None and self.late.pending is not None:
+            self._settle()
+            self.stores.bind_newest()
+        if self.logbook is not None:
+            self.logbook.flush()
+
     # The rest is this stage's work.
 
     def _versions_still_read(self, step: Action) -> set[int]:
@@ -165,58 +194,100 @@ class PipelineRuntime:
         named = {action.version for action in to_come if action.kind == F and action.version < step.version}
         return named | {flight.version for flight in self.in_flight}
 
-    def _start(self, call: Call, progress: Progress, microbatches: int) -> None:
+    def _start(self, call: Call, progress: Progress, microbatches: int, micro_batch_size: int) -> None:
         """On the first iteration: learn the pipeline's shape, connect to the neighbours, make the stores."""
         if self._shape is None:
             ranks = torch.distributed.get_process_group_ranks(call.groups.pp)
+            device = self._params[0].device
             self._stage = call.groups.pp.rank()
             self._shape = Shape(len(ranks), microbatches, progress.iteration, progress.end)
-            self._exchange = connect(
-                ranks, torch.distributed.get_rank(), self.transport, self._params[0].device, self.timeout
-            )
+            self._exchange = connect(ranks, torch.distributed.get_rank(), self.transport, device, self.timeout)
             for outbox, sender in (
                 (self._exchange.activations_out, self._stage), (self._exchange.gradients_out, self._stage - 1),
             ):
                 if outbox is not None:
                     outbox.limit = self.schedule.max_in_flight(self._shape, sender) + 1
+            self._recorder = Recorder(device)
+            if self._trace is not None and mpu.get_tensor_model_parallel_rank() == 0:
+                self._writer = TraceWriter(self._trace, self._stage, call.groups.dp_cp.rank())
             if not self.schedule.flushes:
-                self.stores = WeightStores(self._params, self.schedule.max_versions(self._shape, self._stage))
-                self.stores.start(progress.iteration)
-                if progress.iteration > 0:
-                    print_rank_0(
-                        f"> {self.schedule.name}: starts from iteration {progress.iteration} with the loaded weights "
-                        "as every version"
-                    )
+                self._make_stores(call, progress)
+            if self.schedule.late_step:
+                self._make_late_step(call, progress, microbatches * micro_batch_size)
         elif microbatches != self._shape.microbatches:
             raise RuntimeError(
                 f"--pipeline-schedule {self.schedule.name} cannot change the number of microbatches during a run "
                 f"({self._shape.microbatches} to {microbatches})"
             )
 
+    def _make_stores(self, call: Call, progress: Progress) -> None:
+        ddp = call.model
+        buffers = ddp.buffers if ddp.ddp_config.use_distributed_optimizer else ()
+        self.stores = WeightStores(self._params, self.schedule.max_versions(self._shape, self._stage), buffers)
+        self.stores.start(progress.iteration)
+        if progress.iteration > 0:
+            print_rank_0(
+                f"> {self.schedule.name}: starts from iteration {progress.iteration} with the loaded weights "
+                "as every version"
+            )
+
+    def _make_late_step(self, call: Call, progress: Progress, samples: int) -> None:
+        self.late = LateStep(
+            call.model, self._optimizer, self._scheduler, self.stores, slots=self.schedule.gradient_slots,
+            increment=samples * mpu.get_data_parallel_world_size(), groups=call.groups, first=progress.iteration,
+            timeout=self.timeout,
+        )
+        self.logbook = Logbook()
+
     def _run_iteration(self, call: Call, iteration: int, new_message: Callable[[], torch.Tensor]) -> list:
         actions = self.schedule.actions(self._shape, self._stage, iteration)
         if call.config.timers is not None:  # before a receive is posted: a timer waits for the whole GPU
             call.config.timers("forward-backward", log_level=1).start()
         self._announce(iteration, new_message)
+        backwards = [action for action in actions if action.kind == B]
         with _GradSync(call) as grad_sync:
-            last_backward = max(a.microbatch for a in actions if a.kind == B)
             for action in actions:
-                if action.kind == F:
-                    self._forward(action, call)
-                elif action.kind == B:
-                    if action.microbatch == last_backward:
-                        grad_sync.before_last_backward(first_stage=self._stage == 0)
-                    self._backward(action, call)
-                elif action.kind == REDUCE:
+                if action == backwards[0]:
+                    if self.late is not None:
+                        self.late.open(iteration)
+                    grad_sync.hold()
+                if action == backwards[-1]:
+                    grad_sync.before_last_backward(first_stage=self._stage == 0)
+                if action.kind == REDUCE:
                     grad_sync.after_last_backward()
-                    self._reduce(action, call)
-                else:
-                    self._step = action
+                self._execute(action, call)
         if self.stores is not None:
             self.stores.bind_newest()
         if call.config.timers is not None:
             call.config.timers("forward-backward").stop()
         return self._batches.pop(iteration).losses
+
+    def _execute(self, action: Action, call: Call) -> None:
+        asked = start = self._recorder.mark()
+        if action.kind == F:
+            start = self._forward(action, call)
+        elif action.kind == B:
+            start = self._backward(action, call)
+        elif action.kind == REDUCE:
+            self._reduce(action, call)
+        elif self.late is None:
+            self._step = action
+        elif self.late.pending == action.microbatch:  # else an evaluation or a checkpoint has settled it
+            self._settle()
+            start = self._recorder.mark()
+        self._recorder.add(action, asked, start, self._recorder.mark())
+
+    def _settle(self) -> None:
+        self.logbook.settled(self.late.settle())
+
+    def _report(self, marks: list) -> StageReport:
+        """What happened since the last report; called in the late step's thread."""
+        records = self._recorder.resolve(marks)
+        if self._writer is not None:
+            self._writer.write(records)
+        waited = sum(record.start - record.asked for record in records)
+        memory = torch.cuda.max_memory_allocated()
+        return StageReport(waited, records[-1].end - records[0].asked, memory)
 
     def _announce(self, iteration: int, new_message: Callable[[], torch.Tensor]) -> None:
         """Tell the inboxes what the neighbours' lists send this stage in this iteration, and what it leaves over."""
@@ -234,12 +305,14 @@ class PipelineRuntime:
             inbox.ahead = not inbox.link.occupies_device or (warm and not self.timed)
             inbox.expect(sent, new_message, held=inbox.outstanding + sent - taken)
 
-    def _forward(self, action: Action, call: Call) -> None:
+    def _forward(self, action: Action, call: Call) -> Any:
+        """Returns the mark of the moment when its input had arrived; so does `_backward`."""
         batch = self._batches[self._shape.batch(action.microbatch)]
         index = action.microbatch % self._shape.microbatches
         received = None
         if self._exchange.activations_in is not None:
             received = self._exchange.activations_in.take().requires_grad_()
+        start = self._recorder.mark()
         self._bind(action.version)
         output, tokens = megatron_schedules.forward_step(
             call.forward_step_func, call.data_iterator, call.model, self._shape.microbatches, received,
@@ -251,23 +324,34 @@ class PipelineRuntime:
             self._exchange.activations_out.put(output.detach())
         megatron_schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
         self.in_flight.append(InFlight(action.microbatch, action.version, received, output))
+        return start
 
-    def _backward(self, action: Action, call: Call) -> None:
+    def _backward(self, action: Action, call: Call) -> Any:
         flight = self.in_flight.popleft()
         assert (flight.microbatch, flight.version) == action[1:], f"{action} meets microbatch {flight.microbatch}"
         gradient = None
         if self._exchange.gradients_in is not None:
             gradient = self._exchange.gradients_in.take()
+        start = self._recorder.mark()
         self._bind(action.version)
         input_gradient = megatron_schedules.backward_step(flight.input, flight.output, gradient, call.config)
         if self._exchange.gradients_out is not None:
             self._exchange.gradients_out.put(input_gradient)
+        return start
 
     def _reduce(self, action: Action, call: Call) -> None:
-        """Data-parallel reduction, tied embeddings, token count: Megatron's own finalize function."""
+        """Data-parallel reduction, tied embeddings, token count: Megatron's own finalize function, now or later."""
         tokens = None
         if call.config.calculate_per_token_loss:
             tokens = torch.as_tensor(self._batches[action.microbatch].tokens, dtype=torch.int, device="cuda").clone()
+        if self.late is not None:
+            to_come = Action(STEP, action.microbatch, action.version + 1)
+            marks = self._recorder.cut()
+            self.late.start(
+                action.microbatch, self._versions_still_read(to_come), tokens, partial(self._report, marks)
+            )
+            return
+        self._recorder.cut()
         call.config.finalize_model_grads_func(
             [call.model], tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
         )
@@ -302,10 +386,10 @@ class _GradSync(contextlib.AbstractContextManager):
         self.call = call
         self._no_sync: contextlib.AbstractContextManager | None = None
 
-    def __enter__(self) -> _GradSync:
+    def hold(self) -> None:
+        """Before the first backward; the gradient buffers are zeroed before, which would undo it."""
         self._no_sync = (self.call.config.no_sync_func or contextlib.nullcontext)()
         self._no_sync.__enter__()
-        return self
 
     def __exit__(self, *exc) -> None:
         self._release()

@@ -86,6 +86,6 @@ def makespan(events: list[Event]) -> float:
 
 def iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Times = Times()) -> float:
     """Time from one optimizer step of the first stage to the next, after the pipeline has filled."""
-    events = simulate(schedule, Shape(stages, microbatches, 0, 5), times)
+    events = simulate(schedule, Shape(stages, microbatches, 0, 6), times)
     ends = [event.end for event in events if event.stage == 0 and event.action.kind == STEP]
     return ends[3] - ends[2]

@@ -34,7 +34,19 @@ def draw(
     figure.savefig(path, dpi=150)
 
 
-def _draw_one(axis, events: list[Event], shape: Shape) -> None:
+def draw_events(events: list[Event], stages: int, microbatches: int, path: Path, title: str) -> None:
+    """Write a picture of one timeline, measured or simulated, with times in seconds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 1.2 + 0.30 * stages), layout="constrained")
+    axis = figure.subplots()
+    _draw_one(axis, events, Shape(stages, microbatches), numbers=microbatches * stages <= 64)
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.set_xlabel("time (s); light: forward, dark: backward, colours: batches, black lines: weight updates")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_one(axis, events: list[Event], shape: Shape, numbers: bool = True) -> None:
     for event in events:
         kind, microbatch, _ = event.action
         row = shape.stages - 1 - event.stage
@@ -46,8 +58,9 @@ def _draw_one(axis, events: list[Event], shape: Shape) -> None:
         colour = colours[shape.batch(microbatch) % len(colours)]
         width, middle = event.end - event.start, (event.start + event.end) / 2
         axis.barh(row, width, left=event.start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
-        ink = "black" if kind == F else "white"
-        axis.text(middle, row, str(microbatch + 1), ha="center", va="center", fontsize=6.5, color=ink)
+        if numbers:
+            ink = "black" if kind == F else "white"
+            axis.text(middle, row, str(microbatch + 1), ha="center", va="center", fontsize=6.5, color=ink)
     axis.set_yticks(range(shape.stages), [f"stage {stage}" for stage in reversed(range(shape.stages))], fontsize=8)
     axis.set_facecolor("#eeeeee")
     axis.margins(x=0, y=0.02)

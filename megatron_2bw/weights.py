@@ -2,14 +2,15 @@
 
 Invariants (a graph in flight may hold the leaf Parameter or a view taken in its forward, so both must see one storage):
 - a microbatch's forward and backward are bound to the same storage;
-- a store is written only by `writing`, and only when no version that somebody still reads lives in it;
+- a store is written only where `reserve` says, and only when no version that somebody still reads lives in it;
 - a version change rebinds `param.data`; it never copies.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import _unsafe_preserve_version_counter
@@ -21,21 +22,37 @@ ALIGNMENT = 64  # elements: matrix kernels want the addresses of whole vectors, 
 class WeightStores:
     """`slots` versions of the trainable parameters of a stage (2 for 2BW: double buffering, paper section 3.1).
 
-    params  the trainable parameters of the stage, of any dtypes; each appears once
-    slots   versions held at most
+    params   the trainable parameters of the stage, of any dtypes; each appears once
+    slots    versions held at most
+    buffers  Megatron's contiguous parameter buffers, if it has made some (distributed optimizer): slot 0 is they,
+             and the others have their layout, so that shards can be gathered into a store
 
     Slot 0 takes over the values that the parameters have now. Bytes: slots x the size of the parameters, each
     padded to ALIGNMENT elements.
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], slots: int):
+    def __init__(self, params: Iterable[torch.nn.Parameter], slots: int, buffers: Sequence[Any] = ()):
         self.params = list(params)
         self.slots = slots
+        self.buffer_data: list[list[torch.Tensor]] = []  # by slot, then by buffer
         self._slot_of: dict[int, int] = {0: 0}  # version -> slot; two versions share one after a skipped step
         self._bound: int | None = None  # the slot that the parameters point to
-        self._views = [self._allocate(copy=True)]
-        self._point_to(0)  # gives the parameters' own storage back before the other slots are taken
-        self._views += [self._allocate(copy=False) for _ in range(1, slots)]
+        if buffers:
+            self.buffer_data = [[buffer.param_data for buffer in buffers]]
+            self.buffer_data += [[torch.zeros_like(data) for data in self.buffer_data[0]] for _ in range(1, slots)]
+            self._views = [self._views_of(buffers, data) for data in self.buffer_data]
+            self._point_to(0)
+        else:
+            self._views = [self._allocate(copy=True)]
+            self._point_to(0)  # gives the parameters' own storage back before the other slots are taken
+            self._views += [self._allocate(copy=False) for _ in range(1, slots)]
+
+    def _views_of(self, buffers: Sequence[Any], data: list[torch.Tensor]) -> list[torch.Tensor]:
+        places = {}
+        for buffer, flat in zip(buffers, data):
+            for param, (start, end, _) in buffer.param_index_map.items():
+                places[param] = flat[start:end].view(param.shape)
+        return [places[param] for param in self.params]
 
     def _allocate(self, copy: bool) -> list[torch.Tensor]:
         """Views of one flat tensor per dtype, in the order of the parameters, with their values if `copy`."""
@@ -84,39 +101,61 @@ class WeightStores:
                 param.data = view
             self._bound = slot
 
-    @contextlib.contextmanager
-    def writing(self, needed: Iterable[int]) -> Iterator[Write]:
-        """Make W(newest + 1) in a free slot: the parameters point there while the optimizer steps.
+    def reserve(self, needed: Iterable[int]) -> int:
+        """A free slot to make W(newest + 1) in; `commit` gives it that name.
 
         needed: versions that microbatches in flight, or forwards to come, still read. The newest is kept too if
         a slot is left for it; if nobody needs it and there is one slot only, the step writes in place.
-        The yielded `Write` tells whether the optimizer did step (a skipped step makes W(v+1) = W(v), without
-        a copy). Afterwards the parameters point to the newest version. RuntimeError if no slot is free.
+        RuntimeError if no slot is free.
         """
         newest = self.newest
         kept = {version: slot for version, slot in self._slot_of.items() if version in {newest, *needed}}
-        current = kept[newest]
         target = next((slot for slot in range(self.slots) if slot not in kept.values()), None)
-        if target is None and newest not in needed and current not in [kept[version] for version in needed]:
-            target = kept.pop(newest)
+        if target is None and newest not in needed:
+            others = {slot for version, slot in kept.items() if version != newest}
+            target = kept[newest] if kept[newest] not in others else None
         if target is None:
-            raise RuntimeError(f"no free weight store: versions {sorted(kept)} are all in use")
-        if target != current:
-            self._copy_in_place_parameters(current, target)
+            raise RuntimeError(f"no free weight store: versions {sorted({newest, *needed})} are all in use")
+        self._slot_of = kept
+        return target
+
+    def commit(self, target: int, stepped: bool) -> None:
+        """Call what is in slot `target` now W(newest + 1). A skipped step makes W(v+1) = W(v), without a copy."""
+        newest = self.newest
+        current = self._slot_of[newest]
+        if stepped and current == target:  # it was written in place
+            del self._slot_of[newest]
+        self._slot_of[newest + 1] = target if stepped else current
+
+    def views(self, slot: int) -> list[torch.Tensor]:
+        """The parameters' values in a slot, in the order of `params`."""
+        return self._views[slot]
+
+    def prepare(self, target: int) -> None:
+        """An optimizer without main parameters steps in place: it must find W(v) where it writes W(v+1)."""
+        current = self._slot_of[self.newest]
+        if target == current or self.buffer_data:  # the distributed optimizer's shards are main parameters
+            return
+        for param, old, new in zip(self.params, self._views[current], self._views[target]):
+            if param.dtype == torch.float32:
+                new.copy_(old)
+
+    @contextlib.contextmanager
+    def writing(self, needed: Iterable[int]) -> Iterator[Write]:
+        """Make W(newest + 1) here and now: the parameters point to a free slot while the optimizer steps.
+
+        needed: see `reserve`. The yielded `Write` tells whether the optimizer did step. Afterwards the parameters
+        point to the newest version.
+        """
+        target = self.reserve(needed)
+        self.prepare(target)
         self._point_to(target)
         write = Write()
         # Graphs in flight saved these parameters; autograd counts writes per parameter, not per storage.
         with _unsafe_preserve_version_counter(tuple(self.params)):
             yield write
-        kept[newest + 1] = target if write.stepped else current
-        self._slot_of = kept
+        self.commit(target, write.stepped)
         self.bind_newest()
-
-    def _copy_in_place_parameters(self, source: int, target: int) -> None:
-        """An optimizer without main parameters steps in place: it must find W(v) where it writes W(v+1)."""
-        for param, old, new in zip(self.params, self._views[source], self._views[target]):
-            if param.dtype == torch.float32:
-                new.copy_(old)
 
 
 class Write:

@@ -15,6 +15,6 @@ SCHEDULES: dict[str, Schedule] = {
 SCHEDULE_NAMES = ("megatron", *SCHEDULES)
 
 __all__ = [
-    "B", "F", "REDUCE", "STEP", "Action", "Shape", "Schedule", "ScheduleError", "SCHEDULES", "SCHEDULE_NAMES",
+    "B", "F", "REDUCE", "STEP", "Action", "Shape", "Schedule", "ScheduleError", "SCHEDULES", "SCHEDULE_NAMES", "TwoBW",
     "check_actions", "parse", "validate",
 ]

@@ -17,9 +17,14 @@ class Schedule:
     flushes = True  # the pipeline is empty between iterations
     global_step = True  # the step's gradient norm and inf flag span all stages
     same_version_everywhere = True  # a microbatch runs on the same W on every stage
+    late_step = False  # a batch's update is made beside the next batch, between its REDUCE and its STEP
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
-        """The actions of `stage` in `iteration`, in order; the last is the optimizer step."""
+        """The actions of `stage` in `iteration`, in order.
+
+        STEP is where the update must be there: at the end of the batch's own iteration, or, with `late_step`, in
+        the next one.
+        """
         raise NotImplementedError
 
     def min_microbatches(self, stages: int) -> int:
@@ -35,9 +40,19 @@ class Schedule:
         raise NotImplementedError
 
 
+def reduce(iteration: int) -> Action:
+    """The start of the reduction of batch `iteration`."""
+    return Action(REDUCE, iteration, iteration)
+
+
+def step(iteration: int) -> Action:
+    """The step of batch `iteration`, which makes W(iteration + 1)."""
+    return Action(STEP, iteration, iteration + 1)
+
+
 def finish(iteration: int) -> list[Action]:
-    """Reduction and step of batch `iteration`; W(iteration + 1) is what they make."""
-    return [Action(REDUCE, iteration, iteration), Action(STEP, iteration, iteration + 1)]
+    """Reduction and step of batch `iteration`, one after the other."""
+    return [reduce(iteration), step(iteration)]
 
 
 def one_forward_one_backward(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
@@ -50,7 +65,7 @@ def one_forward_one_backward(forwards: list[Action], backwards: list[Action], ah
 
 
 def without_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) -> list[Action]:
-    """An iteration of a pipeline that is never drained (paper, Figure 2).
+    """Forwards and backwards of an iteration of a pipeline that is never drained (paper, Figure 2).
 
     Forwards run w microbatches ahead of the backwards all through training: for k = 0 ... m-1, F(jm + w + k)
     and B(jm + k). Only the first iteration fills the pipeline, only the last planned one empties it.
@@ -61,9 +76,8 @@ def without_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) 
     fill = ahead if iteration == shape.first else 0
     forwards = range(start + ahead - fill, min(start + ahead + shape.microbatches, shape.end * shape.microbatches))
     backwards = range(start, start + shape.microbatches)
-    order = one_forward_one_backward(
+    return one_forward_one_backward(
         [Action(F, x, schedule.version(shape, stage, x)) for x in forwards],
         [Action(B, x, schedule.version(shape, stage, x)) for x in backwards],
         fill,
     )
-    return order + finish(iteration)

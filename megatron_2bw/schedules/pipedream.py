@@ -1,7 +1,7 @@
 """PipeDream: no flush, each stage's newest weights at a forward, kept for its backward (paper, section 2)."""
 
 from megatron_2bw.schedules.action import Action, Shape
-from megatron_2bw.schedules.base import Schedule, without_flush
+from megatron_2bw.schedules.base import Schedule, finish, without_flush
 
 
 class PipeDream(Schedule):
@@ -18,7 +18,7 @@ class PipeDream(Schedule):
         return max((microbatch - shape.warmup(stage)) // shape.microbatches, shape.first)
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
-        return without_flush(self, shape, stage, iteration)
+        return without_flush(self, shape, stage, iteration) + finish(iteration)
 
     def max_versions(self, shape: Shape, stage: int) -> int:
         return -(-shape.warmup(stage) // shape.microbatches) + 1

@@ -1,21 +1,48 @@
 """PipeDream-2BW: no flush, two weight versions, gradients delayed by one update (paper, section 3.1)."""
 
-from megatron_2bw.schedules.action import Action, Shape
-from megatron_2bw.schedules.base import Schedule, without_flush
+from megatron_2bw.schedules.action import B, F, Action, Shape
+from megatron_2bw.schedules.base import Schedule, reduce, step, without_flush
 
 
 class TwoBW(Schedule):
-    """Every microbatch of batch j runs on W(max(j-1, 0)), forward and backward, on every stage."""
+    """Every microbatch of batch j runs on W(max(j-1, 0)), forward and backward, on every stage.
+
+    The step of batch j stands in the list of iteration j + 1, at the last moment: before this stage's first forward of
+    batch j + 2, which reads W(j + 1), and before the last backward of batch j + 1, which starts the next reduction.
+    When a stage gets there, stage 0, the last to finish batch j, has done so: m - d >= 0 pairs of F and B and one
+    forward ago at least. So the step's global quantities arrive before anybody asks for them.
+
+    gradient_slots  2: batch j + 1 accumulates while batch j is reduced and clipped. 1: the first backward of batch
+                    j + 1 needs the memory of batch j's gradients, so it waits for the step.
+    """
 
     name = "2bw"
     summary = "no flush, two weight versions, gradient delay 1"
     flushes = False
+    late_step = True
+
+    def __init__(self, gradient_slots: int = 2):
+        self.gradient_slots = gradient_slots
 
     def version(self, shape: Shape, stage: int, microbatch: int) -> int:
         return max(shape.batch(microbatch) - 1, 0)
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
-        return without_flush(self, shape, stage, iteration)
+        order = without_flush(self, shape, stage, iteration)
+        if iteration > shape.first:
+            order.insert(self._latest(order, iteration), step(iteration - 1))
+        order.append(reduce(iteration))
+        if iteration == shape.end - 1:
+            order.append(step(iteration))
+        return order
+
+    def _latest(self, order: list[Action], iteration: int) -> int:
+        """The place of the step of batch `iteration - 1`, which makes W(iteration), in `order`."""
+        backwards = [place for place, action in enumerate(order) if action.kind == B]
+        if self.gradient_slots == 1:
+            return backwards[0]
+        readers = [place for place, action in enumerate(order) if action.kind == F and action.version == iteration]
+        return min([backwards[-1], *readers])
 
     def min_microbatches(self, stages: int) -> int:
         # With fewer, a forward would need W(j) before the last backward of batch j-1 has started its step.

@@ -139,6 +139,8 @@ def _run_update(stages, index, action, schedule, shape) -> None:
     if missing:
         _fail(stages, index, f"{action} before the backward of microbatch {missing[0]}")
     if action.kind == REDUCE:
+        if schedule.late_step and len(stage.kept()) > schedule.max_versions(shape, index) - 1:
+            _fail(stages, index, f"{action}: versions {sorted(stage.kept())} leave no free weight store for its step")
         return
     if not _has_reduced(stage, batch):
         _fail(stages, index, f"{action} before R{batch}")

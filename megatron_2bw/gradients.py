@@ -1,0 +1,103 @@
+"""The gradient slots of a stage: one batch accumulates while the one before is reduced, clipped and applied.
+
+Invariants: slot 0 is Megatron's own gradient buffer, the others have its layout; the training thread accumulates into
+the current slot only; a slot is not touched by it between `flip` and the `open` that makes it current again.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Slot:
+    """Gradient buffers with their buckets, and where each parameter's gradient lies in them."""
+
+    def __init__(self, buffers: list[Any], bucket_groups: list[Any]):
+        self.buffers, self.bucket_groups = buffers, bucket_groups
+        self.group_of = {param: group for group in bucket_groups for param in group.params}
+        self.main_grads: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for buffer in buffers:
+            for param, (start, end, _) in buffer.param_index_map.items():
+                self.main_grads[param] = buffer.grad_data[start:end].view(param.shape)
+
+    def twin(self) -> Slot:
+        """A second slot with the same layout, zeroed. Bytes: those of the gradients."""
+        buckets: dict[int, Any] = {}
+        buffers = []
+        for buffer in self.buffers:
+            other = copy.copy(buffer)
+            other.grad_data = torch.zeros_like(buffer.grad_data)
+            other.buckets = []
+            for bucket in buffer.buckets:
+                buckets[id(bucket)] = part = copy.copy(bucket)
+                part.grad_data = other.grad_data[bucket.offset : bucket.offset + bucket.grad_data.numel()]
+                other.buckets.append(part)
+            buffers.append(other)
+        groups = []
+        for group in self.bucket_groups:
+            other = copy.copy(group)
+            other.buckets = [buckets[id(bucket)] for bucket in group.buckets]
+            other.param_to_bucket = {param: buckets[id(bucket)] for param, bucket in group.param_to_bucket.items()}
+            other.golden_per_param_grad_ready_counts, other.per_param_grad_ready_counts = {}, {}
+            other.cached_grad_buffer_shard_list = [None] * len(other.buckets)
+            groups.append(other)
+        for group, other in zip(self.bucket_groups, groups):
+            previous = group.previous_grad_reduce_bucket_group
+            if previous is not None:
+                other.previous_grad_reduce_bucket_group = groups[self.bucket_groups.index(previous)]
+        return Slot(buffers, groups)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait for the reduction over the data-parallel group, or make it, as Megatron's wrapper of this name does."""
+        for group in self.bucket_groups:
+            group.finish_grad_sync(force_all_reduce=force_all_reduce)
+
+    def scale_gradients(self, scaling_factor: torch.Tensor) -> None:
+        for buffer in self.buffers:
+            buffer.scale_gradients(scaling_factor)
+
+
+class GradientSlots:
+    """`count` slots for the gradients of `ddp`, Megatron's DistributedDataParallel.
+
+    group: the process group to reduce over; nothing else may use it in the training thread.
+    """
+
+    def __init__(self, ddp: Any, count: int, group: dist.ProcessGroup):
+        for bucket_group in ddp.bucket_groups:
+            use_group(bucket_group, group)
+        self._ddp, self._current = ddp, 0
+        self._slots = [Slot(ddp.buffers, ddp.bucket_groups)]
+        self._slots += [self._slots[0].twin() for _ in range(1, count)]
+        self._zero = ddp.zero_grad_buffer
+        # Megatron's training step zeroes the buffer before an iteration; with one slot that is too early.
+        ddp.zero_grad_buffer = lambda: None
+
+    def open(self) -> None:
+        """Before the first backward of a batch: zero the current slot."""
+        self._zero()
+
+    def flip(self) -> Slot:
+        """After the last backward of a batch: the slot with its gradients; backwards go to the next one from now on."""
+        full = self._slots[self._current]
+        self._current = (self._current + 1) % len(self._slots)
+        if len(self._slots) > 1:
+            self._install(self._slots[self._current])
+        return full
+
+    def _install(self, slot: Slot) -> None:
+        self._ddp.buffers, self._ddp.bucket_groups = slot.buffers, slot.bucket_groups
+        self._ddp.param_to_bucket_group = slot.group_of
+        for param, gradient in slot.main_grads.items():
+            param.main_grad = gradient
+
+
+def use_group(bucket_group: Any, group: dist.ProcessGroup) -> None:
+    """Let a bucket group of Megatron communicate over `group`, which has the same ranks as its own."""
+    for name in ("data_parallel_group", "intra_distributed_optimizer_instance_group"):
+        if hasattr(bucket_group, name):
+            setattr(bucket_group, name, group)

@@ -1,0 +1,389 @@
+"""The late step (design, rule 5): Megatron's own optimizer, run beside the pipeline.
+
+Between a batch's REDUCE and its STEP, a thread of the stage finishes the data-parallel reduction, sums the tied
+embeddings, divides by the token count, unscales, takes the norm over all ranks, clips, steps and gathers. All of that
+is Megatron's code, called as it is: what waits for other stages is this thread, and the training thread goes on with
+the next batch. At STEP everything has arrived, because stage 0, the last to finish a batch, needs its step first.
+
+Invariants:
+- what the thread writes (a free weight store, a full gradient slot, main parameters and optimizer state) the training
+  thread does not touch between `start` and `settle`, and the other way round;
+- its collectives have process groups of their own, and a batch's are over before the next batch's begin;
+- the result of a batch depends on no timing: loss scale and learning rate are chosen by the batch's number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_2bw.gradients import GradientSlots, Slot, use_group
+from megatron_2bw.weights import WeightStores
+from megatron_2bw.worker import Worker
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What one stage has to say about the time since its last report."""
+
+    waited: float  # seconds that it could not go on
+    elapsed: float  # seconds
+    memory: float  # peak bytes so far
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One batch's step, the same on all ranks of a pipeline."""
+
+    batch: int
+    stepped: bool  # False: an inf or nan was found, or the norm was above --grad-norm-skip-threshold
+    grad_norm: float | None
+    zeros: int | None  # zeros in the gradients, with --log-num-zeros-in-grad
+    loss_scale: float  # after the step
+    learning_rate: float | None  # after the step
+    stages: tuple[StageReport, ...]
+    alarms: int  # see `LateStep`
+
+
+class Groups:
+    """Process groups of the late step's own, with the ranks of Megatron's.
+
+    The small ones travel over gloo in the background, which costs no kernel that would wait on the GPU for another
+    stage. Every rank must make them, at the same time.
+    """
+
+    def __init__(self, megatron: Any, statistics: dist.ProcessGroup | None, timeout: timedelta | None):
+        def twin(group: dist.ProcessGroup | None, name: str, backend: str | None = None) -> dist.ProcessGroup:
+            # torch names a group by a counter that must agree on its members, so each rank makes equally many.
+            ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+            return dist.new_group(
+                ranks, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=f"2bw {name}"
+            )
+
+        self.world = twin(dist.group.WORLD, "world", "gloo")
+        self.statistics = twin(statistics or dist.group.WORLD, "statistics", "gloo")
+        self.data = twin(megatron.dp_cp, "data")
+        self.embedding = twin(megatron.embd, "embedding")
+        self.embedding_meeting = twin(megatron.embd, "embedding meeting", "gloo")
+        # What Megatron's finalize function is given.
+        self.megatron = copy.copy(megatron)
+        self.megatron.pp = twin(megatron.pp, "pipeline", "gloo")
+        self.megatron.tp = twin(megatron.tp, "tensor")
+        self.megatron.dp_cp = self.data
+        self.megatron.embd = self.embedding if megatron.embd is not None else None
+        position = twin(megatron.pos_embd, "position embedding")
+        self.megatron.pos_embd = position if megatron.pos_embd is not None else None
+
+    def meet_for_the_embedding(self) -> None:
+        """Both ends of the tied embedding come to their sum at one time: on NCCL a waiting sum occupies the GPU."""
+        if dist.get_backend(self.embedding) == "nccl" and self.embedding_meeting.size() > 1:
+            dist.barrier(group=self.embedding_meeting)
+
+
+class LateStep:
+    """Steps of one stage.
+
+    ddp        the model chunk in Megatron's DistributedDataParallel
+    optimizer  Megatron's optimizer; its `step`, `zero_grad`, `scale_loss` and `get_loss_scale` are answered from here
+               from now on
+    scheduler  Megatron's OptimizerParamScheduler; stepped here from now on, after each batch that was not skipped
+    stores     the weight versions; the newest must be the ones to start with
+    slots      gradient slots, 1 or 2
+    increment  samples of a batch, by which the scheduler advances
+    groups     Megatron's ProcessGroupCollection
+    first      the first batch
+    alarm      asked at each REDUCE; the highest answer of all ranks is in the Outcome (0: nothing)
+    """
+
+    def __init__(
+        self, ddp: Any, optimizer: Any, scheduler: Any, stores: WeightStores, *, slots: int, increment: int,
+        groups: Any, first: int, timeout: timedelta | None = None, alarm: Callable[[], int] | None = None,
+    ):
+        self._parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+        self._optimizer, self._stores = optimizer, stores
+        self._increment, self._alarm = increment, alarm
+        self._groups = Groups(groups, self._parts[0].get_grad_stats_parallel_group(), timeout)
+        self._slots = GradientSlots(ddp, slots, self._groups.data)
+        self._gathering = _Gathering(ddp, self._groups.data)
+        self._stand_ins = {param: _stand_in(param) for param in stores.params}
+        self._places = [
+            (places, index) for part in self._parts for places in _lists_of_parameters(part)
+            for index, param in enumerate(places) if isinstance(param, torch.nn.Parameter) and param in self._stand_ins
+        ]
+        self._model = _Model(ddp, self._stand_ins)
+        self._device = stores.params[0].device
+        self._worker = Worker("2bw step", self._device)
+        self._stream = torch.cuda.Stream(device=self._device)
+        self._pending: tuple[int, int, Future] | None = None  # batch, target slot of the weights, outcome
+        # Batch j is scaled as the step of batch j - 2 left it: the newest that is over wherever batch j begins.
+        scale = self._current_scale().clone()
+        self._scales = {first: scale, first + 1: scale}
+        self._loss_scale, self._logged_scale = scale, float(scale)
+        self._take_over(optimizer, scheduler)
+
+    def _take_over(self, optimizer: Any, scheduler: Any) -> None:
+        self._megatron = SimpleNamespace(
+            step=type(optimizer).step.__get__(optimizer), zero_grad=optimizer.zero_grad, schedule=scheduler.step
+        )
+        for part in {id(part): part for part in (*self._parts, optimizer)}.values():
+            part.grad_stats_parallel_group = self._groups.statistics
+            part.config.timers = None  # they wait for the whole GPU; the trace tells more
+            if hasattr(part, "start_param_sync_for_bucket_group_subset"):
+                part.start_param_sync_for_bucket_group_subset = self._gathering.gather
+        # Between the training step's calls of these, another batch's gradients are on their way.
+        optimizer.zero_grad = lambda set_to_none=True: None
+        optimizer.scale_loss = lambda loss: self._loss_scale * loss
+        optimizer.get_loss_scale = lambda: torch.tensor([self._logged_scale], device="cpu")
+        scheduler.step = lambda increment: None
+
+    @property
+    def pending(self) -> int | None:
+        """The batch whose step has been started and not settled."""
+        return None if self._pending is None else self._pending[0]
+
+    # The training thread calls the following three.
+
+    def open(self, batch: int) -> None:
+        """Before the first backward of `batch`: its gradients start from zero, its losses have one scale."""
+        self._slots.open()
+        self._loss_scale = self._scales[batch]
+
+    def start(self, batch: int, needed: set[int], tokens: torch.Tensor | None, report: Callable[[], StageReport]) -> None:
+        """After the last backward of `batch`: start its reduction and step.
+
+        needed  weight versions that microbatches in flight, or forwards before the step is settled, read
+        tokens  unmasked tokens of the batch on this stage, an int tensor of one element, with per-token loss
+        report  called in the step's thread
+        """
+        assert self._pending is None, f"batch {self.pending} is not settled"
+        target, slot = self._stores.reserve(needed), self._slots.flip()
+        alarm = self._alarm() if self._alarm is not None else 0
+        ready = torch.cuda.Event()
+        ready.record()
+        job = partial(self._update, batch, target, slot, tokens, self._scales.pop(batch), report, alarm, ready)
+        self._pending = batch, target, self._worker.submit(job)
+
+    def settle(self) -> Outcome:
+        """Wait until the step of the pending batch is made; W(batch + 1) is there then."""
+        batch, target, future = self._pending
+        outcome, scale, done = future.result()
+        self._pending = None
+        torch.cuda.current_stream().wait_event(done)
+        self._stores.commit(target, outcome.stepped)
+        self._scales[batch + 2] = scale
+        self._logged_scale = outcome.loss_scale
+        return outcome
+
+    # The rest runs in the worker's thread.
+
+    def _update(
+        self, batch: int, target: int, slot: Slot, tokens: torch.Tensor | None, scale: torch.Tensor,
+        report: Callable[[], StageReport], alarm: int, ready: torch.cuda.Event,
+    ) -> tuple[Outcome, torch.Tensor, torch.cuda.Event]:
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            self._stores.prepare(target)
+            for param, view in zip(self._stores.params, self._stores.views(target)):
+                stand_in = self._stand_ins[param]
+                stand_in.data, stand_in.main_grad = view, slot.main_grads[param]
+            self._groups.meet_for_the_embedding()
+            self._model.config.finalize_model_grads_func(
+                [self._model.with_gradients(slot)], tokens, pg_collection=self._groups.megatron
+            )
+            stages, alarm = self._exchange(report()), self._highest(alarm)  # before the step: it waits for nobody then
+            with self._parameters_replaced(target), self._scaled_by(scale):
+                stepped, grad_norm, zeros = self._megatron.step()
+                self._megatron.zero_grad()
+            if stepped:
+                self._megatron.schedule(increment=self._increment)
+            scale = self._current_scale().clone()
+            outcome = Outcome(
+                batch, bool(stepped), None if grad_norm is None else float(grad_norm), zeros, float(scale),
+                get_canonical_lr_for_logging(self._optimizer.param_groups), stages, alarm,
+            )
+            done = torch.cuda.Event()
+            done.record()
+        return outcome, scale, done
+
+    def _current_scale(self) -> torch.Tensor:
+        part = self._parts[0]
+        return type(part).get_loss_scale(part)
+
+    def _exchange(self, report: StageReport) -> tuple[StageReport, ...]:
+        """The reports of all stages of the pipeline, first to last."""
+        group = self._groups.megatron.pp
+        own = torch.tensor([report.waited, report.elapsed, report.memory], dtype=torch.float64, device="cpu")
+        all_stages = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(all_stages, own, group=group)
+        return tuple(StageReport(*stage.tolist()) for stage in all_stages)
+
+    def _highest(self, alarm: int) -> int:
+        if self._alarm is None:
+            return 0
+        value = torch.tensor([alarm], device="cpu")
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._groups.world)
+        return int(value)
+
+    @contextlib.contextmanager
+    def _parameters_replaced(self, target: int) -> Iterator[None]:
+        """Show Megatron's optimizer stand-ins for the parameters, whose own pointers belong to the training thread.
+
+        A stand-in's data lies in the weight store that is written, its main_grad in the full gradient slot.
+        """
+        states = [part.optimizer.state for part in self._parts if part.optimizer is not None]
+        originals = [places[index] for places, index in self._places]
+        with contextlib.ExitStack() as undo:
+            for part in self._parts:
+                if hasattr(part, "model_param_gbuf_map"):
+                    undo.enter_context(_shards_of_stand_ins(part, self._stand_ins))
+            if self._stores.buffer_data:
+                self._gathering.point_to(self._stores.buffer_data[target])
+            for (places, index), param in zip(self._places, originals):
+                places[index] = self._stand_ins[param]
+            _rename_keys(states, self._stand_ins)
+            try:
+                yield
+            finally:
+                _rename_keys(states, {stand_in: param for param, stand_in in self._stand_ins.items()})
+                for (places, index), param in zip(self._places, originals):
+                    places[index] = param
+
+    @contextlib.contextmanager
+    def _scaled_by(self, scale: torch.Tensor) -> Iterator[None]:
+        """Unscale with the scale of the batch, whatever the scaler's is by now (design, rule 7)."""
+        scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
+        for part, scaler in zip(self._parts, scalers):
+            if scaler is not None:
+                part.grad_scaler = _BatchScaler(scaler, scale)
+        try:
+            yield
+        finally:
+            for part, scaler in zip(self._parts, scalers):
+                if scaler is not None:
+                    part.grad_scaler = scaler
+
+
+class _BatchScaler:
+    """A gradient scaler of Megatron that unscales by one batch's scale; `update` is the scaler's own."""
+
+    def __init__(self, scaler: Any, scale: torch.Tensor):
+        self.scale, self.update = scale, scaler.update
+
+    @property
+    def inv_scale(self) -> torch.Tensor:
+        return self.scale.double().reciprocal().float()
+
+
+class _Model:
+    """What Megatron's finalize function asks of a model chunk, answered with stand-ins for the parameters."""
+
+    pre_process = True  # by this attribute Megatron finds the innermost model
+
+    def __init__(self, ddp: Any, stand_ins: dict[torch.nn.Parameter, torch.Tensor]):
+        self.ddp_config = ddp.ddp_config
+        self.config = copy.copy(get_model_config(ddp))
+        self.config.timers = None
+        self._inner, self._stand_ins = unwrap_model(ddp), stand_ins
+        self.share_embeddings_and_output_weights = getattr(self._inner, "share_embeddings_and_output_weights", False)
+
+    def with_gradients(self, slot: Slot) -> _Model:
+        self.finish_grad_sync, self.scale_gradients = slot.finish_grad_sync, slot.scale_gradients
+        return self
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        return self._inner.modules()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, param in self._inner.named_parameters():
+            yield name, self._stand_ins.get(param, param)
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        weight = self._inner.shared_embedding_or_output_weight()
+        return self._stand_ins.get(weight, weight)
+
+    @property
+    def position_embeddings(self) -> SimpleNamespace:
+        weight = self._inner.position_embeddings.weight
+        return SimpleNamespace(weight=self._stand_ins.get(weight, weight))
+
+
+def _stand_in(param: torch.nn.Parameter) -> torch.Tensor:
+    """A tensor with the parameter's attributes, which Megatron reads (tensor_model_parallel, shared, ...)."""
+    stand_in = torch.empty(0, dtype=param.dtype, device=param.device)
+    stand_in.__dict__.update(param.__dict__)
+    stand_in.requires_grad_()
+    return stand_in
+
+
+def _lists_of_parameters(part: Any) -> Iterator[list]:
+    """The lists in which one of Megatron's optimizers holds model parameters."""
+    for name in ("float16_groups", "fp32_from_fp32_groups", "model_float16_groups", "model_fp32_groups"):
+        yield from getattr(part, name, ())
+    if part.optimizer is not None:
+        for group in part.optimizer.param_groups:
+            yield group["params"]
+
+
+def _rename_keys(states: list[dict], names: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Optimizer state is found by the parameter object."""
+    for state in states:
+        for key in [key for key in state if key in names]:
+            state[names[key]] = state.pop(key)
+
+
+@contextlib.contextmanager
+def _shards_of_stand_ins(part: Any, stand_ins: dict[torch.nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Let a DistributedOptimizer find the shard of a stand-in where that of its parameter is."""
+    owners = {stand_in: param for param, stand_in in stand_ins.items()}
+    original, ranges = part.model_param_gbuf_map, part._get_model_param_range_map
+    part.model_param_gbuf_map = {
+        **original, **{stand_in: original[param] for stand_in, param in owners.items() if param in original},
+    }
+
+    def of_the_owner(param: torch.Tensor) -> dict:
+        part.model_param_gbuf_map, full = original, part.model_param_gbuf_map
+        try:
+            return ranges(owners.get(param, param))
+        finally:
+            part.model_param_gbuf_map = full
+
+    part._get_model_param_range_map = of_the_owner
+    try:
+        yield
+    finally:
+        part.model_param_gbuf_map = original
+        del part._get_model_param_range_map
+
+
+class _Gathering:
+    """The distributed optimizer's parameter buffers, as they are written and gathered into a weight store."""
+
+    def __init__(self, ddp: Any, group: dist.ProcessGroup):
+        self._ddp, self._buffers = ddp, list(ddp.buffers)
+        self._groups = [copy.copy(bucket_group) for bucket_group in ddp.bucket_groups]
+        for bucket_group in self._groups:
+            use_group(bucket_group, group)
+
+    def point_to(self, data: list[torch.Tensor]) -> None:
+        """Let the optimizer write its shards to `data`, one flat tensor a buffer."""
+        for buffer, flat in zip(self._buffers, data):
+            for bucket in buffer.buckets:
+                bucket.param_data = flat[bucket.offset : bucket.offset + bucket.param_data.numel()]
+        for bucket_group in self._groups:
+            bucket_group.cached_param_buffer_shard_list = [None] * len(bucket_group.buckets)
+
+    def gather(self) -> None:
+        for bucket_group in self._groups:
+            self._ddp._start_bucket_group_param_sync(bucket_group, force_sync=True)
