@@ -96,8 +96,8 @@ class LateStep:
     """Steps of one stage.
 
     ddp        the model chunk in Megatron's DistributedDataParallel
-    optimizer  Megatron's optimizer; its `step`, `zero_grad`, `scale_loss` and `get_loss_scale` are answered from here
-               from now on
+    optimizer  Megatron's optimizer; its `zero_grad` and `get_loss_scale` are answered from here from now on, its `step`
+               and `scale_loss` by the runtime
     scheduler  Megatron's OptimizerParamScheduler; stepped here from now on, after each batch that was not skipped
     stores     the weight versions; the newest must be the ones to start with
     slots      gradient slots, 1 or 2
@@ -144,7 +144,6 @@ class LateStep:
                 part.start_param_sync_for_bucket_group_subset = self._gathering.gather
         # Between the training step's calls of these, another batch's gradients are on their way.
         optimizer.zero_grad = lambda set_to_none=True: None
-        optimizer.scale_loss = lambda loss: self._loss_scale * loss
         optimizer.get_loss_scale = lambda: torch.tensor([self._logged_scale], device="cpu")
         scheduler.step = lambda increment: None
 
@@ -153,12 +152,16 @@ class LateStep:
         """The batch whose step has been started and not settled."""
         return None if self._pending is None else self._pending[0]
 
-    # The training thread calls the following three.
+    # The training thread calls the following.
 
     def open(self, batch: int) -> None:
         """Before the first backward of `batch`: its gradients start from zero, its losses have one scale."""
         self._slots.open()
         self._loss_scale = self._scales[batch]
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss of the batch that `open` was last called for, times its loss scale."""
+        return self._loss_scale * loss
 
     def start(self, batch: int, needed: set[int], tokens: torch.Tensor | None, report: Callable[[], StageReport]) -> None:
         """After the last backward of `batch`: start its reduction and step.
@@ -308,6 +311,9 @@ class _Model:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, param in self._inner.named_parameters():
             yield name, self._stand_ins.get(param, param)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return (param for _, param in self.named_parameters())
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         weight = self._inner.shared_embedding_or_output_weight()

@@ -107,6 +107,8 @@ class PipelineRuntime:
         """Take over the stage's weights and the optimizer's step. Called once, before a checkpoint is loaded."""
         self._optimizer, self._megatron_step = optimizer, optimizer.step
         optimizer.step = self.step
+        if self.schedule.late_step:  # the training loop takes the method before the first iteration
+            optimizer.scale_loss = lambda loss: self.late.scale_loss(loss)
         self._params = [param for chunk in model for param in chunk.parameters() if param.requires_grad]
         if not self.schedule.global_step:
             # Its stages step at different times, so norm and inf flag can span the tensor-parallel ranks only.

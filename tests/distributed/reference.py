@@ -68,6 +68,8 @@ class _Reference:
         self.groups = {id(mine): theirs for mine, theirs in zip(self.optimizer.param_groups, optimizer.param_groups)}
         self.versions = [self._snapshot()]
         self.scale = (self.args.loss_scale or self.args.initial_loss_scale) if self.args.fp16 else 1.0
+        # A batch is scaled as the newest step left it that is over wherever the batch begins.
+        self.scales = [self.scale] * (1 + self.rule.delay)
         self.good = 0
         self.hysteresis = self.args.hysteresis
         self.run = Run()
@@ -93,7 +95,6 @@ class _Reference:
                 mine.update({key: self.groups[id(mine)][key] for key in ("lr", "weight_decay")})
             gradients, losses = self._gradients(batch)
             self.run.losses.append(losses)
-            self.run.scales.append(self.scale)
             self._update(batch, gradients)
         self.run.weights = self.versions[-1]
         return self.run
@@ -110,7 +111,7 @@ class _Reference:
                 loss = total
             else:
                 loss = total / torch.clamp(tokens, min=1) / self.rule.microbatches
-            (loss * self.scale).backward()
+            (loss * self.scales[batch]).backward()
             for name, param in self.params.items():
                 sums[name].add_(param.grad)
                 param.grad = None
@@ -142,7 +143,7 @@ class _Reference:
         for name, main in self.main.items():
             main.grad = gradients[name].float()
             if self.args.fp16:
-                main.grad.mul_(1.0 / self.scale)
+                main.grad.mul_(1.0 / self.scales[batch])
         whole = [list(self.main)]
         finite = [self._is_finite(names) for names in (self.rule.norm_order if self.rule.per_stage else whole)]
         if self.args.fp16 and not self.args.loss_scale:
@@ -156,6 +157,8 @@ class _Reference:
         if all(finite):  # Megatron moves the learning rate on when all ranks have stepped
             self.scheduler.step(increment=self.args.global_batch_size)
         self.run.skipped.append(int(not all(finite)))
+        self.scales.append(self.scale)
+        self.run.scales.append(self.scale)
         self.versions.append(self._snapshot())
 
     def _is_finite(self, names: list[str]) -> bool:

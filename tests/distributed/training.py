@@ -6,6 +6,8 @@ so that every split of a model over stages and tensor ranks starts from the same
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import sys
 import zlib
@@ -43,7 +45,8 @@ class Run:
     losses: list[torch.Tensor] = field(default_factory=list)  # float32 scalars, last stage only
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)  # after the iteration's step
+    iterations: list[int] = field(default_factory=list)  # as the log lines name them
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)  # in the order in which the optimizer adds up the norm
     events: list[str] = field(default_factory=list)  # the runtime's actions
@@ -56,7 +59,7 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     from megatron_2bw.launch import launch
 
     run, models = Run(), []
-    setup, step = training.setup_model_and_optimizer, training.train_step
+    setup, step, log = training.setup_model_and_optimizer, training.train_step, training.training_log
 
     def observed_setup(*args, **kwargs):
         model, optimizer, scheduler = setup(*args, **kwargs)
@@ -73,14 +76,21 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
         return model, optimizer, scheduler
 
     def observed_step(forward_step, data, model, optimizer, *args, **kwargs):
-        run.scales.append(float(optimizer.get_loss_scale()))
         result = step(forward_step, data, model, optimizer, *args, **kwargs)
         run.losses += [loss.detach().clone() for loss in result[0].values()]
-        run.skipped.append(result[1])
-        run.grad_norms.append(result[5])
         return result
 
+    @functools.wraps(log)
+    def observed_log(*args, **kwargs):
+        values = inspect.signature(log).bind(*args, **kwargs).arguments
+        run.iterations.append(values["iteration"])
+        run.skipped.append(values["skipped_iter"])
+        run.grad_norms.append(values["grad_norm"])
+        run.scales.append(values["loss_scale"])
+        return log(*args, **kwargs)
+
     training.setup_model_and_optimizer, training.train_step = observed_setup, observed_step
+    training.training_log = observed_log
     sys.argv = ["pretrain_gpt_2bw.py", *argv]
     launch("megatron_2bw.gpt")
     run.weights = {name: param.detach().clone() for name, param in canonical(models[0])}
