@@ -145,6 +145,9 @@ def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -
     message = message or idle_flag(args, sys.argv[1:] if argv is None else argv)
     if message:
         stop(message)
+    if schedule is not None and schedule.late_step and args.use_distributed_optimizer and args.overlap_grad_reduce:
+        # The late step gathers beside the computation anyway, and before a forward asks; Megatron's hooks would too.
+        args.overlap_param_gather = False
 
 
 @dataclass(frozen=True)

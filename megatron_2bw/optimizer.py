@@ -116,6 +116,8 @@ class LateStep:
         self._increment, self._alarm = increment, alarm
         self._groups = Groups(groups, self._parts[0].get_grad_stats_parallel_group(), timeout)
         self._slots = GradientSlots(ddp, slots, self._groups.data)
+        for part in self._parts:
+            _own_shards(part)
         self._gathering = _Gathering(ddp, self._groups.data)
         self._stand_ins = {param: _stand_in(param) for param in stores.params}
         self._places = [
@@ -371,6 +373,23 @@ def _shards_of_stand_ins(part: Any, stand_ins: dict[torch.nn.Parameter, torch.Te
     finally:
         part.model_param_gbuf_map = original
         del part._get_model_param_range_map
+
+
+def _own_shards(part: Any) -> None:
+    """Give the fp32 shards of a DistributedOptimizer memory of their own.
+
+    Megatron steps those of fp32 parameters inside the parameters' buffer, which is a weight version here.
+    """
+    shards = {
+        shard: torch.nn.Parameter(shard.detach().clone(), requires_grad=False)
+        for group in getattr(part, "shard_fp32_groups", ()) for shard in group
+    }
+    for shard, own in shards.items():
+        own.__dict__.update(shard.__dict__)
+    for places in (*getattr(part, "shard_fp32_groups", ()), *(g["params"] for g in part.param_groups)):
+        places[:] = [shards.get(tensor, tensor) for tensor in places]
+    if shards:
+        _rename_keys([part.optimizer.state], shards)
 
 
 class _Gathering:
