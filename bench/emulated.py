@@ -1,0 +1,154 @@
+"""Pipelines whose stages also sleep, so that many processes on few cores behave like as many devices.
+
+The Megatron rows train a tiny real GPT through the real entry path (parser, training loop, optimizer, data), and every
+stage's forward and backward sleeps on top. The peers of torch.distributed.pipelining run layers that sleep as long.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Observed:
+    """What one rank saw. ends: time.monotonic() at the end of each iteration (one clock for all processes)."""
+
+    ends: list[float] = field(default_factory=list)
+    peak_activations: int = 0  # microbatches (chunks of them, if interleaved) between their forward and backward
+    versions: int = 0  # weight storages that forwards ran on
+    losses: list[float] = field(default_factory=list)
+
+
+def iteration_seconds(runs: list[Observed], skip_first: int = 3, skip_last: int = 2) -> float:
+    """Median time from one end of an iteration to the next on the first stage, in the steady state.
+
+    The first iterations fill the pipeline and load code, the last ones empty it.
+    """
+    ends = runs[0].ends[skip_first - 1 : len(runs[0].ends) - skip_last]
+    return statistics.median(after - before for before, after in zip(ends, ends[1:]))
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, which takes its time."""
+
+    @staticmethod
+    def forward(ctx, tensor, forward, backward, note):
+        ctx.backward_seconds, ctx.note = backward, note
+        note(1)
+        time.sleep(forward)
+        return tensor.clone()  # not a view: Megatron frees the memory of outputs that it has sent
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.backward_seconds)
+        ctx.note(-1)
+        return gradient, None, None, None
+
+
+def train(rank: int, argv: list[str], forward: float, backward: float) -> Observed:
+    """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward` seconds a microbatch."""
+    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.training import training
+
+    from megatron_2bw.launch import launch
+
+    observed, storages, now = Observed(), set(), [0]
+    setup, step = training.setup_model_and_optimizer, training.train_step
+
+    def note(change: int) -> None:
+        now[0] += change
+        observed.peak_activations = max(observed.peak_activations, now[0])
+
+    def sleeping_setup(*args, **kwargs):
+        model, optimizer, scheduler = setup(*args, **kwargs)
+        for chunk in model:
+            decoder = get_attr_wrapped_model(chunk, "decoder")
+            weight = next(decoder.parameters())
+
+            def sleep(module, inputs, output, weight=weight):
+                if not torch.is_grad_enabled():
+                    return output
+                storages.add(weight.data_ptr())
+                return Sleep.apply(output, forward / len(model), backward / len(model), note)
+
+            decoder.register_forward_hook(sleep)
+        return model, optimizer, scheduler
+
+    @functools.wraps(step)
+    def timed_step(*args, **kwargs):
+        result = step(*args, **kwargs)
+        observed.ends.append(time.monotonic())
+        observed.losses += [float(loss) for loss in result[0].values()]
+        return result
+
+    training.setup_model_and_optimizer, training.train_step = sleeping_setup, timed_step
+    sys.argv = ["pretrain_gpt_2bw.py", *argv]
+    launch("megatron_2bw.gpt")
+    observed.versions = len(storages)
+    return observed
+
+
+class SleepingLayer(torch.nn.Module):
+    """A linear layer; half of the backward belongs to the input's gradient, half to the weight's."""
+
+    def __init__(self, size: int, forward: float, backward: float, note):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(size))
+        self.seconds, self.note = (forward, backward), note
+
+    def forward(self, x):
+        forward, backward = self.seconds
+        x = Sleep.apply(x, forward, backward / 2, self.note)
+        return torch.nn.functional.linear(x, Sleep.apply(self.weight, 0.0, backward / 2, lambda change: None))
+
+
+PEERS = {"torch-gpipe": 1, "torch-1f1b": 1, "torch-interleaved-1f1b": 2, "torch-zbv": 2}  # chunks a rank
+
+
+def train_with_torch(
+    rank: int, schedule: str, stages: int, microbatches: int, forward: float, backward: float, iterations: int
+) -> Observed:
+    """Run a schedule of torch.distributed.pipelining on layers that sleep, with SGD and without clipping."""
+    from torch.distributed.pipelining import (
+        PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble,
+    )
+
+    dist.init_process_group("gloo")
+    observed, now, chunks, size = Observed(versions=1), [0], PEERS[schedule], 16
+    kinds = {
+        "torch-gpipe": ScheduleGPipe, "torch-1f1b": Schedule1F1B,
+        "torch-interleaved-1f1b": ScheduleInterleaved1F1B, "torch-zbv": ScheduleZBVZeroBubble,
+    }
+
+    def note(change: int) -> None:
+        now[0] += change
+        observed.peak_activations = max(observed.peak_activations, now[0])
+
+    # ZBV goes down the ranks with the first chunks and back up with the second.
+    numbers = [rank, 2 * stages - 1 - rank] if schedule == "torch-zbv" else range(rank, chunks * stages, stages)
+    parts = []
+    for number in numbers:
+        layer = SleepingLayer(size, forward / chunks, backward / chunks, note)
+        parts.append(PipelineStage(layer, number, chunks * stages, torch.device("cpu")))
+    optimizer = torch.optim.SGD([p for part in parts for p in part.submod.parameters()], lr=1e-3)
+    runner = kinds[schedule](
+        parts if chunks > 1 else parts[0], microbatches, loss_fn=lambda output, target: (output - target).pow(2).mean()
+    )
+    batch = torch.ones(microbatches, size)
+    for _ in range(iterations):
+        optimizer.zero_grad()
+        first, last = any(part.is_first for part in parts), any(part.is_last for part in parts)
+        losses: list = []
+        runner.step(*([batch] if first else []), **({"target": batch * 2, "losses": losses} if last else {}))
+        optimizer.step()
+        observed.ends.append(time.monotonic())
+        observed.losses += [float(torch.stack(losses).mean())] if losses else []
+    dist.barrier()
+    return observed
