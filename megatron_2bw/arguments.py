@@ -189,13 +189,6 @@ class Refusal:
         }.get(self.scope, f"does not work with --pipeline-schedule {args.pipeline_schedule}")
 
 
-def _interleaved_layout(args: argparse.Namespace) -> bool:
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
-    return bool(layout) and PipelineParallelLayerLayout.get_num_stages_from_str(layout) > stages
-
-
 def _sharded_weights(args: argparse.Namespace) -> bool:
     # Megatron sets it to the tensor-parallel size if it is not given.
     return (args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size
@@ -219,10 +212,6 @@ _NEEDS_GPU = f"it needs a GPU; {_OUT}"
 
 REFUSED: tuple[Refusal, ...] = (
     # The entry script and its model, whatever the schedule.
-    Refusal("--num-layers-per-virtual-pipeline-stage", _ONE_CHUNK, "any"),
-    Refusal("--num-virtual-stages-per-pipeline-rank", _ONE_CHUNK, "any"),
-    Refusal("--pipeline-model-parallel-layout",
-            f"it has more stages than --pipeline-model-parallel-size, and {_ONE_CHUNK}", "any", _interleaved_layout),
     Refusal("--yaml-cfg", "it would drop the flags of the command line; give Megatron's flags instead", "any"),
     Refusal("--hybrid-layer-pattern", "hybrid models are not supported; train a GPT", "any"),
     Refusal("--hybrid-override-pattern", "hybrid models are not supported; train a GPT", "any"),
@@ -254,6 +243,8 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--init-method-xavier-uniform", _BROKEN, "any"),
     Refusal("--config-logger-dir", _BROKEN, "any"),
     # This project's schedules.
+    Refusal("--num-layers-per-virtual-pipeline-stage", _ONE_CHUNK),
+    Refusal("--num-virtual-stages-per-pipeline-rank", _ONE_CHUNK),
     Refusal("--pipeline-model-parallel-layout",
             "layouts are not supported yet; use --decoder-first-pipeline-num-layers for an uneven split"),
     Refusal("--cuda-graph-impl", _GRAPHS, asked=lambda a: a.cuda_graph_impl != "none"),
@@ -275,6 +266,8 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--cpu-offloading-num-layers", _ORDER),
     Refusal("--optimizer-cpu-offload", _NOT_YET),
     Refusal("--step-batch-size-schedule", _BATCH_SIZE),
+    Refusal("--timing-log-level", "its barriers would hold all stages up; add --no-barrier-with-level-1-timing", "2bw",
+            lambda a: a.timing_log_level >= 1 and a.barrier_with_L1_time),
     # Those of them whose microbatches cross iterations.
     Refusal("--decrease-batch-size-if-needed", _BATCH_SIZE, "no flush"),
     Refusal("--use-distributed-optimizer", f"its shards have one version; {_OUT}", "pipedream"),

@@ -13,7 +13,7 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args as model_config  # noqa: F401  `launch` calls it
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
@@ -32,15 +32,20 @@ def forward_step(data_iterator, model):
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, model.training)
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, model.training, vp_stage)
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss, loss_mask)
 
 
-def get_batch(data_iterator, training: bool = True):
-    """The fields of the next microbatch that this stage needs, None for the others (all on middle stages)."""
-    first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
+def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None):
+    """The fields of the next microbatch that this stage needs, None for the others (all on middle stages).
+
+    vp_stage: the number of the model chunk on this rank, with Megatron's interleaved stages.
+    """
+    first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     if not (first or last):
         return (None,) * len(FIELDS)
     args = get_args()
@@ -91,7 +96,7 @@ def _check(total: torch.Tensor) -> None:
         )
 
 
-def datasets_provider(samples: list[int]):
+def datasets_provider(samples: list[int], vp_stage: int | None = None):
     """Training, validation and test datasets with at least `samples` samples each."""
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 from megatron_2bw import arguments, cpu
@@ -50,11 +51,32 @@ def launch(task: str) -> None:
     module = importlib.import_module(task)
     try:
         config = pretrain_cfg_container_from_args(args, module.model_config(args))
-        pretrain(config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step)
+        try:
+            pretrain(config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step)
+        except SystemExit as end:  # so Megatron leaves before the last iteration
+            if end.code in (None, 0):
+                _merge_trace(args)
+            raise
+        _merge_trace(args)
     except Exception as error:
         if hasattr(args, "curr_iteration"):  # training has begun
             raise
         stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
+
+
+def _merge_trace(args) -> None:
+    """With --two-bw-trace: once all stages have written theirs, join and draw them."""
+    import torch.distributed as dist
+
+    from megatron_2bw import trace
+
+    if args.two_bw_trace is None:
+        return
+    if dist.is_initialized():
+        dist.barrier()
+    if args.rank == 0:
+        files = " and ".join(map(str, trace.merge(args.two_bw_trace)))
+        print(f"> --two-bw-trace: wrote {files}", flush=True)
 
 
 def make_runtime(args):
@@ -63,6 +85,9 @@ def make_runtime(args):
     from megatron_2bw.schedules import SCHEDULES, TwoBW
 
     schedule = SCHEDULES[args.pipeline_schedule]
+    alarm = None
+    if schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins):
+        alarm = partial(_wants_to_end, args)
     return PipelineRuntime(
         TwoBW(args.two_bw_gradient_slots) if schedule.late_step else schedule,
         lambda: Progress(args.curr_iteration, args.train_iters),
@@ -70,7 +95,18 @@ def make_runtime(args):
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         timed=args.timing_log_level >= 2,
         trace=args.two_bw_trace,
+        alarm=alarm,
     )
+
+
+def _wants_to_end(args) -> bool:
+    """Whether --exit-signal-handler or --exit-duration-in-mins ends the run, as far as this rank knows."""
+    from megatron.training import get_signal_handler, training
+
+    if args.exit_signal_handler and get_signal_handler()._signal_received:
+        return True
+    minutes = (time.time() - training._TRAIN_START_TIME) / 60
+    return bool(args.exit_duration_in_mins) and minutes > args.exit_duration_in_mins
 
 
 def stop(message: str) -> NoReturn:

@@ -380,9 +380,9 @@ def _paths(args: Args) -> str | None:
             continue
         if not Path(path, "latest_checkpointed_iteration.txt").is_file() and args.ckpt_step is None:
             return f"{flag} {path}: there is no checkpoint (no file latest_checkpointed_iteration.txt)"
-    for flag in ("--save", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path"):
+    for flag in ("--save", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path", "--two-bw-trace"):
         path = value(args, flag)
-        if not path or "://" in path:
+        if not path or "://" in str(path):
             continue
         parent = Path(path).absolute()
         while not parent.exists():
@@ -404,15 +404,19 @@ def _spec(args: Args) -> str | None:
     return None
 
 
-def _exchange(args: Args) -> str | None:
+def _own_flags(args: Args) -> str | None:
     if args.two_bw_exchange == "nccl" and args.distributed_backend == "gloo":
         return "--two-bw-exchange nccl needs --distributed-backend nccl"
-    if args.two_bw_exchange != "auto" and args.pipeline_schedule == "megatron":
-        return "--two-bw-exchange has no effect with --pipeline-schedule megatron: leave it out"
+    if args.pipeline_schedule == "megatron":
+        for flag, default in (("--two-bw-exchange", "auto"), ("--two-bw-trace", None)):
+            if value(args, flag) != default:
+                return f"{flag} has no effect with --pipeline-schedule megatron: leave it out"
+    if args.pipeline_schedule != "2bw" and args.two_bw_gradient_slots != 2:
+        return "--two-bw-gradient-slots has no effect without --pipeline-schedule 2bw: leave it out"
     return None
 
 
 MISTAKES: tuple[Callable[[Args], str | None], ...] = (
     _missing, _out_of_range, _contradiction, _incomplete, _processes, _too_few_microbatches, _widths, _split_of_layers,
-    _recompute, _learning_rate, _paths, _data, _split, _empty_share, _tokenizer, _packages, _spec, _exchange,
+    _recompute, _learning_rate, _paths, _data, _split, _empty_share, _tokenizer, _packages, _spec, _own_flags,
 )

@@ -1,6 +1,7 @@
-"""What a Megatron-LM source checkout calls once `patches/` is applied to it: its two hooks, without any rebinding.
+"""What a Megatron-LM source checkout calls once `patches/` is applied to it: its two hooks.
 
-There `--pipeline-schedule` is a flag like any other, and every entry script of the checkout has the schedules.
+What a late step changes in the training loop beside them is rebound there too (`patches.for_late_step`). In a checkout
+`--pipeline-schedule` is a flag like any other, and every entry script of the checkout has the schedules.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from megatron.core.optimizer import get_megatron_optimizer as megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_schedule
 
-from megatron_2bw import arguments
+from megatron_2bw import arguments, patches
 from megatron_2bw.launch import make_runtime, stop
 
 _runtimes: list[Any] = []  # the one runtime of this process, made when it is first asked for
@@ -25,7 +26,10 @@ def _runtime():
     if args.pipeline_schedule == "megatron":
         return None
     if not _runtimes:
-        _runtimes.append(make_runtime(args))
+        runtime = make_runtime(args)
+        if runtime.schedule.late_step:
+            patches.apply(patches.for_late_step(runtime))
+        _runtimes.append(runtime)
     return _runtimes[0]
 
 

@@ -54,7 +54,7 @@ class Outcome:
     loss_scale: float  # after the step
     learning_rate: float | None  # after the step
     stages: tuple[StageReport, ...]
-    alarms: int  # see `LateStep`
+    alarm: bool  # see `LateStep`
 
 
 class Groups:
@@ -104,12 +104,12 @@ class LateStep:
     increment  samples of a batch, by which the scheduler advances
     groups     Megatron's ProcessGroupCollection
     first      the first batch
-    alarm      asked at each REDUCE; the highest answer of all ranks is in the Outcome (0: nothing)
+    alarm      asked at each REDUCE; the Outcome tells whether any rank of the world said yes
     """
 
     def __init__(
         self, ddp: Any, optimizer: Any, scheduler: Any, stores: WeightStores, *, slots: int, increment: int,
-        groups: Any, first: int, timeout: timedelta | None = None, alarm: Callable[[], int] | None = None,
+        groups: Any, first: int, timeout: timedelta | None = None, alarm: Callable[[], bool] | None = None,
     ):
         self._parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer])]
         self._optimizer, self._stores = optimizer, stores
@@ -174,7 +174,7 @@ class LateStep:
         """
         assert self._pending is None, f"batch {self.pending} is not settled"
         target, slot = self._stores.reserve(needed), self._slots.flip()
-        alarm = self._alarm() if self._alarm is not None else 0
+        alarm = self._alarm is not None and self._alarm()
         ready = torch.cuda.Event()
         ready.record()
         job = partial(self._update, batch, target, slot, tokens, self._scales.pop(batch), report, alarm, ready)
@@ -195,7 +195,7 @@ class LateStep:
 
     def _update(
         self, batch: int, target: int, slot: Slot, tokens: torch.Tensor | None, scale: torch.Tensor,
-        report: Callable[[], StageReport], alarm: int, ready: torch.cuda.Event,
+        report: Callable[[], StageReport], alarm: bool, ready: torch.cuda.Event,
     ) -> tuple[Outcome, torch.Tensor, torch.cuda.Event]:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
@@ -207,7 +207,7 @@ class LateStep:
             self._model.config.finalize_model_grads_func(
                 [self._model.with_gradients(slot)], tokens, pg_collection=self._groups.megatron
             )
-            stages, alarm = self._exchange(report()), self._highest(alarm)  # before the step: it waits for nobody then
+            stages, alarm = self._exchange(report()), self._any(alarm)  # before the step: it waits for nobody then
             with self._parameters_replaced(target), self._scaled_by(scale):
                 stepped, grad_norm, zeros = self._megatron.step()
                 self._megatron.zero_grad()
@@ -234,12 +234,13 @@ class LateStep:
         dist.all_gather(all_stages, own, group=group)
         return tuple(StageReport(*stage.tolist()) for stage in all_stages)
 
-    def _highest(self, alarm: int) -> int:
+    def _any(self, alarm: bool) -> bool:
+        """Whether any rank of the world gives alarm; no traffic if nobody can."""
         if self._alarm is None:
-            return 0
-        value = torch.tensor([alarm], device="cpu")
+            return False
+        value = torch.tensor([int(alarm)], device="cpu")
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._groups.world)
-        return int(value)
+        return bool(value)
 
     @contextlib.contextmanager
     def _parameters_replaced(self, target: int) -> Iterator[None]:

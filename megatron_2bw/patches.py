@@ -6,10 +6,11 @@ drifted from any of them, nothing is rebound and the program stops with one line
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +183,9 @@ def for_late_step(runtime: Any) -> list[Patch]:
     def before_leaving(original: Callable) -> Callable:
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args, **kwargs):
-            leave = original(*args, **kwargs)
+            # Megatron asks all ranks in every iteration; here the late step has asked them in the background.
+            with contextlib.nullcontext() if runtime.alarmed else _without_asking_to_exit():
+                leave = original(*args, **kwargs)
             if leave:
                 runtime.finish()
             return leave
@@ -217,6 +220,20 @@ def for_late_step(runtime: Any) -> list[Patch]:
         Patch(loop, "save_checkpoint_and_time",
               (state[3], *state[:3], *state[4:6], "non_persistent_ckpt", "train_data_iterator"),
               "a checkpoint holds the newest weights", after_finish),
-        Patch(loop, "checkpoint_and_decide_exit", state, "a run that ends has logged all its iterations",
+        Patch(loop, "checkpoint_and_decide_exit", state,
+              "a run that ends has logged all its iterations; signals and the time limit need no collective",
               before_leaving),
     ]
+
+
+@contextlib.contextmanager
+def _without_asking_to_exit() -> Iterator[None]:
+    from megatron.training import get_args
+
+    args = get_args()
+    asked = args.exit_signal_handler, args.exit_duration_in_mins
+    args.exit_signal_handler, args.exit_duration_in_mins = False, None
+    try:
+        yield
+    finally:
+        args.exit_signal_handler, args.exit_duration_in_mins = asked

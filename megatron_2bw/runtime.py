@@ -80,11 +80,13 @@ class PipelineRuntime:
     timeout    likewise
     timed      whether Megatron's timers synchronise with the GPU inside forwards and backwards
     trace      the folder of --two-bw-trace
+    alarm      whether this rank wants the run to end (a signal, its duration); asked once an iteration
     """
 
     def __init__(
         self, schedule: Schedule, progress: Callable[[], Progress], transport: str = "auto",
         timeout: timedelta | None = None, timed: bool = False, trace: Path | None = None,
+        alarm: Callable[[], bool] | None = None,
     ):
         self.schedule, self.progress = schedule, progress
         self.transport, self.timeout, self.timed = transport, timeout, timed
@@ -98,7 +100,8 @@ class PipelineRuntime:
         self._exchange = Exchange()
         self._step: Action | None = None  # the step that Megatron's optimizer call has to execute next
         self._scheduler: Any = None
-        self._trace = trace
+        self._trace, self._alarm = trace, alarm
+        self.alarmed = False  # a rank's alarm has gone off, as all ranks know by the same iteration
         self._writer: TraceWriter | None = None
 
     # Megatron calls the following.
@@ -173,11 +176,14 @@ class PipelineRuntime:
         action, self._step = self._step, None
         if action is None:
             raise RuntimeError("the optimizer's step was called without an iteration of the schedule before it")
+        asked = self._recorder.mark()
         if self.stores is None:
-            return self._megatron_step()
-        with self.stores.writing(self._versions_still_read(action)) as write:
             result = self._megatron_step()
-            write.stepped = bool(result[0])
+        else:
+            with self.stores.writing(self._versions_still_read(action)) as write:
+                result = self._megatron_step()
+                write.stepped = bool(result[0])
+        self._recorder.add(action, asked, asked, self._recorder.mark())
         return result
 
     def finish(self) -> None:
@@ -237,7 +243,7 @@ class PipelineRuntime:
         self.late = LateStep(
             call.model, self._optimizer, self._scheduler, self.stores, slots=self.schedule.gradient_slots,
             increment=samples * mpu.get_data_parallel_world_size(), groups=call.groups, first=progress.iteration,
-            timeout=self.timeout,
+            timeout=self.timeout, alarm=self._alarm,
         )
         self.logbook = Logbook()
 
@@ -272,18 +278,21 @@ class PipelineRuntime:
             start = self._backward(action, call)
         elif action.kind == REDUCE:
             self._reduce(action, call)
-        elif self.late is None:
+        elif self.late is None:  # Megatron's call of the optimizer's step executes and records it
             self._step = action
+            return
         elif self.late.pending == action.microbatch:  # else an evaluation or a checkpoint has settled it
             self._settle()
             start = self._recorder.mark()
         self._recorder.add(action, asked, start, self._recorder.mark())
 
     def _settle(self) -> None:
-        self.logbook.settled(self.late.settle())
+        outcome = self.late.settle()
+        self.alarmed |= outcome.alarm
+        self.logbook.settled(outcome)
 
     def _report(self, marks: list) -> StageReport:
-        """What happened since the last report; called in the late step's thread."""
+        """What happened since the last report; called in the late step's thread if there is one."""
         records = self._recorder.resolve(marks)
         if self._writer is not None:
             self._writer.write(records)
@@ -353,7 +362,7 @@ class PipelineRuntime:
                 action.microbatch, self._versions_still_read(to_come), tokens, partial(self._report, marks)
             )
             return
-        self._recorder.cut()
+        self._report(self._recorder.cut())
         call.config.finalize_model_grads_func(
             [call.model], tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
         )

@@ -131,3 +131,9 @@ def test_flush_schedules_with_few_microbatches(schedule):
 def test_one_stage_with_a_flush_is_megatrons():
     runs, expected = (run_pipeline(command(1, 3, schedule), 1) for schedule in ("pipedream-flush", "megatron"))
     assert_same_runs(runs, expected, exact=True)
+
+
+def test_megatrons_interleaved_stages():
+    """The entry script feeds Megatron's interleaved schedule too: two chunks a stage, the same numbers."""
+    runs = two_stages(UNTIED, schedule="megatron", clip_grad=0, num_virtual_stages_per_pipeline_rank=2)
+    assert_same_runs(runs, two_stages(UNTIED, schedule="megatron", clip_grad=0), exact=True)

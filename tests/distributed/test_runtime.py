@@ -109,13 +109,16 @@ def train_like_nccl(rank: int, argv: list[str]) -> Run:
     return train(rank, argv)
 
 
+BARRIERLESS = "--no-barrier-with-level-1-timing"
+
+
 @pytest.mark.parametrize("schedule, stages, microbatches", [
     ("2bw", 2, 2), ("2bw", 4, 4), ("pipedream-flush", 2, 3), ("gpipe", 2, 3), ("no-pipelining", 2, 2),
     ("pipedream", 2, 1),
 ])
 def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches):
     """--timing-log-level 2 on NCCL: no receive may be posted whose message this stage has yet to cause."""
-    argv = command(stages, microbatches, schedule, UNTIED, train_iters=4, timing_log_level=2)
+    argv = command(stages, microbatches, schedule, UNTIED, BARRIERLESS, train_iters=4, timing_log_level=2)
     plain = run_world(stages, train, command(stages, microbatches, schedule, UNTIED, train_iters=4))
     runs = run_world(stages, train_like_nccl, argv, timeout=60)
     assert_same_runs(runs, plain, exact=True)

@@ -63,9 +63,10 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
 
     def observed_setup(*args, **kwargs):
         model, optimizer, scheduler = setup(*args, **kwargs)
-        initialise(model[0])
+        for chunk in model:
+            initialise(chunk)
         optimizer.reload_model_params()
-        names = {id(owner): name for name, owner in optimizer_params(model[0]).items()}
+        names = {id(owner): name for chunk in model for name, owner in optimizer_params(chunk).items()}
         # A tied output layer is `shared`: its copy of the embedding does not count in the norm. The distributed
         # optimizer steps nameless shards.
         counted = [param for param in optimizer.get_parameters() if not getattr(param, "shared", False)]
@@ -93,7 +94,7 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     training.training_log = observed_log
     sys.argv = ["pretrain_gpt_2bw.py", *argv]
     launch("megatron_2bw.gpt")
-    run.weights = {name: param.detach().clone() for name, param in canonical(models[0])}
+    run.weights = {name: param.detach().clone() for chunk in models for name, param in canonical(chunk)}
     if finish is not None:
         finish(run, models[0])
     return run

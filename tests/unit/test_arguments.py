@@ -88,9 +88,10 @@ VALUES: dict[str, str] = {
     "--cuda-graph-impl": "local",
     "--tensor-parallel-num-weight-shards": "2", "--num-experts": "4", "--fp8-format": "e4m3", "--fp4-format": "e2m1",
     "--pipeline-model-parallel-comm-backend": "nccl", "--cpu-offloading-num-layers": "1",
-    "--step-batch-size-schedule": "8:4", "--optimizer": "muon", "--iterations-to-skip": "2 3",
+    "--step-batch-size-schedule": "8:4", "--timing-log-level": "1", "--optimizer": "muon", "--iterations-to-skip": "2 3",
     "--result-rejected-tracker-filename": "{}/rejected", "--phase-transition-iterations": "2,4",
     "--rerun-mode": "validate_results", "--save-activations-interval": "2", "--save-dgrads-interval": "2",
+    "--num-distributed-optimizer-instances": "2", "--ddp-param-name-patterns-for-fp32-local-accumulation": "all",
     "--save-wgrads-interval": "2", "--save-params-interval": "2", "--context-parallel-size": "2",
     "--nccl-communicator-config-path": "{}/nccl.yaml", "--gpu-sniff-test-interval": "2",
     "--flash-attention-version": "2", "--symmetric-ar-type": "two_shot", "--position-embedding-type": "relative",
@@ -103,7 +104,9 @@ def refused_command(refusal: Refusal, folder: str = "folder") -> tuple[list[str]
     schedule = schedule if schedule in SCHEDULES else "megatron"
     flags = [refusal.flag, *VALUES.get(refusal.flag, "").format(folder).split()]
     if refusal.flag == "--pipeline-model-parallel-layout":
-        flags.append("Et|t|t|tL" if refusal.scope == "any" else "Ett|ttL")
+        flags.append("Ett|ttL")
+    if refusal.flag == "--num-distributed-optimizer-instances":
+        flags += ["--use-distributed-optimizer", "--overlap-grad-reduce"]
     if refusal.flag == UNTIED:
         flags = []  # it is refused that the flag is not given
     elif schedule == "pipedream":
@@ -219,7 +222,8 @@ MISTAKEN = [
     line("--no-initialization needs --load", "--no-initialization"),
     line("--no-pad-vocab-size needs --padded-vocab-size", "--no-pad-vocab-size"),
     line("--wandb-project needs --wandb-save-dir", wandb_project="project"),
-    line("--num-distributed-optimizer-instances needs --use-dist", num_distributed_optimizer_instances=2),
+    line("--num-distributed-optimizer-instances needs --use-dist", schedule="gpipe",
+         num_distributed_optimizer_instances=2),
     line("--pipeline-model-parallel-size 3 needs a multiple of 3 processes, but there are 2", stages=3, microbatches=3),
     line("--tensor-model-parallel-size 2 needs a multiple of 4 processes", tensor_model_parallel_size=2),
     line("--global-batch-size 5 is not a multiple of --micro-batch-size 2 x 1 pipelines", global_batch_size=5),
@@ -262,7 +266,12 @@ MISTAKEN = [
     line("--spec no.module layer: No module named", "--spec", "no.module", "layer"),
     line("--spec one: give a module", "--spec", "one"),
     line("--two-bw-exchange nccl needs --distributed-backend nccl", two_bw_exchange="nccl"),
-    line("--two-bw-exchange has no effect", schedule="megatron", two_bw_exchange="gloo"),
+    line("--two-bw-exchange has no effect with --pipeline-schedule megatron", schedule="megatron",
+         two_bw_exchange="gloo"),
+    line("--two-bw-trace has no effect with --pipeline-schedule megatron", schedule="megatron", two_bw_trace="folder"),
+    line("--two-bw-trace /proc/version/trace: /proc/version is not a folder", two_bw_trace="/proc/version/trace"),
+    line("--two-bw-gradient-slots has no effect without --pipeline-schedule 2bw", schedule="gpipe",
+         two_bw_gradient_slots=1),
     line("use --global-batch-size 4 or more", microbatches=1),
     line("--rotary-percent has no effect without --position-embedding-type rope", rotary_percent=0.5),
     line("--save-interval has no effect without --save", save_interval=2),
@@ -287,7 +296,7 @@ ACCEPTED = [
     ["--save", "folder", "--save-interval", "2", "--load", "folder"], ["--exit-interval", "3"],
     ["--exit-signal-handler"], ["--exit-duration-in-mins", "5"], ["--dataloader-type", "cyclic"],
     ["--decoder-first-pipeline-num-layers", "3"], ["--skip-train"], ["--log-params-norm", "--log-num-zeros-in-grad"],
-    ["--timing-log-level", "2", "--log-throughput"], ["--use-mcore-models"],
+    ["--timing-log-level", "2", "--no-barrier-with-level-1-timing", "--log-throughput"], ["--use-mcore-models"],
     ["--optimizer", "sgd", "--sgd-momentum", "0.5"],
     ["--check-weight-hash-across-dp-replicas-interval", "2"], ["--attention-softmax-in-fp32"], ["--manual-gc"],
     ["--distributed-backend", "gloo", "--transformer-impl", "local"], ["--rerun-mode", "disabled"],
@@ -301,6 +310,25 @@ def test_sane_command_lines_are_accepted(schedule, flags):
     if schedule == "pipedream":
         flags = [*flags, UNTIED]
     assert complaint(command(2, 2, schedule, *flags), 2) is None
+
+
+DISTRIBUTED = ["--use-distributed-optimizer"]
+OVERLAPPED = [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"]
+
+
+@pytest.mark.parametrize("flags", [DISTRIBUTED, OVERLAPPED, ["--two-bw-gradient-slots", "1"],
+                                   ["--two-bw-trace", "folder"], ["--two-bw-exchange", "gloo"]], ids=" ".join)
+def test_flags_of_2bw_are_accepted(flags):
+    assert complaint(command(2, 2, "2bw", *flags), 2) is None
+
+
+def test_the_late_step_gathers_in_megatrons_stead():
+    """Megatron's hooks, which would gather a second time, are not installed."""
+    for schedule, hooks in (("2bw", False), ("pipedream-flush", True), ("megatron", True)):
+        argv = command(2, 2, schedule, *OVERLAPPED)
+        args = parse(argv, 2)
+        check(args, stop, argv)
+        assert args.overlap_param_gather is hooks
 
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)

@@ -24,12 +24,25 @@ class Runtime:
     adopted = None
     forward_backward = staticmethod(lambda: "ours")
 
+    finished = 0
+    logbook = None
+    alarmed = False
+
     def adopt(self, model, optimizer):
         self.adopted = (model, optimizer)
 
+    def adopt_scheduler(self, scheduler):
+        self.scheduler = scheduler
+
+    def finish(self):
+        self.finished += 1
+
 
 def all_patches() -> list[patches.Patch]:
-    return patches.repairs() + patches.for_cpu() + patches.for_schedule(Runtime())
+    runtime = Runtime()
+    return [
+        *patches.repairs(), *patches.for_cpu(), *patches.for_schedule(runtime), *patches.for_late_step(runtime),
+    ]
 
 
 @pytest.mark.parametrize("patch", all_patches(), ids=lambda patch: patch.name)
@@ -107,6 +120,71 @@ def test_the_optimizer_is_adopted():
     optimizer = types.SimpleNamespace()
     assert patch.replace(lambda config, chunks: optimizer)("config", ["chunk"]) is optimizer
     assert runtime.adopted == (["chunk"], optimizer)
+
+
+def late(runtime: Runtime, name: str):
+    (patch,) = [patch for patch in patches.for_late_step(runtime) if patch.name == name]
+    return patch.replace
+
+
+def test_what_reads_the_newest_weights_finishes_the_step_first():
+    runtime = Runtime()
+    for name in ("calc_params_l2_norm", "check_param_hashes_across_dp_replicas", "save_checkpoint_and_time"):
+        before = runtime.finished
+        assert late(runtime, name)(lambda *args: runtime.finished)("model") == before + 1
+
+
+def test_ranks_are_not_asked_to_exit_until_the_alarm_goes_off(monkeypatch):
+    import megatron.training
+
+    runtime, args = Runtime(), argparse.Namespace(exit_signal_handler=True, exit_duration_in_mins=5)
+    monkeypatch.setattr(megatron.training, "get_args", lambda: args)
+    seen = []
+    decide = late(runtime, "checkpoint_and_decide_exit")(
+        lambda: seen.append((args.exit_signal_handler, args.exit_duration_in_mins))
+    )
+    decide()
+    runtime.alarmed = True
+    decide()
+    assert seen == [(False, None), (True, 5)]
+    assert (args.exit_signal_handler, args.exit_duration_in_mins) == (True, 5)
+
+
+def test_a_run_that_leaves_finishes_its_step():
+    runtime = Runtime()
+    runtime.alarmed = True
+    assert late(runtime, "checkpoint_and_decide_exit")(lambda: False)() is False and runtime.finished == 0
+    assert late(runtime, "checkpoint_and_decide_exit")(lambda: True)() is True and runtime.finished == 1
+
+
+def test_no_reduction_over_the_stages_is_left_in_the_training_step():
+    def reduced(*args, **kwargs):
+        raise AssertionError("a collective")
+
+    assert late(Runtime(), "logical_and_across_model_parallel_group")(reduced)(True, group="mp") is True
+    assert late(Runtime(), "reduce_max_stat_across_model_parallel_group")(reduced)(1.5, group="mp") == 1.5
+
+
+def test_the_scheduler_is_adopted():
+    runtime = Runtime()
+    assert late(runtime, "get_optimizer_param_scheduler")(lambda optimizer: "scheduler")("optimizer") == "scheduler"
+    assert runtime.scheduler == "scheduler"
+
+
+def test_lines_of_the_log_are_kept_for_later():
+    kept = []
+    runtime = Runtime()
+    runtime.logbook = types.SimpleNamespace(
+        add=lambda write, values: kept.append(values) or "flag", line=lambda text: text + " more"
+    )
+
+    def training_log(loss_dict, iteration, report_memory_flag, is_first_iteration=False): ...
+
+    assert late(runtime, "training_log")(training_log)({}, 3, report_memory_flag=True) == "flag"
+    assert kept == [{"loss_dict": {}, "iteration": 3, "report_memory_flag": True, "is_first_iteration": False}]
+    printed = []
+    late(runtime, "print_rank_last")(printed.append)("line")
+    assert printed == ["line more"]
 
 
 def test_a_patched_checkout_leaves_megatrons_own_schedule_alone(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_2bw.schedules import (
-    SCHEDULE_NAMES, SCHEDULES, Action, Schedule, ScheduleError, Shape, check_actions, parse, validate,
+    SCHEDULE_NAMES, SCHEDULES, Action, Schedule, ScheduleError, Shape, TwoBW, check_actions, parse, validate,
 )
 from megatron_2bw.schedules.validator import grid
 
@@ -41,10 +41,38 @@ def test_all_shapes_are_valid(name, first, iterations):
 def test_2bw_is_figure_2_of_the_paper():
     """Two iterations of d = m = 4 on the first and the last stage, written out by hand from the paper's rule."""
     shape = Shape(4, 4, 0, 3)
-    assert text(TWO_BW.actions(shape, 0, 0)) == "F0@0 F1@0 F2@0 F3@0 B0@0 F4@0 B1@0 F5@0 B2@0 F6@0 B3@0 R0@0 S0@1"
-    assert text(TWO_BW.actions(shape, 0, 1)) == "F7@0 B4@0 F8@1 B5@0 F9@1 B6@0 F10@1 B7@0 R1@1 S1@2"
-    assert text(TWO_BW.actions(shape, 0, 2)) == "F11@1 B8@1 B9@1 B10@1 B11@1 R2@2 S2@3"
-    assert text(TWO_BW.actions(shape, 3, 1)) == "F4@0 B4@0 F5@0 B5@0 F6@0 B6@0 F7@0 B7@0 R1@1 S1@2"
+    assert text(TWO_BW.actions(shape, 0, 0)) == "F0@0 F1@0 F2@0 F3@0 B0@0 F4@0 B1@0 F5@0 B2@0 F6@0 B3@0 R0@0"
+    assert text(TWO_BW.actions(shape, 0, 1)) == "F7@0 B4@0 S0@1 F8@1 B5@0 F9@1 B6@0 F10@1 B7@0 R1@1"
+    assert text(TWO_BW.actions(shape, 0, 2)) == "F11@1 B8@1 B9@1 B10@1 S1@2 B11@1 R2@2 S2@3"
+    assert text(TWO_BW.actions(shape, 2, 1)) == "F5@0 B4@0 F6@0 B5@0 F7@0 B6@0 S0@1 F8@1 B7@0 R1@1"
+    assert text(TWO_BW.actions(shape, 3, 1)) == "F4@0 B4@0 F5@0 B5@0 F6@0 B6@0 F7@0 S0@1 B7@0 R1@1"
+
+
+def test_2bw_with_one_gradient_slot_steps_before_the_next_gradients():
+    shape = Shape(4, 4, 0, 3)
+    assert text(TwoBW(1).actions(shape, 0, 1)) == "F7@0 S0@1 B4@0 F8@1 B5@0 F9@1 B6@0 F10@1 B7@0 R1@1"
+    assert text(TwoBW(1).actions(shape, 3, 1)) == "F4@0 S0@1 B4@0 F5@0 B5@0 F6@0 B6@0 F7@0 B7@0 R1@1"
+
+
+@pytest.mark.parametrize("gradient_slots", [1, 2])
+@pytest.mark.parametrize("stages, microbatches", [(1, 1), (2, 2), (3, 7), (4, 4), (8, 9)])
+def test_2bw_keeps_its_windows(stages, microbatches, gradient_slots):
+    """The step of batch j: after its reduction, before the first reader of W(j+1), before the next reduction, and
+    before the gradients of batch j + gradient_slots; so with 2 slots m - w pairs of F and B lie before it."""
+    shape, schedule = Shape(stages, microbatches, 0, 6), TwoBW(gradient_slots)
+    validate(schedule, shape)
+    for stage, row in enumerate(lists(schedule, shape)):
+        place = {action: index for index, action in enumerate(row)}
+        for batch in range(4):
+            step = place["S", batch, batch + 1]
+            first_reader = min(place[a] for a in row if a.kind == "F" and a.version == batch + 1)
+            assert place["R", batch, batch] < step < min(first_reader, place["R", batch + 1, batch + 1])
+            assert step < place["B", (batch + gradient_slots) * microbatches, max(batch + gradient_slots - 1, 0)]
+            between = [a.kind for a in row[place["R", batch, batch] : step]]
+            pairs = microbatches - shape.warmup(stage)
+            if gradient_slots == 2:
+                expected = (pairs, pairs - 1) if stage == stages - 1 else (pairs, pairs)
+                assert (between.count("F"), between.count("B")) == expected
 
 
 @pytest.mark.parametrize("stages, microbatches", [(1, 1), (2, 2), (4, 5), (8, 8)])
@@ -60,12 +88,14 @@ def test_2bw_update_rule(stages, microbatches):
                     assert action.version == max(action.microbatch // microbatches - 1, 0)
                     in_flight += 1 if action.kind == "F" else -1
             assert in_flight == (shape.warmup(stage) if iteration < 4 else 0)
-            assert actions[-1] == ("S", iteration, iteration + 1)
+            steps = [action for action in actions if action.kind == "S"]
+            late = [] if iteration == 0 else [("S", iteration - 1, iteration)]
+            assert steps == late + ([("S", 4, 5)] if iteration == 4 else [])
 
 
 def test_resumed_2bw_starts_with_a_warm_up():
     shape = Shape(2, 2, 7, 9)
-    assert text(TWO_BW.actions(shape, 0, 7)) == "F14@6 F15@6 B14@6 F16@7 B15@6 R7@7 S7@8"
+    assert text(TWO_BW.actions(shape, 0, 7)) == "F14@6 F15@6 B14@6 F16@7 B15@6 R7@7"
 
 
 def test_gpipe_and_no_pipelining():
@@ -157,6 +187,23 @@ def test_validator_counts_versions():
     stale = [[a._replace(version=0) if a.kind in "FB" else a for a in row] for row in lists(TWO_BW, shape)]
     with pytest.raises(ScheduleError, match=r"2 weight versions \[0, 1\], at most 1 allowed"):
         check_actions(stale, SCHEDULES["pipedream-flush"], shape)
+
+
+def test_a_late_step_needs_a_free_store_from_its_reduction_on():
+    """A forward of the batch's own weights after its REDUCE: nothing could be written yet."""
+    shape = Shape(1, 1, 0, 2)
+    rows = [parse("F0@0 B0@0 F1@1 R0@0 S0@1 B1@1 R1@1 S1@2")]
+    with pytest.raises(ScheduleError, match=r"R0@0|does not hold"):
+        check_actions(rows, TWO_BW, shape)
+    shape = Shape(1, 2, 3, 5)
+    rows = [parse("F6@2 F7@3 B6@2 F8@2 B7@3 R3@3 S3@4 F9@3 B8@2 B9@3 R4@4 S4@5")]
+
+    class Wide(TwoBW):
+        def max_in_flight(self, shape, stage):
+            return 2
+
+    with pytest.raises(ScheduleError, match=r"R3@3: versions \[2, 3\] leave no free weight store"):
+        check_actions(rows, Wide(), shape)
 
 
 def test_validator_compares_versions_between_stages():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, parse
+from megatron_2bw.schedules import SCHEDULES, Action, Schedule, Shape, TwoBW, parse
 from megatron_2bw.simulator import Times, iteration_time, makespan, simulate
 from megatron_2bw.timeline import draw
 
@@ -24,9 +24,27 @@ def test_no_pipelining(stages, microbatches):
 
 
 @pytest.mark.parametrize("stages, microbatches", SHAPES)
-def test_2bw_with_a_step_that_waits_at_the_batch_boundary(stages, microbatches):
-    """m(t_f + t_b) + (d - 1)t_b: the wait for the first stage's last backward (design, rule 5)."""
-    assert iteration_time(SCHEDULES["2bw"], stages, microbatches) == microbatches * 3 + (stages - 1) * 2
+def test_2bw_has_no_bubble(stages, microbatches):
+    """m(t_f + t_b), with m = d too: the step's quantities are there before it is due (design, rule 5)."""
+    assert iteration_time(SCHEDULES["2bw"], stages, microbatches) == microbatches * 3
+
+
+@pytest.mark.parametrize("stages, microbatches", [(2, 2), (2, 5), (4, 4), (4, 9), (8, 8)])
+def test_one_gradient_slot_waits(stages, microbatches):
+    """m(t_f + t_b) + (d - 1)t_b - t_f: the last stage waits for the first one's last backward, one forward later."""
+    assert iteration_time(TwoBW(1), stages, microbatches) == microbatches * 3 + (stages - 1) * 2 - 1
+
+
+@pytest.mark.parametrize("stages, microbatches", [(2, 2), (4, 4), (8, 8)])
+def test_a_step_at_the_batch_boundary_would_wait(stages, microbatches):
+    """m(t_f + t_b) + (d - 1)t_b: two thirds of the flush's bubble, which the late step takes away."""
+
+    class Blocking(TwoBW):
+        def actions(self, shape, stage, iteration):
+            rest = [action for action in super().actions(shape, stage, iteration) if action.kind != "S"]
+            return [*rest, Action("S", iteration, iteration + 1)]
+
+    assert iteration_time(Blocking(), stages, microbatches) == microbatches * 3 + (stages - 1) * 2
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
