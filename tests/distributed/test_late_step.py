@@ -1,0 +1,318 @@
+"""The late step is exact: against the single-process reference, one gradient slot against two, the distributed
+optimizer against the plain one; and no stage waits for another in the training thread, whatever the timing.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.distributed.compare import (
+    UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference,
+)
+from tests.distributed.reference import Rule, reference
+from tests.distributed.training import Run, command, train
+from tests.distributed.world import run_world
+
+POISONED = 3
+FP16 = ("--fp16",)
+SCALE = dict(initial_loss_scale=4096, hysteresis=1)
+
+
+def test_clipping_that_bites_in_some_iterations_only():
+    changes = dict(clip_grad=1.5)
+    runs = run_pipeline(command(2, 3, "2bw", UNTIED, **changes), 2)
+    expected = run_reference(runs, command(1, 3, "2bw", UNTIED, **changes), 3)
+    assert min(runs[0].grad_norms) < 1.5 < max(runs[0].grad_norms)
+    assert_same(runs, expected, exact=True)
+    assert runs[0].grad_norms == runs[1].grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
+    assert runs[0].iterations == runs[1].iterations == [1, 2, 3, 4, 5, 6]
+
+
+def poison(stage: int, model, optimizer) -> None:
+    """Put an inf into the gradients of one stage in batch POISONED, before the statistics are taken."""
+    from megatron.core import mpu
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_model_config
+
+    batches = iter(range(1000))
+
+    def finalize(chunks, *args, **kwargs):
+        finalize_model_grads(chunks, *args, **kwargs)
+        if next(batches) == POISONED and mpu.get_pipeline_model_parallel_rank() == stage:
+            next(iter(chunks[0].parameters())).main_grad.view(-1)[0] = float("inf")
+
+    get_model_config(model[0]).finalize_model_grads_func = finalize
+
+
+@pytest.mark.parametrize("stages, stage", [(2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
+def test_an_inf_in_any_one_stage_skips_the_step_of_all(stages, stage):
+    """Without clipping, so that no sum over four stages is rounded in another order."""
+    changes = SCALE | dict(clip_grad=0)
+    runs = run_pipeline(command(stages, 4, "2bw", UNTIED, *FP16, **changes), stages, functools.partial(poison, stage))
+    expected = run_reference(runs, command(1, 4, "2bw", UNTIED, *FP16, **changes), 4, poison=POISONED)
+    assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0]] * stages == [expected.skipped] * stages
+    assert runs[0].scales == expected.scales == [4096.0] * 3 + [2048.0] * 3
+    assert_same(runs, expected, exact=True)
+
+
+@functools.cache
+def plain(*flags: str, width: int = 2, microbatches: int = 2, **changes) -> list[Run]:
+    return run_pipeline(command(2, microbatches, "2bw", *flags, width=width, **changes), 2 * width)
+
+
+PRECISIONS = {"fp32": (), "bf16": ("--bf16",), "fp16": FP16}
+
+
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+
+
+@pytest.mark.parametrize("precision, overlap", [("fp32", ()), ("fp32", OVERLAP), ("bf16", OVERLAP), ("fp16", ())])
+def test_distributed_optimizer(precision, overlap):
+    """Two pipelines, sharded over them. Each gradient is the sum of two, so only the norm adds in another order:
+    bitwise without clipping."""
+    flags = PRECISIONS[precision]
+    sharded = plain(*flags, "--use-distributed-optimizer", *overlap, clip_grad=0, **SCALE)
+    assert_same_runs(sharded[0::2], plain(*flags, clip_grad=0, **SCALE)[0::2], exact=True)
+    for name, value in sharded[0].weights.items():
+        assert torch.equal(value, sharded[1].weights[name]), "the replicas have drifted apart"
+
+
+def test_distributed_optimizer_with_clipping():
+    flags = (UNTIED, "--disable-bias-linear")
+    sharded, whole = (plain(*flags, *more) for more in (("--use-distributed-optimizer",), ()))
+    assert max(whole[0].grad_norms) > 1.0, "clipping must bite"
+    assert_same_runs(sharded[0::2], whole[0::2], exact=False)
+    assert sharded[0].grad_norms == pytest.approx(whole[0].grad_norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("flags, microbatches", [
+    ((), 2), (FP16, 3), (("--use-distributed-optimizer", "--bf16"), 2),
+])
+def test_one_gradient_slot_equals_two(flags, microbatches):
+    one = plain(*flags, "--two-bw-gradient-slots", "1", microbatches=microbatches, **SCALE)
+    assert_same_runs(one[0::2], plain(*flags, microbatches=microbatches, **SCALE)[0::2], exact=True)
+    assert one[0].grad_norms == plain(*flags, microbatches=microbatches, **SCALE)[0].grad_norms
+
+
+def test_evaluation_changes_nothing_even_after_an_inf():
+    """It settles steps early; the loss scale and the learning rate of a batch do not depend on that."""
+    argv = command(2, 2, "2bw", *FP16, **SCALE)
+    evaluated = command(2, 2, "2bw", *FP16, **SCALE | dict(eval_interval=1, eval_iters=1))
+    runs, expected = (run_pipeline(words, 2, functools.partial(poison, 0)) for words in (evaluated, argv))
+    assert runs[0].skipped == [0, 0, 0, 1, 0, 0]
+    assert_same_runs(runs, expected, exact=True)
+    assert runs[0].scales == expected[0].scales and runs[0].grad_norms == expected[0].grad_norms
+
+
+def mask_unevenly() -> None:
+    """Take tokens out of the loss, more or fewer by the microbatch's labels."""
+    from megatron_2bw import gpt
+
+    get_batch = gpt.get_batch
+
+    def masked(*args):
+        tokens, labels, mask, *rest = get_batch(*args)
+        if labels is not None:
+            mask = mask.clone()
+            for row, label in zip(mask, labels.sum(dim=1)):
+                row[: int(label) % 13] = 0
+        return tokens, labels, mask, *rest
+
+    gpt.get_batch = masked
+
+
+def train_masked(rank: int, argv: list[str]) -> Run:
+    mask_unevenly()
+    return train(rank, argv)
+
+
+def reference_masked(rank: int, argv: list[str], rule: Rule) -> Run:
+    mask_unevenly()
+    return reference(rank, argv, rule)
+
+
+@pytest.mark.parametrize("flags", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_per_token_loss_with_uneven_masks(flags):
+    flags = (UNTIED, "--calculate-per-token-loss", *flags)
+    runs = run_world(2, train_masked, command(2, 3, "2bw", *flags))
+    rule = Rule(3, norm_order=[run.names for run in runs])
+    (expected,) = run_world(1, reference_masked, command(1, 3, "2bw", *flags), rule)
+    (unmasked,) = run_world(1, reference, command(1, 3, "2bw", *flags), rule)
+    assert_same(runs, expected, exact=True)
+    assert not torch.equal(torch.stack(unmasked.losses), torch.stack(expected.losses)), "the masks must do something"
+
+
+def train_with_sequence_parallelism(rank: int, argv: list[str]) -> Run:
+    """Megatron's local layers wrap torch's LayerNorm, which refuses sequence parallelism only because nobody marks
+    its parameters; marked as Megatron's fused LayerNorm marks them, it works."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron_2bw import cpu
+
+    make = WrappedTorchNorm.__new__
+
+    def marked(cls, config, *args, **kwargs):
+        wanted, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            norm = make(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = wanted
+        for param in norm.parameters():
+            param.sequence_parallel = wanted
+        return norm
+
+    WrappedTorchNorm.__new__ = marked
+    cpu.UNSUPPORTED = tuple(entry for entry in cpu.UNSUPPORTED if entry[0] != "sequence_parallel")
+    return train(rank, argv)
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-distributed-optimizer",)], ids=" ".join)
+def test_sequence_parallelism(flags):
+    """The layer norms' gradients are summed over the tensor ranks, in the late step's own group."""
+    flags = (UNTIED, "--disable-bias-linear", *flags)
+    argv = command(2, 2, "2bw", *flags, "--sequence-parallel", tensor_model_parallel_size=2)
+    runs = run_world(4, train_with_sequence_parallelism, argv)
+    expected = run_pipeline(command(2, 2, "2bw", *flags, tensor_model_parallel_size=2), 4)
+    assert torch.allclose(torch.stack(runs[-1].losses), torch.stack(expected[-1].losses), rtol=1e-6)
+    assert runs[0].grad_norms == pytest.approx(expected[0].grad_norms, rel=1e-5)
+
+
+# --- nobody waits --------------------------------------------------------------------------------------------------
+
+COLLECTIVES = (
+    "all_reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
+    "all_gather_object", "broadcast_object_list", "monitored_barrier",
+)
+
+
+def watch(rank: int, argv: list[str]) -> Run:
+    """Train, and note each collective between two steps of the loop that spans several stages: in which thread."""
+    import torch.distributed as dist
+    from megatron.core import mpu
+    from megatron.training import training
+
+    noted: set[str] = set()
+    steps = [0]
+
+    def noting(name):
+        original = getattr(dist, name)
+
+        def collective(*args, **kwargs):
+            group = kwargs.get("group", next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None))
+            if 1 <= steps[0] and mpu.model_parallel_is_initialized():
+                members = dist.get_process_group_ranks(group or dist.group.WORLD)
+                width = mpu.get_tensor_model_parallel_world_size() * mpu.get_data_parallel_world_size()
+                if len({member // width for member in members}) > 1:
+                    noted.add(f"{threading.current_thread().name}: {name}")
+            return original(*args, **kwargs)
+
+        setattr(dist, name, collective)
+
+    for name in COLLECTIVES:
+        noting(name)
+    step, evaluate = training.train_step, training.evaluate_and_print_results
+
+    @functools.wraps(step)
+    def counted(*args, **kwargs):
+        result = step(*args, **kwargs)
+        steps[0] += 1
+        return result
+
+    def after_training(*args, **kwargs):
+        steps[0] = -1000
+        return evaluate(*args, **kwargs)
+
+    training.train_step, training.evaluate_and_print_results = counted, after_training
+    stop = training.print_datetime
+
+    def at_the_end(text, *args, **kwargs):
+        if text.startswith("after training"):
+            steps[0] = -1000
+        return stop(text, *args, **kwargs)
+
+    training.print_datetime = at_the_end
+    run = train(rank, argv)
+    run.events = sorted(noted)
+    return run
+
+
+WATCHED = ("--fp16", "--log-num-zeros-in-grad", "--exit-signal-handler", "--calculate-per-token-loss")
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-distributed-optimizer", "--overlap-grad-reduce")], ids=" ".join)
+def test_no_collective_of_the_training_thread_spans_stages(flags):
+    """Clipping, dynamic loss scaling, tied embeddings, a log line in every iteration, exit conditions."""
+    argv = command(2, 2, "2bw", *WATCHED, *flags, width=2, exit_duration_in_mins=60)
+    for run in run_world(4, watch, argv):
+        assert run.events and all(event.startswith("2bw step: ") for event in run.events), run.events
+
+
+def test_the_watch_sees_megatrons_collectives():
+    """What is watched for is there with Megatron's schedule."""
+    for run in run_world(2, watch, command(2, 2, "megatron", *WATCHED)):
+        assert "MainThread: all_reduce" in run.events and "MainThread: barrier" in run.events
+
+
+# --- any timing ----------------------------------------------------------------------------------------------------
+
+SEEDS = 50
+
+
+def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
+    """Every action, message and part of the late step starts after a random delay; a new seed each iteration."""
+    from megatron_2bw.communication import Inbox, Outbox
+    from megatron_2bw.gradients import Slot
+    from megatron_2bw.optimizer import LateStep
+    from megatron_2bw.runtime import PipelineRuntime
+
+    generators: dict[str, random.Random] = {}
+
+    def delay() -> None:
+        name = threading.current_thread().name
+        generator = generators.setdefault(name, random.Random(f"{rank} {name}"))
+        if generator.random() < 0.4:
+            time.sleep(generator.random() * seconds)
+
+    def delayed(owner, name):
+        original = getattr(owner, name)
+
+        def method(*args, **kwargs):
+            delay()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, method)
+
+    run_iteration = PipelineRuntime._run_iteration
+
+    def reseeded(self, call, iteration, new_message):
+        for name in list(generators):
+            generators[name] = random.Random(f"{rank} {name} {iteration}")
+        return run_iteration(self, call, iteration, new_message)
+
+    PipelineRuntime._run_iteration = reseeded
+    for owner, name in (
+        (PipelineRuntime, "_execute"), (Inbox, "take"), (Outbox, "put"), (LateStep, "_update"),
+        (LateStep, "_exchange"), (Slot, "finish_grad_sync"),
+    ):
+        delayed(owner, name)
+    return train(rank, argv)
+
+
+@pytest.mark.parametrize("stages, microbatches, width, flags", [
+    (3, 3, 1, ()), (3, 4, 1, ("--two-bw-gradient-slots", "1")), (4, 4, 1, FP16),
+    (2, 2, 2, ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")), (2, 3, 2, ()),
+])
+def test_fifty_random_timings_change_nothing(stages, microbatches, width, flags):
+    """m = d and m = d + 1 included: no deadlock, the same losses and weights bit for bit."""
+    layers = dict(num_layers=6) if stages == 3 else {}
+    argv = command(stages, microbatches, "2bw", *flags, width=width, train_iters=SEEDS, **layers, **SCALE)
+    delayed = run_world(stages * width, train_with_delays, argv, 0.012, timeout=200)
+    quiet = run_pipeline(argv, stages * width)
+    assert_same_runs(delayed[0::width], quiet[0::width], exact=True)
+    assert delayed[0].grad_norms == quiet[0].grad_norms and len(quiet[-1].losses) == SEEDS
