@@ -3,12 +3,13 @@
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test clean
+.PHONY: help install demo test bench clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
 	@echo "make demo      train a small GPT with 2BW on two processes (two to three minutes)"
 	@echo "make test      run the tests"
+	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
 	@echo "make clean     remove what the others wrote, except .venv"
 
 install: .venv/.installed
@@ -36,6 +37,10 @@ demo: install
 
 test: install
 	$(PYTHON) -m pytest --durations=10 tests
+
+bench: install
+	$(PYTHON) bench/schedule_efficiency.py --stages 8 --microbatches 8 --json out/bench/all_schedules.json
+	$(PYTHON) bench/real_compute.py --json out/bench/real_compute.json
 
 clean:
 	rm -rf out build *.egg-info .pytest_cache .hypothesis

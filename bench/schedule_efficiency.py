@@ -138,6 +138,9 @@ def main() -> int:
         counts = [int(text[:-1]) * stages if text.endswith("x") else int(text) for text in chosen.microbatches]
         for microbatches in counts:
             for schedule in chosen.schedules:
+                if "interleaved" in schedule and microbatches % stages:
+                    print(f"{schedule:24s} d {stages:2d}  m {microbatches:3d}  takes multiples of the stages only")
+                    continue
                 begun = time.monotonic()
                 try:
                     rows.append(measure(schedule, stages, microbatches, chosen))

@@ -284,7 +284,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--save-activations-interval", _MIXED, "no flush"),
     Refusal("--save-dgrads-interval", _MIXED, "no flush"),
     Refusal("--save-wgrads-interval", _MIXED, "no flush"),
-    Refusal("--save-params-interval", f"the step of a batch may end in the next iteration; {_OUT}", "no flush"),
+    Refusal("--save-params-interval", f"the step of a batch ends in the next iteration; {_OUT}", "no flush"),
     Refusal("--logits-save-dir", _MIXED, "no flush"),
     Refusal("--log-max-attention-logit", _MIXED, "no flush"),
     Refusal("--qk-clip", f"it changes weights that microbatches in flight still read; {_OUT}", "no flush"),

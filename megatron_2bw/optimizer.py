@@ -165,7 +165,9 @@ class LateStep:
         """A loss of the batch that `open` was last called for, times its loss scale."""
         return self._loss_scale * loss
 
-    def start(self, batch: int, needed: set[int], tokens: torch.Tensor | None, report: Callable[[], StageReport]) -> None:
+    def start(
+        self, batch: int, needed: set[int], tokens: torch.Tensor | None, report: Callable[[], StageReport]
+    ) -> None:
         """After the last backward of `batch`: start its reduction and step.
 
         needed  weight versions that microbatches in flight, or forwards before the step is settled, read

@@ -152,7 +152,8 @@ def _draw(events: list[dict[str, Any]], batches: int, picture: Path) -> None:
     ]
     count = sum(e["cat"] == "B" and e["tid"] == 0 for e in timed)
     microbatches = count // max(1, len({e["args"]["batch"] for e in reduces if e["tid"] == 0}))
-    draw_events(shown, 1 + max(event.stage for event in shown), max(microbatches, 1), picture, f"batches {first} to {last}")
+    stages = 1 + max(event.stage for event in shown)
+    draw_events(shown, stages, max(microbatches, 1), picture, f"batches {first} to {last}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Imported once by the fork server: torch and Megatron, with the CPU answering for CUDA."""
+"""Imported once by the fork server: torch and Megatron, with the CPU answering for CUDA (not for a bench on a GPU)."""
 
 import logging
 import os
@@ -10,7 +10,8 @@ logging.disable(logging.WARNING)
 
 from megatron_2bw import cpu  # noqa: E402
 
-cpu.install()
+if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") != "cuda":
+    cpu.install()
 
 import megatron.training.training  # noqa: E402, F401
 

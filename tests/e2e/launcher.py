@@ -18,18 +18,28 @@ def torchrun(
     ranks: int, script: str, flags: list[str], cwd: Path = ROOT, timeout: float = 150, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`script` with `flags` on `ranks` processes. AssertionError with the output's end if it outlasts `timeout` s."""
-    process = subprocess.Popen(
+    process = start(ranks, script, flags, cwd, **environment)
+    return end(process, timeout)
+
+
+def start(ranks: int, script: str, flags: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
+    """The processes of `torchrun`, started; `end` must follow."""
+    return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
          "--master-port", str(free_port()), script, *map(str, flags)],
         cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | environment,
     )
+
+
+def end(process: subprocess.Popen[str], timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    """Wait for what `start` has started."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         kill_tree(process.pid)
         out, err = process.communicate()
-        raise AssertionError(f"{script} ran for more than {timeout} s\n{out[-2000:]}\n{err[-2000:]}") from None
+        raise AssertionError(f"{process.args} ran for more than {timeout} s\n{out[-2000:]}\n{err[-2000:]}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

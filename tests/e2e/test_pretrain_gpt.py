@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 
+import psutil
 import pytest
 
 from megatron_2bw.data.corpus import build_corpus
+from megatron_2bw.schedules import SCHEDULES, Shape
 from tests.distributed.training import command
-from tests.e2e.launcher import torchrun
+from tests.e2e.launcher import end, start, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +70,48 @@ def test_leaving_with_microbatches_in_flight(data, schedule):
     output = pretrain(2, flags, data)
     assert len(losses(output)) == 3 and "exiting program at iteration 3" in output
     assert ("gradient norm, clipping and inf check are per stage" in output) == (schedule == "pipedream")
+
+
+def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
+    """--exit-signal-handler, asked for in the background: all iterations are logged, the last one is saved."""
+    flags = command(2, 2, "2bw", "--exit-signal-handler", train_iters=100_000, save=tmp_path / "model",
+                    save_interval=100_000, split="100,0,0")
+    process = start(2, "pretrain_gpt_2bw.py", flags)
+    seen = ""
+    try:
+        for line in process.stdout:
+            seen += line
+            if re.search(r"iteration +5/", line):
+                break
+        ranks = [child for child in psutil.Process(process.pid).children() if "pretrain_gpt_2bw.py" in child.cmdline()]
+        (first,) = [child for child in ranks if child.environ()["RANK"] == "0"]
+        first.send_signal(signal.SIGTERM)
+    finally:
+        run = end(process)
+    output = seen + run.stdout
+    assert run.returncode == 0, output[-2000:] + run.stderr[-4000:]
+    assert "exiting program after receiving SIGTERM" in output
+    logged = [int(number) for number in re.findall(r"iteration +(\d+)/ +\d+ \| consumed", output)]
+    saved = int((tmp_path / "model" / "latest_checkpointed_iteration.txt").read_text())
+    assert logged == list(range(1, saved + 1)) and saved >= 6
+
+
+def test_the_line_and_the_trace_show_how_busy_the_stages_are(tmp_path):
+    """bubble and memory in the log line; every action of every stage in DIR/trace.json, and a picture."""
+    flags = command(2, 3, "2bw", train_iters=4, split="100,0,0", two_bw_trace=tmp_path / "trace", log_interval=2)
+    run = torchrun(2, "pretrain_gpt_2bw.py", flags)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    number = r"([\d.]+)"
+    pattern = rf"bubble: {number}%/{number}% \| peak memory by stage \(GiB\): {number} {number} \|"
+    shares = re.findall(pattern, run.stdout)
+    assert len(shares) == 3, "iterations 1, 2 and 4"
+    for mean, most, *memory in shares:
+        assert 0 <= float(mean) <= float(most) < 100 and all(0.1 < float(value) < 10 for value in memory)
+    assert (tmp_path / "trace" / "timeline.png").stat().st_size > 1000
+    events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
+    actions = {stage: [e["name"] for e in events if e.get("tid") == stage and e.get("cat") in ("F", "B", "R", "S")]
+               for stage in (0, 1)}
+    shape = Shape(2, 3, 0, 4)
+    for stage, found in actions.items():
+        expected = [str(action) for j in range(4) for action in SCHEDULES["2bw"].actions(shape, stage, j)]
+        assert found == expected[: len(found)] and len(expected) - len(found) <= 2  # the last R and S

@@ -1,0 +1,83 @@
+"""Records of actions, their files, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from megatron_2bw.schedules import SCHEDULES, Action, Shape
+from megatron_2bw.simulator import simulate
+from megatron_2bw.trace import Record, Recorder, TraceWriter, merge, read
+
+CPU = torch.device("cpu")
+
+
+def test_marks_become_times():
+    recorder = Recorder(CPU)
+    before = time.time()
+    asked = recorder.mark()
+    time.sleep(0.02)
+    start = recorder.mark()
+    recorder.add(Action("F", 3, 1), asked, start, recorder.mark())
+    (record,) = recorder.resolve(recorder.cut())
+    assert record.action == ("F", 3, 1)
+    assert before - 0.01 <= record.asked and record.end <= time.time() + 0.01
+    assert 0.02 <= record.start - record.asked < 0.5 and record.start <= record.end
+    assert recorder.cut() == [] and recorder.resolve([]) == []
+
+
+def records_of(stage: int, shape: Shape) -> list[Record]:
+    """A simulated run as if it had been measured; the wait is the time since the action before."""
+    free, records = 0.0, []
+    for event in simulate(SCHEDULES["2bw"], shape):
+        if event.stage == stage:
+            records.append(Record(event.action, free, event.start, event.end))
+            free = event.end
+    return records
+
+
+def write(folder, shape: Shape) -> None:
+    for stage in range(shape.stages):
+        writer = TraceWriter(folder, stage, pipeline=0)
+        for record in records_of(stage, shape):
+            writer.write([record])
+
+
+def test_files_hold_every_action_and_every_wait(tmp_path):
+    shape = Shape(3, 3, 0, 3)
+    write(tmp_path, shape)
+    for stage in range(3):
+        events = read(tmp_path / f"stage-{stage:02d}-pipeline-0.json")
+        found = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["cat"] != "wait"]
+        expected = records_of(stage, shape)
+        assert [name for name, _, _ in found] == [str(record.action) for record in expected]
+        assert [ts for _, ts, _ in found] == pytest.approx([1e6 * record.start for record in expected])
+        assert [end for _, _, end in found] == pytest.approx([1e6 * record.end for record in expected])
+        waits = [event["dur"] for event in events if event.get("cat") == "wait"]
+        assert sum(waits) == pytest.approx(1e6 * sum(record.start - record.asked for record in expected))
+
+
+def test_merge_makes_one_trace_and_a_picture(tmp_path):
+    write(tmp_path, Shape(3, 3, 0, 4))
+    trace, picture = merge(tmp_path, batches=2)
+    loaded = json.loads(trace.read_text())
+    stages = {event["tid"] for event in loaded["traceEvents"] if event["ph"] == "X"}
+    assert stages == {0, 1, 2} and all({"ph", "pid", "name"} <= event.keys() for event in loaded["traceEvents"])
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_that_was_killed_leaves_what_it_had_written(tmp_path):
+    write(tmp_path, Shape(2, 2, 0, 3))
+    file = tmp_path / "stage-01-pipeline-0.json"
+    whole = read(file)
+    file.write_text(file.read_text()[:-40])
+    assert read(file) == whole[:-1]
+    merge(tmp_path)
+
+
+def test_no_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no stage-"):
+        merge(tmp_path)
