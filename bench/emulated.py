@@ -105,6 +105,8 @@ class SleepingLayer(torch.nn.Module):
 
     def forward(self, x):
         forward, backward = self.seconds
+        if not x.requires_grad:  # a first stage has an embedding before its layers
+            x = x.detach().requires_grad_()
         x = Sleep.apply(x, forward, backward / 2, self.note)
         return torch.nn.functional.linear(x, Sleep.apply(self.weight, 0.0, backward / 2, lambda change: None))
 

@@ -58,7 +58,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=list(ALL), metavar="NAME,...")
     parser.add_argument("--iterations", type=int, default=9)
     parser.add_argument("--clip-grad", type=float, default=1.0)
-    parser.add_argument("--flags", default="", help="more flags of Megatron for all its rows, one string")
+    parser.add_argument(
+        "--flags", type=lambda text: [part.strip() for part in text.split(";")], default=[""], metavar="FLAGS;...",
+        help="more flags of Megatron: a row for each part (write --flags=..., a part may be empty)",
+    )
     parser.add_argument("--json", type=Path, default=Path("out/bench/schedule_efficiency.json"))
     chosen = parser.parse_args()
     unknown = set(chosen.schedules) - set(ALL)
@@ -69,7 +72,7 @@ def options() -> argparse.Namespace:
     return chosen
 
 
-def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace) -> list[str]:
+def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace, flags: str) -> list[str]:
     """The command line of a tiny GPT with a layer a stage (two if the stages are interleaved)."""
     interleaved = schedule == "megatron-interleaved"
     words = [
@@ -81,29 +84,31 @@ def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
         "--initial-loss-scale", 1024, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 63,
         "--make-vocab-size-divisible-by", 32, "--attention-dropout", 0, "--hidden-dropout", 0, "--num-workers", 0,
         "--eval-iters", 0, "--eval-interval", 1000, "--log-interval", 5, "--split", "98,1,1", "--device", "cpu",
-        *chosen.flags.split(),
+        *flags.split(),
     ]
     if interleaved:
         words += ["--num-virtual-stages-per-pipeline-rank", 2]
     return [str(word) for word in words]
 
 
-def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace) -> Row:
+def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace, flags: str) -> Row:
     forward, backward = chosen.forward_ms / 1e3, chosen.backward_ms / 1e3
     ideal = microbatches * (forward + backward)
     limit = 120 + 20 * stages + 3 * chosen.iterations * ideal * (stages if schedule == "no-pipelining" else 1)
+    clip = 0.0
     if schedule in PEERS:
         arguments = (train_with_torch, schedule, stages, microbatches, forward, backward, chosen.iterations)
         runs = run_world(stages, *arguments, timeout=limit)
     else:
-        words = command(schedule, stages, microbatches, chosen)
+        words = command(schedule, stages, microbatches, chosen, flags)
+        clip = float(words[len(words) - 1 - words[::-1].index("--clip-grad") + 1])  # the last one counts
         runs = run_world(stages * chosen.width, train, words, forward, backward, timeout=limit)
     seconds = iteration_seconds(runs)
     return Row(
         schedule, stages, microbatches, 1 if schedule in PEERS else chosen.width, chosen.forward_ms,
         chosen.backward_ms, round(1e3 * seconds, 1), round(1e3 * ideal, 1), round(ideal / seconds, 4),
-        0.0 if schedule in PEERS else chosen.clip_grad, max(run.peak_activations for run in runs),
-        max(run.versions for run in runs), chosen.flags,
+        clip, max(run.peak_activations for run in runs),
+        max(run.versions for run in runs), "" if schedule in PEERS else flags,
     )
 
 
@@ -112,11 +117,14 @@ def draw(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     shapes = list(dict.fromkeys((row.stages, row.microbatches) for row in rows))
-    names = list(dict.fromkeys(row.schedule for row in rows))
+    def label(row: Row) -> str:
+        return f"{row.schedule} {row.flags}".strip()
+
+    names = list(dict.fromkeys(map(label, rows)))
     figure = Figure(figsize=(max(7, 1.0 + 0.19 * len(names) * len(shapes)), 4.2), layout="constrained")
     axis = figure.subplots()
     for place, name in enumerate(names):
-        heights = {(r.stages, r.microbatches): r.efficiency for r in rows if r.schedule == name}
+        heights = {(r.stages, r.microbatches): r.efficiency for r in rows if label(r) == name}
         xs = [shapes.index(shape) + (place - (len(names) - 1) / 2) * 0.8 / len(names) for shape in heights]
         axis.bar(xs, heights.values(), 0.8 / len(names), label=name)
     axis.axhline(1, color="black", linewidth=0.8, linestyle=":")
@@ -137,13 +145,13 @@ def main() -> int:
     for stages in chosen.stages:
         counts = [int(text[:-1]) * stages if text.endswith("x") else int(text) for text in chosen.microbatches]
         for microbatches in counts:
-            for schedule in chosen.schedules:
+            for schedule, flags in [(name, flags) for name in chosen.schedules for flags in chosen.flags]:
                 if "interleaved" in schedule and microbatches % stages:
                     print(f"{schedule:24s} d {stages:2d}  m {microbatches:3d}  takes multiples of the stages only")
                     continue
                 begun = time.monotonic()
                 try:
-                    rows.append(measure(schedule, stages, microbatches, chosen))
+                    rows.append(measure(schedule, stages, microbatches, chosen, flags))
                 except WorldError as error:
                     failures.append(f"{schedule}, {stages} stages, {microbatches} microbatches: {error}")
                     print(failures[-1], file=sys.stderr, flush=True)
@@ -151,7 +159,7 @@ def main() -> int:
                 row = rows[-1]
                 print(
                     f"{schedule:24s} d {stages:2d}  m {microbatches:3d}  iteration {row.iteration_ms:8.1f} ms  "
-                    f"efficiency {row.efficiency:.3f}   ({time.monotonic() - begun:.0f} s)", flush=True,
+                    f"efficiency {row.efficiency:.3f}   ({time.monotonic() - begun:.0f} s) {flags}", flush=True,
                 )
                 machine = {"cores": os.cpu_count(), "python": platform.python_version()}
                 result = {"machine": machine, "rows": [asdict(row) for row in rows], "failures": failures}

@@ -274,6 +274,8 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--num-distributed-optimizer-instances", _NOT_YET, "no flush",
             lambda a: a.num_distributed_optimizer_instances > 1),
     Refusal("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET, "no flush"),
+    Refusal("--use-precision-aware-optimizer", f"its kernel writes one weight store only; {_OUT}", "no flush"),
+    Refusal("--overlap-param-gather-with-optimizer-step", f"the late step gathers by itself; {_OUT}", "2bw"),
     Refusal("--optimizer", "only the steps of adam and sgd are versioned yet; use one of them", "no flush",
             lambda a: a.optimizer not in ("adam", "sgd")),
     Refusal("--iterations-to-skip", f"{_IN_FLIGHT}none can be skipped", "no flush"),

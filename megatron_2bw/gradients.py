@@ -1,7 +1,7 @@
 """The gradient slots of a stage: one batch accumulates while the one before is reduced, clipped and applied.
 
-Invariants: slot 0 is Megatron's own gradient buffer, the others have its layout; the training thread accumulates into
-the current slot only; a slot is not touched by it between `flip` and the `open` that makes it current again.
+Invariants: slot 0 is Megatron's own gradient buffer, the others have its layout; a batch's backwards accumulate into
+its slot only, and the training thread does not touch that slot between `flip` and the next `open` of it.
 """
 
 from __future__ import annotations
@@ -64,36 +64,45 @@ class Slot:
 class GradientSlots:
     """`count` slots for the gradients of `ddp`, Megatron's DistributedDataParallel.
 
-    group: the process group to reduce over; nothing else may use it in the training thread.
+    group  the process group to reduce over; nothing else may use it in the training thread
+    first  the first batch, whose slot is Megatron's own buffer
     """
 
-    def __init__(self, ddp: Any, count: int, group: dist.ProcessGroup):
+    def __init__(self, ddp: Any, count: int, group: dist.ProcessGroup, first: int = 0):
         for bucket_group in ddp.bucket_groups:
             use_group(bucket_group, group)
-        self._ddp, self._current = ddp, 0
+        self._ddp, self._first = ddp, first
         self._slots = [Slot(ddp.buffers, ddp.bucket_groups)]
         self._slots += [self._slots[0].twin() for _ in range(1, count)]
+        self._bound = self._slots[0]
         self._zero = ddp.zero_grad_buffer
         # Megatron's training step zeroes the buffer before an iteration; with one slot that is too early.
         ddp.zero_grad_buffer = lambda: None
 
-    def open(self) -> None:
-        """Before the first backward of a batch: zero the current slot."""
-        self._zero()
+    def _slot(self, batch: int) -> Slot:
+        return self._slots[(batch - self._first) % len(self._slots)]
 
-    def flip(self) -> Slot:
-        """After the last backward of a batch: the slot with its gradients; backwards go to the next one from now on."""
-        full = self._slots[self._current]
-        self._current = (self._current + 1) % len(self._slots)
-        if len(self._slots) > 1:
-            self._install(self._slots[self._current])
-        return full
+    def bind(self, batch: int) -> None:
+        """Point the parameters' main_grad to the slot of `batch`, before a forward or a backward of it.
 
-    def _install(self, slot: Slot) -> None:
+        The forward too: kernels that accumulate the weight's gradient by themselves note its main_grad there.
+        """
+        slot = self._slot(batch)
+        if slot is not self._bound:
+            for param, gradient in slot.main_grads.items():
+                param.main_grad = gradient
+            self._bound = slot
+
+    def open(self, batch: int) -> None:
+        """Before the first backward of `batch`: its slot is what Megatron's wrapper reduces, and starts from zero."""
+        slot = self._slot(batch)
         self._ddp.buffers, self._ddp.bucket_groups = slot.buffers, slot.bucket_groups
         self._ddp.param_to_bucket_group = slot.group_of
-        for param, gradient in slot.main_grads.items():
-            param.main_grad = gradient
+        self._zero()
+
+    def flip(self, batch: int) -> Slot:
+        """After the last backward of `batch`: the slot with its gradients."""
+        return self._slot(batch)
 
 
 def use_group(bucket_group: Any, group: dist.ProcessGroup) -> None:

@@ -31,7 +31,7 @@ def launch(task: str) -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_2bw import patches
+    from megatron_2bw import patches, trace
 
     args, parser = arguments.parse(early, stop)
     if "MASTER_ADDR" not in os.environ:
@@ -39,6 +39,7 @@ def launch(task: str) -> None:
     wanted = patches.repairs()
     if cpu.installed():
         wanted += patches.for_cpu()
+    runtime = None
     if args.pipeline_schedule != "megatron":
         runtime = make_runtime(args)
         wanted += patches.for_schedule(runtime)
@@ -49,22 +50,26 @@ def launch(task: str) -> None:
     except patches.DriftError as error:
         stop(str(error))
     module = importlib.import_module(task)
+    if args.two_bw_trace is not None and args.rank == 0:
+        trace.forget(args.two_bw_trace)
     try:
         config = pretrain_cfg_container_from_args(args, module.model_config(args))
         try:
             pretrain(config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step)
         except SystemExit as end:  # so Megatron leaves before the last iteration
             if end.code in (None, 0):
-                _merge_trace(args)
+                _merge_trace(args, runtime)
             raise
-        _merge_trace(args)
+        _merge_trace(args, runtime)
     except Exception as error:
+        if runtime is not None and runtime.logbook is not None:
+            runtime.logbook.flush()  # the lines of the iterations that are over
         if hasattr(args, "curr_iteration"):  # training has begun
             raise
         stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
 
 
-def _merge_trace(args) -> None:
+def _merge_trace(args, runtime) -> None:
     """With --two-bw-trace: once all stages have written theirs, join and draw them."""
     import torch.distributed as dist
 
@@ -72,9 +77,10 @@ def _merge_trace(args) -> None:
 
     if args.two_bw_trace is None:
         return
+    runtime.close_trace()
     if dist.is_initialized():
         dist.barrier()
-    if args.rank == 0:
+    if args.rank == 0 and any(args.two_bw_trace.glob("stage-*")):
         files = " and ".join(map(str, trace.merge(args.two_bw_trace)))
         print(f"> --two-bw-trace: wrote {files}", flush=True)
 

@@ -64,7 +64,9 @@ class Groups:
     stage. Every rank must make them, at the same time.
     """
 
-    def __init__(self, megatron: Any, statistics: dist.ProcessGroup | None, timeout: timedelta | None):
+    def __init__(
+        self, megatron: Any, statistics: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None
+    ):
         def twin(group: dist.ProcessGroup | None, name: str, backend: str | None = None) -> dist.ProcessGroup:
             # torch names a group by a counter that must agree on its members, so each rank makes equally many.
             ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
@@ -76,11 +78,14 @@ class Groups:
         self.statistics = twin(statistics or dist.group.WORLD, "statistics", "gloo")
         self.data = twin(megatron.dp_cp, "data")
         self.embedding = twin(megatron.embd, "embedding")
+        for group in (self.data, self.embedding):
+            # NCCL builds its communicator at the first use: here, where every rank is, and not beside training.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
         self.embedding_meeting = twin(megatron.embd, "embedding meeting", "gloo")
         # What Megatron's finalize function is given.
         self.megatron = copy.copy(megatron)
         self.megatron.pp = twin(megatron.pp, "pipeline", "gloo")
-        self.megatron.tp = twin(megatron.tp, "tensor")
+        self.megatron.tp = twin(megatron.tp, "tensor", "gloo")
         self.megatron.dp_cp = self.data
         self.megatron.embd = self.embedding if megatron.embd is not None else None
         position = twin(megatron.pos_embd, "position embedding")
@@ -114,8 +119,10 @@ class LateStep:
         self._parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer])]
         self._optimizer, self._stores = optimizer, stores
         self._increment, self._alarm = increment, alarm
-        self._groups = Groups(groups, self._parts[0].get_grad_stats_parallel_group(), timeout)
-        self._slots = GradientSlots(ddp, slots, self._groups.data)
+        self._device = stores.params[0].device
+        statistics = self._parts[0].get_grad_stats_parallel_group()
+        self._groups = Groups(groups, statistics, self._device, timeout)
+        self._slots = GradientSlots(ddp, slots, self._groups.data, first)
         for part in self._parts:
             _own_shards(part)
         self._gathering = _Gathering(ddp, self._groups.data)
@@ -125,10 +132,10 @@ class LateStep:
             for index, param in enumerate(places) if isinstance(param, torch.nn.Parameter) and param in self._stand_ins
         ]
         self._model = _Model(ddp, self._stand_ins)
-        self._device = stores.params[0].device
         self._worker = Worker("2bw step", self._device)
         self._stream = torch.cuda.Stream(device=self._device)
         self._pending: tuple[int, int, Future] | None = None  # batch, target slot of the weights, outcome
+        self.has_stepped = False  # a step was made and not skipped, so that all its kernels have run once
         # Batch j is scaled as the step of batch j - 2 left it: the newest that is over wherever batch j begins.
         scale = self._current_scale().clone()
         self._scales = {first: scale, first + 1: scale}
@@ -156,9 +163,13 @@ class LateStep:
 
     # The training thread calls the following.
 
+    def bind(self, batch: int) -> None:
+        """Before a forward or a backward of `batch`: its gradients go to its slot."""
+        self._slots.bind(batch)
+
     def open(self, batch: int) -> None:
         """Before the first backward of `batch`: its gradients start from zero, its losses have one scale."""
-        self._slots.open()
+        self._slots.open(batch)
         self._loss_scale = self._scales[batch]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -175,7 +186,7 @@ class LateStep:
         report  called in the step's thread
         """
         assert self._pending is None, f"batch {self.pending} is not settled"
-        target, slot = self._stores.reserve(needed), self._slots.flip()
+        target, slot = self._stores.reserve(needed), self._slots.flip(batch)
         alarm = self._alarm is not None and self._alarm()
         ready = torch.cuda.Event()
         ready.record()
@@ -191,7 +202,12 @@ class LateStep:
         self._stores.commit(target, outcome.stepped)
         self._scales[batch + 2] = scale
         self._logged_scale = outcome.loss_scale
+        self.has_stepped |= outcome.stepped
         return outcome
+
+    def defer(self, job: Callable[[], None]) -> Future:
+        """Run `job` in the step's thread once the step that is being made is over."""
+        return self._worker.submit(job)
 
     # The rest runs in the worker's thread.
 
@@ -205,10 +221,11 @@ class LateStep:
             for param, view in zip(self._stores.params, self._stores.views(target)):
                 stand_in = self._stand_ins[param]
                 stand_in.data, stand_in.main_grad = view, slot.main_grads[param]
-            self._groups.meet_for_the_embedding()
-            self._model.config.finalize_model_grads_func(
-                [self._model.with_gradients(slot)], tokens, pg_collection=self._groups.megatron
-            )
+            slot.finish_grad_sync()
+            if self._model.share_embeddings_and_output_weights:
+                self._groups.meet_for_the_embedding()
+            self._model.scale_gradients = slot.scale_gradients
+            self._model.config.finalize_model_grads_func([self._model], tokens, pg_collection=self._groups.megatron)
             stages, alarm = self._exchange(report()), self._any(alarm)  # before the step: it waits for nobody then
             with self._parameters_replaced(target), self._scaled_by(scale):
                 stepped, grad_norm, zeros = self._megatron.step()
@@ -306,9 +323,8 @@ class _Model:
         self._inner, self._stand_ins = unwrap_model(ddp), stand_ins
         self.share_embeddings_and_output_weights = getattr(self._inner, "share_embeddings_and_output_weights", False)
 
-    def with_gradients(self, slot: Slot) -> _Model:
-        self.finish_grad_sync, self.scale_gradients = slot.finish_grad_sync, slot.scale_gradients
-        return self
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """It is over already."""
 
     def modules(self) -> Iterator[torch.nn.Module]:
         return self._inner.modules()

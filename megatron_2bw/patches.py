@@ -157,6 +157,17 @@ def for_late_step(runtime: Any) -> list[Patch]:
 
         return finish_first
 
+    hidden: list[tuple] = []  # exit flags as they were given, while `before_leaving` hides them
+
+    def saving(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def save_checkpoint_and_time(*args, **kwargs):
+            runtime.finish()
+            with _exit_flags(*hidden[0]) if hidden else contextlib.nullcontext():  # a checkpoint holds the arguments
+                return original(*args, **kwargs)
+
+        return save_checkpoint_and_time
+
     def adopt(original: Callable) -> Callable:
         @functools.wraps(original)
         def get_optimizer_param_scheduler(optimizer):
@@ -184,8 +195,10 @@ def for_late_step(runtime: Any) -> list[Patch]:
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args, **kwargs):
             # Megatron asks all ranks in every iteration; here the late step has asked them in the background.
-            with contextlib.nullcontext() if runtime.alarmed else _without_asking_to_exit():
+            with contextlib.nullcontext() if runtime.alarmed else _exit_flags(False, None) as asked:
+                hidden[:] = [asked] if asked else []
                 leave = original(*args, **kwargs)
+                hidden.clear()
             if leave:
                 runtime.finish()
             return leave
@@ -219,7 +232,7 @@ def for_late_step(runtime: Any) -> list[Patch]:
               after_finish),
         Patch(loop, "save_checkpoint_and_time",
               (state[3], *state[:3], *state[4:6], "non_persistent_ckpt", "train_data_iterator"),
-              "a checkpoint holds the newest weights", after_finish),
+              "a checkpoint holds the newest weights", saving),
         Patch(loop, "checkpoint_and_decide_exit", state,
               "a run that ends has logged all its iterations; signals and the time limit need no collective",
               before_leaving),
@@ -227,13 +240,14 @@ def for_late_step(runtime: Any) -> list[Patch]:
 
 
 @contextlib.contextmanager
-def _without_asking_to_exit() -> Iterator[None]:
+def _exit_flags(signal_handler: bool, minutes: int | None) -> Iterator[tuple]:
+    """--exit-signal-handler and --exit-duration-in-mins with other values; yields what they were."""
     from megatron.training import get_args
 
     args = get_args()
     asked = args.exit_signal_handler, args.exit_duration_in_mins
-    args.exit_signal_handler, args.exit_duration_in_mins = False, None
+    args.exit_signal_handler, args.exit_duration_in_mins = signal_handler, minutes
     try:
-        yield
+        yield asked
     finally:
         args.exit_signal_handler, args.exit_duration_in_mins = asked

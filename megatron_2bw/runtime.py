@@ -264,11 +264,24 @@ class PipelineRuntime:
                 if action.kind == REDUCE:
                     grad_sync.after_last_backward()
                 self._execute(action, call)
+        if self.late is not None and self.late.pending is not None and not self._is_warm(iteration):
+            self._settle()
         if self.stores is not None:
             self.stores.bind_newest()
         if call.config.timers is not None:
             call.config.timers("forward-backward").stop()
         return self._batches.pop(iteration).losses
+
+    def _is_warm(self, iteration: int) -> bool:
+        """Whether nothing is left that waits for the whole device at its first use, where messages occupy it.
+
+        Until then receives are not posted ahead, and a step is settled in its own iteration.
+        """
+        boxes = self._exchange.activations_in, self._exchange.gradients_in
+        if not any(box is not None and box.link.occupies_device for box in boxes):
+            return True
+        stepped = self.late is None or self.late.has_stepped
+        return stepped and iteration - self._shape.first >= WARM_UP
 
     def _execute(self, action: Action, call: Call) -> None:
         asked = start = self._recorder.mark()
@@ -292,13 +305,19 @@ class PipelineRuntime:
         self.logbook.settled(outcome)
 
     def _report(self, marks: list) -> StageReport:
-        """What happened since the last report; called in the late step's thread if there is one."""
+        """What happened since the last report; called in the late step's thread."""
         records = self._recorder.resolve(marks)
         if self._writer is not None:
-            self._writer.write(records)
+            self.late.defer(partial(self._writer.write, records))
         waited = sum(record.start - record.asked for record in records)
-        memory = torch.cuda.max_memory_allocated()
-        return StageReport(waited, records[-1].end - records[0].asked, memory)
+        elapsed = sum(record.end - record.asked for record in records)  # without evaluation, saving, the loop itself
+        return StageReport(waited, elapsed, torch.cuda.max_memory_allocated())
+
+    def close_trace(self) -> None:
+        """Write what is left of the trace."""
+        if self._writer is not None:
+            rest = partial(self._writer.write, self._recorder.resolve(self._recorder.cut()))
+            self.late.defer(rest).result() if self.late is not None else rest()
 
     def _announce(self, iteration: int, new_message: Callable[[], torch.Tensor]) -> None:
         """Tell the inboxes what the neighbours' lists send this stage in this iteration, and what it leaves over."""
@@ -312,8 +331,7 @@ class PipelineRuntime:
                 sum(action.kind == kind for action in self.schedule.actions(self._shape, stage, iteration))
                 for stage in (neighbour, self._stage)
             )
-            warm = iteration - self._shape.first >= WARM_UP
-            inbox.ahead = not inbox.link.occupies_device or (warm and not self.timed)
+            inbox.ahead = self._is_warm(iteration) and not (inbox.link.occupies_device and self.timed)
             inbox.expect(sent, new_message, held=inbox.outstanding + sent - taken)
 
     def _forward(self, action: Action, call: Call) -> Any:
@@ -324,7 +342,7 @@ class PipelineRuntime:
         if self._exchange.activations_in is not None:
             received = self._exchange.activations_in.take().requires_grad_()
         start = self._recorder.mark()
-        self._bind(action.version)
+        self._bind(action)
         output, tokens = megatron_schedules.forward_step(
             call.forward_step_func, call.data_iterator, call.model, self._shape.microbatches, received,
             batch.losses, call.config, call.groups.cp.size(), is_first_microbatch=index == 0,
@@ -344,7 +362,7 @@ class PipelineRuntime:
         if self._exchange.gradients_in is not None:
             gradient = self._exchange.gradients_in.take()
         start = self._recorder.mark()
-        self._bind(action.version)
+        self._bind(action)
         input_gradient = megatron_schedules.backward_step(flight.input, flight.output, gradient, call.config)
         if self._exchange.gradients_out is not None:
             self._exchange.gradients_out.put(input_gradient)
@@ -362,14 +380,20 @@ class PipelineRuntime:
                 action.microbatch, self._versions_still_read(to_come), tokens, partial(self._report, marks)
             )
             return
-        self._report(self._recorder.cut())
+        if self._writer is not None:
+            self._writer.write(self._recorder.resolve(self._recorder.cut()))
+        else:
+            self._recorder.cut()
         call.config.finalize_model_grads_func(
             [call.model], tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
         )
 
-    def _bind(self, version: int) -> None:
+    def _bind(self, action: Action) -> None:
+        """Weights and gradient slot of the microbatch."""
         if self.stores is not None:
-            self.stores.bind(version)
+            self.stores.bind(action.version)
+        if self.late is not None:
+            self.late.bind(self._shape.batch(action.microbatch))
 
     @staticmethod
     def _new_message(

@@ -109,6 +109,12 @@ class TraceWriter:
         self._file.write(json.dumps(event) + ",\n")
 
 
+def forget(directory: Path) -> None:
+    """Remove the files of an earlier run, which may have had other stages."""
+    for file in directory.glob("stage-*-pipeline-*.json"):
+        file.unlink()
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The events of a file of TraceWriter, also of one whose writer was killed."""
     lines = path.read_text(encoding="utf-8").splitlines()[1:]
@@ -122,7 +128,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def merge(directory: Path, batches: int = 4) -> tuple[Path, Path]:
-    """Write DIR/trace.json (all stages, opens in Perfetto) and DIR/timeline.png (the last whole `batches` batches).
+    """Write DIR/trace.json (all stages, opens in Perfetto) and DIR/timeline.png (the last `batches` whole batches, if
+    there is one).
 
     Raises FileNotFoundError if no stage has left a file.
     """
@@ -142,6 +149,8 @@ def _draw(events: list[dict[str, Any]], batches: int, picture: Path) -> None:
 
     timed = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
     reduces = [event for event in timed if event["cat"] == "R"]
+    if not reduces:
+        return
     last = min(max(e["args"]["batch"] for e in reduces if e["tid"] == stage) for stage in {e["tid"] for e in reduces})
     first = max(last - batches + 1, min(event["args"]["batch"] for event in reduces))
     ends = {e["args"]["batch"]: e["ts"] for e in reduces if e["tid"] == 0}

@@ -43,46 +43,64 @@ def accumulate(params, value: float) -> None:
         param.main_grad.add_(value)
 
 
+def run_batch(slots: GradientSlots, params, batch: int, value: float):
+    slots.open(batch)
+    slots.bind(batch)
+    accumulate(params, value)
+    return slots.flip(batch)
+
+
 def test_two_slots_alternate_and_share_nothing():
     ddp, params = wrapper()
-    slots = GradientSlots(ddp, 2, "ours")
-    slots.open()
-    accumulate(params, 1)
-    first = slots.flip()
-    slots.open()
-    accumulate(params, 2)
+    slots = GradientSlots(ddp, 2, "ours", first=5)
+    first = run_batch(slots, params, 5, 1)
+    second = run_batch(slots, params, 6, 2)
     assert all(torch.all(first.main_grads[param] == 1) for param in params)
-    second = slots.flip()
     assert all(torch.all(second.main_grads[param] == 2) for param in params)
-    slots.open()  # the first slot again, zeroed
+    slots.open(7)  # the first slot again, zeroed
+    slots.bind(7)
     assert all(torch.all(first.main_grads[param] == 0) for param in params)
     assert all(param.main_grad is first.main_grads[param] for param in params)
     assert all(torch.all(second.main_grads[param] == 2) for param in params)
 
 
+def test_forwards_of_the_next_batch_see_its_slot():
+    """A fused kernel notes main_grad in the forward, w microbatches before the backward."""
+    ddp, params = wrapper()
+    slots = GradientSlots(ddp, 2, "ours")
+    slots.open(0)
+    slots.bind(1)
+    noted = [param.main_grad for param in params]
+    slots.bind(0)
+    accumulate(params, 1)
+    full = slots.flip(0)
+    slots.open(1)
+    slots.bind(1)
+    assert all(before is param.main_grad for before, param in zip(noted, params))
+    assert all(torch.all(full.main_grads[param] == 1) for param in params)
+
+
 def test_buckets_reduce_the_memory_of_their_own_slot():
     ddp, params = wrapper()
     slots = GradientSlots(ddp, 2, "ours")
-    for value in (1, 2):
-        slots.open()
-        accumulate(params, value)
-        slot = slots.flip()
+    for batch, value in enumerate((1, 2)):
+        slot = run_batch(slots, params, batch, value)
+        assert ddp.bucket_groups is slot.bucket_groups and ddp.buffers is slot.buffers
         assert [group.data_parallel_group for group in slot.bucket_groups] == ["ours"] * 3
         for group, param in zip(slot.bucket_groups, params):
             (bucket,) = group.buckets
             assert torch.all(bucket.grad_data == value) and group.param_to_bucket[param] is bucket
             assert bucket.grad_data.data_ptr() == slot.main_grads[param].data_ptr()
-            assert slot.group_of[param] is group
+            assert slot.group_of[param] is group is ddp.param_to_bucket_group[param]
         assert slot.bucket_groups[2].previous_grad_reduce_bucket_group is slot.bucket_groups[1]
-    assert ddp.param_to_bucket_group[params[0]] is ddp.bucket_groups[0]
 
 
 def test_one_slot_is_zeroed_when_its_batch_begins_and_not_before():
     ddp, params = wrapper()
     slots = GradientSlots(ddp, 1, "ours")
-    accumulate(params, 3)
-    full = slots.flip()
+    full = run_batch(slots, params, 0, 3)
     ddp.zero_grad_buffer()  # Megatron's training step, at the beginning of the next iteration
+    slots.bind(1)
     assert all(torch.all(full.main_grads[param] == 3) for param in params)
-    slots.open()
+    slots.open(1)
     assert all(torch.all(full.main_grads[param] == 0) for param in params)
