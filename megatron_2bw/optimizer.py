@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_2bw.gradients import GradientSlots, Slot, use_group
 from megatron_2bw.weights import WeightStores
 from megatron_2bw.worker import Worker
+
+
+# Seconds that the step's thread may hold Python's lock while the training thread wants to launch its next kernel.
+SWITCH_INTERVAL = 5e-4
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,7 @@ class LateStep:
         ]
         self._model = _Model(ddp, self._stand_ins)
         self._worker = Worker("2bw step", self._device)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self._stream = torch.cuda.Stream(device=self._device)
         self._pending: tuple[int, int, Future] | None = None  # batch, target slot of the weights, outcome
         self.has_stepped = False  # a step was made and not skipped, so that all its kernels have run once

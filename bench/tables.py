@@ -1,0 +1,19 @@
+"""Prints the rows of a benchmark's JSON as the Markdown tables of docs/: python bench/tables.py FILE.json ..."""
+
+import json
+import sys
+from pathlib import Path
+
+
+def table(rows: list[dict]) -> str:
+    """One line a row; columns that are the same in all rows are left out."""
+    columns = [name for name in rows[0] if len({str(row[name]) for row in rows}) > 1]
+    lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
+    lines += ["| " + " | ".join(str(row[name]) for name in columns) + " |" for row in rows]
+    same = ", ".join(f"{name} {row}" for name, row in rows[0].items() if name not in columns and row != "")
+    return "\n".join([*lines, "", f"In all rows: {same}."])
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        print(f"{path}\n\n{table(json.loads(path.read_text())['rows'])}\n")
