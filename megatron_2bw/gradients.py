@@ -1,7 +1,7 @@
 """The gradient slots of a stage: one batch accumulates while the one before is reduced, clipped and applied.
 
 Invariants: slot 0 is Megatron's own gradient buffer, the others have its layout; a batch's backwards accumulate into
-its slot only, and the training thread does not touch that slot between `flip` and the next `open` of it.
+its slot only, and the training thread does not touch that slot between `filled` and the next `open` of it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GradientSlots:
         self._ddp.param_to_bucket_group = slot.group_of
         self._zero()
 
-    def flip(self, batch: int) -> Slot:
+    def filled(self, batch: int) -> Slot:
         """After the last backward of `batch`: the slot with its gradients."""
         return self._slot(batch)
 

@@ -6,6 +6,7 @@ standard error that names the flag, and exit status 2.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -31,7 +32,7 @@ def launch(task: str) -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_2bw import patches, trace
+    from megatron_2bw import patches
 
     args, parser = arguments.parse(early, stop)
     if "MASTER_ADDR" not in os.environ:
@@ -50,8 +51,6 @@ def launch(task: str) -> None:
     except patches.DriftError as error:
         stop(str(error))
     module = importlib.import_module(task)
-    if args.two_bw_trace is not None and args.rank == 0:
-        trace.forget(args.two_bw_trace)
     try:
         config = pretrain_cfg_container_from_args(args, module.model_config(args))
         try:
@@ -62,8 +61,9 @@ def launch(task: str) -> None:
             raise
         _merge_trace(args, runtime)
     except Exception as error:
-        if runtime is not None and runtime.logbook is not None:
-            runtime.logbook.flush()  # the lines of the iterations that are over
+        if runtime is not None and runtime.logbook is not None and args.timing_log_level == 0 and not args.log_energy:
+            with contextlib.suppress(Exception):
+                runtime.logbook.flush()  # the lines of the iterations that are over; they need no other rank
         if hasattr(args, "curr_iteration"):  # training has begun
             raise
         stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
@@ -89,7 +89,10 @@ def make_runtime(args):
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
     from megatron_2bw.runtime import PipelineRuntime, Progress
     from megatron_2bw.schedules import SCHEDULES, TwoBW
+    from megatron_2bw.trace import forget
 
+    if args.two_bw_trace is not None and args.rank == 0:
+        forget(args.two_bw_trace)
     schedule = SCHEDULES[args.pipeline_schedule]
     alarm = None
     if schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins):

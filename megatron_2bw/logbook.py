@@ -1,7 +1,8 @@
 """Megatron's log lines under a late step: written when the step they describe is made, and without a barrier.
 
 Invariant: the line of an iteration holds the loss, gradient norm, loss scale, learning rate and skipped flag of one
-and the same batch; every line comes before whatever the training loop prints or writes about later iterations.
+and the same batch; every line comes before whatever the training loop prints or writes about later iterations
+(after "exiting program", if a run leaves in its middle).
 """
 
 from __future__ import annotations

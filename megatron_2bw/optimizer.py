@@ -1,9 +1,10 @@
 """The late step (design, rule 5): Megatron's own optimizer, run beside the pipeline.
 
 Between a batch's REDUCE and its STEP, a thread of the stage finishes the data-parallel reduction, sums the tied
-embeddings, divides by the token count, unscales, takes the norm over all ranks, clips, steps and gathers. All of that
-is Megatron's code, called as it is: what waits for other stages is this thread, and the training thread goes on with
-the next batch. At STEP everything has arrived, because stage 0, the last to finish a batch, needs its step first.
+embeddings (and layer norms under sequence parallelism), divides by the token count, unscales, takes the norm over all
+ranks, clips, steps and gathers. All of that is Megatron's code, called as it is: what waits for other stages is this
+thread, and the training thread goes on with the next batch. At STEP everything has arrived, because stage 0, the last
+to finish a batch, needs its step first.
 
 Invariants:
 - what the thread writes (a free weight store, a full gradient slot, main parameters and optimizer state) the training
@@ -192,7 +193,7 @@ class LateStep:
         report  called in the step's thread
         """
         assert self._pending is None, f"batch {self.pending} is not settled"
-        target, slot = self._stores.reserve(needed), self._slots.flip(batch)
+        target, slot = self._stores.reserve(needed), self._slots.filled(batch)
         alarm = self._alarm is not None and self._alarm()
         ready = torch.cuda.Event()
         ready.record()

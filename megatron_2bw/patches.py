@@ -197,8 +197,10 @@ def for_late_step(runtime: Any) -> list[Patch]:
             # Megatron asks all ranks in every iteration; here the late step has asked them in the background.
             with contextlib.nullcontext() if runtime.alarmed else _exit_flags(False, None) as asked:
                 hidden[:] = [asked] if asked else []
-                leave = original(*args, **kwargs)
-                hidden.clear()
+                try:
+                    leave = original(*args, **kwargs)
+                finally:
+                    hidden.clear()
             if leave:
                 runtime.finish()
             return leave

@@ -1,6 +1,7 @@
 """When each action of a stage ran and how long it waited before: the log line's bubble, and --two-bw-trace.
 
-A mark costs a reading of the clock on the CPU and an event on the GPU; marks become times in the late step's thread.
+A mark costs a reading of the clock on the CPU and an event on the GPU; marks become times in the late step's thread,
+or, where there is none and a trace is wanted, at the end of a batch, which waits for the GPU.
 Each rank appends its events to a file of its own, in Chrome's JSON array format, which may end without its closing
 bracket: a run that is killed leaves a trace that opens. `merge` joins the files of the stages and draws them.
 """
@@ -12,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -82,12 +83,23 @@ class TraceWriter:
     def __init__(self, directory: Path, stage: int, pipeline: int):
         directory.mkdir(parents=True, exist_ok=True)
         self.stage, self.pipeline = stage, pipeline
-        self._file = open(directory / f"stage-{stage:02d}-pipeline-{pipeline}.json", "w", encoding="utf-8")
+        path = directory / f"stage-{stage:02d}-pipeline-{pipeline}.json"
+        self._file: TextIO | None = open(path, "w", encoding="utf-8")
         self._file.write("[\n")
         self._emit(name="process_name", ph="M", pid=pipeline, args={"name": f"pipeline {pipeline}"})
         self._emit(name="thread_name", ph="M", pid=pipeline, tid=stage, args={"name": f"stage {stage}"})
 
     def write(self, records: list[Record]) -> None:
+        """Append; a disk that takes no more ends the trace with one line, and not the training."""
+        if self._file is None:
+            return
+        try:
+            self._write(records)
+        except OSError as error:
+            print(f"> --two-bw-trace: {self._file.name} ends here: {error}", file=sys.stderr, flush=True)
+            self._file = None
+
+    def _write(self, records: list[Record]) -> None:
         for record in records:
             if record.start - record.asked > 1e-6:
                 self._emit(
@@ -111,8 +123,8 @@ class TraceWriter:
 
 def forget(directory: Path) -> None:
     """Remove the files of an earlier run, which may have had other stages."""
-    for file in directory.glob("stage-*-pipeline-*.json"):
-        file.unlink()
+    for file in (*directory.glob("stage-*-pipeline-*.json"), directory / "trace.json", directory / "timeline.png"):
+        file.unlink(missing_ok=True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -127,9 +139,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def merge(directory: Path, batches: int = 4) -> tuple[Path, Path]:
+def merge(directory: Path, batches: int = 4) -> list[Path]:
     """Write DIR/trace.json (all stages, opens in Perfetto) and DIR/timeline.png (the last `batches` whole batches, if
-    there is one).
+    there is one). Returns what was written.
 
     Raises FileNotFoundError if no stage has left a file.
     """
@@ -140,7 +152,7 @@ def merge(directory: Path, batches: int = 4) -> tuple[Path, Path]:
     trace, picture = directory / "trace.json", directory / "timeline.png"
     trace.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     _draw([event for event in events if event["pid"] == 0], batches, picture)
-    return trace, picture
+    return [path for path in (trace, picture) if path.exists()]
 
 
 def _draw(events: list[dict[str, Any]], batches: int, picture: Path) -> None:

@@ -252,6 +252,9 @@ def watch(rank: int, argv: list[str]) -> Run:
 
     for name in COLLECTIVES:
         noting(name)
+    from megatron.core import timers  # it has taken its collective at its import
+
+    timers.dist_all_gather_func = dist.all_gather_into_tensor
     step, evaluate = training.train_step, training.evaluate_and_print_results
 
     @functools.wraps(step)

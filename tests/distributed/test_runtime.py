@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Shape
@@ -72,23 +74,26 @@ class Once:
     """A message's work that can be waited for twice."""
 
     def __init__(self, work):
-        self.work, self.done = work, False
+        self.work, self.done, self.lock = work, False, threading.Lock()
 
     def is_completed(self) -> bool:
         return self.done
 
     def wait(self) -> None:
-        if not self.done:
-            self.work.wait()
-        self.done = True
+        with self.lock:
+            if not self.done:
+                self.work.wait()
+            self.done = True
 
 
 def train_like_nccl(rank: int, argv: list[str]) -> Run:
     """Every posted message occupies the device until its other end has come, as NCCL's kernels do, and
-    torch.cuda.synchronize, which Megatron's timers call in every forward and backward, waits for all of them."""
+    torch.cuda.synchronize, which Megatron's timers call in every forward and backward, waits for all of them. So does
+    whatever a late step's thread does for the first time."""
     import torch
 
     from megatron_2bw.communication import Link
+    from megatron_2bw.optimizer import LateStep
 
     posted: list[Once] = []
 
@@ -101,7 +106,23 @@ def train_like_nccl(rank: int, argv: list[str]) -> Run:
 
     def synchronize(device=None) -> None:
         while posted:
-            posted.pop().wait()
+            try:
+                message = posted.pop()
+            except IndexError:  # the other thread was faster
+                break
+            message.wait()
+
+    update = LateStep._update
+
+    def first_use(self, *args):
+        if not self.has_stepped:
+            synchronize()
+        result = update(self, *args)
+        if not self.has_stepped:
+            synchronize()
+        return result
+
+    LateStep._update = first_use
 
     Link.send, Link.receive = occupying(Link.send), occupying(Link.receive)
     Link.occupies_device = True
@@ -122,3 +143,34 @@ def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches):
     plain = run_world(stages, train, command(stages, microbatches, schedule, UNTIED, train_iters=4))
     runs = run_world(stages, train_like_nccl, argv, timeout=60)
     assert_same_runs(runs, plain, exact=True)
+
+
+def watch_the_start(rank: int, argv: list[str]) -> Run:
+    """As `train_like_nccl`, without the timers; notes for each iteration whether its step is still being made."""
+    from megatron_2bw.runtime import PipelineRuntime
+
+    pending: list[bool] = []
+    run_iteration = PipelineRuntime._run_iteration
+
+    def noting(self, *args):
+        result = run_iteration(self, *args)
+        pending.append(self.late.pending is not None)
+        return result
+
+    PipelineRuntime._run_iteration = noting
+    run = train_like_nccl(rank, argv)
+    run.events = pending
+    return run
+
+
+@pytest.mark.parametrize("flags, skipped", [((), 0), (("--fp16",), 4)])
+def test_on_nccl_steps_are_late_once_everything_has_run_once(flags, skipped):
+    """From the third iteration on, and with 16-bit floats after the first step that was not skipped."""
+    changes = dict(train_iters=10, initial_loss_scale=2.0**20, hysteresis=1)
+    argv = command(2, 2, "2bw", UNTIED, *flags, **changes)
+    runs = run_world(2, watch_the_start, argv, timeout=60)
+    for run in runs:
+        assert sum(run.skipped) >= skipped and not all(run.skipped)
+        cold = max(2, run.skipped.index(0) + 1)
+        assert run.events == [False] * cold + [True] * (9 - cold) + [False]
+    assert_same_runs(runs, run_world(2, train, argv), exact=True)

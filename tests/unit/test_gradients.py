@@ -47,7 +47,7 @@ def run_batch(slots: GradientSlots, params, batch: int, value: float):
     slots.open(batch)
     slots.bind(batch)
     accumulate(params, value)
-    return slots.flip(batch)
+    return slots.filled(batch)
 
 
 def test_two_slots_alternate_and_share_nothing():
@@ -73,7 +73,7 @@ def test_forwards_of_the_next_batch_see_its_slot():
     noted = [param.main_grad for param in params]
     slots.bind(0)
     accumulate(params, 1)
-    full = slots.flip(0)
+    full = slots.filled(0)
     slots.open(1)
     slots.bind(1)
     assert all(before is param.main_grad for before, param in zip(noted, params))

@@ -150,6 +150,31 @@ def test_ranks_are_not_asked_to_exit_until_the_alarm_goes_off(monkeypatch):
     assert (args.exit_signal_handler, args.exit_duration_in_mins) == (True, 5)
 
 
+def test_a_checkpoint_holds_the_exit_flags_as_they_were_given(monkeypatch):
+    import megatron.training
+
+    runtime, args = Runtime(), argparse.Namespace(exit_signal_handler=True, exit_duration_in_mins=5)
+    monkeypatch.setattr(megatron.training, "get_args", lambda: args)
+    seen = []
+
+    def flags():
+        seen.append((args.exit_signal_handler, args.exit_duration_in_mins))
+
+    made = {patch.name: patch.replace for patch in patches.for_late_step(runtime)}
+    save = made["save_checkpoint_and_time"](flags)
+
+    def decide():
+        flags()
+        save()
+        flags()
+        raise RuntimeError("in the save")
+
+    with pytest.raises(RuntimeError):
+        made["checkpoint_and_decide_exit"](decide)()
+    save()
+    assert seen == [(False, None), (True, 5), (False, None), (True, 5)] and runtime.finished == 2
+
+
 def test_a_run_that_leaves_finishes_its_step():
     runtime = Runtime()
     runtime.alarmed = True

@@ -10,7 +10,7 @@ import torch
 
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
 from megatron_2bw.simulator import simulate
-from megatron_2bw.trace import Record, Recorder, TraceWriter, merge, read
+from megatron_2bw.trace import Record, Recorder, TraceWriter, forget, merge, read
 
 CPU = torch.device("cpu")
 
@@ -76,6 +76,31 @@ def test_a_run_that_was_killed_leaves_what_it_had_written(tmp_path):
     file.write_text(file.read_text()[:-40])
     assert read(file) == whole[:-1]
     merge(tmp_path)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, capsys):
+    writer = TraceWriter(tmp_path, 0, pipeline=0)
+
+    class Full:
+        name = "trace"
+
+        def write(self, text):
+            raise OSError("No space left on device")
+
+    writer._file = Full()
+    for _ in range(2):
+        writer.write(records_of(0, Shape(1, 1, 0, 2)))
+    assert capsys.readouterr().err == "> --two-bw-trace: trace ends here: No space left on device\n"
+
+
+def test_an_earlier_run_is_forgotten(tmp_path):
+    write(tmp_path, Shape(3, 3, 0, 3))
+    merge(tmp_path)
+    forget(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    writer = TraceWriter(tmp_path, 0, pipeline=0)
+    writer.write(records_of(0, Shape(1, 2, 0, 2))[:2])  # ended before its first reduction
+    assert merge(tmp_path) == [tmp_path / "trace.json"]
 
 
 def test_no_files(tmp_path):
