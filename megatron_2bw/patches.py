@@ -146,68 +146,76 @@ def for_schedule(runtime: Any) -> list[Patch]:
     ]
 
 
-def for_late_step(runtime: Any) -> list[Patch]:
-    """What a schedule with a late step changes in the training loop: nothing there may wait for another stage."""
+class _LateLoop:
+    """Megatron's functions of the training loop, changed so that they go with the late step of `runtime`.
 
-    def after_finish(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def finish_first(*args, **kwargs):
-            runtime.finish()
-            return original(*args, **kwargs)
+    Each method takes the original function and returns what replaces it.
+    """
 
-        return finish_first
+    def __init__(self, runtime: Any):
+        self.runtime = runtime
+        self._hidden: tuple | None = None  # exit flags as they were given, while `decide_exit` hides them
 
-    hidden: list[tuple] = []  # exit flags as they were given, while `before_leaving` hides them
-
-    def saving(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def save_checkpoint_and_time(*args, **kwargs):
-            runtime.finish()
-            with _exit_flags(*hidden[0]) if hidden else contextlib.nullcontext():  # a checkpoint holds the arguments
-                return original(*args, **kwargs)
-
-        return save_checkpoint_and_time
-
-    def adopt(original: Callable) -> Callable:
+    def adopt_scheduler(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def get_optimizer_param_scheduler(optimizer):
             scheduler = original(optimizer)
-            runtime.adopt_scheduler(scheduler)
+            self.runtime.adopt_scheduler(scheduler)
             return scheduler
 
         return get_optimizer_param_scheduler
 
-    def later(original: Callable) -> Callable:
+    def finish_first(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def with_the_newest_weights(*args, **kwargs):
+            self.runtime.finish()
+            return original(*args, **kwargs)
+
+        return with_the_newest_weights
+
+    def save(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def save_checkpoint_and_time(*args, **kwargs):
+            self.runtime.finish()
+            # A checkpoint holds the arguments.
+            with contextlib.nullcontext() if self._hidden is None else _exit_flags(*self._hidden):
+                return original(*args, **kwargs)
+
+        return save_checkpoint_and_time
+
+    def log_later(self, original: Callable) -> Callable:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def training_log(*args, **kwargs):
             values = signature.bind(*args, **kwargs)
             values.apply_defaults()
-            return runtime.logbook.add(original, values.arguments)
+            return self.runtime.logbook.add(original, values.arguments)
 
         return training_log
 
-    def with_stages(original: Callable) -> Callable:
-        return lambda message: original(runtime.logbook.line(message) if runtime.logbook else message)
+    def print_stages(self, original: Callable) -> Callable:
+        return lambda message: original(self.runtime.logbook.line(message) if self.runtime.logbook else message)
 
-    def before_leaving(original: Callable) -> Callable:
+    def decide_exit(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args, **kwargs):
             # Megatron asks all ranks in every iteration; here the late step has asked them in the background.
-            with contextlib.nullcontext() if runtime.alarmed else _exit_flags(False, None) as asked:
-                hidden[:] = [asked] if asked else []
+            with contextlib.nullcontext() if self.runtime.alarmed else _exit_flags(False, None) as self._hidden:
                 try:
                     leave = original(*args, **kwargs)
                 finally:
-                    hidden.clear()
+                    self._hidden = None
             if leave:
-                runtime.finish()
+                self.runtime.finish()
             return leave
 
         return checkpoint_and_decide_exit
 
-    loop = "megatron.training.training"
+
+def for_late_step(runtime: Any) -> list[Patch]:
+    """What a schedule with a late step changes in the training loop: nothing there may wait for another stage."""
+    late, loop = _LateLoop(runtime), "megatron.training.training"
     log = (
         "loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag",
         "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit", "pg_collection",
@@ -217,27 +225,26 @@ def for_late_step(runtime: Any) -> list[Patch]:
         "model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far",
         "checkpointing_context", "train_data_iterator",
     )
+    save = (state[3], *state[:3], *state[4:6], "non_persistent_ckpt", "train_data_iterator")
     everywhere = "each stage has the value by itself; the reduction would make it wait for all others"
     return [
         Patch(loop, "get_optimizer_param_scheduler", ("optimizer",),
-              "learning rate and weight decay advance with the steps, which come later", adopt),
+              "learning rate and weight decay advance with the steps, which come later", late.adopt_scheduler),
         Patch(loop, "logical_and_across_model_parallel_group", ("input", "group"), everywhere,
               lambda original: lambda input, group=None: input),
         Patch(loop, "reduce_max_stat_across_model_parallel_group", ("stat", "group"), everywhere,
               lambda original: lambda stat, group=None: stat),
-        Patch(loop, "training_log", log, "a line is written when the step that it describes is made", later),
+        Patch(loop, "training_log", log, "a line is written when the step that it describes is made", late.log_later),
         Patch(loop, "print_rank_last", ("message",), "waiting times and memory of the stages join the line",
-              with_stages),
+              late.print_stages),
         Patch(loop, "calc_params_l2_norm", ("model", "force_create_fp32_copy"), "it reads the newest weights",
-              after_finish),
+              late.finish_first),
         Patch(loop, "check_param_hashes_across_dp_replicas", ("model", "cross_check"), "it reads the newest weights",
-              after_finish),
-        Patch(loop, "save_checkpoint_and_time",
-              (state[3], *state[:3], *state[4:6], "non_persistent_ckpt", "train_data_iterator"),
-              "a checkpoint holds the newest weights", saving),
+              late.finish_first),
+        Patch(loop, "save_checkpoint_and_time", save, "a checkpoint holds the newest weights", late.save),
         Patch(loop, "checkpoint_and_decide_exit", state,
               "a run that ends has logged all its iterations; signals and the time limit need no collective",
-              before_leaving),
+              late.decide_exit),
     ]
 
 
