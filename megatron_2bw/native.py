@@ -1,8 +1,8 @@
 """What a Megatron-LM source checkout calls once `patches/` is applied to it: its two hooks.
 
 What a late step changes in the training loop beside them is rebound there too (`patches.for_late_step`). In a
-checkout `--pipeline-schedule` is a flag like any other, and every entry script of it has the schedules. What --two-
-bw-trace has recorded is joined by `python -m megatron_2bw.trace DIR` there.
+checkout `--pipeline-schedule` is a flag like any other, and every entry script of it has the schedules. What
+--two-bw-trace has recorded is joined by `python -m megatron_2bw.trace DIR` there.
 """
 
 from __future__ import annotations
