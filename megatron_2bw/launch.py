@@ -46,6 +46,7 @@ def launch(task: str) -> None:
         wanted += patches.for_schedule(runtime)
         if runtime.schedule.late_step:
             wanted += patches.for_late_step(runtime)
+    wanted += patches.for_checkpoints(runtime)
     try:
         patches.apply(wanted)
     except patches.DriftError as error:

@@ -1,6 +1,6 @@
 """What a Megatron-LM source checkout calls once `patches/` is applied to it: its two hooks.
 
-What a late step changes in the training loop beside them is rebound there too (`patches.for_late_step`). In a
+What checkpoints hold, and what a late step changes in the training loop, is rebound beside them (`patches.py`). In a
 checkout `--pipeline-schedule` is a flag like any other, and every entry script of it has the schedules. What
 --two-bw-trace has recorded is joined by `python -m megatron_2bw.trace DIR` there.
 """
@@ -28,8 +28,10 @@ def _runtime():
         return None
     if not _runtimes:
         runtime = make_runtime(args)
+        wanted = patches.for_checkpoints(runtime)
         if runtime.schedule.late_step:
-            patches.apply(patches.for_late_step(runtime))
+            wanted += patches.for_late_step(runtime)
+        patches.apply(wanted)
         _runtimes.append(runtime)
     return _runtimes[0]
 

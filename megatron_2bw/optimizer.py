@@ -116,11 +116,13 @@ class LateStep:
     groups     Megatron's ProcessGroupCollection
     first      the first batch
     alarm      asked at each REDUCE; the Outcome tells whether any rank of the world said yes
+    loss_scale of the first batch, if it is not the scaler's present one
     """
 
     def __init__(
         self, ddp: Any, optimizer: Any, scheduler: Any, stores: WeightStores, *, slots: int, increment: int,
         groups: Any, first: int, timeout: timedelta | None = None, alarm: Callable[[], bool] | None = None,
+        loss_scale: float | None = None,
     ):
         self._parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer])]
         self._optimizer, self._stores = optimizer, stores
@@ -145,8 +147,9 @@ class LateStep:
         self.has_stepped = False  # a step was made and not skipped, so that all its kernels have run once
         # Batch j is scaled as the step of batch j - 2 left it: the newest that is over wherever batch j begins.
         scale = self._current_scale().clone()
-        self._scales = {first: scale, first + 1: scale}
-        self._loss_scale, self._logged_scale = scale, float(scale)
+        own = scale if loss_scale is None else torch.full_like(scale, loss_scale)
+        self._scales = {first: own, first + 1: scale}
+        self._loss_scale, self._logged_scale = own, float(scale)
         self._take_over(optimizer, scheduler)
 
     def _take_over(self, optimizer: Any, scheduler: Any) -> None:
@@ -182,6 +185,10 @@ class LateStep:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss of the batch that `open` was last called for, times its loss scale."""
         return self._loss_scale * loss
+
+    def next_loss_scale(self) -> float:
+        """The loss scale of the batch after the last that was started; its step must be settled."""
+        return float(self._scales[min(self._scales)])
 
     def start(
         self, batch: int, needed: set[int], tokens: torch.Tensor | None, report: Callable[[], StageReport]

@@ -146,6 +146,46 @@ def for_schedule(runtime: Any) -> list[Patch]:
     ]
 
 
+def for_checkpoints(runtime: Any = None) -> list[Patch]:
+    """Saving and loading, with a schedule of this project or, without `runtime`, with Megatron's own."""
+    from megatron_2bw.checkpoint import Checkpoints
+
+    ours, files = Checkpoints(runtime), "megatron.training.checkpointing"
+    groups = ("tp_group", "pp_group", "dp_cp_group", "dp_group", "expt_dp_group", "rng_state_key_prefix")
+    return [
+        Patch(
+            files, "generate_state_dict",
+            (
+                "args", "model", "optimizer", "opt_param_scheduler", "rng_state", "iteration", "optim_sd_kwargs",
+                "model_sd_kwargs", "rerun_state",
+            ),
+            "shadow weights and the schedule's name; without Apex the optimizer's state must be there first",
+            ours.collect,
+        ),
+        Patch(
+            files, "get_rng_state", ("ckpt_format", *groups[:4], "key_prefix"),
+            "the random state before the microbatches in flight", ours.random_state,
+        ),
+        Patch(
+            files, "_load_base_checkpoint",
+            (
+                "load_dir", "args", "rank0", "sharded_state_dict", "checkpointing_context", "dp_cp_group",
+                "expt_dp_group", "gpt_compat_layer_maps",
+            ),
+            "what `generate_state_dict` has added is found here", ours.read,
+        ),
+        Patch(
+            "megatron.training.training", "load_checkpoint",
+            (
+                "ddp_model", "optimizer", "opt_param_scheduler", "load_arg", "strict", "checkpointing_context",
+                "skip_load_to_model_and_opt", *groups,
+            ),
+            "the schedule goes on from what was loaded; without Apex the optimizer's steps must be told apart",
+            ours.load,
+        ),
+    ]
+
+
 class _LateLoop:
     """Megatron's functions of the training loop, changed so that they go with the late step of `runtime`.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ from megatron.training import print_rank_0
 from megatron_2bw.communication import Exchange, connect
 from megatron_2bw.logbook import Logbook
 from megatron_2bw.optimizer import LateStep, StageReport
+from megatron_2bw.random_state import RandomState, preserved
 from megatron_2bw.schedules import B, F, REDUCE, STEP, Action, Schedule, Shape
 from megatron_2bw.trace import Recorder, TraceWriter
 from megatron_2bw.weights import WeightStores
@@ -71,6 +72,20 @@ class Batch:
     tokens: torch.Tensor | int = 0
 
 
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on that was saved, beside what Megatron loads by itself.
+
+    shadow      the weights one update older than the newest, W(iteration - 1), by parameter; empty: take the newest
+    loss_scale  of the first batch: as the step two batches before it left the scale; None: the present one
+    random      before the first forward
+    """
+
+    shadow: dict[torch.nn.Parameter, torch.Tensor]
+    loss_scale: float | None
+    random: RandomState
+
+
 class PipelineRuntime:
     """Runs one stage.
 
@@ -99,6 +114,8 @@ class PipelineRuntime:
         self._stage = 0
         self._exchange = Exchange()
         self._step: Action | None = None  # the step that Megatron's optimizer call has to execute next
+        self._resume: Resume | None = None
+        self._random: RandomState | None = None  # before the forwards that are in flight between iterations
         self._scheduler: Any = None
         self._trace, self._alarm = trace, alarm
         self.alarmed = False  # a rank's alarm has gone off, as all ranks know by the same iteration
@@ -139,14 +156,15 @@ class PipelineRuntime:
         """
         if forward_only:
             self.finish()
-            return megatron_schedules.get_forward_backward_func()(
-                forward_step_func=forward_step_func, data_iterator=data_iterator, model=model,
-                num_microbatches=num_microbatches, seq_length=seq_length, micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length, forward_only=True,
-                collect_non_loss_data=collect_non_loss_data, first_val_step=first_val_step,
-                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator,
-                pg_collection=pg_collection,
-            )
+            with preserved():  # a data iterator that is made at its first use draws a seed
+                return megatron_schedules.get_forward_backward_func()(
+                    forward_step_func=forward_step_func, data_iterator=data_iterator, model=model,
+                    num_microbatches=num_microbatches, seq_length=seq_length, micro_batch_size=micro_batch_size,
+                    decoder_seq_length=decoder_seq_length, forward_only=True,
+                    collect_non_loss_data=collect_non_loss_data, first_val_step=first_val_step,
+                    adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator,
+                    pg_collection=pg_collection,
+                )
         (model,) = model if isinstance(model, list) else [model]
         config = get_model_config(model)
         _refuse(
@@ -194,6 +212,41 @@ class PipelineRuntime:
         if self.logbook is not None:
             self.logbook.flush()
 
+    # Checkpoints (checkpoint.py) ask and tell the following, between iterations.
+
+    def shadow(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The weights that are one update older than the newest, by parameter; empty if the schedule has none."""
+        if not self.schedule.late_step:
+            return {}
+        if self.stores is None:
+            return self._resume.shadow if self._resume is not None else {}
+        return dict(zip(self.stores.params, self.stores.values(self.stores.newest - 1)))
+
+    def loss_scale(self) -> float | None:
+        """The loss scale of the next batch, where it is not that of Megatron's optimizer."""
+        if self.late is None:
+            return self._resume.loss_scale if self._resume is not None else None
+        return self.late.next_loss_scale()
+
+    @contextlib.contextmanager
+    def random_state_before_flight(self) -> Iterator[None]:
+        """Inside, the generators stand where they stood before the microbatches in flight drew from them."""
+        if self._random is None:
+            yield
+            return
+        with preserved():
+            self._random.restore()
+            yield
+
+    def resume(self, resume: Resume) -> None:
+        """Start from a checkpoint that has been loaded; called before the first iteration."""
+        self._resume = resume
+
+    @property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """The stage's trainable parameters."""
+        return self._params
+
     # The rest is this stage's work.
 
     def _versions_still_read(self, step: Action) -> set[int]:
@@ -216,12 +269,15 @@ class PipelineRuntime:
                 if outbox is not None:
                     outbox.limit = self.schedule.max_in_flight(self._shape, sender) + 1
             self._recorder = Recorder(device)
+            if self._resume is not None:
+                self._resume.random.restore()
             if self._trace is not None and mpu.get_tensor_model_parallel_rank() == 0:
                 self._writer = TraceWriter(self._trace, self._stage, call.groups.dp_cp.rank())
             if not self.schedule.flushes:
                 self._make_stores(call, progress)
             if self.schedule.late_step:
                 self._make_late_step(call, progress, microbatches * micro_batch_size)
+            self._resume = None  # its tensors are copied
         elif microbatches != self._shape.microbatches:
             raise RuntimeError(
                 f"--pipeline-schedule {self.schedule.name} cannot change the number of microbatches during a run "
@@ -232,18 +288,17 @@ class PipelineRuntime:
         ddp = call.model
         buffers = ddp.buffers if ddp.ddp_config.use_distributed_optimizer else ()
         self.stores = WeightStores(self._params, self.schedule.max_versions(self._shape, self._stage), buffers)
-        self.stores.start(progress.iteration)
+        shadow = self._resume.shadow if self._resume is not None and self.schedule.late_step else {}
+        self.stores.start(progress.iteration, [shadow[param] for param in self._params] if shadow else None)
         if progress.iteration > 0:
-            print_rank_0(
-                f"> {self.schedule.name}: starts from iteration {progress.iteration} with the loaded weights "
-                "as every version"
-            )
+            versions = "both weight versions of the checkpoint" if shadow else "the loaded weights as every version"
+            print_rank_0(f"> {self.schedule.name}: starts from iteration {progress.iteration} with {versions}")
 
     def _make_late_step(self, call: Call, progress: Progress, samples: int) -> None:
         self.late = LateStep(
             call.model, self._optimizer, self._scheduler, self.stores, slots=self.schedule.gradient_slots,
             increment=samples * mpu.get_data_parallel_world_size(), groups=call.groups, first=progress.iteration,
-            timeout=self.timeout, alarm=self._alarm,
+            timeout=self.timeout, alarm=self._alarm, loss_scale=self.loss_scale(),
         )
         self.logbook = Logbook()
 
@@ -253,8 +308,11 @@ class PipelineRuntime:
             call.config.timers("forward-backward", log_level=1).start()
         self._announce(iteration, new_message)
         backwards = [action for action in actions if action.kind == B]
+        self._random = None
         with _GradSync(call) as grad_sync:
             for action in actions:
+                if action.kind == F and self._random is None and self._shape.batch(action.microbatch) > iteration:
+                    self._random = RandomState.now()
                 if action == backwards[0]:
                     if self.late is not None:
                         self.late.open(iteration)

@@ -80,12 +80,20 @@ class WeightStores:
         """The versions held, ascending."""
         return sorted(self._slot_of)
 
-    def start(self, version: int) -> None:
-        """Call the present values W(version), and W(version - 1) too: a run starts with shadow := weights."""
+    def start(self, version: int, shadow: Sequence[torch.Tensor] | None = None) -> None:
+        """Call the present values W(version), and `shadow` W(version - 1).
+
+        shadow: one tensor a parameter, in their order; None: a run starts with shadow := weights.
+        """
         slot = self._slot_of[self.newest]
         self._slot_of = {version: slot}
         if version > 0:
             self._slot_of[version - 1] = slot
+            if shadow is not None:
+                other = next(other for other in range(self.slots) if other != slot)
+                for view, tensor in zip(self._views[other], shadow, strict=True):
+                    view.copy_(tensor)
+                self._slot_of[version - 1] = other
         self._point_to(slot)
 
     def bind(self, version: int) -> None:
@@ -126,6 +134,10 @@ class WeightStores:
         if stepped and current == target:  # it was written in place
             del self._slot_of[newest]
         self._slot_of[newest + 1] = target if stepped else current
+
+    def values(self, version: int) -> list[torch.Tensor]:
+        """W(version), in the order of `params`. KeyError if it is not held."""
+        return self._views[self._slot_of[version]]
 
     def views(self, slot: int) -> list[torch.Tensor]:
         """The parameters' values in a slot, in the order of `params`."""

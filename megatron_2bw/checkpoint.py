@@ -1,0 +1,226 @@
+"""What a checkpoint holds beside Megatron's own content, and how a run goes on from it.
+
+Under the key `two_bw`: the schedule's name, the number of updates made, the loss scale of the next batch, and with 2bw
+the shadow weights, one update older than the model's, as sharded tensors that load at any parallel sizes. Megatron's own
+entry for the random state is the one before the microbatches in flight, which run again when the run is resumed.
+
+Invariants:
+- everything of Megatron is where Megatron looks for it, so that any of its tools reads the checkpoint;
+- what cannot be resumed exactly is told in a line, and what cannot be resumed at all stops before training.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+KEY = "two_bw"
+
+
+class Checkpoints:
+    """Megatron's functions for saving and loading, extended. Each method takes the original function.
+
+    runtime: the runtime of one of this project's schedules, or None with Megatron's own.
+    """
+
+    def __init__(self, runtime: Any = None):
+        self._runtime = runtime
+        self._saved: dict = {}  # what the checkpoint that is being loaded says under KEY, its tensors left out
+        self._shadow: dict[str, torch.Tensor] = {}  # its shadow weights, by the parameter's name
+
+    def collect(self, original: Callable) -> Callable:
+        """generate_state_dict: for saving, and as the plan of what to load."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def generate_state_dict(*args, **kwargs):
+            values = signature.bind(*args, **kwargs)
+            values.apply_defaults()
+            values = values.arguments
+            complete_optimizer(values["optimizer"])
+            state = original(*args, **kwargs)
+            if self._runtime is None:
+                return state
+            loading = bool((values["optim_sd_kwargs"] or {}).get("is_loading"))
+            (model,) = values["model"]
+            sharded = values["args"].ckpt_format == "torch_dist"
+            if not loading:
+                shadow = self._runtime.shadow()
+                state[KEY] = {
+                    "schedule": self._runtime.schedule.name, "version": values["iteration"],
+                    "loss_scale": self._runtime.loss_scale(), "has_shadow": bool(shadow),
+                    "shadow": _named(model, state["model"], shadow, sharded),
+                }
+            elif self._wants_shadow():
+                places = {param: torch.empty_like(param.data) for param in self._runtime.trainable}
+                state[KEY] = {"shadow": _named(model, state["model"], places, sharded)}
+            return state
+
+        return generate_state_dict
+
+    def random_state(self, original: Callable) -> Callable:
+        """get_rng_state: as it was before the microbatches in flight."""
+
+        @functools.wraps(original)
+        def get_rng_state(*args, **kwargs):
+            if self._runtime is None:
+                return original(*args, **kwargs)
+            with self._runtime.random_state_before_flight():
+                return original(*args, **kwargs)
+
+        return get_rng_state
+
+    def read(self, original: Callable) -> Callable:
+        """_load_base_checkpoint: the head first, then everything that `collect` has planned."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def _load_base_checkpoint(*args, **kwargs):
+            result = original(*args, **kwargs)
+            state = result[0]
+            if state is None:
+                return result
+            own = dict(state.pop(KEY, None) or {})
+            shadow = own.pop("shadow", None) or {}
+            values = signature.bind(*args, **kwargs).arguments
+            self._saved = own
+            if values.get("rank0"):
+                check_head(values["args"], state)
+            else:
+                self._shadow = shadow
+            return result
+
+        return _load_base_checkpoint
+
+    def load(self, original: Callable) -> Callable:
+        """load_checkpoint: hand the runtime what it needs to go on."""
+
+        @functools.wraps(original)
+        def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
+            iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
+            own_steps(optimizer)
+            if self._runtime is not None and iteration > 0:
+                self._resume(ddp_model, iteration)
+            self._shadow = {}
+            return iteration, operations
+
+        return load_checkpoint
+
+    def _wants_shadow(self) -> bool:
+        return bool(self._runtime.schedule.late_step and self._saved.get("has_shadow"))
+
+    def _resume(self, ddp_model: list, iteration: int) -> None:
+        from megatron_2bw.random_state import RandomState
+        from megatron_2bw.runtime import Resume
+
+        shadow: dict[torch.nn.Parameter, torch.Tensor] = {}
+        if self._wants_shadow() and self._shadow:
+            (model,) = ddp_model
+            names = {param: name for name, param in _parameters(model)}
+            shadow = {param: self._shadow[names[param]] for param in self._runtime.trainable}
+        scale = self._saved.get("loss_scale") if self._runtime.schedule.late_step else None
+        self._runtime.resume(Resume(shadow, scale, RandomState.now()))
+
+
+def _parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    from megatron.core.utils import unwrap_model
+
+    return list(unwrap_model(model).named_parameters())
+
+
+def _named(
+    model: Any, content: dict, tensors: dict[torch.nn.Parameter, torch.Tensor], sharded: bool
+) -> dict[str, Any]:
+    """`tensors` by the names of their parameters; with `sharded`, cut and placed as the parameters in `content` are."""
+    named = {name: (param, tensors[param]) for name, param in _parameters(model) if param in tensors}
+    if not sharded:
+        return {name: tensor for name, (_, tensor) in named.items()}
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    entries = {id(entry.data): entry for entry in nested_values(content) if hasattr(entry, "data")}
+    result = {}
+    for name, (param, tensor) in named.items():
+        result[name] = entry = copy.copy(entries[id(param)])
+        entry.key, entry.data = f"{KEY}.shadow.{entry.key}", tensor
+    return result
+
+
+def check_head(args: Any, head: dict) -> None:
+    """ValueError, in one line, if the optimizer state of a checkpoint cannot be loaded by a run with `args`.
+
+    head: the part of it that is read first. Megatron finds these only among the tensors, and names none of the flags.
+    """
+    saved = head.get("args")
+    if saved is None or args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False):
+        return
+    where = f"--load {args.load}: its optimizer state was saved"
+    out = "or start a fresh one with --no-load-optim"
+    for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
+        name = flag.removeprefix("--").replace("-", "_")
+        before, now = bool(getattr(saved, name, False)), bool(getattr(args, name, False))
+        if before != now:
+            words = "with", "give the flag" if before else "leave the flag out"
+            raise ValueError(f"{where} {words[0] if before else 'without'} {flag}: {words[1]}, {out}")
+    if getattr(saved, "optimizer", args.optimizer) != args.optimizer:
+        raise ValueError(f"{where} with --optimizer {saved.optimizer}: give that, {out}")
+    kind = (head.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
+        name = flag.removeprefix("--").replace("-", "_")
+        before, now = getattr(saved, name, 1), getattr(args, name)
+        if kind == "dp_reshardable" and before != now:
+            raise ValueError(
+                f"{where} with {flag} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
+                "--dist-ckpt-optim-fully-reshardable can change its sizes"
+            )
+
+
+# --- Megatron's optimizer state, without Apex and Transformer Engine ----------------------------------------------
+
+
+def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = [getattr(part, "optimizer", None) for part in parts]
+    return [each for each in inner if type(each) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)]
+
+
+def complete_optimizer(optimizer: Any) -> None:
+    """Give torch's Adam and SGD the state that they would make at their first step, if it is not there yet.
+
+    Megatron reads the state when it saves and when it plans a load, and fails if there has been no step: its
+    distributed optimizer asserts one common `step` (distrib_optimizer.py 839), the others write a checkpoint that cannot
+    be loaded. A first step from this state gives the bits of a first step from none.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part is not None and getattr(part, "init_state_fn", part) is None:
+            part.init_state_fn = lambda *args: None
+    for inner in _torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            for param in group["params"]:
+                state = inner.state[param]
+                if isinstance(inner, torch.optim.SGD):
+                    if group["momentum"] and state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(param)
+                elif not state:
+                    on_device = group.get("fused") or group.get("capturable")
+                    state["step"] = torch.zeros(
+                        (), dtype=torch.float32, device=param.device if on_device else torch.device("cpu")
+                    )
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+
+
+def own_steps(optimizer: Any) -> None:
+    """Give each parameter a step counter of its own after a load.
+
+    Megatron's distributed optimizer gives all of them one tensor, which Adam would then count up once a parameter; the
+    others leave a counter out that stands at 0.
+    """
+    for inner in _torch_optimizers(optimizer):
+        if not isinstance(inner, torch.optim.SGD):
+            for state in inner.state.values():
+                step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
+                state["step"] = step.detach().clone()
