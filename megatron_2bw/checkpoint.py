@@ -115,7 +115,6 @@ class Checkpoints:
         return bool(self._runtime.schedule.late_step and self._saved.get("has_shadow"))
 
     def _resume(self, ddp_model: list, iteration: int) -> None:
-        from megatron_2bw.random_state import RandomState
         from megatron_2bw.runtime import Resume
 
         shadow: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -124,7 +123,7 @@ class Checkpoints:
             names = {param: name for name, param in _parameters(model)}
             shadow = {param: self._shadow[names[param]] for param in self._runtime.trainable}
         scale = self._saved.get("loss_scale") if self._runtime.schedule.late_step else None
-        self._runtime.resume(Resume(shadow, scale, RandomState.now()))
+        self._runtime.resume(Resume(shadow, scale))
 
 
 def _parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:

@@ -7,6 +7,7 @@ Invariant: nothing of torch changes on a host with CUDA unless the CPU was asked
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import types
@@ -15,6 +16,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -176,6 +178,20 @@ _TORCH_CUDA: dict[str, Any] = {
     "manual_seed": torch.manual_seed, "get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state,
 }
 
+def _with_own_generator(original: Callable) -> Callable:
+    """For DataLoader.__init__: seeds of its workers must not come from the generator that dropout draws from here.
+
+    Only the first tensor-parallel rank makes loaders; the others' dropout would no longer be the same.
+    """
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        kwargs.setdefault("generator", torch.Generator().manual_seed(torch.initial_seed()))
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
 _installed: contextlib.ExitStack | None = None
 
 
@@ -188,6 +204,7 @@ def install() -> None:
     for name, answer in _TORCH_CUDA.items():
         _replace(undo, torch.cuda, name, answer)
     _replace(undo, torch.cuda.random, "get_rng_state", _get_rng_state)
+    _replace(undo, torch.utils.data.DataLoader, "__init__", _with_own_generator(torch.utils.data.DataLoader.__init__))
     _replace(undo, torch.nn.Module, "cuda", lambda self, device=None: self)
     # --device cpu on a GPU host: libraries that look for a GPU must not find one.
     _replace(undo, torch.cuda, "is_available", lambda: False)

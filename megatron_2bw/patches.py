@@ -25,21 +25,34 @@ class DriftError(RuntimeError):
 
 @dataclass(frozen=True)
 class Patch:
-    """One rebinding: `module.name`, whose parameters must be `signature`, becomes `replace(original)`."""
+    """One rebinding: `module.name`, whose parameters must be `signature`, becomes `replace(original)`.
+
+    `name` may be that of a method, Class.method. `signature` is None for what is not called.
+    """
 
     module: str
     name: str
-    signature: tuple[str, ...]
+    signature: tuple[str, ...] | None
     reason: str
-    replace: Callable[[Callable], Callable]
+    replace: Callable[[Any], Any]
 
-    def original(self) -> Callable:
-        """The function that Megatron holds now. Raises DriftError if it is missing or has other parameters."""
+    def owner(self) -> Any:
+        """The module or class that holds the name."""
+        *classes, _ = self.name.split(".")
+        return functools.reduce(getattr, classes, importlib.import_module(self.module))
+
+    def put(self, value: Any) -> None:
+        setattr(self.owner(), self.name.split(".")[-1], value)
+
+    def original(self) -> Any:
+        """What Megatron holds now. Raises DriftError if it is missing or has other parameters."""
         where = f"{self.module}.{self.name}"
         try:
-            found = getattr(importlib.import_module(self.module), self.name)
+            found = getattr(self.owner(), self.name.split(".")[-1])
         except (ImportError, AttributeError) as error:
             raise DriftError(f"{where} is missing: megatron_2bw needs megatron-core {SUPPORTED} ({error})") from error
+        if self.signature is None:
+            return found
         parameters = tuple(inspect.signature(found).parameters)
         if parameters != self.signature:
             raise DriftError(
@@ -54,11 +67,11 @@ def apply(patches: list[Patch]) -> Callable[[], None]:
     _check_version()
     originals = [patch.original() for patch in patches]
     for patch, original in zip(patches, originals):
-        setattr(importlib.import_module(patch.module), patch.name, patch.replace(original))
+        patch.put(patch.replace(original))
 
     def undo() -> None:
         for patch, original in reversed(list(zip(patches, originals))):
-            setattr(importlib.import_module(patch.module), patch.name, original)
+            patch.put(original)
 
     return undo
 
@@ -79,8 +92,22 @@ def repairs() -> list[Patch]:
             "megatron.core.datasets.utils", "compile_helpers", (),
             "the wheel ships the compiled helper without the Makefile that this function runs, and exits",
             _skip_when_compiled,
-        )
+        ),
+        Patch(
+            "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer._set_main_param_and_optimizer_states",
+            ("self", "model_param", "tensors"),
+            "without Apex the state has a step counter, which no checkpoint holds by parameter",
+            _leave_the_step,
+        ),
     ]
+
+
+def _leave_the_step(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_states(self, model_param, tensors):
+        return original(self, model_param, {**tensors, "step": None})
+
+    return set_states
 
 
 def _skip_when_compiled(original: Callable) -> Callable:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +43,3 @@ class RandomState:
             name: tensor_parallel.convert_cuda_rng_state(state, to_graphable=graphable)
             for name, state in self.tracker.items()
         })
-
-
-@contextlib.contextmanager
-def preserved() -> Iterator[None]:
-    """Whatever is drawn inside, the state afterwards is that of before."""
-    before = RandomState.now()
-    try:
-        yield
-    finally:
-        before.restore()

@@ -25,7 +25,7 @@ from megatron.training import print_rank_0
 from megatron_2bw.communication import Exchange, connect
 from megatron_2bw.logbook import Logbook
 from megatron_2bw.optimizer import LateStep, StageReport
-from megatron_2bw.random_state import RandomState, preserved
+from megatron_2bw.random_state import RandomState
 from megatron_2bw.schedules import B, F, REDUCE, STEP, Action, Schedule, Shape
 from megatron_2bw.trace import Recorder, TraceWriter
 from megatron_2bw.weights import WeightStores
@@ -78,12 +78,10 @@ class Resume:
 
     shadow      the weights one update older than the newest, W(iteration - 1), by parameter; empty: take the newest
     loss_scale  of the first batch: as the step two batches before it left the scale; None: the present one
-    random      before the first forward
     """
 
     shadow: dict[torch.nn.Parameter, torch.Tensor]
     loss_scale: float | None
-    random: RandomState
 
 
 class PipelineRuntime:
@@ -156,15 +154,14 @@ class PipelineRuntime:
         """
         if forward_only:
             self.finish()
-            with preserved():  # a data iterator that is made at its first use draws a seed
-                return megatron_schedules.get_forward_backward_func()(
-                    forward_step_func=forward_step_func, data_iterator=data_iterator, model=model,
-                    num_microbatches=num_microbatches, seq_length=seq_length, micro_batch_size=micro_batch_size,
-                    decoder_seq_length=decoder_seq_length, forward_only=True,
-                    collect_non_loss_data=collect_non_loss_data, first_val_step=first_val_step,
-                    adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator,
-                    pg_collection=pg_collection,
-                )
+            return megatron_schedules.get_forward_backward_func()(
+                forward_step_func=forward_step_func, data_iterator=data_iterator, model=model,
+                num_microbatches=num_microbatches, seq_length=seq_length, micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length, forward_only=True,
+                collect_non_loss_data=collect_non_loss_data, first_val_step=first_val_step,
+                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator,
+                pg_collection=pg_collection,
+            )
         (model,) = model if isinstance(model, list) else [model]
         config = get_model_config(model)
         _refuse(
@@ -234,9 +231,12 @@ class PipelineRuntime:
         if self._random is None:
             yield
             return
-        with preserved():
-            self._random.restore()
+        now = RandomState.now()
+        self._random.restore()
+        try:
             yield
+        finally:
+            now.restore()
 
     def resume(self, resume: Resume) -> None:
         """Start from a checkpoint that has been loaded; called before the first iteration."""
@@ -269,8 +269,6 @@ class PipelineRuntime:
                 if outbox is not None:
                     outbox.limit = self.schedule.max_in_flight(self._shape, sender) + 1
             self._recorder = Recorder(device)
-            if self._resume is not None:
-                self._resume.random.restore()
             if self._trace is not None and mpu.get_tensor_model_parallel_rank() == 0:
                 self._writer = TraceWriter(self._trace, self._stage, call.groups.dp_cp.rank())
             if not self.schedule.flushes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import queue
 import re
 import sys
 import zlib
@@ -54,18 +55,21 @@ class Run:
 
 def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     """Train with `argv`. `prepare(model, optimizer)` runs after setup, `finish(run, model)` before the end."""
-    from megatron.training import training
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.training import get_args, training
 
     from megatron_2bw.launch import launch
 
+    filesystem_async._results_queue = queue.Queue()  # Megatron's own starts a process, which costs seconds
     run, models = Run(), []
     setup, step, log = training.setup_model_and_optimizer, training.train_step, training.training_log
 
     def observed_setup(*args, **kwargs):
         model, optimizer, scheduler = setup(*args, **kwargs)
-        for chunk in model:
-            initialise(chunk)
-        optimizer.reload_model_params()
+        if get_args().load is None:
+            for chunk in model:
+                initialise(chunk)
+            optimizer.reload_model_params()
         names = {id(owner): name for chunk in model for name, owner in optimizer_params(chunk).items()}
         # A tied output layer is `shared`: its copy of the embedding does not count in the norm. The distributed
         # optimizer steps nameless shards.
