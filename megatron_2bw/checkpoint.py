@@ -44,9 +44,11 @@ class Checkpoints:
             values = values.arguments
             complete_optimizer(values["optimizer"])
             state = original(*args, **kwargs)
+            loading = bool((values["optim_sd_kwargs"] or {}).get("is_loading"))
+            if not loading:
+                name_step_zero(state.get("optimizer"), values["optimizer"])
             if self._runtime is None:
                 return state
-            loading = bool((values["optim_sd_kwargs"] or {}).get("is_loading"))
             (model,) = values["model"]
             sharded = values["args"].ckpt_format == "torch_dist"
             if not loading:
@@ -212,14 +214,24 @@ def complete_optimizer(optimizer: Any) -> None:
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
 
 
+def name_step_zero(saved: Any, optimizer: Any) -> None:
+    """Put Adam's common step into a sharded optimizer state if it is 0, where Megatron leaves it out."""
+    if not any(isinstance(inner, torch.optim.Adam) for inner in _torch_optimizers(optimizer)):
+        return
+    parts = [saved, *saved.values()] if isinstance(saved, dict) else []
+    for part in parts:
+        state = part.get("state") if isinstance(part, dict) else None
+        if isinstance(state, dict) and state and "common_step" not in state:
+            if not any("step" in each for each in state.values() if isinstance(each, dict)):
+                state["common_step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+
 def own_steps(optimizer: Any) -> None:
     """Give each parameter a step counter of its own after a load.
 
-    Megatron's distributed optimizer gives all of them one tensor, which Adam would then count up once a parameter; the
-    others leave a counter out that stands at 0.
+    Megatron's distributed optimizer gives all of them one tensor, which Adam would then count up once a parameter.
     """
     for inner in _torch_optimizers(optimizer):
-        if not isinstance(inner, torch.optim.SGD):
-            for state in inner.state.values():
-                step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
-                state["step"] = step.detach().clone()
+        for state in inner.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()

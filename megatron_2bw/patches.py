@@ -96,16 +96,20 @@ def repairs() -> list[Patch]:
         Patch(
             "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer._set_main_param_and_optimizer_states",
             ("self", "model_param", "tensors"),
-            "without Apex the state has a step counter, which no checkpoint holds by parameter",
-            _leave_the_step,
+            "without Apex the state has a step counter, which no checkpoint holds by parameter; the shard of an fp32 "
+            "parameter is a view of it, which autograd lets nobody write",
+            _set_without_step,
         ),
     ]
 
 
-def _leave_the_step(original: Callable) -> Callable:
+def _set_without_step(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_states(self, model_param, tensors):
-        return original(self, model_param, {**tensors, "step": None})
+        import torch
+
+        with torch.no_grad():
+            return original(self, model_param, {**tensors, "step": None})
 
     return set_states
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.compare import assert_same_runs, run_pipeline
+from tests.distributed.compare import UNTIED, assert_same_runs, run_pipeline
+from tests.distributed.test_late_step import poison
 from tests.distributed.training import Run, command
 
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
@@ -15,12 +17,11 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
 SAVED = 3
 
 
-def interrupted(folder, ranks: int, argv, again=None, ranks_again: int | None = None, prepare=None):
-    """A run that saves after iteration SAVED and goes on, and another that starts from there with `again`."""
-    whole = run_pipeline([*argv, "--save", str(folder), "--save-interval", str(SAVED)], ranks, prepare)
-    rest = [*(again or argv), "--load", str(folder)]
+def interrupted(folder, ranks: int, argv, prepare=None, prepare_rest=None, finish=None):
+    """A run that saves after iteration SAVED and goes on, and another that starts from there."""
+    whole = run_pipeline([*argv, "--save", str(folder), "--save-interval", str(SAVED)], ranks, prepare, finish)
     (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
-    return whole, run_pipeline(rest, ranks_again or ranks)
+    return whole, run_pipeline([*argv, "--load", str(folder)], ranks, prepare_rest, finish)
 
 
 def assert_goes_on(whole: list[Run], rest: list[Run]) -> None:
@@ -58,3 +59,157 @@ CASES = {
 def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     ranks, argv = CASES[name]
     assert_goes_on(*interrupted(tmp_path, ranks, argv))
+
+
+scales: list[float] = []  # by which this rank's losses were multiplied, one a microbatch
+
+
+def watch_scales(model, optimizer) -> None:
+    original = optimizer.scale_loss
+
+    def scale_loss(loss):
+        scales.append(float(original(torch.ones(1))))
+        return original(loss)
+
+    optimizer.scale_loss = scale_loss
+
+
+def keep_scales(run: Run, model) -> None:
+    run.events = scales[:]
+
+
+def watch_and_poison(model, optimizer) -> None:
+    watch_scales(model, optimizer)
+    poison(1, model, optimizer, (SAVED - 1,))
+
+
+@pytest.mark.parametrize("more", [(), ("--use-distributed-optimizer",)])
+def test_dynamic_loss_scale(more, tmp_path):
+    """The step before the save is skipped: the next batch has the scale of before, the one after it half of it."""
+    argv = command(4, 4, "2bw", "--fp16", *more, initial_loss_scale=4096, hysteresis=1, **DROPOUT)
+    whole, rest = interrupted(tmp_path, 4, argv, watch_and_poison, watch_scales, keep_scales)
+    assert_goes_on(whole, rest)
+    assert whole[0].skipped == [0, 0, 1, 0, 0, 0] and rest[0].skipped == [0, 0, 0]
+    assert rest[-1].events == whole[-1].events[SAVED * 4 :] == [4096.0] * 4 + [2048.0] * 8
+
+
+def skip_all(model, optimizer) -> None:
+    poison(0, model, optimizer, tuple(range(SAVED)))
+
+
+@pytest.mark.parametrize("more", [(), ("--use-distributed-optimizer",)])
+def test_saved_before_the_first_step(more, tmp_path):
+    """fp16 runs begin with skipped steps: the optimizer has no state yet."""
+    argv = command(2, 2, "2bw", "--fp16", *more, initial_loss_scale=4096, hysteresis=1, **DROPOUT)
+    whole, rest = interrupted(tmp_path, 2, argv, skip_all)
+    assert whole[0].skipped == [1, 1, 1, 0, 0, 0]
+    assert_goes_on(whole, rest)
+
+
+RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+
+
+@pytest.mark.parametrize("flags, resumed", [
+    ((), [(2, dict(stages=4)), (4, dict(stages=1))]),
+    (RESHARDABLE, [(2, dict(stages=2, tensor_model_parallel_size=2))]),
+    (("--use-distributed-optimizer",), [(2, dict(stages=2, width=2))]),
+], ids=["stages 2 4 1", "tensor ranks 1 2", "pipelines 1 2"])
+def test_other_sizes(flags, resumed, tmp_path):
+    """Sums are rounded in another order, nothing else."""
+
+    def run(stages: int, load: int | None = None, width: int = 1, **sizes) -> Run:
+        argv = command(stages, 4 // width, "2bw", *flags, width=width, **sizes)
+        argv += ["--save", str(tmp_path), "--save-interval", "2"]
+        argv += [] if load is None else ["--load", str(tmp_path), "--ckpt-step", str(load)]
+        return run_pipeline(argv, stages * width * sizes.get("tensor_model_parallel_size", 1))[-1]
+
+    whole = run(2).losses
+    for start, sizes in resumed:  # the second from what the first has saved
+        rest = run(load=start, **sizes)
+        assert rest.iterations == list(range(start + 1, 7))
+        torch.testing.assert_close(torch.stack(rest.losses), torch.stack(whole[start:]), rtol=2e-6, atol=0)
+
+
+# --- flags that say what is loaded, and ways to leave --------------------------------------------------------------
+
+
+@dataclass
+class Saved:
+    """An uninterrupted run, and where it was saved after iteration SAVED."""
+
+    argv: list[str]
+    run: list[Run]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Saved:
+    folder = tmp_path_factory.mktemp("saved")
+    argv = command(2, 3, "2bw", **DROPOUT)
+    run = run_pipeline([*argv, "--save", str(folder), "--save-interval", str(SAVED)], 2)
+    return Saved(argv, run, folder)
+
+
+def resume(saved: Saved, *flags: str, schedule: str = "2bw") -> Run:
+    argv = [schedule if word == "2bw" else word for word in saved.argv]
+    return run_pipeline([*argv, "--load", str(saved.folder), "--ckpt-step", str(SAVED), *flags], 2)[-1]
+
+
+def test_without_the_optimizer_state_both_weight_versions_are_loaded(saved):
+    losses, whole = resume(saved, "--no-load-optim").losses, saved.run[-1].losses[SAVED:]
+    assert losses[:2] == whole[:2], "batches 3 and 4 run on the saved W(2) and W(3)"
+    assert losses[2] != whole[2], "batch 5 runs on what the fresh optimizer has made"
+
+
+def test_without_the_random_state_dropout_is_another(saved):
+    run, whole = resume(saved, "--no-load-rng"), saved.run[-1]
+    assert run.iterations == whole.iterations[SAVED:] and run.losses[0] != whole.losses[SAVED]
+
+
+def test_fine_tuning_starts_from_the_newest_weights(saved):
+    runs = [resume(saved, "--finetune", schedule=schedule) for schedule in ("2bw", "megatron")]
+    assert runs[0].iterations == runs[1].iterations == [1, 2, 3, 4, 5, 6]
+    assert runs[0].losses[0] == runs[1].losses[0], "Megatron's own first batch runs on them"
+
+
+def no_time_left(model, optimizer) -> None:
+    from megatron.training import training
+
+    training._TRAIN_START_TIME -= 600
+
+
+EXITS = {
+    "--exit-interval": (["--exit-interval", str(SAVED)], None),
+    "--exit-duration-in-mins": (["--exit-duration-in-mins", "5"], no_time_left),
+}
+
+
+@pytest.mark.parametrize("flag", EXITS)
+def test_a_run_that_leaves_early_goes_on(flag, saved, tmp_path):
+    flags, prepare = EXITS[flag]
+    keep = ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "1000"]
+    first = run_pipeline([*saved.argv, *keep, *flags], 2, prepare)[-1]
+    last = first.iterations[-1]
+    assert 1 <= last < 6 and first.losses == saved.run[-1].losses[:last]
+    second = run_pipeline([*saved.argv, *keep], 2)
+    assert second[-1].losses == saved.run[-1].losses[last:]
+    for before, after in zip(saved.run, second):
+        assert all(torch.equal(after.weights[name], weight) for name, weight in before.weights.items())
+
+
+def test_train_samples_count_like_iterations(saved):
+    """The learning rate depends on the flags, so the uninterrupted run is one of samples too."""
+    samples = dict(train_iters=None, train_samples=36, lr_warmup_iters=None, lr_warmup_samples=12)
+    folder = saved.folder / "samples"
+    whole, rest = interrupted(folder, 2, command(2, 3, "2bw", **samples, **DROPOUT))
+    assert_goes_on(whole, rest)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_evaluation_leaves_dropout_as_it_is(schedule, saved):
+    """Evaluation every iteration, with microbatches in flight: all losses and weights are those of a run without."""
+    argv = [schedule if word == "2bw" else word for word in [*saved.argv, UNTIED]]
+    evaluated = [*argv, "--eval-iters", "2", "--eval-interval", "1"]
+    runs, plain = (run_pipeline(words, 2) for words in (evaluated, [*argv, "--eval-iters", "2"]))
+    assert runs[-1].losses == plain[-1].losses and len(runs[-1].losses) == 6
+    assert_same_runs(runs, plain, exact=True)

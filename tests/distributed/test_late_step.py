@@ -34,8 +34,8 @@ def test_clipping_that_bites_in_some_iterations_only():
     assert runs[0].iterations == runs[1].iterations == [1, 2, 3, 4, 5, 6]
 
 
-def poison(stage: int, model, optimizer) -> None:
-    """Put an inf into the gradients of one stage in batch POISONED, before the statistics are taken."""
+def poison(stage: int, model, optimizer, poisoned: tuple[int, ...] = (POISONED,)) -> None:
+    """Put an inf into the gradients of one stage in some batches, before the statistics are taken."""
     from megatron.core import mpu
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
@@ -44,7 +44,7 @@ def poison(stage: int, model, optimizer) -> None:
 
     def finalize(chunks, *args, **kwargs):
         finalize_model_grads(chunks, *args, **kwargs)
-        if next(batches) == POISONED and mpu.get_pipeline_model_parallel_rank() == stage:
+        if next(batches) in poisoned and mpu.get_pipeline_model_parallel_rank() == stage:
             next(iter(chunks[0].parameters())).main_grad.view(-1)[0] = float("inf")
 
     get_model_config(model[0]).finalize_model_grads_func = finalize

@@ -57,6 +57,7 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     """Train with `argv`. `prepare(model, optimizer)` runs after setup, `finish(run, model)` before the end."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import get_args, training
+    from megatron.training.checkpointing import checkpoint_exists
 
     from megatron_2bw.launch import launch
 
@@ -66,7 +67,7 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
 
     def observed_setup(*args, **kwargs):
         model, optimizer, scheduler = setup(*args, **kwargs)
-        if get_args().load is None:
+        if not checkpoint_exists(get_args().load):
             for chunk in model:
                 initialise(chunk)
             optimizer.reload_model_params()
@@ -97,7 +98,11 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     training.setup_model_and_optimizer, training.train_step = observed_setup, observed_step
     training.training_log = observed_log
     sys.argv = ["pretrain_gpt_2bw.py", *argv]
-    launch("megatron_2bw.gpt")
+    try:
+        launch("megatron_2bw.gpt")
+    except SystemExit as end:  # so Megatron leaves before the last iteration
+        if end.code:
+            raise
     run.weights = {name: param.detach().clone() for chunk in models for name, param in canonical(chunk)}
     if finish is not None:
         finish(run, models[0])
