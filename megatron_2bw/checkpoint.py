@@ -11,13 +11,23 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.utils import unwrap_model
+from megatron.training import get_args
+from megatron.training.async_utils import is_empty_async_queue
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron_2bw import saved
+from megatron_2bw.faults import Fault
 
 KEY = "two_bw"
 
@@ -99,11 +109,55 @@ class Checkpoints:
 
         return _load_base_checkpoint
 
+    def save(self, original: Callable) -> Callable:
+        """save_checkpoint: nothing older is harmed; what cannot be written is told in one line."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def save_checkpoint(*args, **kwargs):
+            values = signature.bind(*args, **kwargs).arguments
+            folder = get_args().save
+            if not values.get("non_persistent_ckpt") and "://" not in folder and dist.get_rank() == 0:
+                saved.set_aside(folder, values["iteration"])
+            with _told_in_one_line():
+                return original(*args, **kwargs)
+
+        return save_checkpoint
+
+    def finalize(self, original: Callable) -> Callable:
+        """maybe_finalize_async_save: while a checkpoint is being written, ask about it beside the pipeline.
+
+        Megatron asks all ranks in every iteration, which would make the stages wait for each other.
+        """
+        runtime = self._runtime
+
+        @functools.wraps(original)
+        def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+            if runtime is None or not runtime.schedule.late_step or blocking or terminate:
+                if runtime is not None:
+                    runtime.finish()
+                with _told_in_one_line():
+                    original(blocking=blocking, terminate=terminate)
+
+        def ask(world: dist.ProcessGroup) -> None:
+            if not is_empty_async_queue():
+                dist.barrier(group=world)  # on the CPU: Megatron's question would wait on the GPU for the slowest
+                with _told_in_one_line():
+                    original(blocking=False)
+
+        if runtime is not None:
+            runtime.chore = ask
+        return maybe_finalize_async_save
+
     def load(self, original: Callable) -> Callable:
         """load_checkpoint: hand the runtime what it needs to go on."""
 
         @functools.wraps(original)
         def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
+            for folder in {get_args().load, get_args().pretrained_checkpoint} - {None}:
+                if "://" not in folder and dist.get_rank() == 0:
+                    saved.restore(folder)
+            dist.barrier()
             iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
             own_steps(optimizer)
             if self._runtime is not None and iteration > 0:
@@ -129,8 +183,6 @@ class Checkpoints:
 
 
 def _parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    from megatron.core.utils import unwrap_model
-
     return list(unwrap_model(model).named_parameters())
 
 
@@ -141,8 +193,6 @@ def _named(
     named = {name: (param, tensors[param]) for name, param in _parameters(model) if param in tensors}
     if not sharded:
         return {name: tensor for name, (_, tensor) in named.items()}
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-
     entries = {id(entry.data): entry for entry in nested_values(content) if hasattr(entry, "data")}
     result = {}
     for name, (param, tensor) in named.items():
@@ -151,30 +201,49 @@ def _named(
     return result
 
 
+@contextlib.contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        raise save_fault(error) from error
+
+
+def save_fault(error: Exception) -> Fault:
+    """What to tell when a checkpoint cannot be written."""
+    folder = get_args().save
+    failures = getattr(error, "failures", {}) or {}
+    causes = {str(cause[0] if isinstance(cause, tuple) else cause) for cause in failures.values()} or {str(error)}
+    good = saved.latest(folder)
+    rest = "there is no older one" if good is None else f"the last good one is that of iteration {good}"
+    told = not isinstance(error, OSError) and not failures  # torch tells the first rank only why
+    return Fault(f"--save {folder}: the checkpoint could not be written: {'; '.join(sorted(causes))}; {rest}", told)
+
+
 def check_head(args: Any, head: dict) -> None:
-    """ValueError, in one line, if the optimizer state of a checkpoint cannot be loaded by a run with `args`.
+    """A Fault if the optimizer state of a checkpoint cannot be loaded by a run with `args`.
 
     head: the part of it that is read first. Megatron finds these only among the tensors, and names none of the flags.
     """
-    saved = head.get("args")
-    if saved is None or args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False):
+    then = head.get("args")
+    if then is None or args.finetune or args.no_load_optim or getattr(then, "no_save_optim", False):
         return
     where = f"--load {args.load}: its optimizer state was saved"
     out = "or start a fresh one with --no-load-optim"
     for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
         name = flag.removeprefix("--").replace("-", "_")
-        before, now = bool(getattr(saved, name, False)), bool(getattr(args, name, False))
+        before, now = bool(getattr(then, name, False)), bool(getattr(args, name, False))
         if before != now:
             words = "with", "give the flag" if before else "leave the flag out"
-            raise ValueError(f"{where} {words[0] if before else 'without'} {flag}: {words[1]}, {out}")
-    if getattr(saved, "optimizer", args.optimizer) != args.optimizer:
-        raise ValueError(f"{where} with --optimizer {saved.optimizer}: give that, {out}")
+            raise Fault(f"{where} {words[0] if before else 'without'} {flag}: {words[1]}, {out}")
+    if getattr(then, "optimizer", args.optimizer) != args.optimizer:
+        raise Fault(f"{where} with --optimizer {then.optimizer}: give that, {out}")
     kind = (head.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         name = flag.removeprefix("--").replace("-", "_")
-        before, now = getattr(saved, name, 1), getattr(args, name)
+        before, now = getattr(then, name, 1), getattr(args, name)
         if kind == "dp_reshardable" and before != now:
-            raise ValueError(
+            raise Fault(
                 f"{where} with {flag} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
                 "--dist-ckpt-optim-fully-reshardable can change its sizes"
             )
@@ -214,11 +283,11 @@ def complete_optimizer(optimizer: Any) -> None:
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
 
 
-def name_step_zero(saved: Any, optimizer: Any) -> None:
+def name_step_zero(content: Any, optimizer: Any) -> None:
     """Put Adam's common step into a sharded optimizer state if it is 0, where Megatron leaves it out."""
     if not any(isinstance(inner, torch.optim.Adam) for inner in _torch_optimizers(optimizer)):
         return
-    parts = [saved, *saved.values()] if isinstance(saved, dict) else []
+    parts = [content, *content.values()] if isinstance(content, dict) else []
     for part in parts:
         state = part.get("state") if isinstance(part, dict) else None
         if isinstance(state, dict) and state and "common_step" not in state:

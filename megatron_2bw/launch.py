@@ -15,9 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import NoReturn
 
-from megatron_2bw import arguments, cpu
-
-PATIENCE = 5  # seconds that the other ranks wait for the first to speak
+from megatron_2bw import arguments, cpu, faults
 
 
 def launch(task: str) -> None:
@@ -56,7 +54,9 @@ def launch(task: str) -> None:
         config = pretrain_cfg_container_from_args(args, module.model_config(args))
         try:
             pretrain(config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step)
-        except SystemExit as end:  # so Megatron leaves before the last iteration
+        except SystemExit as end:  # so Megatron leaves before the last iteration, and where it has only printed why
+            if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
+                sys.exit(end.code or 1)
             if end.code in (None, 0):
                 _merge_trace(args, runtime)
             raise
@@ -65,8 +65,8 @@ def launch(task: str) -> None:
         if runtime is not None and runtime.logbook is not None and args.timing_log_level == 0 and not args.log_energy:
             with contextlib.suppress(Exception):
                 runtime.logbook.flush()  # the lines of the iterations that are over; they need no other rank
-        if hasattr(args, "curr_iteration"):  # training has begun
-            raise
+        if hasattr(args, "curr_iteration") or faults.is_effect(error):  # training has begun
+            faults.end(error)
         stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
 
 
@@ -125,7 +125,7 @@ def stop(message: str) -> NoReturn:
     torchrun ends the others then. One that is still there some seconds later has a fault of its own, and says so.
     """
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(PATIENCE)
+        time.sleep(faults.PATIENCE)
     line = " ".join(message.split())
     print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr, flush=True)
     sys.exit(2)

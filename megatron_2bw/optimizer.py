@@ -117,16 +117,18 @@ class LateStep:
     first      the first batch
     alarm      asked at each REDUCE; the Outcome tells whether any rank of the world said yes
     loss_scale of the first batch, if it is not the scaler's present one
+    chore      called after each step in its thread, with a gloo group of the world: what the training loop would do
+               there and what would make the stages wait for each other
     """
 
     def __init__(
         self, ddp: Any, optimizer: Any, scheduler: Any, stores: WeightStores, *, slots: int, increment: int,
         groups: Any, first: int, timeout: timedelta | None = None, alarm: Callable[[], bool] | None = None,
-        loss_scale: float | None = None,
+        loss_scale: float | None = None, chore: Callable[[dist.ProcessGroup], None] | None = None,
     ):
         self._parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer])]
         self._optimizer, self._stores = optimizer, stores
-        self._increment, self._alarm = increment, alarm
+        self._increment, self._alarm, self._chore = increment, alarm, chore
         self._device = stores.params[0].device
         statistics = self._parts[0].get_grad_stats_parallel_group()
         self._groups = Groups(groups, statistics, self._device, timeout)
@@ -253,6 +255,8 @@ class LateStep:
             )
             done = torch.cuda.Event()
             done.record()
+        if self._chore is not None:
+            self._chore(self._groups.world)
         return outcome, scale, done
 
     def _current_scale(self) -> torch.Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_2bw import cpu
+from megatron_2bw import cpu, saved
 
 SUPPORTED = "0.19"
 
@@ -143,6 +143,16 @@ def for_cpu() -> list[Patch]:
             "it writes a CUDA generator that does not exist",
             lambda original: cpu.set_tracker_rng_state,
         ),
+        Patch(
+            "megatron.training.initialize", "init_persistent_async_worker", ("rank", "mp_mode"),
+            "the worker of --async-save asks for a GPU", lambda original: lambda rank, mp_mode="spawn": None,
+        ),
+        Patch(
+            "megatron.core.dist_checkpointing.strategies.async_utils", "AsyncCallsQueue.__init__",
+            ("self", "persistent"),
+            "that worker would share the host's memory, which training goes on to write; a forked one has a copy of it",
+            lambda original: lambda self, persistent=False: original(self, False),
+        ),
     ]
 
 
@@ -181,7 +191,13 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
     """Saving and loading, with a schedule of this project or, without `runtime`, with Megatron's own."""
     from megatron_2bw.checkpoint import Checkpoints
 
-    ours, files = Checkpoints(runtime), "megatron.training.checkpointing"
+    ours, files, loop = Checkpoints(runtime), "megatron.training.checkpointing", "megatron.training.training"
+    save = (
+        "iteration", "model", "optimizer", "opt_param_scheduler", "num_floating_point_operations_so_far",
+        "checkpointing_context", "pipeline_rank", "expert_rank", "tensor_rank", "pipeline_parallel",
+        "expert_parallel", "non_persistent_ckpt", "train_data_iterator", "preprocess_common_state_dict_fn", "release",
+        "tp_group", "pp_group", "dp_cp_group", "dp_group", "expt_dp_group", "rng_state_key_prefix",
+    )
     groups = ("tp_group", "pp_group", "dp_cp_group", "dp_group", "expt_dp_group", "rng_state_key_prefix")
     return [
         Patch(
@@ -206,7 +222,20 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
             "what `generate_state_dict` has added is found here", ours.read,
         ),
         Patch(
-            "megatron.training.training", "load_checkpoint",
+            files, "maybe_msc", None, "the file that names the latest checkpoint must never be empty, even for a moment",
+            saved.Files,
+        ),
+        Patch(
+            loop, "save_checkpoint", save,
+            "a checkpoint that is written anew stays whole until it is replaced; a full disk is told in one line",
+            ours.save,
+        ),
+        Patch(
+            loop, "maybe_finalize_async_save", ("blocking", "terminate"),
+            "it asks all ranks in every iteration while a checkpoint is being written", ours.finalize,
+        ),
+        Patch(
+            loop, "load_checkpoint",
             (
                 "ddp_model", "optimizer", "opt_param_scheduler", "load_arg", "strict", "checkpointing_context",
                 "skip_load_to_model_and_opt", *groups,

@@ -116,6 +116,7 @@ class PipelineRuntime:
         self._random: RandomState | None = None  # before the forwards that are in flight between iterations
         self._scheduler: Any = None
         self._trace, self._alarm = trace, alarm
+        self.chore: Callable[[Any], None] | None = None  # see `LateStep`; given before the first iteration
         self.alarmed = False  # a rank's alarm has gone off, as all ranks know by the same iteration
         self._writer: TraceWriter | None = None
 
@@ -296,7 +297,7 @@ class PipelineRuntime:
         self.late = LateStep(
             call.model, self._optimizer, self._scheduler, self.stores, slots=self.schedule.gradient_slots,
             increment=samples * mpu.get_data_parallel_world_size(), groups=call.groups, first=progress.iteration,
-            timeout=self.timeout, alarm=self._alarm, loss_scale=self.loss_scale(),
+            timeout=self.timeout, alarm=self._alarm, loss_scale=self.loss_scale(), chore=self.chore,
         )
         self.logbook = Logbook()
 

@@ -1,0 +1,72 @@
+"""How a run ends that cannot go on: the rank with the cause speaks first, and no rank stays behind.
+
+torchrun ends the other ranks of a node as soon as one has ended. What those see before that, a connection that is
+closed, is an effect and would bury the cause: they wait for a while before they speak.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from typing import NoReturn
+
+PATIENCE = 5  # seconds that a rank without a cause of its own waits to be ended
+GRACE = 20  # seconds that Python may take to leave: its last words can wait for a rank that is gone
+
+
+class Fault(RuntimeError):
+    """What ends a run and is told to the user in one line, without a traceback.
+
+    told: another rank tells it.
+    """
+
+    def __init__(self, message: str, told: bool = False):
+        super().__init__(message)
+        self.told = told
+
+
+# What torch says on a rank when another one is gone.
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout|error)|remote process|"
+    r"\[[^\]]*gloo/|gloo.*(timed out|connect)|NCCL.*(abort|remote error)|ncclRemoteError|ncclSystemError|"
+    r"watchdog|connectFullMesh|wait timeout|timed out waiting|recvValue failed|sendBytes failed",
+    re.IGNORECASE,
+)
+
+
+def is_effect(error: BaseException) -> bool:
+    """Whether the error says that another rank is gone, or is told there."""
+    if isinstance(error, Fault):
+        return error.told
+    named = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    return named or (isinstance(error, (RuntimeError, OSError)) and bool(_LOST.search(str(error))))
+
+
+def end(error: Exception) -> NoReturn:
+    """End this rank after an exception in training, with status 1."""
+    rank = os.environ.get("RANK", "0")
+    if is_effect(error):
+        time.sleep(PATIENCE)
+        line = " ".join(str(error).split())[:200]
+        text = f"{_program()}: rank {rank} ends: another rank has ended or does not answer ({line})"
+    elif isinstance(error, Fault):
+        text = f"{_program()}: error: {' '.join(str(error).split())}"
+    else:
+        text = f"{_program()}: rank {rank} ends with an exception\n" + "".join(traceback.format_exception(error))
+    sys.stdout.flush()
+    print(text.rstrip(), file=sys.stderr, flush=True)
+    threading.Thread(target=_leave, daemon=True).start()
+    sys.exit(1)
+
+
+def _program() -> str:
+    return os.path.basename(sys.argv[0])
+
+
+def _leave() -> None:
+    time.sleep(GRACE)
+    os._exit(1)

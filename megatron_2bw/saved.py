@@ -1,0 +1,170 @@
+"""The folder of a run's checkpoints: what is saved there is never lost, and looked at before it is read.
+
+Megatron writes a checkpoint to iter_NNNNNNN and then the file latest_checkpointed_iteration.txt, which names it.
+
+Invariants:
+- at any moment the file names a whole checkpoint, and has never been empty or half-written;
+- a checkpoint that is saved anew stays aside, whole, until the new one is.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+TRACKER = "latest_checkpointed_iteration.txt"
+ASIDE = "replaced_"  # before the name of a checkpoint that is being written anew
+
+
+def name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+class Files:
+    """Megatron's access to files; a tracker is replaced in one step instead of being written in place."""
+
+    def __init__(self, original: Any):
+        self._original = original
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._original, attribute)
+
+    def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if mode == "w" and os.path.basename(str(path)) == TRACKER and "://" not in str(path):
+            return _Tracker(Path(path))
+        return self._original.open(path, mode, *args, **kwargs)
+
+
+class _Tracker(io.StringIO):
+    """The new content of a tracker; takes its place at the end of a `with` that no exception has left."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self._path = path
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        text = self.getvalue()
+        self.close()
+        if kind is not None:
+            return
+        beside = self._path.with_name(self._path.name + ".new")
+        with open(beside, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self._path)
+        if text.strip().isdecimal():
+            shutil.rmtree(self._path.with_name(ASIDE + name(int(text))), ignore_errors=True)
+
+
+def set_aside(folder: str | os.PathLike, iteration: int) -> None:
+    """Before a checkpoint is written: keep the one of the same iteration, if there is a whole one. On one rank only."""
+    restore(folder)
+    target = Path(folder, name(iteration))
+    if _is_whole(target):
+        target.rename(target.with_name(ASIDE + target.name))
+
+
+def restore(folder: str | os.PathLike) -> None:
+    """After a run that ended while it wrote a checkpoint anew: put the old one back. On one rank only."""
+    for aside in Path(folder).glob(ASIDE + "iter_*"):
+        target = aside.with_name(aside.name.removeprefix(ASIDE))
+        if _is_whole(target):
+            shutil.rmtree(aside)
+        else:
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether it was written to its end: the distributed format's last file, or the older format's files."""
+    return Path(checkpoint, "metadata.json").is_file() or any(checkpoint.glob("mp_rank_*/*.pt"))
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def iterations(folder: str | os.PathLike) -> list[int]:
+    """The iterations with a whole checkpoint, ascending."""
+    numbers = [path.name.removeprefix("iter_") for path in Path(folder).glob("iter_*") if _is_whole(path)]
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def latest(folder: str | os.PathLike) -> int | None:
+    """The iteration that the tracker names; None if it names none."""
+    try:
+        return int(Path(folder, TRACKER).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def fault(folder: str | os.PathLike, step: int | None = None) -> str | None:
+    """One line on what is wrong with the checkpoint that would be loaded from `folder`, or None.
+
+    step: the iteration, if it is not the tracker's. Looks at the sizes of all files, not at their content.
+    """
+    if step is None:
+        text = Path(folder, TRACKER).read_text(errors="replace").strip()
+        if text != "release" and not text.isdecimal():
+            return f"{TRACKER} says {text[:40]!r}, which is no iteration: {_others(folder, None)}"
+        which = text if text == "release" else name(int(text))
+    else:
+        which = name(step)
+    checkpoint = Path(folder, which)
+    aside = Path(folder, ASIDE + which)
+    if aside.is_dir() and not _is_whole(checkpoint):
+        checkpoint = aside  # `restore` puts it back when it is loaded
+    if not checkpoint.is_dir():
+        return f"there is no {which}: {_others(folder, checkpoint)}"
+    damage = _damage(checkpoint)
+    return damage and f"{which} {damage}: {_others(folder, checkpoint)}"
+
+
+def _others(folder: str | os.PathLike, checkpoint: Path | None) -> str:
+    whole = [number for number in iterations(folder) if checkpoint is None or name(number) != checkpoint.name]
+    if not whole:
+        return "there is no other to load"
+    return f"load another with --ckpt-step N, whole ones are {', '.join(map(str, whole[-5:]))}"
+
+
+def _damage(checkpoint: Path) -> str | None:
+    older = sorted(checkpoint.glob("mp_rank_*/*.pt"))
+    if older:
+        bad = [path for path in older if not zipfile.is_zipfile(path)]
+        return f"is damaged ({bad[0].relative_to(checkpoint)} is cut short or no file of torch)" if bad else None
+    try:
+        config = json.loads(Path(checkpoint, "metadata.json").read_text())
+    except FileNotFoundError:
+        return "was not written to its end, or not by Megatron (no file metadata.json)"
+    except ValueError:
+        return "is damaged (metadata.json)"
+    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    if backend not in ("torch_dist", "torch_dcp", "fsdp_dtensor"):
+        return f"is of another kind (sharded_backend {backend!r}); Megatron 0.19 reads torch_dist"
+    return _cut_short(checkpoint)
+
+
+def _cut_short(checkpoint: Path) -> str | None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        places = FileSystemReader(checkpoint).read_metadata().storage_data.values()
+    except Exception as error:  # unpickling fails in many ways
+        return f"is damaged (.metadata: {type(error).__name__})"
+    needed: dict[str, int] = {}
+    for place in places:
+        needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+    for path, size in sorted(needed.items()):
+        file = Path(checkpoint, path)
+        found = file.stat().st_size if file.is_file() else None
+        if found is None or found < size:
+            return f"is damaged ({path} {'is missing' if found is None else f'has {found} of {size} bytes'})"
+    return None
