@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from megatron_2bw import cpu
 from megatron_2bw.idle_flags import idle_flag
-from megatron_2bw.mistakes import MISTAKES, value
+from megatron_2bw.mistakes import MISTAKES, checkpoint, value
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule
 
 Stop = Callable[[str], NoReturn]
@@ -85,6 +85,8 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
             args.world_size = world
             if not args.use_checkpoint_args:
                 check(args, stop)  # before Megatron's own validation, whose messages name no flags
+            elif checkpoint(args):
+                stop(checkpoint(args))
             return args
 
         parser.parse_args = parse_and_check

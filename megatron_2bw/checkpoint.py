@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_2bw import saved
 from megatron_2bw.faults import Fault
+from megatron_2bw.mistakes import value
 
 KEY = "two_bw"
 
@@ -99,12 +101,8 @@ class Checkpoints:
                 return result
             own = dict(state.pop(KEY, None) or {})
             shadow = own.pop("shadow", None) or {}
-            values = signature.bind(*args, **kwargs).arguments
-            self._saved = own
-            if values.get("rank0"):
-                check_head(values["args"], state)
-            else:
-                self._shadow = shadow
+            self._saved, self._shadow = own, shadow
+            check_head(signature.bind(*args, **kwargs).arguments["args"], state)
             return result
 
         return _load_base_checkpoint
@@ -158,7 +156,18 @@ class Checkpoints:
                 if "://" not in folder and dist.get_rank() == 0:
                     saved.restore(folder)
             dist.barrier()
-            iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
+            try:
+                iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
+            except (CheckpointException, CheckpointingException) as error:  # the first is no Exception
+                raise Fault(f"--load {get_args().load}: it does not fit this run: {_causes(error)}") from error
+            except AssertionError as error:
+                if "OptimizerParamScheduler" not in str(error):
+                    raise
+                raise Fault(
+                    f"--load {get_args().load}: the learning rate's course is another than that of the checkpoint "
+                    f"({error}): give --override-opt-param-scheduler to follow this command line, or "
+                    "--use-checkpoint-opt-param-scheduler"
+                ) from error
             own_steps(optimizer)
             if self._runtime is not None and iteration > 0:
                 self._resume(ddp_model, iteration)
@@ -212,41 +221,61 @@ def _told_in_one_line() -> Iterator[None]:
 def save_fault(error: Exception) -> Fault:
     """What to tell when a checkpoint cannot be written."""
     folder = get_args().save
-    failures = getattr(error, "failures", {}) or {}
-    causes = {str(cause[0] if isinstance(cause, tuple) else cause) for cause in failures.values()} or {str(error)}
     good = saved.latest(folder)
     rest = "there is no older one" if good is None else f"the last good one is that of iteration {good}"
-    told = not isinstance(error, OSError) and not failures  # torch tells the first rank only why
-    return Fault(f"--save {folder}: the checkpoint could not be written: {'; '.join(sorted(causes))}; {rest}", told)
+    told = isinstance(error, CheckpointException) and not error.failures  # torch tells the first rank only why
+    return Fault(f"--save {folder}: the checkpoint could not be written: {_causes(error)}; {rest}", told)
+
+
+def _causes(error: BaseException) -> str:
+    """torch collects what the ranks have raised."""
+    failures = getattr(error, "failures", None) or {}
+    texts = {str(cause[0] if isinstance(cause, tuple) else cause) for cause in failures.values()}
+    return "; ".join(sorted(texts)) or str(error)
+
+
+# What two runs of one model have in common.
+_MODEL = (
+    "--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--kv-channels",
+    "--position-embedding-type", "--swiglu", "--normalization", "--untie-embeddings-and-output-weights",
+)
 
 
 def check_head(args: Any, head: dict) -> None:
-    """A Fault if the optimizer state of a checkpoint cannot be loaded by a run with `args`.
+    """A Fault if a run with `args` is of another model, or cannot load the optimizer state of the checkpoint.
 
     head: the part of it that is read first. Megatron finds these only among the tensors, and names none of the flags.
     """
     then = head.get("args")
-    if then is None or args.finetune or args.no_load_optim or getattr(then, "no_save_optim", False):
+    if then is None:
+        return
+    learned = ("--max-position-embeddings",) if args.position_embedding_type == "learned_absolute" else ()
+    for flag in (*_MODEL, *learned, *(() if args.finetune else ("--vocab-size",))):
+        before, now = value(then, flag), value(args, flag)
+        if before is not None and now is not None and before != now:
+            raise Fault(f"--load {args.load}: it was saved {_typed(flag, before)}, but this run is {_typed(flag, now)}")
+    if args.finetune or args.no_load_optim or value(then, "--no-save-optim"):
         return
     where = f"--load {args.load}: its optimizer state was saved"
     out = "or start a fresh one with --no-load-optim"
-    for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
-        name = flag.removeprefix("--").replace("-", "_")
-        before, now = bool(getattr(then, name, False)), bool(getattr(args, name, False))
-        if before != now:
-            words = "with", "give the flag" if before else "leave the flag out"
-            raise Fault(f"{where} {words[0] if before else 'without'} {flag}: {words[1]}, {out}")
-    if getattr(then, "optimizer", args.optimizer) != args.optimizer:
-        raise Fault(f"{where} with --optimizer {then.optimizer}: give that, {out}")
+    for flag in ("--fp16", "--bf16", "--use-distributed-optimizer", "--optimizer"):
+        before, now = value(then, flag), value(args, flag)
+        if before is not None and before != now:
+            raise Fault(f"{where} {_typed(flag, before)}, but this run is {_typed(flag, now)}: change that, {out}")
     kind = (head.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-        name = flag.removeprefix("--").replace("-", "_")
-        before, now = getattr(then, name, 1), getattr(args, name)
-        if kind == "dp_reshardable" and before != now:
+        before, now = value(then, flag), value(args, flag)
+        if kind == "dp_reshardable" and before is not None and before != now:
             raise Fault(
                 f"{where} with {flag} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
                 "--dist-ckpt-optim-fully-reshardable can change its sizes"
             )
+
+
+def _typed(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"{'with' if value else 'without'} {flag}"
+    return f"with {flag} {value}"
 
 
 # --- Megatron's optimizer state, without Apex and Transformer Engine ----------------------------------------------

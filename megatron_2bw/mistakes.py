@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megatron_2bw import saved
 from megatron_2bw.data import indexed
 from megatron_2bw.schedules import SCHEDULES
 
@@ -378,8 +379,8 @@ def _paths(args: Args) -> str | None:
         saved_there = args.save and path and os.path.abspath(path) == os.path.abspath(args.save)
         if not path or "://" in path or (saved_there and not args.exit_on_missing_checkpoint):
             continue
-        if not Path(path, "latest_checkpointed_iteration.txt").is_file() and args.ckpt_step is None:
-            return f"{flag} {path}: there is no checkpoint (no file latest_checkpointed_iteration.txt)"
+        if not Path(path, saved.TRACKER).is_file() and args.ckpt_step is None:
+            return f"{flag} {path}: there is no checkpoint (no file {saved.TRACKER})"
     for flag in ("--save", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path", "--two-bw-trace"):
         path = value(args, flag)
         if not path or "://" in str(path):
@@ -389,6 +390,23 @@ def _paths(args: Args) -> str | None:
             parent = parent.parent
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             return f"{flag} {path}: {parent} is not a folder that can be written to"
+    return None
+
+
+def checkpoint(args: Args) -> str | None:
+    """The first rank looks at the files of the checkpoint that will be loaded; for all to do so could take long."""
+    if args.ckpt_step is not None and args.ckpt_format == "torch" and args.use_distributed_optimizer:
+        return (
+            "--ckpt-step does not work with --ckpt-format torch and --use-distributed-optimizer: Megatron 0.19 would load "
+            f"the latest optimizer state; write the iteration into {saved.TRACKER} instead"
+        )
+    for flag in ("--load", "--pretrained-checkpoint"):
+        path = value(args, flag)
+        there = path and "://" not in path and (args.ckpt_step is not None or Path(path, saved.TRACKER).is_file())
+        if there and os.environ.get("RANK", "0") == "0":
+            fault = saved.fault(path, args.ckpt_step)
+            if fault:
+                return f"{flag} {path}: {fault}"
     return None
 
 
@@ -418,5 +436,5 @@ def _own_flags(args: Args) -> str | None:
 
 MISTAKES: tuple[Callable[[Args], str | None], ...] = (
     _missing, _out_of_range, _contradiction, _incomplete, _processes, _too_few_microbatches, _widths, _split_of_layers,
-    _recompute, _learning_rate, _paths, _data, _split, _empty_share, _tokenizer, _packages, _spec, _own_flags,
+    _recompute, _learning_rate, _paths, checkpoint, _data, _split, _empty_share, _tokenizer, _packages, _spec, _own_flags,
 )

@@ -252,7 +252,7 @@ def test_two_ranks_under_torchrun(where, tmp_path):
     else:
         load = checkpoint(tmp_path / "model", num_layers=8)
         argv = command(2, 2, "2bw", ckpt_format="torch", load=load)
-        expected = "--num-layers value from checkpoint (8) is not equal to the input argument value (4)"
+        expected = f"--load {load}: it was saved with --num-layers 8, but this run is with --num-layers 4"
     start = time.monotonic()
     run = torchrun(2, "pretrain_gpt_2bw.py", argv, PET_REDIRECTS="3", PET_LOG_DIR=str(tmp_path), timeout=LIMIT + 10)
     seconds = time.monotonic() - start
