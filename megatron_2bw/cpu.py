@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import resource
 import types
@@ -192,6 +193,14 @@ def _with_own_generator(original: Callable) -> Callable:
     return __init__
 
 
+_TRACKER_LOG = logging.getLogger("megatron.core.tensor_parallel.random")
+
+
+def _one_generator(record: logging.LogRecord) -> bool:
+    """Megatron's tracker warns at every dropout that the host's generator has moved: it is the device's here."""
+    return "CPU RNG state changed" not in str(record.msg)
+
+
 _installed: contextlib.ExitStack | None = None
 
 
@@ -206,6 +215,8 @@ def install() -> None:
     _replace(undo, torch.cuda.random, "get_rng_state", _get_rng_state)
     _replace(undo, torch.utils.data.DataLoader, "__init__", _with_own_generator(torch.utils.data.DataLoader.__init__))
     _replace(undo, torch.nn.Module, "cuda", lambda self, device=None: self)
+    undo.callback(_TRACKER_LOG.removeFilter, _one_generator)
+    _TRACKER_LOG.addFilter(_one_generator)
     # --device cpu on a GPU host: libraries that look for a GPU must not find one.
     _replace(undo, torch.cuda, "is_available", lambda: False)
     # Compiling small fusions with a C++ compiler costs minutes and gains nothing here.

@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import NoReturn
 
-from megatron_2bw import arguments, cpu, faults
+from megatron_2bw import arguments, cpu, faults, rendezvous
 
 
 def launch(task: str) -> None:
@@ -53,7 +53,10 @@ def launch(task: str) -> None:
     try:
         config = pretrain_cfg_container_from_args(args, module.model_config(args))
         try:
-            pretrain(config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step)
+            pretrain(
+                config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step,
+                store=rendezvous.store(timedelta(minutes=args.distributed_timeout_minutes)),
+            )
         except SystemExit as end:  # so Megatron leaves before the last iteration, and where it has only printed why
             if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
                 sys.exit(end.code or 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_2bw import cpu, saved
+from megatron_2bw import cpu, helpers, saved
 
 SUPPORTED = "0.19"
 
@@ -100,7 +100,15 @@ def repairs() -> list[Patch]:
             "parameter is a view of it, which autograd lets nobody write",
             _set_without_step,
         ),
+        Patch(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async", "get_write_results_queue", ("mp_mode",),
+            "it starts a process for every rank, seconds long, which outlives a rank that is killed", _results,
+        ),
     ]
+
+
+def _results(original: Callable) -> Callable:
+    return helpers.results_queue
 
 
 def _set_without_step(original: Callable) -> Callable:

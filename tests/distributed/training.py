@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import queue
 import re
 import sys
 import zlib
@@ -55,13 +54,11 @@ class Run:
 
 def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     """Train with `argv`. `prepare(model, optimizer)` runs after setup, `finish(run, model)` before the end."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import get_args, training
     from megatron.training.checkpointing import checkpoint_exists
 
     from megatron_2bw.launch import launch
 
-    filesystem_async._results_queue = queue.Queue()  # Megatron's own starts a process, which costs seconds
     run, models = Run(), []
     setup, step, log = training.setup_model_and_optimizer, training.train_step, training.training_log
 

@@ -1,0 +1,333 @@
+"""A training run whose ranks are killed at random moments, against the same run left in peace.
+
+    python bench/faults.py --kills 30 --seed 1 --json out/bench/faults.json
+
+The job is the real one: pretrain_gpt_2bw.py under `torchrun --max-restarts`, two stages, fp16 with dynamic loss scaling,
+dropout, evaluation and a checkpoint every few iterations. A kill is a SIGKILL to one rank, drawn at random, while the
+run starts, iterates, writes a checkpoint or evaluates. After each kill all other ranks must end, the checkpoint that the
+run would go on from must be whole, and torchrun starts the ranks again. At the end every loss and every validation loss
+that was ever printed, and all tensors of the last checkpoint, are compared with those of the run left in peace.
+Beside the JSON a picture of the same name shows the run's course. Status 1 if anything was lost or differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_2bw import saved  # noqa: E402
+from tests.distributed.training import command  # noqa: E402
+from tests.distributed.world import free_port  # noqa: E402
+from tests.e2e.launcher import ROOT, kill_tree  # noqa: E402
+
+PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
+MOMENTS = {"start": 1, "iteration": 3, "save": 3, "evaluation": 2}  # how often each is drawn
+SIGNS = {  # what the run prints when such a moment comes, and the seconds within which the kill falls after that
+    "start": (None, 8.0),
+    "iteration": (re.compile(r"iteration +\d+/"), 0.15),
+    "save": (re.compile(r"saving checkpoint at iteration"), 0.4),
+    "evaluation": (re.compile(r"iteration +\d*[05]/"), 0.1),  # it begins after the line of every fifth iteration
+}
+EVALUATED, SAVED = 5, 4  # iterations
+LOSS = re.compile(r"iteration +(\d+)/ +\d+ \|.*? lm loss: (\S+)")
+VALIDATION = re.compile(r"validation loss at (iteration \d+[\w ]*?) \| lm loss value: (\S+)")
+
+
+@dataclass
+class Kill:
+    moment: str
+    rank: int
+    at_s: float  # since the job's start
+    iteration: int  # the last that had been printed
+    latest: int | None  # the checkpoint that the run goes on from
+    others_ended_s: float  # until no rank of before was left
+    fault: str | None  # what is wrong with that checkpoint
+
+
+@dataclass
+class Report:
+    kills: int
+    seed: int
+    by_moment: dict[str, int]
+    checkpoints_lost: int
+    differences: int
+    hangs: int
+    iterations: int
+    iterations_run: int  # with those that were run again
+    seconds: float
+    others_ended_s: list[float]  # median and largest
+    course: list[tuple[float, int]] = field(repr=False)
+    each: list[Kill] = field(repr=False)
+
+
+class Job:
+    """The job under torchrun, and what it has printed, a line at a time, with the seconds since its start."""
+
+    def __init__(self, argv: list[str], ranks: int, restarts: int):
+        self.begin = time.monotonic()
+        self.lines: list[tuple[float, str]] = []
+        self._new: queue.SimpleQueue = queue.SimpleQueue()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts",
+             str(restarts), "--monitor-interval", "0.1", "--master-port", str(free_port()), "pretrain_gpt_2bw.py", *argv],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._new.put((time.monotonic() - self.begin, line.rstrip("\n")))
+        self._new.put(None)
+
+    def next(self, timeout: float = PATIENCE) -> str | None:
+        """The next line, None at the end; TimeoutError if none comes."""
+        try:
+            entry = self._new.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"nothing printed for {timeout:.0f} s") from None
+        if entry is None:
+            return None
+        self.lines.append(entry)
+        return entry[1]
+
+    def wait_for(self, sign: re.Pattern, count: int) -> None:
+        """Until a line with `sign` has come `count` times. EOFError if the job ends before."""
+        while count:
+            line = self.next()
+            if line is None:
+                raise EOFError("the job ended")
+            count -= bool(sign.search(line))
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The ranks that are alive, by number."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            try:
+                if child.status() != psutil.STATUS_ZOMBIE and "pretrain_gpt_2bw.py" in child.cmdline():
+                    found[int(child.environ()["RANK"])] = child
+            except (psutil.Error, KeyError):
+                continue
+        return found
+
+    def iteration(self) -> int:
+        seen = [match for _, line in self.lines if (match := LOSS.search(line))]
+        return int(seen[-1][1]) if seen else 0
+
+
+def kill(job: Job, moment: str, folder: Path, ranks: int, draw: random.Random) -> Kill:
+    """Wait for the moment, kill a rank, and see what is left."""
+    deadline = time.monotonic() + PATIENCE
+    while len(alive := job.ranks()) < ranks:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the ranks were not started again")
+        time.sleep(0.05)
+    rank = draw.randrange(ranks)
+    sign, span = SIGNS[moment]
+    if sign is not None:
+        job.wait_for(sign, draw.randint(1, 5) if moment == "iteration" else 1)
+    time.sleep(draw.uniform(0, span))
+    families = [process for each in alive.values() for process in (each, *each.children(recursive=True))]
+    now = time.monotonic()
+    alive[rank].send_signal(signal.SIGKILL)
+    _, left = psutil.wait_procs(families, timeout=PATIENCE)
+    if left:
+        raise TimeoutError(f"{len(left)} processes of the killed run stay behind")
+    latest = saved.latest(folder)
+    there = (folder / saved.TRACKER).exists()
+    return Kill(
+        moment, rank, round(now - job.begin, 2), job.iteration(), latest, round(time.monotonic() - now, 2),
+        saved.fault(folder) if there else None,
+    )
+
+
+def disturbed(argv: list[str], folder: Path, ranks: int, kills: int, draw: random.Random) -> tuple[Job, list[Kill], int]:
+    """Run the job with that many kills; it, they, and the number of hangs."""
+    job, done = Job(argv, ranks, restarts=kills + 5), []
+    try:
+        moments = draw.choices(list(MOMENTS), weights=list(MOMENTS.values()), k=kills)
+        for moment in moments:
+            done.append(kill(job, moment, folder, ranks, draw))
+            print(
+                f"kill {len(done):3} of {kills}: rank {done[-1].rank} ({moment}) after iteration {done[-1].iteration}; "
+                f"goes on from {done[-1].latest}; the others ended in {done[-1].others_ended_s} s", flush=True,
+            )
+        while job.next() is not None:
+            pass
+        job.process.wait(PATIENCE)
+    except (TimeoutError, EOFError) as error:
+        print(f"stopped: {error}\n" + "\n".join(line for _, line in job.lines[-40:]), flush=True)
+        return job, done, 1
+    finally:
+        kill_tree(job.process.pid)
+    return job, done, 0
+
+
+# --- what is compared ---------------------------------------------------------------------------------------------
+
+
+def runs_of(lines: list[str]) -> list[list[tuple[int, str]]]:
+    """The losses by start of the job."""
+    starts: list[list[tuple[int, str]]] = []
+    for line in lines:
+        if "[before the start of training step]" in line:
+            starts.append([])
+        if starts:
+            starts[-1] += [(int(match[1]), match[2]) for match in LOSS.finditer(line)]
+    return starts
+
+
+def different_losses(found: list[str], peace: list[str]) -> list[str]:
+    """Losses that were printed and are not those of the run in peace, as they are printed.
+
+    Megatron's second line after a start shows the mean of two iterations: it must be that mean, to its last digit.
+    """
+    (expected,) = runs_of(peace)
+    losses = {iteration: float(text) for iteration, text in expected}
+    losses[2] = 2 * losses[2] - losses[1]
+    texts = dict(expected)
+    wrong = []
+    for start in runs_of(found):
+        for place, (iteration, text) in enumerate(start):
+            if place == 1:
+                same = abs(float(text) - (losses[iteration - 1] + losses[iteration]) / 2) < 2e-6 * abs(float(text))
+            elif iteration == 2:
+                same = abs(float(text) - losses[2]) < 4e-6 * losses[2]
+            else:
+                same = text == texts[iteration]
+            if not same:
+                wrong.append(f"iteration {iteration}: lm loss {text}")
+    validation = dict(match.groups() for match in map(VALIDATION.search, peace) if match)
+    for match in filter(None, map(VALIDATION.search, found)):
+        if validation[match[1]] != match[2]:
+            wrong.append(f"{match[1]}: validation loss {match[2]}")
+    unseen = texts.keys() - {iteration for start in runs_of(found) for iteration, _ in start}
+    return wrong + [f"iteration {iteration} was never printed" for iteration in sorted(unseen)]
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint in torch's distributed format, whole."""
+    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    whole = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items() if hasattr(entry, "properties")
+    }
+    dcp.load(whole, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    return whole
+
+
+def different_tensors(one: Path, other: Path) -> list[str]:
+    found, expected = tensors(one), tensors(other)
+    wrong = sorted(found.keys() ^ expected.keys())
+    return wrong + [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
+
+
+# --- the benchmark ------------------------------------------------------------------------------------------------
+
+
+def soak(kills: int, seed: int, iterations: int, folder: Path, ranks: int = 2, flags: tuple[str, ...] = ()) -> Report:
+    """The run in peace, the disturbed one, and how they compare."""
+    begin = time.monotonic()
+
+    def argv(where: Path) -> list[str]:
+        own = command(
+            ranks, ranks + 1, "2bw", "--fp16", "--save", str(where), "--load", str(where), *flags,
+            hidden_dropout=0.1, attention_dropout=0.1, train_iters=iterations, save_interval=SAVED, eval_interval=EVALUATED,
+            eval_iters=2, initial_loss_scale=65536, loss_scale_window=5, lr_decay_style="constant", min_lr=None,
+            weight_decay=0.1,
+        )
+        return own
+
+    peace = Job(argv(folder / "peace"), ranks, restarts=0)
+    while peace.next() is not None:
+        pass
+    if peace.process.wait(PATIENCE):
+        raise RuntimeError("the run in peace failed:\n" + "\n".join(line for _, line in peace.lines[-40:]))
+    print(f"in peace: {iterations} iterations in {time.monotonic() - begin:.0f} s", flush=True)
+
+    job, done, hangs = disturbed(argv(folder / "disturbed"), folder / "disturbed", ranks, kills, random.Random(seed))
+    lines = [line for _, line in job.lines]
+    wrong = []
+    if not hangs:
+        wrong = different_losses(lines, [line for _, line in peace.lines])
+        last = saved.name(iterations)
+        wrong += different_tensors(folder / "disturbed" / last, folder / "peace" / last)
+        wrong += [f"status {job.process.returncode}"] * bool(job.process.returncode)
+    for text in wrong:
+        print(f"differs: {text}", flush=True)
+    latest = [each.latest or 0 for each in done]
+    lost = sum(each.fault is not None for each in done) + sum(b < a for a, b in zip(latest, latest[1:]))
+    ended = sorted(each.others_ended_s for each in done) or [0.0]
+    course = [(round(at, 2), int(match[1])) for at, line in job.lines if (match := LOSS.search(line))]
+    return Report(
+        len(done), seed, dict(Counter(each.moment for each in done)), lost, len(wrong), hangs, iterations, len(course),
+        round(time.monotonic() - begin, 1), [ended[len(ended) // 2], ended[-1]], course, done,
+    )
+
+
+def draw_picture(report: Report, path: Path) -> None:
+    """The iterations over time, and the kills."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*report.course), ".", markersize=2, color="tab:blue", label="iterations")
+    for moment, color in zip(MOMENTS, ("tab:gray", "tab:red", "tab:orange", "tab:green")):
+        points = [(each.at_s, each.iteration) for each in report.each if each.moment == moment]
+        if points:
+            axes.plot(*zip(*points), "x", color=color, label=f"killed: {moment} ({len(points)})")
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("iteration")
+    axes.set_title(
+        f"{report.kills} kills, {report.checkpoints_lost} checkpoints lost, {report.differences} differences", fontsize=10
+    )
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--iterations", type=int, help="of the whole run (default: 8 a kill)")
+    parser.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
+    parser.add_argument("--async-save", action="store_true", help="with Megatron's asynchronous checkpoints")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    flags = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore") if options.async_save else ()
+    with tempfile.TemporaryDirectory(prefix="faults_") as folder:
+        report = soak(
+            options.kills, options.seed, options.iterations or 8 * options.kills, Path(folder), options.ranks, flags
+        )
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(asdict(report) | {"async_save": options.async_save}, indent=1) + "\n")
+    draw_picture(report, options.json.with_suffix(".png"))
+    print(
+        f"kills survived {report.kills} {report.by_moment}, checkpoints lost {report.checkpoints_lost}, "
+        f"differences {report.differences}, hangs {report.hangs}, {report.seconds:.0f} s"
+    )
+    complete = report.kills == options.kills and not (report.checkpoints_lost or report.differences or report.hangs)
+    return 0 if complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Processes that help a rank to write checkpoints: none where none is needed, and none that outlives its rank.
+
+A rank that is killed cannot end its helpers. One that stays behind holds memory that the next start of the job needs,
+and the job's output, so that whoever reads that waits for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import queue
+import signal
+from multiprocessing.managers import SyncManager
+from typing import Any
+
+PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
+
+_queue: Any = None
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process when the thread that has started it is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def results_queue(mp_mode: str = "spawn") -> Any:
+    """The queue for what a save has written: stands in for Megatron's get_write_results_queue.
+
+    A save that is not asynchronous puts and gets in one process. An asynchronous one writes in another, and what it puts
+    there may be more than a pipe holds, so a third keeps it.
+    """
+    from megatron.training import get_args
+
+    global _queue
+    if not get_args().async_save:
+        return queue.Queue()
+    if _queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
+        manager.start(end_with_parent)
+        _queue = manager.Queue()
+    return _queue
