@@ -48,7 +48,7 @@ SIGNS = {  # what the run prints when such a moment comes, and the seconds withi
     "evaluation": (re.compile(r"iteration +\d*[05]/"), 0.1),  # it begins after the line of every fifth iteration
 }
 EVALUATED, SAVED = 5, 4  # iterations
-LOSS = re.compile(r"iteration +(\d+)/ +\d+ \|.*? lm loss: (\S+)")
+LOSS = re.compile(r"iteration +(\d+)/ +\d+ \|(?:.*? lm loss: (\S+))?")  # a skipped iteration shows 0 or nothing
 VALIDATION = re.compile(r"validation loss at (iteration \d+[\w ]*?) \| lm loss value: (\S+)")
 
 
@@ -186,32 +186,33 @@ def disturbed(argv: list[str], folder: Path, ranks: int, kills: int, draw: rando
 
 
 def runs_of(lines: list[str]) -> list[list[tuple[int, str]]]:
-    """The losses by start of the job."""
+    """Iterations and losses as they were printed, by start of the job."""
     starts: list[list[tuple[int, str]]] = []
     for line in lines:
         if "[before the start of training step]" in line:
             starts.append([])
-        if starts:
-            starts[-1] += [(int(match[1]), match[2]) for match in LOSS.finditer(line)]
+        for match in LOSS.finditer(line):
+            starts[-1].append((int(match[1]), match[2] or "0.000000E+00"))
     return starts
 
 
 def different_losses(found: list[str], peace: list[str]) -> list[str]:
     """Losses that were printed and are not those of the run in peace, as they are printed.
 
-    Megatron's second line after a start shows the mean of two iterations: it must be that mean, to its last digit.
+    Megatron's second line after a start shows the mean of two iterations, without skipped ones: it must be that mean, to
+    its last digit.
     """
     (expected,) = runs_of(peace)
-    losses = {iteration: float(text) for iteration, text in expected}
-    losses[2] = 2 * losses[2] - losses[1]
     texts = dict(expected)
+    losses = {iteration: float(text) for iteration, text in expected}
+    losses[2] = 2 * losses[2] - losses[1]  # neither is skipped
     wrong = []
     for start in runs_of(found):
         for place, (iteration, text) in enumerate(start):
-            if place == 1:
-                same = abs(float(text) - (losses[iteration - 1] + losses[iteration]) / 2) < 2e-6 * abs(float(text))
-            elif iteration == 2:
-                same = abs(float(text) - losses[2]) < 4e-6 * losses[2]
+            if place == 1 or iteration == 2:
+                pair = (losses[iteration - 1], losses[iteration]) if place == 1 else (losses[iteration],)
+                counted = [loss for loss in pair if loss]
+                same = abs(float(text) - sum(counted) / max(1, len(counted))) <= 4e-6 * abs(float(text))
             else:
                 same = text == texts[iteration]
             if not same:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
-import threading
 import time
 import traceback
 from typing import NoReturn
@@ -59,14 +59,10 @@ def end(error: Exception) -> NoReturn:
         text = f"{_program()}: rank {rank} ends with an exception\n" + "".join(traceback.format_exception(error))
     sys.stdout.flush()
     print(text.rstrip(), file=sys.stderr, flush=True)
-    threading.Thread(target=_leave, daemon=True).start()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the system ends the process then, whatever Python waits for
+    signal.alarm(GRACE)
     sys.exit(1)
 
 
 def _program() -> str:
     return os.path.basename(sys.argv[0])
-
-
-def _leave() -> None:
-    time.sleep(GRACE)
-    os._exit(1)

@@ -12,12 +12,15 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args as model_config  # noqa: F401  `launch` calls it
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_2bw.faults import Fault
 
 SPIKE = 10  # with --check-for-spiky-loss: a loss this many times the largest so far is reported
 
@@ -52,7 +55,10 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     size = args.micro_batch_size if training else args.eval_micro_batch_size or args.micro_batch_size
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
-        batch = {key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items()}
+        fields = next(data_iterator)
+        if training:
+            _DATA.check(fields, args)
+        batch = {key: value.cuda(non_blocking=True) for key, value in fields.items()}
         batch.setdefault("attention_mask", None)
     batch = get_batch_on_this_tp_rank(
         batch, has_cu_seqlens=False, is_hybrid_cp=False,
@@ -68,6 +74,35 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
         {key: batch[key] for key in FIELDS}, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
     return tuple(batch[key] for key in FIELDS)
+
+
+class _Data:
+    """Looks at each microbatch while it is on the host, where that costs no wait for the GPU."""
+
+    def __init__(self) -> None:
+        self._masked = 0  # microbatches on end without a token that counts
+
+    def check(self, fields: dict[str, torch.Tensor], args) -> None:
+        """A Fault at tokens that the model does not have, and at a whole batch without a token for the loss.
+
+        fields: tokens and loss_mask, both [microbatch, sequence].
+        """
+        low, high = (int(value) for value in torch.aminmax(fields["tokens"]))
+        if low < 0 or high >= args.padded_vocab_size:
+            raise Fault(
+                f"--data-path: the data holds the token {low if low < 0 else high}, but the vocabulary of --tokenizer-type "
+                f"{args.tokenizer_type} ends at {args.padded_vocab_size - 1}: give the tokenizer that the data was "
+                "prepared with"
+            )
+        self._masked = 0 if bool(fields["loss_mask"].any()) else self._masked + 1
+        if self._masked >= get_num_microbatches():
+            raise Fault(
+                f"--data-path: no token of the last {self._masked} microbatches counts for the loss: leave "
+                "--eod-mask-loss out, or look for documents of nothing but end-of-document tokens"
+            )
+
+
+_DATA = _Data()
 
 
 def loss(loss_mask: torch.Tensor, losses: torch.Tensor):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -322,6 +323,25 @@ def _tokenizer(args: Args) -> str | None:
             fault = _fault_of_hub(path)
             if fault:
                 return f"{flag} {path}: there is no such folder, and the hub says: {fault}"
+    return _merges(args) if kind.startswith("GPT2BPE") and args.vocab_file and args.merge_file else None
+
+
+def _merges(args: Args) -> str | None:
+    """The files of a byte-pair encoding: a vocabulary in JSON, and merges that make tokens of it."""
+    try:
+        tokens = json.loads(Path(args.vocab_file).read_text("utf-8"))
+    except ValueError:
+        tokens = None
+    if not isinstance(tokens, dict) or not tokens:
+        return f"--vocab-file {args.vocab_file}: it is no vocabulary, JSON of the form {{token: number}}"
+    lines = Path(args.merge_file).read_text("utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        parts = line.split(" ")
+        if line and not line.startswith("#version") and (len(parts) != 2 or "".join(parts) not in tokens):
+            return (
+                f"--merge-file {args.merge_file} does not fit --vocab-file {args.vocab_file}: line {number}, "
+                f"{line[:40]!r}, makes no token of it"
+            )
     return None
 
 
@@ -341,7 +361,8 @@ def _fault_of_hub(model: str) -> str | None:
 _PACKAGES: tuple[tuple[str, str], ...] = (
     ("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb"), ("--log-energy", "pynvml"),
     ("--enable-ft-package", "nvidia_resiliency_ext"), ("--enable-msc", "multistorageclient"),
-    ("--run-workload-inspector-server", "workload_inspector"),
+    ("--run-workload-inspector-server", "workload_inspector"), ("--fault-injector-ranks", "nvidia_resiliency_ext"),
+    ("--fault-injector-num-ranks", "nvidia_resiliency_ext"),
 )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.compare import UNTIED, assert_same_runs, run_pipeline
 from tests.distributed.test_late_step import poison
@@ -36,7 +37,6 @@ def assert_goes_on(whole: list[Run], rest: list[Run]) -> None:
 
 
 CASES = {
-    "fp32": (2, command(2, 3, "2bw", **DROPOUT)),
     "one stage": (1, command(1, 2, "2bw", **DROPOUT)),
     "four stages, bf16, recompute": (4, command(4, 4, "2bw", "--bf16", *RECOMPUTE, **DROPOUT)),
     "bf16, distributed optimizer, recompute": (
@@ -150,9 +150,30 @@ def saved(tmp_path_factory) -> Saved:
     return Saved(argv, run, folder)
 
 
+def test_what_a_checkpoint_holds(saved):
+    """Shadow weights of the model's global shapes, whatever the stages, and what 2BW goes on from."""
+    from megatron.core import dist_checkpointing
+
+    checkpoint = saved.folder / f"iter_{SAVED:07d}"
+    own = dist_checkpointing.load_common_state_dict(checkpoint)["two_bw"]
+    own.pop("shadow", None)
+    assert own == {"schedule": "2bw", "version": SAVED, "loss_scale": 1.0, "has_shadow": True}
+    entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    sizes = {name: entry.size for name, entry in entries.items() if hasattr(entry, "size")}
+    prefix = "two_bw.shadow."
+    shadow = {name.removeprefix(prefix): size for name, size in sizes.items() if name.startswith(prefix)}
+    assert shadow == {name: size for name, size in sizes.items() if not name.startswith(("two_bw", "optimizer"))}
+    assert shadow["decoder.layers.mlp.linear_fc1.weight"] == (4, 128, 32), "all layers of both stages"
+
+
 def resume(saved: Saved, *flags: str, schedule: str = "2bw") -> Run:
     argv = [schedule if word == "2bw" else word for word in saved.argv]
     return run_pipeline([*argv, "--load", str(saved.folder), "--ckpt-step", str(SAVED), *flags], 2)[-1]
+
+
+def test_resumed_run_is_the_uninterrupted_one_in_fp32(saved):
+    (saved.folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    assert_goes_on(saved.run, run_pipeline([*saved.argv, "--load", str(saved.folder)], 2))
 
 
 def test_without_the_optimizer_state_both_weight_versions_are_loaded(saved):

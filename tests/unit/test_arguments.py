@@ -565,3 +565,30 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(cpu, "installed", lambda: False)
     message = complaint(command(2, 2, "2bw", "--transformer-impl", "transformer_engine"), 2)
     assert message.startswith("--transformer-impl transformer_engine") and "--transformer-impl local" in message
+
+
+@pytest.mark.parametrize("vocabulary, merges, expected", [
+    ('{"a": 0, "b": 1, "ab": 2}', "#version: 0.2\na b\n", None),
+    ('{"a": 0, "b": 1, "ab": 2}', "#version: 0.2\na b\nb b\n", "line 3, 'b b', makes no token of it"),
+    ('{"a": 0, "b": 1, "ab": 2}', "three words here\n", "line 1, 'three words here', makes no token of it"),
+    ("not JSON", "a b\n", "it is no vocabulary"), ("[]", "a b\n", "it is no vocabulary"),
+])
+def test_a_vocabulary_and_merges_that_do_not_fit(vocabulary, merges, expected, tmp_path):
+    names = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    for name, text in zip(names, (vocabulary, merges)):
+        name.write_text(text)
+    message = complaint(command(2, 2, tokenizer_type="GPT2BPETokenizer", vocab_size=None, vocab_file=names[0],
+                                merge_file=names[1]), 2)
+    assert message is None if expected is None else expected in message
+
+
+def test_a_checkpoint_that_is_cut_short_is_found_before_training(tmp_path):
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    expected = f"--load {tmp_path}: iter_0000004 was not written to its end, or not by Megatron"
+    assert expected in complaint(command(2, 2, load=tmp_path), 2)
+    assert expected in complaint(command(2, 2, load=tmp_path, save=tmp_path, save_interval=2), 2)
+    assert f"--load {tmp_path}: there is no iter_0000002" in complaint(command(2, 2, load=tmp_path, ckpt_step=2), 2)
+    message = complaint(command(2, 2, "2bw", "--use-distributed-optimizer", load=tmp_path, ckpt_format="torch",
+                                ckpt_step=2), 2)
+    assert message.startswith("--ckpt-step does not work with --ckpt-format torch and --use-distributed-optimizer")

@@ -1,0 +1,57 @@
+"""pretrain_gpt_2bw.py with a fault on one rank: FAULT names its kind, FAULT_RANK the rank; it comes in iteration 3."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megatron_2bw.launch import launch  # noqa: E402
+
+
+def fault(kind: str) -> None:
+    if kind == "exception":
+        raise ValueError("a fault of this stage alone")
+    if kind == "out of memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forward_step(data_iterator, model):
+    from megatron.training import get_args
+
+    from megatron_2bw import gpt
+
+    here = os.environ["RANK"] == os.environ["FAULT_RANK"] and get_args().curr_iteration == 2
+    if here and os.environ["FAULT"] != "step":
+        fault(os.environ["FAULT"])
+    if here:  # in the thread of the late step
+        from megatron.core.utils import get_model_config
+
+        get_model_config(model).finalize_model_grads_func = lambda *args, **kwargs: fault("exception")
+    return gpt.forward_step(data_iterator, model)
+
+
+def model_config(args):
+    from megatron_2bw import gpt
+
+    return gpt.model_config(args)
+
+
+def datasets_provider(*args, **kwargs):
+    from megatron_2bw import gpt
+
+    return gpt.datasets_provider(*args, **kwargs)
+
+
+datasets_provider.is_distributed = True
+
+if __name__ == "__main__":
+    sys.modules["faulty"] = sys.modules["__main__"]
+    launch("faulty")

@@ -1,0 +1,27 @@
+"""One job whose runs change the schedule: a 2BW checkpoint trains on in plain Megatron, a plain one starts a 2BW run."""
+
+from __future__ import annotations
+
+import re
+
+from tests.distributed.training import command
+from tests.e2e.launcher import torchrun
+
+
+def test_the_schedule_may_change_between_the_runs_of_a_job(tmp_path):
+    ends = [("2bw", 3, None), ("megatron", 6, None),
+            ("2bw", 9, "> 2bw: starts from iteration 6 with the loaded weights as every version"),
+            ("2bw", 12, "> 2bw: starts from iteration 9 with both weight versions of the checkpoint")]
+    asynchronous = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+    before = 0
+    for schedule, end, line in ends:
+        flags = command(2, 2, schedule, "--bf16", *asynchronous, train_iters=12, save_interval=3, exit_interval=end,
+                        save=tmp_path, load=tmp_path)
+        run = torchrun(2, "pretrain_gpt_2bw.py", flags)
+        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+        logged = [int(number) for number in re.findall(r"iteration +(\d+)/ +12 \|.*? lm loss: [\d.]+E", run.stdout)]
+        assert logged == list(range(before + 1, end + 1))
+        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(end)
+        assert line is None or line in run.stdout
+        assert ("> 2bw: starts" in run.stdout) == (line is not None)
+        before = end

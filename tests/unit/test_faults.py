@@ -1,0 +1,125 @@
+"""Whose error is a cause and whose an effect, and what is said at the end; helpers do not outlive their rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from megatron_2bw import faults, helpers
+
+EFFECTS = [
+    RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5823"),
+    RuntimeError("Connection reset by peer"), ConnectionResetError(104, "Connection reset by peer"),
+    BrokenPipeError(32, "Broken pipe"), dist.DistNetworkError("The client socket has timed out"),
+    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error"),
+    RuntimeError("[Rank 1] Watchdog caught collective operation timeout"), faults.Fault("told by the first rank", told=True),
+]
+CAUSES = [
+    ValueError("a fault of this stage alone"), RuntimeError("found NaN in local forward loss calculation"),
+    faults.Fault("--save x: the checkpoint could not be written"), RuntimeError("CUDA out of memory"),
+    FileNotFoundError(2, "No such file or directory"), AssertionError("closed"), KeyError("step"),
+    RuntimeError("no free weight store: versions [1, 2] are all in use"),
+]
+
+
+@pytest.mark.parametrize("error", EFFECTS, ids=str)
+def test_effects_of_another_rank(error):
+    assert faults.is_effect(error)
+
+
+@pytest.mark.parametrize("error", CAUSES, ids=str)
+def test_causes(error):
+    assert not faults.is_effect(error)
+
+
+@pytest.fixture
+def said(monkeypatch, capfd):
+    """End with an error; what was said, and for how long it was not."""
+    def end(error: Exception) -> tuple[str, list[float]]:
+        waited: list[float] = []
+        monkeypatch.setattr(faults.time, "sleep", waited.append)
+        monkeypatch.setattr(faults.signal, "alarm", lambda seconds: None)
+        monkeypatch.setattr(faults.signal, "signal", lambda number, handler: None)
+        monkeypatch.setenv("RANK", "3")
+        with pytest.raises(SystemExit) as ended:
+            faults.end(error)
+        assert ended.value.code == 1
+        return capfd.readouterr().err, waited
+
+    return end
+
+
+def test_a_fault_is_one_line(said):
+    text, waited = said(faults.Fault("--save x: no space\nleft"))
+    assert text.endswith("error: --save x: no space left\n") and text.count("\n") == 1 and not waited
+
+
+def test_a_cause_has_its_traceback(said):
+    text, waited = said(ValueError("here"))
+    assert "rank 3 ends with an exception" in text.splitlines()[0] and "ValueError: here" in text and not waited
+
+
+def test_an_effect_waits_for_the_cause(said):
+    text, waited = said(EFFECTS[0])
+    assert waited == [faults.PATIENCE] and text.count("\n") == 1
+    assert "rank 3 ends: another rank has ended or does not answer" in text
+
+
+def test_a_rank_that_cannot_leave_is_ended(tmp_path):
+    """A thread that waits for a lost rank for ever must not keep the process."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import threading, time\nfrom megatron_2bw import faults\nfaults.GRACE = 1\n"
+        "threading.Thread(target=time.sleep, args=(100,)).start()\n"
+        "try:\n    raise ValueError('here')\nexcept ValueError as error:\n    faults.end(error)\n"
+    )
+    start = time.monotonic()
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == -signal.SIGALRM and "ValueError: here" in run.stderr and time.monotonic() - start < 30
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def rank(numbers) -> None:
+    """A rank with an asynchronous save: it starts its helper and waits to be killed."""
+    import megatron.training
+
+    megatron.training.get_args = lambda: SimpleNamespace(async_save=True)
+    results = helpers.results_queue("fork")
+    results.put({"written": 1})
+    assert results.get_nowait() == {"written": 1}
+    numbers.put([child.pid for child in psutil.Process().children()])
+    signal.pause()
+
+
+def test_the_helper_of_a_killed_rank_ends():
+    context = multiprocessing.get_context("fork")
+    numbers = context.Queue()
+    process = context.Process(target=rank, args=(numbers,))
+    process.start()
+    (helper,) = numbers.get(timeout=60)
+    assert psutil.pid_exists(helper)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(helper) and psutil.Process(helper).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_save_in_the_rank_itself_needs_no_helper(monkeypatch):
+    import megatron.training
+
+    monkeypatch.setattr(megatron.training, "get_args", lambda: SimpleNamespace(async_save=False))
+    assert isinstance(helpers.results_queue(), queue.Queue)

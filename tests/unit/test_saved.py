@@ -1,0 +1,191 @@
+"""The folder of checkpoints: what is there is never lost, and what is damaged is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import signal
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron_2bw import saved
+
+builtin = types.SimpleNamespace(open=open)
+
+
+def distributed(folder: Path, iteration: int, value: float = 1.0) -> Path:
+    """A whole checkpoint as Megatron writes it, and the tracker."""
+    checkpoint = folder / saved.name(iteration)
+    dcp.save({"weight": torch.full((100,), value)}, checkpoint_id=checkpoint, no_dist=True)
+    (checkpoint / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    (folder / saved.TRACKER).write_text(str(iteration))
+    return checkpoint
+
+
+def older(folder: Path, iteration: int) -> Path:
+    file = folder / saved.name(iteration) / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    torch.save({"weight": torch.ones(100)}, file)
+    (folder / saved.TRACKER).write_text(str(iteration))
+    return file
+
+
+# --- the tracker ---------------------------------------------------------------------------------------------------
+
+
+def test_the_tracker_is_replaced_in_one_step(tmp_path, monkeypatch):
+    tracker = tmp_path / saved.TRACKER
+    tracker.write_text("2")
+    seen = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: (seen.append(tracker.read_text()), replace(*names)))
+    with saved.Files(builtin).open(str(tracker), "w") as file:
+        file.write("4")
+        assert tracker.read_text() == "2"
+    assert seen == ["2"] and tracker.read_text() == "4"
+    assert [path.name for path in tmp_path.iterdir()] == [saved.TRACKER]
+
+
+def test_a_tracker_that_is_not_finished_changes_nothing(tmp_path):
+    tracker = tmp_path / saved.TRACKER
+    tracker.write_text("2")
+    with pytest.raises(ZeroDivisionError), saved.Files(builtin).open(tracker, "w") as file:
+        file.write("4" + str(1 / 0))
+    assert tracker.read_text() == "2"
+
+
+def test_other_files_are_opened_as_before(tmp_path):
+    files = saved.Files(builtin)
+    (tmp_path / "other").write_text("text")
+    (tmp_path / saved.TRACKER).write_text("6")
+    assert isinstance(files.open(tmp_path / "other", "w"), io.TextIOWrapper)
+    with files.open(tmp_path / saved.TRACKER, "r") as file:
+        assert file.read() == "6"
+
+
+# --- a checkpoint that is written anew -------------------------------------------------------------------------------
+
+
+def value(folder: Path, iteration: int) -> float:
+    found = {"weight": torch.zeros(100)}
+    dcp.load(found, checkpoint_id=folder / saved.name(iteration), no_dist=True)
+    return float(found["weight"][0])
+
+
+def test_a_checkpoint_stays_until_the_new_one_is_whole(tmp_path):
+    distributed(tmp_path, 4)
+    saved.set_aside(tmp_path, 4)
+    assert saved.iterations(tmp_path) == [] and saved.fault(tmp_path) is None, "the one aside is what would be loaded"
+    half = tmp_path / saved.name(4)  # the run is killed here
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    assert saved.fault(tmp_path) is None
+    saved.restore(tmp_path)
+    assert saved.iterations(tmp_path) == [4] and value(tmp_path, 4) == 1.0
+
+
+def test_the_old_one_goes_when_the_new_one_is_named(tmp_path):
+    distributed(tmp_path, 4)
+    saved.set_aside(tmp_path, 4)
+    distributed(tmp_path, 4, value=2.0)
+    with saved.Files(builtin).open(tmp_path / saved.TRACKER, "w") as file:
+        file.write("4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [saved.name(4), saved.TRACKER]
+    assert value(tmp_path, 4) == 2.0
+
+
+def test_a_kill_after_the_new_one_is_whole_and_before_it_is_named(tmp_path):
+    distributed(tmp_path, 4)
+    saved.set_aside(tmp_path, 4)
+    distributed(tmp_path, 4, value=2.0)
+    saved.restore(tmp_path)
+    assert value(tmp_path, 4) == 2.0 and not list(tmp_path.glob(saved.ASIDE + "*"))
+
+
+def test_what_is_not_whole_is_not_kept(tmp_path):
+    half = distributed(tmp_path, 4)
+    (half / "metadata.json").unlink()
+    saved.set_aside(tmp_path, 4)
+    assert half.is_dir() and not list(tmp_path.glob(saved.ASIDE + "*"))
+
+
+def overwrite_for_ever(folder: Path, go) -> None:
+    go.set()
+    while True:
+        for number in ("2", "4"):
+            with saved.Files(builtin).open(folder / saved.TRACKER, "w") as file:
+                file.write(number)
+
+
+def test_a_kill_at_any_moment_leaves_a_tracker(tmp_path):
+    (tmp_path / saved.TRACKER).write_text("2")
+    context = multiprocessing.get_context("fork")
+    for delay in range(20):
+        go = context.Event()
+        process = context.Process(target=overwrite_for_ever, args=(tmp_path, go))
+        process.start()
+        go.wait()
+        process.join(delay / 5000)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert saved.latest(tmp_path) in (2, 4)
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+DAMAGES = {
+    "cut short": (lambda c: cut(next(c.glob("*.distcp")), 100), "iter_0000004 is damaged (__0_0.distcp has 100 of "),
+    "a file is gone": (lambda c: next(c.glob("*.distcp")).unlink(), "is damaged (__0_0.distcp is missing)"),
+    "not finished": (lambda c: (c / "metadata.json").unlink(), "was not written to its end, or not by Megatron"),
+    "index gone": (lambda c: (c / ".metadata").unlink(), "is damaged (.metadata: FileNotFoundError)"),
+    "index cut short": (lambda c: cut(c / ".metadata", 20), "is damaged (.metadata: "),
+    "garbage": (lambda c: (c / "metadata.json").write_text("{"), "is damaged (metadata.json)"),
+    "of another kind": (lambda c: (c / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+                        "is of another kind (sharded_backend 'zarr')"),
+    "a list": (lambda c: (c / "metadata.json").write_text("[]"), "is of another kind (sharded_backend None)"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_is_named_with_what_else_could_be_loaded(how, tmp_path):
+    distributed(tmp_path, 2)
+    harm, expected = DAMAGES[how]
+    harm(distributed(tmp_path, 4))
+    message = saved.fault(tmp_path)
+    assert expected in message and "\n" not in message
+    assert message.endswith(": load another with --ckpt-step N, whole ones are 2")
+    assert saved.fault(tmp_path, step=2) is None
+
+
+def test_a_file_of_torch_that_is_cut_short(tmp_path):
+    file = older(tmp_path, 2)
+    assert saved.fault(tmp_path) is None and saved.iterations(tmp_path) == [2]
+    cut(file, 300)
+    assert "iter_0000002 is damaged (mp_rank_00/model_optim_rng.pt is cut short" in saved.fault(tmp_path)
+    assert saved.fault(tmp_path).endswith("there is no other to load")
+
+
+@pytest.mark.parametrize("text", ["", "12a", "-3", "release now"])
+def test_a_tracker_that_names_nothing(text, tmp_path):
+    distributed(tmp_path, 2)
+    (tmp_path / saved.TRACKER).write_text(text)
+    assert f"{saved.TRACKER} says {text!r}, which is no iteration" in saved.fault(tmp_path)
+    assert saved.latest(tmp_path) in (None, -3)
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    distributed(tmp_path, 2)
+    (tmp_path / saved.TRACKER).write_text("8")
+    assert saved.fault(tmp_path) == "there is no iter_0000008: load another with --ckpt-step N, whole ones are 2"
+    assert saved.fault(tmp_path, step=7).startswith("there is no iter_0000007")
