@@ -309,7 +309,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--iterations", type=int, help="of the whole run (default: 8 a kill)")
+    parser.add_argument("--iterations", type=int, help="of the whole run (default: 3 a kill)")
     parser.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
     parser.add_argument("--async-save", action="store_true", help="with Megatron's asynchronous checkpoints")
     parser.add_argument("--json", type=Path, required=True)
@@ -317,7 +317,7 @@ def main() -> int:
     flags = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore") if options.async_save else ()
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(
-            options.kills, options.seed, options.iterations or 8 * options.kills, Path(folder), options.ranks, flags
+            options.kills, options.seed, options.iterations or 3 * options.kills, Path(folder), options.ranks, flags
         )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(asdict(report) | {"async_save": options.async_save}, indent=1) + "\n")

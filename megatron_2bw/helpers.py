@@ -23,6 +23,16 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def root(error: BaseException) -> BaseException:
+    """The system's error that an error of torch's stream writer comes from, or the error itself."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError):
+            return found
+        found = found.__cause__ or found.__context__
+    return error
+
+
 def results_queue(mp_mode: str = "spawn") -> Any:
     """The queue for what a save has written: stands in for Megatron's get_write_results_queue.
 

@@ -104,7 +104,25 @@ def repairs() -> list[Patch]:
             "megatron.core.dist_checkpointing.strategies.filesystem_async", "get_write_results_queue", ("mp_mode",),
             "it starts a process for every rank, seconds long, which outlives a rank that is killed", _results,
         ),
+        Patch(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async", "FileSystemWriterAsync.write_preloaded_data",
+            (
+                "transform_list", "local_proc_idx", "write_bucket", "results_queue", "count_queue", "use_fsync", "kwargs",
+            ),
+            "its caller tells the class of what went wrong, and not what: a full disk, say", _tell_why,
+        ),
     ]
+
+
+def _tell_why(original: Callable) -> staticmethod:
+    @functools.wraps(original)
+    def write_preloaded_data(*args, **kwargs):
+        output = original(*args, **kwargs)
+        if kwargs["results_queue"] is None and output is not None and isinstance(output[1], Exception):
+            raise helpers.root(output[1])  # caught by the caller, which passes its text on
+        return output
+
+    return staticmethod(write_preloaded_data)
 
 
 def _results(original: Callable) -> Callable:

@@ -23,24 +23,34 @@ def fault(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def forward_step(data_iterator, model):
+def here() -> bool:
     from megatron.training import get_args
 
+    return os.environ["RANK"] == os.environ["FAULT_RANK"] and get_args().curr_iteration == 2
+
+
+def forward_step(data_iterator, model):
     from megatron_2bw import gpt
 
-    here = os.environ["RANK"] == os.environ["FAULT_RANK"] and get_args().curr_iteration == 2
-    if here and os.environ["FAULT"] != "step":
+    if here() and os.environ["FAULT"] != "step":
         fault(os.environ["FAULT"])
-    if here:  # in the thread of the late step
-        from megatron.core.utils import get_model_config
-
-        get_model_config(model).finalize_model_grads_func = lambda *args, **kwargs: fault("exception")
     return gpt.forward_step(data_iterator, model)
 
 
 def model_config(args):
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
     from megatron_2bw import gpt
 
+    step = FP32Optimizer.step_with_ready_grads
+
+    def faulty_step(self):  # in the thread of the late step
+        if here():
+            fault("exception")
+        return step(self)
+
+    if os.environ["FAULT"] == "step":
+        FP32Optimizer.step_with_ready_grads = faulty_step
     return gpt.model_config(args)
 
 

@@ -1,0 +1,48 @@
+"""The data that a GPT is given: what cannot be trained on ends the run with one line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_2bw import gpt
+from megatron_2bw.faults import Fault
+
+ARGS = SimpleNamespace(padded_vocab_size=128, tokenizer_type="NullTokenizer")
+
+
+def fields(tokens: list[int], mask: list[int]) -> dict[str, torch.Tensor]:
+    return {"tokens": torch.tensor([tokens]), "loss_mask": torch.tensor([mask], dtype=torch.float32)}
+
+
+@pytest.fixture
+def data(monkeypatch):
+    monkeypatch.setattr(gpt, "get_num_microbatches", lambda: 3)
+    return gpt._Data()
+
+
+@pytest.mark.parametrize("token", [128, 50_000, -1])
+def test_tokens_that_the_model_does_not_have(token, data):
+    expected = f"--data-path: the data holds the token {token}, but the vocabulary of --tokenizer-type NullTokenizer ends"
+    with pytest.raises(Fault, match=expected):
+        data.check(fields([5, token, 7], [1, 1, 1]), ARGS)
+
+
+def test_the_first_and_the_last_token_are_fine(data):
+    data.check(fields([0, 127], [1, 1]), ARGS)
+
+
+def test_a_batch_without_a_token_that_counts(data):
+    for _ in range(2):
+        data.check(fields([5, 6], [0, 0]), ARGS)
+    with pytest.raises(Fault, match="no token of the last 3 microbatches counts for the loss: leave --eod-mask-loss out"):
+        data.check(fields([5, 6], [0, 0]), ARGS)
+
+
+def test_one_token_in_a_batch_is_enough(data):
+    for _ in range(5):
+        data.check(fields([5, 6], [0, 0]), ARGS)
+        data.check(fields([5, 6], [0, 0]), ARGS)
+        data.check(fields([5, 6], [0, 1]), ARGS)
