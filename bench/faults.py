@@ -2,11 +2,12 @@
 
     python bench/faults.py --kills 30 --seed 1 --json out/bench/faults.json
 
-The job is the real one: pretrain_gpt_2bw.py under `torchrun --max-restarts`, two stages, fp16 with dynamic loss scaling,
-dropout, evaluation and a checkpoint every few iterations. A kill is a SIGKILL to one rank, drawn at random, while the
-run starts, iterates, writes a checkpoint or evaluates. After each kill all other ranks must end, the checkpoint that the
-run would go on from must be whole, and torchrun starts the ranks again. At the end every loss and every validation loss
-that was ever printed, and all tensors of the last checkpoint, are compared with those of the run left in peace.
+The job is the real one: pretrain_gpt_2bw.py under `torchrun --max-restarts`, two stages, fp16 with dynamic loss
+scaling, dropout, evaluation and a checkpoint every few iterations. A kill is a SIGKILL to one rank, drawn at random,
+while the run starts, iterates, writes a checkpoint or evaluates. After each kill all other ranks must end, the
+checkpoint that the run would go on from must be whole, and torchrun starts the ranks again. At the end every loss and
+every validation loss that was ever printed, and all tensors of the last checkpoint, are compared with those of the run
+left in peace.
 Beside the JSON a picture of the same name shows the run's course. Status 1 if anything was lost or differs.
 """
 
@@ -80,35 +81,52 @@ class Report:
 
 
 class Job:
-    """The job under torchrun, and what it has printed, a line at a time, with the seconds since its start."""
+    """The job under torchrun, one a server, and what it has printed by lines, with the seconds since its start."""
 
-    def __init__(self, argv: list[str], ranks: int, restarts: int):
+    def __init__(self, argv: list[str], ranks: int, servers: int, restarts: int):
         self.begin = time.monotonic()
         self.lines: list[tuple[float, str]] = []
         self._new: queue.SimpleQueue = queue.SimpleQueue()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts",
-             str(restarts), "--monitor-interval", "0.1", "--master-port", str(free_port()), "pretrain_gpt_2bw.py", *argv],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        )
-        threading.Thread(target=self._read, daemon=True).start()
+        self._open = servers
+        port = str(free_port())
+        self.servers = [
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(servers), "--node-rank", str(number),
+                 "--nproc-per-node", str(ranks // servers), "--master-addr", "127.0.0.1", "--master-port", port,
+                 "--max-restarts", str(restarts), "--monitor-interval", "0.1", "pretrain_gpt_2bw.py", *argv],
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            )
+            for number in range(servers)
+        ]
+        for server in self.servers:
+            threading.Thread(target=self._read, args=(server,), daemon=True).start()
 
-    def _read(self) -> None:
-        for line in self.process.stdout:
+    def _read(self, server: subprocess.Popen) -> None:
+        for line in server.stdout:
             self._new.put((time.monotonic() - self.begin, line.rstrip("\n")))
         self._new.put(None)
 
+    def status(self) -> int:
+        """Wait for the end; 0 if all servers ended well."""
+        return max(abs(server.wait(PATIENCE)) for server in self.servers)
+
+    def end(self) -> None:
+        for server in self.servers:
+            kill_tree(server.pid)
+
     def next(self, timeout: float = PATIENCE) -> str | None:
         """The next line, None at the end; TimeoutError if none comes."""
-        try:
-            entry = self._new.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError(f"nothing printed for {timeout:.0f} s") from None
-        if entry is None:
-            return None
-        self.lines.append(entry)
-        return entry[1]
+        while self._open:
+            try:
+                entry = self._new.get(timeout=timeout)
+            except queue.Empty:
+                raise TimeoutError(f"nothing printed for {timeout:.0f} s") from None
+            if entry is not None:
+                self.lines.append(entry)
+                return entry[1]
+            self._open -= 1
+        return None
 
     def wait_for(self, sign: re.Pattern, count: int) -> None:
         """Until a line with `sign` has come `count` times. EOFError if the job ends before."""
@@ -121,7 +139,8 @@ class Job:
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks that are alive, by number."""
         found = {}
-        for child in psutil.Process(self.process.pid).children():
+        servers = [psutil.Process(server.pid) for server in self.servers if server.poll() is None]
+        for child in [child for server in servers for child in server.children()]:
             try:
                 if child.status() != psutil.STATUS_ZOMBIE and "pretrain_gpt_2bw.py" in child.cmdline():
                     found[int(child.environ()["RANK"])] = child
@@ -160,9 +179,11 @@ def kill(job: Job, moment: str, folder: Path, ranks: int, draw: random.Random) -
     )
 
 
-def disturbed(argv: list[str], folder: Path, ranks: int, kills: int, draw: random.Random) -> tuple[Job, list[Kill], int]:
+def disturbed(
+    argv: list[str], folder: Path, ranks: int, servers: int, kills: int, draw: random.Random
+) -> tuple[Job, list[Kill], int]:
     """Run the job with that many kills; it, they, and the number of hangs."""
-    job, done = Job(argv, ranks, restarts=kills + 5), []
+    job, done = Job(argv, ranks, servers, restarts=kills + 5), []
     try:
         moments = draw.choices(list(MOMENTS), weights=list(MOMENTS.values()), k=kills)
         for moment in moments:
@@ -173,12 +194,12 @@ def disturbed(argv: list[str], folder: Path, ranks: int, kills: int, draw: rando
             )
         while job.next() is not None:
             pass
-        job.process.wait(PATIENCE)
+        job.status()
     except (TimeoutError, EOFError) as error:
         print(f"stopped: {error}\n" + "\n".join(line for _, line in job.lines[-40:]), flush=True)
         return job, done, 1
     finally:
-        kill_tree(job.process.pid)
+        job.end()
     return job, done, 0
 
 
@@ -199,8 +220,8 @@ def runs_of(lines: list[str]) -> list[list[tuple[int, str]]]:
 def different_losses(found: list[str], peace: list[str]) -> list[str]:
     """Losses that were printed and are not those of the run in peace, as they are printed.
 
-    Megatron's second line after a start shows the mean of two iterations, without skipped ones: it must be that mean, to
-    its last digit.
+    Megatron's second line after a start shows the mean of two iterations, without skipped ones: it must be that mean,
+    to its last digit.
     """
     (expected,) = runs_of(peace)
     texts = dict(expected)
@@ -245,34 +266,37 @@ def different_tensors(one: Path, other: Path) -> list[str]:
 # --- the benchmark ------------------------------------------------------------------------------------------------
 
 
-def soak(kills: int, seed: int, iterations: int, folder: Path, ranks: int = 2, flags: tuple[str, ...] = ()) -> Report:
+def soak(
+    kills: int, seed: int, iterations: int, folder: Path, ranks: int, servers: int, flags: tuple[str, ...]
+) -> Report:
     """The run in peace, the disturbed one, and how they compare."""
     begin = time.monotonic()
 
     def argv(where: Path) -> list[str]:
-        own = command(
+        return command(
             ranks, ranks + 1, "2bw", "--fp16", "--save", str(where), "--load", str(where), *flags,
-            hidden_dropout=0.1, attention_dropout=0.1, train_iters=iterations, save_interval=SAVED, eval_interval=EVALUATED,
-            eval_iters=2, initial_loss_scale=65536, loss_scale_window=5, lr_decay_style="constant", min_lr=None,
+            hidden_dropout=0.1, attention_dropout=0.1, train_iters=iterations, save_interval=SAVED,
+            eval_interval=EVALUATED, eval_iters=2, initial_loss_scale=65536, loss_scale_window=5, lr_decay_style="constant", min_lr=None,
             weight_decay=0.1,
         )
-        return own
 
-    peace = Job(argv(folder / "peace"), ranks, restarts=0)
+    peace = Job(argv(folder / "peace"), ranks, servers, restarts=0)
     while peace.next() is not None:
         pass
-    if peace.process.wait(PATIENCE):
+    if peace.status():
         raise RuntimeError("the run in peace failed:\n" + "\n".join(line for _, line in peace.lines[-40:]))
     print(f"in peace: {iterations} iterations in {time.monotonic() - begin:.0f} s", flush=True)
 
-    job, done, hangs = disturbed(argv(folder / "disturbed"), folder / "disturbed", ranks, kills, random.Random(seed))
+    job, done, hangs = disturbed(
+        argv(folder / "disturbed"), folder / "disturbed", ranks, servers, kills, random.Random(seed)
+    )
     lines = [line for _, line in job.lines]
     wrong = []
     if not hangs:
         wrong = different_losses(lines, [line for _, line in peace.lines])
         last = saved.name(iterations)
         wrong += different_tensors(folder / "disturbed" / last, folder / "peace" / last)
-        wrong += [f"status {job.process.returncode}"] * bool(job.process.returncode)
+        wrong += [f"status {job.status()}"] * bool(job.status())
     for text in wrong:
         print(f"differs: {text}", flush=True)
     latest = [each.latest or 0 for each in done]
@@ -299,7 +323,8 @@ def draw_picture(report: Report, path: Path) -> None:
     axes.set_xlabel("seconds")
     axes.set_ylabel("iteration")
     axes.set_title(
-        f"{report.kills} kills, {report.checkpoints_lost} checkpoints lost, {report.differences} differences", fontsize=10
+        f"{report.kills} kills, {report.checkpoints_lost} checkpoints lost, {report.differences} differences",
+        fontsize=10,
     )
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
@@ -311,16 +336,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--iterations", type=int, help="of the whole run (default: 3 a kill)")
     parser.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
+    parser.add_argument("--servers", type=int, default=1, help="torchruns that share the ranks, as on several servers")
     parser.add_argument("--async-save", action="store_true", help="with Megatron's asynchronous checkpoints")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
+    if options.ranks < 2 or options.ranks % options.servers or options.kills < 1:
+        parser.error("--ranks must be 2 or more and a multiple of --servers, and --kills 1 or more")
     flags = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore") if options.async_save else ()
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(
-            options.kills, options.seed, options.iterations or 3 * options.kills, Path(folder), options.ranks, flags
+            options.kills, options.seed, options.iterations or 3 * options.kills, Path(folder), options.ranks,
+            options.servers, flags,
         )
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(asdict(report) | {"async_save": options.async_save}, indent=1) + "\n")
+    result = asdict(report) | {"servers": options.servers, "async_save": options.async_save}
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
     draw_picture(report, options.json.with_suffix(".png"))
     print(
         f"kills survived {report.kills} {report.by_moment}, checkpoints lost {report.checkpoints_lost}, "

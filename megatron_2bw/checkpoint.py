@@ -1,8 +1,8 @@
 """What a checkpoint holds beside Megatron's own content, and how a run goes on from it.
 
 Under the key `two_bw`: the schedule's name, the number of updates made, the loss scale of the next batch, and with 2bw
-the shadow weights, one update older than the model's, as sharded tensors that load at any parallel sizes. Megatron's own
-entry for the random state is the one before the microbatches in flight, which run again when the run is resumed.
+the shadow weights, one update older than the model's, as sharded tensors that load at any parallel sizes. Megatron's
+own entry for the random state is the one before the microbatches in flight, which run again when the run is resumed.
 
 Invariants:
 - everything of Megatron is where Megatron looks for it, so that any of its tools reads the checkpoint;
@@ -291,8 +291,8 @@ def complete_optimizer(optimizer: Any) -> None:
     """Give torch's Adam and SGD the state that they would make at their first step, if it is not there yet.
 
     Megatron reads the state when it saves and when it plans a load, and fails if there has been no step: its
-    distributed optimizer asserts one common `step` (distrib_optimizer.py 839), the others write a checkpoint that cannot
-    be loaded. A first step from this state gives the bits of a first step from none.
+    distributed optimizer asserts one common `step` (distrib_optimizer.py 839), the others write a checkpoint that
+    cannot be loaded. A first step from this state gives the bits of a first step from none.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part is not None and getattr(part, "init_state_fn", part) is None:

@@ -36,8 +36,8 @@ def root(error: BaseException) -> BaseException:
 def results_queue(mp_mode: str = "spawn") -> Any:
     """The queue for what a save has written: stands in for Megatron's get_write_results_queue.
 
-    A save that is not asynchronous puts and gets in one process. An asynchronous one writes in another, and what it puts
-    there may be more than a pipe holds, so a third keeps it.
+    A save that is not asynchronous puts and gets in one process. An asynchronous one writes in another, and what it
+    puts there may be more than a pipe holds, so a third keeps it.
     """
     from megatron.training import get_args
 

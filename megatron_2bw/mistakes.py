@@ -418,8 +418,8 @@ def checkpoint(args: Args) -> str | None:
     """The first rank looks at the files of the checkpoint that will be loaded; for all to do so could take long."""
     if args.ckpt_step is not None and args.ckpt_format == "torch" and args.use_distributed_optimizer:
         return (
-            "--ckpt-step does not work with --ckpt-format torch and --use-distributed-optimizer: Megatron 0.19 would load "
-            f"the latest optimizer state; write the iteration into {saved.TRACKER} instead"
+            "--ckpt-step does not work with --ckpt-format torch and --use-distributed-optimizer: Megatron 0.19 would "
+            f"load the latest optimizer state; write the iteration into {saved.TRACKER} instead"
         )
     for flag in ("--load", "--pretrained-checkpoint"):
         path = value(args, flag)
@@ -457,5 +457,6 @@ def _own_flags(args: Args) -> str | None:
 
 MISTAKES: tuple[Callable[[Args], str | None], ...] = (
     _missing, _out_of_range, _contradiction, _incomplete, _processes, _too_few_microbatches, _widths, _split_of_layers,
-    _recompute, _learning_rate, _paths, checkpoint, _data, _split, _empty_share, _tokenizer, _packages, _spec, _own_flags,
+    _recompute, _learning_rate, _paths, checkpoint, _data, _split, _empty_share, _tokenizer, _packages, _spec,
+    _own_flags,
 )

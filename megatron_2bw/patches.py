@@ -86,7 +86,8 @@ def _check_version() -> None:
 
 
 def repairs() -> list[Patch]:
-    """Faults of the wheel that hit every user."""
+    """Faults of Megatron that hit every user."""
+    writer = "megatron.core.dist_checkpointing.strategies.filesystem_async"
     return [
         Patch(
             "megatron.core.datasets.utils", "compile_helpers", (),
@@ -101,13 +102,14 @@ def repairs() -> list[Patch]:
             _set_without_step,
         ),
         Patch(
-            "megatron.core.dist_checkpointing.strategies.filesystem_async", "get_write_results_queue", ("mp_mode",),
+            writer, "get_write_results_queue", ("mp_mode",),
             "it starts a process for every rank, seconds long, which outlives a rank that is killed", _results,
         ),
         Patch(
-            "megatron.core.dist_checkpointing.strategies.filesystem_async", "FileSystemWriterAsync.write_preloaded_data",
+            writer, "FileSystemWriterAsync.write_preloaded_data",
             (
-                "transform_list", "local_proc_idx", "write_bucket", "results_queue", "count_queue", "use_fsync", "kwargs",
+                "transform_list", "local_proc_idx", "write_bucket", "results_queue", "count_queue", "use_fsync",
+                "kwargs",
             ),
             "its caller tells the class of what went wrong, and not what: a full disk, say", _tell_why,
         ),
@@ -248,8 +250,8 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
             "what `generate_state_dict` has added is found here", ours.read,
         ),
         Patch(
-            files, "maybe_msc", None, "the file that names the latest checkpoint must never be empty, even for a moment",
-            saved.Files,
+            files, "maybe_msc", None,
+            "the file that names the latest checkpoint must never be empty, even for a moment", saved.Files,
         ),
         Patch(
             loop, "save_checkpoint", save,

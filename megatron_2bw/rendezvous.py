@@ -1,8 +1,8 @@
 """A store of their own for the ranks of one start of the job.
 
 torchrun keeps one store for all starts of a job (`--max-restarts`) unless it is told `--rdzv-backend c10d`. Ranks that
-are started again would find the addresses of those that are gone there, and wait for them. (torchrun's count of restarts
-is no remedy: each node has its own.)
+are started again would find the addresses of those that are gone there, and wait for them. (torchrun's count of
+restarts is no remedy: each node has its own.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store
 
 
 def store(timeout: timedelta) -> Store | None:
-    """The store for torch's `init_process_group` if this job can be started again by torchrun; else None, torch's own."""
+    """The store for torch's `init_process_group` if torchrun can start this job again; else None, for torch's own."""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
         return None
     from torch.distributed import rendezvous
@@ -29,7 +29,8 @@ def agree(common: Store, rank: int, world: int) -> str:
     """A name that all ranks of this start know and no earlier start has used. Every rank must call it.
 
     Each rank says hello under its number, where an earlier one may have said it before, with a name of its own. The
-    first rank answers every name that it sees until each of the others has thanked for it, which only a living one does.
+    first rank answers every name that it sees until each of the others has thanked for it, which only a living one
+    does.
     RuntimeError of the store if that takes longer than its timeout.
     """
     own = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Runs that cannot go on, under torchrun: they end on all ranks, soon, with the cause first, and nothing saved is lost."""
+"""Runs that cannot go on, under torchrun: all ranks end soon, with the cause first, and nothing saved is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job whose runs change the schedule: a 2BW checkpoint trains on in plain Megatron, a plain one starts a 2BW run."""
+"""A job whose runs change the schedule: a 2BW checkpoint trains on in plain Megatron, a plain one starts a 2BW run."""
 
 from __future__ import annotations
 

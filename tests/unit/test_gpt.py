@@ -25,7 +25,7 @@ def data(monkeypatch):
 
 @pytest.mark.parametrize("token", [128, 50_000, -1])
 def test_tokens_that_the_model_does_not_have(token, data):
-    expected = f"--data-path: the data holds the token {token}, but the vocabulary of --tokenizer-type NullTokenizer ends"
+    expected = f"the data holds the token {token}, but the vocabulary of --tokenizer-type NullTokenizer ends"
     with pytest.raises(Fault, match=expected):
         data.check(fields([5, token, 7], [1, 1, 1]), ARGS)
 
@@ -37,7 +37,7 @@ def test_the_first_and_the_last_token_are_fine(data):
 def test_a_batch_without_a_token_that_counts(data):
     for _ in range(2):
         data.check(fields([5, 6], [0, 0]), ARGS)
-    with pytest.raises(Fault, match="no token of the last 3 microbatches counts for the loss: leave --eod-mask-loss out"):
+    with pytest.raises(Fault, match="no token of the last 3 microbatches counts for the loss: leave"):
         data.check(fields([5, 6], [0, 0]), ARGS)
 
 
