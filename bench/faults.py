@@ -276,8 +276,8 @@ def soak(
         return command(
             ranks, ranks + 1, "2bw", "--fp16", "--save", str(where), "--load", str(where), *flags,
             hidden_dropout=0.1, attention_dropout=0.1, train_iters=iterations, save_interval=SAVED,
-            eval_interval=EVALUATED, eval_iters=2, initial_loss_scale=65536, loss_scale_window=5, lr_decay_style="constant", min_lr=None,
-            weight_decay=0.1,
+            eval_interval=EVALUATED, eval_iters=2, initial_loss_scale=65536, loss_scale_window=5,
+            lr_decay_style="constant", min_lr=None, weight_decay=0.1,
         )
 
     peace = Job(argv(folder / "peace"), ranks, servers, restarts=0)

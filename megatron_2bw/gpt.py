@@ -91,8 +91,8 @@ class _Data:
         if low < 0 or high >= args.padded_vocab_size:
             raise Fault(
                 f"--data-path: the data holds the token {low if low < 0 else high}, but the vocabulary of "
-                f"--tokenizer-type {args.tokenizer_type} ends at {args.padded_vocab_size - 1}: give the tokenizer that the data was "
-                "prepared with"
+                f"--tokenizer-type {args.tokenizer_type} ends at {args.padded_vocab_size - 1}: give the tokenizer that "
+                "the data was prepared with"
             )
         self._masked = 0 if bool(fields["loss_mask"].any()) else self._masked + 1
         if self._masked >= get_num_microbatches():
