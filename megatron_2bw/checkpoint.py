@@ -67,7 +67,7 @@ class Checkpoints:
                 shadow = self._runtime.shadow()
                 state[KEY] = {
                     "schedule": self._runtime.schedule.name, "version": values["iteration"],
-                    "loss_scale": self._runtime.loss_scale(), "has_shadow": bool(shadow),
+                    "loss_scale": None if get_args().no_save_optim else self._runtime.loss_scale(), "has_shadow": bool(shadow),
                     "shadow": _named(model, state["model"], shadow, sharded),
                 }
             elif self._wants_shadow():
@@ -177,7 +177,8 @@ class Checkpoints:
         return load_checkpoint
 
     def _wants_shadow(self) -> bool:
-        return bool(self._runtime.schedule.late_step and self._saved.get("has_shadow"))
+        # Without an optimizer (--skip-train) there is nothing to go on with.
+        return bool(self._runtime.schedule.late_step and self._runtime.trainable and self._saved.get("has_shadow"))
 
     def _resume(self, ddp_model: list, iteration: int) -> None:
         from megatron_2bw.runtime import Resume
@@ -187,7 +188,9 @@ class Checkpoints:
             (model,) = ddp_model
             names = {param: name for name, param in _parameters(model)}
             shadow = {param: self._shadow[names[param]] for param in self._runtime.trainable}
-        scale = self._saved.get("loss_scale") if self._runtime.schedule.late_step else None
+        scale = None
+        if self._runtime.schedule.late_step and not get_args().no_load_optim:
+            scale = self._saved.get("loss_scale")
         self._runtime.resume(Resume(shadow, scale))
 
 

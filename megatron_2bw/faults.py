@@ -43,7 +43,8 @@ def is_effect(error: BaseException) -> bool:
     if isinstance(error, Fault):
         return error.told
     named = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
-    return named or (isinstance(error, (RuntimeError, OSError)) and bool(_LOST.search(str(error))))
+    # Not other kinds: a library that cannot reach its server is a cause, whose traceback is wanted.
+    return named or ((type(error) is RuntimeError or isinstance(error, ConnectionError)) and bool(_LOST.search(str(error))))
 
 
 def end(error: Exception) -> NoReturn:

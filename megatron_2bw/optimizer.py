@@ -255,8 +255,8 @@ class LateStep:
             )
             done = torch.cuda.Event()
             done.record()
-        if self._chore is not None:
-            self._chore(self._groups.world)
+            if self._chore is not None:
+                self._chore(self._groups.world)
         return outcome, scale, done
 
     def _current_scale(self) -> torch.Tensor:

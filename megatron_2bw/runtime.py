@@ -115,6 +115,7 @@ class PipelineRuntime:
         self._resume: Resume | None = None
         self._random: RandomState | None = None  # before the forwards that are in flight between iterations
         self._scheduler: Any = None
+        self._params: list[torch.nn.Parameter] = []
         self._trace, self._alarm = trace, alarm
         self.chore: Callable[[Any], None] | None = None  # see `LateStep`; given before the first iteration
         self.alarmed = False  # a rank's alarm has gone off, as all ranks know by the same iteration

@@ -67,14 +67,18 @@ class _Tracker(io.StringIO):
 
 def set_aside(folder: str | os.PathLike, iteration: int) -> None:
     """Before a checkpoint is written: keep the one of the same iteration, if there is a whole one. On one rank only."""
-    restore(folder)
     target = Path(folder, name(iteration))
     if _is_whole(target):
-        target.rename(target.with_name(ASIDE + target.name))
+        aside = target.with_name(ASIDE + target.name)
+        shutil.rmtree(aside, ignore_errors=True)  # of a run that ended before the whole one was named
+        target.rename(aside)
 
 
 def restore(folder: str | os.PathLike) -> None:
-    """After a run that ended while it wrote a checkpoint anew: put the old one back. On one rank only."""
+    """After a run that ended while it wrote a checkpoint anew: put the old one back.
+
+    On one rank only, and only while no checkpoint is being written.
+    """
     for aside in Path(folder).glob(ASIDE + "iter_*"):
         target = aside.with_name(aside.name.removeprefix(ASIDE))
         if _is_whole(target):
