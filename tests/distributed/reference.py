@@ -50,7 +50,7 @@ def reference(rank: int, argv: list[str], rule: Rule) -> Run:
     return result[0]
 
 
-class _Done(Exception):
+class _Done(BaseException):
     pass
 
 
