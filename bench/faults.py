@@ -14,6 +14,7 @@ Beside the JSON a picture of the same name shows the run's course. Status 1 if a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -41,21 +42,23 @@ from tests.distributed.world import free_port  # noqa: E402
 from tests.e2e.launcher import ROOT, kill_tree  # noqa: E402
 
 PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
-MOMENTS = {"start": 1, "iteration": 3, "save": 3, "evaluation": 2}  # how often each is drawn
-SIGNS = {  # what the run prints when such a moment comes, and the seconds within which the kill falls after that
-    "start": (None, 8.0),
-    "iteration": (re.compile(r"iteration +\d+/"), 0.15),
-    "save": (re.compile(r"saving checkpoint at iteration"), 0.4),
-    "evaluation": (re.compile(r"iteration +\d*[05]/"), 0.1),  # it begins after the line of every fifth iteration
-}
+MOMENTS = {"start": 1, "iteration": 3, "save": 3, "evaluation": 3}  # how often each is drawn
 EVALUATED, SAVED = 5, 4  # iterations
+# What the run prints when such a moment comes, and the seconds within which the kill falls after that.
+SIGNS = {
+    "start": (None, 8.0), "iteration": (re.compile(r"iteration +\d+/"), 0.15),
+    "save": (re.compile(r"saving checkpoint at iteration"), 0.25),
+    "evaluation": (re.compile(r"iteration +\d*[05]/"), 0.25),  # it begins after the line of every fifth iteration
+}
+STARTED = "[before the start of training step]"
 LOSS = re.compile(r"iteration +(\d+)/ +\d+ \|(?:.*? lm loss: (\S+))?")  # a skipped iteration shows 0 or nothing
 VALIDATION = re.compile(r"validation loss at (iteration \d+[\w ]*?) \| lm loss value: (\S+)")
 
 
 @dataclass
 class Kill:
-    moment: str
+    drawn: str  # the moment that was aimed at
+    moment: str  # the one that was hit, by what had been printed
     rank: int
     at_s: float  # since the job's start
     iteration: int  # the last that had been printed
@@ -66,13 +69,15 @@ class Kill:
 
 @dataclass
 class Report:
-    kills: int
+    survived: int  # kills after which the run went on
+    kills: int  # that were made
     seed: int
-    by_moment: dict[str, int]
+    hit: dict[str, int]  # kills by moment
     checkpoints_lost: int
     differences: int
-    hangs: int
+    stopped: str  # why the run did not come to its end, if so
     iterations: int
+    iterations_skipped: int  # by the loss scale, in the run in peace
     iterations_run: int  # with those that were run again
     seconds: float
     others_ended_s: list[float]  # median and largest
@@ -128,13 +133,19 @@ class Job:
             self._open -= 1
         return None
 
-    def wait_for(self, sign: re.Pattern, count: int) -> None:
+    def wait_for(self, sign: re.Pattern, count: int = 1) -> None:
         """Until a line with `sign` has come `count` times. EOFError if the job ends before."""
         while count:
             line = self.next()
             if line is None:
-                raise EOFError("the job ended")
+                raise EOFError("the job ended before all kills were made")
             count -= bool(sign.search(line))
+
+    def drain(self, silence: float = 0.3) -> None:
+        """Take what ranks that have ended had still printed."""
+        with contextlib.suppress(TimeoutError):
+            while self.next(silence) is not None:
+                pass
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks that are alive, by number."""
@@ -153,54 +164,74 @@ class Job:
         return int(seen[-1][1]) if seen else 0
 
 
-def kill(job: Job, moment: str, folder: Path, ranks: int, draw: random.Random) -> Kill:
+def hit(lines: list[str]) -> str:
+    """The moment in which a start of the job was killed that had printed `lines`."""
+    signs = {
+        "started": re.escape(STARTED), "saving": "saving checkpoint at iteration",
+        "saved": "successfully saved checkpoint",
+        "fifth": r"iteration +\d*[05]/", "evaluated": "validation loss at iteration",
+    }
+    place = {
+        name: max((number for number, line in enumerate(lines) if re.search(sign, line)), default=-1)
+        for name, sign in signs.items()
+    }
+    if place["started"] < 0:
+        return "start"
+    if place["saving"] > place["saved"]:
+        return "save"
+    return "evaluation" if place["fifth"] > place["evaluated"] else "iteration"
+
+
+def kill(job: Job, drawn: str, folder: Path, ranks: int, draw: random.Random) -> Kill:
     """Wait for the moment, kill a rank, and see what is left."""
+    first = len(job.lines)
     deadline = time.monotonic() + PATIENCE
     while len(alive := job.ranks()) < ranks:
         if time.monotonic() > deadline:
             raise TimeoutError("the ranks were not started again")
         time.sleep(0.05)
     rank = draw.randrange(ranks)
-    sign, span = SIGNS[moment]
+    sign, span = SIGNS[drawn]
     if sign is not None:
-        job.wait_for(sign, draw.randint(1, 5) if moment == "iteration" else 1)
+        job.wait_for(re.compile(re.escape(STARTED)))
+        job.wait_for(sign, draw.randint(1, 5) if drawn == "iteration" else 1)
     time.sleep(draw.uniform(0, span))
     families = [process for each in alive.values() for process in (each, *each.children(recursive=True))]
     now = time.monotonic()
     alive[rank].send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(families, timeout=PATIENCE)
+    ended = time.monotonic() - now
     if left:
         raise TimeoutError(f"{len(left)} processes of the killed run stay behind")
     latest = saved.latest(folder)
-    there = (folder / saved.TRACKER).exists()
-    return Kill(
-        moment, rank, round(now - job.begin, 2), job.iteration(), latest, round(time.monotonic() - now, 2),
-        saved.fault(folder) if there else None,
-    )
+    fault = saved.fault(folder) if (folder / saved.TRACKER).exists() else None
+    job.drain()
+    moment = hit([line for _, line in job.lines[first:]])
+    return Kill(drawn, moment, rank, round(now - job.begin, 2), job.iteration(), latest, round(ended, 2), fault)
 
 
 def disturbed(
     argv: list[str], folder: Path, ranks: int, servers: int, kills: int, draw: random.Random
-) -> tuple[Job, list[Kill], int]:
-    """Run the job with that many kills; it, they, and the number of hangs."""
+) -> tuple[Job, list[Kill], str]:
+    """Run the job with that many kills; it, they, and why it did not come to its end, if so."""
     job, done = Job(argv, ranks, servers, restarts=kills + 5), []
     try:
-        moments = draw.choices(list(MOMENTS), weights=list(MOMENTS.values()), k=kills)
-        for moment in moments:
-            done.append(kill(job, moment, folder, ranks, draw))
+        for drawn in draw.choices(list(MOMENTS), weights=list(MOMENTS.values()), k=kills):
+            done.append(kill(job, drawn, folder, ranks, draw))
             print(
-                f"kill {len(done):3} of {kills}: rank {done[-1].rank} ({moment}) after iteration {done[-1].iteration}; "
-                f"goes on from {done[-1].latest}; the others ended in {done[-1].others_ended_s} s", flush=True,
+                f"kill {len(done):3} of {kills}: rank {done[-1].rank} ({done[-1].moment}) after iteration "
+                f"{done[-1].iteration}; goes on from {done[-1].latest}; the others ended in "
+                f"{done[-1].others_ended_s} s", flush=True,
             )
         while job.next() is not None:
             pass
         job.status()
-    except (TimeoutError, EOFError) as error:
+    except (TimeoutError, EOFError, psutil.Error, subprocess.TimeoutExpired) as error:
         print(f"stopped: {error}\n" + "\n".join(line for _, line in job.lines[-40:]), flush=True)
-        return job, done, 1
+        return job, done, str(error)
     finally:
         job.end()
-    return job, done, 0
+    return job, done, ""
 
 
 # --- what is compared ---------------------------------------------------------------------------------------------
@@ -210,7 +241,7 @@ def runs_of(lines: list[str]) -> list[list[tuple[int, str]]]:
     """Iterations and losses as they were printed, by start of the job."""
     starts: list[list[tuple[int, str]]] = []
     for line in lines:
-        if "[before the start of training step]" in line:
+        if STARTED in line:
             starts.append([])
         for match in LOSS.finditer(line):
             starts[-1].append((int(match[1]), match[2] or "0.000000E+00"))
@@ -239,11 +270,11 @@ def different_losses(found: list[str], peace: list[str]) -> list[str]:
             if not same:
                 wrong.append(f"iteration {iteration}: lm loss {text}")
     validation = dict(match.groups() for match in map(VALIDATION.search, peace) if match)
-    for match in filter(None, map(VALIDATION.search, found)):
-        if validation[match[1]] != match[2]:
-            wrong.append(f"{match[1]}: validation loss {match[2]}")
+    seen = [match.groups() for match in map(VALIDATION.search, found) if match]
+    wrong += [f"{name}: validation loss {text}" for name, text in seen if validation.get(name) != text]
     unseen = texts.keys() - {iteration for start in runs_of(found) for iteration, _ in start}
-    return wrong + [f"iteration {iteration} was never printed" for iteration in sorted(unseen)]
+    wrong += [f"iteration {iteration} was never printed" for iteration in sorted(unseen)]
+    return wrong + [f"{name}: no validation loss" for name in sorted(validation.keys() - {name for name, _ in seen})]
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -276,24 +307,28 @@ def soak(
         return command(
             ranks, ranks + 1, "2bw", "--fp16", "--save", str(where), "--load", str(where), *flags,
             hidden_dropout=0.1, attention_dropout=0.1, train_iters=iterations, save_interval=SAVED,
-            eval_interval=EVALUATED, eval_iters=2, initial_loss_scale=65536, loss_scale_window=5,
+            eval_interval=EVALUATED, eval_iters=8, initial_loss_scale=65536, loss_scale_window=5,
             lr_decay_style="constant", min_lr=None, weight_decay=0.1,
         )
 
     peace = Job(argv(folder / "peace"), ranks, servers, restarts=0)
-    while peace.next() is not None:
-        pass
-    if peace.status():
+    try:
+        while peace.next() is not None:
+            pass
+        status = peace.status()
+    finally:
+        peace.end()
+    if status:
         raise RuntimeError("the run in peace failed:\n" + "\n".join(line for _, line in peace.lines[-40:]))
     print(f"in peace: {iterations} iterations in {time.monotonic() - begin:.0f} s", flush=True)
 
-    job, done, hangs = disturbed(
+    calm = [line for _, line in peace.lines]
+    job, done, stopped = disturbed(
         argv(folder / "disturbed"), folder / "disturbed", ranks, servers, kills, random.Random(seed)
     )
-    lines = [line for _, line in job.lines]
     wrong = []
-    if not hangs:
-        wrong = different_losses(lines, [line for _, line in peace.lines])
+    if not stopped:
+        wrong = different_losses([line for _, line in job.lines], calm)
         last = saved.name(iterations)
         wrong += different_tensors(folder / "disturbed" / last, folder / "peace" / last)
         wrong += [f"status {job.status()}"] * bool(job.status())
@@ -304,8 +339,11 @@ def soak(
     ended = sorted(each.others_ended_s for each in done) or [0.0]
     course = [(round(at, 2), int(match[1])) for at, line in job.lines if (match := LOSS.search(line))]
     return Report(
-        len(done), seed, dict(Counter(each.moment for each in done)), lost, len(wrong), hangs, iterations, len(course),
-        round(time.monotonic() - begin, 1), [ended[len(ended) // 2], ended[-1]], course, done,
+        survived=len(done) - bool(stopped and done), kills=len(done), seed=seed,
+        hit=dict(Counter(each.moment for each in done)), checkpoints_lost=lost, differences=len(wrong), stopped=stopped,
+        iterations=iterations, iterations_skipped=sum("skipped iterations:   1" in line for line in calm),
+        iterations_run=len(course), seconds=round(time.monotonic() - begin, 1),
+        others_ended_s=[ended[len(ended) // 2], ended[-1]], course=course, each=done,
     )
 
 
@@ -323,7 +361,8 @@ def draw_picture(report: Report, path: Path) -> None:
     axes.set_xlabel("seconds")
     axes.set_ylabel("iteration")
     axes.set_title(
-        f"{report.kills} kills, {report.checkpoints_lost} checkpoints lost, {report.differences} differences",
+        f"{report.survived} kills survived, {report.checkpoints_lost} checkpoints lost, "
+        f"{report.differences} differences",
         fontsize=10,
     )
     axes.legend(fontsize=8)
@@ -334,7 +373,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--iterations", type=int, help="of the whole run (default: 3 a kill)")
+    parser.add_argument("--iterations", type=int, help="of the whole run (default: 5 a kill)")
     parser.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
     parser.add_argument("--servers", type=int, default=1, help="torchruns that share the ranks, as on several servers")
     parser.add_argument("--async-save", action="store_true", help="with Megatron's asynchronous checkpoints")
@@ -345,7 +384,7 @@ def main() -> int:
     flags = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore") if options.async_save else ()
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(
-            options.kills, options.seed, options.iterations or 3 * options.kills, Path(folder), options.ranks,
+            options.kills, options.seed, options.iterations or 5 * options.kills, Path(folder), options.ranks,
             options.servers, flags,
         )
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -353,11 +392,12 @@ def main() -> int:
     options.json.write_text(json.dumps(result, indent=1) + "\n")
     draw_picture(report, options.json.with_suffix(".png"))
     print(
-        f"kills survived {report.kills} {report.by_moment}, checkpoints lost {report.checkpoints_lost}, "
-        f"differences {report.differences}, hangs {report.hangs}, {report.seconds:.0f} s"
+        f"kills survived {report.survived} {report.hit}, checkpoints lost {report.checkpoints_lost}, "
+        f"differences {report.differences}, {report.seconds:.0f} s"
+        + (f"; the run did not come to its end: {report.stopped}" if report.stopped else "")
     )
-    complete = report.kills == options.kills and not (report.checkpoints_lost or report.differences or report.hangs)
-    return 0 if complete else 1
+    whole = report.survived == options.kills and not (report.checkpoints_lost or report.differences or report.stopped)
+    return 0 if whole else 1
 
 
 if __name__ == "__main__":

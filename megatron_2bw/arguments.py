@@ -233,7 +233,7 @@ REFUSED: tuple[Refusal, ...] = (
             "any"),
     Refusal("--adlr-autoresume", f"it needs a library that is not public; {_OUT}", "any"),
     Refusal("--lazy-mpu-init", f"nobody would finish the initialisation; {_OUT}", "any"),
-    Refusal("--rampup-batch-size", f"{_DROPPED}, or use --step-batch-size-schedule", "any"),
+    Refusal("--rampup-batch-size", _DROPPED, "any"),
     Refusal("--freeze-all-layers", _DROPPED, "any"),
     Refusal("--create-all-gather-group", _DROPPED, "any"),
     Refusal("--rope-scaling-factor", _DROPPED, "any", lambda a: a.rope_scaling_factor != 8.0),

@@ -44,7 +44,8 @@ def is_effect(error: BaseException) -> bool:
         return error.told
     named = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
     # Not other kinds: a library that cannot reach its server is a cause, whose traceback is wanted.
-    return named or ((type(error) is RuntimeError or isinstance(error, ConnectionError)) and bool(_LOST.search(str(error))))
+    kind = type(error) is RuntimeError or isinstance(error, ConnectionError)
+    return named or (kind and bool(_LOST.search(str(error))))
 
 
 def end(error: Exception) -> NoReturn:

@@ -22,6 +22,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_2bw.faults import Fault
 
+MASKED = 3  # batches on end without a token that counts, after which a pipeline gives up; one alone may be chance
 SPIKE = 10  # with --check-for-spiky-loss: a loss this many times the largest so far is reported
 
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -80,25 +81,32 @@ class _Data:
     """Looks at each microbatch while it is on the host, where that costs no wait for the GPU."""
 
     def __init__(self) -> None:
-        self._masked = 0  # microbatches on end without a token that counts
+        self._seen = 0  # microbatches of the present batch
+        self._counts = False  # whether one of them had a token that counts
+        self._masked = 0  # batches on end without one
 
     def check(self, fields: dict[str, torch.Tensor], args) -> None:
-        """A Fault at tokens that the model does not have, and at a whole batch without a token for the loss.
+        """A Fault at tokens that the model does not have, and if MASKED batches on end have no token for the loss.
 
-        fields: tokens and loss_mask, both [microbatch, sequence].
+        fields: tokens, labels and loss_mask, all [microbatch, sequence].
         """
-        low, high = (int(value) for value in torch.aminmax(fields["tokens"]))
-        if low < 0 or high >= args.padded_vocab_size:
+        for name in ("tokens", "labels"):
+            low, high = (int(value) for value in torch.aminmax(fields[name]))
+            if low < 0 or high >= args.padded_vocab_size:
+                raise Fault(
+                    f"--data-path: the data holds the token {low if low < 0 else high}, but the vocabulary of "
+                    f"--tokenizer-type {args.tokenizer_type} ends at {args.padded_vocab_size - 1}: give the tokenizer "
+                    "that the data was prepared with"
+                )
+        self._counts |= bool(fields["loss_mask"].any())
+        self._seen += 1
+        if self._seen >= get_num_microbatches():
+            self._masked = 0 if self._counts else self._masked + 1
+            self._seen, self._counts = 0, False
+        if self._masked >= MASKED:
             raise Fault(
-                f"--data-path: the data holds the token {low if low < 0 else high}, but the vocabulary of "
-                f"--tokenizer-type {args.tokenizer_type} ends at {args.padded_vocab_size - 1}: give the tokenizer that "
-                "the data was prepared with"
-            )
-        self._masked = 0 if bool(fields["loss_mask"].any()) else self._masked + 1
-        if self._masked >= get_num_microbatches():
-            raise Fault(
-                f"--data-path: no token of the last {self._masked} microbatches counts for the loss: leave "
-                "--eod-mask-loss out, or look for documents of nothing but end-of-document tokens"
+                f"--data-path: no token of the last {MASKED} batches counts for the loss: leave --eod-mask-loss out, "
+                "or look for documents of nothing but end-of-document tokens"
             )
 
 

@@ -105,9 +105,10 @@ def iterations(folder: str | os.PathLike) -> list[int]:
 def latest(folder: str | os.PathLike) -> int | None:
     """The iteration that the tracker names; None if it names none."""
     try:
-        return int(Path(folder, TRACKER).read_text())
+        text = Path(folder, TRACKER).read_text().strip()
     except (OSError, ValueError):
         return None
+    return int(text) if text.isdecimal() else None
 
 
 def fault(folder: str | os.PathLike, step: int | None = None) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +13,12 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.compare import UNTIED, assert_same_runs, run_pipeline
 from tests.distributed.test_late_step import poison
-from tests.distributed.training import Run, command
+from tests.distributed.training import Run, command, train
+from tests.distributed.world import run_world
 
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 SAVED = 3
 
 
@@ -48,6 +52,9 @@ CASES = {
     "torch format": (2, command(2, 2, "2bw", "--bf16", ckpt_format="torch", **DROPOUT)),
     "torch format, distributed optimizer": (
         4, command(2, 2, "2bw", "--bf16", "--use-distributed-optimizer", width=2, ckpt_format="torch", **DROPOUT)),
+    "asynchronous": (2, command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, **DROPOUT)),
+    "asynchronous, distributed optimizer": (
+        2, command(2, 3, "2bw", "--bf16", "--use-distributed-optimizer", *ASYNCHRONOUS, **DROPOUT)),
     "sgd, one gradient slot": (
         2, command(2, 2, "2bw", optimizer="sgd", sgd_momentum=0.9, lr=0.1, min_lr=0.01, two_bw_gradient_slots=1,
                    **DROPOUT)),
@@ -172,8 +179,40 @@ def resume(saved: Saved, *flags: str, schedule: str = "2bw") -> Run:
 
 
 def test_resumed_run_is_the_uninterrupted_one_in_fp32(saved):
-    (saved.folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
-    assert_goes_on(saved.run, run_pipeline([*saved.argv, "--load", str(saved.folder)], 2))
+    flags = ["--load", str(saved.folder), "--ckpt-step", str(SAVED)]
+    assert_goes_on(saved.run, run_pipeline([*saved.argv, *flags], 2))
+
+
+def test_saving_changes_nothing(saved):
+    runs = run_pipeline(saved.argv, 2)
+    assert runs[-1].losses == saved.run[-1].losses and len(runs[-1].losses) == 6
+    assert_same_runs(runs, saved.run, exact=True)
+
+
+def without_our_checkpoints(rank: int, argv: list[str]) -> Run:
+    """Megatron's own functions read the checkpoint."""
+    from megatron_2bw import patches
+
+    patches.for_checkpoints = lambda runtime=None: []
+    return train(rank, argv)
+
+
+def test_plain_megatron_reads_it_and_2bw_starts_from_a_plain_one(saved, tmp_path):
+    argv = ["megatron" if word == "2bw" else word for word in [*saved.argv, "--hidden-dropout", "0"]]
+    argv = [*argv, "--attention-dropout", "0", "--ckpt-step", str(SAVED), "--load"]
+    keep = ["--save", str(tmp_path), "--save-interval", str(SAVED)]
+    plain = run_world(2, without_our_checkpoints, [*argv, str(saved.folder), *keep])
+    ours = run_pipeline([*argv, str(saved.folder)], 2)
+    assert plain[-1].iterations == ours[-1].iterations == [4, 5, 6]
+    assert plain[-1].losses == ours[-1].losses
+    # From the plain checkpoint of iteration 6 both go on with the same weights: as many iterations again.
+    flags = ["--load", str(tmp_path), "--train-iters", "8", "--override-opt-param-scheduler"]
+    runs = {
+        name: run_pipeline([name if word == "megatron" else word for word in argv[:-3]] + flags, 2)[-1]
+        for name in ("2bw", "megatron")
+    }
+    assert runs["2bw"].iterations == runs["megatron"].iterations == [7, 8]
+    assert runs["2bw"].losses[0] == runs["megatron"].losses[0] and runs["2bw"].losses[1] != runs["megatron"].losses[1]
 
 
 def test_without_the_optimizer_state_both_weight_versions_are_loaded(saved):
@@ -199,7 +238,13 @@ def no_time_left(model, optimizer) -> None:
     training._TRAIN_START_TIME -= 600
 
 
+def terminated(model, optimizer) -> None:
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 EXITS = {
+    "--exit-signal-handler": (["--exit-signal-handler"], terminated),
     "--exit-interval": (["--exit-interval", str(SAVED)], None),
     "--exit-duration-in-mins": (["--exit-duration-in-mins", "5"], no_time_left),
 }
@@ -218,11 +263,9 @@ def test_a_run_that_leaves_early_goes_on(flag, saved, tmp_path):
         assert all(torch.equal(after.weights[name], weight) for name, weight in before.weights.items())
 
 
-def test_train_samples_count_like_iterations(saved):
-    """The learning rate depends on the flags, so the uninterrupted run is one of samples too."""
+def test_a_run_counted_in_samples_goes_on(tmp_path):
     samples = dict(train_iters=None, train_samples=36, lr_warmup_iters=None, lr_warmup_samples=12)
-    folder = saved.folder / "samples"
-    whole, rest = interrupted(folder, 2, command(2, 3, "2bw", **samples, **DROPOUT))
+    whole, rest = interrupted(tmp_path, 2, command(2, 3, "2bw", **samples, **DROPOUT))
     assert_goes_on(whole, rest)
 
 

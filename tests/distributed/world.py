@@ -73,6 +73,8 @@ def _rank_main(rank: int, size: int, port: int, folder: str, function: Callable,
         WORLD_FOLDER=folder,
     )
     torch.set_num_threads(1)
+    # An asynchronous save starts processes, which a daemon may not. They end by themselves when the rank does.
+    multiprocessing.current_process()._config["daemon"] = False
     try:
         torch.save(function(rank, *args), Path(folder, f"result{rank}.pt"))
     except BaseException:

@@ -30,6 +30,7 @@ from megatron_2bw.arguments import REFUSED
 from tests.distributed.training import command
 from tests.distributed.world import run_world
 from tests.e2e.launcher import ROOT, torchrun
+from tests.unit.test_saved import DAMAGES as BROKEN, distributed
 from tests.unit.test_arguments import CPU_CASES, DAMAGES, MISTAKEN, damage, dataset, refused_command
 
 LIMIT = 30.0  # seconds in which every wrong command line must end
@@ -194,6 +195,12 @@ def with_files(folder: Path) -> Iterator[Case]:
         damage(prefix, how)
         argv = [word for word in command(2, 2, "2bw", data_path=prefix) if word != "--mock-data"]
         yield Case(how, argv, f"--data-path {prefix}: ")
+    for how in ("cut short", "not finished", "of another kind"):
+        load = folder / how.replace(" ", "_")
+        load.mkdir()
+        harm, expected = BROKEN[how]
+        harm(distributed(load, 4))
+        yield Case(f"checkpoint {how}", command(2, 2, "2bw", load=load), expected)
     load = checkpoint(folder / "experts", num_layers=4, num_experts=8)
     argv = command(1, 2, "pipedream-flush", "--use-checkpoint-args", num_layers=None, ckpt_format="torch", load=load)
     yield Case("checkpoint", argv, "--num-experts 8 ", world=1)
@@ -208,7 +215,8 @@ def ended(tmp_path_factory) -> dict[str, tuple[Case, Ending]]:
     return {case.name: (case, ending) for case, ending in zip(cases, found)}
 
 
-@pytest.mark.parametrize("name", [*(case.name for case in CASES), *DAMAGES, "checkpoint"])
+@pytest.mark.parametrize("name", [*(case.name for case in CASES), *DAMAGES, "checkpoint", "checkpoint cut short",
+                                  "checkpoint not finished", "checkpoint of another kind"])
 def test_one_line_names_the_flag(name, ended):
     case, ending = ended[name]
     ending.check(case.expected)

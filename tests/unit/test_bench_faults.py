@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.faults import different_losses
+from bench.faults import different_losses, hit
 
 START = "[before the start of training step] datetime: 2026-01-01"
 
@@ -39,4 +39,15 @@ def test_differences():
     assert different_losses(PEACE[:-1], PEACE) == ["iteration 6 was never printed"]
     assert different_losses(resumed(line(5, "3.200000E+00"), line(6, "3.000000E+00")), PEACE) == [
         "iteration 6: lm loss 3.000000E+00", "iteration 3 was never printed", "iteration 4 was never printed",
+        "iteration 4: no validation loss",
     ]
+
+
+def test_the_moment_that_was_hit():
+    saving, saved = "[2026] saving checkpoint at iteration 4 to x", "successfully saved checkpoint from iteration 4"
+    fifth, evaluated = line(5, "4.0E+00"), " validation loss at iteration 5 | lm loss value: 3.5E+00 |"
+    assert hit([]) == hit(["building the model"]) == "start"
+    assert hit([START]) == hit([START, line(4, "4.0E+00"), saving, saved]) == "iteration"
+    assert hit([START, line(4, "4.0E+00"), saving]) == "save"
+    assert hit([START, saving, saved, fifth]) == "evaluation"
+    assert hit([START, fifth, evaluated]) == "iteration" and hit([START, fifth, evaluated, saving]) == "save"

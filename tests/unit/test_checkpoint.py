@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_2bw import checkpoint
+from megatron_2bw import checkpoint, optimizer_state
 from megatron_2bw.faults import Fault
 
 OPTIMIZERS = {
@@ -28,7 +28,7 @@ def test_steps_from_a_completed_state_have_the_same_bits(name):
     params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
     optimizers = [OPTIMIZERS[name]([param]) for param in params]
     part = SimpleNamespace(optimizer=optimizers[0], init_state_fn=None)
-    checkpoint.complete_optimizer(part)
+    optimizer_state.complete_optimizer(part)
     assert part.init_state_fn("any", "arguments") is None
     assert bool(optimizers[0].state[params[0]]) == (name != "sgd")
     for _ in range(4):
@@ -46,13 +46,13 @@ def test_state_that_is_there_is_left_alone():
     param.grad = torch.ones(3)
     optimizer.step()
     before = copy.deepcopy(optimizer.state[param])
-    checkpoint.complete_optimizer(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)]))
+    optimizer_state.complete_optimizer(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)]))
     assert all(torch.equal(before[key], value) for key, value in optimizer.state[param].items())
 
 
 def test_without_an_optimizer():
-    checkpoint.complete_optimizer(None)
-    checkpoint.own_steps(None)
+    optimizer_state.complete_optimizer(None)
+    optimizer_state.own_steps(None)
 
 
 def test_every_parameter_has_a_step_of_its_own():
@@ -62,7 +62,7 @@ def test_every_parameter_has_a_step_of_its_own():
     for param in params:
         optimizer.state[param] = {"step": step, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
         param.grad = torch.ones(3)
-    checkpoint.own_steps(SimpleNamespace(optimizer=optimizer))
+    optimizer_state.own_steps(SimpleNamespace(optimizer=optimizer))
     optimizer.step()
     assert [float(optimizer.state[param]["step"]) for param in params] == [6.0, 6.0]
 
@@ -70,10 +70,10 @@ def test_every_parameter_has_a_step_of_its_own():
 def test_a_common_step_of_zero_is_saved():
     part = SimpleNamespace(optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]))
     content = {"state": {0: {"exp_avg": 1}}, "param_groups": []}
-    checkpoint.name_step_zero({"optimizer": content}, part)
+    optimizer_state.name_step_zero({"optimizer": content}, part)
     assert float(content["state"]["common_step"]) == 0
     kept = {"state": {0: {"exp_avg": 1}, "common_step": torch.tensor(4.0)}, "param_groups": []}
-    checkpoint.name_step_zero(kept, part)
+    optimizer_state.name_step_zero(kept, part)
     assert float(kept["state"]["common_step"]) == 4
 
 

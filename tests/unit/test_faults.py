@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import queue
 import signal
 import subprocess
@@ -108,14 +107,14 @@ def test_the_helper_of_a_killed_rank_ends():
     numbers = context.Queue()
     process = context.Process(target=rank, args=(numbers,))
     process.start()
-    (helper,) = numbers.get(timeout=60)
-    assert psutil.pid_exists(helper)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(helper) and psutil.Process(helper).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    try:
+        (number,) = numbers.get(timeout=60)
+        helper = psutil.Process(number)
+        assert helper.is_running()
+    finally:
+        process.kill()
+        process.join()
+    assert psutil.wait_procs([helper], timeout=20)[1] == []
 
 
 def test_a_save_in_the_rank_itself_needs_no_helper(monkeypatch):

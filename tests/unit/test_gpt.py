@@ -14,7 +14,10 @@ ARGS = SimpleNamespace(padded_vocab_size=128, tokenizer_type="NullTokenizer")
 
 
 def fields(tokens: list[int], mask: list[int]) -> dict[str, torch.Tensor]:
-    return {"tokens": torch.tensor([tokens]), "loss_mask": torch.tensor([mask], dtype=torch.float32)}
+    return {
+        "tokens": torch.tensor([tokens[:-1]]), "labels": torch.tensor([tokens[1:]]),
+        "loss_mask": torch.tensor([mask], dtype=torch.float32),
+    }
 
 
 @pytest.fixture
@@ -27,22 +30,26 @@ def data(monkeypatch):
 def test_tokens_that_the_model_does_not_have(token, data):
     expected = f"the data holds the token {token}, but the vocabulary of --tokenizer-type NullTokenizer ends"
     with pytest.raises(Fault, match=expected):
-        data.check(fields([5, token, 7], [1, 1, 1]), ARGS)
+        data.check(fields([5, token, 7], [1, 1]), ARGS)
+    with pytest.raises(Fault, match=expected):
+        data.check(fields([5, 6, token], [1, 1]), ARGS)
 
 
 def test_the_first_and_the_last_token_are_fine(data):
-    data.check(fields([0, 127], [1, 1]), ARGS)
+    data.check(fields([0, 127, 127], [1, 1]), ARGS)
 
 
-def test_a_batch_without_a_token_that_counts(data):
-    for _ in range(2):
-        data.check(fields([5, 6], [0, 0]), ARGS)
-    with pytest.raises(Fault, match="no token of the last 3 microbatches counts for the loss: leave"):
-        data.check(fields([5, 6], [0, 0]), ARGS)
+def feed(data, *masks: int) -> None:
+    for mask in masks:
+        data.check(fields([5, 6, 7], [0, mask]), ARGS)
 
 
-def test_one_token_in_a_batch_is_enough(data):
-    for _ in range(5):
-        data.check(fields([5, 6], [0, 0]), ARGS)
-        data.check(fields([5, 6], [0, 0]), ARGS)
-        data.check(fields([5, 6], [0, 1]), ARGS)
+def test_batches_without_a_token_that_counts(data):
+    feed(data, *(0,) * (3 * gpt.MASKED - 1))
+    with pytest.raises(Fault, match="no token of the last 3 batches counts for the loss: leave --eod-mask-loss out"):
+        feed(data, 0)
+
+
+def test_one_token_in_a_batch_is_enough_wherever_it_is(data):
+    feed(data, *(1, 0, 0, 0, 0, 1) * 5)
+    feed(data, 0, 0, 0, 0, 0, 0, 0, 1, 0)

@@ -36,7 +36,7 @@ def test_leftovers_of_a_start_that_was_cut_short():
     assert name != "gone"
 
 
-def test_a_rank_that_never_comes(monkeypatch):
+def test_a_rank_that_never_comes():
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.3))
     with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] did not start"):

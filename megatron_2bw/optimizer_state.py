@@ -1,0 +1,65 @@
+"""State of torch's optimizers in Megatron's checkpoints, on hosts without Apex and Transformer Engine.
+
+Megatron 0.19 was written for the optimizers of those. Invariant: what is changed here gives the bits of a run in which
+nothing was saved or loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = [getattr(part, "optimizer", None) for part in parts]
+    return [each for each in inner if type(each) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)]
+
+
+def complete_optimizer(optimizer: Any) -> None:
+    """Give torch's Adam and SGD the state that they would make at their first step, if it is not there yet.
+
+    Megatron reads the state when it saves and when it plans a load, and fails if there has been no step: its
+    distributed optimizer asserts one common `step` (distrib_optimizer.py 839), the others write a checkpoint that
+    cannot be loaded. A first step from this state gives the bits of a first step from none.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part is not None and getattr(part, "init_state_fn", part) is None:
+            part.init_state_fn = lambda *args: None
+    for inner in _torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            for param in group["params"]:
+                state = inner.state[param]
+                if isinstance(inner, torch.optim.SGD):
+                    if group["momentum"] and state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(param)
+                elif not state:
+                    on_device = group.get("fused") or group.get("capturable")
+                    state["step"] = torch.zeros(
+                        (), dtype=torch.float32, device=param.device if on_device else torch.device("cpu")
+                    )
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+
+
+def name_step_zero(content: Any, optimizer: Any) -> None:
+    """Put Adam's common step into a sharded optimizer state if it is 0, where Megatron leaves it out."""
+    if not any(isinstance(inner, torch.optim.Adam) for inner in _torch_optimizers(optimizer)):
+        return
+    parts = [content, *content.values()] if isinstance(content, dict) else []
+    for part in parts:
+        state = part.get("state") if isinstance(part, dict) else None
+        if isinstance(state, dict) and state and "common_step" not in state:
+            if not any("step" in each for each in state.values() if isinstance(each, dict)):
+                state["common_step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def own_steps(optimizer: Any) -> None:
+    """Give each parameter a step counter of its own after a load.
+
+    Megatron's distributed optimizer gives all of them one tensor, which Adam would then count up once a parameter.
+    """
+    for inner in _torch_optimizers(optimizer):
+        for state in inner.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
