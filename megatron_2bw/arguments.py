@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_2bw import cpu
+from megatron_2bw import cpu, saved
 from megatron_2bw.idle_flags import idle_flag
 from megatron_2bw.mistakes import MISTAKES, checkpoint, value
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule
@@ -85,8 +85,13 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
             args.world_size = world
             if not args.use_checkpoint_args:
                 check(args, stop)  # before Megatron's own validation, whose messages name no flags
-            elif checkpoint(args):
-                stop(checkpoint(args))
+            else:
+                fault = checkpoint(args)
+                if fault:
+                    stop(fault)
+                if saved.same(args.load, args.save):  # Megatron reads the arguments before it loads
+                    first = os.environ.get("RANK", "0") == "0"
+                    (saved.restore if first else saved.await_restored)(args.save)
             return args
 
         parser.parse_args = parse_and_check

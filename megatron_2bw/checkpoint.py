@@ -23,12 +23,13 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.utils import unwrap_model
-from megatron.training import get_args
+from megatron.training import async_utils, get_args
 from megatron.training.async_utils import is_empty_async_queue
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_2bw import saved
 from megatron_2bw.faults import Fault
+from megatron_2bw.helpers import root
 from megatron_2bw.mistakes import value
 from megatron_2bw.optimizer_state import complete_optimizer, name_step_zero, own_steps
 
@@ -103,7 +104,7 @@ class Checkpoints:
             own = dict(state.pop(KEY, None) or {})
             shadow = own.pop("shadow", None) or {}
             self._saved, self._shadow = own, shadow
-            check_head(signature.bind(*args, **kwargs).arguments["args"], state)
+            check_head(signature.bind(*args, **kwargs).arguments["args"], state, release=result[2])
             return result
 
         return _load_base_checkpoint
@@ -116,9 +117,10 @@ class Checkpoints:
         def save_checkpoint(*args, **kwargs):
             values = signature.bind(*args, **kwargs).arguments
             folder = get_args().save
-            if not values.get("non_persistent_ckpt") and "://" not in folder and dist.get_rank() == 0:
-                saved.set_aside(folder, values["iteration"])
             with _told_in_one_line():
+                if not values.get("non_persistent_ckpt") and "://" not in folder and dist.get_rank() == 0:
+                    saved.set_aside(folder, values["iteration"])
+                dist.barrier()  # before any rank writes
                 return original(*args, **kwargs)
 
         return save_checkpoint
@@ -132,20 +134,17 @@ class Checkpoints:
 
         @functools.wraps(original)
         def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
-            if runtime is None or not runtime.schedule.late_step or blocking or terminate:
-                if runtime is not None:
-                    runtime.finish()
-                with _told_in_one_line():
-                    original(blocking=blocking, terminate=terminate)
-
-        def ask(world: dist.ProcessGroup) -> None:
-            if not is_empty_async_queue():
-                dist.barrier(group=world)  # on the CPU: Megatron's question would wait on the GPU for the slowest
-                with _told_in_one_line():
-                    original(blocking=False)
+            late = runtime is not None and runtime.schedule.late_step
+            if late and not (blocking or terminate or runtime.written):
+                return
+            if runtime is not None:
+                runtime.finish()  # its questions are of the world, as those of Megatron that follow
+                runtime.written = False
+            with _told_in_one_line():
+                original(blocking=blocking, terminate=terminate)
 
         if runtime is not None:
-            runtime.chore = ask
+            runtime.saving = _written_here
         return maybe_finalize_async_save
 
     def load(self, original: Callable) -> Callable:
@@ -153,9 +152,8 @@ class Checkpoints:
 
         @functools.wraps(original)
         def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
-            for folder in {get_args().load, get_args().pretrained_checkpoint} - {None}:
-                if "://" not in folder and dist.get_rank() == 0:
-                    saved.restore(folder)
+            if saved.same(get_args().load, get_args().save) and dist.get_rank() == 0:
+                saved.restore(get_args().save)
             dist.barrier()
             try:
                 iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
@@ -179,7 +177,8 @@ class Checkpoints:
 
     def _wants_shadow(self) -> bool:
         # Without an optimizer (--skip-train) there is nothing to go on with.
-        return bool(self._runtime.schedule.late_step and self._runtime.trainable and self._saved.get("has_shadow"))
+        wanted = self._runtime.schedule.late_step and self._runtime.trainable and not get_args().finetune
+        return bool(wanted and self._saved.get("has_shadow"))
 
     def _resume(self, ddp_model: list, iteration: int) -> None:
         from megatron_2bw.runtime import Resume
@@ -193,6 +192,17 @@ class Checkpoints:
         if self._runtime.schedule.late_step and not get_args().no_load_optim:
             scale = self._saved.get("loss_scale")
         self._runtime.resume(Resume(shadow, scale))
+
+
+def _written_here() -> bool | None:
+    """Whether this rank has written the oldest checkpoint that is on its way; None if none is. Asks no other rank."""
+    if is_empty_async_queue():
+        return None
+    call = async_utils._async_calls_queue.async_calls[0]
+    written = call.async_caller.is_current_async_call_done(blocking=False, no_dist=True)
+    if written and hasattr(call.async_caller, "cur_item"):
+        call.async_caller.cur_item = call.idx  # a persistent worker says it once only, and Megatron will ask again
+    return written
 
 
 def _parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
@@ -220,13 +230,17 @@ def _told_in_one_line() -> Iterator[None]:
         yield
     except (OSError, CheckpointException) as error:
         raise save_fault(error) from error
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error):
+            raise
+        raise save_fault(root(error)) from error
 
 
 def save_fault(error: Exception) -> Fault:
     """What to tell when a checkpoint cannot be written."""
     folder = get_args().save
     good = saved.latest(folder)
-    rest = "there is no older one" if good is None else f"the last good one is that of iteration {good}"
+    rest = "there is no older one here" if good is None else f"the last good one is that of iteration {good}"
     told = isinstance(error, CheckpointException) and not error.failures  # torch tells the first rank only why
     return Fault(f"--save {folder}: the checkpoint could not be written: {_causes(error)}; {rest}", told)
 
@@ -241,28 +255,33 @@ def _causes(error: BaseException) -> str:
 # What two runs of one model have in common.
 _MODEL = (
     "--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--kv-channels",
-    "--position-embedding-type", "--swiglu", "--normalization", "--untie-embeddings-and-output-weights",
+    "--position-embedding-type", "--swiglu", "--normalization", "--untie-embeddings-and-output-weights", "--vocab-size",
 )
 
 
-def check_head(args: Any, head: dict) -> None:
+def check_head(args: Any, head: dict, release: bool = False) -> None:
     """A Fault if a run with `args` is of another model, or cannot load the optimizer state of the checkpoint.
 
     head: the part of it that is read first. Megatron finds these only among the tensors, and names none of the flags.
+    release: Megatron's name for a checkpoint of weights alone
     """
     then = head.get("args")
-    if then is None:
+    if then is None or args.finetune:
         return
     learned = ("--max-position-embeddings",) if args.position_embedding_type == "learned_absolute" else ()
-    for flag in (*_MODEL, *learned, *(() if args.finetune else ("--vocab-size",))):
+    for flag in (*_MODEL, *learned):
         before, now = value(then, flag), value(args, flag)
         if before is not None and now is not None and before != now:
             raise Fault(f"--load {args.load}: it was saved {_typed(flag, before)}, but this run is {_typed(flag, now)}")
-    if args.finetune or args.no_load_optim or value(then, "--no-save-optim"):
+    if release or args.no_load_optim or value(then, "--no-save-optim"):
         return
     where = f"--load {args.load}: its optimizer state was saved"
     out = "or start a fresh one with --no-load-optim"
-    for flag in ("--fp16", "--bf16", "--use-distributed-optimizer", "--optimizer"):
+    halves = [bool(value(each, "--fp16") or value(each, "--bf16")) for each in (then, args)]
+    if halves[0] != halves[1]:
+        kinds = ["in fp32", "with --bf16 or --fp16"]
+        raise Fault(f"{where} {kinds[halves[0]]}, but this run is {kinds[halves[1]]}: change that, {out}")
+    for flag in ("--use-distributed-optimizer", "--optimizer"):
         before, now = value(then, flag), value(args, flag)
         if before is not None and before != now:
             raise Fault(f"{where} {_typed(flag, before)}, but this run is {_typed(flag, now)}: change that, {out}")

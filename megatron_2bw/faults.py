@@ -14,6 +14,8 @@ import time
 import traceback
 from typing import NoReturn
 
+import torch.distributed as dist
+
 PATIENCE = 5  # seconds that a rank without a cause of its own waits to be ended
 GRACE = 20  # seconds that Python may take to leave: its last words can wait for a rank that is gone
 
@@ -31,10 +33,11 @@ class Fault(RuntimeError):
 
 # What torch says on a rank when another one is gone.
 _LOST = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout|error)|remote process|"
-    r"\[[^\]]*gloo/|gloo.*(timed out|connect)|NCCL.*(abort|remote error)|ncclRemoteError|ncclSystemError|"
-    r"watchdog|connectFullMesh|wait timeout|timed out waiting|recvValue failed|sendBytes failed",
-    re.IGNORECASE,
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|has timed out|timeout)|"
+    r"remote process|(gloo|nccl).*(timed out|abort|connect)|"
+    r"ncclRemoteError|ncclSystemError|watchdog|connectFullMesh|wait timeout|"
+    r"timed out (waiting|after)|recvValue failed|sendBytes failed",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
@@ -42,10 +45,15 @@ def is_effect(error: BaseException) -> bool:
     """Whether the error says that another rank is gone, or is told there."""
     if isinstance(error, Fault):
         return error.told
-    named = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
     # Not other kinds: a library that cannot reach its server is a cause, whose traceback is wanted.
-    kind = type(error) is RuntimeError or isinstance(error, ConnectionError)
-    return named or (kind and bool(_LOST.search(str(error))))
+    ours = type(error) is RuntimeError or isinstance(error, (ConnectionError, dist.DistError))
+    return ours and bool(_LOST.search(str(error)))
+
+
+def arm() -> None:
+    """Let the system end this process in GRACE seconds, whatever Python waits for then."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(GRACE)
 
 
 def end(error: Exception) -> NoReturn:
@@ -53,7 +61,7 @@ def end(error: Exception) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     if is_effect(error):
         time.sleep(PATIENCE)
-        line = " ".join(str(error).split())[:200]
+        line = " ".join(str(error).split())
         text = f"{_program()}: rank {rank} ends: another rank has ended or does not answer ({line})"
     elif isinstance(error, Fault):
         text = f"{_program()}: error: {' '.join(str(error).split())}"
@@ -61,8 +69,7 @@ def end(error: Exception) -> NoReturn:
         text = f"{_program()}: rank {rank} ends with an exception\n" + "".join(traceback.format_exception(error))
     sys.stdout.flush()
     print(text.rstrip(), file=sys.stderr, flush=True)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the system ends the process then, whatever Python waits for
-    signal.alarm(GRACE)
+    arm()
     sys.exit(1)
 
 

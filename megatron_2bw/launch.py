@@ -65,6 +65,8 @@ def launch(task: str) -> None:
             raise
         _merge_trace(args, runtime)
     except Exception as error:
+        if hasattr(args, "curr_iteration"):
+            faults.arm()
         if runtime is not None and runtime.logbook is not None and args.timing_log_level == 0 and not args.log_energy:
             with contextlib.suppress(Exception):
                 runtime.logbook.flush()  # the lines of the iterations that are over; they need no other rank

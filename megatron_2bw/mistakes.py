@@ -335,9 +335,9 @@ def _merges(args: Args) -> str | None:
     if not isinstance(tokens, dict) or not tokens:
         return f"--vocab-file {args.vocab_file}: it is no vocabulary, JSON of the form {{token: number}}"
     lines = Path(args.merge_file).read_text("utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1):  # Megatron leaves the first out, whatever it is
         parts = line.split(" ")
-        if line and not line.startswith("#version") and (len(parts) != 2 or "".join(parts) not in tokens):
+        if line and number > 1 and (len(parts) != 2 or "".join(parts) not in tokens):
             return (
                 f"--merge-file {args.merge_file} does not fit --vocab-file {args.vocab_file}: line {number}, "
                 f"{line[:40]!r}, makes no token of it"
@@ -416,18 +416,19 @@ def _paths(args: Args) -> str | None:
 
 def checkpoint(args: Args) -> str | None:
     """The first rank looks at the files of the checkpoint that will be loaded; for all to do so could take long."""
-    if args.ckpt_step is not None and args.ckpt_format == "torch" and args.use_distributed_optimizer:
+    optimizer = args.use_distributed_optimizer and not (args.finetune or args.no_load_optim)
+    if args.load and args.ckpt_step and args.ckpt_format == "torch" and optimizer:
         return (
             "--ckpt-step does not work with --ckpt-format torch and --use-distributed-optimizer: Megatron 0.19 would "
             f"load the latest optimizer state; write the iteration into {saved.TRACKER} instead"
         )
-    for flag in ("--load", "--pretrained-checkpoint"):
-        path = value(args, flag)
-        there = path and "://" not in path and (args.ckpt_step is not None or Path(path, saved.TRACKER).is_file())
-        if there and os.environ.get("RANK", "0") == "0":
-            fault = saved.fault(path, args.ckpt_step)
-            if fault:
-                return f"{flag} {path}: {fault}"
+    own = args.load and Path(args.load, saved.TRACKER).is_file()
+    flag = "--load" if own or not args.pretrained_checkpoint else "--pretrained-checkpoint"  # Megatron's choice
+    path = value(args, flag)
+    there = path and "://" not in path and (args.ckpt_step or Path(path, saved.TRACKER).is_file())
+    if there and os.environ.get("RANK", "0") == "0":
+        fault = saved.fault(path, args.ckpt_step, saved.same(path, args.save), args.ckpt_format)
+        return fault and f"{flag} {path}: {fault}"
     return None
 
 

@@ -28,7 +28,7 @@ def _runtime():
         return None
     if not _runtimes:
         runtime = make_runtime(args)
-        wanted = patches.for_checkpoints(runtime)
+        wanted = patches.repairs() + patches.for_checkpoints(runtime)
         if runtime.schedule.late_step:
             wanted += patches.for_late_step(runtime)
         patches.apply(wanted)

@@ -61,6 +61,7 @@ class Outcome:
     learning_rate: float | None  # after the step
     stages: tuple[StageReport, ...]
     alarm: bool  # see `LateStep`
+    written: bool  # likewise
 
 
 class Groups:
@@ -117,18 +118,18 @@ class LateStep:
     first      the first batch
     alarm      asked at each REDUCE; the Outcome tells whether any rank of the world said yes
     loss_scale of the first batch, if it is not the scaler's present one
-    chore      called after each step in its thread, with a gloo group of the world: what the training loop would do
-               there and what would make the stages wait for each other
+    saving     whether this rank has written its part of the checkpoint that is on its way; None if none is, on all
+               ranks alike. The Outcome tells whether all ranks have written theirs.
     """
 
     def __init__(
         self, ddp: Any, optimizer: Any, scheduler: Any, stores: WeightStores, *, slots: int, increment: int,
         groups: Any, first: int, timeout: timedelta | None = None, alarm: Callable[[], bool] | None = None,
-        loss_scale: float | None = None, chore: Callable[[dist.ProcessGroup], None] | None = None,
+        loss_scale: float | None = None, saving: Callable[[], bool | None] | None = None,
     ):
         self._parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer])]
         self._optimizer, self._stores = optimizer, stores
-        self._increment, self._alarm, self._chore = increment, alarm, chore
+        self._increment, self._alarm, self._saving = increment, alarm, saving
         self._device = stores.params[0].device
         statistics = self._parts[0].get_grad_stats_parallel_group()
         self._groups = Groups(groups, statistics, self._device, timeout)
@@ -242,7 +243,8 @@ class LateStep:
                 self._groups.meet_for_the_embedding()
             self._model.scale_gradients = slot.scale_gradients
             self._model.config.finalize_model_grads_func([self._model], tokens, pg_collection=self._groups.megatron)
-            stages, alarm = self._exchange(report()), self._any(alarm)  # before the step: it waits for nobody then
+            stages = self._exchange(report())
+            alarm, written = self._ask_all(alarm)  # before the step: it waits for nobody then
             with self._parameters_replaced(target), self._scaled_by(scale):
                 stepped, grad_norm, zeros = self._megatron.step()
                 self._megatron.zero_grad()
@@ -251,12 +253,10 @@ class LateStep:
             scale = self._current_scale().clone()
             outcome = Outcome(
                 batch, bool(stepped), None if grad_norm is None else float(grad_norm), zeros, float(scale),
-                get_canonical_lr_for_logging(self._optimizer.param_groups), stages, alarm,
+                get_canonical_lr_for_logging(self._optimizer.param_groups), stages, alarm, written,
             )
             done = torch.cuda.Event()
             done.record()
-            if self._chore is not None:
-                self._chore(self._groups.world)
         return outcome, scale, done
 
     def _current_scale(self) -> torch.Tensor:
@@ -271,13 +271,17 @@ class LateStep:
         dist.all_gather(all_stages, own, group=group)
         return tuple(StageReport(*stage.tolist()) for stage in all_stages)
 
-    def _any(self, alarm: bool) -> bool:
-        """Whether any rank of the world gives alarm; no traffic if nobody can."""
-        if self._alarm is None:
-            return False
-        value = torch.tensor([int(alarm)], device="cpu")
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._groups.world)
-        return bool(value)
+    def _ask_all(self, alarm: bool) -> tuple[bool, bool]:
+        """Whether any rank of the world gives alarm, and whether all have written their parts of a checkpoint.
+
+        No traffic if nobody can answer.
+        """
+        here = None if self._saving is None else self._saving()
+        if self._alarm is None and here is None:
+            return False, False
+        values = torch.tensor([int(alarm), int(not here)], device="cpu")
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._groups.world)
+        return bool(values[0]), here is not None and not values[1]
 
     @contextlib.contextmanager
     def _parameters_replaced(self, target: int) -> Iterator[None]:

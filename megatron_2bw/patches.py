@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,8 @@ def repairs() -> list[Patch]:
 def _tell_why(original: Callable) -> staticmethod:
     @functools.wraps(original)
     def write_preloaded_data(*args, **kwargs):
+        if multiprocessing.parent_process() is not None:  # of an asynchronous save
+            helpers.end_with_parent()
         output = original(*args, **kwargs)
         if kwargs["results_queue"] is None and output is not None and isinstance(output[1], Exception):
             raise helpers.root(output[1])  # caught by the caller, which passes its text on

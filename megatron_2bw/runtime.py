@@ -117,7 +117,8 @@ class PipelineRuntime:
         self._scheduler: Any = None
         self._params: list[torch.nn.Parameter] = []
         self._trace, self._alarm = trace, alarm
-        self.chore: Callable[[Any], None] | None = None  # see `LateStep`; given before the first iteration
+        self.saving: Callable[[], bool | None] | None = None  # see `LateStep`; given before the first iteration
+        self.written = False  # all ranks have written a checkpoint, as all know by the same iteration
         self.alarmed = False  # a rank's alarm has gone off, as all ranks know by the same iteration
         self._writer: TraceWriter | None = None
 
@@ -298,7 +299,7 @@ class PipelineRuntime:
         self.late = LateStep(
             call.model, self._optimizer, self._scheduler, self.stores, slots=self.schedule.gradient_slots,
             increment=samples * mpu.get_data_parallel_world_size(), groups=call.groups, first=progress.iteration,
-            timeout=self.timeout, alarm=self._alarm, loss_scale=self.loss_scale(), chore=self.chore,
+            timeout=self.timeout, alarm=self._alarm, loss_scale=self.loss_scale(), saving=self.saving,
         )
         self.logbook = Logbook()
 
@@ -360,6 +361,7 @@ class PipelineRuntime:
     def _settle(self) -> None:
         outcome = self.late.settle()
         self.alarmed |= outcome.alarm
+        self.written |= outcome.written
         self.logbook.settled(outcome)
 
     def _report(self, marks: list) -> StageReport:

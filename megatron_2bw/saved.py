@@ -3,8 +3,9 @@
 Megatron writes a checkpoint to iter_NNNNNNN and then the file latest_checkpointed_iteration.txt, which names it.
 
 Invariants:
-- at any moment the file names a whole checkpoint, and has never been empty or half-written;
-- a checkpoint that is saved anew stays aside, whole, until the new one is.
+- the file has never been empty or half-written, and names a checkpoint that was whole;
+- a checkpoint that is saved anew stays aside, whole, until the new one is named. As long as there is one aside, it is
+  the one that counts: `restore` puts it back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import json
 import os
 import shutil
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -62,30 +64,43 @@ class _Tracker(io.StringIO):
             os.fsync(file.fileno())
         os.replace(beside, self._path)
         if text.strip().isdecimal():
-            shutil.rmtree(self._path.with_name(ASIDE + name(int(text))), ignore_errors=True)
+            aside = self._path.with_name(ASIDE + name(int(text)))
+            if aside.is_dir():  # no longer aside in one step, however long its files take to delete
+                shutil.rmtree(aside.rename(aside.with_name("deleted_" + aside.name)), ignore_errors=True)
 
 
 def set_aside(folder: str | os.PathLike, iteration: int) -> None:
-    """Before a checkpoint is written: keep the one of the same iteration, if there is a whole one. On one rank only."""
+    """Before a checkpoint is written: keep the one of the same iteration, if there is a whole one.
+
+    On one rank only, and before any rank writes.
+    """
     target = Path(folder, name(iteration))
-    if _is_whole(target):
-        aside = target.with_name(ASIDE + target.name)
-        shutil.rmtree(aside, ignore_errors=True)  # of a run that ended before the whole one was named
+    aside = target.with_name(ASIDE + target.name)
+    if not aside.exists() and not target.is_symlink() and _is_whole(target):
         target.rename(aside)
 
 
 def restore(folder: str | os.PathLike) -> None:
     """After a run that ended while it wrote a checkpoint anew: put the old one back.
 
-    On one rank only, and only while no checkpoint is being written.
+    On one rank only, in the folder that this run saves to, and only while no checkpoint is being written.
     """
     for aside in Path(folder).glob(ASIDE + "iter_*"):
         target = aside.with_name(aside.name.removeprefix(ASIDE))
-        if _is_whole(target):
-            shutil.rmtree(aside)
-        else:
-            shutil.rmtree(target, ignore_errors=True)
-            aside.rename(target)
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+
+
+def await_restored(folder: str | os.PathLike, seconds: float = 60) -> None:
+    """On the other ranks: wait until the first has put the old ones back."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(Path(folder).glob(ASIDE + "iter_*")):
+        time.sleep(0.1)
+
+
+def same(one: str | None, other: str | None) -> bool:
+    """Whether two flags name one folder of this file system."""
+    return bool(one and other) and "://" not in one and os.path.abspath(one) == os.path.abspath(other)
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -111,12 +126,18 @@ def latest(folder: str | os.PathLike) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def fault(folder: str | os.PathLike, step: int | None = None) -> str | None:
+def fault(
+    folder: str | os.PathLike, step: int | None = None, ours: bool = True, kind: str = "torch_dist"
+) -> str | None:
     """One line on what is wrong with the checkpoint that would be loaded from `folder`, or None.
 
-    step: the iteration, if it is not the tracker's. Looks at the sizes of all files, not at their content.
+    step  the iteration, if it is not the tracker's
+    ours  whether the run saves there too, so that it may put back what is aside
+    kind  the run's --ckpt-format
+
+    Looks at the sizes of all files, not at their content.
     """
-    if step is None:
+    if not step:
         text = Path(folder, TRACKER).read_text(errors="replace").strip()
         if text != "release" and not text.isdecimal():
             return f"{TRACKER} says {text[:40]!r}, which is no iteration: {_others(folder, None)}"
@@ -125,10 +146,14 @@ def fault(folder: str | os.PathLike, step: int | None = None) -> str | None:
         which = name(step)
     checkpoint = Path(folder, which)
     aside = Path(folder, ASIDE + which)
-    if aside.is_dir() and not _is_whole(checkpoint):
-        checkpoint = aside  # `restore` puts it back when it is loaded
+    if aside.is_dir() and not ours:
+        return f"{which} is being written anew, or a run was killed then: a run that also has it as --save repairs it"
+    if aside.is_dir():
+        checkpoint = aside
     if not checkpoint.is_dir():
         return f"there is no {which}: {_others(folder, checkpoint)}"
+    if kind in ("torch_dcp", "fsdp_dtensor"):
+        return None  # of these Megatron writes no file at the end
     damage = _damage(checkpoint)
     return damage and f"{which} {damage}: {_others(folder, checkpoint)}"
 

@@ -52,7 +52,8 @@ CASES = {
     "torch format": (2, command(2, 2, "2bw", "--bf16", ckpt_format="torch", **DROPOUT)),
     "torch format, distributed optimizer": (
         4, command(2, 2, "2bw", "--bf16", "--use-distributed-optimizer", width=2, ckpt_format="torch", **DROPOUT)),
-    "asynchronous": (2, command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, **DROPOUT)),
+    "asynchronous, with evaluations": (
+        2, command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **DROPOUT)),
     "asynchronous, distributed optimizer": (
         2, command(2, 3, "2bw", "--bf16", "--use-distributed-optimizer", *ASYNCHRONOUS, **DROPOUT)),
     "sgd, one gradient slot": (

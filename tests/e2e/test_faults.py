@@ -78,7 +78,9 @@ def test_killed_ranks_are_started_again_and_nothing_is_lost(tmp_path):
     """The short form of bench/faults.py: three kills at random moments."""
     path = tmp_path / "faults.json"
     words = ["--kills", "3", "--seed", "1", "--iterations", "30", "--json", str(path)]
-    process = subprocess.Popen([sys.executable, "bench/faults.py", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "bench/faults.py", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     run = end(process, 270)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     report = json.loads(path.read_text())

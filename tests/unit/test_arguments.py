@@ -570,7 +570,7 @@ def test_a_missing_package_is_named(monkeypatch):
 @pytest.mark.parametrize("vocabulary, merges, expected", [
     ('{"a": 0, "b": 1, "ab": 2}', "#version: 0.2\na b\n", None),
     ('{"a": 0, "b": 1, "ab": 2}', "#version: 0.2\na b\nb b\n", "line 3, 'b b', makes no token of it"),
-    ('{"a": 0, "b": 1, "ab": 2}', "three words here\n", "line 1, 'three words here', makes no token of it"),
+    ('{"a": 0, "b": 1, "ab": 2}', "a b\nthree words here\n", "line 2, 'three words here', makes no token of it"),
     ("not JSON", "a b\n", "it is no vocabulary"), ("[]", "a b\n", "it is no vocabulary"),
 ])
 def test_a_vocabulary_and_merges_that_do_not_fit(vocabulary, merges, expected, tmp_path):

@@ -103,7 +103,7 @@ def refusal(run: dict | None = None, then: dict | None = None, metadata: dict | 
     (dict(hidden_size=64), {}, "with --hidden-size 32, but"), (dict(vocab_size=500), {}, "with --vocab-size 127, but"),
     (dict(max_position_embeddings=32), {}, "with --max-position-embeddings 16, but"),
     (dict(swiglu=True), {}, "it was saved without --swiglu, but this run is with --swiglu"),
-    (dict(bf16=False), {}, "its optimizer state was saved with --bf16, but this run is without --bf16"),
+    (dict(bf16=False), {}, "its optimizer state was saved with --bf16 or --fp16, but this run is in fp32"),
     (dict(use_distributed_optimizer=False), {}, "with --use-distributed-optimizer, but this run is without"),
     (dict(optimizer="sgd"), {}, "with --optimizer adam, but this run is with --optimizer sgd"),
     (dict(pipeline_model_parallel_size=4), {}, "with --pipeline-model-parallel-size 2, and cannot be split otherwise"),
@@ -117,13 +117,19 @@ def test_a_checkpoint_that_does_not_fit(run, then, expected):
 
 @pytest.mark.parametrize("run, then, metadata", [
     ({}, {}, DISTRIBUTED), (dict(no_load_optim=True, bf16=False), {}, DISTRIBUTED),
-    (dict(finetune=True, vocab_size=500, optimizer="sgd"), {}, DISTRIBUTED),
+    (dict(finetune=True, vocab_size=500, optimizer="sgd", num_layers=2), {}, DISTRIBUTED),
+    (dict(bf16=False, fp16=True), {}, DISTRIBUTED),
     (dict(optimizer="sgd"), dict(no_save_optim=True), DISTRIBUTED),
     (dict(pipeline_model_parallel_size=4), {}, {"distrib_optim_sharding_type": "fully_reshardable"}),
     (dict(position_embedding_type="rope", max_position_embeddings=64), dict(position_embedding_type="rope"), None),
 ])
 def test_a_checkpoint_that_fits(run, then, metadata):
     assert refusal(run, then, metadata) is None
+
+
+def test_released_weights_have_no_optimizer():
+    head = {"args": argparse.Namespace(**SAVED | dict(optimizer="sgd"))}
+    checkpoint.check_head(argparse.Namespace(**RUN), head, release=True)
 
 
 def test_a_checkpoint_without_arguments_is_left_to_megatron():

@@ -28,6 +28,10 @@ CAUSES = [
     faults.Fault("--save x: the checkpoint could not be written"), RuntimeError("CUDA out of memory"),
     FileNotFoundError(2, "No such file or directory"), AssertionError("closed"), KeyError("step"),
     RuntimeError("no free weight store: versions [1, 2] are all in use"),
+    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:77, invalid usage: Duplicate GPU detected"),
+    dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error: Cuda failure 2 'out of memory'"),
+    dist.DistNetworkError("The server socket has failed to listen on any local network address. port: 29500"),
+    OSError("HTTPSConnectionPool: Max retries exceeded: Connection refused"),
 ]
 
 

@@ -35,7 +35,7 @@ def outcome(batch: int, **changes):
 
     stages = tuple(StageReport(waited, 10.0, memory * 2**30) for waited, memory in ((1.0, 2), (3.0, 4)))
     values = dict(stepped=True, grad_norm=0.5 + batch, zeros=None, loss_scale=8.0, learning_rate=0.1 * batch)
-    return Outcome(batch, stages=stages, alarm=False, **values | changes)
+    return Outcome(batch, stages=stages, alarm=False, written=False, **values | changes)
 
 
 def call(iteration: int) -> dict:

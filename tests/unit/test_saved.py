@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 import types
 from pathlib import Path
 
@@ -21,6 +22,7 @@ builtin = types.SimpleNamespace(open=open)
 
 def distributed(folder: Path, iteration: int, value: float = 1.0) -> Path:
     """A whole checkpoint as Megatron writes it, and the tracker."""
+    folder.mkdir(exist_ok=True)
     checkpoint = folder / saved.name(iteration)
     dcp.save({"weight": torch.full((100,), value)}, checkpoint_id=checkpoint, no_dist=True)
     (checkpoint / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
@@ -82,6 +84,7 @@ def test_a_checkpoint_stays_until_the_new_one_is_whole(tmp_path):
     distributed(tmp_path, 4)
     saved.set_aside(tmp_path, 4)
     assert saved.iterations(tmp_path) == [] and saved.fault(tmp_path) is None, "the one aside is what would be loaded"
+    assert saved.fault(tmp_path, ours=False).startswith("iter_0000004 is being written anew, or a run was killed then")
     half = tmp_path / saved.name(4)  # the run is killed here
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half")
@@ -100,21 +103,42 @@ def test_the_old_one_goes_when_the_new_one_is_named(tmp_path):
     assert value(tmp_path, 4) == 2.0
 
 
-def test_a_kill_after_the_new_one_is_whole_and_before_it_is_named(tmp_path):
-    distributed(tmp_path, 4)
+@pytest.mark.parametrize("write", [distributed, older])
+def test_a_kill_before_the_new_one_is_named_brings_the_old_one_back(write, tmp_path):
+    """The older format has no file that is written last, so only the tracker tells that it is whole."""
+    write(tmp_path, 4)
+    (tmp_path / saved.name(4) / "mark").touch()
     saved.set_aside(tmp_path, 4)
-    distributed(tmp_path, 4, value=2.0)
-    saved.restore(tmp_path)
-    assert value(tmp_path, 4) == 2.0 and not list(tmp_path.glob(saved.ASIDE + "*"))
+    write(tmp_path, 4)
+    for _ in range(2):  # the second time a run has saved again without a load
+        saved.restore(tmp_path)
+        assert (tmp_path / saved.name(4) / "mark").exists() and not list(tmp_path.glob(saved.ASIDE + "*"))
+        saved.set_aside(tmp_path, 4)
+        (tmp_path / saved.name(4)).mkdir()
+        saved.set_aside(tmp_path, 4)
 
 
-def test_one_that_was_whole_but_not_named_is_kept_in_place_of_the_older(tmp_path):
+def test_other_ranks_wait_for_the_first(tmp_path):
     distributed(tmp_path, 4)
+    saved.await_restored(tmp_path)
     saved.set_aside(tmp_path, 4)
-    distributed(tmp_path, 4, value=2.0)  # the run is killed here, and the next one saves without a load
+    start = time.monotonic()
+    saved.await_restored(tmp_path, seconds=0.3)
+    assert time.monotonic() - start >= 0.3
+
+
+def test_a_link_is_left_alone(tmp_path):
+    distributed(tmp_path / "elsewhere", 4)
+    (tmp_path / saved.name(4)).symlink_to(tmp_path / "elsewhere" / saved.name(4))
     saved.set_aside(tmp_path, 4)
-    saved.restore(tmp_path)
-    assert value(tmp_path, 4) == 2.0
+    assert (tmp_path / saved.name(4)).is_symlink()
+
+
+@pytest.mark.parametrize("one, other, expected", [
+    ("a", "./a/", True), ("a", "b", False), ("a", None, False), (None, None, False), ("msc://a", "msc://a", False),
+])
+def test_one_folder(one, other, expected):
+    assert saved.same(one, other) == expected
 
 
 def test_saves_in_flight_are_left_alone(tmp_path):
@@ -186,6 +210,11 @@ def test_damage_is_named_with_what_else_could_be_loaded(how, tmp_path):
     assert expected in message and "\n" not in message
     assert message.endswith(": load another with --ckpt-step N, whole ones are 2")
     assert saved.fault(tmp_path, step=2) is None
+
+
+def test_formats_without_a_last_file(tmp_path):
+    (distributed(tmp_path, 2) / "metadata.json").unlink()
+    assert saved.fault(tmp_path, kind="fsdp_dtensor") is None and saved.fault(tmp_path) is not None
 
 
 def test_a_file_of_torch_that_is_cut_short(tmp_path):
