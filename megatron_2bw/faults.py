@@ -6,12 +6,14 @@ closed, is an effect and would bury the cause: they wait for a while before they
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -33,10 +35,11 @@ class Fault(RuntimeError):
 
 # What torch says on a rank when another one is gone.
 _LOST = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|has timed out|timeout)|"
+    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|socket (closed|has timed out|timeout)|"
+    r"failed to (recv|send), |client socket has failed|"
     r"remote process|(gloo|nccl).*(timed out|abort|connect)|"
     r"ncclRemoteError|ncclSystemError|watchdog|connectFullMesh|wait timeout|"
-    r"timed out (waiting|after)|recvValue failed|sendBytes failed",
+    r"timed out waiting|recvValue failed|sendBytes failed",
     re.IGNORECASE | re.DOTALL,
 )
 
@@ -46,18 +49,15 @@ def is_effect(error: BaseException) -> bool:
     if isinstance(error, Fault):
         return error.told
     # Not other kinds: a library that cannot reach its server is a cause, whose traceback is wanted.
-    ours = type(error) is RuntimeError or isinstance(error, (ConnectionError, dist.DistError))
+    ours = type(error) is RuntimeError or isinstance(error, dist.DistError)
     return ours and bool(_LOST.search(str(error)))
 
 
-def arm() -> None:
-    """Let the system end this process in GRACE seconds, whatever Python waits for then."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(GRACE)
+def end(error: Exception, last_words: Callable[[], None] | None = None) -> NoReturn:
+    """End this rank after an exception in training, with status 1.
 
-
-def end(error: Exception) -> NoReturn:
-    """End this rank after an exception in training, with status 1."""
+    last_words: called once the cause is told; whatever it does, the process ends within GRACE seconds.
+    """
     rank = os.environ.get("RANK", "0")
     if is_effect(error):
         time.sleep(PATIENCE)
@@ -69,7 +69,11 @@ def end(error: Exception) -> NoReturn:
         text = f"{_program()}: rank {rank} ends with an exception\n" + "".join(traceback.format_exception(error))
     sys.stdout.flush()
     print(text.rstrip(), file=sys.stderr, flush=True)
-    arm()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the system ends the process then, whatever Python waits for
+    signal.alarm(GRACE)
+    if last_words is not None:
+        with contextlib.suppress(Exception):
+            last_words()
     sys.exit(1)
 
 

@@ -23,6 +23,14 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def async_loop(*args: Any, **kwargs: Any) -> None:
+    """The worker of asynchronous saves: Megatron's, which would wait for ever once its rank is killed."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    end_with_parent()  # the rank, or a fork server that ends with it
+    PersistentAsyncCaller.async_loop(*args, **kwargs)  # a new process has Megatron's own
+
+
 def root(error: BaseException) -> BaseException:
     """The system's error that an error of torch's stream writer comes from, or the error itself."""
     found: BaseException | None = error

@@ -6,7 +6,6 @@ standard error that names the flag, and exit status 2.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -65,13 +64,10 @@ def launch(task: str) -> None:
             raise
         _merge_trace(args, runtime)
     except Exception as error:
-        if hasattr(args, "curr_iteration"):
-            faults.arm()
-        if runtime is not None and runtime.logbook is not None and args.timing_log_level == 0 and not args.log_energy:
-            with contextlib.suppress(Exception):
-                runtime.logbook.flush()  # the lines of the iterations that are over; they need no other rank
         if hasattr(args, "curr_iteration") or faults.is_effect(error):  # training has begun
-            faults.end(error)
+            logbook = runtime.logbook if runtime is not None else None
+            alone = args.timing_log_level == 0 and not args.log_energy  # else a line needs the other ranks
+            faults.end(error, logbook.flush if logbook is not None and alone else None)
         stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
 
 

@@ -114,7 +114,16 @@ def repairs() -> list[Patch]:
             ),
             "its caller tells the class of what went wrong, and not what: a full disk, say", _tell_why,
         ),
+        Patch(
+            "megatron.core.dist_checkpointing.strategies.async_utils", "PersistentAsyncCaller.async_loop",
+            ("rank", "queue", "preload_q", "comp_q", "log_level", "cpu_priority", "io_priority"),
+            "the process would outlive a rank that is killed, with its memory on the GPU", _worker,
+        ),
     ]
+
+
+def _worker(original: Callable) -> staticmethod:
+    return staticmethod(helpers.async_loop)
 
 
 def _tell_why(original: Callable) -> staticmethod:

@@ -15,12 +15,14 @@ import json
 import os
 import shutil
 import time
+import uuid
 import zipfile
 from pathlib import Path
 from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
 ASIDE = "replaced_"  # before the name of a checkpoint that is being written anew
+DELETED = "deleted_"  # the beginning of the name of what is being deleted, however long that takes
 
 
 def name(iteration: int) -> str:
@@ -62,11 +64,17 @@ class _Tracker(io.StringIO):
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, self._path)
-        if text.strip().isdecimal():
+        if text.strip().isdecimal():  # the new one is whole by now: the old one no longer counts, in one step
             aside = self._path.with_name(ASIDE + name(int(text)))
-            if aside.is_dir():  # no longer aside in one step, however long its files take to delete
-                shutil.rmtree(aside.rename(aside.with_name("deleted_" + aside.name)), ignore_errors=True)
+            if aside.is_dir():
+                aside.rename(aside.with_name(f"{DELETED}{uuid.uuid4().hex}"))
+        os.replace(beside, self._path)
+        _delete_leftovers(self._path.parent)
+
+
+def _delete_leftovers(folder: Path) -> None:
+    for path in folder.glob(DELETED + "*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(folder: str | os.PathLike, iteration: int) -> None:
@@ -74,6 +82,7 @@ def set_aside(folder: str | os.PathLike, iteration: int) -> None:
 
     On one rank only, and before any rank writes.
     """
+    _delete_leftovers(Path(folder))
     target = Path(folder, name(iteration))
     aside = target.with_name(ASIDE + target.name)
     if not aside.exists() and not target.is_symlink() and _is_whole(target):
@@ -100,12 +109,13 @@ def await_restored(folder: str | os.PathLike, seconds: float = 60) -> None:
 
 def same(one: str | None, other: str | None) -> bool:
     """Whether two flags name one folder of this file system."""
-    return bool(one and other) and "://" not in one and os.path.abspath(one) == os.path.abspath(other)
+    return bool(one and other) and "://" not in one and os.path.realpath(one) == os.path.realpath(other)
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether it was written to its end: the distributed format's last file, or the older format's files."""
-    return Path(checkpoint, "metadata.json").is_file() or any(checkpoint.glob("mp_rank_*/*.pt"))
+    """Whether it was written to its end: a distributed format's last file, or the older format's files."""
+    last = any(Path(checkpoint, file).is_file() for file in ("metadata.json", ".metadata"))
+    return last or any(checkpoint.glob("mp_rank_*/*.pt"))
 
 
 # --- reading ------------------------------------------------------------------------------------------------------

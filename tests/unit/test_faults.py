@@ -18,8 +18,10 @@ from megatron_2bw import faults, helpers
 
 EFFECTS = [
     RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5823"),
-    RuntimeError("Connection reset by peer"), ConnectionResetError(104, "Connection reset by peer"),
-    BrokenPipeError(32, "Broken pipe"), dist.DistNetworkError("The client socket has timed out"),
+    RuntimeError("Connection reset by peer"),
+    dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"),
+    dist.DistNetworkError("The client socket has failed to connect to any network address of (host, 29500)."),
+    dist.DistNetworkError("The client socket has timed out"),
     dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"),
     RuntimeError("[Rank 1] Watchdog caught collective operation timeout"), faults.Fault("told by another", told=True),
 ]
@@ -31,6 +33,8 @@ CAUSES = [
     dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:77, invalid usage: Duplicate GPU detected"),
     dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error: Cuda failure 2 'out of memory'"),
     dist.DistNetworkError("The server socket has failed to listen on any local network address. port: 29500"),
+    BrokenPipeError(32, "Broken pipe"), ConnectionResetError(104, "Connection reset by peer"),
+    RuntimeError("DataLoader timed out after 60 seconds"),
     OSError("HTTPSConnectionPool: Max retries exceeded: Connection refused"),
 ]
 
@@ -70,6 +74,19 @@ def test_a_fault_is_one_line(said):
 def test_a_cause_has_its_traceback(said):
     text, waited = said(ValueError("here"))
     assert "rank 3 ends with an exception" in text.splitlines()[0] and "ValueError: here" in text and not waited
+
+
+def test_last_words_come_after_the_cause_and_cannot_hide_it(monkeypatch, capfd):
+    monkeypatch.setattr(faults.signal, "alarm", lambda seconds: None)
+    monkeypatch.setattr(faults.signal, "signal", lambda number, handler: None)
+
+    def last_words() -> None:
+        assert "ValueError: here" in capfd.readouterr().err
+        raise KeyError("there")
+
+    with pytest.raises(SystemExit):
+        faults.end(ValueError("here"), last_words)
+    assert "there" not in capfd.readouterr().err
 
 
 def test_an_effect_waits_for_the_cause(said):

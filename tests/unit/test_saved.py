@@ -118,6 +118,36 @@ def test_a_kill_before_the_new_one_is_named_brings_the_old_one_back(write, tmp_p
         saved.set_aside(tmp_path, 4)
 
 
+def test_what_could_not_be_deleted_does_no_harm(tmp_path):
+    for number in (2.0, 3.0):
+        distributed(tmp_path, 4, value=number - 1)
+        left = tmp_path / f"{saved.DELETED}{number}"  # a run was killed while it deleted
+        left.mkdir()
+        (left / "file").touch()
+        saved.set_aside(tmp_path, 4)
+        distributed(tmp_path, 4, value=number)
+        with saved.Files(builtin).open(tmp_path / saved.TRACKER, "w") as file:
+            file.write("4")
+        saved.restore(tmp_path)
+        assert value(tmp_path, 4) == number
+        assert sorted(path.name for path in tmp_path.iterdir()) == [saved.name(4), saved.TRACKER]
+
+
+@pytest.mark.parametrize("moment", ["rename", "replace"])
+def test_a_kill_while_the_new_one_is_named(moment, tmp_path, monkeypatch):
+    """Before: the old one counts. After the first of two steps: the new one, which is whole."""
+    distributed(tmp_path, 4)
+    saved.set_aside(tmp_path, 4)
+    distributed(tmp_path, 4, value=2.0)
+    owner = Path if moment == "rename" else os
+    monkeypatch.setattr(owner, moment, lambda *names: 1 / 0)
+    with pytest.raises(ZeroDivisionError), saved.Files(builtin).open(tmp_path / saved.TRACKER, "w") as file:
+        file.write("4")
+    monkeypatch.undo()
+    saved.restore(tmp_path)
+    assert value(tmp_path, 4) == (1.0 if moment == "rename" else 2.0) and saved.latest(tmp_path) == 4
+
+
 def test_other_ranks_wait_for_the_first(tmp_path):
     distributed(tmp_path, 4)
     saved.await_restored(tmp_path)
@@ -135,7 +165,8 @@ def test_a_link_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("one, other, expected", [
-    ("a", "./a/", True), ("a", "b", False), ("a", None, False), (None, None, False), ("msc://a", "msc://a", False),
+    ("a", "./a/", True), ("/proc/self/cwd", ".", True),
+    ("a", "b", False), ("a", None, False), (None, None, False), ("msc://a", "msc://a", False),
 ])
 def test_one_folder(one, other, expected):
     assert saved.same(one, other) == expected
@@ -155,6 +186,7 @@ def test_saves_in_flight_are_left_alone(tmp_path):
 def test_what_is_not_whole_is_not_kept(tmp_path):
     half = distributed(tmp_path, 4)
     (half / "metadata.json").unlink()
+    (half / ".metadata").unlink()
     saved.set_aside(tmp_path, 4)
     assert half.is_dir() and not list(tmp_path.glob(saved.ASIDE + "*"))
 
