@@ -60,7 +60,7 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
 
     from megatron_2bw.launch import launch
 
-    MockGPTLowLevelDataset.size = 1000  # documents; building the index of 100,000 costs a second a run
+    MockGPTLowLevelDataset.size = 2000  # documents; building the index of 100,000 costs a second a run
     run, models = Run(), []
     setup, step, log = training.setup_model_and_optimizer, training.train_step, training.training_log
 

@@ -63,14 +63,13 @@ def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path
         assert validation(loaded)[found] == seen[expected]
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_leaving_with_microbatches_in_flight(data, schedule):
-    """--exit-interval ends the run in its middle: no rank hangs, status 0."""
+def test_leaving_with_microbatches_in_flight(data):
+    """--exit-interval ends the run in its middle: no rank hangs, status 0. (2bw: distributed/test_checkpoint.py.)"""
     options = dict(train_iters=6, exit_interval=3, split="100,0,0")
-    flags = command(2, 2, schedule, "--untie-embeddings-and-output-weights", **options)
+    flags = command(2, 2, "pipedream", "--untie-embeddings-and-output-weights", **options)
     output = pretrain(2, flags, data)
     assert len(losses(output)) == 3 and "exiting program at iteration 3" in output
-    assert ("gradient norm, clipping and inf check are per stage" in output) == (schedule == "pipedream")
+    assert "gradient norm, clipping and inf check are per stage" in output
 
 
 def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
