@@ -7,6 +7,7 @@ and the job's output, so that whoever reads that waits for ever.
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import queue
 import signal
@@ -23,12 +24,16 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def async_loop(*args: Any, **kwargs: Any) -> None:
+def async_loop(
+    rank: int, queue: Any, preload_q: Any, comp_q: Any, log_level: int = logging.INFO, cpu_priority: int = 10,
+    io_priority: int | None = None,
+) -> None:
     """The worker of asynchronous saves: Megatron's, which would wait for ever once its rank is killed."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     end_with_parent()  # the rank, or a fork server that ends with it
-    PersistentAsyncCaller.async_loop(*args, **kwargs)  # a new process has Megatron's own
+    # A new process has Megatron's own.
+    PersistentAsyncCaller.async_loop(rank, queue, preload_q, comp_q, log_level, cpu_priority, io_priority)
 
 
 def root(error: BaseException) -> BaseException:

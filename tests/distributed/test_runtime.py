@@ -166,7 +166,7 @@ def watch_the_start(rank: int, argv: list[str]) -> Run:
 @pytest.mark.parametrize("flags, skipped", [((), 0), (("--fp16",), 3)])
 def test_on_nccl_steps_are_late_once_everything_has_run_once(flags, skipped):
     """From the third iteration on, and with 16-bit floats after the first step that was not skipped."""
-    changes = dict(train_iters=10, initial_loss_scale=2.0**20, hysteresis=1)
+    changes = dict(train_iters=10, initial_loss_scale=2.0**21, hysteresis=1)
     argv = command(2, 2, "2bw", UNTIED, *flags, **changes)
     runs = run_world(2, watch_the_start, argv, timeout=60)
     for run in runs:
