@@ -5,7 +5,7 @@ the shadow weights, one update older than the model's, as sharded tensors that l
 own entry for the random state is the one before the microbatches in flight, which run again when the run is resumed.
 
 Invariants:
-- everything of Megatron is where Megatron looks for it, so that any of its tools reads the checkpoint;
+- everything of Megatron is where Megatron looks for it, so that Megatron alone reads the checkpoint;
 - what cannot be resumed exactly is told in a line, and what cannot be resumed at all stops before training.
 """
 
