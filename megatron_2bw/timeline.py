@@ -48,7 +48,7 @@ def draw_events(events: list[Event], stages: int, microbatches: int, path: Path,
 
 def _draw_one(axis, events: list[Event], shape: Shape, numbers: bool = True) -> None:
     for event in events:
-        kind, microbatch, _ = event.action
+        kind, microbatch = event.action.kind, event.action.microbatch
         row = shape.stages - 1 - event.stage
         if kind == STEP:
             axis.plot([event.end, event.end], [row - 0.45, row + 0.45], color="black", linewidth=1.6)

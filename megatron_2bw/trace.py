@@ -106,7 +106,7 @@ class TraceWriter:
                     name="wait", cat="wait", ph="X", pid=self.pipeline, tid=self.stage,
                     ts=record.asked * 1e6, dur=(record.start - record.asked) * 1e6, cname="grey",
                 )
-            kind, microbatch, version = record.action
+            kind, microbatch, version, _ = record.action
             self._emit(
                 name=str(record.action), cat=kind, ph="X", pid=self.pipeline, tid=self.stage,
                 ts=record.start * 1e6, dur=(record.end - record.start) * 1e6,

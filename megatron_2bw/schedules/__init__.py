@@ -1,6 +1,6 @@
 """Pipeline schedules as data: pure Python, no torch. One definition drives runtime, validator and pictures."""
 
-from megatron_2bw.schedules.action import B, F, REDUCE, STEP, Action, Shape, parse
+from megatron_2bw.schedules.action import B, F, REDUCE, STEP, W, Action, Shape, parse
 from megatron_2bw.schedules.base import Schedule
 from megatron_2bw.schedules.flush import GPipe, NoPipelining, PipeDreamFlush
 from megatron_2bw.schedules.pipedream import PipeDream
@@ -15,6 +15,6 @@ SCHEDULES: dict[str, Schedule] = {
 SCHEDULE_NAMES = ("megatron", *SCHEDULES)
 
 __all__ = [
-    "B", "F", "REDUCE", "STEP", "Action", "Shape", "Schedule", "ScheduleError", "SCHEDULES", "SCHEDULE_NAMES", "TwoBW",
+    "B", "F", "REDUCE", "STEP", "W", "Action", "Shape", "Schedule", "ScheduleError", "SCHEDULES", "SCHEDULE_NAMES", "TwoBW",
     "check_actions", "parse", "validate",
 ]

@@ -10,24 +10,28 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 F, B, REDUCE, STEP = "F", "B", "R", "S"
+W = "W"  # the weights' part of a backward, where a schedule splits it (zero_bubble.py)
 
 
 class Action(NamedTuple):
     """What a stage does next.
 
-    kind        F (forward), B (backward), R (start of the data-parallel reduction), S (optimizer step)
+    kind        F (forward), B (backward; of the inputs alone where W, the weights', is apart), R (start of the
+                data-parallel reduction), S (optimizer step)
     microbatch  the microbatch of F and B, counted from the start of training (batch j holds microbatches
                 jm ... (j+1)m - 1); for R and S the number j of the batch
     version     F, B: the microbatch runs on W(version); R: the version its gradients belong to;
                 S: the step writes W(version)
+    chunk       the part of the stage's model, where a stage holds several
     """
 
     kind: str
     microbatch: int
     version: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}@{self.version}"
+        return f"{self.kind}{self.microbatch}@{self.version}" + (f".{self.chunk}" if self.chunk else "")
 
 
 def parse(text: str) -> list[Action]:
@@ -37,10 +41,10 @@ def parse(text: str) -> list[Action]:
     """
     actions = []
     for word in text.split():
-        match = re.fullmatch(r"([FBRS])(\d+)@(\d+)", word)
+        match = re.fullmatch(r"([FBWRS])(\d+)@(\d+)(?:\.(\d+))?", word)
         if match is None:
             raise ValueError(f"not an action: {word!r} (expected for instance F12@3)")
-        actions.append(Action(match[1], int(match[2]), int(match[3])))
+        actions.append(Action(match[1], int(match[2]), int(match[3]), int(match[4] or 0)))
     return actions
 
 

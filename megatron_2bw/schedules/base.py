@@ -17,6 +17,7 @@ class Schedule:
     flushes = True  # the pipeline is empty between iterations
     global_step = True  # the step's gradient norm and inf flag span all stages
     same_version_everywhere = True  # a microbatch runs on the same W on every stage
+    chunks = 1  # parts of the model that a stage holds
     late_step = False  # a batch's update is made beside the next batch, between its REDUCE and its STEP
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:

@@ -64,11 +64,11 @@ def test_2bw_keeps_its_windows(stages, microbatches, gradient_slots):
     for stage, row in enumerate(lists(schedule, shape)):
         place = {action: index for index, action in enumerate(row)}
         for batch in range(4):
-            step = place["S", batch, batch + 1]
+            step = place[Action("S", batch, batch + 1)]
             first_reader = min(place[a] for a in row if a.kind == "F" and a.version == batch + 1)
-            assert place["R", batch, batch] < step < min(first_reader, place["R", batch + 1, batch + 1])
-            assert step < place["B", (batch + gradient_slots) * microbatches, max(batch + gradient_slots - 1, 0)]
-            between = [a.kind for a in row[place["R", batch, batch] : step]]
+            assert place[Action("R", batch, batch)] < step < min(first_reader, place[Action("R", batch + 1, batch + 1)])
+            assert step < place[Action("B", (batch + gradient_slots) * microbatches, max(batch + gradient_slots - 1, 0))]
+            between = [a.kind for a in row[place[Action("R", batch, batch)] : step]]
             pairs = microbatches - shape.warmup(stage)
             if gradient_slots == 2:
                 expected = (pairs, pairs - 1) if stage == stages - 1 else (pairs, pairs)
@@ -89,8 +89,8 @@ def test_2bw_update_rule(stages, microbatches):
                     in_flight += 1 if action.kind == "F" else -1
             assert in_flight == (shape.warmup(stage) if iteration < 4 else 0)
             steps = [action for action in actions if action.kind == "S"]
-            late = [] if iteration == 0 else [("S", iteration - 1, iteration)]
-            assert steps == late + ([("S", 4, 5)] if iteration == 4 else [])
+            late = [] if iteration == 0 else [Action("S", iteration - 1, iteration)]
+            assert steps == late + ([Action("S", 4, 5)] if iteration == 4 else [])
 
 
 def test_resumed_2bw_starts_with_a_warm_up():

@@ -23,7 +23,7 @@ def test_marks_become_times():
     start = recorder.mark()
     recorder.add(Action("F", 3, 1), asked, start, recorder.mark())
     (record,) = recorder.resolve(recorder.cut())
-    assert record.action == ("F", 3, 1)
+    assert record.action == Action("F", 3, 1)
     assert before - 0.01 <= record.asked and record.end <= time.time() + 0.01
     assert 0.02 <= record.start - record.asked < 0.5 and record.start <= record.end
     assert recorder.cut() == [] and recorder.resolve([]) == []

@@ -1,0 +1,159 @@
+"""The machines: GPUs a server, memory, compute, links inside and between servers; presets and YAML. Pure Python.
+
+Invariant: every number says where it comes from, so that a plan can say MEASURED or ESTIMATED of each of its terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+
+class ClusterError(ValueError):
+    """A cluster description that cannot be used, said in one line."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one GPU (inside a server) or one server's network (between servers) sends, in one direction.
+
+    gb_s        bytes a second in 10⁹ that messages really get
+    latency_us  of one message
+    measured    by `megatron-2bw-plan profile`
+    """
+
+    gb_s: float
+    latency_us: float
+    measured: bool = False
+
+    def seconds(self, size: float, sharers: float = 1) -> float:
+        """Time of one message of `size` bytes where `sharers` of them use the link at once."""
+        return self.latency_us * 1e-6 + size * sharers / (self.gb_s * 1e9)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU.
+
+    memory_gib          capacity
+    tflops              peak of the matrix units in the 16-bit floats that the planner's precision uses
+    tflops_fp32         peak in 32-bit floats
+    memory_gb_s         memory bandwidth
+    gemm_efficiency     share of the peak that large matrix products reach
+    memory_efficiency   share of the bandwidth that the other kernels reach
+    layer_launch_us     host time that launches one layer's forward; a shorter layer waits for the host
+    collective_launch_us  host time that launches one collective
+    exchange_us         host time that a blocking exchange between stages costs beside the message
+    step_us             host time of an iteration outside its forwards and backwards
+    calibration         what the last six were fitted to
+    """
+
+    name: str
+    memory_gib: float
+    tflops: float
+    memory_gb_s: float
+    tflops_fp32: float = 0.0
+    bf16: bool = True
+    flash: bool = True
+    gemm_efficiency: float = 0.6
+    memory_efficiency: float = 0.8
+    layer_launch_us: float = 500.0
+    collective_launch_us: float = 60.0
+    exchange_us: float = 200.0
+    step_us: float = 5000.0
+    calibration: str = "not calibrated: typical values"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`servers` servers with `gpus_per_server` GPUs each. `profile` holds measured times of blocks (profile.py)."""
+
+    name: str
+    servers: int
+    gpus_per_server: int
+    device: Device
+    inside: Link
+    between: Link
+    profile: Any = field(default=None, compare=False)
+
+    @property
+    def gpus(self) -> int:
+        return self.servers * self.gpus_per_server
+
+
+V100 = Device("V100-16GB", 16, 125, 900, tflops_fp32=15.7, bf16=False, flash=False)
+GTX1080TI = Device("1080Ti", 11, 11.3, 484, tflops_fp32=11.3, bf16=False, flash=False)
+A100_40 = Device("A100-40GB", 40, 312, 1555, tflops_fp32=19.5)
+A100_80 = Device("A100-80GB", 80, 312, 2039, tflops_fp32=19.5)
+H100 = Device("H100-80GB", 80, 989, 3350, tflops_fp32=67)
+H200 = Device("H200-141GB", 141, 989, 4800, tflops_fp32=67)
+
+# Links: all-reduce bus bandwidths that NCCL reaches inside the server; between servers, what the network cards of one
+# server carry, less a fifth for protocols.
+PRESETS: dict[str, Cluster] = {
+    cluster.name: cluster
+    for cluster in (
+        Cluster("p3.16xlarge", 1, 8, V100, Link(130, 20), Link(2.5, 50)),  # 25 Gbit/s
+        Cluster("8x1080ti", 1, 8, GTX1080TI, Link(10, 25), Link(1.0, 50)),  # PCIe; 10 Gbit/s assumed
+        Cluster("dgx-a100-40", 1, 8, A100_40, Link(230, 15), Link(160, 20)),  # 8 × 200 Gbit/s
+        Cluster("dgx-a100-80", 1, 8, A100_80, Link(230, 15), Link(160, 20)),
+        Cluster("dgx-h100", 1, 8, H100, Link(370, 12), Link(320, 15)),  # 8 × 400 Gbit/s
+        Cluster("hgx-h200", 1, 8, H200, Link(370, 12), Link(320, 15)),
+    )
+}
+
+
+def preset(name: str, servers: int) -> Cluster:
+    """A preset with that many servers. ClusterError lists the names if there is none such."""
+    if name not in PRESETS:
+        raise ClusterError(f"--cluster {name}: not one of {', '.join(PRESETS)}, and no file of that name")
+    return replace(PRESETS[name], servers=servers)
+
+
+def from_yaml(path: Path) -> Cluster:
+    """The cluster of a YAML file (docs/planner.md has one). ClusterError names the entry that is wrong."""
+    import yaml
+
+    try:
+        text = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ClusterError(f"--cluster {path}: not a readable YAML file ({' '.join(str(error).split())})") from None
+    return from_dict(text, str(path))
+
+
+def from_dict(text: Any, where: str) -> Cluster:
+    """The cluster that a mapping describes; `where` names it in errors."""
+    top = _take(text, where, {"servers", "gpus_per_server", "gpu", "inside", "between"}, {"name", "profile"})
+    gpu = top["gpu"]
+    if isinstance(gpu, str):
+        known = {device.name: device for device in (V100, GTX1080TI, A100_40, A100_80, H100, H200)}
+        known = {cluster.device.name: cluster.device for cluster in PRESETS.values()} | known
+        if gpu not in known:
+            raise ClusterError(f"--cluster {where}: gpu {gpu!r} is not one of {', '.join(known)}; or describe it")
+        device = known[gpu]
+    else:
+        names = {entry.name for entry in fields(Device)}
+        given = _take(gpu, f"{where}: gpu", {"memory_gib", "tflops", "memory_gb_s"}, names)
+        device = Device(**({"name": "gpu"} | given))
+    links = {name: Link(**_take(top[name], f"{where}: {name}", {"gb_s", "latency_us"}, {"measured"}))
+             for name in ("inside", "between")}
+    cluster = Cluster(str(top.get("name", where)), top["servers"], top["gpus_per_server"], device, **links)
+    for name in ("servers", "gpus_per_server"):
+        number = getattr(cluster, name)
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ClusterError(f"--cluster {where}: {name} must be a positive whole number, not {number!r}")
+    return cluster
+
+
+def _take(text: Any, where: str, needed: set[str], optional: set[str]) -> dict[str, Any]:
+    if not isinstance(text, dict):
+        raise ClusterError(f"--cluster {where}: expected entries such as {', '.join(sorted(needed))}")
+    missing, unknown = needed - set(text), set(text) - needed - optional
+    if missing or unknown:
+        what = f"the entry {sorted(missing)[0]} is missing" if missing else f"unknown entry {sorted(unknown)[0]}"
+        raise ClusterError(f"--cluster {where}: {what} (known: {', '.join(sorted(needed | optional))})")
+    for name, entry in text.items():
+        if isinstance(entry, (int, float)) and not isinstance(entry, bool) and not entry > 0:
+            raise ClusterError(f"--cluster {where}: {name} must be positive, not {entry}")
+    return dict(text)

@@ -1,0 +1,228 @@
+"""Time and memory of a plan: by simulation of its schedule, or by the paper's closed forms. Pure Python.
+
+Invariant: `lower_bound` is never above `seconds`, so that a search that skips plans by it misses none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_2bw.planner.bounds import lower_bound
+from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.compute import ELEMENT, Compute, Work
+from megatron_2bw.planner.links import all_reduce, half, layout, message
+from megatron_2bw.planner.memory import BYTES, GIB, Memory, StageMemory
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.plan import Plan
+from megatron_2bw.simulator import Times, long_iteration_time
+
+# The paper's c_extra: a forward again before each backward, which takes twice as long (section 4.1).
+RECOMPUTE_EXTRA = 4 / 3
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of an iteration by cause: those of the busiest stage, and what it waited for."""
+
+    compute: float
+    tensor: float
+    pipeline: float
+    data: float
+    update: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A plan with its predicted seconds an iteration, their causes, and every stage's memory in bytes."""
+
+    plan: Plan
+    seconds: float
+    split: Split
+    memory: tuple[StageMemory, ...]
+    capacity: float
+
+    @property
+    def throughput(self) -> float:
+        """Samples a second."""
+        return self.plan.global_batch / self.seconds
+
+    @property
+    def heaviest(self) -> float:
+        """Bytes of the heaviest stage."""
+        return max(stage.total for stage in self.memory)
+
+    @property
+    def headroom(self) -> float:
+        """Bytes that the heaviest stage leaves of what the memory margin allows."""
+        return self.capacity - self.heaviest
+
+
+class Cost:
+    """Times and memory of plans of one model on one cluster.
+
+    flash           attention that never stores its scores; the device's default if None
+    margin          share of the memory that is left to the CUDA context, the communication library and fragmentation
+    scatter_gather  each tensor rank sends its part of a message without sequence parallelism too, as Megatron-LM did
+                    in 2021 (arXiv 2104.04473, section 4.1) and Megatron-core no longer does
+    """
+
+    def __init__(
+        self, model: Model, cluster: Cluster, precision: str = "bf16", flash: bool | None = None, margin: float = 0.1,
+        scatter_gather: bool = False,
+    ):
+        self.scatter_gather = scatter_gather
+        self._works: dict[tuple, list[Work]] = {}
+        self._counts: dict[tuple, list[float]] = {}
+        self.model, self.cluster, self.precision, self.margin = model, cluster, precision, margin
+        flash = cluster.device.flash if flash is None else flash
+        self.compute = Compute(model, cluster, precision, flash)
+        self.memory = Memory(model, precision, flash)
+        self.capacity = cluster.device.memory_gib * GIB * (1 - margin)
+
+    def fits(self, plan: Plan) -> bool:
+        return self.memory.heaviest(plan) <= self.capacity
+
+    def seconds(self, plan: Plan) -> float:
+        """Seconds of an iteration in the steady state, simulated."""
+        times = self.times(plan)
+        return max(self._simulated(plan, times), lower_bound(plan, times))
+
+    def lower_bound(self, plan: Plan) -> float:
+        """Seconds that no timing of the plan's actions can go below (bounds.py)."""
+        return lower_bound(plan, self.times(plan))
+
+    def _simulated(self, plan: Plan, times: Times) -> float:
+        return long_iteration_time(plan.pipeline, plan.depth, plan.microbatches, times)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        times, seconds = self.times(plan), self.seconds(plan)
+        no_reduce = replace(times, reduce=0.0)
+        alone = self._simulated(plan, replace(no_reduce, transfer=0.0, occupied=0.0, sending=0.0))
+        no_reduce = self._simulated(plan, no_reduce)
+        busiest = max(self.stages(plan), key=lambda work: work.total)
+        update = times.step + max(times.of("burden", plan.depth))
+        compute = plan.microbatches * (busiest.total - busiest.tensor)
+        split = Split(
+            compute, plan.microbatches * busiest.tensor, no_reduce - alone, seconds - no_reduce, update,
+            max(alone - plan.microbatches * busiest.total - update, 0.0),
+        )
+        return Estimate(plan, seconds, split, tuple(self.memory.stages(plan)), self.capacity)
+
+    def stages(self, plan: Plan) -> list[Work]:
+        """Work of one microbatch on each stage."""
+        key = (
+            plan.tensor, plan.depth, plan.width, plan.microbatch, plan.recompute, plan.sequence_parallel,
+            plan.pipeline_inside, plan.first, plan.last,
+        )
+        works = self._works.get(key)
+        if works is None:
+            layer = self.compute.layer(plan)
+            works = [layer * count for count in plan.layers_of(self.model)]
+            works[0] = works[0] + self.compute.embedding(plan)
+            works[-1] = works[-1] + self.compute.output(plan)
+            self._works[key] = works
+        return works
+
+    def times(self, plan: Plan) -> Times:
+        """What the simulator is given."""
+        works = self.stages(plan)
+        schedule, place = plan.pipeline, self._layout(plan)
+        size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+        size /= plan.tensor if plan.sequence_parallel or self.scatter_gather else 1
+        messages = [message(self.cluster, leaving, size) for leaving in place.boundaries]
+        if plan.depth == 1:
+            messages = [(0.0, 0.0)]
+        reduce = self._reduce(plan, works, messages)
+        update = self._update(plan)
+        return Times(
+            forward=[work.forward for work in works],
+            backward=[work.backward for work in works],
+            transfer=[seconds for seconds, _ in messages],
+            occupied=[taken for _, taken in messages],
+            sending=self._sending(plan, messages),
+            reduce=reduce,
+            step=self._gather(plan) + (0.0 if schedule.late_step else max(update)),
+            burden=update if schedule.late_step else 0.0,
+        )
+
+    def _sending(self, plan: Plan, messages: list[tuple[float, float]]) -> list[float] | float:
+        """What a message takes from its sender. Megatron waits for it, and the host then launches from a standstill;
+        between interleaved stages it waits for the host alone. This project's exchange waits for neither."""
+        if plan.schedule != "megatron" or plan.depth == 1:
+            return 0.0
+        exchange = self.cluster.device.exchange_us * 1e-6
+        return [exchange + (seconds if plan.virtual == 1 else 0.0) for seconds, _ in messages]
+
+    def _layout(self, plan: Plan):
+        return layout(plan.tensor, plan.depth, plan.width, plan.pipeline_inside, self.cluster.gpus_per_server)
+
+    def _parameters(self, plan: Plan) -> list[float]:
+        key = (plan.tensor, plan.depth, plan.first, plan.last)
+        counts = self._counts.get(key)
+        if counts is None:
+            layers = plan.layers_of(self.model)
+            counts = [self.memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
+            self._counts[key] = counts
+        return counts
+
+    def _reduce(self, plan: Plan, works: list[Work], messages: list[tuple[float, float]]) -> list[float]:
+        """Seconds from a stage's last backward until its gradients are reduced over its replicas."""
+        place, element = self._layout(plan), BYTES[self.precision].gradient
+        collective = half if plan.distributed_optimizer else all_reduce
+        seconds = [collective(self.cluster, place.data, count * element) for count in self._parameters(plan)]
+        if plan.schedule == "megatron":  # beside the last microbatch's backward, bucket by bucket
+            seconds = [max(time - work.backward, time / 20) for time, work in zip(seconds, works)]
+        if plan.pipeline.late_step and place.data.servers > 1:
+            # Beside the next batch, whose messages come first: they take their share of the network.
+            taken = max((taken for (_, taken), leaving in zip(messages, place.boundaries) if leaving), default=0.0)
+            seconds = [time + 2 * plan.microbatches * taken for time in seconds]
+        if self.model.tied and plan.depth > 1:
+            words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * element
+            both = all_reduce(self.cluster, place.ends, words)
+            seconds = [seconds[0] + both, *seconds[1:-1], seconds[-1] + both]
+        return seconds
+
+    def _gather(self, plan: Plan) -> float:
+        """Seconds of the distributed optimizer's parameter all-gather, of the stage with most parameters."""
+        if not plan.distributed_optimizer:
+            return 0.0
+        size = max(self._parameters(plan)) * BYTES[self.precision].weight
+        return half(self.cluster, self._layout(plan).data, size)
+
+    def _update(self, plan: Plan) -> list[float]:
+        shards = plan.width if plan.distributed_optimizer else 1
+        return [self.compute.update(count, shards) for count in self._parameters(plan)]
+
+    def closed_form(self, plan: Plan) -> float:
+        """Seconds of an iteration by the paper's closed forms (Appendix A, with 1/m(b) on the replicas' exchange).
+
+        A microbatch takes max over stages of max(T_comp + T_comm to the neighbours, T_comm of the replicas / m);
+        without pipelining their sum. A flush adds (d - 1) of them.
+        """
+        none = replace(plan, recompute="none")
+        extra = RECOMPUTE_EXTRA if plan.recompute == "full" else 1.0
+        times = self.times(none)
+        reduce, transfer = times.of("reduce", plan.depth), times.of("transfer", plan.depth)
+        each = []
+        for stage, work in enumerate(self.stages(none)):
+            ways = 2 * ((transfer[stage] if stage < plan.depth - 1 else 0) + (transfer[stage - 1] if stage else 0))
+            each.append(max(extra * work.total + ways, reduce[stage] / plan.microbatches))
+        if plan.schedule == "no-pipelining":
+            return plan.microbatches * sum(each)
+        fill = (plan.depth - 1) / plan.virtual if plan.pipeline.flushes else 0
+        return (plan.microbatches + fill) * max(each)
+
+    def closed_form_memory(self, plan: Plan) -> float:
+        """Bytes by the paper's closed forms (Appendix A): weight versions and activations, nothing else.
+
+        Without recompute 2|W|/d + d·|A(b)|/d + d·|A_in(b)|, with it 2|W|/d + |A(b)|/d + d·|A_in(b)|; 2 versions and d
+        in flight become those of the schedule.
+        """
+        versions = plan.pipeline.max_versions(plan.shape, 0)
+        in_flight = plan.pipeline.max_in_flight(plan.shape, 0) / plan.virtual
+        weights = versions * self.model.parameters() * BYTES[self.precision].weight / plan.depth / plan.tensor
+        kept, _ = self.memory._layer(replace(plan, recompute="none"))
+        activations = kept * self.model.layers / plan.depth
+        inputs = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+        return weights + activations * (1 if plan.recompute == "full" else in_flight) + in_flight * inputs

@@ -1,0 +1,259 @@
+"""A transformer as the planner sees it: dimensions, parameters by place, and Megatron's flags for it. Pure Python.
+
+Invariant: the counts are those of the modules that Megatron builds from `flags()`, biases and norms included.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+class ModelError(ValueError):
+    """A model description that cannot be used, said in one line."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT, BERT or Llama-like model.
+
+    layers, hidden, heads, ffn  as in Megatron's --num-layers, --hidden-size, --num-attention-heads, --ffn-hidden-size
+    vocab       tokens of the tokenizer, before Megatron pads them
+    sequence    tokens a sample
+    groups      query groups (grouped-query attention); `heads` without it
+    head_size   --kv-channels
+    gated       SwiGLU: the first linear layer of the MLP is twice as wide
+    tied        the output layer is the embedding
+    dropout     whether dropout masks are kept
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int = 50257
+    sequence: int = 1024
+    kind: str = "gpt"
+    ffn: int = 0
+    groups: int = 0
+    head_size: int = 0
+    gated: bool = False
+    rms_norm: bool = False
+    rotary: bool = False
+    rotary_base: int = 10000
+    tied: bool = True
+    bias: bool = True
+    qkv_bias: bool = False
+    dropout: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.ffn:
+            object.__setattr__(self, "ffn", 4 * self.hidden)
+        if not self.groups:
+            object.__setattr__(self, "groups", self.heads)
+        for name in ("layers", "hidden", "heads", "vocab", "sequence", "ffn", "groups"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{FLAGS[name]} must be positive, not {getattr(self, name)}")
+        if not self.head_size:
+            if self.hidden % self.heads:
+                raise ModelError(
+                    f"--hidden-size {self.hidden} is not a multiple of --num-attention-heads {self.heads}; "
+                    "give --kv-channels if heads are meant to have another size"
+                )
+            object.__setattr__(self, "head_size", self.hidden // self.heads)
+        if self.heads % self.groups:
+            raise ModelError(f"--num-attention-heads {self.heads} is not a multiple of --num-query-groups {self.groups}")
+
+    @property
+    def query_size(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Elements of one token's keys; the values' are as many."""
+        return self.groups * self.head_size
+
+    def matrix_parameters(self) -> int:
+        """Weights of one layer's matrices, which tensor parallelism divides."""
+        attention = self.hidden * (2 * self.query_size + 2 * self.key_size)
+        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
+
+    def layer_parameters(self, tensor: int = 1) -> float:
+        """Parameters of one layer on one of `tensor` ranks: matrices and their biases divided, norms whole."""
+        sharded, whole = self.matrix_parameters(), self._norms(2)
+        if self.bias or self.qkv_bias:
+            sharded += self.query_size + 2 * self.key_size
+        if self.bias:
+            sharded += self.ffn * (2 if self.gated else 1)
+            whole += 2 * self.hidden  # of the two row-parallel layers
+        return sharded / tensor + whole
+
+    def _norms(self, count: int) -> int:
+        return count * self.hidden * (1 if self.rms_norm else 2)
+
+    def padded_vocab(self, tensor: int = 1) -> int:
+        """Vocabulary as Megatron pads it, to a multiple of 128 for each tensor rank."""
+        return -(-self.vocab // (128 * tensor)) * 128 * tensor
+
+    def embedding_parameters(self, tensor: int = 1) -> float:
+        """Parameters of the embedding (words, learned positions, BERT's token types) on one of `tensor` ranks."""
+        positions = 0 if self.rotary else self.sequence * self.hidden
+        types = 2 * self.hidden if self.kind == "bert" else 0
+        return self.padded_vocab(tensor) * self.hidden / tensor + positions + types
+
+    def output_parameters(self, tensor: int = 1) -> float:
+        """Parameters after the last layer on one of `tensor` ranks, a copy of tied words included."""
+        words = self.padded_vocab(tensor) * self.hidden / tensor
+        if self.kind == "bert":  # dense layer, norm and bias of the language-model head; pooler and binary head
+            extra = 2 * (self.hidden * self.hidden + self.hidden) + self._norms(1) + self.padded_vocab(tensor) / tensor
+            return words + extra + 2 * self.hidden + 2 + self._norms(1)
+        return words + self._norms(1)
+
+    def parameters(self) -> float:
+        """All parameters, tied words once."""
+        twice = self.padded_vocab() * self.hidden if self.tied else 0
+        return self.layers * self.layer_parameters() + self.embedding_parameters() + self.output_parameters() - twice
+
+    def layer_flops(self, microbatch: int, tensor: int = 1) -> tuple[float, float]:
+        """(matrices, attention scores) of one layer's forward on `microbatch` samples, on one of `tensor` ranks."""
+        tokens = microbatch * self.sequence
+        return (
+            2 * tokens * self.matrix_parameters() / tensor,
+            4 * tokens * self.sequence * self.query_size / tensor,
+        )
+
+    def output_flops(self, microbatch: int, tensor: int = 1) -> float:
+        """Forward of the output layer (and BERT's head before it) on one of `tensor` ranks."""
+        tokens = microbatch * self.sequence
+        head = 2 * tokens * self.hidden * self.hidden if self.kind == "bert" else 0
+        return 2 * tokens * self.hidden * self.padded_vocab(tensor) / tensor + head
+
+    def sample_flops(self) -> float:
+        """Floating-point operations of one sample, forward and backward, without recompute."""
+        return 3 * (self.layers * sum(self.layer_flops(1)) + self.output_flops(1))
+
+    def flags(self) -> list[str]:
+        """Megatron's flags of the architecture."""
+        words = [
+            "--num-layers", self.layers, "--hidden-size", self.hidden, "--num-attention-heads", self.heads,
+            "--seq-length", self.sequence, "--max-position-embeddings", self.sequence,
+        ]
+        if self.gated or self.ffn != 4 * self.hidden:  # Megatron's default with --swiglu is another
+            words += ["--ffn-hidden-size", self.ffn]
+        if self.head_size * self.heads != self.hidden:
+            words += ["--kv-channels", self.head_size]
+        if self.groups != self.heads:
+            words += ["--group-query-attention", "--num-query-groups", self.groups]
+        if self.gated:
+            words += ["--swiglu"]
+        if self.rms_norm:
+            words += ["--normalization", "RMSNorm"]
+        if self.rotary:
+            words += ["--position-embedding-type", "rope", "--rotary-base", self.rotary_base]
+        if not self.tied:
+            words += ["--untie-embeddings-and-output-weights"]
+        if not self.bias:
+            words += ["--disable-bias-linear"]
+        if self.qkv_bias and not self.bias:
+            words += ["--add-qkv-bias"]
+        if not self.dropout:
+            words += ["--attention-dropout", "0", "--hidden-dropout", "0"]
+        return [str(word) for word in words]
+
+
+FLAGS = {
+    "layers": "--num-layers", "hidden": "--hidden-size", "heads": "--num-attention-heads", "vocab": "--vocab-size",
+    "sequence": "--seq-length", "ffn": "--ffn-hidden-size", "groups": "--num-query-groups",
+}
+
+
+def _gpt(name: str, layers: int, hidden: int, heads: int, sequence: int = 512) -> Model:
+    return Model(name, layers, hidden, heads, sequence=sequence)
+
+
+def _bert(name: str, layers: int, hidden: int, heads: int, sequence: int = 512) -> Model:
+    return Model(name, layers, hidden, heads, vocab=30522, sequence=sequence, kind="bert")
+
+
+def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int) -> Model:
+    return Model(
+        name, layers, hidden, heads, vocab=128256, sequence=8192, ffn=ffn, groups=8, gated=True, rms_norm=True,
+        rotary=True, rotary_base=500000, tied=False, bias=False, dropout=False,
+    )
+
+
+# The paper names its models by size and says that their layers are similar to Megatron's (section 5): 1.3B and the
+# BERT models are Megatron's own, 2.2B has the layers of its 4.2B, and 3.8B those of its BERT 3.9B with 32 heads,
+# since 16-way tensor parallelism must divide them. BERT-48 and -192 are BERT-large with more layers (Table 1).
+PRESETS: dict[str, Model] = {
+    model.name: model
+    for model in (
+        _gpt("gpt-355m", 24, 1024, 16), _gpt("gpt-1.3b", 24, 2048, 16), _gpt("gpt-2.2b", 32, 2304, 24),
+        _gpt("gpt-3.8b", 48, 2560, 32), _gpt("gpt-28.3b", 64, 6048, 36), _gpt("gpt-175b", 96, 12288, 96, 2048),
+        _bert("bert-24", 24, 1024, 16), _bert("bert-48", 48, 1024, 16), _bert("bert-192", 192, 1024, 16),
+        _bert("bert-2.2b", 32, 2304, 24), _bert("bert-3.8b", 48, 2560, 40),
+        _llama("llama-8b", 32, 4096, 32, 14336), _llama("llama-70b", 80, 8192, 64, 28672),
+    )
+}
+
+
+def preset(name: str, sequence: int | None = None) -> Model:
+    """A preset, with another sequence length if given. ModelError lists the names if there is none such."""
+    model = PRESETS.get(name) or PRESETS.get(f"gpt-{name}")
+    if model is None:
+        raise ModelError(f"--model {name}: not one of {', '.join(PRESETS)}, and no file of that name")
+    return replace(model, sequence=sequence) if sequence else model
+
+
+def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
+    """The model that a Hugging Face config.json describes (GPT-2, BERT, Llama, Mistral, Qwen2 and their like).
+
+    Raises ModelError for what Megatron would not build the same way: mixtures of experts, unknown architectures.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--model {path}: not a readable JSON file ({error})") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    reader = {"gpt2": _from_gpt2, "bert": _from_bert, "megatron-bert": _from_bert}.get(kind)
+    reader = reader or (_from_llama if kind in ("llama", "mistral", "qwen2", "qwen3") else None)
+    if reader is None:
+        raise ModelError(
+            f"--model {path}: model_type {kind!r} is not supported; "
+            "use gpt2, bert, llama, mistral, qwen2 or qwen3, or give Megatron's flags"
+        )
+    try:
+        return reader(config, path.parent.name or str(path), sequence)
+    except KeyError as error:
+        raise ModelError(f"--model {path}: the entry {error} is missing") from None
+
+
+def _from_gpt2(config: dict[str, Any], name: str, sequence: int | None) -> Model:
+    return Model(
+        name, config["n_layer"], config["n_embd"], config["n_head"], vocab=config["vocab_size"],
+        sequence=sequence or config["n_positions"], ffn=config.get("n_inner") or 0,
+        tied=config.get("tie_word_embeddings", True), dropout=config.get("resid_pdrop", 0.1) > 0,
+    )
+
+
+def _from_bert(config: dict[str, Any], name: str, sequence: int | None) -> Model:
+    return Model(
+        name, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"],
+        vocab=config["vocab_size"], sequence=sequence or config["max_position_embeddings"], kind="bert",
+        ffn=config["intermediate_size"], dropout=config.get("hidden_dropout_prob", 0.1) > 0,
+    )
+
+
+def _from_llama(config: dict[str, Any], name: str, sequence: int | None) -> Model:
+    biased = config.get("attention_bias", False) or config["model_type"] == "qwen2"
+    rope = config.get("rope_parameters") or {}
+    return Model(
+        name, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"],
+        vocab=config["vocab_size"], sequence=sequence or config["max_position_embeddings"],
+        ffn=config["intermediate_size"], groups=config.get("num_key_value_heads") or 0,
+        head_size=config.get("head_dim") or 0, gated=True, rms_norm=True, rotary=True,
+        rotary_base=int(config.get("rope_theta") or rope.get("rope_theta") or 10000),
+        tied=config.get("tie_word_embeddings", False), bias=False, qkv_bias=biased, dropout=False,
+    )

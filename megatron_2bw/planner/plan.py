@@ -1,0 +1,113 @@
+"""One configuration: what the planner chooses, and Megatron's flags for it. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_2bw.planner.model import Model
+from megatron_2bw.schedules import SCHEDULES, Schedule, Shape
+from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.schedules.two_bw import TwoBW
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration on all GPUs: tensor × depth × width of them.
+
+    tensor, depth, width   tensor-parallel size, pipeline stages, data-parallel size
+    microbatch             samples
+    microbatches           a batch and pipeline; the global batch is microbatch × microbatches × width
+    recompute              none, selective (core attention), full (every layer)
+    schedule               of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved one
+    virtual                model chunks a stage
+    gradient_slots         2bw's gradient buffers
+    first, last            layers of the first and last stage if they differ from the others', else 0
+    sequence_parallel      the parts of a layer that tensor parallelism leaves whole are divided along the sequence
+    pipeline_inside        rank order tp-pp-dp: a pipeline's stages are neighbours, its replicas far apart;
+                           otherwise Megatron's default, where replicas of a stage are neighbours
+    """
+
+    tensor: int
+    depth: int
+    width: int
+    microbatch: int
+    microbatches: int
+    recompute: str = "none"
+    schedule: str = "2bw"
+    virtual: int = 1
+    gradient_slots: int = 2
+    distributed_optimizer: bool = False
+    first: int = 0
+    last: int = 0
+    pipeline_inside: bool = False
+    sequence_parallel: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.depth * self.width
+
+    @property
+    def global_batch(self) -> int:
+        return self.microbatch * self.microbatches * self.width
+
+    @property
+    def name(self) -> str:
+        """As in the paper, (width, depth), with what goes beyond it."""
+        words = [f"{self.schedule}", f"t{self.tensor} d{self.depth} w{self.width}", f"b{self.microbatch}"]
+        return " ".join(words)
+
+    @cached_property
+    def pipeline(self) -> Schedule:
+        """The schedule as data; Megatron's own is 1F1B with a flush, or interleaved."""
+        if self.virtual > 1:
+            return Interleaved(self.virtual)
+        if self.schedule == "2bw":
+            return TwoBW(self.gradient_slots)
+        return SCHEDULES["pipedream-flush" if self.schedule == "megatron" else self.schedule]
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.depth, self.microbatches)
+
+    def layers_of(self, model: Model) -> list[int]:
+        """Layers of each stage (of all its chunks)."""
+        if self.depth == 1:
+            return [model.layers]
+        if not self.first and not self.last:
+            return [model.layers // self.depth] * self.depth
+        uneven = [self.first, self.last]
+        middle = self.depth - sum(1 for layers in uneven if layers)
+        each = (model.layers - sum(uneven)) // middle if middle else 0
+        return [self.first or each, *[each] * (self.depth - 2), self.last or each]
+
+    def flags(self, precision: str = "bf16") -> list[str]:
+        """Megatron's and this project's flags of the configuration."""
+        words = [
+            "--pipeline-schedule", self.schedule,
+            "--tensor-model-parallel-size", self.tensor, "--pipeline-model-parallel-size", self.depth,
+            "--micro-batch-size", self.microbatch, "--global-batch-size", self.global_batch,
+        ]
+        if self.first:
+            words += ["--decoder-first-pipeline-num-layers", self.first]
+        if self.last:
+            words += ["--decoder-last-pipeline-num-layers", self.last]
+        if self.virtual > 1:
+            words += ["--num-virtual-stages-per-pipeline-rank", self.virtual]
+        if self.sequence_parallel:
+            words += ["--sequence-parallel"]
+        if self.recompute == "full":
+            words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+        elif self.recompute == "selective":
+            words += ["--recompute-granularity", "selective"]
+        if self.schedule == "2bw" and self.gradient_slots != 2:
+            words += ["--two-bw-gradient-slots", self.gradient_slots]
+        if self.distributed_optimizer:
+            words += ["--use-distributed-optimizer"]
+        if self.pipeline_inside:
+            words += ["--use-tp-pp-dp-mapping"]
+        if precision != "fp32":
+            words += [f"--{precision}"]
+        return [str(word) for word in words]

@@ -1,0 +1,213 @@
+"""Finds the fastest plans that are legal and fit: best first, and exactly. Pure Python.
+
+Invariant: what `Search` yields are the plans that a full enumeration of the space would put first, in its order. A
+plan waits in one queue with a bound on its time per sample that grows truer: of its shape, of its stages, of itself, simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_2bw.planner.cost import Cost
+from megatron_2bw.planner.legality import violations
+from megatron_2bw.planner.plan import RECOMPUTE, Plan
+from megatron_2bw.schedules import SCHEDULES
+
+# pipedream's delays differ by stage, so it is planned only when it is asked for.
+PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the search may choose from; None: everything that is legal.
+
+    batch       the largest safe global batch; a plan takes the largest multiple of its microbatches that is not above
+    microbatch  sizes; by default powers of two
+    virtual     chunks a stage of Megatron's interleaved schedule
+    uneven      first and last stages with fewer layers than the others
+    """
+
+    batch: int
+    schedules: tuple[str, ...] = PLANNED
+    tensor: tuple[int, ...] | None = None
+    depth: tuple[int, ...] | None = None
+    microbatch: tuple[int, ...] | None = None
+    recompute: tuple[str, ...] = RECOMPUTE
+    gradient_slots: tuple[int, ...] = (2, 1)
+    distributed_optimizer: tuple[bool, ...] = (False, True)
+    pipeline_inside: tuple[bool, ...] = (False, True)
+    virtual: tuple[int, ...] = (2, 3, 4, 5, 6, 8)
+    uneven: bool = True
+    sequence_parallel: bool = True
+
+
+class Search:
+    """Iterate over it for (seconds a sample, plan), fastest first.
+
+    rejected   legality's rule -> shapes (tensor, depth, microbatch) that break it
+    too_large  the plans that do not fit and whose bound is below the last one yielded, fastest bound first
+    examined   plans that were simulated
+    distinct   yield only the fastest plan of each (tensor, depth, width, schedule)
+    """
+
+    def __init__(self, cost: Cost, space: Space, distinct: bool = True):
+        self.cost, self.space, self.distinct = cost, space, distinct
+        self.rejected: Counter[str] = Counter()
+        self.too_large: list[Plan] = []
+        self.examined = 0
+        self._number = itertools.count()  # so that equal bounds leave the queue in the order of enumeration
+
+    def __iter__(self) -> Iterator[tuple[float, Plan]]:
+        queue: list[tuple[float, int, str, Plan]] = []
+
+        def put(bound: float, state: str, plan: Plan) -> None:
+            heapq.heappush(queue, (bound, next(self._number), state, plan))
+
+        for plan in self.shapes():
+            put(self._shape_bound(plan), "shape", plan)
+        found: set[tuple] = set()
+        while queue:
+            bound, _, state, plan = heapq.heappop(queue)
+            key = (plan.tensor, plan.depth, plan.width, plan.schedule)
+            if state == "shape":
+                for first, last in self.splits(plan.depth):
+                    split = replace(plan, first=first, last=last)
+                    put(self._split_bound(split), "split", split)
+            elif state == "split":
+                for variant in self.variants(plan):
+                    put(self.cost.lower_bound(variant) / variant.global_batch, "bound", variant)
+            elif self.distinct and key in found:
+                continue
+            elif state == "bound":
+                if not self.cost.fits(plan):
+                    self.too_large.append(plan)
+                else:
+                    self.examined += 1
+                    put(self.cost.seconds(plan) / plan.global_batch, "exact", plan)
+            else:
+                found.add(key)
+                yield bound, plan
+
+    def _shape_bound(self, plan: Plan) -> float:
+        """Seconds a sample if the layers were divided perfectly and nothing waited."""
+        works = self.cost.stages(replace(plan, depth=1, width=plan.width * plan.depth))
+        return works[0].total / (plan.depth * plan.microbatch * plan.width)
+
+    def _split_bound(self, plan: Plan) -> float:
+        """Seconds a sample if the busiest stage never waited."""
+        return max(work.total for work in self.cost.stages(plan)) / (plan.microbatch * plan.width)
+
+    def shapes(self) -> Iterator[Plan]:
+        """One plan for each legal (tensor, depth, width, microbatch, recompute), its schedule Megatron's."""
+        space, gpus = self.space, self.cost.cluster.gpus
+        for tensor in _divisors(gpus, space.tensor):
+            for depth in _divisors(gpus // tensor, space.depth):
+                width = gpus // (tensor * depth)
+                sizes = space.microbatch or tuple(2**k for k in range(12) if 2**k * width <= space.batch)
+                if not sizes:
+                    self.rejected["the global batch is smaller than the data-parallel size"] += 1
+                for microbatch in sizes:
+                    plan = self._shape(tensor, depth, width, microbatch)
+                    if plan is not None:
+                        yield from (replace(plan, recompute=recompute) for recompute in space.recompute)
+
+    def _shape(self, tensor: int, depth: int, width: int, microbatch: int) -> Plan | None:
+        microbatches = self.space.batch // (microbatch * width)
+        if not microbatches:
+            self.rejected["the global batch is smaller than the data-parallel size"] += 1
+            return None
+        split = next(iter(self.splits(depth)), None)
+        if split is None:
+            self.rejected["more stages than the layers divide into"] += 1
+            return None
+        plan = Plan(
+            tensor, depth, width, microbatch, microbatches, schedule="megatron", first=split[0], last=split[1],
+            sequence_parallel=self.space.sequence_parallel and tensor > 1,
+        )
+        broken = self._violations(plan)
+        if broken:
+            self.rejected[broken[0].rule] += 1
+            return None
+        return plan
+
+    def _violations(self, plan: Plan):
+        cost = self.cost
+        return violations(plan, cost.model, cost.cluster.gpus, cost.precision, cost.cluster.device.bf16)
+
+    def splits(self, depth: int) -> list[tuple[int, int]]:
+        """(first, last) layers of uneven stages, (0, 0) for an even split.
+
+        The ends also hold the embedding and the output layer, so they are never longer than the others; the others
+        are at most two layers longer than an even split would make them.
+        """
+        layers, found = self.cost.model.layers, []
+        if layers % depth == 0:
+            found.append((0, 0))
+        if depth == 1 or not self.space.uneven:
+            return found
+        if depth == 2:
+            near = max(layers // 8, 2)
+            firsts = range(max(layers // 2 - near, 1), min((layers + 1) // 2 + near, layers - 1) + 1)
+            return found + [(first, layers - first) for first in firsts if 2 * first != layers]
+        for middle in range(-(-layers // depth), -(-layers // depth) + 3):
+            ends = layers - middle * (depth - 2)
+            found += [(first, ends - first) for first in range(max(ends - middle, 1), min(middle, ends - 1) + 1)
+                      if (first, ends - first) != (middle, middle)]
+        return found
+
+    def variants(self, split: Plan) -> Iterator[Plan]:
+        """All legal plans of a shape with its layers divided."""
+        for schedule, slots, virtual in self._schedules(split):
+            microbatches = split.microbatches
+            if virtual > 1:
+                microbatches -= microbatches % split.depth
+            if not microbatches or (virtual > 1 and split.first):
+                continue
+            plan = replace(split, schedule=schedule, gradient_slots=slots, virtual=virtual, microbatches=microbatches)
+            if self._violations(plan):
+                continue
+            for inside, distributed in itertools.product(self._orders(split), self._optimizers(plan)):
+                yield replace(plan, pipeline_inside=inside, distributed_optimizer=distributed)
+
+    def _schedules(self, shape: Plan) -> Iterator[tuple[str, int, int]]:
+        """(schedule, gradient slots, chunks a stage)."""
+        for schedule in self.space.schedules:
+            if schedule == "2bw":
+                yield from ((schedule, slots, 1) for slots in self.space.gradient_slots)
+                continue
+            if shape.depth == 1 and schedule not in ("megatron", "pipedream") and "megatron" in self.space.schedules:
+                continue  # on one stage they all are the same
+            yield schedule, 2, 1
+            if schedule == "megatron" and shape.depth > 1 and self.cost.model.layers % shape.depth == 0:
+                each = self.cost.model.layers // shape.depth
+                yield from ((schedule, 2, virtual) for virtual in self.space.virtual if each % virtual == 0)
+
+    def _orders(self, shape: Plan) -> tuple[bool, ...]:
+        """Rank orders that differ: with one server or without a choice they do not."""
+        per_server = self.cost.cluster.gpus_per_server
+        if shape.depth == 1 or shape.width == 1 or shape.gpus <= per_server:
+            return self.space.pipeline_inside[:1]
+        return self.space.pipeline_inside
+
+    def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
+        if plan.width == 1:
+            return self.space.distributed_optimizer[:1]
+        return tuple(
+            choice for choice in self.space.distributed_optimizer if not (choice and plan.schedule == "pipedream")
+        )
+
+
+def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0 and (allowed is None or k in allowed)]
+
+
+def best(cost: Cost, space: Space, count: int = 1) -> list[Plan]:
+    """The `count` fastest plans."""
+    return [plan for _, plan in itertools.islice(Search(cost, space), count)]
+
+
+assert set(PLANNED) <= {"megatron", *SCHEDULES}

@@ -1,0 +1,231 @@
+"""The planner's profile: its file, what it says between the measured sizes, and one real measurement on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megatron_2bw.planner import profile as module
+from megatron_2bw.planner.cluster import Link
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.profile import BlockTime, Profile, ProfileError
+
+MODEL = Model("tiny", 2, 64, 4, vocab=100, sequence=32)
+PROFILE = Profile(
+    device="cpu", precision="fp32", hidden=64, heads=4, ffn=256, groups=4, head_size=16, sequence=32, gated=False,
+    dropout=True, vocab=100, blocks=(BlockTime(2, 1.0, 2.0), BlockTime(4, 1.5, 3.5), BlockTime(8, 3.5, 7.5)),
+    output=(BlockTime(2, 0.25, 0.5),), optimizer_seconds_per_parameter=1e-9, optimizer="Adam", threads=1,
+    made_with="by hand", inside=Link(100.0, 10.0, measured=True),
+)
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "profile.json"
+    for profile in (PROFILE, replace(PROFILE, inside=None, between=Link(2.5, 50.0, measured=True), gated=True)):
+        profile.save(path)
+        assert Profile.load(path) == profile
+    assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_the_file_says_of_each_term_where_it_is_from(tmp_path):
+    PROFILE.save(tmp_path / "p")
+    terms = json.loads((tmp_path / "p").read_text())["terms"]
+    assert {name for name, word in terms.items() if word == "MEASURED"} == {
+        "blocks", "output", "optimizer_seconds_per_parameter", "inside"
+    }
+    assert terms["between"].startswith("ESTIMATED")
+    assert replace(PROFILE, inside=Link(100.0, 10.0)).terms["inside"].startswith("ESTIMATED")
+
+
+@pytest.mark.parametrize("broken", ["dump", "replace"])
+def test_a_failing_write_leaves_the_old_file(broken, tmp_path, monkeypatch):
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+
+    def fails(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.json if broken == "dump" else module.os, broken, fails)
+    with pytest.raises(OSError):
+        replace(PROFILE, vocab=7).save(path)
+    assert Profile.load(path) == PROFILE
+    assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_files_that_are_no_profiles(tmp_path):
+    path = tmp_path / "profile.json"
+    with pytest.raises(ProfileError, match="^--profile .*profile.json: not a readable JSON file .*No such file"):
+        Profile.load(path)
+    path.write_text('{"kind": ')
+    with pytest.raises(ProfileError, match="not a readable JSON file"):
+        Profile.load(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ProfileError, match="not a readable JSON file"):
+        Profile.load(path)
+    for text in ("[1]", "{}", '{"kind": "else"}'):
+        path.write_text(text)
+        with pytest.raises(ProfileError, match="not a profile; `megatron-2bw-plan profile --json PATH` writes one"):
+            Profile.load(path)
+
+
+POINT = {"microbatch": 1, "forward": 1.0, "backward": 1.0}
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"heads": None}, "heads must be of type int, not null"),
+    ({"heads": True}, "heads must be of type int, not true"),
+    ({"heads": 4.0}, "heads must be of type int, not 4.0"),
+    ({"gated": 1}, "gated must be of type bool, not 1"),
+    ({"device": 1}, "device must be of type str, not 1"),
+    ({"vocab": 0}, "vocab must be positive, not 0"),
+    ({"optimizer_seconds_per_parameter": float("nan")}, "optimizer_seconds_per_parameter must be positive, not nan"),
+    ({"optimizer_seconds_per_parameter": float("inf")}, "optimizer_seconds_per_parameter must be positive, not inf"),
+    ({"speed": 1}, "unknown entry speed"),
+    ({"blocks": []}, "blocks: expected a list of times by microbatch"),
+    ({"output": 3}, "output: expected a list of times by microbatch"),
+    ({"blocks": [1]}, "blocks: expected the entries microbatch, forward, backward"),
+    ({"blocks": [{"microbatch": 1, "forward": 1.0}]}, "blocks: the entry backward is missing"),
+    ({"blocks": [POINT | {"forward": -1}]}, "blocks: forward must be positive, not -1"),
+    ({"blocks": [POINT, POINT]}, "blocks: the microbatches must ascend"),
+    ({"inside": 3}, "inside: expected the entries gb_s, latency_us, measured"),
+    ({"between": {"gb_s": 1, "latency_us": 1}}, "between: the entry measured is missing"),
+    ({"between": {"gb_s": 1, "latency_us": 1, "measured": 1}}, "between: measured must be of type bool, not 1"),
+])
+def test_wrong_entries(changes, message, tmp_path):
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ProfileError) as error:
+        Profile.load(path)
+    assert str(error.value) == f"--profile {path}: {message}"
+
+
+@pytest.mark.parametrize("name", ["hidden", "blocks", "threads", "between"])
+def test_missing_entries(name, tmp_path):
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != name}))
+    with pytest.raises(ProfileError, match=f": the entry {name} is missing$"):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize("microbatch, expected", [
+    (2, (1.0, 2.0)), (4, (1.5, 3.5)), (8, (3.5, 7.5)),  # as measured
+    (3, (1.25, 2.75)), (6, (2.5, 5.5)),  # between
+    (12, (5.5, 11.5)), (16, (7.5, 15.5)),  # on the line through the last two
+    (1, (0.75, 1.25)),  # on the line through the first two
+])
+def test_times_of_a_layer(microbatch, expected):
+    assert PROFILE.layer(microbatch) == pytest.approx(expected)
+
+
+def test_bounds_outside_the_measured_sizes():
+    noisy = replace(PROFILE, blocks=(BlockTime(4, 2.0, 1.0), BlockTime(8, 1.0, 4.0)))
+    assert noisy.layer(16) == (1.0, 10.0)  # never less than the last point
+    assert noisy.layer(1) == (2.0, 0.25)  # neither more than the first point nor less than in proportion
+    assert PROFILE.output_layer(1) == (0.125, 0.25)  # a single point: in proportion
+    assert PROFILE.output_layer(8) == (1.0, 2.0)
+
+
+def test_a_profile_fits_its_model():
+    assert PROFILE.fits(MODEL) is None
+    assert PROFILE.fits(replace(MODEL, layers=99, vocab=7, tied=False)) is None
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({"hidden": 128, "ffn": 256, "head_size": 16}, "--hidden-size: the profile was measured with 64, and tiny has 128"),
+    ({"heads": 2, "groups": 2}, "--num-attention-heads: the profile was measured with 4, and tiny has 2"),
+    ({"ffn": 512}, "--ffn-hidden-size: the profile was measured with 256, and tiny has 512"),
+    ({"groups": 2}, "--num-query-groups: the profile was measured with 4, and tiny has 2"),
+    ({"head_size": 32}, "--kv-channels: the profile was measured with 16, and tiny has 32"),
+    ({"sequence": 64}, "--seq-length: the profile was measured with 32, and tiny has 64"),
+    ({"gated": True}, "--swiglu: the profile was measured with off, and tiny has on"),
+])
+def test_a_profile_of_other_layers(changes, expected):
+    assert PROFILE.fits(replace(MODEL, **changes)) == expected
+
+
+def options(path, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    module.add_flags(parser)
+    return parser.parse_args(["--json", str(path), *words])
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No job around, and one thread: several wait for each other on a busy machine, and times say little then."""
+    import torch
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--microbatches", "1,x"], "--microbatches 1,x: expected positive whole numbers such as 1,2,4,8"),
+    (["--microbatches", "0"], "--microbatches 0: expected positive whole numbers"),
+    (["--microbatches", ""], "--microbatches : expected positive whole numbers"),
+    (["--repeats", "0"], "--repeats must be positive, not 0"),
+])
+def test_wrong_flags(words, message, tmp_path, alone, capsys):
+    assert module.run(options(tmp_path / "p", *words), MODEL) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"megatron-2bw-plan profile: error: {message}") and error.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path, alone, capsys, monkeypatch):
+    monkeypatch.setattr(module, "measure_block", None)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "below"):
+        assert module.run(options(path), MODEL) == 2
+        assert capsys.readouterr().err.startswith(f"megatron-2bw-plan profile: error: --json {path}: ")
+
+
+def test_reading_needs_no_torch():
+    code = "import sys, megatron_2bw.planner.profile; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_real_measurement(tmp_path, alone, capsys):
+    import torch.distributed as dist
+
+    from megatron_2bw import cpu
+
+    path = tmp_path / "new" / "profile.json"
+    words = ("--device", "cpu", "--microbatches", "64,1", "--repeats", "5")
+    model = replace(MODEL, sequence=64, vocab=1000)
+    assert module.run(options(path, *words), model) == 0
+    profile = Profile.load(path)
+    assert profile.fits(model) is None
+    assert (profile.device, profile.precision, profile.vocab) == ("cpu", "fp32", 1000)
+    assert profile.threads == 1
+    assert profile.inside is None and profile.between is None
+    assert profile.optimizer == "Megatron's FP32Optimizer with torch's AdamW"
+    assert 0 < profile.optimizer_seconds_per_parameter < 1e-3
+    for points in (profile.blocks, profile.output):
+        small, large = points
+        assert (small.microbatch, large.microbatch) == (1, 64)
+        assert small.forward > 0 and small.backward > 0
+        assert small.forward + small.backward < large.forward + large.backward
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("MEASURED") for line in lines) == 5 and lines[-1] == f"wrote {path}"
+    assert not cpu.installed() and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("precision, model", [
+    ("bf16", replace(MODEL, gated=True, rms_norm=True, rotary=True, groups=2, bias=False, dropout=False)),
+    ("fp16", replace(MODEL, kind="bert", qkv_bias=True)),
+])
+def test_other_layers(precision, model, alone):
+    profile = module.measure_block(model, precision, [1], "cpu", repeats=1)
+    assert profile.fits(model) is None and profile.precision == precision
+    assert "Float16Optimizer" in profile.optimizer
+    assert min(*profile.layer(1), *profile.output_layer(1)) > 0
