@@ -18,18 +18,20 @@ class ClusterError(ValueError):
 class Link:
     """What one GPU (inside a server) or one server's network (between servers) sends, in one direction.
 
-    gb_s        bytes a second in 10⁹ that messages really get
+    gb_s        bytes a second in 10⁹ that messages really get, over all cards
     latency_us  of one message
+    rails       network cards of the server; one message takes one of them
     measured    by `megatron-2bw-plan profile`
     """
 
     gb_s: float
     latency_us: float
+    rails: int = 1
     measured: bool = False
 
-    def seconds(self, size: float, sharers: float = 1) -> float:
-        """Time of one message of `size` bytes where `sharers` of them use the link at once."""
-        return self.latency_us * 1e-6 + size * sharers / (self.gb_s * 1e9)
+    def rate(self, sharers: int, cards: int = 1) -> float:
+        """Bytes a second of one of `sharers` that send at once, each over as many as `cards` cards."""
+        return self.gb_s * 1e9 * min(1 / sharers, cards / self.rails, 1)
 
 
 @dataclass(frozen=True)
@@ -89,17 +91,28 @@ A100_80 = Device("A100-80GB", 80, 312, 2039, tflops_fp32=19.5)
 H100 = Device("H100-80GB", 80, 989, 3350, tflops_fp32=67)
 H200 = Device("H200-141GB", 141, 989, 4800, tflops_fp32=67)
 
-# Links: all-reduce bus bandwidths that NCCL reaches inside the server; between servers, what the network cards of one
-# server carry, less a fifth for protocols.
+def _calibrated(device: Device, source: str, **constants: float) -> Device:
+    return replace(device, calibration=source, **constants)
+
+
+_A100 = dict(gemm_efficiency=0.7, memory_efficiency=0.65, layer_launch_us=600, collective_launch_us=40)
+_LAYER_TIMES = "share of peak and bandwidth: one layer of 22B on 8 A100 (arXiv 2205.05198, Table 4)"
+_V100 = dict(gemm_efficiency=0.55, memory_efficiency=0.65, layer_launch_us=600)
+_V100_TIMES = "45 TFLOP/s on GPT 355M (arXiv 2006.09503, section 5)"
+_ASSUMED = "shares of the A100 assumed"
+
+# Links: all-reduce bus bandwidths that NCCL reaches inside the server, latency of one step of a ring; between servers,
+# what the network cards of one server carry, less a fifth for protocols.
 PRESETS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
-        Cluster("p3.16xlarge", 1, 8, V100, Link(130, 20), Link(2.5, 50)),  # 25 Gbit/s
-        Cluster("8x1080ti", 1, 8, GTX1080TI, Link(10, 25), Link(1.0, 50)),  # PCIe; 10 Gbit/s assumed
-        Cluster("dgx-a100-40", 1, 8, A100_40, Link(230, 15), Link(160, 20)),  # 8 × 200 Gbit/s
-        Cluster("dgx-a100-80", 1, 8, A100_80, Link(230, 15), Link(160, 20)),
-        Cluster("dgx-h100", 1, 8, H100, Link(370, 12), Link(320, 15)),  # 8 × 400 Gbit/s
-        Cluster("hgx-h200", 1, 8, H200, Link(370, 12), Link(320, 15)),
+        Cluster("p3.16xlarge", 1, 8, _calibrated(V100, _V100_TIMES, **_V100), Link(130, 5), Link(2.5, 50)),  # 25 Gbit/s
+        # PCIe; 10 Gbit/s assumed
+        Cluster("8x1080ti", 1, 8, _calibrated(GTX1080TI, _ASSUMED, **_V100), Link(10, 10), Link(1.0, 50)),
+        Cluster("dgx-a100-40", 1, 8, _calibrated(A100_40, _LAYER_TIMES, **_A100), Link(230, 6), Link(160, 20, 8)),
+        Cluster("dgx-a100-80", 1, 8, _calibrated(A100_80, _LAYER_TIMES, **_A100), Link(230, 6), Link(160, 20, 8)),  # 8 × 200
+        Cluster("dgx-h100", 1, 8, _calibrated(H100, _ASSUMED, **_A100), Link(370, 5), Link(320, 15, 8)),  # 8 × 400 Gbit/s
+        Cluster("hgx-h200", 1, 8, _calibrated(H200, _ASSUMED, **_A100), Link(370, 5), Link(320, 15, 8)),
     )
 }
 
@@ -136,7 +149,7 @@ def from_dict(text: Any, where: str) -> Cluster:
         names = {entry.name for entry in fields(Device)}
         given = _take(gpu, f"{where}: gpu", {"memory_gib", "tflops", "memory_gb_s"}, names)
         device = Device(**({"name": "gpu"} | given))
-    links = {name: Link(**_take(top[name], f"{where}: {name}", {"gb_s", "latency_us"}, {"measured"}))
+    links = {name: Link(**_take(top[name], f"{where}: {name}", {"gb_s", "latency_us"}, {"measured", "rails"}))
              for name in ("inside", "between")}
     cluster = Cluster(str(top.get("name", where)), top["servers"], top["gpus_per_server"], device, **links)
     for name in ("servers", "gpus_per_server"):

@@ -63,15 +63,16 @@ class Cost:
 
     flash           attention that never stores its scores; the device's default if None
     margin          share of the memory that is left to the CUDA context, the communication library and fragmentation
-    scatter_gather  each tensor rank sends its part of a message without sequence parallelism too, as Megatron-LM did
-                    in 2021 (arXiv 2104.04473, section 4.1) and Megatron-core no longer does
+    old_exchange    messages as in Megatron-LM of 2021 to 2023, which published tables were measured with: each tensor
+                    rank sends its part without sequence parallelism too (arXiv 2104.04473, section 4.1), and
+                    interleaved stages wait for a message as others do
     """
 
     def __init__(
         self, model: Model, cluster: Cluster, precision: str = "bf16", flash: bool | None = None, margin: float = 0.1,
-        scatter_gather: bool = False,
+        old_exchange: bool = False,
     ):
-        self.scatter_gather = scatter_gather
+        self.old_exchange = old_exchange
         self._works: dict[tuple, list[Work]] = {}
         self._counts: dict[tuple, list[float]] = {}
         self.model, self.cluster, self.precision, self.margin = model, cluster, precision, margin
@@ -129,7 +130,7 @@ class Cost:
         works = self.stages(plan)
         schedule, place = plan.pipeline, self._layout(plan)
         size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
-        size /= plan.tensor if plan.sequence_parallel or self.scatter_gather else 1
+        size /= plan.tensor if plan.sequence_parallel or self.old_exchange else 1
         messages = [message(self.cluster, leaving, size) for leaving in place.boundaries]
         if plan.depth == 1:
             messages = [(0.0, 0.0)]
@@ -152,7 +153,7 @@ class Cost:
         if plan.schedule != "megatron" or plan.depth == 1:
             return 0.0
         exchange = self.cluster.device.exchange_us * 1e-6
-        return [exchange + (seconds if plan.virtual == 1 else 0.0) for seconds, _ in messages]
+        return [exchange + (seconds if plan.virtual == 1 or self.old_exchange else 0.0) for seconds, _ in messages]
 
     def _layout(self, plan: Plan):
         return layout(plan.tensor, plan.depth, plan.width, plan.pipeline_inside, self.cluster.gpus_per_server)

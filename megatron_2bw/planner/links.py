@@ -63,10 +63,10 @@ def layout(tensor: int, depth: int, width: int, pipeline_inside: bool, gpus_per_
         boundaries.append(min(max(leaving.values(), default=0), gpus_per_server))
     on = min(gpus_per_server, tensor * depth * width)
     tensors = [server(0, 0, part) for part in range(tensor)]
-    ends = [server(0, 0), server(depth - 1, 0)]
-    return Layout(
-        _group(tensors, on), _group([server(0, i) for i in range(width)], on), _group(ends, on), tuple(boundaries)
-    )
+    apart = server(0, 0) != server(depth - 1, 0)
+    firsts = min(tensor * sum(server(0, i) == server(0, 0) for i in range(width)), gpus_per_server)
+    ends = Group(2, 2, firsts) if apart else Group(2, 1, 1)
+    return Layout(_group(tensors, on), _group([server(0, i) for i in range(width)], on), ends, tuple(boundaries))
 
 
 def _group(servers: list[int], gpus_per_server: int) -> Group:
@@ -87,7 +87,7 @@ def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
     if group.in_server > 1:
         seconds = sent / (inside.gb_s * 1e9)
     if group.servers > 1:
-        seconds = max(seconds, sent * group.sharers / (between.gb_s * 1e9))
+        seconds = max(seconds, sent / between.rate(group.sharers, group.in_server))
         latency += 2 * math.log2(group.servers) * between.latency_us
     return seconds + latency * 1e-6
 
@@ -103,5 +103,5 @@ def message(cluster: Cluster, leaving: int, size: float) -> tuple[float, float]:
     leaving: messages that leave the same server at once, 0 if it stays inside.
     """
     link = cluster.between if leaving else cluster.inside
-    seconds = link.seconds(size, max(leaving, 1))
-    return seconds, seconds - link.latency_us * 1e-6
+    taken = size / link.rate(max(leaving, 1))
+    return link.latency_us * 1e-6 + taken, taken

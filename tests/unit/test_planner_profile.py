@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_2bw.planner import measure
 from megatron_2bw.planner import profile as module
 from megatron_2bw.planner.cluster import Link
 from megatron_2bw.planner.model import Model
@@ -17,8 +18,9 @@ from megatron_2bw.planner.profile import BlockTime, Profile, ProfileError
 
 MODEL = Model("tiny", 2, 64, 4, vocab=100, sequence=32)
 PROFILE = Profile(
-    device="cpu", precision="fp32", hidden=64, heads=4, ffn=256, groups=4, head_size=16, sequence=32, gated=False,
-    dropout=True, vocab=100, blocks=(BlockTime(2, 1.0, 2.0), BlockTime(4, 1.5, 3.5), BlockTime(8, 3.5, 7.5)),
+    device="cpu", precision="fp32", architecture="gpt", hidden=64, heads=4, ffn=256, groups=4, head_size=16,
+    sequence=32, gated=False, dropout=True, vocab=100,
+    blocks=(BlockTime(2, 1.0, 2.0), BlockTime(4, 1.5, 3.5), BlockTime(8, 3.5, 7.5)),
     output=(BlockTime(2, 0.25, 0.5),), optimizer_seconds_per_parameter=1e-9, optimizer="Adam", threads=1,
     made_with="by hand", inside=Link(100.0, 10.0, measured=True),
 )
@@ -40,6 +42,7 @@ def test_the_file_says_of_each_term_where_it_is_from(tmp_path):
     }
     assert terms["between"].startswith("ESTIMATED")
     assert replace(PROFILE, inside=Link(100.0, 10.0)).terms["inside"].startswith("ESTIMATED")
+    assert replace(PROFILE, architecture="bert").terms["output"].startswith("MEASURED with GPT's output layer")
 
 
 @pytest.mark.parametrize("broken", ["dump", "replace"])
@@ -134,7 +137,10 @@ def test_bounds_outside_the_measured_sizes():
 
 def test_a_profile_fits_its_model():
     assert PROFILE.fits(MODEL) is None
+    assert PROFILE.fits(MODEL, "fp32") is None
     assert PROFILE.fits(replace(MODEL, layers=99, vocab=7, tied=False)) is None
+    expected = "--precision: the profile was measured with fp32, and bf16 is asked for"
+    assert PROFILE.fits(MODEL, "bf16") == expected
 
 
 @pytest.mark.parametrize("changes, expected", [
@@ -145,6 +151,7 @@ def test_a_profile_fits_its_model():
     ({"head_size": 32}, "--kv-channels: the profile was measured with 16, and tiny has 32"),
     ({"sequence": 64}, "--seq-length: the profile was measured with 32, and tiny has 64"),
     ({"gated": True}, "--swiglu: the profile was measured with off, and tiny has on"),
+    ({"dropout": False}, "--hidden-dropout: the profile was measured with on, and tiny has off"),
 ])
 def test_a_profile_of_other_layers(changes, expected):
     assert PROFILE.fits(replace(MODEL, **changes)) == expected
@@ -152,7 +159,7 @@ def test_a_profile_of_other_layers(changes, expected):
 
 def options(path, *words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    module.add_flags(parser)
+    measure.add_flags(parser)
     return parser.parse_args(["--json", str(path), *words])
 
 
@@ -176,21 +183,21 @@ def alone(monkeypatch):
     (["--repeats", "0"], "--repeats must be positive, not 0"),
 ])
 def test_wrong_flags(words, message, tmp_path, alone, capsys):
-    assert module.run(options(tmp_path / "p", *words), MODEL) == 2
+    assert measure.run(options(tmp_path / "p", *words), MODEL) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"megatron-2bw-plan profile: error: {message}") and error.count("\n") == 1
 
 
 def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path, alone, capsys, monkeypatch):
-    monkeypatch.setattr(module, "measure_block", None)
+    monkeypatch.setattr(measure, "measure_block", None)
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "below"):
-        assert module.run(options(path), MODEL) == 2
+        assert measure.run(options(path), MODEL) == 2
         assert capsys.readouterr().err.startswith(f"megatron-2bw-plan profile: error: --json {path}: ")
 
 
 def test_reading_needs_no_torch():
-    code = "import sys, megatron_2bw.planner.profile; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    code = "import sys, megatron_2bw.planner.measure; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -202,10 +209,10 @@ def test_a_real_measurement(tmp_path, alone, capsys):
     path = tmp_path / "new" / "profile.json"
     words = ("--device", "cpu", "--microbatches", "64,1", "--repeats", "5")
     model = replace(MODEL, sequence=64, vocab=1000)
-    assert module.run(options(path, *words), model) == 0
+    assert measure.run(options(path, *words), model) == 0
     profile = Profile.load(path)
-    assert profile.fits(model) is None
-    assert (profile.device, profile.precision, profile.vocab) == ("cpu", "fp32", 1000)
+    assert profile.fits(model, "fp32") is None
+    assert (profile.device, profile.vocab, profile.architecture) == ("cpu", 1000, "gpt")
     assert profile.threads == 1
     assert profile.inside is None and profile.between is None
     assert profile.optimizer == "Megatron's FP32Optimizer with torch's AdamW"
@@ -225,7 +232,7 @@ def test_a_real_measurement(tmp_path, alone, capsys):
     ("fp16", replace(MODEL, kind="bert", qkv_bias=True)),
 ])
 def test_other_layers(precision, model, alone):
-    profile = module.measure_block(model, precision, [1], "cpu", repeats=1)
-    assert profile.fits(model) is None and profile.precision == precision
+    profile = measure.measure_block(model, precision, [1], "cpu", repeats=1)
+    assert profile.fits(model, precision) is None and profile.architecture == model.kind
     assert "Float16Optimizer" in profile.optimizer
     assert min(*profile.layer(1), *profile.output_layer(1)) > 0

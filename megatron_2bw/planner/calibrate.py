@@ -1,0 +1,140 @@
+"""Fits a cluster's constants to a few measured iteration times. NumPy only.
+
+The fit is Gauss-Newton on the logarithms of the times, with the preset as a prior: a constant that the runs say nothing
+about stays where it was. Invariant: the constants keep their physical meaning, so one fit serves all plans and models.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.cost import Cost
+from megatron_2bw.planner.model import Model, ModelError
+from megatron_2bw.planner.plan import Plan
+
+DEVICE = (
+    "gemm_efficiency", "memory_efficiency", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us",
+)
+LINK = ("gb_s", "latency_us")
+NOISE, PRIOR = 0.1, 0.5  # spread of a measured time about the model's, and of a constant about the preset's (logarithms)
+SHARE_LIMIT = 0.95  # of the peak and of the bandwidth
+
+
+class RunsError(ValueError):
+    """A table of runs that cannot be used, said in one line."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured run: seconds an iteration of a plan of a model on so many GPUs."""
+
+    model: Model
+    plan: Plan
+    seconds: float
+    precision: str = "bf16"
+    flash: bool = False
+
+
+def predict(cluster: Cluster, runs: Sequence[Run]) -> list[float]:
+    """Seconds an iteration of each run on `cluster`, with as many servers as the run has."""
+    costs: dict[tuple, Cost] = {}
+    seconds = []
+    for run in runs:
+        servers = -(-run.plan.gpus // cluster.gpus_per_server)
+        key = (run.model, servers, run.precision, run.flash)
+        if key not in costs:
+            costs[key] = Cost(run.model, replace(cluster, servers=servers), run.precision, run.flash)
+        seconds.append(costs[key].seconds(run.plan))
+    return seconds
+
+
+def calibrate(cluster: Cluster, runs: Sequence[Run], iterations: int = 15) -> Cluster:
+    """`cluster` with the constants that explain `runs` best; those of links between servers only if runs cross them."""
+    import numpy as np
+
+    names = [("device", name) for name in DEVICE] + [("inside", name) for name in LINK]
+    if any(run.plan.gpus > cluster.gpus_per_server for run in runs):
+        names += [("between", name) for name in LINK]
+    start = np.array([getattr(getattr(cluster, part), name) for part, name in names])
+    logs = np.log([run.seconds for run in runs])
+
+    def build(x) -> Cluster:
+        built = cluster
+        for (part, name), value in zip(names, start * np.exp(x)):
+            if name.endswith("efficiency"):
+                value = min(value, SHARE_LIMIT)
+            built = replace(built, **{part: replace(getattr(built, part), **{name: float(value)})})
+        return built
+
+    def residuals(x):
+        return np.concatenate([(np.log(predict(build(x), runs)) - logs) / NOISE, x / PRIOR])
+
+    x, damping, small = np.zeros(len(names)), 1e-2, 1e-3
+    errors = residuals(x)
+    for _ in range(iterations):
+        slope = np.stack([(residuals(x + small * unit) - errors) / small for unit in np.eye(len(x))], axis=1)
+        while damping < 1e6:
+            change = np.linalg.solve(slope.T @ slope + damping * np.eye(len(x)), -slope.T @ errors)
+            tried = residuals(x + change)
+            if tried @ tried < errors @ errors:
+                x, errors, damping = x + change, tried, damping / 3
+                break
+            damping *= 3
+        else:
+            break
+    fitted = build(x)
+    return replace(fitted, device=replace(fitted.device, calibration=f"fitted to {len(runs)} measured runs"))
+
+
+COLUMNS = (
+    "layers", "hidden", "heads", "sequence", "tensor", "depth", "width", "microbatch", "global_batch", "seconds",
+)
+OPTIONAL = {
+    "vocab": 50257, "recompute": "none", "schedule": "megatron", "virtual": 1, "precision": "bf16", "flash": 0,
+    "kind": "gpt", "ffn": 0, "groups": 0, "gated": 0, "sequence_parallel": 0, "distributed_optimizer": 0,
+    "pipeline_inside": 0,
+}
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Runs from a CSV file with COLUMNS and any of OPTIONAL. RunsError names the line and column that is wrong."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise RunsError(f"{path}: {error.strerror}") from None
+    if not rows:
+        raise RunsError(f"{path}: no rows; expected a header with {', '.join(COLUMNS)}")
+    missing, unknown = set(COLUMNS) - set(rows[0]), set(rows[0]) - set(COLUMNS) - set(OPTIONAL)
+    if missing or unknown:
+        what = f"the column {sorted(missing)[0]} is missing" if missing else f"unknown column {sorted(unknown)[0]}"
+        raise RunsError(f"{path}: {what} (known: {', '.join([*COLUMNS, *OPTIONAL])})")
+    return [_run(row, f"{path}, line {line}") for line, row in enumerate(rows, 2)]
+
+
+def _run(row: dict[str, str], where: str) -> Run:
+    values = {}
+    for name in [*COLUMNS, *OPTIONAL]:
+        text = row.get(name) or str(OPTIONAL.get(name, ""))
+        try:
+            values[name] = text if isinstance(OPTIONAL.get(name), str) else (float if name == "seconds" else int)(text)
+        except ValueError:
+            raise RunsError(f"{where}: {name} is {text!r}, not a number") from None
+    if values["seconds"] <= 0 or values["global_batch"] % (values["microbatch"] * values["width"] or 1):
+        raise RunsError(f"{where}: seconds must be positive and global_batch a multiple of microbatch × width")
+    shape = {f.name: values[f.name] for f in fields(Model) if f.name in values}
+    try:
+        model = Model("run", **{name: bool(value) if name == "gated" else value for name, value in shape.items()})
+    except ModelError as error:
+        raise RunsError(f"{where}: {error}") from None
+    microbatches = values["global_batch"] // (values["microbatch"] * values["width"])
+    flags = {name: bool(values[name]) for name in ("sequence_parallel", "distributed_optimizer", "pipeline_inside")}
+    plan = Plan(
+        values["tensor"], values["depth"], values["width"], values["microbatch"], microbatches, values["recompute"],
+        values["schedule"], values["virtual"], **flags,
+    )
+    return Run(model, plan, values["seconds"], values["precision"], bool(values["flash"]))

@@ -1,0 +1,405 @@
+"""What a search has found, in words, tables and JSON. Pure Python.
+
+Invariant: every number is one of the estimates, and every term of them says whether it was MEASURED or is ESTIMATED.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megatron_2bw.planner.cluster import Link
+from megatron_2bw.planner.cost import Cost, Estimate
+from megatron_2bw.planner.jobs import by_flag
+from megatron_2bw.planner.legality import is_legal
+from megatron_2bw.planner.memory import GIB
+from megatron_2bw.planner.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.search import Search, Space
+
+MEASURED, ESTIMATED = "MEASURED", "ESTIMATED"
+TERMS = {
+    "compute": "compute", "tensor": "tensor-parallel collectives", "pipeline": "messages between stages",
+    "data": "the reduction of gradients", "update": "the optimizer's step", "bubble": "waiting for other stages",
+}
+KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+DEEP = 12  # stages that are listed one by one
+SMALL = 0.02  # of the time; a lesser difference of a term is not told
+LOOKED_AT = 1000  # plans that do not fit, for one that a single change lets in
+
+CAVEAT = """\
+The global batch is taken to be the largest that is safe for convergence: throughput grows with the batch, so a larger,
+unsafe one would look better here. The gradients of 2bw are late by one update (delay 1): check convergence at this
+batch and learning rate before a long run."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search has found: the fastest plans, fastest first, and what it left out; `seconds` that it took."""
+
+    cost: Cost
+    space: Space
+    estimates: list[Estimate]
+    search: Search
+    seconds: float
+
+    @cached_property
+    def rivals(self) -> list[Estimate]:
+        """The fastest plan of another shape, and of each other schedule: searched for if it is not in the table."""
+        winner, *others = self.estimates
+        shape = _shape(winner.plan)
+        found = [estimate for estimate in others if _shape(estimate.plan) != shape][:1]
+        for schedule in self.space.schedules:
+            if schedule == winner.plan.schedule:
+                continue
+            best = next((estimate for estimate in others if estimate.plan.schedule == schedule), None)
+            if best is None:
+                search = Search(self.cost, replace(self.space, schedules=(schedule,)))
+                best = next((self.cost.estimate(plan) for _, plan in search), None)
+            if best is not None and best not in found:
+                found.append(best)
+        return found
+
+
+def _shape(plan: Plan) -> tuple[int, int, int]:
+    return plan.tensor, plan.depth, plan.width
+
+
+def _per_sample(estimate: Estimate) -> float:
+    return estimate.seconds / estimate.plan.global_batch
+
+
+def schedule_name(plan: Plan) -> str:
+    """The schedule with its model chunks and gradient slots: `megatron x3`, `2bw 1 slot`."""
+    chunks = f" x{plan.virtual}" if plan.virtual > 1 else ""
+    return plan.schedule + chunks + (" 1 slot" if plan.gradient_slots == 1 else "")
+
+
+def title(plan: Plan) -> str:
+    """A plan in a few words: `2bw t1 d8 w8 b4, full recompute`."""
+    sizes = f"{schedule_name(plan)} t{plan.tensor} d{plan.depth} w{plan.width} b{plan.microbatch}"
+    return sizes + (f", {plan.recompute} recompute" if plan.recompute != "none" else "")
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _aligned(head: list[str], rows: list[list[str]], left: set[str]) -> list[str]:
+    """Lines of a table, columns two blanks apart; the columns of `left` are words, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    pads = [str.ljust if name in left else str.rjust for name in head]
+    lines = ("  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths)) for row in [head, *rows])
+    return [line.rstrip() for line in lines]
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # + 0.0: rounding may leave -0.0 of a difference of sums
+
+
+def table(result: Result) -> str:
+    """The ranked plans: what they are and how fast; then where an iteration's time goes, and the memory."""
+    cost, plans, times = result.cost, [], []
+    for rank, estimate in enumerate(result.estimates, 1):
+        plan, split = estimate.plan, estimate.split
+        each = estimate.throughput / plan.gpus
+        plans.append([
+            str(rank), schedule_name(plan),
+            *map(str, (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches)), plan.recompute,
+            "sharded" if plan.distributed_optimizer else "whole", "tp-pp-dp" if plan.pipeline_inside else "tp-dp-pp",
+            _layers(plan, cost.model.layers), str(plan.global_batch), f"{estimate.throughput:.1f}",
+            f"{each * cost.model.sequence:.0f}", f"{each * cost.model.sample_flops() / 1e12:.1f}",
+        ])
+        times.append([
+            str(rank), f"{1e3 * estimate.seconds:.1f} ms",
+            *(_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS),
+            f"{estimate.heaviest / GIB:.2f} GiB", f"{estimate.headroom / GIB:.2f} GiB",
+        ])
+    head = ["#", "schedule", "t", "d", "w", "b", "m", "recompute", "optimizer", "ranks", "layers", "batch",
+            "samples/s", "tokens/s/GPU", "TFLOP/s/GPU"]
+    first = _aligned(head, plans, {"schedule", "recompute", "optimizer", "ranks", "layers"})
+    second = _aligned(["#", "iteration", *TERMS, "heaviest", "headroom"], times, set())
+    return "\n".join([
+        f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, {cost.precision}, fastest first (ESTIMATED)", *first,
+        "t, d, w: tensor-parallel size, stages of a pipeline, pipelines. b, m: samples of a microbatch, microbatches.",
+        "", f"Where an iteration's time goes, and memory ({_tags(cost)})", *second,
+    ])
+
+
+def _layers(plan: Plan, layers: int) -> str:
+    """Layers of a stage, or of the first, each middle and the last stage."""
+    if not plan.first and not plan.last:
+        return str(layers // plan.depth)
+    if plan.depth == 2:
+        return f"{plan.first or layers - plan.last}/{plan.last or layers - plan.first}"
+    ends = (plan.first > 0) + (plan.last > 0)
+    middle = (layers - plan.first - plan.last) // (plan.depth - ends)
+    return f"{plan.first or middle}/{middle}/{plan.last or middle}"
+
+
+def memory_table(estimate: Estimate) -> str:
+    """GiB of every stage's GPUs by kind. In deep pipelines equal stages between the ends share a line."""
+    rows: list[tuple[int, int, list[str]]] = []  # first and last stage of the line
+    for number, stage in enumerate(estimate.memory):
+        sizes = [*(getattr(stage, kind) for kind in KINDS), stage.total, estimate.capacity - stage.total]
+        cells = [f"{size / GIB:.2f}" for size in sizes]
+        inner = 1 < number < estimate.plan.depth - 1 and estimate.plan.depth > DEEP
+        if inner and rows[-1][2] == cells:
+            rows[-1] = (rows[-1][0], number, cells)
+        else:
+            rows.append((number, number, cells))
+    lines = [[str(first) if first == last else f"{first}-{last}", *cells] for first, last, cells in rows]
+    return "\n".join([
+        f"Memory of a GPU of each stage of {title(estimate.plan)}, in GiB ({ESTIMATED})",
+        *_aligned(["stage", *KINDS, "total", "headroom"], lines, {"stage"}),
+    ])
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _wrapped(text: str, mark: str = "- ") -> str:
+    return textwrap.fill(text, 118, initial_indent=mark, subsequent_indent=" " * len(mark), break_on_hyphens=False)
+
+
+def reason(result: Result) -> str:
+    """Why the first plan wins: against the best of another shape and of each other schedule, term by term."""
+    winner = result.estimates[0]
+    lines = [f"{title(winner.plan)} is the fastest: {winner.throughput:.1f} samples/s ({ESTIMATED})."]
+    lines += [_wrapped(_against(winner, rival)) for rival in result.rivals]
+    tried = {winner.plan.schedule, *(rival.plan.schedule for rival in result.rivals)}
+    missing = [schedule for schedule in result.space.schedules if schedule not in tried]
+    if missing:
+        lines.append(_wrapped(f"No plan of {' or '.join(missing)} is legal and fits."))
+    return "\n".join(lines)
+
+
+def _against(winner: Estimate, rival: Estimate) -> str:
+    """One comparison. Shares are of the rival's time per sample, so that they add up to what the winner saves."""
+    same = winner.plan.schedule == rival.plan.schedule
+    which = "the best plan of another shape" if same else f"the best {rival.plan.schedule} plan"
+    ratio = _per_sample(rival) / _per_sample(winner)
+    pace = f"{ratio:.2f} times as fast as" if round(ratio, 2) != 1 else "hardly faster than"
+    saved, paid = [], []
+    for term, words in TERMS.items():
+        there, here = (getattr(e.split, term) / e.plan.global_batch / _per_sample(rival) for e in (rival, winner))
+        flush = term == "bubble" and rival.plan.pipeline.flushes and not winner.plan.pipeline.flushes
+        why = ": no stage waits for a flush" if flush and there > here else ""
+        text = f"{words} ({_percent(there)} there, {_percent(here)} here{why})"
+        if abs(there - here) >= SMALL:
+            (saved if there > here else paid).append((abs(there - here), text))
+    parts = [f"{verb} {_listed([text for _, text in sorted(differences, reverse=True)[:3]])}"
+             for verb, differences in (("less for", saved), ("more for", paid)) if differences]
+    split = f"Of that plan's time a sample it takes {', but '.join(parts)}."
+    if not parts:
+        split = f"No term differs by {_percent(SMALL)}."
+    return (
+        f"It is {pace} {which}, {title(rival.plan)} ({rival.throughput:.1f} samples/s). {split} Its heaviest stage "
+        f"takes {winner.heaviest / GIB:.1f} GiB, there {rival.heaviest / GIB:.1f} GiB."
+    )
+
+
+def _listed(texts: list[str]) -> str:
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
+
+
+def rejections(result: Result) -> str:
+    """What was left out, by cause, and the smallest change that lets the fastest plan in that does not fit."""
+    cost, search = result.cost, result.search
+    lines = ["Not legal (counted once for each tensor-parallel size, depth and microbatch):"]
+    lines += _counted(search) or ["  none"]
+    lines.append(f"Too large for {cost.capacity / GIB:.1f} GiB ({ESTIMATED}), though perhaps faster than plans of the "
+                 f"table: {len(search.too_large)}")
+    large, change = _too_large(result)
+    if large is None:
+        return "\n".join(lines)
+    first = f" (the first plan: {result.estimates[0].throughput:.1f})" if result.estimates else ""
+    text = (
+        f"{title(large.plan)} would make {large.throughput:.1f} samples/s{first}, but its heaviest stage needs "
+        f"{large.heaviest / GIB:.2f} GiB, and {cost.capacity / GIB:.2f} GiB are allowed. "
+    )
+    if change is None:
+        text += "No single change of it is legal and fits."
+    else:
+        text += (
+            f"The nearest change that fits: {changed_flags(large.plan, change.plan, cost.precision)} "
+            f"({change.throughput:.1f} samples/s, {change.heaviest / GIB:.2f} GiB)."
+        )
+    return "\n".join([*lines, _wrapped(text)])
+
+
+def _counted(search: Search) -> list[str]:
+    return [f"  {count:6}  {cause}" for cause, count in search.rejected.most_common()]
+
+
+def _too_large(result: Result) -> tuple[Estimate | None, Estimate | None]:
+    """The fastest plan that does not fit and that one change lets in, and that change; or the fastest, and None."""
+    plans, cost = result.search.too_large, result.cost
+    for plan in plans[:LOOKED_AT]:
+        change = nearest(cost, plan)
+        if change is not None:
+            return cost.estimate(plan), change
+    return (cost.estimate(plans[0]) if plans else None), None
+
+
+def changes(plan: Plan) -> Iterator[Plan]:
+    """Plans with less memory on a GPU that differ from `plan` in one choice, the global batch being the same."""
+    yield from (replace(plan, recompute=kind) for kind in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1:])
+    if not plan.distributed_optimizer:
+        yield replace(plan, distributed_optimizer=True)
+    if plan.schedule == "2bw" and plan.gradient_slots == 2:
+        yield replace(plan, gradient_slots=1)
+    if plan.schedule != "pipedream-flush":
+        yield replace(plan, schedule="pipedream-flush", gradient_slots=2, virtual=1)
+    if plan.microbatch % 2 == 0:
+        yield replace(plan, microbatch=plan.microbatch // 2, microbatches=2 * plan.microbatches)
+    deeper = replace(plan, depth=2 * plan.depth, first=0, last=0)
+    if plan.width % 2 == 0:
+        yield replace(deeper, width=plan.width // 2, microbatches=2 * plan.microbatches)
+    if plan.tensor % 2 == 0:
+        tensor = plan.tensor // 2
+        yield replace(deeper, tensor=tensor, sequence_parallel=plan.sequence_parallel and tensor > 1)
+
+
+def nearest(cost: Cost, plan: Plan) -> Estimate | None:
+    """The fastest of the `changes` that is legal and fits."""
+    cluster = cost.cluster
+    fitting = (
+        cost.estimate(change) for change in changes(plan)
+        if is_legal(change, cost.model, cluster.gpus, cost.precision, cluster.device.bf16) and cost.fits(change)
+    )
+    return max(fitting, key=lambda estimate: estimate.throughput, default=None)
+
+
+def changed_flags(before: Plan, after: Plan, precision: str) -> str:
+    """The flags to give instead, and those to leave out."""
+    old, new = ({flag[0]: flag for flag in by_flag(plan.flags(precision))} for plan in (before, after))
+    given = " ".join(" ".join(words) for flag, words in new.items() if old.get(flag) != words)
+    without = " and ".join(flag for flag in old if flag not in new)
+    return f"{given} without {without}".strip() if without else given
+
+
+def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
+    """Why a search has found nothing, with the smallest need, and what would help: other choices, memory, GPUs."""
+    if not search.too_large:
+        causes = "; ".join(f"{cause} ({count})" for cause, count in search.rejected.most_common()) or "nothing to try"
+        return f"No plan is legal on {cost.cluster.gpus} GPUs with a global batch of {space.batch}: {causes}."
+    smallest = min(search.too_large, key=cost.memory.heaviest)
+    need, device = cost.memory.heaviest(smallest), cost.cluster.device
+    text = (
+        f"Nothing fits. The smallest of {len(search.too_large)} plans, {title(smallest)}, needs {need / GIB:.2f} GiB "
+        f"on its heaviest stage ({ESTIMATED}), and {cost.capacity / GIB:.2f} GiB are allowed ({device.memory_gib:g} "
+        f"GiB less {100 * cost.margin:.0f} %)."
+    )
+    help_ = [f"GPUs of {need / GIB / (1 - cost.margin):.1f} GiB or more"]
+    other = _fitting(cost, Space(space.batch))
+    if other is not None:
+        flags = " ".join(other.flags(cost.precision))
+        help_.insert(0, f"on these GPUs what the search was told to leave out: {flags}")
+    else:
+        help_ += _more_servers(cost, space)
+    return f"{text} What would fit: {'; or '.join(help_)}."
+
+
+def _more_servers(cost: Cost, space: Space) -> list[str]:
+    """The smallest power of two as many servers on which something fits."""
+    for times in (2, 4, 8, 16, 32, 64):
+        cluster = replace(cost.cluster, servers=times * cost.cluster.servers)
+        larger = Cost(cost.model, cluster, cost.precision, cost.memory.flash, cost.margin, cost.scatter_gather)
+        plan = _fitting(larger, space)
+        if plan is not None:
+            return [f"{cluster.servers} servers ({cluster.gpus} GPUs), for example with {title(plan)}"]
+    return []
+
+
+def _fitting(cost: Cost, space: Space) -> Plan | None:
+    """Any plan that fits, of those of the space that need least."""
+    lean = replace(
+        space, microbatch=(min(space.microbatch or (1,)),), gradient_slots=(min(space.gradient_slots),),
+        distributed_optimizer=(max(space.distributed_optimizer),), pipeline_inside=space.pipeline_inside[:1],
+    )
+    search = Search(cost, lean)
+    splits = (replace(shape, first=first, last=last)
+              for shape in search.shapes() for first, last in search.splits(shape.depth))
+    return next((plan for split in splits for plan in search.variants(split) if cost.fits(plan)), None)
+
+
+# --- where the numbers come from -------------------------------------------------------------------------------------
+
+
+def terms(cost: Cost) -> dict[str, tuple[str, str]]:
+    """For each term MEASURED or ESTIMATED, and from what. What is part measured and part not is ESTIMATED."""
+    profile, device = cost.cluster.profile, cost.cluster.device
+    compute = (ESTIMATED, f"{device.name}, {device.calibration}")
+    update = (ESTIMATED, f"{device.name}'s memory bandwidth")
+    if profile is not None:
+        compute = (MEASURED, f"profile of one layer and the output layer on {profile.device}")
+        update = (MEASURED, f"profile of the optimizer's step on {profile.device}")
+    links = [("inside servers", cost.cluster.inside)]
+    if cost.cluster.servers > 1:
+        links.append(("between servers", cost.cluster.between))
+    tag = MEASURED if all(link.measured for _, link in links) else ESTIMATED
+    network = (tag, "; ".join(_link(where, link) for where, link in links))
+    simulated = (ESTIMATED, "the schedule, simulated with the terms above")
+    memory = (ESTIMATED, f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free")
+    return {
+        "compute": compute, "tensor": network, "pipeline": network, "data": network, "update": update,
+        "bubble": simulated, "memory": memory,
+    }
+
+
+def _link(where: str, link: Link) -> str:
+    return f"{where} {link.gb_s:g} GB/s, {link.latency_us:g} us {MEASURED if link.measured else ESTIMATED}"
+
+
+def _tags(cost: Cost) -> str:
+    tags = {tag: ", ".join(term for term, found in terms(cost).items() if found[0] == tag)
+            for tag in (MEASURED, ESTIMATED)}
+    return "; ".join(f"{tag}: {names}" for tag, names in tags.items() if names)
+
+
+def evidence(cost: Cost) -> str:
+    """Where each term of the estimates comes from."""
+    rows = [[term, tag, source] for term, (tag, source) in terms(cost).items()]
+    return "\n".join(_aligned(["term", "", "from"], rows, {"term", "", "from"}))
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """All of it in plain types: seconds, bytes, samples."""
+    cost, search = result.cost, result.search
+    large, change = _too_large(result)
+    return _plain({
+        "model": asdict(cost.model),
+        "cluster": asdict(replace(cost.cluster, profile=None)) | {"profile": cost.cluster.profile is not None},
+        "space": asdict(result.space), "precision": cost.precision, "flash": cost.memory.flash, "margin": cost.margin,
+        "plans": [_estimate(cost, estimate) for estimate in result.estimates],
+        "rejected": dict(search.rejected),
+        "too_large": {
+            "count": len(search.too_large), "fastest": large and _estimate(cost, large),
+            "nearest": change and _estimate(cost, change),
+        },
+        "evidence": {term: {"tag": tag, "source": source} for term, (tag, source) in terms(cost).items()},
+        "caveat": CAVEAT, "search_seconds": result.seconds, "examined": search.examined,
+    })
+
+
+def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
+    plan = estimate.plan
+    return asdict(plan) | {
+        "name": title(plan), "flags": plan.flags(cost.precision), "layers": plan.layers_of(cost.model),
+        "global_batch": plan.global_batch, "seconds": estimate.seconds, "samples_per_second": estimate.throughput,
+        "tokens_per_second": estimate.throughput * cost.model.sequence, "split": asdict(estimate.split),
+        "memory": [asdict(stage) | {"total": stage.total} for stage in estimate.memory],
+        "capacity": estimate.capacity, "headroom": estimate.headroom,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """With lists for tuples, so that reading the JSON gives the same objects again."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

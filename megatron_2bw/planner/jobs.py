@@ -1,0 +1,170 @@
+"""A plan as a script that starts it: run.sh for torchrun, job.sbatch for Slurm. Pure Python.
+
+Invariant: a script holds the plan's flags as they are, one a line, and the caller's own flags come last, so they win.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import tempfile
+from pathlib import Path
+
+from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.plan import Plan
+
+# Defaults of a first run. A warm-up in per cent stays possible when the caller gives fewer --train-iters.
+TRAINING = [
+    "--train-iters", "100000", "--lr", "1.5e-4", "--min-lr", "1.5e-5", "--lr-decay-style", "cosine",
+    "--lr-warmup-fraction", "0.01", "--weight-decay", "0.1", "--clip-grad", "1.0", "--eval-interval", "1000",
+    "--eval-iters", "10", "--log-interval", "10", "--log-throughput",
+]
+
+RESTARTS = 3  # of all ranks, each from the last checkpoint, before the job gives up
+NOTICE, SHUTDOWN = 120, 100  # seconds from Slurm's signal to its kill, and from torchrun's to its own (otherwise 30)
+
+
+class PlanFileError(Exception):
+    """A file that cannot be written, said in one line."""
+
+
+class NoScriptError(Exception):
+    """A model that no entry script of this version trains, said in one line."""
+
+
+def torchrun_script(plan: Plan, model: Model, cluster: Cluster, precision: str) -> str:
+    """run.sh: started on each server of the cluster, it trains the model. NoScriptError if there is no entry script."""
+    entry, several = entry_script(model), cluster.servers > 1
+    usage = "./run.sh [FLAGS]"
+    first = ["NODE_RANK=${NODE_RANK:-0}", "MASTER_ADDR=${MASTER_ADDR:-localhost}"]
+    if several:  # with defaults each server would wait for itself
+        last = cluster.servers - 1
+        usage = f"MASTER_ADDR=HOST NODE_RANK=N ./run.sh [FLAGS]   on each server; HOST is the first, N is 0 to {last}"
+        first = [f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}",
+                 "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}"]
+    return "\n".join([
+        "#!/usr/bin/env bash", *_about(plan, model, cluster), "#", f"#   {usage}", "#", *_NOTES,
+        "set -euo pipefail", "",
+        f"NNODES=${{NNODES:-{cluster.servers}}}", *first, "MASTER_PORT=${MASTER_PORT:-29500}",
+        *_environment(plan), "",
+        *_arrays(plan, model, precision), "",
+        "exec torchrun \\", '    --nnodes "$NNODES" \\', '    --node-rank "$NODE_RANK" \\',
+        f"    --nproc-per-node {cluster.gpus_per_server} \\",
+        '    --master-addr "$MASTER_ADDR" \\', '    --master-port "$MASTER_PORT" \\',
+        f'    "$MEGATRON_2BW/{entry}" \\',
+        '    "${model[@]}" "${plan[@]}" "${training[@]}" "${data[@]}" "$@"', "",
+    ])
+
+
+def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, job_name: str) -> str:
+    """job.sbatch: the same run as a Slurm job, which goes on from its last checkpoint whenever it is started again."""
+    entry = entry_script(model)
+    name = re.sub(r"[^\w.-]+", "-", job_name).strip("-") or "megatron-2bw"
+    on_gpus = cluster.device.name != "cpu"
+    head = [
+        f"--job-name={name}", f"--nodes={cluster.servers}", "--ntasks-per-node=1",
+        *([f"--gpus-per-node={cluster.gpus_per_server}"] if on_gpus else []), "--exclusive", "--time=24:00:00",
+        f"--signal=TERM@{NOTICE}", "--requeue", "--open-mode=append", "--output=%x-%j.log",
+    ]
+    return "\n".join([
+        "#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in head), "",
+        *_about(plan, model, cluster), "#", "#   sbatch job.sbatch [FLAGS]", "#",
+        f"# {NOTICE} s before its time is over, and when it is preempted, it saves and ends. Slurm queues it again",
+        "# after the latter; after the former submit it once more. It goes on from the folder CHECKPOINTS.", *_NOTES,
+        "set -euo pipefail", "",
+        'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}",
+        f"CHECKPOINTS=${{CHECKPOINTS:-$PWD/checkpoints/{name}}}",
+        *_environment(plan), "",
+        *_arrays(plan, model, precision), "",
+        *_array("checkpoints", ["--save", '"$CHECKPOINTS"', "--load", '"$CHECKPOINTS"', "--save-interval", "1000",
+                                "--exit-signal-handler"]), "",
+        "srun --kill-on-bad-exit=1 torchrun \\", '    --nnodes "$SLURM_JOB_NUM_NODES" \\',
+        f"    --nproc-per-node {cluster.gpus_per_server} \\",
+        f"    --max-restarts {RESTARTS} \\", f"    --shutdown-timeout {SHUTDOWN} \\",
+        '    --rdzv-backend c10d \\', '    --rdzv-id "$SLURM_JOB_ID" \\',
+        '    --rdzv-endpoint "${hosts[0]}:$MASTER_PORT" \\',
+        f'    "$MEGATRON_2BW/{entry}" \\',
+        '    "${model[@]}" "${plan[@]}" "${training[@]}" "${data[@]}" "${checkpoints[@]}" "$@"', "",
+    ])
+
+
+def entry_script(model: Model) -> str:
+    """Name of the script that trains a model of this kind."""
+    if model.kind == "bert" and importlib.util.find_spec("megatron_2bw.bert") is None:
+        raise NoScriptError(
+            f"{model.name}: this version has no entry script for BERT (pretrain_bert_2bw.py), so it cannot write a "
+            "script; plan without --script and --sbatch, or use a GPT"
+        )
+    return f"pretrain_{model.kind}_2bw.py"
+
+
+_NOTES = (
+    "# FLAGS are Megatron's; they come last, so they win. DATA_ARGS replaces the mock data, for example",
+    '#   DATA_ARGS="--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer"',
+    "# Without Transformer Engine and Apex add --transformer-impl local --no-gradient-accumulation-fusion",
+    "# --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion.",
+)
+
+
+def _about(plan: Plan, model: Model, cluster: Cluster) -> list[str]:
+    name, where = (" ".join(text.split()) for text in (model.name, cluster.name))
+    sizes = f"{plan.tensor} tensor ranks x {plan.depth} stages x {plan.width} pipelines"
+    batch = f"{plan.microbatches} microbatches of {plan.microbatch}, global batch {plan.global_batch}"
+    return [
+        f"# {name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw-plan:",
+        f"# {plan.schedule}, {sizes}, {batch}.",
+    ]
+
+
+def _environment(plan: Plan) -> list[str]:
+    lines = ["MEGATRON_2BW=${MEGATRON_2BW:-$PWD}  # the clone", "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
+    if plan.tensor > 1:  # Megatron asks for it on GPUs before Blackwell
+        lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
+    return lines
+
+
+def _arrays(plan: Plan, model: Model, precision: str) -> list[str]:
+    """The flags as arrays of bash, by what they are about."""
+    data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
+    quoted = ([shlex.quote(word) for word in words] for words in (model.flags(), plan.flags(precision), TRAINING, data))
+    return [
+        *(line for name, words in zip(("model", "plan", "training", "data"), quoted) for line in _array(name, words)),
+        "if [[ -n ${DATA_ARGS:-} ]]; then", '    read -r -a data <<< "$DATA_ARGS"', "fi",
+    ]
+
+
+def _array(name: str, words: list[str]) -> list[str]:
+    return [f"{name}=(", *(f"    {' '.join(flag)}" for flag in by_flag(words)), ")"]
+
+
+def by_flag(words: list[str]) -> list[list[str]]:
+    """A command line's words, each flag with its values."""
+    flags: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            flags.append([])
+        flags[-1].append(word)
+    return flags
+
+
+def write(path: Path, text: str, flag: str = "--script") -> None:
+    """Write an executable file, whole or not at all; never over one that is there. PlanFileError names `flag`."""
+    path = Path(path)
+    if os.path.lexists(path):
+        raise PlanFileError(f"{flag} {path} exists; remove it or give another name")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(handle, "w") as file:
+                file.write(text)
+            os.chmod(temporary, 0o755)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise PlanFileError(f"{flag} {path} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,34 @@
+"""The planner's validation with the real entry script: two plans on two CPU ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from megatron_2bw.planner import validate
+from megatron_2bw.planner.cluster import Cluster, Device, Link
+from megatron_2bw.planner.cost import Cost
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.plan import Plan
+
+
+@pytest.mark.timeout(150)
+def test_two_plans_run(tmp_path, capsys):
+    device = Device("cpu", 16, 0.1, 10, tflops_fp32=0.1, flash=False)
+    cluster = Cluster("cpu", 1, 2, device, Link(1, 100), Link(1, 100))
+    cost = Cost(Model("tiny", 2, 32, 4, vocab=127, sequence=32), cluster, "fp32")
+    plans = [Plan(1, 2, 1, 1, 4), Plan(1, 1, 2, 1, 4, schedule="megatron")]
+    parser = argparse.ArgumentParser()
+    validate.add_flags(parser)
+    options = parser.parse_args(["--iterations", "5", "--out", str(tmp_path), "--timeout", "60"])
+    done = validate.run(cost, [cost.estimate(plan) for plan in plans], options)
+    logs = "".join((tmp_path / f"trial-{number}.log").read_text()[-3000:] for number in (1, 2))
+    assert [trial.status for trial in done] == ["ok", "ok"], logs
+    for line, plan in zip((tmp_path / "trials.jsonl").read_text().splitlines(), plans, strict=True):
+        entries = json.loads(line)
+        assert 0 < entries["measured"] < 10 and 0 < entries["predicted"] and entries["ratio"] > 0
+        assert len(entries["measured_memory"]) == plan.depth and min(entries["measured_memory"]) > 1e8
+    assert validate.exit_status(done) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("order: ")

@@ -1,0 +1,236 @@
+"""The scripts that start a plan: bash reads them, torchrun and Megatron's parser take their words, and they are the
+plan's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw.planner import cluster as clusters
+from megatron_2bw.planner.jobs import (
+    NOTICE,
+    SHUTDOWN,
+    NoScriptError,
+    PlanFileError,
+    by_flag,
+    entry_script,
+    sbatch_script,
+    torchrun_script,
+    write,
+)
+from megatron_2bw.planner.model import PRESETS
+from megatron_2bw.planner.plan import Plan
+from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
+
+ROOT = Path(__file__).parents[2]
+GPT, LLAMA = PRESETS["gpt-355m"], PRESETS["llama-8b"]
+P3 = clusters.preset("p3.16xlarge", 1)
+H100 = clusters.preset("dgx-h100", 2)
+LINE = Plan(1, 4, 2, 4, 8)
+SQUARE = Plan(2, 4, 2, 1, 8, recompute="full", distributed_optimizer=True, pipeline_inside=True, sequence_parallel=True)
+# Prints the words that it is given, a line each, and what it finds in the environment.
+STUB = '#!/bin/bash\nprintf "%s\\n" "$0" "$@" > words\nprintenv CUDA_DEVICE_MAX_CONNECTIONS > connections\ntrue\n'
+
+CASES = [
+    pytest.param(LINE, GPT, P3, "fp16", id="gpt"),
+    pytest.param(replace(LINE, gradient_slots=1, first=5, last=7), GPT, P3, "bf16", id="one slot, uneven"),
+    pytest.param(replace(LINE, schedule="megatron", virtual=3), GPT, P3, "bf16", id="interleaved"),
+    pytest.param(replace(SQUARE, schedule="pipedream-flush"), GPT, H100, "fp32", id="flush, tensor"),
+    pytest.param(replace(SQUARE, recompute="selective"), LLAMA, H100, "bf16", id="llama"),
+]
+
+
+def run(text: str, folder: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+    """The script under bash, where torchrun and Slurm's tools only write down what they are given."""
+    for name in ("torchrun", "srun"):
+        (folder / name).write_text(STUB)
+    (folder / "scontrol").write_text("#!/bin/bash\nprintf 'node-a\\nnode-b\\n'\n")
+    (folder / "script").write_text(text)
+    for path in folder.iterdir():
+        path.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name == "HOME"}
+    return subprocess.run(
+        ["bash", "script", *flags], cwd=folder, capture_output=True, text=True, check=False,
+        env=kept | {"PATH": f"{folder}:{os.environ['PATH']}"} | environment,
+    )
+
+
+def words_of(text: str, folder: Path, *flags: str, **environment: str) -> tuple[list[str], list[str]]:
+    """(torchrun's own options, the entry script and the words behind it)."""
+    done = run(text, folder, *flags, **environment)
+    assert done.returncode == 0, done.stderr
+    command, *words = (folder / "words").read_text().splitlines()
+    if command.endswith("srun"):
+        words = words[words.index("torchrun") + 1:]
+    at = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    return words[:at], words[at:]
+
+
+NODE = {"NODE_RANK": "1", "MASTER_ADDR": "first"}
+SLURM = {"SLURM_JOB_ID": "71234", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]"}
+
+
+@pytest.mark.parametrize("plan, model, cluster, precision", CASES)
+@pytest.mark.parametrize("kind", ["run.sh", "job.sbatch"])
+def test_megatrons_parser_and_this_projects_checks_read_the_plan_from_the_script(
+    kind, plan, model, cluster, precision, tmp_path
+):
+    if kind == "run.sh":
+        text, variables = torchrun_script(plan, model, cluster, precision), NODE
+    else:
+        text, variables = sbatch_script(plan, model, cluster, precision, "job"), SLURM
+    _, (script, *words) = words_of(text, tmp_path, "--lr", "1e-3", MEGATRON_2BW=str(ROOT), **variables)
+    assert Path(script).is_file() and Path(script).parent == ROOT
+    args = parsed([*words, "--device", "cuda"], plan.gpus)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (plan.tensor, plan.depth)
+    assert (args.data_parallel_size, args.micro_batch_size) == (plan.width, plan.microbatch)
+    assert (args.global_batch_size, args.pipeline_schedule) == (plan.global_batch, plan.schedule)
+    assert (args.num_layers, args.hidden_size, args.seq_length) == (model.layers, model.hidden, model.sequence)
+    assert (args.vocab_size, args.mock_data, args.lr) == (model.vocab, True, 1e-3)
+    assert (args.fp16, args.bf16) == (precision == "fp16", precision == "bf16")
+    assert (args.use_distributed_optimizer, args.use_tp_pp_dp_mapping) == (
+        plan.distributed_optimizer, plan.pipeline_inside)
+    assert (args.decoder_first_pipeline_num_layers or 0, args.two_bw_gradient_slots) == (
+        plan.first, plan.gradient_slots)
+    saved = str(tmp_path / "checkpoints" / "job") if kind == "job.sbatch" else None
+    assert args.save == args.load == saved and args.exit_signal_handler == (kind == "job.sbatch")
+
+
+@pytest.mark.parametrize("plan, model, cluster, precision", CASES)
+def test_bash_reads_the_scripts_and_each_flag_has_a_line(plan, model, cluster, precision, tmp_path):
+    for text in (torchrun_script(plan, model, cluster, precision),
+                 sbatch_script(plan, model, cluster, precision, "job")):
+        path = tmp_path / "script"
+        path.write_text(text)
+        read = subprocess.run(["bash", "-n", path], capture_output=True, text=True, check=False)
+        assert read.returncode == 0 and not read.stderr, read.stderr
+        lines = text.splitlines()
+        assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in lines
+        assert max(map(len, lines)) <= 120
+        for flag in by_flag([*model.flags(), *plan.flags(precision)]):
+            assert lines.count(f"    {' '.join(flag)}") == 1, flag
+
+
+def options(words: list[str]):
+    """torchrun's own view of its options."""
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser().parse_args([*words, "script.py"])
+
+
+def test_torchrun_takes_the_options(tmp_path):
+    words, _ = words_of(torchrun_script(SQUARE, GPT, H100, "bf16"), tmp_path, **NODE)
+    seen = options(words)
+    assert (seen.nnodes, seen.nproc_per_node, seen.node_rank) == ("2", "8", 1)
+    assert (seen.master_addr, seen.master_port) == ("first", 29500)
+    words, _ = words_of(torchrun_script(LINE, GPT, P3, "fp16"), tmp_path, MASTER_PORT="1234")
+    seen = options(words)
+    assert (seen.nnodes, seen.node_rank, seen.master_addr, seen.master_port) == ("1", 0, "localhost", 1234)
+
+
+def test_torchrun_takes_the_options_of_the_job(tmp_path):
+    words, _ = words_of(sbatch_script(SQUARE, GPT, H100, "bf16", "job"), tmp_path, **SLURM)
+    seen = options(words)
+    assert (seen.nnodes, seen.nproc_per_node, seen.rdzv_backend, seen.rdzv_id) == ("2", "8", "c10d", "71234")
+    assert seen.rdzv_endpoint == f"node-a:{20000 + 71234 % 20000}" and seen.max_restarts > 0
+    # What saves must have ended before Slurm kills, and torchrun must not kill it long before that.
+    assert 30 < seen.shutdown_timeout == SHUTDOWN < NOTICE
+
+
+@pytest.mark.parametrize("missing", NODE)
+def test_on_several_servers_each_must_know_its_number_and_the_first(missing, tmp_path):
+    given = {name: value for name, value in NODE.items() if name != missing}
+    done = run(torchrun_script(SQUARE, GPT, H100, "bf16"), tmp_path, **given)
+    assert done.returncode != 0 and missing in done.stderr and not (tmp_path / "words").exists()
+
+
+def test_data_args_replace_the_mock_data(tmp_path):
+    text = torchrun_script(LINE, GPT, P3, "fp16")
+    _, words = words_of(text, tmp_path, DATA_ARGS="--data-path a b --tokenizer-type HuggingFaceTokenizer")
+    assert "--mock-data" not in words and "NullTokenizer" not in words and "--vocab-size" not in words
+    assert words[-5:] == ["--data-path", "a", "b", "--tokenizer-type", "HuggingFaceTokenizer"]
+
+
+def test_the_callers_flags_come_last(tmp_path):
+    for text, variables in ((torchrun_script(LINE, GPT, P3, "fp16"), {}),
+                            (sbatch_script(LINE, GPT, P3, "fp16", "job"), SLURM)):
+        _, words = words_of(text, tmp_path, "--train-iters", "7", "--x", "two words", **variables)
+        assert words[-4:] == ["--train-iters", "7", "--x", "two words"]
+
+
+def test_one_queue_of_kernels_with_tensor_parallelism_alone(tmp_path):
+    for plan, cluster, expected in ((LINE, P3, ""), (SQUARE, H100, "1")):
+        words_of(torchrun_script(plan, GPT, cluster, "bf16"), tmp_path, **NODE)
+        assert (tmp_path / "connections").read_text().strip() == expected
+
+
+def test_slurm_reads_its_options_before_the_first_command():
+    text = sbatch_script(SQUARE, GPT, H100, "bf16", "my model/2")
+    lines = text.splitlines()
+    asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
+    assert lines.index(f"#SBATCH {asked[-1]}") < commands[0]
+    for option in ("--job-name=my-model-2", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--requeue",
+                   f"--signal=TERM@{NOTICE}"):
+        assert option in asked
+    host = replace(H100, device=replace(H100.device, name="cpu"))
+    assert "--gpus-per-node" not in sbatch_script(SQUARE, GPT, host, "fp32", "job")
+
+
+def test_names_stay_in_their_comment(tmp_path):
+    odd = replace(GPT, name="a\nrm -rf b")
+    text = torchrun_script(LINE, odd, replace(P3, name="c\n$(touch d)"), "bf16")
+    assert "# a rm -rf b on 1 x c $(touch d) (8 GPUs)" in text
+    words_of(text, tmp_path)
+    assert not (tmp_path / "d").exists()
+
+
+def test_bert_waits_for_its_entry_script(monkeypatch):
+    bert, find = PRESETS["bert-48"], importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.endswith(".bert") else find(name))
+    for script in (lambda: torchrun_script(LINE, bert, P3, "fp16"),
+                   lambda: sbatch_script(LINE, bert, P3, "fp16", "job")):
+        with pytest.raises(NoScriptError, match=r"^bert-48: .*pretrain_bert_2bw.py") as error:
+            script()
+        assert "\n" not in str(error.value)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert entry_script(bert) == "pretrain_bert_2bw.py" and entry_script(GPT) == "pretrain_gpt_2bw.py"
+    assert '"$MEGATRON_2BW/pretrain_bert_2bw.py"' in torchrun_script(LINE, bert, P3, "fp16")
+
+
+def test_a_script_is_written_whole_and_executable(tmp_path):
+    path = tmp_path / "run.sh"
+    write(path, "text\n")
+    assert path.read_text() == "text\n" and stat.S_IMODE(path.stat().st_mode) == 0o755
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_there_stays(tmp_path):
+    path, link = tmp_path / "run.sh", tmp_path / "link"
+    path.write_text("mine")
+    link.symlink_to(tmp_path / "nowhere")
+    for there in (path, link, tmp_path):
+        with pytest.raises(PlanFileError, match=r"^--sbatch .* exists; remove it or give another name$"):
+            write(there, "text", "--sbatch")
+    assert path.read_text() == "mine" and sorted(tmp_path.iterdir()) == [link, path]
+
+
+def test_a_folder_that_is_not_there_is_told_in_one_line(tmp_path):
+    with pytest.raises(PlanFileError, match=r"^--script .*missing/run.sh cannot be written: No such file"):
+        write(tmp_path / "missing" / "run.sh", "text")
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(PlanFileError, match="No space left"):
+        write(tmp_path / "run.sh", "text")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,108 @@
+"""Timelines as text against grids written by hand: forward 1, backward 2, where nothing else is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_2bw.schedules import SCHEDULES, Shape, parse
+from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.simulator import Event, Times, iteration_time, simulate
+from megatron_2bw.text_timeline import busy, render
+
+
+def rows(schedule, shape: Shape, times: Times = Times(), **options) -> list[str]:
+    return render(simulate(schedule, shape, times), shape.stages, **options).splitlines()
+
+
+def test_gpipe():
+    assert rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1)) == [
+        "time     0         5",
+        "stage 0  1 2 ......1bb 2bb|",
+        "stage 1  ..1 2 1bb 2bb ...|",
+        "1 forward, 1b backward, . idle, | weight update",
+        "makespan 9; stages busy 66.7% of the whole run",
+    ]
+
+
+def test_2bw_with_versions():
+    assert rows(SCHEDULES["2bw"], Shape(2, 2, 0, 3), versions=True) == [
+        "time     0         5         10        15        20",
+        "stage 0  1 2 ....1bb 3 2bb 4 3bb|5 4bb 6 5bb|..6bb|",
+        "   W(v)  0 0     0   0 0   0 0   1 0   1 1     1",
+        "stage 1  ..1 1bb 2 2bb 3 3bb 4|4bb 5 5bb 6|6bb ...|",
+        "   W(v)    0 0   0 0   0 0   0 0   1 1   1 1",
+        "1 forward, 1b backward, . idle, | weight update",
+        "makespan 21; stages busy 100.0% in the steady state",
+    ]
+
+
+def test_interleaved():
+    """Two chunks a stage, forward and backward of a chunk 1: a step holds a number, its chunk and the backward's b."""
+    assert rows(Interleaved(2), Shape(2, 2, 0, 1), Times(2, 2))[1:3] == [
+        "stage 0  1A  2A  1B  2B  ....1Bb ....2Bb 1Ab 2Ab|",
+        "stage 1  ....1A  2A  1B  1Bb 2B  2Bb 1Ab 2Ab ...|",
+    ]
+
+
+def test_numbers_of_two_digits_widen_the_step():
+    """A step of three characters, so the eleventh forward fits; PipeDream's stages step alone."""
+    text = rows(SCHEDULES["pipedream"], Shape(2, 1, 0, 11))
+    assert text[1].endswith("10bbb|11 11bbb|") is False and "10 9bbbb|11 10bbb|...11bbb|" in text[1]
+    assert "|10 10bbb|11 11bbb|..." in text[2]
+
+
+def test_update_beside_the_batches_takes_the_stages_time():
+    text = rows(SCHEDULES["2bw"], Shape(1, 1, 0, 2), Times(burden=1))
+    assert text[1] == "stage 0  1 1bb uu2 |2bb uu|" or text[1] == "stage 0  1 1bb uu2|2bb uu|"
+    assert text[2].endswith("u its time")
+
+
+def test_cut_says_so():
+    text = rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1), columns=19)
+    assert text[1:4] == ["stage 0  1 2 ......", "stage 1  ..1 2 1bb ", "cut at 19 columns: time 0 to 5 of 9 is shown"]
+    assert not any("cut" in line for line in rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1), columns=27))
+    assert max(map(len, rows(SCHEDULES["2bw"], Shape(4, 4, 0, 9))[:5])) == 160
+
+
+@pytest.mark.parametrize("scale", [1, 3, 0.013])
+def test_the_step_is_the_greatest_that_all_times_share(scale):
+    plain = rows(SCHEDULES["2bw"], Shape(3, 3, 0, 3))
+    assert rows(SCHEDULES["2bw"], Shape(3, 3, 0, 3), Times(scale, 2 * scale))[1:4] == plain[1:4]
+
+
+def test_times_without_a_common_step_keep_their_numbers_and_lengths():
+    times = Times([0.0131, 0.0122], [0.0271, 0.0253], transfer=0.0007)
+    events = simulate(SCHEDULES["pipedream-flush"], Shape(2, 3, 0, 1), times)
+    for stage, row in enumerate(render(events, 2).splitlines()[1:3]):
+        words = row.replace("|", " ").replace(".", " ").split()[2:]
+        assert [word.rstrip("b") for word in words] == [
+            str(e.action.microbatch + 1) for e in events if e.stage == stage and e.action.kind in "FB"
+        ]
+        assert ["b" in word for word in words] == [
+            e.action.kind == "B" for e in events if e.stage == stage and e.action.kind in "FB"
+        ]
+
+
+def test_a_coarse_unit_squeezes():
+    text = rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1), unit=2)
+    assert text[0] == "time     0" and text[1] == "stage 0  1 ....1b 2b|"[: len(text[1])] or len(text[1]) < 9 + 18
+
+
+def test_a_backward_in_two_parts():
+    events = [Event(0, action, start, end) for action, start, end in zip(parse("F0@0 B0@0 W0@0"), (0, 1, 2), (1, 2, 3))]
+    text = render(events, 1).splitlines()
+    assert text[1] == "stage 0  1  1b 1w " and "1w weights' part of a backward" in text[2]
+
+
+@pytest.mark.parametrize("name", ["2bw", "pipedream-flush", "gpipe", "no-pipelining", "pipedream"])
+def test_steady_share_is_the_simulators(name):
+    schedule = SCHEDULES[name]
+    share, steady = busy(simulate(schedule, Shape(3, 5, 0, 6)), 3)
+    assert steady and share == pytest.approx(5 * 3 / iteration_time(schedule, 3, 5))
+
+
+def test_share_of_a_run_too_short_for_a_steady_state():
+    """Stage 0 of 2BW runs no forward ahead in the last of two batches."""
+    events = simulate(SCHEDULES["2bw"], Shape(2, 2, 0, 2))
+    share, steady = busy(events, 2)
+    assert not steady and share == pytest.approx(2 * 4 * 3 / (2 * max(event.end for event in events)))
