@@ -38,10 +38,11 @@ class Link:
 class Device:
     """One GPU.
 
-    memory_gib          capacity
+    memory_gib          capacity that the driver reports
     tflops              peak of the matrix units in the 16-bit floats that the planner's precision uses
     tflops_fp32         peak in 32-bit floats
     memory_gb_s         memory bandwidth
+    units               streaming multiprocessors: a matrix product leaves half of them idle in its last round
     gemm_efficiency     share of the peak that large matrix products reach
     memory_efficiency   share of the bandwidth that the other kernels reach
     layer_launch_us     host time that launches one layer's forward; a shorter layer waits for the host
@@ -58,6 +59,7 @@ class Device:
     tflops_fp32: float = 0.0
     bf16: bool = True
     flash: bool = True
+    units: int = 100
     gemm_efficiency: float = 0.6
     memory_efficiency: float = 0.8
     layer_launch_us: float = 500.0
@@ -84,20 +86,20 @@ class Cluster:
         return self.servers * self.gpus_per_server
 
 
-V100 = Device("V100-16GB", 16, 125, 900, tflops_fp32=15.7, bf16=False, flash=False)
-GTX1080TI = Device("1080Ti", 11, 11.3, 484, tflops_fp32=11.3, bf16=False, flash=False)
-A100_40 = Device("A100-40GB", 40, 312, 1555, tflops_fp32=19.5)
-A100_80 = Device("A100-80GB", 80, 312, 2039, tflops_fp32=19.5)
-H100 = Device("H100-80GB", 80, 989, 3350, tflops_fp32=67)
-H200 = Device("H200-141GB", 141, 989, 4800, tflops_fp32=67)
+V100 = Device("V100-16GB", 15.8, 125, 900, tflops_fp32=15.7, bf16=False, flash=False, units=80)
+GTX1080TI = Device("1080Ti", 10.9, 11.3, 484, tflops_fp32=11.3, bf16=False, flash=False, units=28)
+A100_40 = Device("A100-40GB", 39.6, 312, 1555, tflops_fp32=19.5, units=108)
+A100_80 = Device("A100-80GB", 79.2, 312, 2039, tflops_fp32=19.5, units=108)
+H100 = Device("H100-80GB", 79.2, 989, 3350, tflops_fp32=67, units=132)
+H200 = Device("H200-141GB", 139.8, 989, 4800, tflops_fp32=67, units=132)
 
 def _calibrated(device: Device, source: str, **constants: float) -> Device:
     return replace(device, calibration=source, **constants)
 
 
-_A100 = dict(gemm_efficiency=0.7, memory_efficiency=0.65, layer_launch_us=600, collective_launch_us=40)
+_A100 = dict(gemm_efficiency=0.74, memory_efficiency=0.7, layer_launch_us=600, collective_launch_us=40)
 _LAYER_TIMES = "share of peak and bandwidth: one layer of 22B on 8 A100 (arXiv 2205.05198, Table 4)"
-_V100 = dict(gemm_efficiency=0.55, memory_efficiency=0.65, layer_launch_us=600)
+_V100 = dict(gemm_efficiency=0.65, memory_efficiency=0.65, layer_launch_us=600)
 _V100_TIMES = "45 TFLOP/s on GPT 355M (arXiv 2006.09503, section 5)"
 _ASSUMED = "shares of the A100 assumed"
 

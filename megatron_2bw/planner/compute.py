@@ -90,7 +90,13 @@ class Compute:
         matrices, scores = self.model.layer_flops(microbatch, tensor)
         stored = layer_activations(self.model, microbatch, tensor, sequence_parallel, self.flash, self.precision)
         arithmetic, traffic = (matrices + scores) / self.flops, TRAFFIC * stored / self.bytes
-        return arithmetic + traffic, 2 * arithmetic + traffic
+        # In the last round of a product's tiles half of the units idle. The forward adds up over the inputs; the
+        # backward over the outputs, for the inputs' gradient, and over the tokens, for the weights'.
+        sides = self.model.matrix_sides(tensor)
+        tokens = microbatch * self.model.sequence
+        last = TILE * self.cluster.device.units / self.flops
+        forward = arithmetic + traffic + last * sum(inputs for inputs, _ in sides)
+        return forward, 2 * arithmetic + traffic + last * sum(outputs + tokens for _, outputs in sides)
 
     def _scores(self, microbatch: int, tensor: int) -> float:
         """Forward of the core attention alone, which selective recompute runs again."""
@@ -124,6 +130,8 @@ class Compute:
 # Bytes moved for each byte that the backward needs: written once and read once in the forward, and in the backward
 # read, with a gradient written (measured: arXiv 2205.05198, Table 4, where a backward takes 1.6 forwards, not 2).
 TRAFFIC = 2.0
+# Elements of a matrix product that one unit computes at a time, in the fastest kernels.
+TILE = 256 * 128
 # Bytes moved for each logit: 16 bits written and read, 32 bits of their exponentials written and read, and sums.
 LOGIT_TRAFFIC = 16
 # Bytes moved for each parameter of an Adam step on 32-bit main weights: gradient 4, moments 16, weights 8.

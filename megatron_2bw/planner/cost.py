@@ -18,6 +18,8 @@ from megatron_2bw.simulator import Times, long_iteration_time
 
 # The paper's c_extra: a forward again before each backward, which takes twice as long (section 4.1).
 RECOMPUTE_EXTRA = 4 / 3
+# Of 454 runs none failed whose estimate was below 80 % of the memory (Fujii et al. 2024, arXiv 2411.06465).
+MARGIN = 0.2
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Cost:
     """
 
     def __init__(
-        self, model: Model, cluster: Cluster, precision: str = "bf16", flash: bool | None = None, margin: float = 0.1,
+        self, model: Model, cluster: Cluster, precision: str = "bf16", flash: bool | None = None, margin: float = MARGIN,
         old_exchange: bool = False,
     ):
         self.old_exchange = old_exchange
@@ -102,11 +104,12 @@ class Cost:
         alone = self._simulated(plan, replace(no_reduce, transfer=0.0, occupied=0.0, sending=0.0))
         no_reduce = self._simulated(plan, no_reduce)
         busiest = max(self.stages(plan), key=lambda work: work.total)
-        update = times.step + max(times.of("burden", plan.depth))
-        compute = plan.microbatches * (busiest.total - busiest.tensor)
+        work = plan.microbatches * busiest.total
+        # What a late step hides beside the next batch is nobody's waiting time.
+        update = min(times.step + max(times.of("burden", plan.depth)), max(alone - work, 0.0))
         split = Split(
-            compute, plan.microbatches * busiest.tensor, no_reduce - alone, seconds - no_reduce, update,
-            max(alone - plan.microbatches * busiest.total - update, 0.0),
+            plan.microbatches * (busiest.total - busiest.tensor), plan.microbatches * busiest.tensor,
+            max(no_reduce - alone, 0.0), max(seconds - no_reduce, 0.0), update, max(alone - work - update, 0.0),
         )
         return Estimate(plan, seconds, split, tuple(self.memory.stages(plan)), self.capacity)
 

@@ -5,6 +5,7 @@ Invariant: every number is one of the estimates, and every term of them says whe
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,11 @@ DEEP = 12  # stages that are listed one by one
 SMALL = 0.02  # of the time; a lesser difference of a term is not told
 LOOKED_AT = 1000  # plans that do not fit, for one that a single change lets in
 
+LEGEND = (
+    "t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.",
+    "ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).",
+    "layers: of a stage, or of first/middle/last. optim.: sharded: --use-distributed-optimizer. TF: 10^12 operations.",
+)
 CAVEAT = """\
 The global batch is taken to be the largest that is safe for convergence: throughput grows with the batch, so a larger,
 unsafe one would look better here. The gradients of 2bw are late by one update (delay 1): check convergence at this
@@ -107,7 +113,7 @@ def table(result: Result) -> str:
         plans.append([
             str(rank), schedule_name(plan),
             *map(str, (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches)), plan.recompute,
-            "sharded" if plan.distributed_optimizer else "whole", "tp-pp-dp" if plan.pipeline_inside else "tp-dp-pp",
+            "sharded" if plan.distributed_optimizer else "whole", "pp-dp" if plan.pipeline_inside else "dp-pp",
             _layers(plan, cost.model.layers), str(plan.global_batch), f"{estimate.throughput:.1f}",
             f"{each * cost.model.sequence:.0f}", f"{each * cost.model.sample_flops() / 1e12:.1f}",
         ])
@@ -116,14 +122,13 @@ def table(result: Result) -> str:
             *(_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS),
             f"{estimate.heaviest / GIB:.2f} GiB", f"{estimate.headroom / GIB:.2f} GiB",
         ])
-    head = ["#", "schedule", "t", "d", "w", "b", "m", "recompute", "optimizer", "ranks", "layers", "batch",
-            "samples/s", "tokens/s/GPU", "TFLOP/s/GPU"]
-    first = _aligned(head, plans, {"schedule", "recompute", "optimizer", "ranks", "layers"})
+    head = ["#", "schedule", "t", "d", "w", "b", "m", "recompute", "optim.", "ranks", "layers", "batch", "samples/s",
+            "tok/s/GPU", "TF/s/GPU"]
+    first = _aligned(head, plans, {"schedule", "recompute", "optim.", "ranks", "layers"})
     second = _aligned(["#", "iteration", *TERMS, "heaviest", "headroom"], times, set())
     return "\n".join([
         f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, {cost.precision}, fastest first (ESTIMATED)", *first,
-        "t, d, w: tensor-parallel size, stages of a pipeline, pipelines. b, m: samples of a microbatch, microbatches.",
-        "", f"Where an iteration's time goes, and memory ({_tags(cost)})", *second,
+        *LEGEND, "", f"Where an iteration's time goes, and memory ({_tags(cost)})", *second,
     ])
 
 
@@ -292,7 +297,7 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         f"on its heaviest stage ({ESTIMATED}), and {cost.capacity / GIB:.2f} GiB are allowed ({device.memory_gib:g} "
         f"GiB less {100 * cost.margin:.0f} %)."
     )
-    help_ = [f"GPUs of {need / GIB / (1 - cost.margin):.1f} GiB or more"]
+    help_ = [f"GPUs of {math.ceil(10 * need / GIB / (1 - cost.margin)) / 10:g} GiB or more"]
     other = _fitting(cost, Space(space.batch))
     if other is not None:
         flags = " ".join(other.flags(cost.precision))
@@ -306,8 +311,7 @@ def _more_servers(cost: Cost, space: Space) -> list[str]:
     """The smallest power of two as many servers on which something fits."""
     for times in (2, 4, 8, 16, 32, 64):
         cluster = replace(cost.cluster, servers=times * cost.cluster.servers)
-        larger = Cost(cost.model, cluster, cost.precision, cost.memory.flash, cost.margin, cost.scatter_gather)
-        plan = _fitting(larger, space)
+        plan = _fitting(Cost(cost.model, cluster, cost.precision, cost.memory.flash, cost.margin), space)
         if plan is not None:
             return [f"{cluster.servers} servers ({cluster.gpus} GPUs), for example with {title(plan)}"]
     return []

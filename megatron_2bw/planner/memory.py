@@ -139,18 +139,18 @@ class Memory:
         return activations, logits * (4 * chunk_in_flight + 4 + self.element) + normed
 
     def _layer(self, plan: Plan) -> tuple[float, float]:
-        """(bytes kept of a microbatch by one layer, bytes of one layer's work while it is recomputed)."""
+        """(bytes kept of a microbatch by one layer, bytes of one layer's backward and recompute)."""
         key = (plan.tensor, plan.microbatch, plan.recompute, plan.sequence_parallel)
         if key not in self._layers:
             whole = layer_activations(
                 self.model, plan.microbatch, plan.tensor, plan.sequence_parallel, self.flash, self.precision
             )
-            kept, working = whole, 0.0
+            kept, working = whole, whole / 2  # the gradients of its tensors, which are there two or three at a time
             if plan.recompute == "full":  # the input of each layer
                 kept = plan.microbatch * self.model.sequence * self.model.hidden * self.element
-                kept, working = kept / (plan.tensor if plan.sequence_parallel else 1), whole
+                kept, working = kept / (plan.tensor if plan.sequence_parallel else 1), working + whole
             elif plan.recompute == "selective":
-                working = score_activations(self.model, plan.microbatch, plan.tensor, self.flash, self.precision)
-                kept = whole - working
+                scores = score_activations(self.model, plan.microbatch, plan.tensor, self.flash, self.precision)
+                kept, working = whole - scores, working + scores
             self._layers[key] = kept, working
         return self._layers[key]

@@ -124,6 +124,13 @@ class Model:
             4 * tokens * self.sequence * self.query_size / tensor,
         )
 
+    def matrix_sides(self, tensor: int = 1) -> list[tuple[float, float]]:
+        """(inputs, outputs) of one layer's four matrix products on one of `tensor` ranks."""
+        return [
+            (self.hidden, (self.query_size + 2 * self.key_size) / tensor), (self.query_size / tensor, self.hidden),
+            (self.hidden, self.ffn * (2 if self.gated else 1) / tensor), (self.ffn / tensor, self.hidden),
+        ]
+
     def output_flops(self, microbatch: int, tensor: int = 1) -> float:
         """Forward of the output layer (and BERT's head before it) on one of `tensor` ranks."""
         tokens = microbatch * self.sequence

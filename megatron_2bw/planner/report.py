@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def front(estimates: Sequence[Estimate], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _front_legend(axis, groups) -> list:
+def _front_legend(axis, groups: Iterable[tuple[str, str]]) -> list:
     from matplotlib.lines import Line2D
 
     schedules = dict.fromkeys(schedule for schedule, _ in groups)

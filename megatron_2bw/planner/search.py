@@ -62,6 +62,7 @@ class Search:
         self._number = itertools.count()  # so that equal bounds leave the queue in the order of enumeration
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
+        self.rejected, self.too_large, self.examined = Counter(), [], 0
         queue: list[tuple[float, int, str, Plan]] = []
 
         def put(bound: float, state: str, plan: Plan) -> None:

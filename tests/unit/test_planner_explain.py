@@ -82,10 +82,10 @@ def result(request) -> Result:
 def rows(text: str, first: str) -> list[dict[str, str]]:
     """The lines of a table, as texts by column; `first` is the name of its first column."""
     lines = text.splitlines()
-    head = next(number for number, line in enumerate(lines) if re.match(rf"{first} ", line))
-    names = re.split(r" {2,}", lines[head])
-    body = itertools.takewhile(lambda line: re.match(r"[\d-]+ ", line), lines[head + 1:])
-    found = [re.split(r" {2,}", line) for line in body]
+    head = next(number for number, line in enumerate(lines) if re.match(rf" *{first} ", line))
+    names = re.split(r" {2,}", lines[head].strip())
+    body = itertools.takewhile(lambda line: re.match(r" *\d[\d-]* ", line), lines[head + 1:])
+    found = [re.split(r" {2,}", line.strip()) for line in body]
     assert found and all(len(cells) == len(names) for cells in found)
     return [dict(zip(names, cells)) for cells in found]
 
@@ -106,13 +106,13 @@ def test_every_number_of_the_table_is_the_estimates(result):
         for column, number in (("t", plan.tensor), ("d", plan.depth), ("w", plan.width), ("b", plan.microbatch),
                                ("m", plan.microbatches), ("batch", plan.global_batch)):
             assert row[column] == str(number)
-        assert (row["optimizer"], row["ranks"]) == (
-            "sharded" if plan.distributed_optimizer else "whole", "tp-pp-dp" if plan.pipeline_inside else "tp-dp-pp")
+        assert (row["optim."], row["ranks"]) == (
+            "sharded" if plan.distributed_optimizer else "whole", "pp-dp" if plan.pipeline_inside else "dp-pp")
         layers = plan.layers_of(result.cost.model)
         named = [int(number) for number in row["layers"].split("/")]
         assert named == layers[:1] if len(set(layers)) == 1 else set(named) == set(layers)
-        assert is_shown(row["samples/s"], estimate.throughput) and is_shown(row["tokens/s/GPU"], each * tokens)
-        assert is_shown(row["TFLOP/s/GPU"], each * flops / 1e12)
+        assert is_shown(row["samples/s"], estimate.throughput) and is_shown(row["tok/s/GPU"], each * tokens)
+        assert is_shown(row["TF/s/GPU"], each * flops / 1e12)
     for row, estimate in zip(rows(times, "#"), result.estimates, strict=True):
         assert is_shown(row["iteration"], 1e3 * estimate.seconds, " ms")
         for term in TERMS:
@@ -144,22 +144,23 @@ def test_schedules_are_named_with_chunks_and_slots(plan, name):
     assert schedule_name(plan) == name and title(plan) == f"{name} t1 d4 w2 b1"
 
 
+@pytest.fixture(scope="module")
 def far() -> Result:
     """Long names and numbers: 1,024 GPUs, uneven stages."""
     cost = Cost(PRESETS["gpt-175b"], clusters.preset("dgx-a100-80", 128), "bf16")
     plans = [
-        Plan(8, 32, 4, 16, 2048, "selective", "pipedream-flush", distributed_optimizer=True, first=10, last=26),
-        Plan(8, 16, 8, 128, 1024, "selective", "megatron", virtual=6, distributed_optimizer=True),
-        Plan(1, 64, 16, 1, 8192, "full", gradient_slots=1, first=17, last=17),
+        Plan(8, 32, 4, 128, 32, "selective", "pipedream-flush", distributed_optimizer=True, first=10, last=26),
+        Plan(8, 16, 8, 128, 16, "selective", "megatron", virtual=6, distributed_optimizer=True),
+        Plan(1, 64, 16, 1, 100, "full", gradient_slots=1, first=17, last=17),
     ]
-    search = Search(cost, Space(131072, schedules=()))
+    search = Search(cost, Space(16384, schedules=()))
     search.too_large += plans
     search.rejected["heads not divisible by tensor size"] = 123456
     return Result(cost, search.space, [cost.estimate(plan) for plan in plans], search, 1.0)
 
 
-def test_no_line_is_longer_than_a_terminal(result):
-    for found in (result, far()):
+def test_no_line_is_longer_than_a_terminal(small, tight, apart, far):
+    for found in (small, tight, apart, far):
         for text in (table(found), reason(found), rejections(found), evidence(found.cost), CAVEAT,
                      *(memory_table(estimate) for estimate in found.estimates)):
             assert max(map(len, text.splitlines())) <= 120, text
@@ -219,18 +220,21 @@ def test_the_reason_counts_by_sample_for_batches_may_differ():
 
 
 def test_the_reason_says_what_the_winner_pays():
-    text = told(estimated(TWO_BW, 0.8, 0.1, 0, 0, 0, 0), estimated(replace(TWO_BW, depth=4), 0.5, 0.1, 0.4, 0, 0, 0))
+    text = told(estimated(TWO_BW, 0.8, 0.1, 0, 0, 0, 0), estimated(replace(TWO_BW, depth=4), 0.5, 0.1, 0.4, 0, 0, 0),
+                schedules=("2bw",))
     assert "the best plan of another shape, 2bw t1 d4 w1 b1" in text
     assert "takes less for messages between stages (40 % there, 0 % here), but more for compute (50 % there, 8" in text
-    assert "tensor" not in text and "flush" not in text.split("No plan")[0].split("pipedream-flush")[0]
+    assert "tensor" not in text and "flush" not in text
 
 
 def test_the_reason_blames_a_flush_only_where_there_is_one():
     waits = told(estimated(TWO_BW, 1, 0, 0, 0, 0, 0), estimated(replace(TWO_BW, depth=4), 1, 0, 0, 0, 0, 0.5),
                  schedules=("2bw",))
     assert "waiting for other stages (33 % there, 0 % here)" in waits and "flush" not in waits
-    reverse = told(estimated(FLUSH, 0.5, 0, 0, 0, 0, 0.1), estimated(TWO_BW, 0.5, 0, 0, 0, 0, 0.3))
-    assert "waiting for other stages (38 % there, 12 % here)" in reverse and "no stage waits" not in reverse
+    reverse = told(estimated(FLUSH, 0.5, 0, 0, 0, 0, 0.1), estimated(TWO_BW, 0.5, 0, 0, 0, 0, 0.5))
+    assert "waiting for other stages (50 % there, 10 % here)" in reverse and "no stage waits" not in reverse
+    longer = told(estimated(TWO_BW, 1, 0, 0, 0, 0, 0.2), estimated(FLUSH, 1, 0, 0, 0.4, 0, 0))
+    assert "more for waiting for other stages (0 % there, 14 % here)." in longer and "no stage waits" not in longer
 
 
 def test_plans_as_good_as_equal_are_called_that():
@@ -302,8 +306,7 @@ def test_the_nearest_change_is_the_fastest_single_one_that_is_legal_and_fits(tig
 ], ids=title)
 def test_changes_keep_the_gpus_and_the_batch_and_their_flags_say_what_to_type(plan):
     found = list(changes(plan))
-    assert len(set(found)) == len(found) >= 3 and plan not in found
-    assert {"2bw", "gpipe", "megatron"} & {plan.schedule}
+    assert len(set(found)) == len(found) >= 2 and plan not in found
     for change in found:
         assert (change.gpus, change.global_batch) == (plan.gpus, plan.global_batch)
         typed, _, without = changed_flags(plan, change, "fp16").partition("without ")
@@ -352,7 +355,7 @@ def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
     need = min(map(cost.memory.heaviest, search.too_large))
     assert f"needs {need / GIB:.2f} GiB on its heaviest stage (ESTIMATED), and 14.40 GiB are allowed (16 GiB" in text
     memory = float(re.search(r"GPUs of ([\d.]+) GiB or more", text)[1])
-    for gib, fits in ((memory + 0.1, True), (memory - 0.1, False)):
+    for gib, fits in ((memory, True), (memory - 0.1, False)):
         larger = Cost(model, replace(P3, device=replace(P3.device, memory_gib=gib)), "fp16")
         assert any(map(larger.fits, search.too_large)) == fits
     servers = int(re.search(r"or (\d+) servers", text)[1])

@@ -1,0 +1,231 @@
+"""Pictures and traces of plans: the artists' numbers are those of the estimates and of the simulator."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.figure import Figure
+
+from megatron_2bw.planner import cluster, model, report
+from megatron_2bw.planner.cost import Cost
+from megatron_2bw.planner.memory import GIB
+from megatron_2bw.planner.plan import Plan
+from megatron_2bw.schedules import SCHEDULES, Shape
+from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.simulator import Times, simulate
+from megatron_2bw.timeline import draw_shapes
+
+COST = Cost(model.preset("gpt-355m"), cluster.preset("p3.16xlarge", 1), "fp16")
+PLANS = [
+    Plan(1, 4, 2, 1, 4), Plan(1, 4, 2, 1, 4, schedule="gpipe", recompute="full"),
+    Plan(1, 4, 2, 1, 8, schedule="megatron", virtual=2),
+    Plan(1, 1, 8, 1, 1, schedule="megatron", recompute="selective"),
+]
+ESTIMATES = [COST.estimate(plan) for plan in PLANS]
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    """The figure saved last, as figure()."""
+    saved = []
+
+    def savefig(self, path, **options):
+        saved.append(self)
+        original(self, path, **options | {"dpi": 40})
+
+    original = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return lambda: saved[-1]
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes()[:4] == b"\x89PNG"
+
+
+def bars(axis) -> list[tuple[float, float, float]]:
+    """(row, start, end) of the bars of a timeline's forwards and backwards."""
+    boxes = [path.get_extents() for c in axis.collections if isinstance(c, PolyCollection) for path in c.get_paths()]
+    return sorted((round((box.y0 + box.y1) / 2), box.x0, box.x1) for box in boxes if box.height > 0.5)
+
+
+def test_memory_bars_are_the_estimates_bytes(tmp_path, figure):
+    estimate = ESTIMATES[0]
+    report.memory_bars(estimate, tmp_path / "memory.png", device=16 * GIB)
+    axis = figure().axes[0]
+    assert len(axis.containers) == 6
+    for container in axis.containers:
+        kind = container.get_label()
+        heights = [bar.get_height() for bar in container]
+        assert heights == pytest.approx([getattr(stage, kind) / GIB for stage in estimate.memory])
+    tops = [max(bar.get_y() + bar.get_height() for bar in column) for column in zip(*axis.containers)]
+    assert tops == pytest.approx([stage.total / GIB for stage in estimate.memory])
+    assert [line.get_ydata()[0] for line in axis.lines] == pytest.approx([16 * 0.9, 16])
+    assert axis.get_ylim()[1] > 16 and is_png(tmp_path / "memory.png")
+
+
+def test_splits_are_the_estimates_causes(tmp_path, figure):
+    report.splits(ESTIMATES, tmp_path / "splits.png")
+    axis = figure().axes[0]
+    for container, (cause, (_, name)) in zip(axis.containers, report.CAUSES.items(), strict=True):
+        assert container.get_label() == name
+        expected = [1e3 * getattr(e.split, cause) / e.plan.global_batch for e in ESTIMATES]
+        assert [bar.get_width() for bar in container] == pytest.approx(expected)
+    assert [text.get_text() for text in axis.texts] == [f" {e.throughput:.4g} samples/s" for e in ESTIMATES]
+
+
+def test_every_field_has_its_colour():
+    assert set(report.KINDS) == set(vars(ESTIMATES[0].memory[0]))
+    assert set(report.CAUSES) == set(vars(ESTIMATES[0].split))
+
+
+def test_pareto_front_of_points():
+    """(1, 3) is the lightest; (2, 2) and (3, 3) lose to it; of two at 4 the faster stays; (6, 5) gains nothing."""
+    points = [(3, 3), (6, 5), (4, 4), (1, 3), (4, 5), (2, 2), (9, 7)]
+    assert report.pareto(points) == [3, 4, 6]
+    assert report.pareto([(1, 1), (1, 1)]) == [0] and report.pareto([]) == []
+
+
+def test_front_marks_the_fastest_that_fits(tmp_path, figure):
+    large = replace(ESTIMATES[0], seconds=ESTIMATES[0].seconds / 2, capacity=ESTIMATES[0].heaviest - 1)
+    estimates = [*ESTIMATES[1:], large]
+    report.front(estimates, tmp_path / "front.png")
+    axis = figure().axes[0]
+    scatters = [c for c in axis.collections if isinstance(c, PathCollection)]
+    at = [tuple(point) for scatter in scatters[:-1] for point in scatter.get_offsets()]
+    expected = sorted((e.heaviest / GIB, e.throughput) for e in estimates)
+    assert [*map(pytest.approx, expected)] == sorted(at)
+    winner = max(ESTIMATES[1:], key=lambda e: e.throughput)
+    assert tuple(scatters[-1].get_offsets()[0]) == pytest.approx((winner.heaviest / GIB, winner.throughput))
+    assert report.label(winner.plan) in axis.texts[0].get_text()
+    line = axis.lines[0]
+    points = [(e.heaviest / GIB, e.throughput) for e in estimates]
+    assert [*zip(*line.get_data())] == [points[index] for index in report.pareto(points)]
+    assert axis.lines[1].get_xdata()[0] == pytest.approx(estimates[0].capacity / GIB)
+
+
+def test_front_where_nothing_fits(tmp_path, figure):
+    """Of 3.0, 3.6, 3.7 and 7.3 GiB the last is beyond twice the allowed."""
+    report.front([replace(estimate, capacity=2 * GIB) for estimate in ESTIMATES], tmp_path / "front.png")
+    assert figure().axes[0].texts[0].get_text() == "no plan fits"
+    assert figure().axes[0].get_title("left") == "4 plans (1 need more memory than is shown)"
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=report.label)
+def test_timeline_shows_two_batches(tmp_path, figure, plan):
+    estimate = COST.estimate(plan)
+    report.timeline(COST, estimate, tmp_path / "timeline.png")
+    axis = figure().axes[0]
+    assert "WINDOW" not in axis.get_title("left") and f"{estimate.throughput:.4g} samples/s" in axis.get_title("left")
+    iterations = 2 if plan.pipeline.flushes else 3
+    events = simulate(plan.pipeline, Shape(plan.depth, plan.microbatches, 0, iterations), COST.times(plan))
+    end = axis.get_xlim()[1]
+    expected = [(plan.depth - 1 - e.stage, e.start, e.end) for e in events if e.action.kind in "FB" and e.start <= end]
+    assert bars(axis) == [pytest.approx(bar) for bar in sorted(expected)]
+    last = max(e.end for e in events if e.action.kind == "B" and e.action.microbatch < 2 * plan.microbatches)
+    assert last <= end < 1.5 * last
+
+
+def test_timeline_of_many_microbatches_is_a_window(tmp_path, figure):
+    plan = Plan(1, 4, 2, 1, 200, schedule="pipedream-flush")
+    report.timeline(COST, COST.estimate(plan), tmp_path / "timeline.png")
+    axis = figure().axes[0]
+    first, last = axis.get_xlim()
+    ends = [e.end for e in simulate(plan.pipeline, Shape(4, 200, 0, 1), COST.times(plan)) if e.action.kind == "B"]
+    assert first < max(ends) < last and last - first < 0.2 * max(ends)
+    title = axis.get_title("left")
+    assert f"ONLY A WINDOW of {last - first:.3g} s" in title and len(bars(axis)) < 4 * 2 * 60
+
+
+def test_report_is_a_folder_with_an_index(tmp_path):
+    folder = tmp_path / "new" / "report"
+    files = report.write_report(COST, ESTIMATES, [COST.estimate(Plan(1, 2, 4, 1, 4)), ESTIMATES[0]], folder)
+    assert sorted(files) == sorted(folder.iterdir())
+    index = (folder / "index.md").read_text()
+    for picture in ("front.png", "splits.png", "timeline.png", "memory.png"):
+        assert is_png(folder / picture) and f"]({picture})" in index
+    assert " ".join(PLANS[0].flags("fp16")) in index
+    assert report.write_report(COST, ESTIMATES, [], folder) == files  # again
+
+
+def test_front_of_a_report_has_each_plan_once(tmp_path, figure, monkeypatch):
+    seen = []
+    monkeypatch.setattr(report, "front", lambda estimates, path: seen.extend(e.plan for e in estimates))
+    report.write_report(COST, ESTIMATES[:1], [ESTIMATES[1], ESTIMATES[0], ESTIMATES[1]], tmp_path)
+    assert len(seen) == 2 and set(seen) == set(PLANS[:2])
+
+
+def test_report_refuses_in_one_line(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for folder, estimates in ((file, ESTIMATES), (file / "below", ESTIMATES), (tmp_path / "empty", [])):
+        with pytest.raises(report.ReportError, match="^--report .*") as caught:
+            report.write_report(COST, estimates, [], folder)
+        assert "\n" not in str(caught.value)
+    assert file.read_text() == "mine" and [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=report.label)
+def test_trace_sums_to_the_simulated_times(tmp_path, plan):
+    path, times = tmp_path / "trace.json", COST.times(plan)
+    report.chrome_trace(COST, COST.estimate(plan), path, iterations=2)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names[0].startswith("pipeline: ") and names[1:] == [f"stage {stage}" for stage in range(plan.depth)]
+    ends = simulate(plan.pipeline, Shape(plan.depth, plan.microbatches, 0, 2), times)
+    for stage in range(plan.depth):
+        own = [event for event in events if event["ph"] == "X" and event["tid"] == stage]
+        for before, after in zip(own, own[1:]):
+            assert after["ts"] == pytest.approx(before["ts"] + before["dur"], abs=2)  # waits of 1 us are left out
+        assert sum(event["dur"] for event in own) == pytest.approx(
+            1e6 * max(event.end for event in ends if event.stage == stage), rel=1e-4
+        )
+        for kind, name in (("F", "forward"), ("B", "backward")):
+            durations = [event["dur"] for event in own if event["cat"] == kind]
+            assert len(durations) == 2 * plan.microbatches * plan.virtual
+            assert sum(durations) == pytest.approx(2e6 * plan.microbatches * times.of(name, plan.depth)[stage])
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_trace_is_whole_or_absent(tmp_path, monkeypatch):
+    (tmp_path / "trace.json").mkdir()
+    with pytest.raises(report.ReportError, match="^--trace .*trace.json: "):
+        report.chrome_trace(COST, ESTIMATES[0], tmp_path / "trace.json")
+    with pytest.raises(report.ReportError, match="^--trace .*: No such file"):
+        report.chrome_trace(COST, ESTIMATES[0], tmp_path / "none" / "trace.json")
+    assert [*tmp_path.iterdir()] == [tmp_path / "trace.json"]
+
+
+def test_drawing_of_chunks_and_of_unequal_stages(tmp_path, figure):
+    """Each chunk has its own colour and letter; stages have their own lengths; a shorter timeline keeps the axis."""
+    times = Times([2.0, 4.0], [4.0, 4.0])
+    long, short = Shape(2, 2, 0, 2), Shape(2, 2, 0, 1)
+    draw_shapes([(Interleaved(2), long), (SCHEDULES["gpipe"], short)], tmp_path / "chunks.png", times)
+    upper, lower = figure().axes
+    assert upper.get_xlim() == lower.get_xlim() == (0, max(e.end for e in simulate(Interleaved(2), long, times)))
+    assert "(forward 2 to 4, backward 4)" in lower.get_xlabel()
+    assert {text.get_text() for text in upper.texts} == {f"{k}{c}" for k in range(1, 5) for c in "AB"}
+    faces = {tuple(face) for c in upper.collections if len(c.get_paths()) for face in c.get_facecolors()}
+    assert len(faces) == 2 * 2 * 2  # batches, kinds, chunks
+    forwards = {row: {round(end - start, 6) for r, start, end in bars(lower) if r == row} for row in (0, 1)}
+    assert forwards == {1: {2.0, 4.0}, 0: {4.0}}
+
+
+def test_figures_of_the_paper(tmp_path, monkeypatch, capsys, figure):
+    """Figure 2: microbatch 9 is the first on W(1), on every stage; the text and the picture both show it."""
+    script = Path(__file__).parents[2] / "scripts" / "draw_schedules.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--figure", "2", "--out", str(tmp_path / "docs")])
+    runpy.run_path(str(script), run_name="__main__")
+    assert is_png(tmp_path / "docs" / "figure2.png")
+    texts = [text.get_text() for text in figure().axes[0].texts]
+    pairs = {(number, weights) for number, weights in zip(texts[::2], texts[1::2])}
+    assert {pair for pair in pairs if pair[0] in ("8", "9", "12", "13")} == {
+        ("8", "W(0)"), ("9", "W(1)"), ("12", "W(1)"), ("13", "W(2)")
+    }
+    printed = capsys.readouterr().out.splitlines()
+    number, version = next((a, b) for a, b in zip(printed, printed[1:]) if a.startswith("stage 0"))
+    assert version[number.index("|9") + 1] == "1" and version[number.index(" 8  ") + 1] == "0"
