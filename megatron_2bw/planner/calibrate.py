@@ -138,3 +138,18 @@ def _run(row: dict[str, str], where: str) -> Run:
         values["schedule"], values["virtual"], **flags,
     )
     return Run(model, plan, values["seconds"], values["precision"], bool(values["flash"]))
+
+
+def write_predictions(runs: Path, predicted: Sequence[float], path: Path) -> None:
+    """The table of `runs` with a column predicted_seconds."""
+    with open(runs, encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], "predicted_seconds"], lineterminator="\n")
+            writer.writeheader()
+            for row, seconds in zip(rows, predicted):
+                writer.writerow(row | {"predicted_seconds": f"{seconds:.6g}"})
+    except OSError as error:
+        raise RunsError(f"--predictions {path}: {error.strerror}") from None

@@ -5,7 +5,7 @@ Invariant: every number says where it comes from, so that a plan can say MEASURE
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +153,37 @@ def from_dict(text: Any, where: str) -> Cluster:
         device = Device(**({"name": "gpu"} | given))
     links = {name: Link(**_take(top[name], f"{where}: {name}", {"gb_s", "latency_us"}, {"measured", "rails"}))
              for name in ("inside", "between")}
-    cluster = Cluster(str(top.get("name", where)), top["servers"], top["gpus_per_server"], device, **links)
+    cluster = Cluster(
+        str(top.get("name", where)), top["servers"], top["gpus_per_server"], device, **links,
+        profile=_beside(top.get("profile"), where),
+    )
     for name in ("servers", "gpus_per_server"):
         number = getattr(cluster, name)
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ClusterError(f"--cluster {where}: {name} must be a positive whole number, not {number!r}")
     return cluster
+
+
+def _beside(profile: str | None, where: str) -> Path | None:
+    """A profile's path is relative to the YAML file that names it."""
+    return None if profile is None else Path(where).parent / str(profile)
+
+
+def to_yaml(cluster: Cluster, path: Path) -> None:
+    """Write a cluster that `from_yaml` reads back."""
+    import yaml
+
+    text = {
+        "name": cluster.name, "servers": cluster.servers, "gpus_per_server": cluster.gpus_per_server,
+        "gpu": asdict(cluster.device), "inside": asdict(cluster.inside), "between": asdict(cluster.between),
+    }
+    part = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(yaml.safe_dump(text, sort_keys=False))
+        part.replace(path)
+    except OSError as error:
+        raise ClusterError(f"--out {path}: {error.strerror}") from None
 
 
 def _take(text: Any, where: str, needed: set[str], optional: set[str]) -> dict[str, Any]:

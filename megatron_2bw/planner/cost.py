@@ -1,4 +1,4 @@
-"""Time and memory of a plan: by simulation of its schedule, or by the paper's closed forms. Pure Python.
+"""Time and memory of a plan, by simulation of its schedule. Pure Python.
 
 Invariant: `lower_bound` is never above `seconds`, so that a search that skips plans by it misses none.
 """
@@ -16,10 +16,10 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.plan import Plan
 from megatron_2bw.simulator import Times, long_iteration_time
 
-# The paper's c_extra: a forward again before each backward, which takes twice as long (section 4.1).
-RECOMPUTE_EXTRA = 4 / 3
 # Of 454 runs none failed whose estimate was below 80 % of the memory (Fujii et al. 2024, arXiv 2411.06465).
 MARGIN = 0.2
+# Share of an overlapped collective that nothing is beside: its first or last bucket.
+UNHIDDEN = 0.05
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Cost:
         collective = half if plan.distributed_optimizer else all_reduce
         seconds = [collective(self.cluster, place.data, count * element) for count in self._parameters(plan)]
         if plan.schedule == "megatron":  # beside the last microbatch's backward, bucket by bucket
-            seconds = [max(time - work.backward, time / 20) for time, work in zip(seconds, works)]
+            seconds = [max(time - work.backward, time * UNHIDDEN) for time, work in zip(seconds, works)]
         if plan.pipeline.late_step and place.data.servers > 1:
             # Beside the next batch, whose messages come first: they take their share of the network.
             taken = max((taken for (_, taken), leaving in zip(messages, place.boundaries) if leaving), default=0.0)
@@ -192,41 +192,11 @@ class Cost:
         if not plan.distributed_optimizer:
             return 0.0
         size = max(self._parameters(plan)) * BYTES[self.precision].weight
-        return half(self.cluster, self._layout(plan).data, size)
+        seconds = half(self.cluster, self._layout(plan).data, size)
+        if plan.schedule == "megatron":  # beside the first microbatch's forward
+            seconds = max(seconds - self.stages(plan)[0].forward, seconds * UNHIDDEN)
+        return seconds
 
     def _update(self, plan: Plan) -> list[float]:
         shards = plan.width if plan.distributed_optimizer else 1
         return [self.compute.update(count, shards) for count in self._parameters(plan)]
-
-    def closed_form(self, plan: Plan) -> float:
-        """Seconds of an iteration by the paper's closed forms (Appendix A, with 1/m(b) on the replicas' exchange).
-
-        A microbatch takes max over stages of max(T_comp + T_comm to the neighbours, T_comm of the replicas / m);
-        without pipelining their sum. A flush adds (d - 1) of them.
-        """
-        none = replace(plan, recompute="none")
-        extra = RECOMPUTE_EXTRA if plan.recompute == "full" else 1.0
-        times = self.times(none)
-        reduce, transfer = times.of("reduce", plan.depth), times.of("transfer", plan.depth)
-        each = []
-        for stage, work in enumerate(self.stages(none)):
-            ways = 2 * ((transfer[stage] if stage < plan.depth - 1 else 0) + (transfer[stage - 1] if stage else 0))
-            each.append(max(extra * work.total + ways, reduce[stage] / plan.microbatches))
-        if plan.schedule == "no-pipelining":
-            return plan.microbatches * sum(each)
-        fill = (plan.depth - 1) / plan.virtual if plan.pipeline.flushes else 0
-        return (plan.microbatches + fill) * max(each)
-
-    def closed_form_memory(self, plan: Plan) -> float:
-        """Bytes by the paper's closed forms (Appendix A): weight versions and activations, nothing else.
-
-        Without recompute 2|W|/d + d·|A(b)|/d + d·|A_in(b)|, with it 2|W|/d + |A(b)|/d + d·|A_in(b)|; 2 versions and d
-        in flight become those of the schedule.
-        """
-        versions = plan.pipeline.max_versions(plan.shape, 0)
-        in_flight = plan.pipeline.max_in_flight(plan.shape, 0) / plan.virtual
-        weights = versions * self.model.parameters() * BYTES[self.precision].weight / plan.depth / plan.tensor
-        kept, _ = self.memory._layer(replace(plan, recompute="none"))
-        activations = kept * self.model.layers / plan.depth
-        inputs = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
-        return weights + activations * (1 if plan.recompute == "full" else in_flight) + in_flight * inputs

@@ -125,7 +125,7 @@ class Memory:
 
     def _activations(self, plan: Plan, stage: int, layers: int, in_flight: int) -> tuple[float, float]:
         """(kept by layers and embedding, kept and used by the output layer)."""
-        kept, working = self._layer(plan)
+        kept, working = self.layer(plan)
         activations = in_flight * kept * layers / plan.virtual + working
         tokens = plan.microbatch * self.model.sequence
         if stage == 0 and self.model.dropout:
@@ -138,7 +138,7 @@ class Memory:
         # The loss keeps its softmax in 32 bits; while it is made, the logits and their 32-bit copy are there too.
         return activations, logits * (4 * chunk_in_flight + 4 + self.element) + normed
 
-    def _layer(self, plan: Plan) -> tuple[float, float]:
+    def layer(self, plan: Plan) -> tuple[float, float]:
         """(bytes kept of a microbatch by one layer, bytes of one layer's backward and recompute)."""
         key = (plan.tensor, plan.microbatch, plan.recompute, plan.sequence_parallel)
         if key not in self._layers:

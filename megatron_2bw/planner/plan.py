@@ -106,6 +106,8 @@ class Plan:
             words += ["--two-bw-gradient-slots", self.gradient_slots]
         if self.distributed_optimizer:
             words += ["--use-distributed-optimizer"]
+        if self.schedule == "megatron" and self.width > 1:  # 2bw's late step overlaps by itself
+            words += ["--overlap-grad-reduce"] + ["--overlap-param-gather"] * self.distributed_optimizer
         if self.pipeline_inside:
             words += ["--use-tp-pp-dp-mapping"]
         if precision != "fp32":

@@ -33,6 +33,7 @@ class Trial:
     status            OK, OUT_OF_MEMORY, FAILED, TIMEOUT, or REFUSED: not started, for it cannot run here
     error             one line, if it is not OK
     took              seconds of the run, start and end included
+    others            share of the cores' time that other processes took meanwhile; None where the ranks use GPUs
     log               the file with all that it printed
     """
 
@@ -46,6 +47,7 @@ class Trial:
     status: str = OK
     error: str = ""
     took: float = 0.0
+    others: float | None = None
     log: str = ""
 
     @property

@@ -29,6 +29,7 @@ from megatron_2bw.planner.plan import Plan
 from megatron_2bw.planner.trials import FAILED, OK, REFUSED, TIMEOUT, Trial
 
 ROOT = Path(__file__).resolve().parents[2]
+BUSY = 0.1  # share of the cores that others take, above which measured times say little
 FILES = ("trials.jsonl", "validate.json", "validate.png")
 
 
@@ -144,12 +145,15 @@ def _try(
     if refused:
         return Trial(**known | {"log": ""}, status=REFUSED, error=refused)
     line = command(words, plan, cost.cluster.gpus_per_server, place, entry_script(cost.model.kind), number)
-    begun = time.monotonic()
+    begun, used = time.monotonic(), _seconds_of_others()
     try:
         code = execute(line, log, environment(plan, place.device), options.timeout)
     except OSError as error:
         return Trial(**known, status=FAILED, error=f"{line[0]}: {error.strerror}")
-    known["took"] = round(time.monotonic() - begun, 1)
+    took = time.monotonic() - begun
+    known["took"] = round(took, 1)
+    if place == Place("cpu", 1, place.ranks):
+        known["others"] = round(max(_seconds_of_others() - used, 0.0) / (took * (os.cpu_count() or 1)), 3)
     text = log.read_text(errors="replace")
     if code is None:
         seen = len(reading.iteration_seconds(text))
@@ -162,6 +166,16 @@ def _try(
         return Trial(**known, status=FAILED, error="it ended well, but its log lacks iterations")
     memory = reading.stage_memory(text, plan)
     return Trial(**known, measured=statistics.median(steady), steady=steady, measured_memory=memory)
+
+
+def _seconds_of_others() -> float:
+    """Core time since the host's start without this process and what it has started and seen end."""
+    import psutil
+
+    times, mine = psutil.cpu_times(), os.times()
+    idle = ("idle", "iowait", "guest", "guest_nice")  # guests are counted as user already
+    busy = sum(getattr(times, name) for name in times._fields if name not in idle)
+    return busy - mine.user - mine.system - mine.children_user - mine.children_system
 
 
 def execute(line: list[str], log: Path, variables: dict[str, str], timeout: float) -> int | None:
@@ -235,7 +249,8 @@ def _described(trial: Trial) -> str:
     if trial.status != OK:
         return f"{name}: {predicted}, {trial.status}: {trial.error}"
     measured = f"measured {1e3 * trial.measured:.1f} ms, ratio {trial.ratio:.2f}"
-    return f"{name}: {predicted}, {measured} ({trial.took:.0f} s)"
+    busy = f", other processes took {trial.others:.0%} of the cores" if (trial.others or 0) > BUSY else ""
+    return f"{name}: {predicted}, {measured} ({trial.took:.0f} s){busy}"
 
 
 def _summarize(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 F, B, REDUCE, STEP = "F", "B", "R", "S"
-W = "W"  # the weights' part of a backward, where a schedule splits it (zero_bubble.py)
+W = "W"  # the weights' part of a backward, where a schedule splits it (bench/zero_bubble.py)
 
 
 class Action(NamedTuple):

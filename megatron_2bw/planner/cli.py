@@ -1,0 +1,312 @@
+"""megatron-2bw-plan: the command line of the planner.
+
+Invariant: bad input ends with status 2 and one line that names the flag; a plan that is printed is legal and fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_2bw.planner import calibrate as calibration
+from megatron_2bw.planner import explain, jobs, measure, report, validate
+from megatron_2bw.planner.closed_form import ClosedForm
+from megatron_2bw.planner.cluster import PRESETS as CLUSTERS
+from megatron_2bw.planner.cluster import Cluster, ClusterError, from_yaml, to_yaml
+from megatron_2bw.planner.cluster import preset as cluster_preset
+from megatron_2bw.planner.cost import MARGIN, Cost
+from megatron_2bw.planner.inputs import add_model_flags, cluster_of, model_of, numbers
+from megatron_2bw.planner.model import ModelError
+from megatron_2bw.planner.place import ValidateError
+from megatron_2bw.planner.plan import RECOMPUTE
+from megatron_2bw.planner.profile import ProfileError
+from megatron_2bw.planner.search import PLANNED, Search, Space
+from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule, Shape, TwoBW
+from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.simulator import Times, iteration_time, simulate
+from megatron_2bw.text_timeline import render
+
+ERRORS = (
+    ModelError, ClusterError, ProfileError, ValidateError, calibration.RunsError, report.ReportError,
+    jobs.PlanFileError, jobs.NoScriptError,
+)
+EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors of one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands = {
+        "plan": run_plan, "profile": run_profile, "simulate": run_simulate, "validate": run_validate,
+        "calibrate": run_calibrate,
+    }
+    name = words.pop(0) if words and words[0] in commands else "plan"
+    prog = "megatron-2bw-plan" + ("" if name == "plan" else f" {name}")
+    try:
+        return commands[name](words, prog)
+    except ERRORS as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def planning_parser(prog: str, description: str) -> Parser:
+    """The flags that say what is planned, for `plan` and `validate`."""
+    parser = Parser(prog=prog, description=description, allow_abbrev=False)
+    add_model_flags(parser)
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
+    group.add_argument("--servers", type=int, help="default: of the YAML file, or 1")
+    group.add_argument("--gpus-per-server", type=int, help="fewer than the cluster's servers have")
+    group.add_argument("--profile", type=Path, metavar="FILE.json", help="what `megatron-2bw-plan profile` measured")
+    group = parser.add_argument_group("what may be chosen")
+    group.add_argument("--max-global-batch-size", type=int, required=True, metavar="N",
+                       help="the largest global batch, in samples, that is safe for convergence")
+    group.add_argument("--schedules", type=lambda text: tuple(text.split(",")), default=PLANNED, metavar="NAME,...")
+    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--micro-batch-size"):
+        group.add_argument(flag, type=numbers, metavar="N,...", help="default: all that are legal")
+    group.add_argument("--recompute", type=lambda text: tuple(text.split(",")), default=RECOMPUTE, metavar="NAME,...",
+                       help=f"of {', '.join(RECOMPUTE)}")
+    group.add_argument("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
+    group.add_argument("--no-distributed-optimizer", action="store_true")
+    group.add_argument("--no-sequence-parallel", action="store_true", help="with tensor parallelism, as on the CPU")
+    group.add_argument("--no-uneven-stages", action="store_true")
+    group = parser.add_argument_group("how it is judged")
+    group.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16, or fp16 without it")
+    group.add_argument("--attention", choices=("flash", "core"), help="default: flash where the GPU has it")
+    group.add_argument("--memory-margin", type=float, default=MARGIN, metavar="SHARE",
+                       help=f"of the memory that is left free (default: {MARGIN})")
+    group.add_argument("--cost", choices=("simulation", "closed-form"), default="simulation",
+                       help="closed-form: the paper's Appendix A")
+    group.add_argument("--top", type=int, default=8, metavar="K", help="plans that are shown (default: 8)")
+    return parser
+
+
+def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
+    """The cost model and the space that the flags describe."""
+    model, cluster = model_of(options), cluster_of(options)
+    precision = options.precision or ("bf16" if cluster.device.bf16 else "fp16")
+    if cluster.profile is not None:
+        precision = options.precision or cluster.profile.precision
+        fault = cluster.profile.fits(model, precision)
+        if fault:
+            parser.error(f"--profile {options.profile}: {fault}; measure this model")
+    _check(options, parser)
+    if precision == "bf16" and not cluster.device.bf16:
+        parser.error(f"--precision bf16: {cluster.device.name} has none; use fp16")
+    kind = ClosedForm if options.cost == "closed-form" else Cost
+    flash = {None: None, "flash": True, "core": False}[options.attention]
+    cost = kind(model, cluster, precision, flash, options.memory_margin)
+    space = Space(
+        options.max_global_batch_size, options.schedules, options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size, options.micro_batch_size, options.recompute, options.gradient_slots,
+        (False,) if options.no_distributed_optimizer else (False, True), uneven=not options.no_uneven_stages,
+        sequence_parallel=not options.no_sequence_parallel,
+    )
+    return cost, space
+
+
+def _check(options: argparse.Namespace, parser: Parser) -> None:
+    for flag, given, known in (
+        ("--schedules", options.schedules, SCHEDULE_NAMES), ("--recompute", options.recompute, RECOMPUTE),
+        ("--gradient-slots", options.gradient_slots, (1, 2)),
+    ):
+        wrong = [entry for entry in given if entry not in known]
+        if wrong:
+            parser.error(f"{flag}: {wrong[0]} is not one of {', '.join(map(str, known))}")
+    for flag, number in (("--max-global-batch-size", options.max_global_batch_size), ("--top", options.top)):
+        if number < 1:
+            parser.error(f"{flag} must be positive, not {number}")
+    if not 0 <= options.memory_margin < 1:
+        parser.error(f"--memory-margin must be a share from 0 to below 1, not {options.memory_margin}")
+
+
+def find(cost: Cost, space: Space, count: int) -> explain.Result:
+    """Search, and estimate the `count` fastest plans."""
+    begun = time.monotonic()
+    print(f"searching the plans of {cost.model.name} on {cost.cluster.gpus} GPUs ...", file=sys.stderr, flush=True)
+    search = Search(cost, space)
+    plans = [plan for _, plan in itertools.islice(search, count)]
+    seconds = time.monotonic() - begun
+    return explain.Result(cost, space, [cost.estimate(plan) for plan in plans], search, seconds)
+
+
+def run_plan(words: list[str], prog: str) -> int:
+    parser = planning_parser(prog, f"The fastest configuration that fits. Example: {EXAMPLE}")
+    parser.epilog = "Other commands: profile, simulate, validate, calibrate (megatron-2bw-plan COMMAND --help)."
+    parser.add_argument("--json", type=Path, metavar="FILE", help="everything that is printed, and more")
+    parser.add_argument("--script", type=Path, metavar="FILE.sh", help="the best plan as a torchrun command")
+    parser.add_argument("--sbatch", type=Path, metavar="FILE.sbatch", help="the best plan as a Slurm job")
+    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="its simulated timeline, for Perfetto")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="pictures: timeline, memory, throughput by memory")
+    options = parser.parse_args(words)
+    cost, space = prepare(options, parser)
+    result = find(cost, space, options.top)
+    if not result.estimates:
+        print(explain.nothing_fits(cost, space, result.search))
+        return 1
+    print(explain.table(result), explain.memory_table(result.estimates[0]), explain.reason(result),
+          explain.rejections(result), explain.evidence(cost), explain.CAVEAT, sep="\n\n")
+    best = result.estimates[0].plan
+    print(f"\nFlags of the first plan:\n  {' '.join([*cost.model.flags(), *best.flags(cost.precision)])}")
+    _write(options, result)
+    return 0
+
+
+def _write(options: argparse.Namespace, result: explain.Result) -> None:
+    """The files that were asked for."""
+    cost, best = result.cost, result.estimates[0]
+    arguments = (best.plan, cost.model, cost.cluster, cost.precision)
+    if options.script:
+        jobs.write(options.script, jobs.torchrun_script(*arguments), "--script")
+    if options.sbatch:
+        jobs.write(options.sbatch, jobs.sbatch_script(*arguments, cost.model.name), "--sbatch")
+    if options.trace:
+        report.chrome_trace(cost, best, options.trace)
+    if options.report:
+        cloud = Search(cost, result.space, distinct=False)
+        report.write_report(
+            cost, result.estimates, [cost.estimate(plan) for _, plan in itertools.islice(cloud, 60)], options.report
+        )
+    if options.json:
+        part = options.json.with_suffix(".part")
+        try:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(explain.as_json(result), indent=1, allow_nan=False) + "\n")
+            part.replace(options.json)
+        except OSError as error:
+            raise report.ReportError(f"--json {options.json}: {error.strerror}") from None
+    for path in (options.script, options.sbatch, options.trace, options.report, options.json):
+        if path:
+            print(f"wrote {path}", file=sys.stderr)
+
+
+def run_validate(words: list[str], prog: str) -> int:
+    parser = planning_parser(prog, "Runs the best plans for real for a few iterations, beside what was predicted.")
+    validate.add_flags(parser)
+    options = parser.parse_args(words)
+    cost, space = prepare(options, parser)
+    result = find(cost, space, options.top)
+    if not result.estimates:
+        print(explain.nothing_fits(cost, space, result.search))
+        return 1
+    return validate.exit_status(validate.run(cost, result.estimates, options))
+
+
+def run_profile(words: list[str], prog: str) -> int:
+    parser = Parser(prog=prog, allow_abbrev=False, description=(
+        "Times one layer, the output layer, the optimizer and, under torchrun, the links of the machines at hand."))
+    add_model_flags(parser)
+    measure.add_flags(parser)
+    options = parser.parse_args(words)
+    return measure.run(options, model_of(options))
+
+
+def run_simulate(words: list[str], prog: str) -> int:
+    names = [*SCHEDULES, "megatron-interleaved"]
+    parser = Parser(prog=prog, description="Prints a schedule's timeline, and draws it.", allow_abbrev=False)
+    parser.add_argument("--schedule", choices=names, required=True)
+    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--microbatches", type=int, required=True, help="a batch")
+    parser.add_argument("--iterations", type=int, default=2)
+    parser.add_argument("--virtual", type=int, default=2, help="chunks a stage of megatron-interleaved")
+    parser.add_argument("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
+    times = (("forward", 1.0), ("backward", 2.0), ("transfer", 0.0), ("reduce", 0.0), ("step", 0.0))
+    for name, default in times:
+        parser.add_argument(f"--{name}", type=float, default=default, help=f"time (default: {default:g})")
+    parser.add_argument("--versions", action="store_true", help="print the weight version of each microbatch")
+    parser.add_argument("--columns", type=int, default=140)
+    parser.add_argument("--out", type=Path, metavar="FILE.png")
+    options = parser.parse_args(words)
+    for name in ("stages", "microbatches", "iterations", "virtual", "columns"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be positive, not {getattr(options, name)}")
+    for name, _ in times:
+        if getattr(options, name) < 0:
+            parser.error(f"--{name} must not be negative, not {getattr(options, name):g}")
+    _simulate(options, _schedule(options, parser))
+    return 0
+
+
+def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:
+    if options.schedule == "2bw":
+        schedule = TwoBW(options.gradient_slots)
+    elif options.schedule in SCHEDULES:
+        schedule = SCHEDULES[options.schedule]
+    else:
+        schedule = Interleaved(options.virtual)
+        if options.microbatches % options.stages:
+            parser.error("--microbatches must be a multiple of --stages with megatron-interleaved")
+    least = schedule.min_microbatches(options.stages)
+    if options.microbatches < least:
+        parser.error(f"--microbatches {options.microbatches}: {options.schedule} needs {least} with {options.stages} "
+                     "stages")
+    return schedule
+
+
+def _simulate(options: argparse.Namespace, schedule: Schedule) -> None:
+    from megatron_2bw.timeline import draw_shapes
+
+    times = Times(options.forward, options.backward, transfer=options.transfer, reduce=options.reduce,
+                  step=options.step)
+    shape = Shape(options.stages, options.microbatches, 0, options.iterations)
+    print(f"{options.schedule}, {options.stages} stages, {options.microbatches} microbatches a batch")
+    print(render(simulate(schedule, shape, times), options.stages, columns=options.columns, versions=options.versions))
+    print(f"an iteration takes {iteration_time(schedule, options.stages, options.microbatches, times):g}")
+    if options.out:
+        draw_shapes([(schedule, shape)], options.out, times, versions=options.versions)
+        print(f"wrote {options.out}")
+
+
+def run_calibrate(words: list[str], prog: str) -> int:
+    parser = Parser(prog=prog, allow_abbrev=False, description=(
+        "Fits a cluster's constants to measured runs. Columns of the CSV file: "
+        f"{', '.join(calibration.COLUMNS)}; optional: {', '.join(calibration.OPTIONAL)}."))
+    parser.add_argument("runs", type=Path, metavar="RUNS.csv")
+    parser.add_argument("--cluster", required=True, metavar="NAME|FILE.yaml")
+    parser.add_argument("--rows", type=int, default=20, help="that are fitted to, spread over the file (default: 20); "
+                        "the others are predicted. 0: none, the cluster as it is")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
+    parser.add_argument("--predictions", type=Path, metavar="FILE.csv", help="the runs with their predicted seconds")
+    options = parser.parse_args(words)
+    cluster = _cluster(options.cluster)
+    runs = calibration.read_runs(options.runs)
+    if not 0 <= options.rows <= len(runs):
+        parser.error(f"--rows {options.rows}: the file has {len(runs)}")
+    chosen = {index * len(runs) // options.rows for index in range(options.rows)}
+    if chosen:
+        cluster = calibration.calibrate(cluster, [runs[index] for index in sorted(chosen)])
+    predicted = calibration.predict(cluster, runs)
+    errors = [abs(p / run.seconds - 1) for i, (p, run) in enumerate(zip(predicted, runs)) if i not in chosen]
+    print(f"fitted to {len(chosen)} of {len(runs)} runs: {cluster.device}\n{cluster.inside} inside, {cluster.between} "
+          "between servers")
+    if errors:
+        print(f"mean absolute error of the other {len(errors)}: {sum(errors) / len(errors):.1%}")
+    if options.out:
+        to_yaml(replace(cluster, name=f"{cluster.name}, calibrated"), options.out)
+    if options.predictions:
+        calibration.write_predictions(options.runs, predicted, options.predictions)
+    return 0
+
+
+def _cluster(text: str) -> Cluster:
+    return cluster_preset(text, 1) if text in CLUSTERS or not Path(text).exists() else from_yaml(Path(text))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

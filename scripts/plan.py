@@ -1,0 +1,11 @@
+"""The planner, from a clone: python scripts/plan.py is megatron-2bw-plan."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_2bw.planner.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())
