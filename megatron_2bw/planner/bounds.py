@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from megatron_2bw.planner.compute import Work
 from megatron_2bw.planner.plan import Plan
 from megatron_2bw.simulator import Times
 
@@ -14,6 +15,17 @@ from megatron_2bw.simulator import Times
 def lower_bound(plan: Plan, times: Times) -> float:
     """Seconds an iteration that the plan's dependencies alone take."""
     return _with_flush(plan, times) if plan.pipeline.flushes else _without_flush(plan, times)
+
+
+def work_bound(plan: Plan, works: list[Work]) -> float:
+    """As `lower_bound`, from the stages' computation alone."""
+    m = plan.microbatches
+    if plan.schedule == "no-pipelining":
+        return m * sum(work.total for work in works)
+    if not plan.pipeline.flushes:
+        return m * max(work.total for work in works)
+    above = accumulate((work.total / plan.virtual for work in works), initial=0.0)
+    return max(m * work.total + before for work, before in zip(works, above))
 
 
 def _with_flush(plan: Plan, times: Times) -> float:

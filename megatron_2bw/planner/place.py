@@ -69,7 +69,7 @@ def refusal(plan: Plan, per_server: int, place: Place) -> str | None:
     """One line that names the flag if the plan cannot run here, or None."""
     if place.device == "cpu" and plan.sequence_parallel:
         return ("--sequence-parallel does not work on the CPU, where tensor parallelism works without it only: "
-                "plan without it")
+                "plan with --no-sequence-parallel")
     servers, ranks = split(plan, per_server, place)
     if servers <= place.servers and ranks <= place.ranks and servers * ranks == plan.gpus:
         return None

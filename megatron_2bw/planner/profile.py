@@ -10,7 +10,7 @@ import json
 import math
 import os
 import tempfile
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -133,18 +133,22 @@ class Profile:
         profile = _build(cls, entries, where)
         links = {
             name: _build(Link, entries[name], f"{where}: {name}")
-            for name in ("inside", "between") if entries[name] is not None
+            for name in ("inside", "between") if entries.get(name) is not None
         }
         return replace(profile, **{name: _points(entries[name], f"{where}: {name}") for name in ("blocks", "output")},
                        **links)
 
 
 def _build(cls: type, entries: Any, where: str) -> Any:
-    """The dataclass that a JSON object describes, its plain entries checked."""
+    """The dataclass that a JSON object describes, its plain entries checked.
+
+    An entry with a default may be missing: files outlast the version that wrote them.
+    """
     wanted = {entry.name: entry.type for entry in fields(cls)}
     if not isinstance(entries, dict):
         raise ProfileError(f"{where}: expected the entries {', '.join(wanted)}")
-    missing, unknown = [name for name in wanted if name not in entries], sorted(set(entries) - set(wanted))
+    needed = [entry.name for entry in fields(cls) if entry.default is MISSING]
+    missing, unknown = [name for name in needed if name not in entries], sorted(set(entries) - set(wanted))
     if missing or unknown:
         what = f"the entry {missing[0]} is missing" if missing else f"unknown entry {unknown[0]}"
         raise ProfileError(f"{where}: {what}")

@@ -1,7 +1,8 @@
 """Finds the fastest plans that are legal and fit: best first, and exactly. Pure Python.
 
 Invariant: what `Search` yields are the plans that a full enumeration of the space would put first, in its order. A
-plan waits in one queue with a bound on its time per sample that grows truer: of its shape, of its stages, of itself, simulated.
+plan waits in one queue with a bound on its time per sample that grows truer: of its shape,
+of its stages, of its schedule, of itself, simulated.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_2bw.planner.bounds import work_bound
 from megatron_2bw.planner.cost import Cost
 from megatron_2bw.planner.legality import violations
+from megatron_2bw.planner.memory import BYTES
 from megatron_2bw.planner.plan import RECOMPUTE, Plan
 from megatron_2bw.schedules import SCHEDULES
 
@@ -73,16 +76,21 @@ class Search:
         found: set[tuple] = set()
         while queue:
             bound, _, state, plan = heapq.heappop(queue)
-            key = (plan.tensor, plan.depth, plan.width, plan.schedule)
-            if state == "shape":
+            key = (plan.tensor, plan.depth, plan.width, plan.schedule)  # of a plan; a shape has no schedule yet
+            if state == "shape" and self._least_memory(plan) > self.cost.capacity:
+                self.too_large.append(replace(plan, distributed_optimizer=plan.width > 1))
+            elif state == "shape":
                 for first, last in self.splits(plan.depth):
                     split = replace(plan, first=first, last=last)
                     put(self._split_bound(split), "split", split)
             elif state == "split":
-                for variant in self.variants(plan):
-                    put(self.cost.lower_bound(variant) / variant.global_batch, "bound", variant)
+                for scheduled in self.scheduled(plan):
+                    put(self._work_bound(scheduled), "schedule", scheduled)
             elif self.distinct and key in found:
                 continue
+            elif state == "schedule":
+                for variant in self.variants(plan):
+                    put(max(self.cost.lower_bound(variant) / variant.global_batch, bound), "bound", variant)
             elif state == "bound":
                 if not self.cost.fits(plan):
                     self.too_large.append(plan)
@@ -98,9 +106,19 @@ class Search:
         works = self.cost.stages(replace(plan, depth=1, width=plan.width * plan.depth))
         return works[0].total / (plan.depth * plan.microbatch * plan.width)
 
+    def _least_memory(self, plan: Plan) -> float:
+        """Bytes of weights, gradients and optimizer if they were divided perfectly: no plan of the shape takes less."""
+        memory, layers = self.cost.memory, plan.layers_of(self.cost.model)
+        parameters = sum(memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)) / plan.depth
+        return parameters * sum(BYTES[self.cost.precision].a_parameter(1, 1, plan.width))
+
     def _split_bound(self, plan: Plan) -> float:
         """Seconds a sample if the busiest stage never waited."""
         return max(work.total for work in self.cost.stages(plan)) / (plan.microbatch * plan.width)
+
+    def _work_bound(self, plan: Plan) -> float:
+        """Seconds a sample of the schedule's computation, without messages and reductions."""
+        return work_bound(plan, self.cost.stages(plan)) / plan.global_batch
 
     def shapes(self) -> Iterator[Plan]:
         """One plan for each legal (tensor, depth, width, microbatch, recompute), its schedule Megatron's."""
@@ -160,8 +178,8 @@ class Search:
                       if (first, ends - first) != (middle, middle)]
         return found
 
-    def variants(self, split: Plan) -> Iterator[Plan]:
-        """All legal plans of a shape with its layers divided."""
+    def scheduled(self, split: Plan) -> Iterator[Plan]:
+        """The legal plans of a shape with its layers divided, but for the choices of `variants`."""
         for schedule, slots, virtual in self._schedules(split):
             microbatches = split.microbatches
             if virtual > 1:
@@ -169,10 +187,13 @@ class Search:
             if not microbatches or (virtual > 1 and split.first):
                 continue
             plan = replace(split, schedule=schedule, gradient_slots=slots, virtual=virtual, microbatches=microbatches)
-            if self._violations(plan):
-                continue
-            for inside, distributed in itertools.product(self._orders(split), self._optimizers(plan)):
-                yield replace(plan, pipeline_inside=inside, distributed_optimizer=distributed)
+            if not self._violations(plan):
+                yield plan
+
+    def variants(self, plan: Plan) -> Iterator[Plan]:
+        """The plan in each rank order, with and without the distributed optimizer."""
+        for inside, distributed in itertools.product(self._orders(plan), self._optimizers(plan)):
+            yield replace(plan, pipeline_inside=inside, distributed_optimizer=distributed)
 
     def _schedules(self, shape: Plan) -> Iterator[tuple[str, int, int]]:
         """(schedule, gradient slots, chunks a stage)."""

@@ -76,6 +76,15 @@ def test_files_that_are_no_profiles(tmp_path):
             Profile.load(path)
 
 
+def test_a_file_of_a_version_with_fewer_entries(tmp_path):
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    entries = json.loads(path.read_text())
+    del entries["between"], entries["inside"]["rails"]
+    path.write_text(json.dumps(entries))
+    assert Profile.load(path) == PROFILE
+
+
 POINT = {"microbatch": 1, "forward": 1.0, "backward": 1.0}
 
 
@@ -95,8 +104,8 @@ POINT = {"microbatch": 1, "forward": 1.0, "backward": 1.0}
     ({"blocks": [{"microbatch": 1, "forward": 1.0}]}, "blocks: the entry backward is missing"),
     ({"blocks": [POINT | {"forward": -1}]}, "blocks: forward must be positive, not -1"),
     ({"blocks": [POINT, POINT]}, "blocks: the microbatches must ascend"),
-    ({"inside": 3}, "inside: expected the entries gb_s, latency_us, measured"),
-    ({"between": {"gb_s": 1, "latency_us": 1}}, "between: the entry measured is missing"),
+    ({"inside": 3}, "inside: expected the entries gb_s, latency_us, rails, measured"),
+    ({"between": {"gb_s": 1, "measured": True}}, "between: the entry latency_us is missing"),
     ({"between": {"gb_s": 1, "latency_us": 1, "measured": 1}}, "between: measured must be of type bool, not 1"),
 ])
 def test_wrong_entries(changes, message, tmp_path):
@@ -108,7 +117,7 @@ def test_wrong_entries(changes, message, tmp_path):
     assert str(error.value) == f"--profile {path}: {message}"
 
 
-@pytest.mark.parametrize("name", ["hidden", "blocks", "threads", "between"])
+@pytest.mark.parametrize("name", ["hidden", "blocks", "threads", "optimizer"])
 def test_missing_entries(name, tmp_path):
     path = tmp_path / "profile.json"
     PROFILE.save(path)

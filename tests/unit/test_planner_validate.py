@@ -147,7 +147,7 @@ def test_what_cannot_run_here():
     many = refusal(replace(PLAN, width=8), 16, HERE)
     assert many.startswith("--tensor-model-parallel-size 1 x --pipeline-model-parallel-size 2 x 8 pipelines are 16 ")
     line = refusal(replace(PLAN, tensor=2, sequence_parallel=True), 4, HERE)
-    assert line.startswith("--sequence-parallel does not work on the CPU") and "without it" in line
+    assert line.startswith("--sequence-parallel does not work on the CPU") and "--no-sequence-parallel" in line
     line = refusal(PLAN, 2, Place("cuda", 1, 1))
     assert line.startswith("--tensor-model-parallel-size 1 x ") and "need 2 GPUs, but there are 1: " in line
     wide = replace(PLAN, width=8)

@@ -1,0 +1,51 @@
+"""Simulated against measured iteration times of the emulated pipelines of schedule_efficiency.py.
+
+What a stage computes beside its sleep is measured once, on one stage alone; the simulator is given that and nothing
+from the pipelines that it predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from bench.planner_accuracy import Check
+from bench.schedule_efficiency import OURS, measure
+from megatron_2bw.schedules import SCHEDULES
+from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.simulator import Times, iteration_time
+
+CHUNKS = 2  # of megatron-interleaved
+FORWARD, BACKWARD = 100.0, 200.0  # milliseconds
+ITERATIONS = 9
+
+
+def emulated(depths: list[int]) -> list[Check]:
+    """Every schedule at each depth, with as many microbatches as stages."""
+    chosen = argparse.Namespace(
+        forward_ms=FORWARD, backward_ms=BACKWARD, iterations=ITERATIONS, clip_grad=1.0, width=1
+    )
+    alone = measure("2bw", 1, 8, chosen, "").iteration_ms / 8 - FORWARD - BACKWARD
+    print(f"one stage alone computes {alone:.1f} ms a microbatch beside its sleep", flush=True)
+    rows = []
+    for depth in depths:
+        for schedule in (*OURS, "megatron-interleaved"):
+            measured = measure(schedule, depth, depth, chosen, "").iteration_ms
+            predicted = predict(schedule, depth, depth, alone)
+            rows.append({"schedule": schedule, "d": depth, "m": depth, "measured ms": measured,
+                         "predicted ms": round(predicted, 1), "error": round(predicted / measured - 1, 3)})
+            print(f"  {schedule:22s} d {depth}  measured {measured:8.1f} ms  predicted {predicted:8.1f} ms", flush=True)
+    worst = max(abs(row["error"]) for row in rows)
+    return [Check(
+        f"emulated pipelines run here, d = {', '.join(map(str, depths))}", "bench/schedule_efficiency.py", "within 5 %",
+        worst <= 0.05, f"largest error {worst:.1%}", rows,
+    )]
+
+
+def predict(schedule: str, depth: int, microbatches: int, alone: float) -> float:
+    """Milliseconds an iteration; each chunk of a stage computes `alone` beside its part of the sleep."""
+    pipeline = SCHEDULES.get(schedule, SCHEDULES["pipedream-flush"])
+    chunks = 1
+    if schedule == "megatron-interleaved":
+        pipeline, chunks = Interleaved(CHUNKS), CHUNKS
+    times = Times(FORWARD + alone * chunks / 2, BACKWARD + alone * chunks / 2)
+    return iteration_time(pipeline, depth, microbatches, times)
