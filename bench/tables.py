@@ -11,9 +11,18 @@ def table(rows: list[dict]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
     lines += ["| " + " | ".join(str(row[name]) for name in columns) + " |" for row in rows]
     same = ", ".join(f"{name} {row}" for name, row in rows[0].items() if name not in columns and row != "")
-    return "\n".join([*lines, "", f"In all rows: {same}."])
+    return "\n".join(lines + ([] if not same else ["", f"In all rows: {same}."]))
+
+
+def checks(entries: list[dict]) -> str:
+    """A summary, then the rows of each check (planner_accuracy.py)."""
+    summary = [{"claim": check["name"], "source": check["source"], "bar": check["bar"],
+                "result": check["result"], "holds": "yes" if check["holds"] else "**no**"} for check in entries]
+    parts = [f"### {check['name']}\n\n{table(check['rows'])}" for check in entries if check["rows"]]
+    return "\n\n".join([table(summary), *parts])
 
 
 if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
-        print(f"{path}\n\n{table(json.loads(path.read_text())['rows'])}\n")
+        content = json.loads(path.read_text())
+        print(f"{path}\n\n{checks(content['checks']) if 'checks' in content else table(content['rows'])}\n")

@@ -417,7 +417,7 @@ class PipelineRuntime:
 
     def _backward(self, action: Action, call: Call) -> Any:
         flight = self.in_flight.popleft()
-        assert (flight.microbatch, flight.version) == action[1:], f"{action} meets microbatch {flight.microbatch}"
+        assert (flight.microbatch, flight.version) == action[1:3], f"{action} meets microbatch {flight.microbatch}"
         gradient = None
         if self._exchange.gradients_in is not None:
             gradient = self._exchange.gradients_in.take()

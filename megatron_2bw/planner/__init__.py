@@ -1,1 +1,1 @@
-"""The planner: which parallel configuration is fastest and fits. Pure Python; only `profile` and `validate` use torch."""
+"""The planner: which parallel configuration is fastest and fits. Pure Python, but for what measures and runs."""

@@ -21,7 +21,7 @@ from megatron_2bw.planner.closed_form import ClosedForm
 from megatron_2bw.planner.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.cluster import Cluster, ClusterError, from_yaml, to_yaml
 from megatron_2bw.planner.cluster import preset as cluster_preset
-from megatron_2bw.planner.cost import MARGIN, Cost
+from megatron_2bw.planner.cost import MARGIN, Cost, Estimate
 from megatron_2bw.planner.inputs import add_model_flags, cluster_of, model_of, numbers
 from megatron_2bw.planner.model import ModelError
 from megatron_2bw.planner.place import ValidateError
@@ -179,10 +179,7 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
     if options.trace:
         report.chrome_trace(cost, best, options.trace)
     if options.report:
-        cloud = Search(cost, result.space, distinct=False)
-        report.write_report(
-            cost, result.estimates, [cost.estimate(plan) for _, plan in itertools.islice(cloud, 60)], options.report
-        )
+        report.write_report(cost, result.estimates, _cloud(result), options.report)
     if options.json:
         part = options.json.with_suffix(".part")
         try:
@@ -194,6 +191,13 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
     for path in (options.script, options.sbatch, options.trace, options.report, options.json):
         if path:
             print(f"wrote {path}", file=sys.stderr)
+
+
+def _cloud(result: explain.Result, each: int = 20) -> list[Estimate]:
+    """More plans to draw: the fastest of every schedule, in all variants."""
+    spaces = [replace(result.space, schedules=(schedule,)) for schedule in result.space.schedules]
+    searches = [itertools.islice(Search(result.cost, space, distinct=False), each) for space in spaces]
+    return [result.cost.estimate(plan) for search in searches for _, plan in search]
 
 
 def run_validate(words: list[str], prog: str) -> int:

@@ -6,7 +6,7 @@ its kernels one by one. The first has no constants beyond two shares (of the pea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.links import all_reduce, layout
@@ -65,7 +65,7 @@ class Compute:
         forward, backward = self._kernels(plan.microbatch, plan.tensor, plan.sequence_parallel)
         again = {"none": 0.0, "selective": self._scores(plan.microbatch, plan.tensor), "full": forward}[plan.recompute]
         launch, pair = self.launch, 0.0
-        if self.measured:
+        if self.measured and plan.tensor == 1:
             launch = 0.0  # a measured block contains the host's time
         if plan.tensor > 1:  # two all-reduces a pass, or as many bytes in four all-gathers and reduce-scatters
             group = layout(
@@ -113,8 +113,9 @@ class Compute:
     def output(self, plan: Plan) -> Work:
         """Final norm, output layer and loss."""
         if self.measured:
-            forward, backward = self.cluster.profile.output_layer(plan.microbatch)
-            return Work(forward / plan.tensor, backward / plan.tensor)
+            profile = self.cluster.profile
+            share = self.model.padded_vocab(plan.tensor) / replace(self.model, vocab=profile.vocab).padded_vocab()
+            return Work(*(seconds * share / plan.tensor for seconds in profile.output_layer(plan.microbatch)))
         logits = plan.microbatch * self.model.sequence * self.model.padded_vocab(plan.tensor) / plan.tensor
         seconds = self.model.output_flops(plan.microbatch, plan.tensor) / self.flops
         forward = max(seconds + LOGIT_TRAFFIC * logits / self.bytes, self.launch)
@@ -123,7 +124,8 @@ class Compute:
     def update(self, parameters: float, shards: int) -> float:
         """The optimizer's step on one GPU: gradients, two moments and main weights read and written."""
         if self.measured:
-            return parameters / shards * self.cluster.profile.optimizer_seconds_per_parameter
+            seconds = parameters / shards * self.cluster.profile.optimizer_seconds_per_parameter
+            return seconds + self.cluster.device.step_us * 1e-6
         return parameters * (UPDATE_TRAFFIC / shards + 6) / self.bytes + self.cluster.device.step_us * 1e-6
 
 

@@ -118,6 +118,5 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     if not file:
         return cluster
     profile = Profile.load(Path(file))
-    return replace(
-        cluster, profile=profile, inside=profile.inside or cluster.inside, between=profile.between or cluster.between
-    )
+    between = replace(profile.between, rails=cluster.between.rails) if profile.between else cluster.between
+    return replace(cluster, profile=profile, inside=profile.inside or cluster.inside, between=between)
