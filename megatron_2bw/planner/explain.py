@@ -326,7 +326,8 @@ def _fitting(cost: Cost, space: Space) -> Plan | None:
     search = Search(cost, lean)
     splits = (replace(shape, first=first, last=last)
               for shape in search.shapes() for first, last in search.splits(shape.depth))
-    return next((plan for split in splits for plan in search.variants(split) if cost.fits(plan)), None)
+    plans = (plan for split in splits for scheduled in search.scheduled(split) for plan in search.variants(scheduled))
+    return next((plan for plan in plans if cost.fits(plan)), None)
 
 
 # --- where the numbers come from -------------------------------------------------------------------------------------
@@ -338,7 +339,7 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     compute = (ESTIMATED, f"{device.name}, {device.calibration}")
     update = (ESTIMATED, f"{device.name}'s memory bandwidth")
     if profile is not None:
-        compute = (MEASURED, f"profile of one layer and the output layer on {profile.device}")
+        compute = (MEASURED, f"profile of one layer and the output layer on {profile.device}, over the tensor size")
         update = (MEASURED, f"profile of the optimizer's step on {profile.device}")
     links = [("inside servers", cost.cluster.inside)]
     if cost.cluster.servers > 1:

@@ -279,7 +279,7 @@ def test_the_nearest_change_is_told_with_its_flags(tight):
     change = nearest(tight.cost, large)
     need = tight.cost.memory.heaviest(large) / GIB
     assert f"{title(large)} would make {tight.cost.estimate(large).throughput:.1f} samples/s" in text
-    assert f"needs {need:.2f} GiB, and {14.4:.2f} GiB are allowed" in text
+    assert f"needs {need:.2f} GiB, and {15.8 * 0.8:.2f} GiB are allowed" in text
     flags = changed_flags(large, change.plan, "fp16")
     assert f"The nearest change that fits: {flags} ({change.throughput:.1f} samples/s, " in text
 
@@ -353,7 +353,7 @@ def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
     model, space = PRESETS["gpt-28.3b"], Space(16)
     text, cost, search = failed(model, P3, space)
     need = min(map(cost.memory.heaviest, search.too_large))
-    assert f"needs {need / GIB:.2f} GiB on its heaviest stage (ESTIMATED), and 14.40 GiB are allowed (16 GiB" in text
+    assert f"needs {need / GIB:.2f} GiB on its heaviest stage (ESTIMATED), and 12.64 GiB are allowed (15.8 GiB" in text
     memory = float(re.search(r"GPUs of ([\d.]+) GiB or more", text)[1])
     for gib, fits in ((memory, True), (memory - 0.1, False)):
         larger = Cost(model, replace(P3, device=replace(P3.device, memory_gib=gib)), "fp16")
@@ -380,7 +380,8 @@ def _all(cost: Cost, space: Space):
     search = Search(cost, space)
     for shape in search.shapes():
         for first, last in search.splits(shape.depth):
-            yield from search.variants(replace(shape, first=first, last=last))
+            for plan in search.scheduled(replace(shape, first=first, last=last)):
+                yield from search.variants(plan)
 
 
 def test_where_nothing_is_legal_the_causes_are_told():
@@ -395,7 +396,7 @@ def test_where_nothing_is_legal_the_causes_are_told():
 class Times:
     """What the planner asks of a profile."""
 
-    device = "a GPU"
+    device, vocab = "a GPU", 50257
     optimizer_seconds_per_parameter = 1e-10
 
     def layer(self, microbatch: float) -> tuple[float, float]:
@@ -446,7 +447,7 @@ def test_the_json_is_plain_and_whole(result):
     written = as_json(result)
     assert json.loads(json.dumps(written, allow_nan=False)) == written
     assert written["model"] == asdict(result.cost.model) and written["cluster"]["device"]["name"] == "V100-16GB"
-    assert (written["precision"], written["margin"], written["search_seconds"]) == ("fp16", 0.1, 0.25)
+    assert (written["precision"], written["margin"], written["search_seconds"]) == ("fp16", 0.2, 0.25)
     assert written["space"]["batch"] == result.space.batch and written["examined"] == result.search.examined
     assert written["rejected"] == dict(result.search.rejected)
     assert written["too_large"]["count"] == len(result.search.too_large)

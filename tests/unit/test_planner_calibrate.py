@@ -1,0 +1,219 @@
+"""Fitting a cluster to runs: what a known cluster has made is recovered, what runs do not tell stays, files are read."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw.planner import cluster as clusters
+from megatron_2bw.planner.calibrate import (
+    COLUMNS,
+    DEVICE,
+    SHARE_LIMIT,
+    Run,
+    RunsError,
+    calibrate,
+    predict,
+    read_runs,
+    write_predictions,
+)
+from megatron_2bw.planner.cost import Cost
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.plan import Plan
+
+PRESET = clusters.preset("dgx-a100-80", 1)
+SMALL, LARGE = Model("small", 12, 1024, 16, sequence=1024), Model("large", 24, 4096, 32, sequence=2048)
+SHAPES = [  # tensor, depth, width, microbatch, microbatches of a batch, recompute, schedule
+    (1, 1, 8, 4, 4, "none", "megatron"), (1, 1, 1, 1, 1, "none", "megatron"), (1, 4, 2, 1, 8, "none", "2bw"),
+    (1, 4, 2, 4, 8, "none", "megatron"), (2, 2, 2, 1, 8, "full", "megatron"), (4, 1, 2, 2, 4, "none", "pipedream-flush"),
+    (8, 1, 1, 1, 1, "none", "megatron"), (2, 4, 1, 1, 16, "none", "2bw"), (1, 4, 4, 1, 8, "none", "megatron"),
+    (8, 2, 1, 2, 8, "selective", "megatron"), (1, 2, 8, 1, 4, "none", "2bw"), (8, 1, 2, 1, 4, "none", "megatron"),
+]
+
+
+def runs_on(cluster: clusters.Cluster, shapes=SHAPES, models=(SMALL, LARGE)) -> list[Run]:
+    """What `cluster` takes for runs of the models in turn."""
+    runs = [Run(models[i % len(models)], Plan(*shape), 1.0) for i, shape in enumerate(shapes)]
+    return [replace(run, seconds=seconds) for run, seconds in zip(runs, predict(cluster, runs))]
+
+
+def changed(cluster: clusters.Cluster, **constants: float) -> clusters.Cluster:
+    """`cluster` with constants multiplied: of the device, or of a link as inside_gb_s."""
+    for name, factor in constants.items():
+        part, field = name.split("_", 1) if name.startswith(("inside", "between")) else ("device", name)
+        owner = getattr(cluster, part)
+        cluster = replace(cluster, **{part: replace(owner, **{field: getattr(owner, field) * factor})})
+    return cluster
+
+
+def errors(cluster: clusters.Cluster, runs: list[Run]) -> list[float]:
+    return [abs(seconds / run.seconds - 1) for seconds, run in zip(predict(cluster, runs), runs)]
+
+
+# --- the fit ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_known_cluster_is_recovered():
+    truth = changed(
+        PRESET, gemm_efficiency=0.7, memory_efficiency=1.2, layer_launch_us=1.5, inside_gb_s=0.7, between_gb_s=0.5,
+        step_us=1.4,
+    )
+    runs = runs_on(truth)
+    assert len(runs) == 12 and max(errors(PRESET, runs)) > 0.2
+    fitted = calibrate(PRESET, runs)
+    found = errors(fitted, runs)
+    assert sum(found) / len(found) < 0.01 and max(found) < 0.03
+    assert fitted.device.gemm_efficiency == pytest.approx(truth.device.gemm_efficiency, rel=0.05)
+    assert fitted.device.layer_launch_us == pytest.approx(truth.device.layer_launch_us, rel=0.05)
+    assert fitted.device.calibration == "fitted to 12 measured runs" and fitted.name == PRESET.name
+    # Runs that it has not seen: other microbatches, another depth.
+    others = [(1, 2, 4, 2, 4, "none", "2bw"), (4, 2, 1, 1, 8, "none", "megatron"), (1, 8, 1, 2, 16, "full", "2bw")]
+    unseen = runs_on(truth, others, (LARGE,))
+    assert max(errors(fitted, unseen)) < 0.05 < max(errors(PRESET, unseen))
+
+
+def test_runs_of_the_preset_leave_it_as_it_is():
+    fitted = calibrate(PRESET, runs_on(PRESET))
+    assert replace(fitted, device=replace(fitted.device, calibration="")) == replace(
+        PRESET, device=replace(PRESET.device, calibration=""))
+
+
+def test_constants_that_runs_say_nothing_about_stay():
+    truth = changed(PRESET, gemm_efficiency=0.7, inside_gb_s=0.5, between_gb_s=0.1, exchange_us=5, collective_launch_us=9)
+    alone = [(1, 1, 1, 1, 4, "none", "megatron"), (1, 1, 1, 8, 2, "none", "megatron"), (1, 1, 1, 2, 1, "full", "megatron")]
+    fitted = calibrate(PRESET, runs_on(truth, alone))
+    assert fitted.device.gemm_efficiency != PRESET.device.gemm_efficiency
+    for name in ("collective_launch_us", "exchange_us"):
+        assert getattr(fitted.device, name) == getattr(PRESET.device, name)
+    assert (fitted.inside, fitted.between) == (PRESET.inside, PRESET.between)
+    unfitted = {name: None for name in (*DEVICE, "calibration")}
+    assert replace(fitted.device, **unfitted) == replace(PRESET.device, **unfitted)
+    # In one server nothing is told of the network; in two it is.
+    inside = [shape for shape in SHAPES if shape[0] * shape[1] * shape[2] <= 8]
+    assert calibrate(PRESET, runs_on(truth, inside)).between == PRESET.between
+    assert calibrate(PRESET, runs_on(truth)).between.gb_s < 0.5 * PRESET.between.gb_s
+
+
+def test_shares_keep_below_the_whole():
+    runs = [replace(run, seconds=run.seconds / 3) for run in runs_on(PRESET, models=(LARGE,))]
+    fitted = calibrate(PRESET, runs)
+    assert fitted.device.gemm_efficiency <= SHARE_LIMIT and fitted.device.memory_efficiency <= SHARE_LIMIT
+    assert sum(errors(fitted, runs)) < sum(errors(PRESET, runs))
+
+
+def test_predictions_are_the_costs_of_as_many_servers_as_a_run_has():
+    runs = runs_on(PRESET)
+    for run in runs:
+        servers = -(-run.plan.gpus // 8)
+        cost = Cost(run.model, clusters.preset("dgx-a100-80", servers), "bf16", False)
+        assert run.seconds == cost.seconds(run.plan)
+    assert predict(PRESET, [replace(runs[0], flash=True)]) != [runs[0].seconds]
+    assert predict(PRESET, [replace(runs[0], precision="fp32")])[0] > runs[0].seconds
+
+
+# --- the table of runs -----------------------------------------------------------------------------------------------
+
+ROW = dict(layers=8, hidden=1024, heads=16, sequence=512, tensor=1, depth=2, width=2, microbatch=2, global_batch=32,
+           seconds=0.5)
+assert tuple(ROW) == COLUMNS
+
+
+def table(path: Path, *rows: dict, leave_out: str = "") -> Path:
+    names = [name for name in {name: None for row in rows for name in row} if name != leave_out]
+    lines = [",".join(names), *(",".join(str(row.get(name, "")) for name in names) for row in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_rows_are_read(tmp_path):
+    path = table(tmp_path / "runs.csv", ROW, ROW | dict(
+        vocab=1000, recompute="full", schedule="2bw", precision="fp16", flash=1, ffn=2048, groups=4, gated=1,
+        sequence_parallel=1, distributed_optimizer=1, pipeline_inside=1, seconds=1.25, tensor=2,
+    ))
+    first, second = read_runs(path)  # an empty cell is the default
+    assert first == Run(
+        Model("run", 8, 1024, 16, sequence=512), Plan(1, 2, 2, 2, 8, schedule="megatron"), 0.5, "bf16", False)
+    assert second == Run(
+        Model("run", 8, 1024, 16, vocab=1000, sequence=512, ffn=2048, groups=4, gated=True),
+        Plan(2, 2, 2, 2, 8, "full", "2bw", distributed_optimizer=True, pipeline_inside=True, sequence_parallel=True),
+        1.25, "fp16", True,
+    )
+    path.write_text("\ufeff" + path.read_text())  # as spreadsheets write it
+    assert read_runs(path) == [first, second]
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_missing_columns(name, tmp_path):
+    path = table(tmp_path / "runs.csv", ROW, leave_out=name)
+    with pytest.raises(RunsError) as error:
+        read_runs(path)
+    assert str(error.value).startswith(f"{path}: the column {name} is missing (known: ")
+
+
+# The changed cells and the words that name what is wrong.
+@pytest.mark.parametrize("cells, words", [
+    ({"depth": "two"}, "depth is 'two', not a number"), ({"seconds": "fast"}, "seconds is 'fast', not a number"),
+    ({"seconds": ""}, "seconds is '', not a number"), ({"layers": "8.5"}, "layers is '8.5', not a number"),
+    ({"flash": "yes"}, "flash is 'yes', not a number"),
+    ({"seconds": 0}, "seconds must be positive"), ({"seconds": -1}, "seconds must be positive"),
+    ({"global_batch": 31}, "a multiple of microbatch × width"),
+    ({"layers": 0}, "--num-layers must be positive"), ({"heads": 3}, "--num-attention-heads 3"),
+    ({"groups": 3}, "--num-query-groups 3"),
+    ({"seconds": "nan"}, "seconds"), ({"seconds": "inf"}, "seconds"),
+    ({"global_batch": 0}, "global_batch"), ({"width": 0}, "width"), ({"width": -2}, "width"),
+    ({"microbatch": 0}, "microbatch"), ({"tensor": 0}, "tensor"), ({"depth": 0}, "depth"), ({"virtual": 0}, "virtual"),
+    ({"recompute": "half"}, "half"), ({"schedule": "1f1b"}, "1f1b"), ({"precision": "int8"}, "int8"),
+    ({"kind": "rnn"}, "rnn"), ({"depth": 16}, "layers"), ({"depth": 3}, "layers"),
+], ids=str)
+def test_rows_that_cannot_be_used(cells, words, tmp_path):
+    path = table(tmp_path / "runs.csv", ROW, ROW | cells)
+    with pytest.raises(RunsError) as error:
+        read_runs(path)
+    line = str(error.value)
+    assert line.startswith(f"{path}, line 3: ") and words in line and "\n" not in line
+
+
+@pytest.mark.parametrize("text, words", [
+    (b"", "no rows; expected a header with layers"), (",".join(COLUMNS).encode() + b"\n", "no rows"),
+    (",".join([*COLUMNS, "colour"]).encode() + b"\n" + b"1," * 10 + b"red\n", "unknown column colour (known: layers"),
+    (b"\xff\xfe\x00\x81", "not a readable"),
+])
+def test_files_that_cannot_be_used(text, words, tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_bytes(text)
+    with pytest.raises(RunsError) as error:
+        read_runs(path)
+    assert str(error.value).startswith(f"{path}: ") and words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_row_with_a_cell_too_many(place, tmp_path):
+    path = table(tmp_path / "runs.csv", ROW, ROW)
+    lines = path.read_text().splitlines()
+    lines[place] += ",7"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RunsError, match=rf"^{path}.*line {place + 1}: "):
+        read_runs(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(RunsError, match="runs.csv: No such file or directory$"):
+        read_runs(tmp_path / "runs.csv")
+
+
+def test_predictions_are_written_beside_the_runs(tmp_path):
+    path = table(tmp_path / "runs.csv", ROW, ROW | {"microbatch": 4, "recompute": "full"})
+    seconds = predict(PRESET, read_runs(path))
+    write_predictions(path, seconds, tmp_path / "new" / "predicted.csv")
+    with open(tmp_path / "new" / "predicted.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    with open(path, newline="") as file:
+        assert [{name: cell for name, cell in row.items() if name != "predicted_seconds"} for row in rows] == list(
+            csv.DictReader(file))
+    assert [float(row["predicted_seconds"]) for row in rows] == pytest.approx(seconds, rel=1e-5)
+    assert list(rows[0])[-1] == "predicted_seconds"
+    with pytest.raises(RunsError, match="^--predictions .*: Is a directory$"):
+        write_predictions(path, seconds, tmp_path)

@@ -1,0 +1,456 @@
+"""The planner's times: places by Megatron's rank order, links and layers by hand, and the parts of an iteration."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from dataclasses import astuple, replace
+
+import pytest
+
+from megatron_2bw.planner import cluster as clusters
+from megatron_2bw.planner.closed_form import ClosedForm
+from megatron_2bw.planner.cluster import Cluster, Device, Link
+from megatron_2bw.planner.compute import Compute, Work
+from megatron_2bw.planner.cost import Cost
+from megatron_2bw.planner.legality import is_legal
+from megatron_2bw.planner.links import Group, all_reduce, half, layout, message
+from megatron_2bw.planner.model import PRESETS, Model
+from megatron_2bw.planner.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.profile import BlockTime, Profile
+from megatron_2bw.simulator import Times
+
+GPT = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
+# Round numbers: 10¹² operations and 10¹¹ bytes a second, one unit, and a host that takes no time.
+DEVICE = Device(
+    "round", 80, 2.0, 200, tflops_fp32=1.0, units=1, gemm_efficiency=0.5, memory_efficiency=0.5, layer_launch_us=0.0,
+    collective_launch_us=0.0, exchange_us=0.0, step_us=0.0,
+)
+CLUSTER = Cluster("round", 2, 8, DEVICE, Link(100, 10), Link(25, 50))
+PLAN = Plan(1, 4, 2, 2, 8)
+
+
+# --- where ranks lie -------------------------------------------------------------------------------------------------
+
+ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}  # initialize.py's, and with --use-tp-pp-dp-mapping
+
+
+@functools.cache
+def groups(tensor: int, depth: int, width: int, inside: bool) -> dict[str, list[list[int]]]:
+    """Ranks of Megatron's groups: of tensor and data parallelism, and pipelines."""
+    from megatron.core.parallel_state import RankGenerator
+
+    made = RankGenerator(tp=tensor, ep=1, dp=width, pp=depth, cp=1, order=ORDERS[inside])
+    return {name: made.get_ranks(name) for name in ("tp", "dp", "pp")}
+
+
+def described(kind: list[list[int]], per_server: int) -> Group:
+    """The group of rank 0, and how many of its kind leave one server at once."""
+    places = [{rank // per_server for rank in ranks} for ranks in kind]
+    sharing = [
+        sum(server in servers and len(servers) > 1 for servers in places) for server in set().union(*places)
+    ]
+    return Group(len(kind[0]), len(places[0]), max(max(sharing), 1))
+
+
+def leaving(pipelines: list[list[int]], stage: int, per_server: int) -> int:
+    """Messages from `stage` to the next one that leave the same server, at most."""
+    counts: dict[int, int] = {}
+    for ranks in pipelines:
+        source, target = ranks[stage] // per_server, ranks[(stage + 1) % len(ranks)] // per_server
+        if source != target:
+            counts[source] = counts.get(source, 0) + 1
+    return max(counts.values(), default=0)
+
+
+SIZES = [
+    sizes for sizes in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8))
+    if sizes[0] * sizes[1] * sizes[2] <= 64
+]
+
+
+@pytest.mark.parametrize("per_server", [1, 4, 8])
+@pytest.mark.parametrize("inside", ORDERS)
+def test_groups_and_boundaries_lie_as_in_megatrons_rank_order(inside, per_server):
+    for tensor, depth, width in SIZES:
+        made, place = groups(tensor, depth, width, inside), layout(tensor, depth, width, inside, per_server)
+        assert place.tensor == described(made["tp"], per_server), (tensor, depth, width)
+        assert place.data == described(made["dp"], per_server), (tensor, depth, width)
+        crossings = [leaving(made["pp"], stage, per_server) for stage in range(depth)]
+        assert list(place.boundaries) == crossings, (tensor, depth, width)
+        ends = described([[ranks[0], ranks[-1]] for ranks in made["pp"]], per_server)
+        if depth > 1:
+            assert (place.ends.size, place.ends.servers) == (2, ends.servers)
+            assert place.ends.sharers == ends.sharers, (tensor, depth, width)
+
+
+@pytest.mark.parametrize("per_server", [2, 3, 6])
+@pytest.mark.parametrize("inside", ORDERS)
+def test_servers_that_sizes_do_not_divide(inside, per_server):
+    """A boundary that some pipelines cross is a boundary between servers."""
+    for tensor, depth, width in itertools.product((1, 2), (2, 3, 4, 6), (1, 2, 3)):
+        if per_server % tensor:
+            continue  # legality leaves tensor groups that straddle servers to the user
+        made, place = groups(tensor, depth, width, inside), layout(tensor, depth, width, inside, per_server)
+        assert list(place.boundaries) == [leaving(made["pp"], stage, per_server) for stage in range(depth)]
+        assert place.data.servers == len({rank // per_server for rank in made["dp"][0]})
+
+
+def test_places_by_hand():
+    # Replicas of a stage are neighbours: 4 stages of 4 replicas on 2 servers of 8.
+    default = layout(1, 4, 4, False, 8)
+    assert default.data == Group(4, 1, 1) and default.boundaries == (0, 4, 0, 4) and default.ends == Group(2, 2, 4)
+    # A pipeline's stages are neighbours: two pipelines a server, so each replica exchange leaves it.
+    inside = layout(1, 4, 4, True, 8)
+    assert inside.data == Group(4, 2, 4) and inside.boundaries == (0, 0, 0, 0) and inside.ends == Group(2, 1, 1)
+    assert inside.data.in_server == 2
+    assert layout(8, 1, 2, False, 8).tensor == Group(8, 1, 1) and layout(16, 1, 1, False, 8).tensor == Group(16, 2, 1)
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_reduces_by_hand():
+    size = 8e9
+    assert all_reduce(CLUSTER, Group(1, 1, 1), size) == 0
+    # Inside a server a ring: 2 · 7/8 of 8 GB at 100 GB/s, and 14 steps of 10 µs.
+    assert all_reduce(CLUSTER, Group(8, 1, 1), size) == pytest.approx(14 / 100 + 14 * 10e-6)
+    # One of each server: the network has it alone (25 GB/s), and a tree has 2 log₂ 4 steps of 50 µs.
+    assert all_reduce(CLUSTER, Group(4, 4, 1), size) == pytest.approx(12 / 25 + 4 * 50e-6)
+    assert all_reduce(CLUSTER, Group(4, 4, 8), size) == pytest.approx(12 / 25 * 8 + 4 * 50e-6)
+    # Both: the slower link decides, the latencies add.
+    assert all_reduce(CLUSTER, Group(16, 2, 1), size) == pytest.approx(15 / 25 + (14 * 10 + 2 * 50) * 1e-6)
+    fast = replace(CLUSTER, between=Link(1000, 50))
+    assert all_reduce(fast, Group(16, 2, 1), size) == pytest.approx(15 / 100 + (14 * 10 + 2 * 50) * 1e-6)
+    assert half(CLUSTER, Group(16, 2, 1), size) == all_reduce(CLUSTER, Group(16, 2, 1), size) / 2
+
+
+def test_rails():
+    """A server with 8 cards: a message takes one; a group with 8 ranks a server takes all."""
+    railed = replace(CLUSTER, between=Link(160, 20, rails=8))
+    assert message(railed, 1, 2e9) == pytest.approx((0.1 + 20e-6, 0.1))  # 20 GB/s of one card
+    assert message(railed, 8, 2e9) == pytest.approx((0.1 + 20e-6, 0.1))  # each has a card of its own
+    assert message(railed, 16, 2e9) == pytest.approx((0.2 + 20e-6, 0.2))  # two share one
+    assert message(CLUSTER, 8, 2e9)[1] == pytest.approx(8 * 2 / 25)  # without cards that are counted all share
+    assert message(railed, 0, 2e9) == pytest.approx((0.02 + 10e-6, 0.02))  # inside
+    assert all_reduce(railed, Group(2, 2, 1), 2e9) == pytest.approx(0.1 + 2 * 20e-6)
+    assert all_reduce(railed, Group(2, 2, 8), 2e9) == pytest.approx(0.1 + 2 * 20e-6)
+    within = replace(railed, inside=Link(1000, 10))
+    assert all_reduce(within, Group(16, 2, 1), 2e9) == pytest.approx(15 / 8 * 2 / 160 + (14 * 10 + 2 * 20) * 1e-6)
+    assert all_reduce(within, Group(8, 2, 2), 2e9) == pytest.approx(14 / 8 * 2 / 80 + (6 * 10 + 2 * 20) * 1e-6)
+
+
+# --- compute ---------------------------------------------------------------------------------------------------------
+
+# One layer of GPT on 2 samples: 1024 tokens, h 1024, 16 heads, flash attention.
+ARITHMETIC = 24 * 2**10 * 2**20 + 4 * 2**10 * 2**9 * 2**10  # operations of the forward
+TRAFFIC = 2 * (34 * 2**20 + 4 * 2**10 * 16)  # bytes: what the backward needs, written and read
+LAST_FORWARD = 2**15 * (1024 + 1024 + 1024 + 4096)  # operations in which half of the units idle
+LAST_BACKWARD = 2**15 * (3072 + 1024 + 4096 + 1024 + 4 * 1024)
+
+
+def layer(device: Device = DEVICE, precision: str = "bf16", flash: bool = True, model: Model = GPT,
+          cluster: Cluster = CLUSTER, **plan) -> Work:
+    return Compute(model, replace(cluster, device=device), precision, flash).layer(replace(PLAN, **plan))
+
+
+def test_a_layers_roofline_by_hand():
+    work = layer()
+    assert work.forward == pytest.approx(ARITHMETIC / 1e12 + TRAFFIC / 1e11 + LAST_FORWARD / 1e12, rel=1e-12)
+    assert work.backward == pytest.approx(2 * ARITHMETIC / 1e12 + TRAFFIC / 1e11 + LAST_BACKWARD / 1e12, rel=1e-12)
+    assert work.tensor == 0 and work.forward == pytest.approx(28.8e-3, rel=2e-2)
+    more = layer(device=replace(DEVICE, units=100))
+    assert more.forward - work.forward == pytest.approx(99 * LAST_FORWARD / 1e12)
+    assert layer(flash=False).forward - work.forward == pytest.approx(2 * (5 * 16 * 512**2 * 2 - 65536) / 1e11)
+    single = layer(precision="fp32")  # half the peak, and 66 bytes instead of 34
+    assert single.forward - work.forward == pytest.approx(
+        (ARITHMETIC + LAST_FORWARD) / 1e12 + 2 * 32 * 2**20 / 1e11)
+
+
+def test_the_host_bounds_a_short_layer():
+    slow = replace(DEVICE, layer_launch_us=1e6, collective_launch_us=1e5)
+    assert astuple(layer(slow)) == (1.0, 1.5, 0.0)
+    assert astuple(layer(slow, recompute="full")) == (1.0, 2.5, 0.0)
+    work = layer(slow, tensor=2, depth=2, width=2)
+    assert (work.forward, work.backward) == pytest.approx((1.2, 1.8))
+    work = layer(slow, tensor=2, depth=2, width=2, sequence_parallel=True)
+    assert (work.forward, work.backward) == pytest.approx((1.4, 2.1))
+
+
+def test_recompute_adds_a_forward_of_what_it_leaves_out():
+    none, selective, full = (layer(recompute=recompute, flash=False) for recompute in RECOMPUTE)
+    assert none.forward == selective.forward == full.forward
+    assert full.backward - none.backward == pytest.approx(none.forward, rel=1e-12)
+    scores = 4 * 2**10 * 2**9 * 2**10 / 1e12 + 2 * 5 * 16 * 512**2 * 2 / 1e11
+    assert selective.backward - none.backward == pytest.approx(scores, rel=1e-9)
+    none, full = (layer(tensor=4, depth=2, width=2, recompute=recompute) for recompute in ("none", "full"))
+    assert full.backward - none.backward == pytest.approx(none.forward, rel=1e-12)
+    assert full.tensor == pytest.approx(1.5 * none.tensor) and none.tensor > 0
+
+
+def test_tensor_parallelism_divides_a_layer_and_adds_two_all_reduces_a_pass():
+    whole, quarter = layer(), layer(tensor=4, depth=2, width=2)
+    pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
+    assert quarter.tensor == pytest.approx(2 * pair)
+    traffic = 2 * ((10 + 24 / 4) * 2**20 + 2**16 / 4)
+    inputs = 2**15 * (1024 + 256 + 1024 + 1024)
+    assert quarter.forward == pytest.approx(ARITHMETIC / 4e12 + traffic / 1e11 + inputs / 1e12 + pair, rel=1e-12)
+    assert quarter.forward - pair < whole.forward / 2
+    across = layer(tensor=16, depth=1, width=1)
+    assert across.tensor == pytest.approx(4 * all_reduce(CLUSTER, Group(16, 2, 1), 2 * 512 * 1024 * 2))
+
+
+PROFILE = Profile(
+    device="round", precision="bf16", architecture="gpt", hidden=1024, heads=16, ffn=4096, groups=16, head_size=64,
+    sequence=512, gated=False, dropout=True, vocab=50304, blocks=(BlockTime(1, 1.0, 2.0), BlockTime(4, 2.5, 5.0)),
+    output=(BlockTime(2, 8.0, 12.0),), optimizer_seconds_per_parameter=1e-9, optimizer="Adam", threads=1,
+    made_with="by hand",
+)
+
+
+def test_a_measured_profile_is_used():
+    compute = Compute(GPT, replace(CLUSTER, profile=PROFILE), "bf16", True)
+    assert compute.measured and not Compute(GPT, CLUSTER, "bf16", True).measured
+    assert astuple(compute.layer(PLAN)) == (1.5, 3.0, 0.0)  # between the two points
+    assert astuple(compute.layer(replace(PLAN, recompute="full"))) == (1.5, 4.5, 0.0)
+    quarter = replace(PLAN, tensor=4, depth=2, width=2)
+    pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
+    assert compute.layer(quarter).forward == pytest.approx(1.5 / 4 + pair)
+    assert compute.layer(quarter).backward == pytest.approx(3.0 / 4 + pair)
+    assert compute.update(1e9, 1) == pytest.approx(1.0) and compute.update(1e9, 4) == pytest.approx(0.25)
+    assert astuple(compute.output(PLAN)) == (8.0, 12.0, 0.0)
+    assert compute.output(quarter).forward == pytest.approx(8.0 * 50688 / 50304 / 4)  # padded for four tensor ranks
+    fewer = Compute(replace(GPT, vocab=12544), replace(CLUSTER, profile=PROFILE), "bf16", True)
+    assert fewer.output(PLAN).forward == pytest.approx(8.0 * 12544 / 50304)
+    host = Compute(GPT, replace(CLUSTER, profile=PROFILE, device=replace(DEVICE, step_us=1e6)), "bf16", True)
+    assert host.update(1e9, 1) == pytest.approx(2.0)  # the loop around the optimizer is not in the profile
+
+
+def test_the_hosts_time_is_in_a_measured_layer_and_not_divided_by_tensor_ranks():
+    device = replace(DEVICE, layer_launch_us=2e6)  # 2 s
+    compute = Compute(GPT, replace(CLUSTER, profile=PROFILE, device=device), "bf16", True)
+    assert astuple(compute.layer(PLAN)) == (1.5, 3.0, 0.0)
+    work = compute.layer(replace(PLAN, tensor=4, depth=2, width=2))
+    assert (work.forward, work.backward) == (2.0, 3.0)
+
+
+def test_the_other_parts_by_hand():
+    compute, logits = Compute(GPT, CLUSTER, "bf16", True), 1024 * 50304
+    work = compute.output(PLAN)
+    assert work.forward == pytest.approx(2 * logits * 1024 / 1e12 + 16 * logits / 1e11)
+    assert work.backward == pytest.approx(4 * logits * 1024 / 1e12 + 16 * logits / 1e11)
+    work = compute.embedding(PLAN)
+    assert (work.forward, work.backward) == pytest.approx((4 * 2**21 / 1e11, 8 * 2**21 / 1e11))
+    assert compute.update(1e9, 1) == pytest.approx(34e9 / 1e11) and compute.update(1e9, 4) == pytest.approx(13e9 / 1e11)
+
+
+# --- a plan's time ---------------------------------------------------------------------------------------------------
+
+
+def test_what_the_simulator_is_given_by_hand():
+    cost = Cost(GPT, CLUSTER, flash=True)
+    times, each = cost.times(PLAN), cost.compute.layer(PLAN)
+    h = 1024
+    assert times.forward[1] == times.forward[2] == pytest.approx(2 * each.forward)
+    assert times.forward[0] > times.forward[1] < times.forward[3] and len(times.backward) == 4
+    moved = 2 * 512 * h * 2
+    assert times.transfer == pytest.approx([moved / 100e9 + 10e-6] * 3 + [moved / 100e9 + 10e-6])  # all on one server
+    parameters = 2 * (12 * h * h + 13 * h)
+    assert times.reduce[1] == pytest.approx(4 * parameters / 100e9 + 2 * 10e-6)  # of 4 bytes, 2 · 1/2 of them sent
+    words = all_reduce(CLUSTER, Group(2, 1, 1), 50304 * h * 4)
+    assert times.reduce[0] == pytest.approx(
+        all_reduce(CLUSTER, Group(2, 1, 1), 4 * (parameters + 50304 * h + 512 * h)) + words)
+    assert times.sending == 0 and times.step == 0
+    assert times.burden[1] == pytest.approx(34 * parameters / 1e11)
+    flush = cost.times(replace(PLAN, schedule="pipedream-flush"))
+    assert flush.burden == 0 and flush.step == max(times.burden) and flush.reduce == times.reduce
+    untied = Cost(replace(GPT, tied=False), CLUSTER, flash=True).times(PLAN)
+    assert times.reduce[0] - untied.reduce[0] == pytest.approx(words) and untied.reduce[1] == times.reduce[1]
+
+
+def test_messages_between_servers_and_megatrons_exchange():
+    cost = Cost(GPT, replace(CLUSTER, device=replace(DEVICE, exchange_us=100.0)), flash=True)
+    plan = Plan(1, 4, 4, 2, 8)
+    moved = 2 * 512 * 1024 * 2
+    inside, between = moved / 100e9 + 10e-6, moved * 4 / 25e9 + 50e-6  # four replicas send at once
+    assert cost.times(plan).transfer == pytest.approx([inside, between, inside, between])
+    assert cost.times(plan).occupied == pytest.approx([moved / 100e9, 4 * moved / 25e9] * 2)
+    megatron = cost.times(replace(plan, schedule="megatron"))
+    assert megatron.sending == pytest.approx([inside + 1e-4, between + 1e-4] * 2)
+    interleaved = cost.times(replace(plan, schedule="megatron", virtual=2))
+    assert interleaved.sending == pytest.approx([1e-4] * 4)
+    old = Cost(GPT, cost.cluster, flash=True, old_exchange=True)
+    parted = old.times(Plan(2, 4, 2, 2, 8)).occupied[0]
+    assert parted == pytest.approx(moved / 2 / 100e9) and cost.times(Plan(2, 4, 2, 2, 8)).occupied[0] == 2 * parted
+    assert cost.times(Plan(2, 4, 2, 2, 8, sequence_parallel=True)).occupied[0] == pytest.approx(parted)
+
+
+def test_the_distributed_optimizer_halves_the_reduction_and_gathers():
+    cost = Cost(replace(GPT, tied=False), CLUSTER, flash=True)
+    whole, sharded = (cost.times(replace(PLAN, width=4, distributed_optimizer=choice)) for choice in (False, True))
+    assert sharded.reduce == pytest.approx([seconds / 2 for seconds in whole.reduce])
+    most = max(cost.memory.parameters(PLAN, stage, 2) for stage in range(4))
+    assert sharded.step - whole.step == pytest.approx(half(CLUSTER, Group(4, 1, 1), 2 * most))
+    assert sharded.burden[1] == pytest.approx((28 / 4 + 6) / 34 * whole.burden[1])
+
+
+@functools.cache
+def random_plans() -> list[tuple[Plan, Cost]]:
+    """Legal plans on two presets of the clusters, with links and compute of one order."""
+    dice, found = random.Random(7), []
+    models = [PRESETS["gpt-355m"], PRESETS["gpt-1.3b"], replace(PRESETS["llama-8b"], sequence=1024)]
+    costs = [Cost(model, clusters.preset(name, 2), "fp16") for model in models for name in ("p3.16xlarge", "dgx-a100-80")]
+    while len(found) < 120:
+        tensor, depth = dice.choice([1, 1, 2, 4]), dice.choice([1, 2, 4, 8])
+        width = 16 // (tensor * depth)
+        schedule = dice.choice(["2bw", "2bw", "pipedream-flush", "gpipe", "megatron", "no-pipelining"])
+        virtual = dice.choice([1, 2]) if schedule == "megatron" and depth > 1 else 1
+        microbatches = dice.choice([1, 2, 4]) * depth
+        plan = Plan(
+            tensor, depth, width, dice.choice([1, 2, 4]), microbatches, dice.choice(RECOMPUTE), schedule, virtual,
+            dice.choice([1, 2]) if schedule == "2bw" else 2, dice.random() < 0.5,
+            pipeline_inside=dice.random() < 0.5, sequence_parallel=tensor > 1 and dice.random() < 0.5,
+        ) if width else None
+        cost = dice.choice(costs)
+        if plan and is_legal(plan, cost.model, 16, "fp16"):
+            found.append((plan, cost))
+    return found
+
+
+def test_the_parts_of_an_iteration_sum_to_its_seconds():
+    for plan, cost in random_plans():
+        estimate = cost.estimate(plan)
+        assert estimate.seconds == cost.seconds(plan) >= cost.lower_bound(plan)
+        assert min(astuple(estimate.split)) >= 0
+        assert sum(astuple(estimate.split)) == pytest.approx(estimate.seconds, rel=0.01), plan
+        assert estimate.throughput == plan.global_batch / estimate.seconds
+        work = plan.microbatches * max(work.total for work in cost.stages(plan))
+        assert estimate.split.compute + estimate.split.tensor == pytest.approx(work)
+        assert estimate.headroom == cost.capacity - estimate.heaviest and len(estimate.memory) == plan.depth
+        assert cost.fits(plan) == (estimate.headroom >= 0)
+
+
+def test_2bw_has_no_bubble_and_a_flush_has():
+    for plan, cost in random_plans():
+        split = cost.estimate(plan).split
+        if plan.schedule != "2bw":
+            assert split.bubble > 0 or plan.depth == 1, plan
+        elif plan.gradient_slots == 2 or plan.depth == 1:
+            assert split.bubble <= 1e-9 * cost.seconds(plan), plan
+
+
+def test_with_one_gradient_slot_2bw_waits_once_a_batch():
+    """The first backward needs the memory of the last batch's gradients: a wait that does not grow with the batch."""
+    cost = Cost(GPT, CLUSTER, flash=True)
+    splits = [cost.estimate(replace(PLAN, gradient_slots=1, microbatches=m)).split for m in (4, 8, 16, 64)]
+    assert splits[0].bubble > 0 and splits[0].bubble / splits[0].compute < 3 / 4
+    waits = [split.bubble for split in splits]
+    assert waits == sorted(waits, reverse=True)
+
+
+def test_the_bubble_of_a_flush_by_hand():
+    """(d - 1)/m of the work, where all stages are equal; of Megatron's interleaved schedule a v-th of it."""
+    model = replace(GPT, layers=16, vocab=128)
+    cost = Cost(model, replace(CLUSTER, inside=Link(1e9, 1e-6)), flash=True)
+
+    def bubble(**changes) -> float:
+        split = cost.estimate(replace(PLAN, **changes)).split
+        return split.bubble / split.compute
+
+    for schedule in ("pipedream-flush", "gpipe", "megatron"):
+        assert bubble(schedule=schedule) == pytest.approx(3 / 8, rel=0.02)
+        assert bubble(schedule=schedule, microbatches=32) == pytest.approx(3 / 32, rel=0.02)
+    assert bubble(schedule="megatron", virtual=2) == pytest.approx(3 / 16, rel=0.02)
+    assert bubble(schedule="no-pipelining") == pytest.approx(3, rel=0.02)
+    assert bubble() == 0
+
+
+def test_where_the_time_goes_follows_the_links():
+    cost = Cost(GPT, CLUSTER, flash=True)
+    before = cost.estimate(replace(PLAN, schedule="pipedream-flush")).split
+    slow = Cost(GPT, replace(CLUSTER, inside=Link(0.1, 10)), flash=True).estimate(
+        replace(PLAN, schedule="pipedream-flush")).split
+    assert (slow.compute, slow.bubble) == pytest.approx((before.compute, before.bubble))
+    assert slow.data > 100 * before.data and slow.pipeline > 10 * before.pipeline
+
+
+def test_a_plan_fits_up_to_its_margin():
+    plan = replace(PLAN, microbatch=1)
+    heaviest = Cost(GPT, CLUSTER).memory.heaviest(plan)
+    for margin, fits in ((0.1999, True), (0.2001, False)):
+        device = replace(DEVICE, memory_gib=heaviest / 2**30 / 0.8)
+        assert Cost(GPT, replace(CLUSTER, device=device), margin=margin).fits(plan) == fits
+
+
+# --- the paper's closed forms ----------------------------------------------------------------------------------------
+
+
+def closed(plan: Plan, works: list[tuple[float, float]], transfer: float, reduce: float) -> float:
+    """Seconds of an iteration by Appendix A, from the times of its parts."""
+    form = ClosedForm(replace(GPT, layers=12), CLUSTER)
+    form.stages = lambda plan: [Work(*work) for work in works]
+    form.times = lambda plan: Times(1.0, 2.0, transfer=transfer, reduce=reduce)
+    return form.seconds(plan)
+
+
+WORKS = [(1.0, 2.0), (1.0, 3.0), (1.0, 2.0)]
+THREE = Plan(1, 3, 2, 1, 6)
+
+
+@pytest.mark.parametrize("transfer, reduce, schedule, expected", [
+    (0.0, 0.0, "2bw", 6 * 4.0),
+    (0.5, 0.0, "2bw", 6 * (4.0 + 2 * 2 * 0.5)),  # compute and messages add up: to and from both neighbours
+    (9.0, 0.0, "2bw", 6 * (4.0 + 2 * 2 * 9.0)),  # max(compute, messages), as printed, would be 6 · 36
+    (0.0, 20.0, "2bw", 6 * 4.0),  # a sixth of the exchange a microbatch; all of it, as printed, would be 6 · 20
+    (0.0, 30.0, "2bw", 30.0),  # once 30/6 is more than 4
+    (0.5, 30.0, "2bw", 6 * 6.0),
+    (0.0, 0.0, "pipedream-flush", (6 + 2) * 4.0),
+    (0.0, 30.0, "pipedream-flush", (6 + 2) * 5.0),
+    (0.0, 0.0, "no-pipelining", 6 * (3.0 + 4.0 + 3.0)),
+    (0.5, 0.0, "no-pipelining", 6 * (10.0 + 2 * 4 * 0.5)),
+    (0.0, 21.0, "no-pipelining", 6 * (3.5 + 4.0 + 3.5)),  # each stage's own maximum
+])
+def test_appendix_a_by_hand(transfer, reduce, schedule, expected):
+    assert closed(replace(THREE, schedule=schedule), WORKS, transfer, reduce) == pytest.approx(expected)
+
+
+def test_the_replicas_exchange_counts_once_a_batch():
+    seconds = [closed(replace(THREE, microbatches=m), WORKS, 0.0, 400.0) for m in (6, 60, 100, 200)]
+    assert seconds == pytest.approx([400.0, 400.0, 400.0, 800.0])
+
+
+def test_closed_recompute_is_four_thirds():
+    form = ClosedForm(GPT, CLUSTER, flash=True)
+    without, with_it = (form.stages(replace(PLAN, recompute=recompute)) for recompute in ("none", "full"))
+    assert [work.total for work in with_it] == pytest.approx([4 / 3 * work.total for work in without])
+    assert form.stages(PLAN) == Cost(GPT, CLUSTER, flash=True).stages(PLAN)
+
+
+def test_closed_memory_by_hand():
+    """2|W|/d + d·|A|/d + d·|A_in|, and with recompute 2|W|/d + |A|/d + d·|A_in|; gradients and optimizer beside."""
+    form = ClosedForm(GPT, CLUSTER, flash=False)
+    tokens, h, parameters = 2 * 512, 1024, GPT.parameters() / 4
+    layers = 2 * tokens * h * (34 + 5 * 16 * 512 / h)  # of one stage and microbatch
+    for recompute, microbatches in (("none", 4), ("full", 1)):
+        estimate = form.estimate(replace(PLAN, recompute=recompute))
+        assert len(estimate.memory) == 4 and len(set(estimate.memory)) == 1
+        stage = estimate.memory[0]
+        assert (stage.weights, stage.gradients, stage.optimizer) == pytest.approx(
+            (4 * parameters, 8 * parameters, 12 * parameters))
+        assert stage.activations == pytest.approx(microbatches * layers + 4 * 2 * tokens * h)
+        assert form.fits(PLAN) and estimate.headroom == form.capacity - stage.total
+    one = form.estimate(replace(PLAN, gradient_slots=1)).memory[0]
+    flush = form.estimate(replace(PLAN, schedule="pipedream-flush")).memory[0]
+    assert one.gradients == pytest.approx(4 * parameters) and flush.weights == pytest.approx(2 * parameters)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream-flush", "no-pipelining"])
+@pytest.mark.parametrize("inside", [0.001, 100])
+def test_the_closed_parts_sum_to_the_seconds(schedule, inside):
+    form = ClosedForm(GPT, replace(CLUSTER, inside=Link(inside, 10)), flash=True)
+    estimate = form.estimate(replace(PLAN, schedule=schedule))
+    assert min(astuple(estimate.split)) >= 0
+    assert sum(astuple(estimate.split)) == pytest.approx(estimate.seconds, rel=1e-9)
+    assert math.isfinite(estimate.seconds) and form.lower_bound(estimate.plan) == estimate.seconds

@@ -1,0 +1,286 @@
+"""The planner's bytes: Korthikanti's formulas, Megatron's bytes a parameter, and what no stage may exceed."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_2bw.planner.legality import is_legal
+from megatron_2bw.planner.memory import BYTES, Memory, layer_activations, score_activations
+from megatron_2bw.planner.model import PRESETS, Model
+from megatron_2bw.planner.plan import RECOMPUTE, Plan
+from megatron_2bw.schedules import B, F, Shape
+
+GPT = Model("gpt", 16, 1024, 16, vocab=50257, sequence=512)
+LLAMA = replace(PRESETS["llama-8b"], sequence=512, layers=16)
+ODD = replace(GPT, name="odd", layers=15, vocab=1000, dropout=False, tied=False)
+FLUSH = Plan(1, 4, 2, 2, 8, schedule="pipedream-flush")
+TWO_BW = replace(FLUSH, schedule="2bw")
+
+
+def near(number: float):
+    """But for rounding."""
+    return pytest.approx(number, rel=1e-12)
+
+
+# --- activations of a layer (arXiv 2205.05198, section 4) ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("t", [1, 2, 8])
+@pytest.mark.parametrize("b, s, h, a", [(1, 512, 1024, 16), (4, 2048, 6144, 64), (3, 128, 256, 8)])
+def test_a_layers_activations_are_korthikantis(b, s, h, a, t):
+    model = Model("gpt", 4, h, a, sequence=s)
+
+    def kept(sequence_parallel: bool, recompute: str) -> float:
+        plan = Plan(t, 1, 1, b, 1, recompute, sequence_parallel=sequence_parallel)
+        return Memory(model, "bf16", flash=False).layer(plan)[0]
+
+    sbh, scores = s * b * h, 5 * a * s / (h * t)
+    if t == 1:
+        assert kept(False, "none") == near(sbh * (34 + 5 * a * s / h))
+    assert kept(False, "none") == near(sbh * (10 + 24 / t + scores))
+    assert kept(True, "none") == near(sbh * (34 / t + scores))
+    assert kept(False, "selective") == near(sbh * (10 + 24 / t))
+    assert kept(True, "selective") == near(sbh * 34 / t)
+    assert kept(False, "full") == 2 * sbh
+    assert kept(True, "full") == 2 * sbh / t
+    assert score_activations(model, b, t, False, "bf16") == 5 * a * s * s * b / t
+
+
+def test_a_layers_activations_by_hand_beyond_the_paper():
+    b, s, h, a = 2, 512, 1024, 16
+    tokens = b * s
+
+    def kept(model: Model, flash: bool = True, precision: str = "bf16", t: int = 1) -> float:
+        return layer_activations(model, b, t, False, flash, precision)
+
+    row = 4 * b * s * a  # flash attention keeps one number a row
+    assert kept(GPT) == 34 * tokens * h + row
+    assert kept(GPT, t=4) == (10 + 24 / 4) * tokens * h + row / 4
+    assert kept(replace(GPT, dropout=False)) == 32 * tokens * h + row  # two masks less
+    assert kept(GPT, precision="fp32") == 66 * tokens * h + row  # the masks stay bytes
+    assert kept(GPT, flash=False, precision="fp32") == 66 * tokens * h + 9 * a * s * s * b
+    assert kept(replace(GPT, dropout=False), flash=False) == 32 * tokens * h + 2 * a * s * s * b
+    gated = replace(GPT, gated=True, ffn=2048)  # both halves and their product, instead of two of 4h
+    assert kept(gated) == 34 * tokens * h + row - tokens * 2 * (2 * 4 * h - 3 * 2048)
+    grouped = replace(GPT, groups=4)  # keys and values of a quarter of the heads
+    assert kept(GPT) - kept(grouped) == tokens * 2 * 2 * (h - h // 4)
+
+
+# --- bytes a parameter -----------------------------------------------------------------------------------------------
+
+# Megatron's docs/dist_optimizer.md; with 2bw a version more and, with two slots, a slot of gradients more.
+TABLE = [
+    ("bf16", 18, lambda d: 6 + 12 / d, 2, 4), ("fp16", 20, lambda d: 4 + 16 / d, 2, 2), ("fp32", 16, lambda d: 8 + 8 / d, 4, 4),
+]
+
+
+@pytest.mark.parametrize("precision, whole, sharded, version, slot", TABLE, ids=[row[0] for row in TABLE])
+def test_bytes_a_parameter(precision, whole, sharded, version, slot):
+    each = BYTES[precision]
+    assert sum(each.a_parameter(1, 1, 1)) == whole
+    for d in (1, 2, 8, 64):
+        assert sum(each.a_parameter(1, 1, d)) == pytest.approx(sharded(d), rel=1e-15)
+        for slots in (1, 2):
+            expected = sharded(d) + version + (slots - 1) * slot
+            assert sum(each.a_parameter(2, slots, d)) == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("slots, distributed, expected", [
+    (1, False, 20), (2, False, 24), (1, True, 8 + 12 / 4), (2, True, 12 + 12 / 4),
+])
+def test_2bws_bytes_a_parameter_in_a_stage(slots, distributed, expected):
+    plan = Plan(2, 2, 4, 1, 8, gradient_slots=slots, distributed_optimizer=distributed)
+    memory = Memory(GPT, "bf16", False)
+    stage = memory.stage(plan, 1, 8)
+    parameters = 8 * GPT.layer_parameters(2) + GPT.output_parameters(2)
+    assert memory.parameters(plan, 1, 8) == parameters
+    assert stage.weights + stage.gradients + stage.optimizer == pytest.approx(expected * parameters, rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", BYTES)
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_2bw_is_heavier_than_a_flush_by_one_version_and_perhaps_one_slot(slots, distributed, precision):
+    memory = Memory(GPT, precision, False)
+    flush = replace(FLUSH, distributed_optimizer=distributed)
+    plan = replace(flush, schedule="2bw", gradient_slots=slots)
+    each = BYTES[precision]
+    for stage in range(4):
+        parameters = memory.parameters(plan, stage, 4)
+        ours, theirs = memory.stage(plan, stage, 4), memory.stage(flush, stage, 4)
+        assert ours.weights - theirs.weights == each.weight * parameters
+        assert ours.gradients - theirs.gradients == each.gradient * parameters * (slots - 1)
+        same = ("optimizer", "activations", "logits", "buffers")
+        assert [getattr(ours, name) for name in same] == [getattr(theirs, name) for name in same]
+
+
+@pytest.mark.parametrize("microbatches, expected", [(1, [4, 3, 2, 1]), (2, [3, 2, 2, 1]), (8, [2, 2, 2, 1])])
+def test_pipedream_holds_more_versions_on_earlier_stages(microbatches, expected):
+    """One for each update that is made while a microbatch goes down and back."""
+    memory = Memory(replace(GPT, tied=False), "bf16", False)
+    plan = replace(FLUSH, schedule="pipedream", microbatches=microbatches)
+    versions = [memory.stage(plan, stage, 4).weights / memory.parameters(plan, stage, 4) / 2 for stage in range(4)]
+    assert versions == expected
+
+
+# --- a stage ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_by_hand():
+    """GPT on 4 stages, 2bw: the second holds 3 microbatches of 4 layers, the last one, with its logits."""
+    b, s, h, a, v = 2, 512, 1024, 16, 50304
+    first, second, _, last = Memory(GPT, "bf16", False).stages(TWO_BW)
+    layer = s * b * h * (34 + 5 * a * s / h)
+    message = 2 * s * b * h
+    assert second.activations == 3 * 4 * layer + layer / 2  # and the gradients while one layer goes backwards
+    assert first.activations == 4 * 4 * layer + layer / 2 + 4 * s * b * h  # and the mask after the embedding
+    assert last.activations == 4 * layer + layer / 2
+    assert (first.logits, second.logits) == (0, 0)
+    # softmax of 4 bytes; logits of 2 and their copy of 4; the inputs of the final norm and of the output layer
+    assert last.logits == s * b * v * (4 + 6) + 2 * 2 * s * b * h
+    assert (first.buffers, second.buffers, last.buffers) == (4 * message, 8 * message, 4 * message)
+    parameters = 4 * (12 * h * h + 13 * h)
+    assert (second.weights, second.gradients, second.optimizer) == (4 * parameters, 8 * parameters, 12 * parameters)
+    assert first.weights == 4 * (parameters + v * h + s * h) and last.weights == 4 * (parameters + v * h + 2 * h)
+    assert second.total == sum(astuple(second))
+
+
+def test_gpipe_keeps_the_logits_of_all_microbatches():
+    def last(m: int, schedule: str):
+        return Memory(GPT, "bf16", False).stages(replace(FLUSH, schedule=schedule, microbatches=m))[-1].logits
+
+    tokens, v, h = 2 * 512, 50304, 1024
+    for m in (1, 8, 64):
+        assert last(m, "gpipe") == tokens * (v * (4 * m + 6) + 4 * h * m)
+        assert last(m, "pipedream-flush") == last(m, "2bw" if m >= 4 else "no-pipelining") == last(1, "gpipe")
+
+
+@pytest.mark.parametrize("schedule, expected", [
+    ("2bw", [4, 3, 2, 1]), ("pipedream-flush", [4, 3, 2, 1]), ("gpipe", [8] * 4), ("no-pipelining", [1] * 4),
+    ("megatron", [4, 3, 2, 1]),
+])
+def test_microbatches_in_flight(schedule, expected):
+    memory = Memory(replace(GPT, dropout=False), "bf16", False)
+    plan = replace(FLUSH, schedule=schedule)
+    kept, working = memory.layer(plan)
+    assert [(stage.activations - working) / (4 * kept) for stage in memory.stages(plan)] == expected
+
+
+INTERLEAVED = pytest.mark.parametrize("depth, virtual, microbatches", [(2, 2, 4), (4, 2, 8), (8, 2, 16), (4, 4, 4), (8, 4, 24)])
+
+
+def interleaved(depth: int, virtual: int, microbatches: int) -> tuple[Plan, Memory]:
+    model = replace(GPT, layers=2 * depth * virtual, dropout=False)
+    return Plan(1, depth, 1, 1, microbatches, schedule="megatron", virtual=virtual), Memory(model, "bf16", False)
+
+
+def most_kept(plan: Plan, stage: int, chunks: set[int]) -> int:
+    """Counted from the stage's actions: forwards of `chunks` that wait for their backwards, at most."""
+    now, most = 0, 0
+    for kind, _, _, chunk in plan.pipeline.actions(Shape(plan.depth, plan.microbatches, 0, 1), stage, 0):
+        now += {F: 1, B: -1}.get(kind, 0) * (chunk in chunks)
+        most = max(most, now)
+    return most
+
+
+@INTERLEAVED
+def test_interleaved_stages_keep_what_their_lists_of_actions_keep(depth, virtual, microbatches):
+    plan, memory = interleaved(depth, virtual, microbatches)
+    layer, working = memory.layer(plan)
+    chunks = [most_kept(plan, stage, set(range(virtual))) for stage in range(depth)]
+    assert [(stage.activations - working) / (2 * layer) for stage in memory.stages(plan)] == chunks
+
+
+@INTERLEAVED
+def test_interleaved_stages_keep_the_logits_of_the_last_chunk_alone(depth, virtual, microbatches):
+    plan, memory = interleaved(depth, virtual, microbatches)
+    kept = most_kept(plan, depth - 1, {virtual - 1})
+    tokens, v, h = 512, 50304, 1024
+    assert memory.stages(plan)[-1].logits == tokens * (v * (4 * kept + 6) + 4 * h * kept)
+
+
+@INTERLEAVED
+def test_interleaved_stages_keep_the_embeddings_mask_of_the_first_chunk_alone(depth, virtual, microbatches):
+    plan, memory = interleaved(depth, virtual, microbatches)
+    dropping = Memory(replace(memory.model, dropout=True), "bf16", False)
+    layer, working = dropping.layer(plan)
+    chunks = most_kept(plan, 0, set(range(virtual)))
+    mask = dropping.stages(plan)[0].activations - working - chunks * 2 * layer
+    assert mask == near(most_kept(plan, 0, {0}) * 512 * 1024)
+
+
+# --- all stages ------------------------------------------------------------------------------------------------------
+
+SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron", "pipedream")
+
+
+@st.composite
+def plans(draw) -> tuple[Plan, Model, str, bool]:
+    """A legal plan with two layers or more on each stage, its model, precision, and flash attention or not."""
+    model = draw(st.sampled_from([GPT, LLAMA, ODD, replace(GPT, name="untied", tied=False), PRESETS["bert-24"]]))
+    tensor, width = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3, 8]))
+    depth = draw(st.integers(1, 8))
+    schedule = draw(st.sampled_from(SCHEDULES))
+    virtual = draw(st.sampled_from([1, 1, 2, 4])) if schedule == "megatron" else 1
+    microbatches = draw(st.integers(1, 5)) * depth if virtual > 1 else draw(st.integers(1, 40))
+    uneven = (draw(st.integers(0, 6)), draw(st.integers(0, 6))) if draw(st.booleans()) else (0, 0)
+    plan = Plan(
+        tensor, depth, width, draw(st.sampled_from([1, 2, 8])), microbatches, draw(st.sampled_from(RECOMPUTE)),
+        schedule, virtual, draw(st.sampled_from([1, 2])) if schedule == "2bw" else 2,
+        draw(st.booleans()) and schedule != "pipedream", *uneven,
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+    )
+    precision = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
+    assume(is_legal(plan, model, plan.gpus) or (schedule == "pipedream" and is_legal(
+        replace(plan, schedule="pipedream-flush"), model, plan.gpus)))
+    assume(min(plan.layers_of(model)) >= 2 * virtual)
+    return plan, model, precision, draw(st.booleans())
+
+
+@settings(max_examples=300, deadline=None)
+@given(plans())
+def test_the_heaviest_stage_is_the_heaviest_of_all(drawn):
+    plan, model, precision, flash = drawn
+    memory = Memory(model, precision, flash)
+    stages = memory.stages(plan)
+    assert len(stages) == plan.depth
+    assert memory.heaviest(plan) == max(stage.total for stage in stages)
+    assert all(min(astuple(stage)) >= 0 for stage in stages)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans())
+def test_what_saves_memory_is_never_heavier(drawn):
+    plan, model, precision, flash = drawn
+    memory = Memory(model, precision, flash)
+
+    def heaviest(**changes) -> float:
+        return memory.heaviest(replace(plan, **changes))
+
+    slack = 1 + 1e-12
+    for less, more in zip(RECOMPUTE, RECOMPUTE[1:]):
+        assert heaviest(recompute=more) <= heaviest(recompute=less) * slack
+    assert heaviest(tensor=2 * plan.tensor) <= heaviest() * slack
+    assert heaviest(distributed_optimizer=True) <= heaviest(distributed_optimizer=False)
+    assert heaviest(distributed_optimizer=True, width=2 * plan.width) <= heaviest(distributed_optimizer=True) * slack
+    if plan.tensor > 1:
+        assert heaviest(sequence_parallel=True) <= heaviest(sequence_parallel=False)
+    if plan.schedule == "2bw":
+        assert heaviest(gradient_slots=1) < heaviest(gradient_slots=2)
+    assert Memory(model, precision, True).heaviest(plan) <= Memory(model, precision, False).heaviest(plan)
+    assert heaviest() < heaviest(microbatch=2 * plan.microbatch)
+
+
+def test_the_parameters_of_all_stages_are_the_models_and_a_copy_of_tied_words():
+    for model in (GPT, LLAMA, PRESETS["bert-24"]):
+        memory = Memory(model, "bf16", True)
+        for plan in (Plan(1, 1, 1, 1, 1), Plan(1, 4, 1, 1, 4), Plan(1, 4, 1, 1, 4, first=2, last=4)):
+            if sum(plan.layers_of(model)) != model.layers:
+                continue
+            copy = model.padded_vocab() * model.hidden if model.tied and plan.depth > 1 else 0
+            counts = [memory.parameters(plan, stage, layers) for stage, layers in enumerate(plan.layers_of(model))]
+            assert sum(counts) == model.parameters() + copy
