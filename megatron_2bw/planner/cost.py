@@ -180,7 +180,9 @@ class Cost:
         if plan.pipeline.late_step and place.data.servers > 1:
             # Beside the next batch, whose messages come first: they take their share of the network.
             taken = max((taken for (_, taken), leaving in zip(messages, place.boundaries) if leaving), default=0.0)
-            seconds = [time + 2 * plan.microbatches * taken for time in seconds]
+            # With one gradient slot only the forwards that run ahead send anything meanwhile.
+            sent = plan.microbatches if plan.gradient_slots == 2 else plan.depth - 1
+            seconds = [time + sent * taken for time in seconds]
         if self.model.tied and plan.depth > 1:
             words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * element
             both = all_reduce(self.cluster, place.ends, words)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from megatron_2bw.planner.bounds import work_bound
 from megatron_2bw.planner.cost import Cost
 from megatron_2bw.planner.legality import violations
+from megatron_2bw.planner.links import layout
 from megatron_2bw.planner.memory import BYTES
 from megatron_2bw.planner.plan import RECOMPUTE, Plan
 from megatron_2bw.schedules import SCHEDULES
@@ -31,7 +32,7 @@ class Space:
     batch       the largest safe global batch; a plan takes the largest multiple of its microbatches that is not above
     microbatch  sizes; by default powers of two
     virtual     chunks a stage of Megatron's interleaved schedule
-    uneven      first and last stages with fewer layers than the others
+    uneven      first and last stages with another number of layers than the others
     """
 
     batch: int
@@ -160,21 +161,22 @@ class Search:
     def splits(self, depth: int) -> list[tuple[int, int]]:
         """(first, last) layers of uneven stages, (0, 0) for an even split.
 
-        The ends also hold the embedding and the output layer, so they are never longer than the others; the others
-        are at most two layers longer than an even split would make them.
+        The first stage also holds the embedding, which takes memory, the last one the output layer, which takes as
+        long as several layers; so either may be shorter, and the others, or the first, up to two layers longer than an
+        even split would make them.
         """
-        layers, found = self.cost.model.layers, []
-        if layers % depth == 0:
-            found.append((0, 0))
+        layers = self.cost.model.layers
+        found = [(0, 0)] if layers % depth == 0 else []
         if depth == 1 or not self.space.uneven:
             return found
+        longest = -(-layers // depth) + 2
         if depth == 2:
-            near = max(layers // 8, 2)
-            firsts = range(max(layers // 2 - near, 1), min((layers + 1) // 2 + near, layers - 1) + 1)
+            longest = max(longest, layers // 2 + layers // 8)
+            firsts = range(max(layers - longest, 1), min(longest, layers - 1) + 1)
             return found + [(first, layers - first) for first in firsts if 2 * first != layers]
-        for middle in range(-(-layers // depth), -(-layers // depth) + 3):
+        for middle in range(max(layers // depth - 1, 1), longest + 1):
             ends = layers - middle * (depth - 2)
-            found += [(first, ends - first) for first in range(max(ends - middle, 1), min(middle, ends - 1) + 1)
+            found += [(first, ends - first) for first in range(max(ends - longest, 1), min(longest, ends - 1) + 1)
                       if (first, ends - first) != (middle, middle)]
         return found
 
@@ -202,16 +204,16 @@ class Search:
                 yield from ((schedule, slots, 1) for slots in self.space.gradient_slots)
                 continue
             if shape.depth == 1 and schedule not in ("megatron", "pipedream") and "megatron" in self.space.schedules:
-                continue  # on one stage they all are the same
+                continue  # on one stage they are Megatron's, without its overlap
             yield schedule, 2, 1
             if schedule == "megatron" and shape.depth > 1 and self.cost.model.layers % shape.depth == 0:
                 each = self.cost.model.layers // shape.depth
                 yield from ((schedule, 2, virtual) for virtual in self.space.virtual if each % virtual == 0)
 
     def _orders(self, shape: Plan) -> tuple[bool, ...]:
-        """Rank orders that differ: with one server or without a choice they do not."""
-        per_server = self.cost.cluster.gpus_per_server
-        if shape.depth == 1 or shape.width == 1 or shape.gpus <= per_server:
+        """Rank orders that put the ranks on different servers."""
+        sizes, per_server = (shape.tensor, shape.depth, shape.width), self.cost.cluster.gpus_per_server
+        if layout(*sizes, False, per_server) == layout(*sizes, True, per_server):
             return self.space.pipeline_inside[:1]
         return self.space.pipeline_inside
 

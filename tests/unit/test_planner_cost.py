@@ -298,10 +298,11 @@ def test_the_distributed_optimizer_halves_the_reduction_and_gathers():
 
 @functools.cache
 def random_plans() -> list[tuple[Plan, Cost]]:
-    """Legal plans on two presets of the clusters, with links and compute of one order."""
+    """Legal plans of three models on two of the presets, two servers each."""
     dice, found = random.Random(7), []
     models = [PRESETS["gpt-355m"], PRESETS["gpt-1.3b"], replace(PRESETS["llama-8b"], sequence=1024)]
-    costs = [Cost(model, clusters.preset(name, 2), "fp16") for model in models for name in ("p3.16xlarge", "dgx-a100-80")]
+    places = [clusters.preset(name, 2) for name in ("p3.16xlarge", "dgx-a100-80")]
+    costs = [Cost(model, place, "fp16") for model in models for place in places]
     while len(found) < 120:
         tensor, depth = dice.choice([1, 1, 2, 4]), dice.choice([1, 2, 4, 8])
         width = 16 // (tensor * depth)

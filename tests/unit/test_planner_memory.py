@@ -74,7 +74,8 @@ def test_a_layers_activations_by_hand_beyond_the_paper():
 
 # Megatron's docs/dist_optimizer.md; with 2bw a version more and, with two slots, a slot of gradients more.
 TABLE = [
-    ("bf16", 18, lambda d: 6 + 12 / d, 2, 4), ("fp16", 20, lambda d: 4 + 16 / d, 2, 2), ("fp32", 16, lambda d: 8 + 8 / d, 4, 4),
+    ("bf16", 18, lambda d: 6 + 12 / d, 2, 4), ("fp16", 20, lambda d: 4 + 16 / d, 2, 2),
+    ("fp32", 16, lambda d: 8 + 8 / d, 4, 4),
 ]
 
 
@@ -170,7 +171,9 @@ def test_microbatches_in_flight(schedule, expected):
     assert [(stage.activations - working) / (4 * kept) for stage in memory.stages(plan)] == expected
 
 
-INTERLEAVED = pytest.mark.parametrize("depth, virtual, microbatches", [(2, 2, 4), (4, 2, 8), (8, 2, 16), (4, 4, 4), (8, 4, 24)])
+INTERLEAVED = pytest.mark.parametrize(
+    "depth, virtual, microbatches", [(2, 2, 4), (4, 2, 8), (8, 2, 16), (4, 4, 4), (8, 4, 24)],
+)
 
 
 def interleaved(depth: int, virtual: int, microbatches: int) -> tuple[Plan, Memory]:
