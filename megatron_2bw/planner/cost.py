@@ -134,7 +134,8 @@ class Cost:
         schedule, place = plan.pipeline, self._layout(plan)
         size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
         size /= plan.tensor if plan.sequence_parallel or self.old_exchange else 1
-        messages = [message(self.cluster, leaving, size) for leaving in place.boundaries]
+        each = {leaving: message(self.cluster, leaving, size) for leaving in set(place.boundaries)}
+        messages = [each[leaving] for leaving in place.boundaries]
         if plan.depth == 1:
             messages = [(0.0, 0.0)]
         reduce = self._reduce(plan, works, messages)
@@ -174,7 +175,9 @@ class Cost:
         """Seconds from a stage's last backward until its gradients are reduced over its replicas."""
         place, element = self._layout(plan), BYTES[self.precision].gradient
         collective = half if plan.distributed_optimizer else all_reduce
-        seconds = [collective(self.cluster, place.data, count * element) for count in self._parameters(plan)]
+        counts = self._parameters(plan)
+        each = {count: collective(self.cluster, place.data, count * element) for count in set(counts)}
+        seconds = [each[count] for count in counts]
         if plan.schedule == "megatron":  # beside the last microbatch's backward, bucket by bucket
             seconds = [max(time - work.backward, time * UNHIDDEN) for time, work in zip(seconds, works)]
         if plan.pipeline.late_step and place.data.servers > 1:
@@ -201,4 +204,6 @@ class Cost:
 
     def _update(self, plan: Plan) -> list[float]:
         shards = plan.width if plan.distributed_optimizer else 1
-        return [self.compute.update(count, shards) for count in self._parameters(plan)]
+        counts = self._parameters(plan)
+        each = {count: self.compute.update(count, shards) for count in set(counts)}
+        return [each[count] for count in counts]

@@ -68,7 +68,7 @@ class Plan:
             return TwoBW(self.gradient_slots)
         return SCHEDULES["pipedream-flush" if self.schedule == "megatron" else self.schedule]
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         return Shape(self.depth, self.microbatches)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.bounds import work_bound
 from megatron_2bw.planner.cost import Cost
-from megatron_2bw.planner.legality import violations
+from megatron_2bw.planner.legality import is_legal, violations
 from megatron_2bw.planner.links import layout
 from megatron_2bw.planner.memory import BYTES
 from megatron_2bw.planner.plan import RECOMPUTE, Plan
@@ -63,6 +63,8 @@ class Search:
         self.rejected: Counter[str] = Counter()
         self.too_large: list[Plan] = []
         self.examined = 0
+        device = cost.cluster.device
+        self._host = cost.model, cost.cluster.gpus, cost.precision, device.bf16
         self._number = itertools.count()  # so that equal bounds leave the queue in the order of enumeration
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
@@ -148,15 +150,11 @@ class Search:
             tensor, depth, width, microbatch, microbatches, schedule="megatron", first=split[0], last=split[1],
             sequence_parallel=self.space.sequence_parallel and tensor > 1,
         )
-        broken = self._violations(plan)
+        broken = violations(plan, *self._host)
         if broken:
             self.rejected[broken[0].rule] += 1
             return None
         return plan
-
-    def _violations(self, plan: Plan):
-        cost = self.cost
-        return violations(plan, cost.model, cost.cluster.gpus, cost.precision, cost.cluster.device.bf16)
 
     def splits(self, depth: int) -> list[tuple[int, int]]:
         """(first, last) layers of uneven stages, (0, 0) for an even split.
@@ -189,7 +187,7 @@ class Search:
             if not microbatches or (virtual > 1 and split.first):
                 continue
             plan = replace(split, schedule=schedule, gradient_slots=slots, virtual=virtual, microbatches=microbatches)
-            if not self._violations(plan):
+            if is_legal(plan, *self._host):
                 yield plan
 
     def variants(self, plan: Plan) -> Iterator[Plan]:
