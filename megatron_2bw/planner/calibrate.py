@@ -13,8 +13,10 @@ from pathlib import Path
 
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.cost import Cost
+from megatron_2bw.planner.legality import violations
 from megatron_2bw.planner.model import Model, ModelError
-from megatron_2bw.planner.plan import Plan
+from megatron_2bw.planner.plan import RECOMPUTE, Plan
+from megatron_2bw.schedules import SCHEDULE_NAMES
 
 DEVICE = (
     "gemm_efficiency", "memory_efficiency", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us",
@@ -100,16 +102,21 @@ OPTIONAL = {
 }
 
 
+REST = "more cells than the header has columns"
+
+
 def read_runs(path: Path) -> list[Run]:
     """Runs from a CSV file with COLUMNS and any of OPTIONAL. RunsError names the line and column that is wrong."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file))
+            rows = list(csv.DictReader(file, restkey=REST))
     except OSError as error:
         raise RunsError(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise RunsError(f"{path}: not a readable CSV file ({error})") from None
     if not rows:
         raise RunsError(f"{path}: no rows; expected a header with {', '.join(COLUMNS)}")
-    missing, unknown = set(COLUMNS) - set(rows[0]), set(rows[0]) - set(COLUMNS) - set(OPTIONAL)
+    missing, unknown = set(COLUMNS) - set(rows[0]), set(rows[0]) - set(COLUMNS) - set(OPTIONAL) - {REST}
     if missing or unknown:
         what = f"the column {sorted(missing)[0]} is missing" if missing else f"unknown column {sorted(unknown)[0]}"
         raise RunsError(f"{path}: {what} (known: {', '.join([*COLUMNS, *OPTIONAL])})")
@@ -117,27 +124,47 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def _run(row: dict[str, str], where: str) -> Run:
-    values = {}
-    for name in [*COLUMNS, *OPTIONAL]:
-        text = row.get(name) or str(OPTIONAL.get(name, ""))
-        try:
-            values[name] = text if isinstance(OPTIONAL.get(name), str) else (float if name == "seconds" else int)(text)
-        except ValueError:
-            raise RunsError(f"{where}: {name} is {text!r}, not a number") from None
-    if values["seconds"] <= 0 or values["global_batch"] % (values["microbatch"] * values["width"] or 1):
-        raise RunsError(f"{where}: seconds must be positive and global_batch a multiple of microbatch × width")
+    if row.get(REST):
+        raise RunsError(f"{where}: {REST}")
+    values = {name: _value(row, name, where) for name in [*COLUMNS, *OPTIONAL]}
+    each = values["microbatch"] * values["width"]
+    if values["global_batch"] % each:
+        raise RunsError(f"{where}: global_batch {values['global_batch']} is not a multiple of microbatch × width, {each}")
     shape = {f.name: values[f.name] for f in fields(Model) if f.name in values}
+    flags = {name: bool(values[name]) for name in ("sequence_parallel", "distributed_optimizer", "pipeline_inside")}
+    plan = Plan(
+        values["tensor"], values["depth"], values["width"], values["microbatch"], values["global_batch"] // each,
+        values["recompute"], values["schedule"], values["virtual"], **flags,
+    )
     try:
         model = Model("run", **{name: bool(value) if name == "gated" else value for name, value in shape.items()})
     except ModelError as error:
         raise RunsError(f"{where}: {error}") from None
-    microbatches = values["global_batch"] // (values["microbatch"] * values["width"])
-    flags = {name: bool(values[name]) for name in ("sequence_parallel", "distributed_optimizer", "pipeline_inside")}
-    plan = Plan(
-        values["tensor"], values["depth"], values["width"], values["microbatch"], microbatches, values["recompute"],
-        values["schedule"], values["virtual"], **flags,
-    )
+    broken = violations(plan, model, plan.gpus, values["precision"])
+    if broken:
+        raise RunsError(f"{where}: {broken[0].message}")
     return Run(model, plan, values["seconds"], values["precision"], bool(values["flash"]))
+
+
+WORDS = {
+    "recompute": RECOMPUTE, "schedule": SCHEDULE_NAMES, "precision": ("bf16", "fp16", "fp32"), "kind": ("gpt", "bert"),
+}
+
+
+def _value(row: dict[str, str], name: str, where: str) -> str | int | float:
+    text = (row.get(name) or str(OPTIONAL.get(name, ""))).strip()
+    if name in WORDS:
+        if text not in WORDS[name]:
+            raise RunsError(f"{where}: {name} is {text!r}, not one of {', '.join(WORDS[name])}")
+        return text
+    try:
+        number = float(text) if name == "seconds" else int(text)
+    except ValueError:
+        raise RunsError(f"{where}: {name} is {text!r}, not a number") from None
+    least = 0 if OPTIONAL.get(name) == 0 else 1 if name != "seconds" else 1e-12
+    if not least <= number < float("inf"):
+        raise RunsError(f"{where}: {name} must be positive, not {text}")
+    return number
 
 
 def write_predictions(runs: Path, predicted: Sequence[float], path: Path) -> None:

@@ -241,8 +241,10 @@ def run_simulate(words: list[str], prog: str) -> int:
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be positive, not {getattr(options, name)}")
     for name, _ in times:
-        if getattr(options, name) < 0:
-            parser.error(f"--{name} must not be negative, not {getattr(options, name):g}")
+        if not 0 <= getattr(options, name) < float("inf"):
+            parser.error(f"--{name} must be a time, not {getattr(options, name):g}")
+    if options.forward + options.backward == 0:
+        parser.error("--forward and --backward must not both be 0")
     _simulate(options, _schedule(options, parser))
     return 0
 
@@ -273,7 +275,10 @@ def _simulate(options: argparse.Namespace, schedule: Schedule) -> None:
     print(render(simulate(schedule, shape, times), options.stages, columns=options.columns, versions=options.versions))
     print(f"an iteration takes {iteration_time(schedule, options.stages, options.microbatches, times):g}")
     if options.out:
-        draw_shapes([(schedule, shape)], options.out, times, versions=options.versions)
+        try:
+            draw_shapes([(schedule, shape)], options.out, times, versions=options.versions)
+        except (OSError, ValueError) as error:
+            raise report.ReportError(f"--out {options.out}: {getattr(error, 'strerror', None) or error}") from None
         print(f"wrote {options.out}")
 
 
@@ -309,7 +314,10 @@ def run_calibrate(words: list[str], prog: str) -> int:
 
 
 def _cluster(text: str) -> Cluster:
-    return cluster_preset(text, 1) if text in CLUSTERS or not Path(text).exists() else from_yaml(Path(text))
+    """The cluster without its profile: what is fitted are the estimates."""
+    if text in CLUSTERS or not Path(text).exists():
+        return cluster_preset(text, 1)
+    return replace(from_yaml(Path(text)), profile=None)
 
 
 if __name__ == "__main__":

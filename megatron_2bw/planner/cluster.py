@@ -5,6 +5,7 @@ Invariant: every number says where it comes from, so that a plan can say MEASURE
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def from_yaml(path: Path) -> Cluster:
 
     try:
         text = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ClusterError(f"--cluster {path}: not a readable YAML file ({' '.join(str(error).split())})") from None
     return from_dict(text, str(path))
 
@@ -142,8 +143,7 @@ def from_dict(text: Any, where: str) -> Cluster:
     top = _take(text, where, {"servers", "gpus_per_server", "gpu", "inside", "between"}, {"name", "profile"})
     gpu = top["gpu"]
     if isinstance(gpu, str):
-        known = {device.name: device for device in (V100, GTX1080TI, A100_40, A100_80, H100, H200)}
-        known = {cluster.device.name: cluster.device for cluster in PRESETS.values()} | known
+        known = {cluster.device.name: cluster.device for cluster in PRESETS.values()}
         if gpu not in known:
             raise ClusterError(f"--cluster {where}: gpu {gpu!r} is not one of {', '.join(known)}; or describe it")
         device = known[gpu]
@@ -157,10 +157,6 @@ def from_dict(text: Any, where: str) -> Cluster:
         str(top.get("name", where)), top["servers"], top["gpus_per_server"], device, **links,
         profile=_beside(top.get("profile"), where),
     )
-    for name in ("servers", "gpus_per_server"):
-        number = getattr(cluster, name)
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ClusterError(f"--cluster {where}: {name} must be a positive whole number, not {number!r}")
     return cluster
 
 
@@ -177,6 +173,8 @@ def to_yaml(cluster: Cluster, path: Path) -> None:
         "name": cluster.name, "servers": cluster.servers, "gpus_per_server": cluster.gpus_per_server,
         "gpu": asdict(cluster.device), "inside": asdict(cluster.inside), "between": asdict(cluster.between),
     }
+    if isinstance(cluster.profile, Path):
+        text["profile"] = str(cluster.profile.resolve())
     part = path.with_suffix(".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,14 +184,37 @@ def to_yaml(cluster: Cluster, path: Path) -> None:
         raise ClusterError(f"--out {path}: {error.strerror}") from None
 
 
+SHARES = ("gemm_efficiency", "memory_efficiency")
+MAY_BE_ZERO = ("tflops_fp32", "latency_us", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us")
+
+
 def _take(text: Any, where: str, needed: set[str], optional: set[str]) -> dict[str, Any]:
+    """The mapping `text`, its entries checked by name and, where a class has a field of that name, by type."""
     if not isinstance(text, dict):
         raise ClusterError(f"--cluster {where}: expected entries such as {', '.join(sorted(needed))}")
-    missing, unknown = needed - set(text), set(text) - needed - optional
+    missing, unknown = needed - set(text), sorted(set(map(str, text)) - needed - optional)
     if missing or unknown:
-        what = f"the entry {sorted(missing)[0]} is missing" if missing else f"unknown entry {sorted(unknown)[0]}"
+        what = f"the entry {sorted(missing)[0]} is missing" if missing else f"unknown entry {unknown[0]}"
         raise ClusterError(f"--cluster {where}: {what} (known: {', '.join(sorted(needed | optional))})")
+    kinds = {entry.name: entry.type for kind in (Cluster, Device, Link) for entry in fields(kind)}
     for name, entry in text.items():
-        if isinstance(entry, (int, float)) and not isinstance(entry, bool) and not entry > 0:
-            raise ClusterError(f"--cluster {where}: {name} must be positive, not {entry}")
+        fault = _fault(name, entry, kinds.get(name, ""))
+        if fault:
+            raise ClusterError(f"--cluster {where}: {name} must be {fault}, not {entry!r}")
     return dict(text)
+
+
+def _fault(name: str, entry: Any, kind: str) -> str | None:
+    """What `entry` should be and is not."""
+    number = isinstance(entry, (int, float)) and not isinstance(entry, bool)
+    if kind == "bool":
+        return None if isinstance(entry, bool) else "true or false"
+    if kind == "str":
+        return None if isinstance(entry, (str, int, float)) else "a name"
+    if kind == "int":
+        return None if number and entry == int(entry) and entry > 0 else "a positive whole number"
+    if kind != "float":
+        return None
+    if not number or not math.isfinite(entry) or entry < 0 or (entry == 0 and name not in MAY_BE_ZERO):
+        return "a positive number"
+    return "a share of at most 1" if name in SHARES and entry > 1 else None

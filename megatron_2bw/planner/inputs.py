@@ -48,8 +48,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def model_of(options: argparse.Namespace) -> Model:
     """The model that the flags describe. ModelError says what is missing or given twice."""
-    if options.seq_length is not None and options.seq_length < 1:
-        raise ModelError(f"--seq-length must be positive, not {options.seq_length}")
+    for name in ("seq_length", *ONLY_WITHOUT_MODEL):
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise ModelError(f"--{name.replace('_', '-')} must be positive, not {number}")
     if options.model:
         twice = _typed(options)
         if twice:
@@ -114,9 +116,9 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
                 f"{cluster.gpus_per_server}"
             )
         cluster = replace(cluster, gpus_per_server=options.gpus_per_server)
-    file = options.profile or cluster.profile
-    if not file:
+    options.profile = options.profile or cluster.profile  # where the user finds it named
+    if not options.profile:
         return cluster
-    profile = Profile.load(Path(file))
+    profile = Profile.load(Path(options.profile))
     between = replace(profile.between, rails=cluster.between.rails) if profile.between else cluster.between
     return replace(cluster, profile=profile, inside=profile.inside or cluster.inside, between=between)

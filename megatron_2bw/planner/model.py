@@ -53,8 +53,8 @@ class Model:
             object.__setattr__(self, "ffn", 4 * self.hidden)
         if not self.groups:
             object.__setattr__(self, "groups", self.heads)
-        for name in ("layers", "hidden", "heads", "vocab", "sequence", "ffn", "groups"):
-            if getattr(self, name) < 1:
+        for name in FLAGS:
+            if getattr(self, name) < (0 if name == "head_size" else 1):
                 raise ModelError(f"{FLAGS[name]} must be positive, not {getattr(self, name)}")
         if not self.head_size:
             if self.hidden % self.heads:
@@ -173,6 +173,7 @@ class Model:
 FLAGS = {
     "layers": "--num-layers", "hidden": "--hidden-size", "heads": "--num-attention-heads", "vocab": "--vocab-size",
     "sequence": "--seq-length", "ffn": "--ffn-hidden-size", "groups": "--num-query-groups",
+    "head_size": "--kv-channels",
 }
 
 
@@ -215,52 +216,90 @@ def preset(name: str, sequence: int | None = None) -> Model:
 
 
 def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
-    """The model that a Hugging Face config.json describes (GPT-2, BERT, Llama, Mistral, Qwen2 and their like).
+    """The model that a Hugging Face config.json describes (GPT-2, BERT, Llama, Mistral, Qwen2).
 
-    Raises ModelError for what Megatron would not build the same way: mixtures of experts, unknown architectures.
+    Raises ModelError for what Megatron would not build the same way: other architectures, biases that it has no flag
+    for.
     """
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"--model {path}: not a readable JSON file ({error})") from None
+        raise ModelError(f"--model {path}: not a readable JSON file ({' '.join(str(error).split())})") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
-    reader = {"gpt2": _from_gpt2, "bert": _from_bert, "megatron-bert": _from_bert}.get(kind)
-    reader = reader or (_from_llama if kind in ("llama", "mistral", "qwen2", "qwen3") else None)
+    reader = _READERS.get(kind) if isinstance(kind, str) else None
     if reader is None:
         raise ModelError(
-            f"--model {path}: model_type {kind!r} is not supported; "
-            "use gpt2, bert, llama, mistral, qwen2 or qwen3, or give Megatron's flags"
+            f"--model {path}: model_type {kind!r} is not supported; use {', '.join(_READERS)}, or give Megatron's flags"
         )
     try:
-        return reader(config, path.parent.name or str(path), sequence)
-    except KeyError as error:
-        raise ModelError(f"--model {path}: the entry {error} is missing") from None
+        return reader(_Entries(config), path.parent.name or str(path), sequence)
+    except ModelError as error:
+        raise ModelError(f"--model {path}: {error}") from None
 
 
-def _from_gpt2(config: dict[str, Any], name: str, sequence: int | None) -> Model:
+class _Entries:
+    """The entries of a configuration, checked as they are read."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number; `default` where it is missing or null."""
+        entry = self.config.get(name)
+        if entry is None:
+            if default is None:
+                raise ModelError(f"the entry {name!r} is missing")
+            return default
+        if isinstance(entry, bool) or not isinstance(entry, int):
+            raise ModelError(f"the entry {name!r} must be a whole number, not {entry!r}")
+        return entry
+
+    def flag(self, name: str, default: bool) -> bool:
+        entry = self.config.get(name)
+        if entry is not None and not isinstance(entry, bool):
+            raise ModelError(f"the entry {name!r} must be true or false, not {entry!r}")
+        return default if entry is None else entry
+
+    def number(self, name: str, default: float) -> float:
+        entry = self.config.get(name)
+        if entry is not None and (isinstance(entry, bool) or not isinstance(entry, (int, float))):
+            raise ModelError(f"the entry {name!r} must be a number, not {entry!r}")
+        return default if entry is None else entry
+
+
+def _from_gpt2(config: _Entries, name: str, sequence: int | None) -> Model:
     return Model(
-        name, config["n_layer"], config["n_embd"], config["n_head"], vocab=config["vocab_size"],
-        sequence=sequence or config["n_positions"], ffn=config.get("n_inner") or 0,
-        tied=config.get("tie_word_embeddings", True), dropout=config.get("resid_pdrop", 0.1) > 0,
+        name, config.count("n_layer"), config.count("n_embd"), config.count("n_head"),
+        vocab=config.count("vocab_size"), sequence=sequence or config.count("n_positions"),
+        ffn=config.count("n_inner", 0), tied=config.flag("tie_word_embeddings", True),
+        dropout=config.number("resid_pdrop", 0.1) > 0,
     )
 
 
-def _from_bert(config: dict[str, Any], name: str, sequence: int | None) -> Model:
+def _from_bert(config: _Entries, name: str, sequence: int | None) -> Model:
     return Model(
-        name, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"],
-        vocab=config["vocab_size"], sequence=sequence or config["max_position_embeddings"], kind="bert",
-        ffn=config["intermediate_size"], dropout=config.get("hidden_dropout_prob", 0.1) > 0,
+        name, config.count("num_hidden_layers"), config.count("hidden_size"), config.count("num_attention_heads"),
+        vocab=config.count("vocab_size"), sequence=sequence or config.count("max_position_embeddings"), kind="bert",
+        ffn=config.count("intermediate_size"), dropout=config.number("hidden_dropout_prob", 0.1) > 0,
     )
 
 
-def _from_llama(config: dict[str, Any], name: str, sequence: int | None) -> Model:
-    biased = config.get("attention_bias", False) or config["model_type"] == "qwen2"
-    rope = config.get("rope_parameters") or {}
+def _from_llama(config: _Entries, name: str, sequence: int | None) -> Model:
+    for entry in ("attention_bias", "mlp_bias"):
+        if config.flag(entry, False):
+            raise ModelError(f"{entry} is true; Megatron has no flag for biases in those layers alone")
+    rope = config.config.get("rope_parameters")
+    base = rope.get("rope_theta") if isinstance(rope, dict) else None
     return Model(
-        name, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"],
-        vocab=config["vocab_size"], sequence=sequence or config["max_position_embeddings"],
-        ffn=config["intermediate_size"], groups=config.get("num_key_value_heads") or 0,
-        head_size=config.get("head_dim") or 0, gated=True, rms_norm=True, rotary=True,
-        rotary_base=int(config.get("rope_theta") or rope.get("rope_theta") or 10000),
-        tied=config.get("tie_word_embeddings", False), bias=False, qkv_bias=biased, dropout=False,
+        name, config.count("num_hidden_layers"), config.count("hidden_size"), config.count("num_attention_heads"),
+        vocab=config.count("vocab_size"), sequence=sequence or config.count("max_position_embeddings"),
+        ffn=config.count("intermediate_size"), groups=config.count("num_key_value_heads", 0),
+        head_size=config.count("head_dim", 0), gated=True, rms_norm=True, rotary=True,
+        rotary_base=int(config.number("rope_theta", base or 10000)), tied=config.flag("tie_word_embeddings", False),
+        bias=False, qkv_bias=config.config["model_type"] == "qwen2", dropout=False,
     )
+
+
+_READERS = {
+    "gpt2": _from_gpt2, "bert": _from_bert, "llama": _from_llama, "mistral": _from_llama, "qwen2": _from_llama,
+}

@@ -6,6 +6,7 @@ but sums and the choice of the front. matplotlib is loaded when a picture is dra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -264,7 +265,8 @@ def chrome_trace(cost: Cost, estimate: Estimate, path: Path, iterations: int = 2
         part.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise ReportError(f"--trace {path}: {error.strerror or error}") from None
 
 

@@ -165,7 +165,7 @@ def test_missing_columns(name, tmp_path):
     ({"flash": "yes"}, "flash is 'yes', not a number"),
     ({"seconds": 0}, "seconds must be positive"), ({"seconds": -1}, "seconds must be positive"),
     ({"global_batch": 31}, "a multiple of microbatch × width"),
-    ({"layers": 0}, "--num-layers must be positive"), ({"heads": 3}, "--num-attention-heads 3"),
+    ({"layers": 0}, "layers must be positive"), ({"heads": 3}, "--num-attention-heads 3"),
     ({"groups": 3}, "--num-query-groups 3"),
     ({"seconds": "nan"}, "seconds"), ({"seconds": "inf"}, "seconds"),
     ({"global_batch": 0}, "global_batch"), ({"width": 0}, "width"), ({"width": -2}, "width"),
