@@ -36,7 +36,8 @@ demo: install
 	$(PYTHON) scripts/demo.py
 
 test: install
-	$(PYTHON) -m pytest --durations=10 tests
+	$(PYTHON) -m pytest --durations=10 -n 2 tests/unit
+	$(PYTHON) -m pytest --durations=10 tests/distributed tests/e2e
 
 bench: install
 	$(PYTHON) bench/schedule_efficiency.py --stages 8 --microbatches 8 --json out/bench/all_schedules.json

@@ -390,7 +390,7 @@ def korthikanti_2022() -> list[Check]:
 def search_time() -> list[Check]:
     rows = []
     for name, preset, servers, batch, limit in (
-        ("gpt-2.2b", "p3.16xlarge", 8, 512, 2), ("gpt-3.8b", "p3.16xlarge", 8, 2048, 2),
+        ("gpt-1.3b", "p3.16xlarge", 8, 512, 2), ("gpt-2.2b", "p3.16xlarge", 8, 512, 2), ("gpt-3.8b", "p3.16xlarge", 8, 2048, 2),
         ("llama-8b", "dgx-h100", 8, 512, 2), ("gpt-175b", "dgx-a100-80", 512, 1536, 20),
         ("llama-70b", "dgx-h100", 512, 2048, 20),
     ):

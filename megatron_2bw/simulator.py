@@ -43,6 +43,8 @@ class Times:
     def of(self, name: str, stages: int) -> list[float]:
         """The field `name` as a list, one a stage."""
         given = getattr(self, name)
+        if type(given) is list:
+            return given
         return [float(given)] * stages if isinstance(given, (int, float)) else [float(time) for time in given]
 
 
@@ -70,26 +72,50 @@ def _lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
 
 def simulate_lists(schedule: Schedule, lists: list[list[Action]], times: Times) -> list[Event]:
     """As `simulate`, for lists of actions, one a stage, that follow the rules of `schedule`."""
-    run = _Run(schedule, lists, times)
+    run = _Run(schedule, [_prepared(own, stage, len(lists), schedule.chunks) for stage, own in enumerate(lists)], times)
     run.play()
     return sorted(run.events, key=lambda event: (event.start, event.stage))
+
+
+class _Prepared(NamedTuple):
+    """An action with what every simulation of it asks: what it needs and gives, and over which boundary."""
+
+    action: Action
+    needs: tuple[str, int, int] | None  # the message (F or B, part of the model, microbatch) that it waits for
+    gives: tuple[str, int, int] | None
+    boundary: int
+
+
+def _prepared(actions: list[Action], stage: int, stages: int, chunks: int) -> list[_Prepared]:
+    last, prepared = chunks * stages - 1, []
+    for action in actions:
+        part, x = action.chunk * stages + stage, action.microbatch
+        if action.kind == F:
+            needs, gives = (F, part, x) if part else None, (F, part + 1, x) if part < last else None
+            prepared.append(_Prepared(action, needs, gives, stage))
+        elif action.kind == B:
+            needs, gives = (B, part, x) if part < last else None, (B, part - 1, x) if part else None
+            prepared.append(_Prepared(action, needs, gives, (stage - 1) % stages))
+        else:
+            prepared.append(_Prepared(action, None, None, 0))
+    return prepared
 
 
 class _Run:
     """The state of one simulation: where each stage is in its list, and what has arrived when."""
 
-    def __init__(self, schedule: Schedule, lists: list[list[Action]], times: Times):
+    def __init__(self, schedule: Schedule, lists: list[list[_Prepared]], times: Times):
         self.schedule, self.lists, self.stages = schedule, lists, len(lists)
-        chunks = schedule.chunks
-        self.last = chunks * self.stages - 1  # the last part of the model
-        self.forward, self.backward, self.weight = (
-            [time / chunks for time in times.of(name, self.stages)] for name in ("forward", "backward", "weight")
+        computed = {F: "forward", B: "backward", W: "weight"}
+        self.took = {
+            kind: [time / schedule.chunks for time in times.of(name, self.stages)] for kind, name in computed.items()
+        }
+        self.transfer, self.occupied, self.sending, self.reduce, self.burden = (
+            times.of(name, self.stages) for name in ("transfer", "occupied", "sending", "reduce", "burden")
         )
-        self.transfer, self.occupied = (times.of(name, self.stages) for name in ("transfer", "occupied"))
-        self.sending, self.step = times.of("sending", self.stages), times.step
-        self.reduce, self.burden = (times.of(name, self.stages) for name in ("reduce", "burden"))
+        self.step = times.step
         self.position, self.free = [0] * self.stages, [0.0] * self.stages
-        self.arrived: dict[tuple[str, int, int], float] = {}  # (F or B, part of the model, microbatch) -> time
+        self.arrived: dict[tuple[str, int, int], float] = {}
         self.link_free = {F: [0.0] * self.stages, B: [0.0] * self.stages}
         self.reduced: dict[int, list[float]] = {}  # batch -> when each stage had its gradients
         self.waiting: dict[object, list[int]] = {}  # what has not come yet -> the stages that wait for it
@@ -99,66 +125,69 @@ class _Run:
         runnable = list(range(self.stages))
         while runnable:
             stage = runnable.pop()
-            actions = self.lists[stage]
-            while self.position[stage] < len(actions):
-                missing = self._do(stage, actions[self.position[stage]], runnable)
-                if missing is not None:
-                    self.waiting.setdefault(missing, []).append(stage)
-                    break
-                self.position[stage] += 1
+            missing = self._go_on(stage, runnable)
+            if missing is not None:
+                self.waiting.setdefault(missing, []).append(stage)
         stuck = [stage for stage in range(self.stages) if self.position[stage] < len(self.lists[stage])]
         if stuck:
             raise ValueError(f"{self.schedule.name} deadlocks: stages {stuck} wait for each other")
 
-    def _do(self, stage: int, action: Action, runnable: list[int]) -> object | None:
-        """Give the action its place in time; or return the key of what it waits for."""
-        kind, x, _, chunk = action
-        start = self.free[stage]
-        if kind == F or kind == B:
-            part = chunk * self.stages + stage
-            if part != (0 if kind == F else self.last):
-                key = (kind, part, x)
-                came = self.arrived.get(key)
+    def _go_on(self, stage: int, runnable: list[int]) -> object | None:
+        """Give the stage's actions their places in time, as far as what they need is known; else the missing key.
+
+        A planner spends most of its time here: hence the local names, and no function for each kind of action.
+        """
+        lists, position, arrived, waiting = self.lists[stage], self.position[stage], self.arrived, self.waiting
+        free, took, append = self.free[stage], self.took, self.events.append
+        missing = None
+        for action, needs, gives, boundary in lists[position:]:
+            kind, start = action[0], free
+            if needs is not None:
+                came = arrived.get(needs)
                 if came is None:
-                    return key
-                start = max(start, came)
-            end = start + (self.forward if kind == F else self.backward)[stage]
-            self.free[stage] = end
-            if part != (self.last if kind == F else 0):
-                self._send(stage, kind, part, x, end, runnable)
-        elif kind == W:
-            end = self.free[stage] = start + self.weight[stage]
-        elif kind == REDUCE:
-            end = self.free[stage] = start + self.burden[stage]
-            ends = self.reduced.setdefault(x, [])
-            ends.append(start + self.reduce[stage])
+                    missing = needs
+                    break
+                if came > start:
+                    start = came
+            if kind in took:
+                end = free = start + took[kind][stage]
+                if gives is not None:
+                    link = self.link_free[kind]
+                    sent = link[boundary] if link[boundary] > end else end
+                    link[boundary] = sent + self.occupied[boundary]
+                    arrived[gives] = sent + self.transfer[boundary]
+                    free = end + self.sending[boundary]
+                    if gives in waiting:
+                        runnable += waiting.pop(gives)
+            else:
+                begun = self._update(action, stage, start, runnable)
+                if begun is None:
+                    missing = (STEP, action.microbatch)
+                    break
+                start, end = begun
+                free = end
+            append(Event(stage, action, start, end))
+            position += 1
+        self.position[stage], self.free[stage] = position, free
+        return missing
+
+    def _update(self, action: Action, stage: int, free: float, runnable: list[int]) -> tuple[float, float] | None:
+        """(start, end) of a REDUCE or a STEP, or None while another stage has not reduced."""
+        batch = action.microbatch
+        if action.kind == REDUCE:
+            ends = self.reduced.setdefault(batch, [])
+            ends.append(free + self.reduce[stage])
             if len(ends) == self.stages:
-                runnable += self.waiting.pop((STEP, x), [])
-        else:
-            ready = self._step_ready(stage, x)
-            if ready is None:
-                return (STEP, x)
-            end = self.free[stage] = max(start, ready)
-            start = start if self.schedule.late_step else end - self.step
-        self.events.append(Event(stage, action, start, end))
-        return None
-
-    def _step_ready(self, stage: int, batch: int) -> float | None:
-        """When the weights that the step of `batch` writes are there, or None while a stage has not reduced."""
+                runnable += self.waiting.pop((STEP, batch), [])
+            return free, free + self.burden[stage]
         if not self.schedule.global_step:
-            return self.free[stage] + self.reduce[stage] + self.step
-        ends = self.reduced.get(batch, [])
-        return max(ends) + self.step if len(ends) == self.stages else None
-
-    def _send(self, stage: int, kind: str, part: int, x: int, end: float, runnable: list[int]) -> None:
-        boundary = stage if kind == F else (stage - 1) % self.stages
-        start = max(end, self.link_free[kind][boundary])
-        self.link_free[kind][boundary] = start + self.occupied[boundary]
-        key = (kind, part + (1 if kind == F else -1), x)
-        self.arrived[key] = start + self.transfer[boundary]
-        self.free[stage] = end + self.sending[boundary]
-        if key in self.waiting:
-            runnable += self.waiting.pop(key)
+            ready = free + self.reduce[stage] + self.step
+        elif len(self.reduced.get(batch, ())) == self.stages:
+            ready = max(self.reduced[batch]) + self.step
+        else:
+            return None
+        end = max(free, ready)
+        return (free if self.schedule.late_step else end - self.step), end
 
 
 def makespan(events: list[Event]) -> float:
@@ -188,13 +217,15 @@ def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
     if lists is None:
         if len(_made) > 64:
             _made.clear()
-        lists = _made[key] = _lists(schedule, shape)
+        made = _lists(schedule, shape)
+        lists = [_prepared(own, stage, shape.stages, schedule.chunks) for stage, own in enumerate(made)]
+        _made[key] = lists
     run = _Run(schedule, lists, times)
     run.play()
     return run.events
 
 
-_made: dict[tuple, list[list[Action]]] = {}
+_made: dict[tuple, list[list[_Prepared]]] = {}
 
 
 def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Times = Times()) -> float:

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from megatron_2bw.planner.compute import Work
 from megatron_2bw.planner.plan import Plan
+from megatron_2bw.schedules import SCHEDULES
 from megatron_2bw.simulator import Times
 
 
@@ -17,15 +18,15 @@ def lower_bound(plan: Plan, times: Times) -> float:
     return _with_flush(plan, times) if plan.pipeline.flushes else _without_flush(plan, times)
 
 
-def work_bound(plan: Plan, works: list[Work]) -> float:
+def work_bound(works: list[Work], microbatches: int, schedule: str, virtual: int) -> float:
     """As `lower_bound`, from the stages' computation alone."""
-    m = plan.microbatches
-    if plan.schedule == "no-pipelining":
-        return m * sum(work.total for work in works)
-    if not plan.pipeline.flushes:
-        return m * max(work.total for work in works)
-    above = accumulate((work.total / plan.virtual for work in works), initial=0.0)
-    return max(m * work.total + before for work, before in zip(works, above))
+    totals = [work.total for work in works]
+    if schedule == "no-pipelining":
+        return microbatches * sum(totals)
+    if schedule in SCHEDULES and not SCHEDULES[schedule].flushes:
+        return microbatches * max(totals)
+    above = accumulate(totals, initial=0.0)
+    return max(microbatches * total + before / virtual for total, before in zip(totals, above))
 
 
 def _with_flush(plan: Plan, times: Times) -> float:

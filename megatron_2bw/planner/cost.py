@@ -60,6 +60,17 @@ class Estimate:
         return self.capacity - self.heaviest
 
 
+@dataclass(frozen=True)
+class _Step:
+    """Seconds of what follows a batch on each stage: gradients over the replicas, tied embeddings over the first and
+    the last stage, the optimizer, and the gather of the parameters, by the stage with most of them."""
+
+    reduce: list[float]
+    ends: float
+    update: list[float]
+    gather: float
+
+
 class Cost:
     """Times and memory of plans of one model on one cluster.
 
@@ -77,6 +88,8 @@ class Cost:
         self.old_exchange = old_exchange
         self._works: dict[tuple, list[Work]] = {}
         self._counts: dict[tuple, list[float]] = {}
+        self._sent: dict[tuple, list[tuple[float, float]]] = {}
+        self._steps: dict[tuple, _Step] = {}
         self.model, self.cluster, self.precision, self.margin = model, cluster, precision, margin
         flash = cluster.device.flash if flash is None else flash
         self.compute = Compute(model, cluster, precision, flash)
@@ -130,26 +143,36 @@ class Cost:
 
     def times(self, plan: Plan) -> Times:
         """What the simulator is given."""
-        works = self.stages(plan)
-        schedule, place = plan.pipeline, self._layout(plan)
-        size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
-        size /= plan.tensor if plan.sequence_parallel or self.old_exchange else 1
-        each = {leaving: message(self.cluster, leaving, size) for leaving in set(place.boundaries)}
-        messages = [each[leaving] for leaving in place.boundaries]
-        if plan.depth == 1:
-            messages = [(0.0, 0.0)]
-        reduce = self._reduce(plan, works, messages)
-        update = self._update(plan)
+        works, messages, step = self.stages(plan), self._messages(plan), self._step(plan)
+        late = plan.pipeline.late_step
         return Times(
             forward=[work.forward for work in works],
             backward=[work.backward for work in works],
             transfer=[seconds for seconds, _ in messages],
             occupied=[taken for _, taken in messages],
             sending=self._sending(plan, messages),
-            reduce=reduce,
-            step=self._gather(plan) + (0.0 if schedule.late_step else max(update)),
-            burden=update if schedule.late_step else 0.0,
+            reduce=self._reduce(plan, works, messages, step),
+            step=self._gather(plan, works, step.gather) + (0.0 if late else max(step.update)),
+            burden=step.update if late else 0.0,
         )
+
+    def waits(self, plan: Plan) -> tuple[float, float, float]:
+        """Seconds of the first stage's reduction, of the slowest update, and of a message on all boundaries in turn."""
+        step = self._step(plan)
+        one_way = sum(seconds for seconds, _ in self._messages(plan)[: plan.depth - 1])
+        return step.reduce[0] + step.ends, max(step.update), one_way
+
+    def _messages(self, plan: Plan) -> list[tuple[float, float]]:
+        """(seconds, seconds of them in which the link is taken) of a message over the boundary behind each stage."""
+        key = (plan.tensor, plan.depth, plan.width, plan.pipeline_inside, plan.microbatch, plan.sequence_parallel)
+        messages = self._sent.get(key)
+        if messages is None:
+            size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+            size /= plan.tensor if plan.sequence_parallel or self.old_exchange else 1
+            boundaries = self._layout(plan).boundaries if plan.depth > 1 else ()
+            messages = [message(self.cluster, leaving, size) for leaving in boundaries] or [(0.0, 0.0)]
+            self._sent[key] = messages
+        return messages
 
     def _sending(self, plan: Plan, messages: list[tuple[float, float]]) -> list[float] | float:
         """What a message takes from its sender. Megatron waits for it, and the host then launches from a standstill;
@@ -171,39 +194,46 @@ class Cost:
             self._counts[key] = counts
         return counts
 
-    def _reduce(self, plan: Plan, works: list[Work], messages: list[tuple[float, float]]) -> list[float]:
-        """Seconds from a stage's last backward until its gradients are reduced over its replicas."""
-        place, element = self._layout(plan), BYTES[self.precision].gradient
+    def _step(self, plan: Plan) -> _Step:
+        key = (
+            plan.tensor, plan.depth, plan.width, plan.pipeline_inside, plan.distributed_optimizer, plan.first, plan.last,
+        )
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._new_step(plan)
+        return step
+
+    def _new_step(self, plan: Plan) -> _Step:
+        place, size, counts = self._layout(plan), BYTES[self.precision], self._parameters(plan)
+        shards = plan.width if plan.distributed_optimizer else 1
         collective = half if plan.distributed_optimizer else all_reduce
-        counts = self._parameters(plan)
-        each = {count: collective(self.cluster, place.data, count * element) for count in set(counts)}
-        seconds = [each[count] for count in counts]
+        words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * size.gradient
+        shared = self.model.tied and plan.depth > 1
+        return _Step(
+            [collective(self.cluster, place.data, count * size.gradient) for count in counts],
+            all_reduce(self.cluster, place.ends, words) if shared else 0.0,
+            [self.compute.update(count, shards) for count in counts],
+            half(self.cluster, place.data, max(counts) * size.weight) if plan.distributed_optimizer else 0.0,
+        )
+
+    def _reduce(self, plan: Plan, works: list[Work], messages: list[tuple[float, float]], step: _Step) -> list[float]:
+        """Seconds from a stage's last backward until its gradients are reduced over its replicas."""
+        seconds = step.reduce
         if plan.schedule == "megatron":  # beside the last microbatch's backward, bucket by bucket
             seconds = [max(time - work.backward, time * UNHIDDEN) for time, work in zip(seconds, works)]
+        place = self._layout(plan)
         if plan.pipeline.late_step and place.data.servers > 1:
             # Beside the next batch, whose messages come first: they take their share of the network.
             taken = max((taken for (_, taken), leaving in zip(messages, place.boundaries) if leaving), default=0.0)
             # With one gradient slot only the forwards that run ahead send anything meanwhile.
             sent = plan.microbatches if plan.gradient_slots == 2 else plan.depth - 1
             seconds = [time + sent * taken for time in seconds]
-        if self.model.tied and plan.depth > 1:
-            words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * element
-            both = all_reduce(self.cluster, place.ends, words)
-            seconds = [seconds[0] + both, *seconds[1:-1], seconds[-1] + both]
+        if step.ends:
+            seconds = [seconds[0] + step.ends, *seconds[1:-1], seconds[-1] + step.ends]
         return seconds
 
-    def _gather(self, plan: Plan) -> float:
-        """Seconds of the distributed optimizer's parameter all-gather, of the stage with most parameters."""
-        if not plan.distributed_optimizer:
-            return 0.0
-        size = max(self._parameters(plan)) * BYTES[self.precision].weight
-        seconds = half(self.cluster, self._layout(plan).data, size)
+    def _gather(self, plan: Plan, works: list[Work], seconds: float) -> float:
+        """Seconds of the distributed optimizer's parameter all-gather that nothing hides."""
         if plan.schedule == "megatron":  # beside the first microbatch's forward
-            seconds = max(seconds - self.stages(plan)[0].forward, seconds * UNHIDDEN)
+            return max(seconds - works[0].forward, seconds * UNHIDDEN)
         return seconds
-
-    def _update(self, plan: Plan) -> list[float]:
-        shards = plan.width if plan.distributed_optimizer else 1
-        counts = self._parameters(plan)
-        each = {count: self.compute.update(count, shards) for count in set(counts)}
-        return [each[count] for count in counts]

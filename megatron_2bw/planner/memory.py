@@ -7,10 +7,12 @@ any MLP width, grouped queries and SwiGLU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.plan import Plan
-from megatron_2bw.schedules import B, F
+from megatron_2bw.schedules import B, F, Shape
+from megatron_2bw.schedules.interleaved import Interleaved
 
 GIB = 2**30
 
@@ -130,7 +132,7 @@ class Memory:
         activations = in_flight * kept * layers / plan.virtual + working
         tokens = plan.microbatch * self.model.sequence
         # Of a stage's chunks, the first holds the embedding, and the last one the output layer.
-        embedded = min(in_flight, plan.microbatches) if plan.virtual == 1 else self._first_chunk(plan)
+        embedded = min(in_flight, plan.microbatches) if plan.virtual == 1 else _first_chunk(plan.depth, plan.virtual, min(plan.microbatches, 4 * plan.depth))
         if stage == 0 and self.model.dropout:
             activations += embedded * tokens * self.model.hidden / (plan.tensor if plan.sequence_parallel else 1)
         if stage < plan.depth - 1:
@@ -140,15 +142,6 @@ class Memory:
         normed = 2 * self.element * tokens * self.model.hidden * chunk_in_flight
         # The loss keeps its softmax in 32 bits; while it is made, the logits and their 32-bit copy are there too.
         return activations, logits * (4 * chunk_in_flight + 4 + self.element) + normed
-
-    def _first_chunk(self, plan: Plan) -> int:
-        """Microbatches whose first chunk the first stage holds at most, with interleaved stages."""
-        now = most = 0
-        for action in plan.pipeline.actions(plan.shape, 0, 0):
-            if action.chunk == 0 and action.kind in (F, B):
-                now += 1 if action.kind == F else -1
-                most = max(most, now)
-        return most
 
     def layer(self, plan: Plan) -> tuple[float, float]:
         """(bytes kept of a microbatch by one layer, bytes of one layer's backward and recompute)."""
@@ -166,3 +159,14 @@ class Memory:
                 kept, working = whole - scores, working + scores
             self._layers[key] = kept, working
         return self._layers[key]
+
+
+@lru_cache(maxsize=1024)
+def _first_chunk(depth: int, virtual: int, microbatches: int) -> int:
+    """Microbatches whose first chunk the first stage holds at most, with interleaved stages."""
+    now = most = 0
+    for action in Interleaved(virtual).actions(Shape(depth, microbatches), 0, 0):
+        if action.chunk == 0 and action.kind in (F, B):
+            now += 1 if action.kind == F else -1
+            most = max(most, now)
+    return most

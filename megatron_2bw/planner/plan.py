@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megatron_2bw.planner.model import Model
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape
@@ -44,6 +45,15 @@ class Plan:
     last: int = 0
     pipeline_inside: bool = False
     sequence_parallel: bool = False
+
+    def changed(self, **fields: Any) -> Plan:
+        """As dataclasses.replace, five times as fast: a search makes tens of thousands."""
+        plan = object.__new__(Plan)
+        plan.__dict__.update(self.__dict__)
+        for cached in ("pipeline", "shape"):
+            plan.__dict__.pop(cached, None)
+        plan.__dict__.update(fields)
+        return plan
 
     @property
     def gpus(self) -> int:

@@ -65,35 +65,36 @@ class Search:
         self.examined = 0
         device = cost.cluster.device
         self._host = cost.model, cost.cluster.gpus, cost.precision, device.bf16
+        self._least: dict[tuple, tuple[float, float, float]] = {}
         self._number = itertools.count()  # so that equal bounds leave the queue in the order of enumeration
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
         self.rejected, self.too_large, self.examined = Counter(), [], 0
-        queue: list[tuple[float, int, str, Plan]] = []
+        queue: list[tuple[float, int, str, Plan, tuple]] = []
 
-        def put(bound: float, state: str, plan: Plan) -> None:
-            heapq.heappush(queue, (bound, next(self._number), state, plan))
+        def put(bound: float, state: str, plan: Plan, choice: tuple = ()) -> None:
+            heapq.heappush(queue, (bound, next(self._number), state, plan, choice))
 
         for plan in self.shapes():
             put(self._shape_bound(plan), "shape", plan)
         found: set[tuple] = set()
         while queue:
-            bound, _, state, plan = heapq.heappop(queue)
-            key = (plan.tensor, plan.depth, plan.width, plan.schedule)  # of a plan; a shape has no schedule yet
+            bound, _, state, plan, choice = heapq.heappop(queue)
             if state == "shape" and self._least_memory(plan) > self.cost.capacity:
                 self.too_large.append(replace(plan, distributed_optimizer=plan.width > 1))
             elif state == "shape":
                 for first, last in self.splits(plan.depth):
-                    split = replace(plan, first=first, last=last)
+                    split = plan.changed(first=first, last=last)
                     put(self._split_bound(split), "split", split)
             elif state == "split":
-                for scheduled in self.scheduled(plan):
-                    put(self._work_bound(scheduled), "schedule", scheduled)
-            elif self.distinct and key in found:
-                continue
+                for choice in self._schedules(plan):
+                    put(self._work_bound(plan, *choice), "schedule", plan, choice)
             elif state == "schedule":
-                for variant in self.variants(plan):
+                plan = self._scheduled(plan, *choice)
+                for variant in self.variants(plan) if plan else ():
                     put(max(self.cost.lower_bound(variant) / variant.global_batch, bound), "bound", variant)
+            elif self.distinct and self._key(plan) in found:
+                continue
             elif state == "bound":
                 if not self.cost.fits(plan):
                     self.too_large.append(plan)
@@ -101,8 +102,12 @@ class Search:
                     self.examined += 1
                     put(self.cost.seconds(plan) / plan.global_batch, "exact", plan)
             else:
-                found.add(key)
+                found.add(self._key(plan))
                 yield bound, plan
+
+    @staticmethod
+    def _key(plan: Plan) -> tuple[int, int, int, str]:
+        return plan.tensor, plan.depth, plan.width, plan.schedule
 
     def _shape_bound(self, plan: Plan) -> float:
         """Seconds a sample if the layers were divided perfectly and nothing waited."""
@@ -119,9 +124,28 @@ class Search:
         """Seconds a sample if the busiest stage never waited."""
         return max(work.total for work in self.cost.stages(plan)) / (plan.microbatch * plan.width)
 
-    def _work_bound(self, plan: Plan) -> float:
-        """Seconds a sample of the schedule's computation, without messages and reductions."""
-        return work_bound(plan, self.cost.stages(plan)) / plan.global_batch
+    def _work_bound(self, split: Plan, schedule: str, slots: int, virtual: int) -> float:
+        """Seconds a sample of the schedule, with the least that steps and messages take in any of `variants`."""
+        works = self.cost.stages(split)
+        seconds = work_bound(works, split.microbatches, schedule, virtual)
+        reduce, update, messages = self._least_waits(split)
+        if schedule == "2bw":
+            around = (sum(work.total for work in works) + 2 * messages) / split.depth
+            seconds = max(seconds, split.microbatches * around, reduce)
+        elif schedule != "pipedream":
+            seconds += update if schedule == "megatron" else update + reduce
+        return seconds / split.global_batch
+
+    def _least_waits(self, split: Plan) -> tuple[float, float, float]:
+        """(reduction on the first stage, optimizer's step, messages one way through the pipeline), each at its least."""
+        key = (split.tensor, split.depth, split.width, split.microbatch, split.first, split.last)
+        least = self._least.get(key)
+        if least is None:
+            plans = [split.changed(pipeline_inside=inside, distributed_optimizer=distributed)
+                     for inside in self.space.pipeline_inside for distributed in self.space.distributed_optimizer]
+            costs = [self.cost.waits(plan) for plan in plans]
+            least = self._least[key] = tuple(min(column) for column in zip(*costs))
+        return least
 
     def shapes(self) -> Iterator[Plan]:
         """One plan for each legal (tensor, depth, width, microbatch, recompute), its schedule Megatron's."""
@@ -180,20 +204,22 @@ class Search:
 
     def scheduled(self, split: Plan) -> Iterator[Plan]:
         """The legal plans of a shape with its layers divided, but for the choices of `variants`."""
-        for schedule, slots, virtual in self._schedules(split):
-            microbatches = split.microbatches
-            if virtual > 1:
-                microbatches -= microbatches % split.depth
-            if not microbatches or (virtual > 1 and split.first):
-                continue
-            plan = replace(split, schedule=schedule, gradient_slots=slots, virtual=virtual, microbatches=microbatches)
-            if is_legal(plan, *self._host):
-                yield plan
+        plans = (self._scheduled(split, *choice) for choice in self._schedules(split))
+        return (plan for plan in plans if plan is not None)
+
+    def _scheduled(self, split: Plan, schedule: str, slots: int, virtual: int) -> Plan | None:
+        microbatches = split.microbatches
+        if virtual > 1:
+            microbatches -= microbatches % split.depth
+        if not microbatches or (virtual > 1 and split.first):
+            return None
+        plan = split.changed(schedule=schedule, gradient_slots=slots, virtual=virtual, microbatches=microbatches)
+        return plan if is_legal(plan, *self._host) else None
 
     def variants(self, plan: Plan) -> Iterator[Plan]:
         """The plan in each rank order, with and without the distributed optimizer."""
         for inside, distributed in itertools.product(self._orders(plan), self._optimizers(plan)):
-            yield replace(plan, pipeline_inside=inside, distributed_optimizer=distributed)
+            yield plan.changed(pipeline_inside=inside, distributed_optimizer=distributed)
 
     def _schedules(self, shape: Plan) -> Iterator[tuple[str, int, int]]:
         """(schedule, gradient slots, chunks a stage)."""
