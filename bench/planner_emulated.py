@@ -10,7 +10,7 @@ import argparse
 
 from bench.planner_accuracy import Check
 from bench.schedule_efficiency import OURS, measure
-from megatron_2bw.schedules import SCHEDULES
+from megatron_2bw.schedules import SCHEDULES, TwoBW
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.simulator import Times, iteration_time
 
@@ -28,12 +28,12 @@ def emulated(depths: list[int]) -> list[Check]:
     print(f"one stage alone computes {alone:.1f} ms a microbatch beside its sleep", flush=True)
     rows = []
     for depth in depths:
-        for schedule in (*OURS, "megatron-interleaved"):
-            measured = measure(schedule, depth, depth, chosen, "").iteration_ms
-            predicted = predict(schedule, depth, depth, alone)
-            rows.append({"schedule": schedule, "d": depth, "m": depth, "measured ms": measured,
+        for name, (schedule, flags) in CASES.items():
+            measured = measure(schedule, depth, depth, chosen, flags).iteration_ms
+            predicted = predict(name, depth, depth, alone)
+            rows.append({"schedule": name, "d": depth, "m": depth, "measured ms": measured,
                          "predicted ms": round(predicted, 1), "error": round(predicted / measured - 1, 3)})
-            print(f"  {schedule:22s} d {depth}  measured {measured:8.1f} ms  predicted {predicted:8.1f} ms", flush=True)
+            print(f"  {name:22s} d {depth}  measured {measured:8.1f} ms  predicted {predicted:8.1f} ms", flush=True)
     worst = max(abs(row["error"]) for row in rows)
     return [Check(
         f"emulated pipelines run here, d = {', '.join(map(str, depths))}", "bench/schedule_efficiency.py", "within 5 %",
@@ -41,11 +41,18 @@ def emulated(depths: list[int]) -> list[Check]:
     )]
 
 
-def predict(schedule: str, depth: int, microbatches: int, alone: float) -> float:
+CASES = {name: (name, "") for name in (*OURS, "megatron-interleaved")} | {
+    "2bw, one slot": ("2bw", "--two-bw-gradient-slots 1"),
+    "pipedream": ("pipedream", "--untie-embeddings-and-output-weights --loss-scale 1024"),
+}
+
+
+def predict(name: str, depth: int, microbatches: int, alone: float) -> float:
     """Milliseconds an iteration; each chunk of a stage computes `alone` beside its part of the sleep."""
-    pipeline = SCHEDULES.get(schedule, SCHEDULES["pipedream-flush"])
-    chunks = 1
-    if schedule == "megatron-interleaved":
+    pipeline, chunks = SCHEDULES.get(name, SCHEDULES["pipedream-flush"]), 1
+    if name == "megatron-interleaved":
         pipeline, chunks = Interleaved(CHUNKS), CHUNKS
+    elif name == "2bw, one slot":
+        pipeline = TwoBW(1)
     times = Times(FORWARD + alone * chunks / 2, BACKWARD + alone * chunks / 2)
     return iteration_time(pipeline, depth, microbatches, times)

@@ -16,22 +16,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_2bw.planner import calibrate as calibration
-from megatron_2bw.planner import explain, jobs, measure, report, validate
+from megatron_2bw.planner import explain, jobs, json_out, measure, rejections, report, tools, validate
 from megatron_2bw.planner.closed_form import ClosedForm
 from megatron_2bw.planner.cluster import PRESETS as CLUSTERS
-from megatron_2bw.planner.cluster import Cluster, ClusterError, from_yaml, to_yaml
-from megatron_2bw.planner.cluster import preset as cluster_preset
+from megatron_2bw.planner.cluster import ClusterError
 from megatron_2bw.planner.cost import MARGIN, Cost, Estimate
-from megatron_2bw.planner.inputs import add_model_flags, cluster_of, model_of, numbers
+from megatron_2bw.planner.inputs import Parser, add_model_flags, cluster_of, model_of, numbers
 from megatron_2bw.planner.model import ModelError
 from megatron_2bw.planner.place import ValidateError
 from megatron_2bw.planner.plan import RECOMPUTE
 from megatron_2bw.planner.profile import ProfileError
 from megatron_2bw.planner.search import PLANNED, Search, Space
-from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule, Shape, TwoBW
-from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.simulator import Times, iteration_time, simulate
-from megatron_2bw.text_timeline import render
+from megatron_2bw.schedules import SCHEDULE_NAMES
 
 ERRORS = (
     ModelError, ClusterError, ProfileError, ValidateError, calibration.RunsError, report.ReportError,
@@ -40,18 +36,11 @@ ERRORS = (
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors of one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {
-        "plan": run_plan, "profile": run_profile, "simulate": run_simulate, "validate": run_validate,
-        "calibrate": run_calibrate,
+        "plan": run_plan, "profile": run_profile, "simulate": tools.run_simulate, "validate": run_validate,
+        "calibrate": tools.run_calibrate,
     }
     name = words.pop(0) if words and words[0] in commands else "plan"
     prog = "megatron-2bw-plan" + ("" if name == "plan" else f" {name}")
@@ -107,16 +96,19 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         if fault:
             parser.error(f"--profile {options.profile}: {fault}; measure this model")
     _check(options, parser)
+    on_cpu = cluster.device.name == "cpu"  # where there is neither sequence parallelism nor flash attention
+    if on_cpu and options.attention == "flash":
+        parser.error("--attention flash: the CPU has none; use core")
     if precision == "bf16" and not cluster.device.bf16:
         parser.error(f"--precision bf16: {cluster.device.name} has none; use fp16")
     kind = ClosedForm if options.cost == "closed-form" else Cost
-    flash = {None: None, "flash": True, "core": False}[options.attention]
+    flash = {None: False if on_cpu else None, "flash": True, "core": False}[options.attention]
     cost = kind(model, cluster, precision, flash, options.memory_margin)
     space = Space(
         options.max_global_batch_size, options.schedules, options.tensor_model_parallel_size,
         options.pipeline_model_parallel_size, options.micro_batch_size, options.recompute, options.gradient_slots,
         (False,) if options.no_distributed_optimizer else (False, True), uneven=not options.no_uneven_stages,
-        sequence_parallel=not options.no_sequence_parallel,
+        sequence_parallel=not options.no_sequence_parallel and not on_cpu,
     )
     return cost, space
 
@@ -158,10 +150,10 @@ def run_plan(words: list[str], prog: str) -> int:
     cost, space = prepare(options, parser)
     result = find(cost, space, options.top)
     if not result.estimates:
-        print(explain.nothing_fits(cost, space, result.search))
+        print(rejections.nothing_fits(cost, space, result.search))
         return 1
     print(explain.table(result), explain.memory_table(result.estimates[0]), explain.reason(result),
-          explain.rejections(result), explain.evidence(cost), explain.CAVEAT, sep="\n\n")
+          rejections.rejections(result), explain.evidence(cost), explain.CAVEAT, sep="\n\n")
     best = result.estimates[0].plan
     print(f"\nFlags of the first plan:\n  {' '.join([*cost.model.flags(), *best.flags(cost.precision)])}")
     _write(options, result)
@@ -184,7 +176,7 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
         part = options.json.with_suffix(".part")
         try:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(explain.as_json(result), indent=1, allow_nan=False) + "\n")
+            part.write_text(json.dumps(json_out.as_json(result), indent=1, allow_nan=False) + "\n")
             part.replace(options.json)
         except OSError as error:
             raise report.ReportError(f"--json {options.json}: {error.strerror}") from None
@@ -207,7 +199,7 @@ def run_validate(words: list[str], prog: str) -> int:
     cost, space = prepare(options, parser)
     result = find(cost, space, options.top)
     if not result.estimates:
-        print(explain.nothing_fits(cost, space, result.search))
+        print(rejections.nothing_fits(cost, space, result.search))
         return 1
     return validate.exit_status(validate.run(cost, result.estimates, options))
 
@@ -219,105 +211,6 @@ def run_profile(words: list[str], prog: str) -> int:
     measure.add_flags(parser)
     options = parser.parse_args(words)
     return measure.run(options, model_of(options))
-
-
-def run_simulate(words: list[str], prog: str) -> int:
-    names = [*SCHEDULES, "megatron-interleaved"]
-    parser = Parser(prog=prog, description="Prints a schedule's timeline, and draws it.", allow_abbrev=False)
-    parser.add_argument("--schedule", choices=names, required=True)
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--microbatches", type=int, required=True, help="a batch")
-    parser.add_argument("--iterations", type=int, default=2)
-    parser.add_argument("--virtual", type=int, default=2, help="chunks a stage of megatron-interleaved")
-    parser.add_argument("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
-    times = (("forward", 1.0), ("backward", 2.0), ("transfer", 0.0), ("reduce", 0.0), ("step", 0.0))
-    for name, default in times:
-        parser.add_argument(f"--{name}", type=float, default=default, help=f"time (default: {default:g})")
-    parser.add_argument("--versions", action="store_true", help="print the weight version of each microbatch")
-    parser.add_argument("--columns", type=int, default=140)
-    parser.add_argument("--out", type=Path, metavar="FILE.png")
-    options = parser.parse_args(words)
-    for name in ("stages", "microbatches", "iterations", "virtual", "columns"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be positive, not {getattr(options, name)}")
-    for name, _ in times:
-        if not 0 <= getattr(options, name) < float("inf"):
-            parser.error(f"--{name} must be a time, not {getattr(options, name):g}")
-    if options.forward + options.backward == 0:
-        parser.error("--forward and --backward must not both be 0")
-    _simulate(options, _schedule(options, parser))
-    return 0
-
-
-def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:
-    if options.schedule == "2bw":
-        schedule = TwoBW(options.gradient_slots)
-    elif options.schedule in SCHEDULES:
-        schedule = SCHEDULES[options.schedule]
-    else:
-        schedule = Interleaved(options.virtual)
-        if options.microbatches % options.stages:
-            parser.error("--microbatches must be a multiple of --stages with megatron-interleaved")
-    least = schedule.min_microbatches(options.stages)
-    if options.microbatches < least:
-        parser.error(f"--microbatches {options.microbatches}: {options.schedule} needs {least} with {options.stages} "
-                     "stages")
-    return schedule
-
-
-def _simulate(options: argparse.Namespace, schedule: Schedule) -> None:
-    from megatron_2bw.timeline import draw_shapes
-
-    times = Times(options.forward, options.backward, transfer=options.transfer, reduce=options.reduce,
-                  step=options.step)
-    shape = Shape(options.stages, options.microbatches, 0, options.iterations)
-    print(f"{options.schedule}, {options.stages} stages, {options.microbatches} microbatches a batch")
-    print(render(simulate(schedule, shape, times), options.stages, columns=options.columns, versions=options.versions))
-    print(f"an iteration takes {iteration_time(schedule, options.stages, options.microbatches, times):g}")
-    if options.out:
-        try:
-            draw_shapes([(schedule, shape)], options.out, times, versions=options.versions)
-        except (OSError, ValueError) as error:
-            raise report.ReportError(f"--out {options.out}: {getattr(error, 'strerror', None) or error}") from None
-        print(f"wrote {options.out}")
-
-
-def run_calibrate(words: list[str], prog: str) -> int:
-    parser = Parser(prog=prog, allow_abbrev=False, description=(
-        "Fits a cluster's constants to measured runs. Columns of the CSV file: "
-        f"{', '.join(calibration.COLUMNS)}; optional: {', '.join(calibration.OPTIONAL)}."))
-    parser.add_argument("runs", type=Path, metavar="RUNS.csv")
-    parser.add_argument("--cluster", required=True, metavar="NAME|FILE.yaml")
-    parser.add_argument("--rows", type=int, default=20, help="that are fitted to, spread over the file (default: 20); "
-                        "the others are predicted. 0: none, the cluster as it is")
-    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
-    parser.add_argument("--predictions", type=Path, metavar="FILE.csv", help="the runs with their predicted seconds")
-    options = parser.parse_args(words)
-    cluster = _cluster(options.cluster)
-    runs = calibration.read_runs(options.runs)
-    if not 0 <= options.rows <= len(runs):
-        parser.error(f"--rows {options.rows}: the file has {len(runs)}")
-    chosen = {index * len(runs) // options.rows for index in range(options.rows)}
-    if chosen:
-        cluster = calibration.calibrate(cluster, [runs[index] for index in sorted(chosen)])
-    predicted = calibration.predict(cluster, runs)
-    errors = [abs(p / run.seconds - 1) for i, (p, run) in enumerate(zip(predicted, runs)) if i not in chosen]
-    print(f"fitted to {len(chosen)} of {len(runs)} runs: {cluster.device}\n{cluster.inside} inside, {cluster.between} "
-          "between servers")
-    if errors:
-        print(f"mean absolute error of the other {len(errors)}: {sum(errors) / len(errors):.1%}")
-    if options.out:
-        to_yaml(replace(cluster, name=f"{cluster.name}, calibrated"), options.out)
-    if options.predictions:
-        calibration.write_predictions(options.runs, predicted, options.predictions)
-    return 0
-
-
-def _cluster(text: str) -> Cluster:
-    """The cluster without its profile: what is fitted are the estimates."""
-    if text in CLUSTERS or not Path(text).exists():
-        return cluster_preset(text, 1)
-    return replace(from_yaml(Path(text)), profile=None)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ RECOMPUTE_EXTRA = 4 / 3
 class ClosedForm(Cost):
     """As Cost, by closed forms."""
 
+    method = "closed forms"
+
     def stages(self, plan: Plan) -> list[Work]:
         if plan.recompute != "full":
             return super().stages(plan)

@@ -50,7 +50,7 @@ class Device:
     collective_launch_us  host time that launches one collective
     exchange_us         host time that a blocking exchange between stages costs beside the message
     step_us             host time of an iteration outside its forwards and backwards
-    calibration         what the last six were fitted to
+    calibration         what the two shares were fitted to; the host's times are typical values until `calibrate`
     """
 
     name: str
@@ -99,9 +99,9 @@ def _calibrated(device: Device, source: str, **constants: float) -> Device:
 
 
 _A100 = dict(gemm_efficiency=0.74, memory_efficiency=0.7, layer_launch_us=600, collective_launch_us=40)
-_LAYER_TIMES = "share of peak and bandwidth: one layer of 22B on 8 A100 (arXiv 2205.05198, Table 4)"
+_LAYER_TIMES = "a layer of 22B on 8 A100 (arXiv 2205.05198, Table 4) and 1.7B on one (2104.04473, Table 1, row 1)"
 _V100 = dict(gemm_efficiency=0.65, memory_efficiency=0.65, layer_launch_us=600)
-_V100_TIMES = "45 TFLOP/s on GPT 355M (arXiv 2006.09503, section 5)"
+_V100_TIMES = "45 TFLOP/s on GPT 355M at microbatch 8 (arXiv 2006.09503, section 5)"
 _ASSUMED = "shares of the A100 assumed"
 
 # Links: all-reduce bus bandwidths that NCCL reaches inside the server, latency of one step of a ring; between servers,

@@ -81,6 +81,8 @@ class Cost:
                     interleaved stages wait for a message as others do
     """
 
+    method = "simulation"
+
     def __init__(
         self, model: Model, cluster: Cluster, precision: str = "bf16", flash: bool | None = None, margin: float = MARGIN,
         old_exchange: bool = False,

@@ -5,19 +5,14 @@ Invariant: every number is one of the estimates, and every term of them says whe
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from megatron_2bw.planner.cluster import Link
 from megatron_2bw.planner.cost import Cost, Estimate
-from megatron_2bw.planner.jobs import by_flag
-from megatron_2bw.planner.legality import is_legal
 from megatron_2bw.planner.memory import GIB
-from megatron_2bw.planner.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.plan import Plan
 from megatron_2bw.planner.search import Search, Space
 
 MEASURED, ESTIMATED = "MEASURED", "ESTIMATED"
@@ -28,7 +23,6 @@ TERMS = {
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 DEEP = 12  # stages that are listed one by one
 SMALL = 0.02  # of the time; a lesser difference of a term is not told
-LOOKED_AT = 1000  # plans that do not fit, for one that a single change lets in
 
 LEGEND = (
     "t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.",
@@ -83,12 +77,6 @@ def schedule_name(plan: Plan) -> str:
     return plan.schedule + chunks + (" 1 slot" if plan.gradient_slots == 1 else "")
 
 
-def title(plan: Plan) -> str:
-    """A plan in a few words: `2bw t1 d8 w8 b4, full recompute`."""
-    sizes = f"{schedule_name(plan)} t{plan.tensor} d{plan.depth} w{plan.width} b{plan.microbatch}"
-    return sizes + (f", {plan.recompute} recompute" if plan.recompute != "none" else "")
-
-
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -127,9 +115,14 @@ def table(result: Result) -> str:
     first = _aligned(head, plans, {"schedule", "recompute", "optim.", "ranks", "layers"})
     second = _aligned(["#", "iteration", *TERMS, "heaviest", "headroom"], times, set())
     return "\n".join([
-        f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, {cost.precision}, fastest first (ESTIMATED)", *first,
+        f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first (ESTIMATED)", _judged(cost), *first,
         *LEGEND, "", f"Where an iteration's time goes, and memory ({_tags(cost)})", *second,
     ])
+
+
+def _judged(cost: Cost) -> str:
+    attention = "flash attention" if cost.memory.flash else "attention that keeps its scores"
+    return f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}."
 
 
 def _layers(plan: Plan, layers: int) -> str:
@@ -156,7 +149,7 @@ def memory_table(estimate: Estimate) -> str:
             rows.append((number, number, cells))
     lines = [[str(first) if first == last else f"{first}-{last}", *cells] for first, last, cells in rows]
     return "\n".join([
-        f"Memory of a GPU of each stage of {title(estimate.plan)}, in GiB ({ESTIMATED})",
+        f"Memory of a GPU of each stage of {estimate.plan.title}, in GiB ({ESTIMATED})",
         *_aligned(["stage", *KINDS, "total", "headroom"], lines, {"stage"}),
     ])
 
@@ -164,19 +157,19 @@ def memory_table(estimate: Estimate) -> str:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def _wrapped(text: str, mark: str = "- ") -> str:
+def wrapped(text: str, mark: str = "- ") -> str:
     return textwrap.fill(text, 118, initial_indent=mark, subsequent_indent=" " * len(mark), break_on_hyphens=False)
 
 
 def reason(result: Result) -> str:
     """Why the first plan wins: against the best of another shape and of each other schedule, term by term."""
     winner = result.estimates[0]
-    lines = [f"{title(winner.plan)} is the fastest: {winner.throughput:.1f} samples/s ({ESTIMATED})."]
-    lines += [_wrapped(_against(winner, rival)) for rival in result.rivals]
+    lines = [f"{winner.plan.title} is the fastest: {winner.throughput:.1f} samples/s ({ESTIMATED})."]
+    lines += [wrapped(_against(winner, rival)) for rival in result.rivals]
     tried = {winner.plan.schedule, *(rival.plan.schedule for rival in result.rivals)}
     missing = [schedule for schedule in result.space.schedules if schedule not in tried]
     if missing:
-        lines.append(_wrapped(f"No plan of {' or '.join(missing)} is legal and fits."))
+        lines.append(wrapped(f"No plan of {' or '.join(missing)} is legal and fits."))
     return "\n".join(lines)
 
 
@@ -200,134 +193,13 @@ def _against(winner: Estimate, rival: Estimate) -> str:
     if not parts:
         split = f"No term differs by {_percent(SMALL)}."
     return (
-        f"It is {pace} {which}, {title(rival.plan)} ({rival.throughput:.1f} samples/s). {split} Its heaviest stage "
+        f"It is {pace} {which}, {rival.plan.title} ({rival.throughput:.1f} samples/s). {split} Its heaviest stage "
         f"takes {winner.heaviest / GIB:.1f} GiB, there {rival.heaviest / GIB:.1f} GiB."
     )
 
 
 def _listed(texts: list[str]) -> str:
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
-
-
-def rejections(result: Result) -> str:
-    """What was left out, by cause, and the smallest change that lets the fastest plan in that does not fit."""
-    cost, search = result.cost, result.search
-    lines = ["Not legal (counted once for each tensor-parallel size, depth and microbatch):"]
-    lines += _counted(search) or ["  none"]
-    lines.append(f"Too large for {cost.capacity / GIB:.1f} GiB ({ESTIMATED}), though perhaps faster than plans of the "
-                 f"table: {len(search.too_large)}")
-    large, change = _too_large(result)
-    if large is None:
-        return "\n".join(lines)
-    first = f" (the first plan: {result.estimates[0].throughput:.1f})" if result.estimates else ""
-    text = (
-        f"{title(large.plan)} would make {large.throughput:.1f} samples/s{first}, but its heaviest stage needs "
-        f"{large.heaviest / GIB:.2f} GiB, and {cost.capacity / GIB:.2f} GiB are allowed. "
-    )
-    if change is None:
-        text += "No single change of it is legal and fits."
-    else:
-        text += (
-            f"The nearest change that fits: {changed_flags(large.plan, change.plan, cost.precision)} "
-            f"({change.throughput:.1f} samples/s, {change.heaviest / GIB:.2f} GiB)."
-        )
-    return "\n".join([*lines, _wrapped(text)])
-
-
-def _counted(search: Search) -> list[str]:
-    return [f"  {count:6}  {cause}" for cause, count in search.rejected.most_common()]
-
-
-def _too_large(result: Result) -> tuple[Estimate | None, Estimate | None]:
-    """The fastest plan that does not fit and that one change lets in, and that change; or the fastest, and None."""
-    plans, cost = result.search.too_large, result.cost
-    for plan in plans[:LOOKED_AT]:
-        change = nearest(cost, plan)
-        if change is not None:
-            return cost.estimate(plan), change
-    return (cost.estimate(plans[0]) if plans else None), None
-
-
-def changes(plan: Plan) -> Iterator[Plan]:
-    """Plans with less memory on a GPU that differ from `plan` in one choice, the global batch being the same."""
-    yield from (replace(plan, recompute=kind) for kind in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1:])
-    if not plan.distributed_optimizer:
-        yield replace(plan, distributed_optimizer=True)
-    if plan.schedule == "2bw" and plan.gradient_slots == 2:
-        yield replace(plan, gradient_slots=1)
-    if plan.schedule != "pipedream-flush":
-        yield replace(plan, schedule="pipedream-flush", gradient_slots=2, virtual=1)
-    if plan.microbatch % 2 == 0:
-        yield replace(plan, microbatch=plan.microbatch // 2, microbatches=2 * plan.microbatches)
-    deeper = replace(plan, depth=2 * plan.depth, first=0, last=0)
-    if plan.width % 2 == 0:
-        yield replace(deeper, width=plan.width // 2, microbatches=2 * plan.microbatches)
-    if plan.tensor % 2 == 0:
-        tensor = plan.tensor // 2
-        yield replace(deeper, tensor=tensor, sequence_parallel=plan.sequence_parallel and tensor > 1)
-
-
-def nearest(cost: Cost, plan: Plan) -> Estimate | None:
-    """The fastest of the `changes` that is legal and fits."""
-    cluster = cost.cluster
-    fitting = (
-        cost.estimate(change) for change in changes(plan)
-        if is_legal(change, cost.model, cluster.gpus, cost.precision, cluster.device.bf16) and cost.fits(change)
-    )
-    return max(fitting, key=lambda estimate: estimate.throughput, default=None)
-
-
-def changed_flags(before: Plan, after: Plan, precision: str) -> str:
-    """The flags to give instead, and those to leave out."""
-    old, new = ({flag[0]: flag for flag in by_flag(plan.flags(precision))} for plan in (before, after))
-    given = " ".join(" ".join(words) for flag, words in new.items() if old.get(flag) != words)
-    without = " and ".join(flag for flag in old if flag not in new)
-    return f"{given} without {without}".strip() if without else given
-
-
-def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
-    """Why a search has found nothing, with the smallest need, and what would help: other choices, memory, GPUs."""
-    if not search.too_large:
-        causes = "; ".join(f"{cause} ({count})" for cause, count in search.rejected.most_common()) or "nothing to try"
-        return f"No plan is legal on {cost.cluster.gpus} GPUs with a global batch of {space.batch}: {causes}."
-    smallest = min(search.too_large, key=cost.memory.heaviest)
-    need, device = cost.memory.heaviest(smallest), cost.cluster.device
-    text = (
-        f"Nothing fits. The smallest of {len(search.too_large)} plans, {title(smallest)}, needs {need / GIB:.2f} GiB "
-        f"on its heaviest stage ({ESTIMATED}), and {cost.capacity / GIB:.2f} GiB are allowed ({device.memory_gib:g} "
-        f"GiB less {100 * cost.margin:.0f} %)."
-    )
-    help_ = [f"GPUs of {math.ceil(10 * need / GIB / (1 - cost.margin)) / 10:g} GiB or more"]
-    other = _fitting(cost, Space(space.batch))
-    if other is not None:
-        flags = " ".join(other.flags(cost.precision))
-        help_.insert(0, f"on these GPUs what the search was told to leave out: {flags}")
-    else:
-        help_ += _more_servers(cost, space)
-    return f"{text} What would fit: {'; or '.join(help_)}."
-
-
-def _more_servers(cost: Cost, space: Space) -> list[str]:
-    """The smallest power of two as many servers on which something fits."""
-    for times in (2, 4, 8, 16, 32, 64):
-        cluster = replace(cost.cluster, servers=times * cost.cluster.servers)
-        plan = _fitting(Cost(cost.model, cluster, cost.precision, cost.memory.flash, cost.margin), space)
-        if plan is not None:
-            return [f"{cluster.servers} servers ({cluster.gpus} GPUs), for example with {title(plan)}"]
-    return []
-
-
-def _fitting(cost: Cost, space: Space) -> Plan | None:
-    """Any plan that fits, of those of the space that need least."""
-    lean = replace(
-        space, microbatch=(min(space.microbatch or (1,)),), gradient_slots=(min(space.gradient_slots),),
-        distributed_optimizer=(max(space.distributed_optimizer),), pipeline_inside=space.pipeline_inside[:1],
-    )
-    search = Search(cost, lean)
-    splits = (replace(shape, first=first, last=last)
-              for shape in search.shapes() for first, last in search.splits(shape.depth))
-    plans = (plan for split in splits for scheduled in search.scheduled(split) for plan in search.variants(scheduled))
-    return next((plan for plan in plans if cost.fits(plan)), None)
 
 
 # --- where the numbers come from -------------------------------------------------------------------------------------
@@ -339,8 +211,9 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     compute = (ESTIMATED, f"{device.name}, {device.calibration}")
     update = (ESTIMATED, f"{device.name}'s memory bandwidth")
     if profile is not None:
-        compute = (MEASURED, f"profile of one layer and the output layer on {profile.device}, over the tensor size")
-        update = (MEASURED, f"profile of the optimizer's step on {profile.device}")
+        compute = (MEASURED, f"profile of a layer and the output layer on {profile.device}; {ESTIMATED} from it: the "
+                             "embedding, selective recompute, tensor sizes above 1")
+        update = (MEASURED, f"profile of the optimizer on {profile.device}, and {device.step_us / 1e3:g} ms {ESTIMATED}")
     links = [("inside servers", cost.cluster.inside)]
     if cost.cluster.servers > 1:
         links.append(("between servers", cost.cluster.between))
@@ -366,45 +239,10 @@ def _tags(cost: Cost) -> str:
 
 def evidence(cost: Cost) -> str:
     """Where each term of the estimates comes from."""
-    rows = [[term, tag, source] for term, (tag, source) in terms(cost).items()]
-    return "\n".join(_aligned(["term", "", "from"], rows, {"term", "", "from"}))
+    lines = []
+    for term, (tag, source) in terms(cost).items():
+        lines += textwrap.wrap(source, 118, initial_indent=f"{term:<10}{tag:<11}", subsequent_indent=" " * 21)
+    return "\n".join(lines)
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def as_json(result: Result) -> dict[str, Any]:
-    """All of it in plain types: seconds, bytes, samples."""
-    cost, search = result.cost, result.search
-    large, change = _too_large(result)
-    return _plain({
-        "model": asdict(cost.model),
-        "cluster": asdict(replace(cost.cluster, profile=None)) | {"profile": cost.cluster.profile is not None},
-        "space": asdict(result.space), "precision": cost.precision, "flash": cost.memory.flash, "margin": cost.margin,
-        "plans": [_estimate(cost, estimate) for estimate in result.estimates],
-        "rejected": dict(search.rejected),
-        "too_large": {
-            "count": len(search.too_large), "fastest": large and _estimate(cost, large),
-            "nearest": change and _estimate(cost, change),
-        },
-        "evidence": {term: {"tag": tag, "source": source} for term, (tag, source) in terms(cost).items()},
-        "caveat": CAVEAT, "search_seconds": result.seconds, "examined": search.examined,
-    })
-
-
-def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
-    plan = estimate.plan
-    return asdict(plan) | {
-        "name": title(plan), "flags": plan.flags(cost.precision), "layers": plan.layers_of(cost.model),
-        "global_batch": plan.global_batch, "seconds": estimate.seconds, "samples_per_second": estimate.throughput,
-        "tokens_per_second": estimate.throughput * cost.model.sequence, "split": asdict(estimate.split),
-        "memory": [asdict(stage) | {"total": stage.total} for stage in estimate.memory],
-        "capacity": estimate.capacity, "headroom": estimate.headroom,
-    }
-
-
-def _plain(value: Any) -> Any:
-    """With lists for tuples, so that reading the JSON gives the same objects again."""
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -17,6 +17,13 @@ SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 ONLY_WITHOUT_MODEL = (*SHAPE, "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size")
 
 
+class Parser(argparse.ArgumentParser):
+    """Errors of one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """A comma-separated list of positive numbers, for argparse."""
     values = tuple(int(word) for word in text.split(","))

@@ -106,7 +106,8 @@ _NOTES = (
     "# FLAGS are Megatron's; they come last, so they win. DATA_ARGS replaces the mock data, for example",
     '#   DATA_ARGS="--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer"',
     "# Without Transformer Engine and Apex add --transformer-impl local --no-gradient-accumulation-fusion",
-    "# --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion.",
+    "# --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion. The local layers keep the",
+    "# attention scores; plan with --attention core.",
 )
 
 

@@ -47,6 +47,8 @@ class Model:
     bias: bool = True
     qkv_bias: bool = False
     dropout: bool = True
+    norm_epsilon: float = 1e-5
+    rope_scaling: bool = False  # rotary positions as in Llama 3.1
 
     def __post_init__(self) -> None:
         if not self.ffn:
@@ -64,7 +66,8 @@ class Model:
                 )
             object.__setattr__(self, "head_size", self.hidden // self.heads)
         if self.heads % self.groups:
-            raise ModelError(f"--num-attention-heads {self.heads} is not a multiple of --num-query-groups {self.groups}")
+            raise ModelError(f"--num-attention-heads {self.heads} is not a multiple of "
+                             f"--num-query-groups {self.groups}")
 
     @property
     def query_size(self) -> int:
@@ -157,8 +160,12 @@ class Model:
             words += ["--swiglu"]
         if self.rms_norm:
             words += ["--normalization", "RMSNorm"]
+        if self.norm_epsilon != 1e-5:
+            words += ["--norm-epsilon", self.norm_epsilon]
         if self.rotary:
             words += ["--position-embedding-type", "rope", "--rotary-base", self.rotary_base]
+        if self.rope_scaling:
+            words += ["--use-rope-scaling"]
         if not self.tied:
             words += ["--untie-embeddings-and-output-weights"]
         if not self.bias:
@@ -218,8 +225,8 @@ def preset(name: str, sequence: int | None = None) -> Model:
 def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
     """The model that a Hugging Face config.json describes (GPT-2, BERT, Llama, Mistral, Qwen2).
 
-    Raises ModelError for what Megatron would not build the same way: other architectures, biases that it has no flag
-    for.
+    Raises ModelError for what Megatron would not build the same way: other architectures, biases, activations, scalings
+    of the rotary positions and windows of the attention.
     """
     try:
         config = json.loads(path.read_text())
@@ -245,59 +252,92 @@ class _Entries:
 
     def count(self, name: str, default: int | None = None) -> int:
         """A whole number; `default` where it is missing or null."""
-        entry = self.config.get(name)
+        entry = self._read(name, default, "a whole number", int)
         if entry is None:
-            if default is None:
-                raise ModelError(f"the entry {name!r} is missing")
-            return default
-        if isinstance(entry, bool) or not isinstance(entry, int):
-            raise ModelError(f"the entry {name!r} must be a whole number, not {entry!r}")
+            raise ModelError(f"the entry {name!r} is missing")
         return entry
 
     def flag(self, name: str, default: bool) -> bool:
-        entry = self.config.get(name)
-        if entry is not None and not isinstance(entry, bool):
-            raise ModelError(f"the entry {name!r} must be true or false, not {entry!r}")
-        return default if entry is None else entry
+        return self._read(name, default, "true or false", bool)
 
     def number(self, name: str, default: float) -> float:
+        return self._read(name, default, "a number", int, float)
+
+    def _read(self, name: str, default: Any, what: str, *types: type) -> Any:
         entry = self.config.get(name)
-        if entry is not None and (isinstance(entry, bool) or not isinstance(entry, (int, float))):
-            raise ModelError(f"the entry {name!r} must be a number, not {entry!r}")
+        if entry is not None and type(entry) not in types:  # a bool is no number
+            raise ModelError(f"the entry {name!r} must be {what}, not {entry!r}")
         return default if entry is None else entry
+
+    def one_of(self, name: str, *same: str) -> None:
+        """ModelError for an entry that is there and none of those with which Megatron's model is the same."""
+        entry = self.config.get(name)
+        if entry is not None and entry not in same:
+            raise ModelError(f"the entry {name!r} must be {' or '.join(same)}, which Megatron has, not {entry!r}")
 
 
 def _from_gpt2(config: _Entries, name: str, sequence: int | None) -> Model:
+    config.one_of("activation_function", "gelu_new", "gelu", "gelu_pytorch_tanh")
     return Model(
         name, config.count("n_layer"), config.count("n_embd"), config.count("n_head"),
         vocab=config.count("vocab_size"), sequence=sequence or config.count("n_positions"),
         ffn=config.count("n_inner", 0), tied=config.flag("tie_word_embeddings", True),
-        dropout=config.number("resid_pdrop", 0.1) > 0,
+        dropout=config.number("resid_pdrop", 0.1) > 0, norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
     )
 
 
 def _from_bert(config: _Entries, name: str, sequence: int | None) -> Model:
+    config.one_of("hidden_act", "gelu")
     return Model(
         name, config.count("num_hidden_layers"), config.count("hidden_size"), config.count("num_attention_heads"),
         vocab=config.count("vocab_size"), sequence=sequence or config.count("max_position_embeddings"), kind="bert",
         ffn=config.count("intermediate_size"), dropout=config.number("hidden_dropout_prob", 0.1) > 0,
+        norm_epsilon=config.number("layer_norm_eps", 1e-12),
     )
 
 
 def _from_llama(config: _Entries, name: str, sequence: int | None) -> Model:
+    kind, sequence = config.config["model_type"], sequence or config.count("max_position_embeddings")
+    config.one_of("hidden_act", "silu")
     for entry in ("attention_bias", "mlp_bias"):
         if config.flag(entry, False):
             raise ModelError(f"{entry} is true; Megatron has no flag for biases in those layers alone")
-    rope = config.config.get("rope_parameters")
-    base = rope.get("rope_theta") if isinstance(rope, dict) else None
+    window = config.count("sliding_window", sequence)
+    if window < sequence and config.flag("use_sliding_window", kind != "qwen2"):  # false is Qwen2's own default
+        raise ModelError(f"the entry 'sliding_window' is {window}, less than the sequence's {sequence} tokens, all of "
+                         f"which Megatron would attend to; give --seq-length {window} or less")
+    base, scaled = _rope(config)
     return Model(
         name, config.count("num_hidden_layers"), config.count("hidden_size"), config.count("num_attention_heads"),
-        vocab=config.count("vocab_size"), sequence=sequence or config.count("max_position_embeddings"),
-        ffn=config.count("intermediate_size"), groups=config.count("num_key_value_heads", 0),
-        head_size=config.count("head_dim", 0), gated=True, rms_norm=True, rotary=True,
-        rotary_base=int(config.number("rope_theta", base or 10000)), tied=config.flag("tie_word_embeddings", False),
-        bias=False, qkv_bias=config.config["model_type"] == "qwen2", dropout=False,
+        vocab=config.count("vocab_size"), sequence=sequence, ffn=config.count("intermediate_size"),
+        groups=config.count("num_key_value_heads", 0), head_size=config.count("head_dim", 0), gated=True, rms_norm=True,
+        rotary=True, rotary_base=base, tied=config.flag("tie_word_embeddings", False), bias=False,
+        qkv_bias=kind == "qwen2", dropout=False, norm_epsilon=config.number("rms_norm_eps", 1e-6), rope_scaling=scaled,
     )
+
+
+# Megatron's scaling of rotary positions; of these numbers only the factor has a flag, which Megatron 0.19 drops.
+SCALING = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
+
+def _rope(config: _Entries) -> tuple[int, bool]:
+    """(base, whether scaled as in Llama 3.1) of the rotary positions; newer files say both in `rope_parameters`."""
+    base, scaled = config.number("rope_theta", 10000), False
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.config.get(name) or {}
+        if not isinstance(rope, dict):
+            raise ModelError(f"the entry {name!r} must be null or an object, not {rope!r}")
+        base = _Entries(rope).number("rope_theta", base)
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in ("default", "llama3"):
+            raise ModelError(f"the entry {name!r} is of type {kind!r}; only default and llama3 are supported")
+        scaled = scaled or kind == "llama3"
+        for entry, number in SCALING.items() if kind == "llama3" else ():
+            if (found := rope.get(entry)) != number:
+                raise ModelError(f"the entry '{name}.{entry}' must be {number}, as in Megatron, not {found!r}")
+    if not float(base).is_integer():
+        raise ModelError(f"the entry 'rope_theta' must be a whole number, as for --rotary-base, not {base!r}")
+    return int(base), scaled
 
 
 _READERS = {

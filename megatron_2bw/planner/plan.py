@@ -65,9 +65,15 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """As in the paper, (width, depth), with what goes beyond it."""
-        words = [f"{self.schedule}", f"t{self.tensor} d{self.depth} w{self.width}", f"b{self.microbatch}"]
-        return " ".join(words)
+        """In a few words, such as `2bw t1 d8 w8 b4`, `megatron x3 ...` with three chunks a stage, `2bw 1 slot ...`."""
+        chunks = f" x{self.virtual}" if self.virtual > 1 else ""
+        slots = " 1 slot" if self.gradient_slots == 1 else ""
+        return f"{self.schedule}{chunks}{slots} t{self.tensor} d{self.depth} w{self.width} b{self.microbatch}"
+
+    @property
+    def title(self) -> str:
+        """The name, with the recompute if there is any."""
+        return self.name + (f", {self.recompute} recompute" if self.recompute != "none" else "")
 
     @cached_property
     def pipeline(self) -> Schedule:

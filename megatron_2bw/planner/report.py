@@ -42,19 +42,13 @@ class ReportError(ValueError):
     """A report or a trace that cannot be written, said in one line."""
 
 
-def label(plan: Plan) -> str:
-    """The plan's name with its chunks and its recompute."""
-    chunks = f" v{plan.virtual}" if plan.virtual > 1 else ""
-    return plan.name + chunks + (f", {plan.recompute} recompute" if plan.recompute != "none" else "")
-
-
 def timeline(cost: Cost, estimate: Estimate, path: Path) -> None:
     """Write the plan's first two batches as a picture, in seconds; of a long one, a window around the first's end."""
     plan, times = estimate.plan, cost.times(estimate.plan)
     events = simulated(plan, times, 2 if plan.pipeline.flushes else 3)  # the third keeps the pipeline full
     end = makespan(events) if plan.pipeline.flushes else reduced(events, 1)
     begin, until = window(events, plan, times, end)
-    title = f"{label(plan)}, {plan.microbatches} microbatches a batch: the first two batches, simulated"
+    title = f"{plan.title}, {plan.microbatches} microbatches a batch: the first two batches, simulated"
     if (begin, until) != (0.0, end):
         title += f"\nONLY A WINDOW of {until - begin:.3g} s of their {end:.3g} s, around the end of the first batch"
     title += f"\nin the steady state {estimate.seconds:.4g} s an iteration, {estimate.throughput:.4g} samples/s"
@@ -104,7 +98,7 @@ def memory_bars(estimate: Estimate, path: Path, device: float | None = None) -> 
     axis.set_xticks(range(0, depth, -(-depth // 32)))
     axis.set_xlabel("stage")
     axis.set_ylabel("GiB a GPU")
-    axis.set_title(f"{label(estimate.plan)}:\nmemory of each stage", loc="left", fontsize=10)
+    axis.set_title(f"{estimate.plan.title}:\nmemory of each stage", loc="left", fontsize=10)
     handles, names = axis.get_legend_handles_labels()
     order = [*reversed([i for i, name in enumerate(names) if name in KINDS])]  # as they lie in the bars
     order = [i for i in range(len(names)) if i not in order] + order
@@ -173,7 +167,7 @@ def _name_winner(axis, estimates: Sequence[Estimate]) -> None:
     winner = max(fitting, key=lambda estimate: estimate.throughput)
     at = winner.heaviest / GIB, winner.throughput
     axis.scatter(*at, s=110, facecolors="none", edgecolors="black", linewidths=1.4, zorder=3)
-    text = f"{label(winner.plan)}: {at[1]:.4g} samples/s in {at[0]:.3g} GiB"
+    text = f"{winner.plan.title}: {at[1]:.4g} samples/s in {at[0]:.3g} GiB"
     axis.annotate(
         text, at, xytext=(0.01, 0.97), textcoords="axes fraction", va="top", fontsize=9, bbox=box,
         arrowprops={"arrowstyle": "-", "color": "black", "linewidth": 0.8, "shrinkB": 6},
@@ -192,7 +186,7 @@ def splits(estimates: Sequence[Estimate], path: Path) -> None:
         lefts = [left + width for left, width in zip(lefts, widths)]
     for row, (estimate, left) in enumerate(zip(shown, lefts)):
         axis.text(left, row, f" {estimate.throughput:.4g} samples/s", va="center", fontsize=8)
-    names = [f"{label(estimate.plan)}  {rank}" for rank, estimate in enumerate(shown, 1)]
+    names = [f"{estimate.plan.title}  {rank}" for rank, estimate in enumerate(shown, 1)]
     axis.set_yticks(range(len(shown)), names, fontsize=8)
     axis.set_xlim(0, 1.17 * max(lefts))
     axis.invert_yaxis()
@@ -244,7 +238,7 @@ def _index(cost: Cost, best: Estimate, pictures: dict[str, str]) -> str:
     cluster = cost.cluster
     lines = [
         f"# {cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}", "",
-        f"Best: {label(best.plan)}, {best.throughput:.4g} samples/s, {best.heaviest / GIB:.3g} GiB of "
+        f"Best: {best.plan.title}, {best.throughput:.4g} samples/s, {best.heaviest / GIB:.3g} GiB of "
         f"{best.capacity / GIB:.3g} allowed.", "", "    " + " ".join(best.plan.flags(cost.precision)),
     ]
     for name, line in pictures.items():
@@ -271,7 +265,7 @@ def chrome_trace(cost: Cost, estimate: Estimate, path: Path, iterations: int = 2
 
 
 def _trace_events(plan: Plan, events: list[Event]) -> Iterator[dict[str, Any]]:
-    yield {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"pipeline: {label(plan)} (simulated)"}}
+    yield {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"pipeline: {plan.title} (simulated)"}}
     for stage in range(plan.depth):
         yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
     free = [0.0] * plan.depth

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ class Space:
 
     batch       the largest safe global batch; a plan takes the largest multiple of its microbatches that is not above
     microbatch  sizes; by default powers of two
-    virtual     chunks a stage of Megatron's interleaved schedule
+    virtual     chunks a stage of Megatron's interleaved schedule; by default all that divide its layers
     uneven      first and last stages with another number of layers than the others
     """
 
@@ -44,7 +45,7 @@ class Space:
     gradient_slots: tuple[int, ...] = (2, 1)
     distributed_optimizer: tuple[bool, ...] = (False, True)
     pipeline_inside: tuple[bool, ...] = (False, True)
-    virtual: tuple[int, ...] = (2, 3, 4, 5, 6, 8)
+    virtual: tuple[int, ...] | None = None
     uneven: bool = True
     sequence_parallel: bool = True
 
@@ -52,7 +53,8 @@ class Space:
 class Search:
     """Iterate over it for (seconds a sample, plan), fastest first.
 
-    rejected   legality's rule -> shapes (tensor, depth, microbatch) that break it
+    rejected   legality's rule -> how often a shape (tensor, depth, microbatch) or a plan of it broke it
+    examples   legality's rule -> its line for the first that broke it
     too_large  the plans that do not fit and whose bound is below the last one yielded, fastest bound first
     examined   plans that were simulated
     distinct   yield only the fastest plan of each (tensor, depth, width, schedule)
@@ -61,6 +63,7 @@ class Search:
     def __init__(self, cost: Cost, space: Space, distinct: bool = True):
         self.cost, self.space, self.distinct = cost, space, distinct
         self.rejected: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
         self.too_large: list[Plan] = []
         self.examined = 0
         device = cost.cluster.device
@@ -69,7 +72,7 @@ class Search:
         self._number = itertools.count()  # so that equal bounds leave the queue in the order of enumeration
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
-        self.rejected, self.too_large, self.examined = Counter(), [], 0
+        self.rejected, self.examples, self.too_large, self.examined = Counter(), {}, [], 0
         queue: list[tuple[float, int, str, Plan, tuple]] = []
 
         def put(bound: float, state: str, plan: Plan, choice: tuple = ()) -> None:
@@ -81,7 +84,7 @@ class Search:
         while queue:
             bound, _, state, plan, choice = heapq.heappop(queue)
             if state == "shape" and self._least_memory(plan) > self.cost.capacity:
-                self.too_large.append(replace(plan, distributed_optimizer=plan.width > 1))
+                self.too_large.append(self._leanest(plan))
             elif state == "shape":
                 for first, last in self.splits(plan.depth):
                     split = plan.changed(first=first, last=last)
@@ -114,11 +117,22 @@ class Search:
         works = self.cost.stages(replace(plan, depth=1, width=plan.width * plan.depth))
         return works[0].total / (plan.depth * plan.microbatch * plan.width)
 
-    def _least_memory(self, plan: Plan) -> float:
+    def _leanest(self, shape: Plan) -> Plan:
+        """The choices of the space that hold fewest weights, gradients and optimizer states."""
+        schedules = sorted(self.space.schedules, key=lambda name: name in ("2bw", "pipedream"))
+        return shape.changed(
+            schedule=schedules[0], gradient_slots=min(self.space.gradient_slots),
+            distributed_optimizer=max(self.space.distributed_optimizer) and shape.width > 1,
+        )
+
+    def _least_memory(self, shape: Plan) -> float:
         """Bytes of weights, gradients and optimizer if they were divided perfectly: no plan of the shape takes less."""
-        memory, layers = self.cost.memory, plan.layers_of(self.cost.model)
-        parameters = sum(memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)) / plan.depth
-        return parameters * sum(BYTES[self.cost.precision].a_parameter(1, 1, plan.width))
+        plan, memory = self._leanest(shape), self.cost.memory
+        parameters = sum(memory.parameters(shape, stage, n) for stage, n in enumerate(shape.layers_of(self.cost.model)))
+        versions, shards = (2 if plan.schedule == "2bw" else 1), (plan.width if plan.distributed_optimizer else 1)
+        slots = plan.gradient_slots if plan.schedule == "2bw" else 1
+        each = BYTES[self.cost.precision].a_parameter(versions, slots, shards)
+        return parameters / plan.depth * sum(each)
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds a sample if the busiest stage never waited."""
@@ -174,11 +188,16 @@ class Search:
             tensor, depth, width, microbatch, microbatches, schedule="megatron", first=split[0], last=split[1],
             sequence_parallel=self.space.sequence_parallel and tensor > 1,
         )
-        broken = violations(plan, *self._host)
-        if broken:
-            self.rejected[broken[0].rule] += 1
-            return None
-        return plan
+        return plan if self._legal(plan) else None
+
+    def _legal(self, plan: Plan) -> bool:
+        """Whether the plan is legal; if not, it is counted."""
+        if is_legal(plan, *self._host):
+            return True
+        broken = violations(plan, *self._host)[0]
+        self.rejected[broken.rule] += 1
+        self.examples.setdefault(broken.rule, broken.message)
+        return False
 
     def splits(self, depth: int) -> list[tuple[int, int]]:
         """(first, last) layers of uneven stages, (0, 0) for an even split.
@@ -211,10 +230,10 @@ class Search:
         microbatches = split.microbatches
         if virtual > 1:
             microbatches -= microbatches % split.depth
-        if not microbatches or (virtual > 1 and split.first):
+        if not microbatches:
             return None
         plan = split.changed(schedule=schedule, gradient_slots=slots, virtual=virtual, microbatches=microbatches)
-        return plan if is_legal(plan, *self._host) else None
+        return plan if self._legal(plan) else None
 
     def variants(self, plan: Plan) -> Iterator[Plan]:
         """The plan in each rank order, with and without the distributed optimizer."""
@@ -230,9 +249,9 @@ class Search:
             if shape.depth == 1 and schedule not in ("megatron", "pipedream") and "megatron" in self.space.schedules:
                 continue  # on one stage they are Megatron's, without its overlap
             yield schedule, 2, 1
-            if schedule == "megatron" and shape.depth > 1 and self.cost.model.layers % shape.depth == 0:
-                each = self.cost.model.layers // shape.depth
-                yield from ((schedule, 2, virtual) for virtual in self.space.virtual if each % virtual == 0)
+            if schedule == "megatron" and shape.depth > 1:
+                each = math.gcd(*shape.layers_of(self.cost.model))
+                yield from ((schedule, 2, virtual) for virtual in _divisors(each, self.space.virtual) if virtual > 1)
 
     def _orders(self, shape: Plan) -> tuple[bool, ...]:
         """Rank orders that put the ranks on different servers."""

@@ -65,12 +65,10 @@ def label(plan: Plan) -> str:
     words = [plan.name, f"m{plan.microbatches}"]
     if plan.recompute != "none":
         words.append(f"{plan.recompute} recompute")
-    if plan.virtual > 1:
-        words.append(f"virtual {plan.virtual}")
     if plan.first or plan.last:
         words.append(f"layers {plan.first}..{plan.last}")
     words += [word for word, given in (
-        ("one slot", plan.gradient_slots == 1), ("sequence-parallel", plan.sequence_parallel),
+        ("sequence-parallel", plan.sequence_parallel),
         ("distributed optimizer", plan.distributed_optimizer), ("tp-pp-dp", plan.pipeline_inside),
     ) if given]
     return " ".join(words)

@@ -24,6 +24,8 @@ from pathlib import Path
 
 from megatron_2bw.planner import trials as reading
 from megatron_2bw.planner.cost import Cost, Estimate
+from megatron_2bw.planner.jobs import NoScriptError, entry_script
+from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.place import Place, ValidateError, command, environment, find_place, refusal
 from megatron_2bw.planner.plan import Plan
 from megatron_2bw.planner.trials import FAILED, OK, REFUSED, TIMEOUT, Trial
@@ -75,8 +77,7 @@ def _check(cost: Cost, estimates: list[Estimate], options: argparse.Namespace, p
         raise ValidateError(f"--iterations {options.iterations}: {reading.LEAST} at least, the first ones do not count")
     if not options.timeout > 0:
         raise ValidateError(f"--timeout must be positive, not {options.timeout:g}")
-    if not entry_script(cost.model.kind).exists():
-        raise ValidateError(f"--model {cost.model.name}: no entry script here trains a {cost.model.kind}")
+    script_path(cost.model)
     if not estimates:
         raise ValidateError("--top: there is no plan to run")
     refusals = [refusal(estimate.plan, cost.cluster.gpus_per_server, place) for estimate in estimates]
@@ -100,9 +101,13 @@ def _emptied(folder: Path) -> Path:
 # --- one plan --------------------------------------------------------------------------------------------------------
 
 
-def entry_script(kind: str) -> Path:
-    """The script that trains a model of this kind; it lies beside the package, in a clone as in a wheel."""
-    return ROOT / f"pretrain_{kind}_2bw.py"
+def script_path(model: Model) -> Path:
+    """The model's entry script, which lies beside the package, in a clone as in a wheel. ValidateError without one."""
+    with contextlib.suppress(NoScriptError):
+        path = ROOT / entry_script(model)
+        if path.exists():
+            return path
+    raise ValidateError(f"--model {model.name}: no entry script here trains a {model.kind}")
 
 
 def flags(cost: Cost, plan: Plan, iterations: int, device: str) -> list[str]:
@@ -124,14 +129,17 @@ def flags(cost: Cost, plan: Plan, iterations: int, device: str) -> list[str]:
 
 def _without_libraries() -> list[str]:
     """What Megatron must be told on a GPU where Transformer Engine or Apex is missing."""
-    engine, norm, scores, gradients = (
-        importlib.util.find_spec(name) is not None
-        for name in ("transformer_engine", "apex", "scaled_masked_softmax_cuda", "fused_weight_gradient_mlp_cuda")
+    engine, norm, scores, gradients = map(
+        _installed, ("transformer_engine", "apex", "scaled_masked_softmax_cuda", "fused_weight_gradient_mlp_cuda")
     )
     words = [] if engine else ["--transformer-impl", "local", "--no-rope-fusion"]
     words += [] if engine or norm else ["--no-persist-layer-norm"]
     words += [] if engine or scores else ["--no-masked-softmax-fusion"]
     return words if engine or gradients else [*words, "--no-gradient-accumulation-fusion"]
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def _try(
@@ -144,7 +152,7 @@ def _try(
                  predicted_memory=tuple(stage.total for stage in estimate.memory))
     if refused:
         return Trial(**known | {"log": ""}, status=REFUSED, error=refused)
-    line = command(words, plan, cost.cluster.gpus_per_server, place, entry_script(cost.model.kind), number)
+    line = command(words, plan, cost.cluster.gpus_per_server, place, script_path(cost.model), number)
     begun, used = time.monotonic(), _seconds_of_others()
     try:
         code = execute(line, log, environment(plan, place.device), options.timeout)
@@ -232,6 +240,9 @@ def notes(cost: Cost, place: Place) -> list[str]:
     profile, found = cost.cluster.profile, []
     if place.device == "cpu" and cost.cluster.device.name != "cpu":
         found.append(f"--cluster {cost.cluster.name} has GPUs, the plans run on the CPU: their order may be another")
+    if place.device == "cuda" and cost.memory.flash and not _installed("transformer_engine"):
+        found.append("Transformer Engine is missing: its local layers keep the attention scores; plan with --attention "
+                     "core")
     if profile is None:
         return found
     found.append(profile.fits(cost.model, cost.precision))

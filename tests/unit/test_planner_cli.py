@@ -403,7 +403,8 @@ def test_a_picture_that_cannot_be_written(call, write):
 
 
 def test_a_schedule_is_needed(call):
-    refused(call("simulate", "--stages", "4"), "--schedule", "--microbatches", prog="megatron-2bw-plan simulate")
+    refused(call("simulate", "--stages", "4"), "--schedule is missing", "--figure", prog="megatron-2bw-plan simulate")
+    refused(call("simulate", "--figure", "2", "--stages", "4"), "--figure", prog="megatron-2bw-plan simulate")
 
 
 # --- calibrate -------------------------------------------------------------------------------------------------------

@@ -183,6 +183,12 @@ def test_slurm_reads_its_options_before_the_first_command():
     assert "--gpus-per-node" not in sbatch_script(SQUARE, GPT, host, "fp32", "job")
 
 
+def test_the_note_on_what_the_local_layers_keep():
+    for text in (torchrun_script(LINE, GPT, P3, "fp16"), sbatch_script(LINE, GPT, P3, "fp16", "job")):
+        note = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
+        assert "The local layers keep the attention scores; plan with --attention core." in note
+
+
 def test_names_stay_in_their_comment(tmp_path):
     odd = replace(GPT, name="a\nrm -rf b")
     text = torchrun_script(LINE, odd, replace(P3, name="c\n$(touch d)"), "bf16")

@@ -28,6 +28,7 @@ TINY = {model.name: model for model in (
     replace(GPT, name="gpt with wide heads", head_size=32),
     replace(GPT, name="gpt with 256 tokens", vocab=256),
     replace(LLAMA, name="llama with narrow heads", head_size=4),
+    replace(LLAMA, name="llama with scaled positions", rope_scaling=True, norm_epsilon=1e-6),
     replace(LLAMA, name="llama whose ffn is 4h", ffn=256),
     replace(BERT, name="bert untied", tied=False),
 )}
@@ -160,7 +161,8 @@ def test_megatron_reads_the_flags_as_they_are_meant(name, parse):
     assert (args.num_query_groups if args.group_query_attention else args.num_attention_heads) == model.groups
     assert args.swiglu == model.gated and (args.normalization == "RMSNorm") == model.rms_norm
     assert (args.position_embedding_type == "rope") == model.rotary
-    assert args.rotary_base == model.rotary_base
+    assert args.rotary_base == model.rotary_base and args.use_rope_scaling == model.rope_scaling
+    assert args.layernorm_epsilon == model.norm_epsilon
     assert args.untie_embeddings_and_output_weights != model.tied
     assert args.add_bias_linear == model.bias and args.add_qkv_bias == (model.bias or model.qkv_bias)
     assert (args.attention_dropout > 0) == (args.hidden_dropout > 0) == model.dropout
@@ -223,6 +225,7 @@ def test_a_preset_by_name():
 def reread(model: Model, *more: str) -> Model:
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_model_flags(parser)
+    model = replace(model, norm_epsilon=1e-5, rope_scaling=False)  # the planner's command line has no flags for them
     words = [*model.flags(), "--vocab-size", str(model.vocab), *["--bert"] * (model.kind == "bert"), *more]
     return model_of(parser.parse_args(words))
 
@@ -230,7 +233,7 @@ def reread(model: Model, *more: str) -> Model:
 @pytest.mark.parametrize("model", [*PRESETS.values(), *TINY.values()], ids=lambda model: model.name)
 def test_flags_round_trip(model):
     meant = replace(model, qkv_bias=False) if model.bias else model  # with all biases the flag says nothing
-    assert reread(model) == replace(meant, name=model.kind)
+    assert reread(model) == replace(meant, name=model.kind, norm_epsilon=1e-5, rope_scaling=False)
 
 
 def test_what_the_flags_leave_out_is_megatrons_default():
@@ -269,7 +272,11 @@ BERT_BASE = {
 LLAMA3 = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "attention_bias": False,
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "attention_bias": False, "rms_norm_eps": 1e-5,
+}
+LLAMA31_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 QWEN2_SMALL = {
     "model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14,
@@ -333,7 +340,8 @@ def test_entries_of_each_kind(written):
     assert written(GPT2 | {"n_inner": 1000}).ffn == 1000 and written(GPT2 | {"n_inner": None}).ffn == 3072
     assert not written(GPT2 | {"resid_pdrop": 0.0}).dropout
     assert not written(GPT2 | {"tie_word_embeddings": False}).tied
-    assert written(BERT_BASE) == Model("my-model", 12, 768, 12, vocab=30522, sequence=512, kind="bert")
+    bert = Model("my-model", 12, 768, 12, vocab=30522, sequence=512, kind="bert", norm_epsilon=1e-12)
+    assert written(BERT_BASE) == bert
     assert not written(BERT_BASE | {"hidden_dropout_prob": 0}).dropout
     assert written(LLAMA3) == replace(PRESETS["llama-8b"], name="my-model")
     qwen2 = written(QWEN2_SMALL)
@@ -342,6 +350,88 @@ def test_entries_of_each_kind(written):
     assert written(LLAMA3 | {"num_key_value_heads": None}).groups == 32
     newer = {name: entry for name, entry in LLAMA3.items() if name != "rope_theta"}
     assert written(newer | {"rope_parameters": {"rope_theta": 77.0}}).rotary_base == 77
+
+
+def flag_of(model: Model, flag: str) -> str | None:
+    words = model.flags()
+    return words[words.index(flag) + 1] if flag in words else None
+
+
+@pytest.mark.parametrize("config, entry, default", [
+    (GPT2, "layer_norm_epsilon", 1e-5), (BERT_BASE, "layer_norm_eps", 1e-12), (LLAMA3, "rms_norm_eps", 1e-6),
+    (MISTRAL, "rms_norm_eps", 1e-6), (QWEN2_SMALL, "rms_norm_eps", 1e-6),
+], ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value))
+def test_the_norms_epsilon(config, entry, default, written):
+    """Where the entry is missing, it is transformers' default for the kind of model."""
+    assert written(config | {entry: None}).norm_epsilon == default
+    model = written(config | {entry: 3e-6})
+    assert model.norm_epsilon == 3e-6 and flag_of(model, "--norm-epsilon") == "3e-06"
+    assert flag_of(written(config | {entry: 1e-5}), "--norm-epsilon") is None  # Megatron's default
+
+
+@pytest.mark.parametrize("scaled", [
+    {"rope_scaling": LLAMA31_ROPE},
+    {"rope_scaling": {"type" if name == "rope_type" else name: entry for name, entry in LLAMA31_ROPE.items()}},
+    {"rope_parameters": LLAMA31_ROPE | {"rope_theta": 500000.0}, "rope_theta": None},
+    {"rope_parameters": LLAMA31_ROPE, "rope_scaling": LLAMA31_ROPE},
+], ids=["rope_scaling", "type", "rope_parameters", "both"])
+def test_llama_31s_rotary_positions(scaled, written):
+    model = written(LLAMA3 | {"max_position_embeddings": 131072} | scaled)
+    assert model == replace(written(LLAMA3), sequence=131072, rope_scaling=True)
+    assert "--use-rope-scaling" in model.flags() and model.rotary_base == 500000
+
+
+@pytest.mark.parametrize("config", [
+    {"rope_scaling": None}, {"rope_scaling": {"rope_type": "default"}}, {"rope_parameters": {"rope_theta": 500000}},
+    {"rope_parameters": {"rope_theta": 500000, "rope_type": "default"}, "rope_theta": None},
+], ids=str)
+def test_rotary_positions_without_scaling(config, written):
+    assert written(LLAMA3 | config) == written(LLAMA3)
+    assert "--use-rope-scaling" not in written(LLAMA3).flags()
+
+
+def test_a_window_as_long_as_the_sequence_is_none(written, tmp_path):
+    for entries in ({"sliding_window": None}, {"sliding_window": 8192}, {"sliding_window": 9000},
+                    {"sliding_window": 4096, "use_sliding_window": False}):
+        assert written(MISTRAL | entries) == written(MISTRAL)
+    assert written(QWEN2_SMALL | {"sliding_window": 4096}) == written(QWEN2_SMALL)  # off unless it is asked for
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL | {"sliding_window": 4096}))
+    assert from_hugging_face(tmp_path / "config.json", 4096).sequence == 4096
+
+
+@pytest.mark.parametrize("config", [
+    *(GPT2 | {"activation_function": name} for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", None)),
+    BERT_BASE | {"hidden_act": "gelu"}, LLAMA3 | {"hidden_act": "silu"}, QWEN2_SMALL | {"hidden_act": "silu"},
+], ids=lambda config: f"{config['model_type']} {config.get('hidden_act', config.get('activation_function'))}")
+def test_activations_that_megatron_has(config, written):
+    kept = {name: entry for name, entry in config.items() if name not in ("hidden_act", "activation_function")}
+    assert written(config) == written(kept)
+
+
+@pytest.mark.parametrize("config, words", [
+    (GPT2 | {"activation_function": "relu"}, "the entry 'activation_function' must be gelu_new or gelu or "),
+    (BERT_BASE | {"hidden_act": "gelu_new"}, "the entry 'hidden_act' must be gelu, which"),
+    (LLAMA3 | {"hidden_act": "gelu"}, "the entry 'hidden_act' must be silu, which Megatron has, not 'gelu'"),
+    (MISTRAL | {"hidden_act": "relu"}, "the entry 'hidden_act' must be silu"),
+    (QWEN2_SMALL | {"hidden_act": ["silu"]}, "the entry 'hidden_act' must be silu"),
+    (MISTRAL | {"sliding_window": 4096}, "the entry 'sliding_window' is 4096, less than the sequence's 8192 tokens"),
+    (QWEN2_SMALL | {"sliding_window": 4096, "use_sliding_window": True}, "the entry 'sliding_window' is 4096"),
+    (LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"factor": 32.0}}, "the entry 'rope_scaling.factor' must be 8, as in "),
+    (LLAMA3 | {"rope_parameters": LLAMA31_ROPE | {"factor": 4}}, "the entry 'rope_parameters.factor' must be 8"),
+    (LLAMA3 | {"rope_scaling": {"rope_type": "llama3"}}, "the entry 'rope_scaling.factor' must be 8"),
+    (LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"original_max_position_embeddings": 4096}},
+     "the entry 'rope_scaling.original_max_position_embeddings' must be 8192"),
+    (LLAMA3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "the entry 'rope_scaling' is of type 'linear'"),
+    (QWEN2_SMALL | {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "the entry 'rope_scaling' is of type 'yarn'"),
+    (LLAMA3 | {"rope_parameters": {"rope_type": "dynamic"}}, "the entry 'rope_parameters' is of type 'dynamic'"),
+    (LLAMA3 | {"rope_scaling": 8.0}, "the entry 'rope_scaling' must be null or an object, not 8.0"),
+    (LLAMA3 | {"rope_theta": 10000.5}, "the entry 'rope_theta' must be a whole number"),
+    (LLAMA3 | {"rms_norm_eps": "1e-5"}, "the entry 'rms_norm_eps' must be a number, not '1e-5'"),
+], ids=lambda value: "" if isinstance(value, dict) else value[:40])
+def test_what_megatron_would_build_as_another_model(config, words, written):
+    with pytest.raises(ModelError, match=rf"^--model \S+/config.json: {re.escape(words)}") as error:
+        written(config)
+    assert "\n" not in str(error.value)
 
 
 def test_another_sequence_length(tmp_path):
@@ -353,7 +443,7 @@ NEEDED = [
     *((GPT2, entry) for entry in GPT2 if entry != "model_type"),
     *((BERT_BASE, entry) for entry in BERT_BASE if entry not in ("model_type", "hidden_dropout_prob")),
     *((LLAMA3, entry) for entry in LLAMA3 if entry not in (
-        "model_type", "num_key_value_heads", "rope_theta", "tie_word_embeddings", "attention_bias")),
+        "model_type", "num_key_value_heads", "rope_theta", "tie_word_embeddings", "attention_bias", "rms_norm_eps")),
 ]
 
 

@@ -101,7 +101,7 @@ def test_front_marks_the_fastest_that_fits(tmp_path, figure):
     assert [*map(pytest.approx, expected)] == sorted(at)
     winner = max(ESTIMATES[1:], key=lambda e: e.throughput)
     assert tuple(scatters[-1].get_offsets()[0]) == pytest.approx((winner.heaviest / GIB, winner.throughput))
-    assert report.label(winner.plan) in axis.texts[0].get_text()
+    assert winner.plan.title in axis.texts[0].get_text()
     line = axis.lines[0]
     points = [(e.heaviest / GIB, e.throughput) for e in estimates]
     assert [*zip(*line.get_data())] == [points[index] for index in report.pareto(points)]
@@ -115,7 +115,7 @@ def test_front_where_nothing_fits(tmp_path, figure):
     assert figure().axes[0].get_title("left") == "4 plans (1 need more memory than is shown)"
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=report.label)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.title)
 def test_timeline_shows_two_batches(tmp_path, figure, plan):
     estimate = COST.estimate(plan)
     report.timeline(COST, estimate, tmp_path / "timeline.png")
@@ -169,7 +169,7 @@ def test_report_refuses_in_one_line(tmp_path):
     assert file.read_text() == "mine" and [*tmp_path.iterdir()] == [file]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=report.label)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.title)
 def test_trace_sums_to_the_simulated_times(tmp_path, plan):
     path, times = tmp_path / "trace.json", COST.times(plan)
     report.chrome_trace(COST, COST.estimate(plan), path, iterations=2)

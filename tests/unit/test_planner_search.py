@@ -73,11 +73,11 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
             continue
         splits = [stages for stages in every_split(layers, depth) if all_splits or is_looked_at(stages, layers)]
         for microbatch, recompute, schedule, virtual, slots, distributed, inside, stages in itertools.product(
-            space.microbatch or (2**k for k in range(12)), space.recompute, space.schedules, (1, *space.virtual),
+            space.microbatch or (2**k for k in range(12)), space.recompute, space.schedules, (1, *(space.virtual or range(2, layers + 1))),
             {2, *space.gradient_slots}, space.distributed_optimizer, space.pipeline_inside, splits,
         ):
             even = len(set(stages)) == 1
-            if (not even and (virtual > 1 or not space.uneven)) or (
+            if (not even and not space.uneven) or (
                 schedule == "2bw" and slots not in space.gradient_slots
             ):
                 continue

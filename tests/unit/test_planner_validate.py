@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -166,7 +167,7 @@ def test_the_device_is_the_clusters(monkeypatch):
 
 
 def test_commands(monkeypatch):
-    words, script = ["--lr", "1"], validate.entry_script("gpt")
+    words, script = ["--lr", "1"], validate.script_path(MODEL)
     here = command(words, PLAN, 2, HERE, script, 1)
     assert here[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"] and "--standalone" in here
     assert here[-3:] == [str(script), "--lr", "1"] and script.exists()
@@ -224,6 +225,30 @@ def test_notes_on_predictions_of_something_else():
     assert validate.notes(other, HERE) == ["--seq-length: the profile was measured with 32, and tiny has 64"]
     note, = validate.notes(Cost(MODEL, replace(COST.cluster, device=replace(CPU, name="H100")), "fp32"), HERE)
     assert note.startswith("--cluster cpu has GPUs")
+
+
+@pytest.mark.parametrize("device, flash, engine, expected", [
+    ("cuda", True, False, 1), ("cuda", True, True, 0), ("cuda", False, False, 0), ("cpu", True, False, 0),
+])
+def test_a_note_where_the_attention_scores_are_kept_after_all(device, flash, engine, expected, monkeypatch):
+    monkeypatch.setattr(validate, "_installed", lambda name: engine)
+    assert validate.notes(Cost(MODEL, COST.cluster, "fp32", flash), Place(device, 1, 8)) == expected * [
+        "Transformer Engine is missing: its local layers keep the attention scores; plan with --attention core"
+    ]
+
+
+def test_the_entry_script_of_a_model(monkeypatch, tmp_path):
+    assert validate.script_path(MODEL) == validate.ROOT / "pretrain_gpt_2bw.py"
+    monkeypatch.setattr(validate, "ROOT", tmp_path)
+    with pytest.raises(ValidateError, match="^--model tiny: no entry script here trains a gpt$"):
+        validate.script_path(MODEL)
+    bert = replace(MODEL, kind="bert")
+    (tmp_path / "pretrain_bert_2bw.py").touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValidateError, match="^--model tiny: no entry script here trains a bert$"):
+        validate.script_path(bert)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert validate.script_path(bert) == tmp_path / "pretrain_bert_2bw.py"
 
 
 # --- trials, with a stand-in for torchrun ----------------------------------------------------------------------------

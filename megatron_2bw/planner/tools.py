@@ -1,0 +1,135 @@
+"""The commands beside planning: simulate a schedule, calibrate a cluster."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_2bw import paper_figures
+from megatron_2bw.planner import calibrate as calibration
+from megatron_2bw.planner import report
+from megatron_2bw.planner.cluster import PRESETS as CLUSTERS
+from megatron_2bw.planner.cluster import Cluster, from_yaml, to_yaml
+from megatron_2bw.planner.cluster import preset as cluster_preset
+from megatron_2bw.planner.inputs import Parser
+from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, TwoBW
+from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.simulator import Times, iteration_time, simulate
+from megatron_2bw.text_timeline import render
+
+
+def run_simulate(words: list[str], prog: str) -> int:
+    names = [*SCHEDULES, "megatron-interleaved"]
+    parser = Parser(prog=prog, description="Prints a schedule's timeline, and draws it.", allow_abbrev=False)
+    parser.add_argument("--figure", choices=("1", "2", "3"), help="of the paper, instead of the flags below")
+    parser.add_argument("--schedule", choices=names)
+    parser.add_argument("--stages", type=int)
+    parser.add_argument("--microbatches", type=int, help="a batch")
+    parser.add_argument("--iterations", type=int, default=2)
+    parser.add_argument("--virtual", type=int, default=2, help="chunks a stage of megatron-interleaved")
+    parser.add_argument("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
+    times = (("forward", 1.0), ("backward", 2.0), ("transfer", 0.0), ("reduce", 0.0), ("step", 0.0))
+    for name, default in times:
+        parser.add_argument(f"--{name}", type=float, default=default, help=f"time (default: {default:g})")
+    parser.add_argument("--versions", action="store_true", help="print the weight version of each microbatch")
+    parser.add_argument("--columns", type=int, default=140)
+    parser.add_argument("--out", type=Path, metavar="FILE.png")
+    options = parser.parse_args(words)
+    if options.figure:
+        if options.schedule or options.stages or options.microbatches:
+            parser.error("--figure says the schedules and their sizes; leave --schedule, --stages, --microbatches out")
+        paper_figures.print_figure(int(options.figure))
+        _draw(options.out, lambda: paper_figures.draw_figure(int(options.figure), options.out))
+        return 0
+    for name in ("schedule", "stages", "microbatches"):
+        if getattr(options, name) is None:
+            parser.error(f"--{name} is missing (or give --figure 1, 2 or 3)")
+    for name in ("stages", "microbatches", "iterations", "virtual", "columns"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be positive, not {getattr(options, name)}")
+    for name, _ in times:
+        if not 0 <= getattr(options, name) < float("inf"):
+            parser.error(f"--{name} must be a time, not {getattr(options, name):g}")
+    if options.forward + options.backward == 0:
+        parser.error("--forward and --backward must not both be 0")
+    _simulate(options, _schedule(options, parser))
+    return 0
+
+
+def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:
+    if options.schedule == "2bw":
+        schedule = TwoBW(options.gradient_slots)
+    elif options.schedule in SCHEDULES:
+        schedule = SCHEDULES[options.schedule]
+    else:
+        schedule = Interleaved(options.virtual)
+        if options.microbatches % options.stages:
+            parser.error("--microbatches must be a multiple of --stages with megatron-interleaved")
+    least = schedule.min_microbatches(options.stages)
+    if options.microbatches < least:
+        parser.error(f"--microbatches {options.microbatches}: {options.schedule} needs {least} with {options.stages} "
+                     "stages")
+    return schedule
+
+
+def _simulate(options: argparse.Namespace, schedule: Schedule) -> None:
+    from megatron_2bw.timeline import draw_shapes
+
+    times = Times(options.forward, options.backward, transfer=options.transfer, reduce=options.reduce,
+                  step=options.step)
+    shape = Shape(options.stages, options.microbatches, 0, options.iterations)
+    print(f"{options.schedule}, {options.stages} stages, {options.microbatches} microbatches a batch")
+    print(render(simulate(schedule, shape, times), options.stages, columns=options.columns, versions=options.versions))
+    print(f"an iteration takes {iteration_time(schedule, options.stages, options.microbatches, times):g}")
+    _draw(options.out, lambda: draw_shapes([(schedule, shape)], options.out, times, versions=options.versions))
+
+
+def _draw(path: Path | None, draw: Callable[[], object]) -> None:
+    """Draw to `path`, if it was given."""
+    if path is None:
+        return
+    try:
+        draw()
+    except (OSError, ValueError) as error:
+        raise report.ReportError(f"--out {path}: {getattr(error, 'strerror', None) or error}") from None
+    print(f"wrote {path}")
+
+
+def run_calibrate(words: list[str], prog: str) -> int:
+    parser = Parser(prog=prog, allow_abbrev=False, description=(
+        "Fits a cluster's constants to measured runs. Columns of the CSV file: "
+        f"{', '.join(calibration.COLUMNS)}; optional: {', '.join(calibration.OPTIONAL)}."))
+    parser.add_argument("runs", type=Path, metavar="RUNS.csv")
+    parser.add_argument("--cluster", required=True, metavar="NAME|FILE.yaml")
+    parser.add_argument("--rows", type=int, default=20, help="that are fitted to, spread over the file (default: 20); "
+                        "the others are predicted. 0: none, the cluster as it is")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
+    parser.add_argument("--predictions", type=Path, metavar="FILE.csv", help="the runs with their predicted seconds")
+    options = parser.parse_args(words)
+    cluster = _cluster(options.cluster)
+    runs = calibration.read_runs(options.runs)
+    if not 0 <= options.rows <= len(runs):
+        parser.error(f"--rows {options.rows}: the file has {len(runs)}")
+    chosen = {index * len(runs) // options.rows for index in range(options.rows)}
+    if chosen:
+        cluster = calibration.calibrate(cluster, [runs[index] for index in sorted(chosen)])
+    predicted = calibration.predict(cluster, runs)
+    errors = [abs(p / run.seconds - 1) for i, (p, run) in enumerate(zip(predicted, runs)) if i not in chosen]
+    print(f"fitted to {len(chosen)} of {len(runs)} runs: {cluster.device}\n{cluster.inside} inside, {cluster.between} "
+          "between servers")
+    if errors:
+        print(f"mean absolute error of the other {len(errors)}: {sum(errors) / len(errors):.1%}")
+    if options.out:
+        to_yaml(replace(cluster, name=f"{cluster.name}, calibrated"), options.out)
+    if options.predictions:
+        calibration.write_predictions(options.runs, predicted, options.predictions)
+    return 0
+
+
+def _cluster(text: str) -> Cluster:
+    """The cluster without its profile: what is fitted are the estimates."""
+    if text in CLUSTERS or not Path(text).exists():
+        return cluster_preset(text, 1)
+    return replace(from_yaml(Path(text)), profile=None)
