@@ -213,7 +213,8 @@ def _flush() -> Check:
                for own in ratios.values())
     return Check(
         "2BW over PipeDream-Flush: 1.6 x at a small batch, shrinking to 15 % at 2048", "section 5.2",
-        "1.6 at a batch of at most 256 (the text names none), 1.15 at 2048, within 0.05, falling between", falls and near,
+        "1.6 at a batch of at most 256 (the text names none), 1.15 at 2048, within 0.05, falling between",
+        falls and near,
         "; ".join(f"{name} {own[0]}, {own[1]}, {own[2]} ... {own[-1]}" for name, own in ratios.items()), rows,
     )
 
@@ -320,7 +321,8 @@ def _zero_bubble(cost: Cost, plan: Plan, limit: int) -> tuple[float, float]:
     weight[-1] += shape.output_flops(plan.microbatch) / cost.compute.flops
     inputs = [whole - own for whole, own in zip(times.of("backward", plan.depth), weight)]
     split = replace(times, backward=inputs, weight=weight, sending=0.0)
-    # Their runtime exchanges beside the computation (sending 0), Megatron's waits. A stage holds as many microbatches as the limit says until their W has run.
+    # Their runtime exchanges beside the computation (sending 0), Megatron's waits. A stage holds as many microbatches
+    # as the limit says until their W has run.
     kept, working = cost.memory.layer(plan)
     layers = plan.layers_of(shape)[1]
     held = cost.memory.stage(plan, 1, layers)
@@ -354,8 +356,8 @@ def megatron_2021() -> list[Check]:
                      "chunks": plan.virtual, "measured TFLOP/s": measured, "predicted": round(predicted, 1),
                      "error": round(predicted / measured - 1, 3), "fitted to": not rows})
     worst = max(abs(row["error"]) for row in rows if not row["fitted to"])
-    return [Check("3.6 to 1008 billion parameters on 64 to 3072 A100 (1.7 billion is fitted to)", "arXiv 2104.04473, Table 1", "within 10 %",
-                  worst <= 0.1, f"largest error {worst:.1%}", rows)]
+    return [Check("3.6 to 1008 billion parameters on 64 to 3072 A100 (1.7 billion is fitted to)",
+                  "arXiv 2104.04473, Table 1", "within 10 %", worst <= 0.1, f"largest error {worst:.1%}", rows)]
 
 
 def korthikanti_2022() -> list[Check]:
@@ -379,8 +381,9 @@ def korthikanti_2022() -> list[Check]:
 def search_time() -> list[Check]:
     rows = []
     for name, preset, servers, batch, limit in (
-        ("gpt-1.3b", "p3.16xlarge", 8, 512, 2), ("gpt-2.2b", "p3.16xlarge", 8, 512, 2), ("gpt-3.8b", "p3.16xlarge", 8, 2048, 2),
-        ("llama-8b", "dgx-h100", 8, 512, 2), ("gpt-175b", "dgx-a100-80", 512, 1536, 20),
+        ("gpt-1.3b", "p3.16xlarge", 8, 512, 2), ("gpt-2.2b", "p3.16xlarge", 8, 512, 2),
+        ("gpt-3.8b", "p3.16xlarge", 8, 2048, 2), ("llama-8b", "dgx-h100", 8, 512, 2),
+        ("gpt-175b", "dgx-a100-80", 512, 1536, 20),
         ("llama-70b", "dgx-h100", 512, 2048, 20),
     ):
         device = cluster.preset(preset, servers)
@@ -438,7 +441,7 @@ def main() -> int:
     parser.add_argument("--sections", type=lambda text: text.split(","), default=list(SECTIONS), metavar="NAME,...",
                         help=", ".join(SECTIONS))
     parser.add_argument("--emulated", type=lambda text: [int(word) for word in text.split(",")], default=[],
-                        metavar="D,...", help="also run the emulated pipelines of schedule_efficiency.py at these depths")
+                        metavar="D,...", help="also run the emulated pipelines of schedule_efficiency.py, so deep")
     options = parser.parse_args()
     unknown = set(options.sections) - set(SECTIONS)
     if unknown:
@@ -457,8 +460,8 @@ def main() -> int:
             print(f"{'holds' if check.holds else 'FAILS'}  {check.name}: {check.result} (bar: {check.bar})", flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     part = options.json.with_suffix(".part")
-    part.write_text(json.dumps({"machine": {"cores": os.cpu_count()}, "sections": list(sections), "checks": [asdict(c) for c in checks]}, indent=1,
-                               allow_nan=False) + "\n")
+    found = {"machine": {"cores": os.cpu_count()}, "sections": list(sections), "checks": [asdict(c) for c in checks]}
+    part.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     part.replace(options.json)
     draw(checks, options.json.with_suffix(".png"))
     failed = sum(not check.holds for check in checks)

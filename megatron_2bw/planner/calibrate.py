@@ -22,7 +22,7 @@ DEVICE = (
     "gemm_efficiency", "memory_efficiency", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us",
 )
 LINK = ("gb_s", "latency_us")
-NOISE, PRIOR = 0.1, 0.5  # spread of a measured time about the model's, and of a constant about the preset's (logarithms)
+NOISE, PRIOR = 0.1, 0.5  # spread of a time about the model's, and of a constant about the preset's (logarithms)
 SHARE_LIMIT = 0.95  # of the peak and of the bandwidth
 
 
@@ -129,7 +129,7 @@ def _run(row: dict[str, str], where: str) -> Run:
     values = {name: _value(row, name, where) for name in [*COLUMNS, *OPTIONAL]}
     each = values["microbatch"] * values["width"]
     if values["global_batch"] % each:
-        raise RunsError(f"{where}: global_batch {values['global_batch']} is not a multiple of microbatch × width, {each}")
+        raise RunsError(f"{where}: global_batch must be a multiple of microbatch × width, {each}")
     shape = {f.name: values[f.name] for f in fields(Model) if f.name in values}
     flags = {name: bool(values[name]) for name in ("sequence_parallel", "distributed_optimizer", "pipeline_inside")}
     plan = Plan(

@@ -105,16 +105,15 @@ _V100_TIMES = "45 TFLOP/s on GPT 355M at microbatch 8 (arXiv 2006.09503, section
 _ASSUMED = "shares of the A100 assumed"
 
 # Links: all-reduce bus bandwidths that NCCL reaches inside the server, latency of one step of a ring; between servers,
-# what the network cards of one server carry, less a fifth for protocols.
+# what the network cards of one server carry, less a fifth for protocols: 25 Gbit/s, 10 (assumed), 8 × 200, 8 × 400.
 PRESETS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
-        Cluster("p3.16xlarge", 1, 8, _calibrated(V100, _V100_TIMES, **_V100), Link(130, 5), Link(2.5, 50)),  # 25 Gbit/s
-        # PCIe; 10 Gbit/s assumed
+        Cluster("p3.16xlarge", 1, 8, _calibrated(V100, _V100_TIMES, **_V100), Link(130, 5), Link(2.5, 50)),
         Cluster("8x1080ti", 1, 8, _calibrated(GTX1080TI, _ASSUMED, **_V100), Link(10, 10), Link(1.0, 50)),
         Cluster("dgx-a100-40", 1, 8, _calibrated(A100_40, _LAYER_TIMES, **_A100), Link(230, 6), Link(160, 20, 8)),
-        Cluster("dgx-a100-80", 1, 8, _calibrated(A100_80, _LAYER_TIMES, **_A100), Link(230, 6), Link(160, 20, 8)),  # 8 × 200
-        Cluster("dgx-h100", 1, 8, _calibrated(H100, _ASSUMED, **_A100), Link(370, 5), Link(320, 15, 8)),  # 8 × 400 Gbit/s
+        Cluster("dgx-a100-80", 1, 8, _calibrated(A100_80, _LAYER_TIMES, **_A100), Link(230, 6), Link(160, 20, 8)),
+        Cluster("dgx-h100", 1, 8, _calibrated(H100, _ASSUMED, **_A100), Link(370, 5), Link(320, 15, 8)),
         Cluster("hgx-h200", 1, 8, _calibrated(H200, _ASSUMED, **_A100), Link(370, 5), Link(320, 15, 8)),
     )
 }

@@ -84,8 +84,8 @@ class Cost:
     method = "simulation"
 
     def __init__(
-        self, model: Model, cluster: Cluster, precision: str = "bf16", flash: bool | None = None, margin: float = MARGIN,
-        old_exchange: bool = False,
+        self, model: Model, cluster: Cluster, precision: str = "bf16", flash: bool | None = None,
+        margin: float = MARGIN, old_exchange: bool = False,
     ):
         self.old_exchange = old_exchange
         self._works: dict[tuple, list[Work]] = {}
@@ -198,7 +198,8 @@ class Cost:
 
     def _step(self, plan: Plan) -> _Step:
         key = (
-            plan.tensor, plan.depth, plan.width, plan.pipeline_inside, plan.distributed_optimizer, plan.first, plan.last,
+            plan.tensor, plan.depth, plan.width, plan.pipeline_inside, plan.distributed_optimizer, plan.first,
+            plan.last,
         )
         step = self._steps.get(key)
         if step is None:

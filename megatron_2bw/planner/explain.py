@@ -213,7 +213,7 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     if profile is not None:
         compute = (MEASURED, f"profile of a layer and the output layer on {profile.device}; {ESTIMATED} from it: the "
                              "embedding, selective recompute, tensor sizes above 1")
-        update = (MEASURED, f"profile of the optimizer on {profile.device}, and {device.step_us / 1e3:g} ms {ESTIMATED}")
+        update = (MEASURED, f"profile of the optimizer on {profile.device}; {device.step_us / 1e3:g} ms {ESTIMATED}")
     links = [("inside servers", cost.cluster.inside)]
     if cost.cluster.servers > 1:
         links.append(("between servers", cost.cluster.between))

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_2bw.planner import cluster as clusters
 from megatron_2bw.planner import model as models
 from megatron_2bw.planner.cluster import Cluster, ClusterError
+from megatron_2bw.planner.hugging_face import from_hugging_face
 from megatron_2bw.planner.model import Model, ModelError
 from megatron_2bw.planner.profile import Profile
 
@@ -45,6 +46,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute")
     group.add_argument("--rotary-base", type=int, default=10000)
+    group.add_argument("--norm-epsilon", type=float, default=1e-5)
+    group.add_argument("--use-rope-scaling", action="store_true")
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     group.add_argument("--disable-bias-linear", action="store_true")
     group.add_argument("--add-qkv-bias", action="store_true")
@@ -67,7 +70,7 @@ def model_of(options: argparse.Namespace) -> Model:
         if path.is_dir():
             path /= "config.json"
         if path.suffix == ".json" or path.is_file():
-            return models.from_hugging_face(path, options.seq_length)
+            return from_hugging_face(path, options.seq_length)
         return models.preset(options.model, options.seq_length)
     missing = [name for name in SHAPE if getattr(options, name) is None]
     if missing:
@@ -83,15 +86,17 @@ def model_of(options: argparse.Namespace) -> Model:
         head_size=options.kv_channels or 0, gated=options.swiglu, rms_norm=options.normalization == "RMSNorm",
         rotary=options.position_embedding_type == "rope", rotary_base=options.rotary_base,
         tied=not options.untie_embeddings_and_output_weights, bias=not options.disable_bias_linear,
-        qkv_bias=options.add_qkv_bias, dropout=options.attention_dropout > 0 or options.hidden_dropout > 0,
+        norm_epsilon=options.norm_epsilon, rope_scaling=options.use_rope_scaling, qkv_bias=options.add_qkv_bias,
+        dropout=options.attention_dropout > 0 or options.hidden_dropout > 0,
     )
 
 
 def _typed(options: argparse.Namespace) -> str | None:
     """A flag of a model that was typed beside --model."""
     switches = ("bert", "group_query_attention", "swiglu", "untie_embeddings_and_output_weights", "disable_bias_linear",
-                "add_qkv_bias")
-    defaults = {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute", "rotary_base": 10000,
+                "add_qkv_bias", "use_rope_scaling")
+    defaults = {"norm_epsilon": 1e-5, "normalization": "LayerNorm", "rotary_base": 10000,
+                "position_embedding_type": "learned_absolute",
                 "attention_dropout": 0.1, "hidden_dropout": 0.1}
     given = [name for name in ONLY_WITHOUT_MODEL if getattr(options, name) is not None]
     given += [name for name in switches if getattr(options, name)]

@@ -95,7 +95,8 @@ class Memory:
     def heaviest(self, plan: Plan) -> float:
         """Bytes of the heaviest stage. Between the ends stages differ in what is in flight, so the second decides."""
         layers = plan.layers_of(self.model)
-        return max(self.stage(plan, stage, layers[stage]).total for stage in {0, min(1, plan.depth - 1), plan.depth - 1})
+        stages = {0, min(1, plan.depth - 1), plan.depth - 1}
+        return max(self.stage(plan, stage, layers[stage]).total for stage in stages)
 
     def stage(self, plan: Plan, stage: int, layers: int) -> StageMemory:
         shape, schedule = plan.shape, plan.pipeline
@@ -132,7 +133,9 @@ class Memory:
         activations = in_flight * kept * layers / plan.virtual + working
         tokens = plan.microbatch * self.model.sequence
         # Of a stage's chunks, the first holds the embedding, and the last one the output layer.
-        embedded = min(in_flight, plan.microbatches) if plan.virtual == 1 else _first_chunk(plan.depth, plan.virtual, min(plan.microbatches, 4 * plan.depth))
+        embedded = in_flight
+        if plan.virtual > 1:
+            embedded = _first_chunk(plan.depth, plan.virtual, min(plan.microbatches, 4 * plan.depth))
         if stage == 0 and self.model.dropout:
             activations += embedded * tokens * self.model.hidden / (plan.tensor if plan.sequence_parallel else 1)
         if stage < plan.depth - 1:

@@ -151,7 +151,7 @@ class Search:
         return seconds / split.global_batch
 
     def _least_waits(self, split: Plan) -> tuple[float, float, float]:
-        """(reduction on the first stage, optimizer's step, messages one way through the pipeline), each at its least."""
+        """(first stage's reduction, optimizer's step, messages one way through the pipeline), each at its least."""
         key = (split.tensor, split.depth, split.width, split.microbatch, split.first, split.last)
         least = self._least.get(key)
         if least is None:

@@ -15,6 +15,6 @@ SCHEDULES: dict[str, Schedule] = {
 SCHEDULE_NAMES = ("megatron", *SCHEDULES)
 
 __all__ = [
-    "B", "F", "REDUCE", "STEP", "W", "Action", "Shape", "Schedule", "ScheduleError", "SCHEDULES", "SCHEDULE_NAMES", "TwoBW",
-    "check_actions", "parse", "validate",
+    "B", "F", "REDUCE", "STEP", "W", "Action", "Shape", "Schedule", "ScheduleError", "SCHEDULES", "SCHEDULE_NAMES",
+    "TwoBW", "check_actions", "parse", "validate",
 ]

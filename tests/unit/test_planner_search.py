@@ -73,7 +73,8 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
             continue
         splits = [stages for stages in every_split(layers, depth) if all_splits or is_looked_at(stages, layers)]
         for microbatch, recompute, schedule, virtual, slots, distributed, inside, stages in itertools.product(
-            space.microbatch or (2**k for k in range(12)), space.recompute, space.schedules, (1, *(space.virtual or range(2, layers + 1))),
+            space.microbatch or (2**k for k in range(12)), space.recompute, space.schedules,
+            (1, *(space.virtual or range(2, layers + 1))),
             {2, *space.gradient_slots}, space.distributed_optimizer, space.pipeline_inside, splits,
         ):
             even = len(set(stages)) == 1
@@ -199,8 +200,12 @@ def test_nothing_fits():
 @pytest.mark.parametrize("cost, space", [
     pytest.param(Cost(tiny(5), slow(2), "bf16"), Space(24, microbatch=(1,)), id="5 layers, 2 servers"),
     pytest.param(Cost(tiny(6), slow(2), "bf16"), Space(16, microbatch=(2, 4)), id="6 layers, 2 servers"),
-    pytest.param(Cost(tiny(7), slow(2), "bf16"), Space(24, microbatch=(1,), recompute=("none",)), id="7 layers, 2 servers"),
-    pytest.param(Cost(GPT, P3_HALF, "fp16"), Space(32, ("2bw", "megatron"), microbatch=(4,), recompute=("none",)), id="gpt-355m"),
+    pytest.param(
+        Cost(tiny(7), slow(2), "bf16"), Space(24, microbatch=(1,), recompute=("none",)), id="7 layers, 2 servers"
+    ),
+    pytest.param(
+        Cost(GPT, P3_HALF, "fp16"), Space(32, ("2bw", "megatron"), microbatch=(4,), recompute=("none",)), id="gpt-355m"
+    ),
 ])
 def test_no_other_split_is_faster(cost, space):
     known = min(sample_seconds(cost, p) for p in everything(cost, space, all_splits=True) if cost.fits(p))
@@ -335,7 +340,8 @@ def test_what_the_search_yields(kind, of, on, batch, distinct):
 @pytest.mark.parametrize("kind", [Cost, ClosedForm])
 def test_the_closed_forms_search_is_an_enumeration_too(kind):
     cost, space = kind(tiny(5), slow(2), "bf16"), Space(12, microbatch=(1, 2))
-    known = sorted(sample_seconds(cost, p) for p in everything(cost, space) if cost.fits(p) and not is_double(p, cost, space))
+    plans = [plan for plan in everything(cost, space) if cost.fits(plan) and not is_double(plan, cost, space)]
+    known = sorted(sample_seconds(cost, plan) for plan in plans)
     assert [seconds for seconds, _ in Search(cost, space, distinct=False)] == known
 
 

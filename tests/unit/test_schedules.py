@@ -67,7 +67,8 @@ def test_2bw_keeps_its_windows(stages, microbatches, gradient_slots):
             step = place[Action("S", batch, batch + 1)]
             first_reader = min(place[a] for a in row if a.kind == "F" and a.version == batch + 1)
             assert place[Action("R", batch, batch)] < step < min(first_reader, place[Action("R", batch + 1, batch + 1)])
-            assert step < place[Action("B", (batch + gradient_slots) * microbatches, max(batch + gradient_slots - 1, 0))]
+            first = (batch + gradient_slots) * microbatches
+            assert step < place[Action("B", first, max(batch + gradient_slots - 1, 0))]
             between = [a.kind for a in row[place[Action("R", batch, batch)] : step]]
             pairs = microbatches - shape.warmup(stage)
             if gradient_slots == 2:
