@@ -54,5 +54,6 @@ def predict(name: str, depth: int, microbatches: int, alone: float) -> float:
         pipeline, chunks = Interleaved(CHUNKS), CHUNKS
     elif name == "2bw, one slot":
         pipeline = TwoBW(1)
-    times = Times(FORWARD + alone * chunks / 2, BACKWARD + alone * chunks / 2)
+    computed = alone * chunks / 2
+    times = Times(FORWARD + computed, BACKWARD + computed, together=name == "pipedream")
     return iteration_time(pipeline, depth, microbatches, times)

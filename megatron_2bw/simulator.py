@@ -27,6 +27,7 @@ class Times:
     sending             of a message, what it takes from its sender's own time
     reduce              of the gradients over the stage's replicas
     step                of the optimizer's step, once all stages have reduced
+    together            stages that step alone still compare their norms after each batch, as Megatron's loop does
     burden              what a step made beside the computation takes from the stage's own time
     """
 
@@ -38,6 +39,7 @@ class Times:
     sending: PerStage = 0.0
     reduce: PerStage = 0.0
     step: float = 0.0
+    together: bool = False
     burden: PerStage = 0.0
 
     def of(self, name: str, stages: int) -> list[float]:
@@ -113,7 +115,7 @@ class _Run:
         self.transfer, self.occupied, self.sending, self.reduce, self.burden = (
             times.of(name, self.stages) for name in ("transfer", "occupied", "sending", "reduce", "burden")
         )
-        self.step = times.step
+        self.step, self.common = times.step, schedule.global_step or times.together
         self.position, self.free = [0] * self.stages, [0.0] * self.stages
         self.arrived: dict[tuple[str, int, int], float] = {}
         self.link_free = {F: [0.0] * self.stages, B: [0.0] * self.stages}
@@ -180,7 +182,7 @@ class _Run:
             if len(ends) == self.stages:
                 runnable += self.waiting.pop((STEP, batch), [])
             return free, free + self.burden[stage]
-        if not self.schedule.global_step:
+        if not self.common:
             ready = free + self.reduce[stage] + self.step
         elif len(self.reduced.get(batch, ())) == self.stages:
             ready = max(self.reduced[batch]) + self.step

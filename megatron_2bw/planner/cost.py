@@ -155,6 +155,7 @@ class Cost:
             sending=self._sending(plan, messages),
             reduce=self._reduce(plan, works, messages, step),
             step=self._gather(plan, works, step.gather) + (0.0 if late else max(step.update)),
+            together=plan.schedule == "pipedream",
             burden=step.update if late else 0.0,
         )
 

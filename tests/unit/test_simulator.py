@@ -57,6 +57,13 @@ def test_pipedream_has_no_bubble(stages):
     assert iteration_time(SCHEDULES["pipedream"], stages, 2 * stages) == 2 * stages * 3
 
 
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_pipedream_in_megatrons_loop(stages):
+    """The loop compares the stages' norms after each batch, which costs (d - 1)t_b; measured so by
+    bench/planner_emulated.py."""
+    assert iteration_time(SCHEDULES["pipedream"], stages, stages, Times(together=True)) == 3 * stages + 2 * (stages - 1)
+
+
 def test_transfers_and_steps_take_time():
     schedule, times = SCHEDULES["pipedream-flush"], Times(1, 2, transfer=0.5, step=4)
     assert iteration_time(schedule, 2, 1, times) == 2 * 3 + 2 * 0.5 + 4
