@@ -21,7 +21,7 @@ LOOKED_AT = 1000  # plans that do not fit, for one that a single change lets in
 def rejections(result: Result) -> str:
     """What was left out, by cause, and the smallest change that lets the fastest plan in that does not fit."""
     cost, search = result.cost, result.search
-    lines = ["Not legal, by cause, with what the first of them would have to change:"]
+    lines = ["Not legal, by cause, with what the smallest of them would have to change:"]
     lines += _counted(search) or ["  none"]
     lines.append(f"Too large for {cost.capacity / GIB:.1f} GiB ({ESTIMATED}), though perhaps faster than plans of the "
                  f"table: {len(search.too_large)}")

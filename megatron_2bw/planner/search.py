@@ -54,7 +54,7 @@ class Search:
     """Iterate over it for (seconds a sample, plan), fastest first.
 
     rejected   legality's rule -> how often a shape (tensor, depth, microbatch) or a plan of it broke it
-    examples   legality's rule -> its line for the first that broke it
+    examples   legality's rule -> its line for the smallest microbatch that broke it, which needs least change
     too_large  the plans that do not fit and whose bound is below the last one yielded, fastest bound first
     examined   plans that were simulated
     distinct   yield only the fastest plan of each (tensor, depth, width, schedule)
@@ -64,6 +64,7 @@ class Search:
         self.cost, self.space, self.distinct = cost, space, distinct
         self.rejected: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
+        self._smallest: dict[str, int] = {}
         self.too_large: list[Plan] = []
         self.examined = 0
         device = cost.cluster.device
@@ -72,7 +73,8 @@ class Search:
         self._number = itertools.count()  # so that equal bounds leave the queue in the order of enumeration
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
-        self.rejected, self.examples, self.too_large, self.examined = Counter(), {}, [], 0
+        self.rejected, self.examples, self._smallest = Counter(), {}, {}
+        self.too_large, self.examined = [], 0
         queue: list[tuple[float, int, str, Plan, tuple]] = []
 
         def put(bound: float, state: str, plan: Plan, choice: tuple = ()) -> None:
@@ -196,7 +198,8 @@ class Search:
             return True
         broken = violations(plan, *self._host)[0]
         self.rejected[broken.rule] += 1
-        self.examples.setdefault(broken.rule, broken.message)
+        if plan.microbatch < self._smallest.get(broken.rule, plan.microbatch + 1):
+            self._smallest[broken.rule], self.examples[broken.rule] = plan.microbatch, broken.message
         return False
 
     def splits(self, depth: int) -> list[tuple[int, int]]:
