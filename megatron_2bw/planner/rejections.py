@@ -44,7 +44,7 @@ def rejections(result: Result) -> str:
 
 
 def _counted(search: Search) -> list[str]:
-    """A line a cause, and below it what the first such plan would have to change."""
+    """A line a cause, and below it what the smallest such plan would have to change."""
     lines = []
     for cause, count in search.rejected.most_common():
         lines.append(f"  {count:6}  {cause}")
