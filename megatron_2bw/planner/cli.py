@@ -128,13 +128,17 @@ def _check(options: argparse.Namespace, parser: Parser) -> None:
         parser.error(f"--memory-margin must be a share from 0 to below 1, not {options.memory_margin}")
 
 
-def find(cost: Cost, space: Space, count: int) -> explain.Result:
-    """Search, and estimate the `count` fastest plans."""
+def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | None:
+    """Search, and estimate the fastest plans; None, and the reason on stdout, if nothing fits."""
+    cost, space = prepare(options, parser)
     begun = time.monotonic()
     print(f"searching the plans of {cost.model.name} on {cost.cluster.gpus} GPUs ...", file=sys.stderr, flush=True)
     search = Search(cost, space)
-    plans = [plan for _, plan in itertools.islice(search, count)]
+    plans = [plan for _, plan in itertools.islice(search, options.top)]
     seconds = time.monotonic() - begun
+    if not plans:
+        print(rejections.nothing_fits(cost, space, search))
+        return None
     return explain.Result(cost, space, [cost.estimate(plan) for plan in plans], search, seconds)
 
 
@@ -147,11 +151,10 @@ def run_plan(words: list[str], prog: str) -> int:
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="its simulated timeline, for Perfetto")
     parser.add_argument("--report", type=Path, metavar="DIR", help="pictures: timeline, memory, throughput by memory")
     options = parser.parse_args(words)
-    cost, space = prepare(options, parser)
-    result = find(cost, space, options.top)
-    if not result.estimates:
-        print(rejections.nothing_fits(cost, space, result.search))
+    result = planned(options, parser)
+    if result is None:
         return 1
+    cost = result.cost
     print(explain.table(result), explain.memory_table(result.estimates[0]), explain.reason(result),
           rejections.rejections(result), explain.evidence(cost), explain.CAVEAT, sep="\n\n")
     best = result.estimates[0].plan
@@ -196,12 +199,8 @@ def run_validate(words: list[str], prog: str) -> int:
     parser = planning_parser(prog, "Runs the best plans for real for a few iterations, beside what was predicted.")
     validate.add_flags(parser)
     options = parser.parse_args(words)
-    cost, space = prepare(options, parser)
-    result = find(cost, space, options.top)
-    if not result.estimates:
-        print(rejections.nothing_fits(cost, space, result.search))
-        return 1
-    return validate.exit_status(validate.run(cost, result.estimates, options))
+    result = planned(options, parser)
+    return 1 if result is None else validate.exit_status(validate.run(result.cost, result.estimates, options))
 
 
 def run_profile(words: list[str], prog: str) -> int:

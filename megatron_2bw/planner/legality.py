@@ -148,13 +148,14 @@ def _enough_microbatches(plan: Plan, model: Model, host: Host) -> str | None:
 # --- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
-def _heads(plan: Plan, model: Model, host: Host) -> str | None:
-    if model.heads % plan.tensor == 0:
+def _undivided(tensor: int, flag: str, size: int) -> str | None:
+    if size % tensor == 0:
         return None
-    return (
-        f"--tensor-model-parallel-size {plan.tensor} does not divide --num-attention-heads {model.heads}: "
-        "use a size that does"
-    )
+    return f"--tensor-model-parallel-size {tensor} does not divide {flag} {size}: use a size that does"
+
+
+def _heads(plan: Plan, model: Model, host: Host) -> str | None:
+    return _undivided(plan.tensor, "--num-attention-heads", model.heads)
 
 
 def _groups(plan: Plan, model: Model, host: Host) -> str | None:
@@ -178,12 +179,7 @@ def _keys(plan: Plan, model: Model, host: Host) -> str | None:
 
 
 def _ffn(plan: Plan, model: Model, host: Host) -> str | None:
-    if model.ffn % plan.tensor == 0:
-        return None
-    return (
-        f"--tensor-model-parallel-size {plan.tensor} does not divide --ffn-hidden-size {model.ffn}: "
-        "use a size that does"
-    )
+    return _undivided(plan.tensor, "--ffn-hidden-size", model.ffn)
 
 
 def _sequence(plan: Plan, model: Model, host: Host) -> str | None:
