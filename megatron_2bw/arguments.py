@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from megatron_2bw import cpu, saved
 from megatron_2bw.idle_flags import idle_flag
-from megatron_2bw.mistakes import MISTAKES, checkpoint, value
+from megatron_2bw.mistakes import MISTAKES, checkpoint, default_tokenizer, task, value
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule
 
 Stop = Callable[[str], NoReturn]
@@ -56,11 +56,12 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     return parser
 
 
-def parse_early(argv: list[str], stop: Stop) -> argparse.Namespace:
-    """This project's flags alone, read before Megatron is imported."""
+def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Namespace:
+    """This project's flags alone, read before Megatron is imported; and the `task`, "gpt" or "bert"."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     parser.error = stop
     early, _ = parser.parse_known_args(argv)
+    early.task = task
     if early.device == "cuda" and cpu.wanted("auto"):
         stop("--device cuda: no GPU is visible to torch; use --device cpu")
     return early
@@ -98,7 +99,7 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
         return parser
 
     try:
-        args = parse_and_validate_args(extend, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+        args = parse_and_validate_args(extend, args_defaults={"tokenizer_type": default_tokenizer(early.task)})
     except Exception as error:  # Megatron asserts, raises and indexes; the user is told one thing
         stop(explain(error, made[0] if made else None))
     if args.use_checkpoint_args:
@@ -122,6 +123,7 @@ def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: St
 def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     """Defaults of Megatron's flags that this run needs; what the user types still wins, and is checked."""
     defaults: dict[str, Any] = dict(cpu.FLAG_DEFAULTS) if cpu.installed() else {}
+    defaults["task"] = early.task
     if early.pipeline_schedule != "megatron":
         # It runs an iteration again to find faulty GPUs, and reduces over the world in every iteration.
         defaults["rerun_mode"] = "disabled"
@@ -164,7 +166,7 @@ class Refusal:
     reason  why, and what to do instead
     scope   "any": with every schedule, since the entry script cannot; "ours": with this project's schedules;
             "no flush": with those whose microbatches cross iterations; a schedule's name; "cpu": on the CPU;
-            "local": with Megatron's local layers, that is without Transformer Engine
+            "local": with Megatron's local layers, that is without Transformer Engine; "bert": for a BERT
     asked   whether the arguments ask for the feature (default: the flag has a true value)
     """
 
@@ -182,8 +184,9 @@ class Refusal:
         return f"{self.flag}{typed} {self._where(args)}: {self.reason}"
 
     def _applies(self, args: argparse.Namespace, schedule: Schedule | None) -> bool:
-        if self.scope in ("any", "cpu", "local"):
-            return {"any": True, "cpu": cpu.installed(), "local": args.transformer_impl == "local"}[self.scope]
+        if self.scope in ("any", "cpu", "local", "bert"):
+            local, bert = args.transformer_impl == "local", task(args) == "bert"
+            return {"any": True, "cpu": cpu.installed(), "local": local, "bert": bert}[self.scope]
         if schedule is None:
             return False
         return self.scope in ("ours", schedule.name) or (self.scope == "no flush" and not schedule.flushes)
@@ -193,6 +196,7 @@ class Refusal:
             "any": "is not supported",
             "cpu": "does not work on the CPU",
             "local": "does not work with --transformer-impl local",
+            "bert": "does not work with BERT",
         }.get(self.scope, f"does not work with --pipeline-schedule {args.pipeline_schedule}")
 
 
@@ -203,7 +207,7 @@ def _sharded_weights(args: argparse.Namespace) -> bool:
 
 _OUT = "leave the flag out"
 _ONE_CHUNK = f"interleaved stages are not supported, a stage is one model chunk; {_OUT}"
-_PRETRAINING = f"only pretraining of GPT is supported; {_OUT}"
+_PRETRAINING = f"only pretraining of GPT and BERT is supported; {_OUT}"
 _DROPPED = f"Megatron 0.19 takes the flag and drops it; {_OUT}"
 _BROKEN = f"Megatron 0.19 fails with it; {_OUT}"
 _GRAPHS = f"a graph fixes the addresses of the weights, which change; {_OUT}"
@@ -214,20 +218,21 @@ _NOT_YET = f"it is not supported yet; {_OUT}"
 _BATCH_SIZE = "the number of microbatches must stay; give one --global-batch-size"
 _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration ends; "
 _MIXED = f"{_IN_FLIGHT}what is written would mix batches"
+_NO_BERT = f"Megatron 0.19 has no such layers for it; {_OUT}"
 _NEEDS_TE = f"it needs Transformer Engine on a GPU; {_OUT}"
 _NEEDS_GPU = f"it needs a GPU; {_OUT}"
 
 REFUSED: tuple[Refusal, ...] = (
     # The entry script and its model, whatever the schedule.
     Refusal("--yaml-cfg", "it would drop the flags of the command line; give Megatron's flags instead", "any"),
-    Refusal("--hybrid-layer-pattern", "hybrid models are not supported; train a GPT", "any"),
-    Refusal("--hybrid-override-pattern", "hybrid models are not supported; train a GPT", "any"),
+    Refusal("--hybrid-layer-pattern", "hybrid models are not supported; train a GPT or a BERT", "any"),
+    Refusal("--hybrid-override-pattern", "hybrid models are not supported; train a GPT or a BERT", "any"),
     Refusal("--sft", _PRETRAINING, "any"),
     Refusal("--perform-rl-step", _PRETRAINING, "any"),
     Refusal("--vision-pretraining", _PRETRAINING, "any"),
     Refusal("--logits-load-dir", f"distillation is not supported; {_OUT}", "any"),
     Refusal("--hybrid-context-parallel", f"sequences must have one length; {_OUT}", "any"),
-    Refusal("--decoder-seq-length", f"a GPT has one sequence length, --seq-length; {_OUT}", "any"),
+    Refusal("--decoder-seq-length", f"GPT and BERT have one sequence length, --seq-length; {_OUT}", "any"),
     Refusal("--dataloader-inter-document-masking", "documents are not marked; use --reset-attention-mask", "any"),
     Refusal("--dataloader-type", "the script gives Megatron datasets, not loaders; use single or cyclic", "any",
             lambda a: a.dataloader_type == "external"),
@@ -249,6 +254,19 @@ REFUSED: tuple[Refusal, ...] = (
             lambda a: a.transformer_impl == "inference_optimized"),
     Refusal("--init-method-xavier-uniform", _BROKEN, "any"),
     Refusal("--config-logger-dir", _BROKEN, "any"),
+    # Megatron's BERT, whatever the schedule. It would drop most of these without a word.
+    Refusal("--context-parallel-size", "its sequences cannot be split; use tensor or pipeline parallelism", "bert",
+            lambda a: a.context_parallel_size > 1),
+    Refusal("--position-embedding-type", "it has learned_absolute and rope", "bert",
+            lambda a: a.position_embedding_type not in ("learned_absolute", "rope")),
+    Refusal("--qk-layernorm", f"Megatron's local layers for it have none; {_OUT}", "bert",
+            lambda a: a.qk_layernorm and a.transformer_impl == "local"),
+    Refusal("--qk-l2-norm", _NO_BERT, "bert"),
+    Refusal("--multi-latent-attention", _NO_BERT, "bert"),
+    Refusal("--experimental-attention-variant", _NO_BERT, "bert"),
+    Refusal("--heterogeneous-layers-config-path", _NO_BERT, "bert"),
+    Refusal("--window-size", f"it attends to all words; {_OUT}", "bert"),
+    Refusal("--num-experts", _EXPERTS, "bert"),
     # This project's schedules.
     Refusal("--num-layers-per-virtual-pipeline-stage", _ONE_CHUNK),
     Refusal("--num-virtual-stages-per-pipeline-rank", _ONE_CHUNK),

@@ -12,18 +12,13 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args as model_config  # noqa: F401  `launch` calls it
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_2bw.faults import Fault
-
-MASKED = 3  # batches on end without a token that counts, after which a pipeline gives up; one alone may be chance
-SPIKE = 10  # with --check-for-spiky-loss: a loss this many times the largest so far is reported
+from megatron_2bw.pretraining import DataCheck, check_loss, masked_sum, micro_batch_size, report
 
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -53,12 +48,11 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     if not (first or last):
         return (None,) * len(FIELDS)
     args = get_args()
-    size = args.micro_batch_size if training else args.eval_micro_batch_size or args.micro_batch_size
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         fields = next(data_iterator)
         if training:
-            _DATA.check(fields, args)
+            _DATA.check(fields["tokens"], fields["labels"], fields["loss_mask"], args)
         batch = {key: value.cuda(non_blocking=True) for key, value in fields.items()}
         batch.setdefault("attention_mask", None)
     batch = get_batch_on_this_tp_rank(
@@ -66,7 +60,7 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(), cp_size=args.context_parallel_size,
-        tp_rank=mpu.get_tensor_model_parallel_rank(), micro_batch_size=size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(), micro_batch_size=micro_batch_size(args, training),
         seq_length=args.seq_length, mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=first, is_pipeline_last_stage=last,
@@ -77,66 +71,14 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     return tuple(batch[key] for key in FIELDS)
 
 
-class _Data:
-    """Looks at each microbatch while it is on the host, where that costs no wait for the GPU."""
-
-    def __init__(self) -> None:
-        self._seen = 0  # microbatches of the present batch
-        self._counts = False  # whether one of them had a token that counts
-        self._masked = 0  # batches on end without one
-
-    def check(self, fields: dict[str, torch.Tensor], args) -> None:
-        """A Fault at tokens that the model does not have, and if MASKED batches on end have no token for the loss.
-
-        fields: tokens, labels and loss_mask, all [microbatch, sequence].
-        """
-        for name in ("tokens", "labels"):
-            low, high = (int(value) for value in torch.aminmax(fields[name]))
-            if low < 0 or high >= args.padded_vocab_size:
-                raise Fault(
-                    f"--data-path: the data holds the token {low if low < 0 else high}, but the vocabulary of "
-                    f"--tokenizer-type {args.tokenizer_type} ends at {args.padded_vocab_size - 1}: give the tokenizer "
-                    "that the data was prepared with"
-                )
-        self._counts |= bool(fields["loss_mask"].any())
-        self._seen += 1
-        if self._seen >= get_num_microbatches():
-            self._masked = 0 if self._counts else self._masked + 1
-            self._seen, self._counts = 0, False
-        if self._masked >= MASKED:
-            raise Fault(
-                f"--data-path: no token of the last {MASKED} batches counts for the loss: leave --eod-mask-loss out, "
-                "or look for documents of nothing but end-of-document tokens"
-            )
-
-
-_DATA = _Data()
+_DATA = DataCheck("leave --eod-mask-loss out, or look for documents of nothing but end-of-document tokens")
 
 
 def loss(loss_mask: torch.Tensor, losses: torch.Tensor):
     """Megatron's loss triple: the summed loss of the unmasked tokens, their number, and the report of both."""
-    mask = loss_mask.view(-1).float()
-    total = torch.sum(losses.view(-1).float() * mask)
-    tokens = mask.sum().detach().to(torch.int)
-    _check(total)
-    report = torch.cat([total.detach().view(1), tokens.view(1)])
-    return total, tokens, {"lm loss": report}
-
-
-def _check(total: torch.Tensor) -> None:
-    """Stop on NaN or inf, report spikes: what Megatron's flags promise."""
-    args, machine = get_args(), get_rerun_state_machine()
-    if args.check_for_nan_in_loss_and_grad:
-        for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            machine.validate_result(
-                result=total, rejection_func=rejected, message=f"found {name} in local forward loss calculation",
-                tolerance=0.0, fatal=True,
-            )
-    if args.check_for_spiky_loss:
-        machine.validate_result(
-            result=total, message="Spiky loss", tolerance=0.0, fatal=False,
-            rejection_func=partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss"),
-        )
+    total, tokens = masked_sum(losses, loss_mask)
+    check_loss(total)
+    return total, tokens, {"lm loss": report(total, tokens)}
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None):

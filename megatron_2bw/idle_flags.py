@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from megatron_2bw.mistakes import value
+from megatron_2bw.mistakes import task, value
 
 Condition = Callable[[argparse.Namespace], object]
 
@@ -105,6 +105,11 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("--logits-save-", lambda a: a.logits_save_dir, "without --logits-save-dir"),
     ("--tiktoken-", lambda a: a.tokenizer_type == "TikTokenizer", "without --tokenizer-type TikTokenizer"),
     ("--null-tokenizer-", lambda a: a.tokenizer_type == "NullTokenizer", "without --tokenizer-type NullTokenizer"),
+    ("--mask-prob --short-seq-prob --bert-no-binary-head", lambda a: task(a) != "gpt", "in pretraining a GPT"),
+    ("--fim-data --reset-position-ids --reset-attention-mask --eod-mask-loss --no-create-attention-mask-in-dataloader "
+     "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --per-dataset-sequences-path --no-mmap-bin-files "
+     "--object-storage-cache-path --rotary-base --use-rope-scaling",
+     lambda a: task(a) != "bert", "in pretraining a BERT"),
     # Of fine-tuning, reinforcement learning, inference, hybrid models, vision and retrieval.
     ("--logits-load- --sft- --rl- --no-rl- --grpo- --langrl- --refit- --inprocess- --inference- --no-inference- "
      "--flash-decode --num-speculative-tokens --enable-chunked-prefill --max-tokens-to-oom --use-legacy-static-engine "
@@ -116,7 +121,7 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
      "--block-data-path --embedding-path --indexer- --adlr-", _never, "in pretraining"),
     # Read nowhere.
     ("--use-flash-attn --openai-gelu --onnx-safe --apply-residual-connection-post-layernorm --decoder-num-layers "
-     "--exit-signal-handler-for-dataloader --dist-ckpt-save-pre-mcore-014 --sample-rate", _never, "in Megatron 0.19"),
+     "--exit-signal-handler-for-dataloader --fp16-lm-cross-entropy --dist-ckpt-save-pre-mcore-014 --sample-rate", _never, "in Megatron 0.19"),
 )
 
 

@@ -20,9 +20,10 @@ from megatron_2bw import arguments, cpu, faults, rendezvous
 def launch(task: str) -> None:
     """Train the task whose module is named `task`; it is imported once the command line is known to be good.
 
-    The module gives `model_config(args)`, `datasets_provider` and `forward_step` (see `gpt.py`).
+    The module gives `model_config(args)` or `model_provider`, `datasets_provider` and `forward_step` (see `gpt.py`
+    and `bert.py`).
     """
-    early = arguments.parse_early(sys.argv[1:], stop)
+    early = arguments.parse_early(sys.argv[1:], stop, task=task.rpartition(".")[2])
     if cpu.wanted(early.device):
         cpu.install()  # before Megatron is imported: some of its modules look for CUDA then
     from megatron.core.enums import ModelType
@@ -54,6 +55,7 @@ def launch(task: str) -> None:
         try:
             pretrain(
                 config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step,
+                getattr(module, "model_provider", None),  # for a task without a configuration
                 store=rendezvous.store(timedelta(minutes=args.distributed_timeout_minutes)),
             )
         except SystemExit as end:  # so Megatron leaves before the last iteration, and where it has only printed why

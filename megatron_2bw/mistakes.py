@@ -27,6 +27,16 @@ def value(args: Args, flag: str):
     return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
 
 
+def task(args: Args) -> str | None:
+    """"gpt" or "bert"; None in a source checkout, whose entry scripts are Megatron's own."""
+    return value(args, "--task")
+
+
+def default_tokenizer(task: str | None) -> str:
+    """Megatron's --tokenizer-type for a task, if none is given."""
+    return "BertWordPieceLowerCase" if task == "bert" else "GPT2BPETokenizer"
+
+
 def _missing(args: Args) -> str | None:
     for flag in (
         "--micro-batch-size", "--lr", "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length",
@@ -276,23 +286,38 @@ def _split(args: Args) -> str | None:
 
 
 def _empty_share(args: Args) -> str | None:
-    """Megatron deals whole sequences to the shares, and looks for ever for the first token of an empty one."""
+    """Megatron deals whole sequences (BERT: documents) to the shares; in an empty one it looks for a sample for ever."""
     shares = [float(share) for share in (args.split or "969,30,1").replace("/", ",").split(",")]
     shares += [0.0] * (3 - len(shares))
     if args.mock_data:
         return None
+    bert = task(args) == "bert"
     for prefix in _prefixes(args.data_path or []):
         if "://" in prefix:
             continue
-        sequences = indexed.sequences(prefix)
-        edges = [round(sum(shares[:k]) / sum(shares) * sequences) for k in range(4)]
+        documents = indexed.documents(prefix) if bert else indexed.sequences(prefix)
+        edges = [round(sum(shares[:k]) / sum(shares) * documents) for k in range(4)]
         for name, share, start, end in zip(("training", "validation", "test"), shares, edges, edges[1:]):
             if share and start == end:
                 return (
                     f"--split {args.split or '969,30,1'} leaves no document of --data-path {prefix} for {name}, it has "
-                    f"{sequences}: give that share 0 or more"
+                    f"{documents}: give that share 0 or more"
                 )
+            fault = _no_samples(args, prefix, start, end) if share and bert else None
+            if fault:
+                return f"--data-path {prefix} has no document for {name} {fault}"
     return None
+
+
+def _no_samples(args: Args, prefix: str, start: int, end: int) -> str | None:
+    """Why a BERT finds nothing in documents `start` to `end`, or None."""
+    sentences = 2 if args.bert_binary_head else 1
+    if indexed.has_samples(prefix, start, end, sentences):
+        return None
+    return (
+        f"of {sentences} sentence{'s' * (sentences > 1)} or more, each of {indexed.LONGEST_SENTENCE} tokens or fewer: "
+        "prepare it with scripts/preprocess_data.py for BERT" + ", or add --bert-no-binary-head" * (sentences > 1)
+    )
 
 
 _TOKENIZER_PACKAGES = {
@@ -302,12 +327,14 @@ _TOKENIZER_PACKAGES = {
 
 
 def _tokenizer(args: Args) -> str | None:
-    kind = args.tokenizer_type or "GPT2BPETokenizer"
+    kind = args.tokenizer_type or default_tokenizer(task(args))
     package = _TOKENIZER_PACKAGES.get(kind)
     if package and not _installed(package):
         return f"--tokenizer-type {kind} needs the package {package}, which is not installed"
     if kind.startswith("Null") and args.vocab_size is None:
         return f"--tokenizer-type {kind} needs --vocab-size"
+    if kind.startswith("Null") and task(args) == "bert" and not args.mock_data:
+        return f"--tokenizer-type {kind} has no words to mask: give the WordPiece tokenizer of --data-path"
     if kind.startswith("GPT2BPE") and not (args.vocab_file and args.merge_file) and not args.tokenizer_model:
         return f"--tokenizer-type {kind} needs --vocab-file and --merge-file"
     if kind.startswith("BertWordPiece") and not args.vocab_file:

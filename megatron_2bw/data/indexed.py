@@ -1,6 +1,7 @@
 """Looks at Megatron's indexed datasets from outside: header and sizes, without reading the tokens.
 
-Invariant: reads only; an answer costs a few system calls whatever the size of the dataset.
+Invariant: reads only; an answer costs a few system calls whatever the size of the dataset (`has_samples`: if its
+documents are sound).
 """
 
 from __future__ import annotations
@@ -8,6 +9,10 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
+
+import numpy
+
+LONGEST_SENTENCE = 512  # tokens; Megatron's BERT leaves a document with a longer sentence out
 
 _INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
@@ -49,3 +54,25 @@ def sequences(prefix: str) -> int:
     """The number of sequences of a sound dataset; Megatron deals them out to the shares of --split."""
     with open(prefix + ".idx", "rb") as file:
         return _INDEX.unpack(file.read(_INDEX.size))[3]
+
+
+def documents(prefix: str) -> int:
+    """The number of documents of a sound dataset."""
+    with open(prefix + ".idx", "rb") as file:
+        return _INDEX.unpack(file.read(_INDEX.size))[4] - 1
+
+
+def has_samples(prefix: str, start: int, end: int, sentences: int) -> bool:
+    """Whether Megatron's BERT finds a sample in documents `start` to `end`: one of `sentences` or more, none too long.
+
+    Reads no further than the first such document.
+    """
+    with open(prefix + ".idx", "rb") as file:
+        count = _INDEX.unpack(file.read(_INDEX.size))[3]
+    lengths = numpy.memmap(prefix + ".idx", "<i4", "r", _INDEX.size, (count,))
+    edges = numpy.memmap(prefix + ".idx", "<i8", "r", _INDEX.size + count * (4 + 8), (documents(prefix) + 1,))
+    for document in range(start, end):
+        own = lengths[edges[document] : edges[document + 1]]
+        if len(own) >= sentences and (len(own) == 1 or own.max() <= LONGEST_SENTENCE):
+            return True
+    return False

@@ -16,6 +16,7 @@ if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") != "cuda":
 import megatron.core.tokenizers.text  # noqa: E402, F401  (it imports transformers)
 import megatron.training.training  # noqa: E402, F401
 
+import megatron_2bw.bert  # noqa: E402, F401
 import megatron_2bw.gpt  # noqa: E402, F401
 import megatron_2bw.launch  # noqa: E402, F401
 import megatron_2bw.runtime  # noqa: E402, F401

@@ -94,15 +94,15 @@ class _Reference:
             for mine in self.optimizer.param_groups:  # the learning rate of this iteration
                 mine.update({key: self.groups[id(mine)][key] for key in ("lr", "weight_decay")})
             gradients, losses = self._gradients(batch)
-            self.run.losses.append(losses)
+            self.run.losses += losses
             self._update(batch, gradients)
         self.run.weights = self.versions[-1]
         return self.run
 
     def _gradients(self, batch: int):
-        """Sum of the microbatches' gradients (each already divided by m), and the reported loss of the batch."""
+        """Sum of the microbatches' gradients (each already divided by m), and the reported losses of the batch."""
         sums = {name: torch.zeros_like(param, dtype=self._sum_dtype()) for name, param in self.params.items()}
-        report = []
+        reports = []
         for index in range(self.rule.microbatches):
             self._load(batch, batch * self.rule.microbatches + index)
             output, loss_function = self.forward_step(self.data, self.module)
@@ -115,12 +115,12 @@ class _Reference:
             for name, param in self.params.items():
                 sums[name].add_(param.grad)
                 param.grad = None
-            report.append(parts["lm loss"].view(-1))
-        reported = torch.vstack(report).sum(dim=0)
+            reports.append(parts)
+        summed = {key: torch.vstack([parts[key] for parts in reports]).sum(dim=0) for key in reports[0]}
         if self.args.calculate_per_token_loss:
             for gradient in sums.values():
-                gradient.mul_(1.0 / reported[1])
-        return sums, reported[0] / reported[1]
+                gradient.mul_(1.0 / summed["lm loss"][1])
+        return sums, [value[0] / value[1] for value in summed.values()]
 
     def _sum_dtype(self) -> torch.dtype:
         return torch.float16 if self.args.fp16 and not self.args.accumulate_allreduce_grads_in_fp32 else torch.float32

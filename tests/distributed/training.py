@@ -1,7 +1,7 @@
 """One training run of the real entry path in a test world, observed from outside, and the models' names.
 
-`train(rank, argv)` runs what pretrain_gpt_2bw.py runs, with weights that depend on the parameters' names alone,
-so that every split of a model over stages and tensor ranks starts from the same weights.
+`train(rank, argv)` runs what pretrain_gpt_2bw.py runs, or the script that `argv` starts with. The weights depend on the
+parameters' names alone, so that every split of a model over stages and tensor ranks starts from the same weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import zlib
 from dataclasses import dataclass, field
 
 import torch
+
+BERT = "pretrain_bert_2bw.py"
 
 TINY = {
     "--num-layers": 4, "--hidden-size": 32, "--num-attention-heads": 4, "--seq-length": 16,
@@ -42,7 +44,7 @@ def command(stages: int, microbatches: int, schedule: str = "2bw", *flags: str, 
 class Run:
     """What a rank saw: one entry an iteration, and the final weights by canonical name."""
 
-    losses: list[torch.Tensor] = field(default_factory=list)  # float32 scalars, last stage only
+    losses: list[torch.Tensor] = field(default_factory=list)  # float32 scalars, last stage only; a BERT has two
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)  # after the iteration's step
@@ -96,9 +98,10 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
 
     training.setup_model_and_optimizer, training.train_step = observed_setup, observed_step
     training.training_log = observed_log
-    sys.argv = ["pretrain_gpt_2bw.py", *argv]
+    bert = argv[0] == BERT
+    sys.argv = argv if bert else ["pretrain_gpt_2bw.py", *argv]
     try:
-        launch("megatron_2bw.gpt")
+        launch("megatron_2bw.bert" if bert else "megatron_2bw.gpt")
     except SystemExit as end:  # so Megatron leaves before the last iteration
         if end.code:
             raise
@@ -110,10 +113,11 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
 
 def canonical(model) -> list[tuple[str, torch.nn.Parameter]]:
     """Parameters with names that do not depend on the pipeline's depth; the tied output layer is the embedding."""
-    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.core.utils import unwrap_model
 
-    inner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
-    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(inner.decoder.layers)}
+    inner = unwrap_model(model)
+    layers = (inner.decoder if hasattr(inner, "decoder") else inner.encoder).layers  # a GPT's, a BERT's
+    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(layers)}
     named = []
     for name, param in inner.named_parameters():
         name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{numbers[m[1]]}.", name)
@@ -146,7 +150,7 @@ def initialise(model) -> None:
 def initial_value(name: str, shape) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(list(shape), generator=generator) * 0.1
-    return noise + 1 if name.endswith("layernorm.weight") else noise
+    return noise + 1 if name.endswith(("layernorm.weight", "layer_norm.weight")) else noise
 
 
 def full_weights(runs: list[Run]) -> dict[str, torch.Tensor]:

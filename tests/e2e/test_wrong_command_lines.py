@@ -27,14 +27,15 @@ import torch
 
 from megatron_2bw import cpu
 from megatron_2bw.arguments import REFUSED
-from tests.distributed.training import command
+from tests.distributed.training import BERT, command
 from tests.distributed.world import run_world
 from tests.e2e.launcher import ROOT, torchrun
 from tests.unit.test_saved import DAMAGES as BROKEN, distributed
 from tests.unit.test_arguments import CPU_CASES, DAMAGES, MISTAKEN, damage, dataset, refused_command
 
 LIMIT = 30.0  # seconds in which every wrong command line must end
-ERROR = "pretrain_gpt_2bw.py: error: "
+GPT = "pretrain_gpt_2bw.py"
+ERRORS = tuple(f"{script}: error: " for script in (GPT, BERT))
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Ending:
 
     def check(self, expected: str) -> None:
         lines = [line for line in self.output.splitlines() if "error:" in line]
-        assert len(lines) == 1 and lines[0].startswith(ERROR), self.output[-3000:]
+        assert len(lines) == 1 and lines[0].startswith(ERRORS), self.output[-3000:]
         assert expected in lines[0]
         assert "Traceback" not in self.output
         assert self.status not in (0, None) and self.seconds < LIMIT
@@ -108,10 +109,11 @@ def fork(case: Case, log: Path) -> int:
         environ = {"WORLD_SIZE": str(case.world)} | case.environment
         for name, text in environ.items():
             os.environ.pop(name, None) if text is None else os.environ.update({name: text})
-        sys.argv = ["pretrain_gpt_2bw.py", *case.argv]
+        bert = case.argv[0] == BERT
+        sys.argv = case.argv if bert else [GPT, *case.argv]
         from megatron_2bw.launch import launch
 
-        launch("megatron_2bw.gpt")
+        launch("megatron_2bw.bert" if bert else "megatron_2bw.gpt")
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(bool(end.code))
@@ -161,7 +163,7 @@ def found_elsewhere() -> Iterator[Case]:
                tokenizer_model="no/such", vocab_size=None)
     # Megatron's validation.
     yield case("--batch-size argument is no longer valid, use --micro-batch-size", batch_size=4)
-    yield case("it must be that --fp16", "--fp16-lm-cross-entropy")
+    yield case("it must be that --start-weight-decay is None", start_weight_decay=0.1)
     yield case("--start-weight-decay", weight_decay_incr_style="linear")
     yield case("--num-experts", expert_model_parallel_size=2)
     yield case("--ckpt-format torch_dcp", ckpt_format="torch_dcp")

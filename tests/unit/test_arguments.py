@@ -16,7 +16,7 @@ from megatron_2bw import cpu, mistakes
 from megatron_2bw.arguments import REFUSED, Refusal, check, explain, name_flags, parse_early, prepare, processes
 from megatron_2bw.idle_flags import IDLE, idle_flag
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
-from tests.distributed.training import command
+from tests.distributed.training import BERT, command
 
 FLUSH = tuple(name for name, schedule in SCHEDULES.items() if schedule.flushes)
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -36,23 +36,26 @@ def on_the_cpu():
     was_installed = cpu.installed()
     cpu.install()
     for schedule in SCHEDULE_NAMES:
-        parser_of(schedule)
+        for task in ("gpt", "bert"):
+            parser_of(schedule, task)
     yield
     if not was_installed:
         cpu.uninstall()
 
 
 @functools.cache
-def parser_of(schedule: str) -> argparse.ArgumentParser:
+def parser_of(schedule: str, task: str) -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return prepare(parser, parse_early(["--pipeline-schedule", schedule], stop), stop)
+    return prepare(parser, parse_early(["--pipeline-schedule", schedule], stop, task), stop)
 
 
 def parse(argv: list[str], world: int) -> argparse.Namespace:
+    """`argv` may begin with the name of BERT's script."""
     schedule = argv[argv.index("--pipeline-schedule") + 1]
-    args = parser_of(schedule).parse_args(argv)
+    bert = argv[0] == BERT
+    args = parser_of(schedule, "bert" if bert else "gpt").parse_args(argv[bert:])
     args.world_size = world
     return args
 
@@ -97,6 +100,8 @@ VALUES: dict[str, str] = {
     "--save-params-interval": "2", "--context-parallel-size": "2",
     "--nccl-communicator-config-path": "{}/nccl.yaml", "--gpu-sniff-test-interval": "2",
     "--flash-attention-version": "2", "--symmetric-ar-type": "two_shot", "--position-embedding-type": "relative",
+    "--experimental-attention-variant": "dsa", "--heterogeneous-layers-config-path": "{}/layers.json",
+    "--window-size": "8,0",
 }
 
 
@@ -113,7 +118,8 @@ def refused_command(refusal: Refusal, folder: str = "folder") -> tuple[list[str]
         flags = []  # it is refused that the flag is not given
     elif schedule == "pipedream":
         flags.append(UNTIED)
-    return command(2, 2, schedule, *flags), 4 if refusal.flag == "--context-parallel-size" else 2
+    argv = command(2, 2, schedule, *flags)
+    return [BERT, *argv] if refusal.scope == "bert" else argv, 4 if refusal.flag == "--context-parallel-size" else 2
 
 
 REFUSED_CASES = [pytest.param(refusal, id=f"{refusal.flag[2:]} {refusal.scope}") for refusal in REFUSED]
@@ -141,10 +147,10 @@ def test_the_command_line_is_right_but_for_the_refused_flag(refusal):
 
 def test_every_entry_has_a_reason_a_scope_and_a_place_of_its_own():
     assert len({(refusal.flag, refusal.scope) for refusal in REFUSED}) == len(REFUSED)
-    assert {refusal.scope for refusal in REFUSED} <= {"any", "ours", "no flush", "cpu", "local", *SCHEDULES}
+    assert {refusal.scope for refusal in REFUSED} <= {"any", "ours", "no flush", "cpu", "local", "bert", *SCHEDULES}
     assert all(refusal.flag.startswith("--") and refusal.reason.strip() for refusal in REFUSED)
     assert set(VALUES) <= {refusal.flag for refusal in REFUSED}
-    known = parser_of("2bw")._option_string_actions
+    known = parser_of("2bw", "gpt")._option_string_actions
     assert [refusal.flag for refusal in REFUSED if refusal.flag not in known] == []
 
 
@@ -156,10 +162,16 @@ def test_a_flag_is_refused_in_its_scope_only(refusal, monkeypatch):
         chosen = SCHEDULES.get(schedule)
         argv[argv.index("--pipeline-schedule") + 1] = schedule
         expected = {
-            "any": True, "local": True, "cpu": False, "ours": chosen is not None,
+            "any": True, "local": True, "bert": True, "cpu": False, "ours": chosen is not None,
             "no flush": chosen is not None and not chosen.flushes,
         }.get(refusal.scope, refusal.scope == schedule)
         assert bool(refusal.message(parse(argv, world), chosen)) == expected, schedule
+
+
+@pytest.mark.parametrize("refusal", [case for case in REFUSED_CASES if case.values[0].scope == "bert"])
+def test_what_only_a_bert_refuses(refusal):
+    argv, world = refused_command(refusal)
+    assert refusal.message(parse(argv[1:], world), None) is None
 
 
 @pytest.mark.parametrize("schedule", FLUSH)
@@ -417,6 +429,24 @@ def test_a_split_that_leaves_a_share_without_documents(split, empty, tmp_path):
         )
 
 
+@pytest.mark.parametrize("flags, expected", [
+    ([], "--data-path {} has no document for training of 2 sentences or more, each of 512 tokens or fewer: prepare it "
+         "with scripts/preprocess_data.py for BERT, or add --bert-no-binary-head"),
+    (["--bert-no-binary-head"], None),
+    (["--bert-no-binary-head", "--split", "98,1,1"],
+     "--split 98,1,1 leaves no document of --data-path {} for validation, it has 3: give that share 0 or more"),
+    (["--bert-no-binary-head", "--tokenizer-type", "NullTokenizer"],
+     "--tokenizer-type NullTokenizer has no words to mask: give the WordPiece tokenizer of --data-path"),
+], ids=lambda case: " ".join(case) if isinstance(case, list) else None)
+def test_data_that_a_bert_finds_no_sentences_in(flags, expected, tmp_path):
+    """Three documents of a sentence each; Megatron 0.19 would look through them two thousand million times."""
+    data, vocabulary = dataset(tmp_path / "data"), tmp_path / "vocab.txt"
+    vocabulary.write_text("[PAD]\n")
+    argv = command(2, 2, split="100,0,0", tokenizer_type="BertWordPieceCase", vocab_file=vocabulary, data_path=data)
+    argv = [word for word in argv if word != "--mock-data"]
+    assert complaint([BERT, *argv, *flags], 2) == (expected and expected.format(data))
+
+
 def test_megatrons_own_datasets_are_accepted(tmp_path):
     import numpy
     import torch
@@ -445,7 +475,8 @@ def test_missing_data(flags, expected):
 
 @pytest.mark.parametrize("names, read, when", IDLE, ids=[f"{row[0].split()[0]} {row[2]}" for row in IDLE])
 def test_flags_without_effect_are_refused_when_typed(names, read, when):
-    parser, args = parser_of("2bw"), parse(command(2, 2, tokenizer_type=None), 2)
+    argv = command(2, 2, tokenizer_type=None)
+    parser, args = parser_of("2bw", "gpt"), parse([BERT, *argv] if "BERT" in when else argv, 2)
     assert not read(args)
     for name in names.split():
         flags = [f for f in parser._option_string_actions if f == name or (name.endswith("-") and f.startswith(name))]
@@ -460,10 +491,19 @@ def test_flags_without_effect_are_refused_when_typed(names, read, when):
     ["--position-embedding-type", "rope", "--rotary-base", "100"], ["--optimizer", "sgd", "--sgd-momentum", "0.5"],
     ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2"], ["--use-mup", "--mup-base-hidden-size", "16"],
     ["--recompute-activations", "--recompute-modules", "core_attn"], ["--manual-gc", "--manual-gc-interval", "2"],
-    ["--null-tokenizer-pad-id", "3"], ["--rotary-percent=0.5", "--use-rotary-position-embeddings"],
+    ["--null-tokenizer-pad-id", "3"], ["--reset-position-ids", "--eod-mask-loss"],
+    ["--rotary-percent=0.5", "--use-rotary-position-embeddings"],
 ], ids=" ".join)
 def test_flags_with_effect_are_accepted(flags):
     assert complaint(command(2, 2, "2bw", *flags), 2) is None
+
+
+@pytest.mark.parametrize("flags", [
+    ["--bert-no-binary-head"], ["--mask-prob", "0.2", "--short-seq-prob", "0"],
+    ["--position-embedding-type", "rope", "--rotary-percent", "0.5"], ["--swiglu", "--normalization", "RMSNorm"],
+], ids=" ".join)
+def test_flags_with_effect_in_a_bert_are_accepted(flags):
+    assert complaint([BERT, *command(2, 2, "2bw", *flags)], 2) is None
 
 
 # --- messages ------------------------------------------------------------------------------------------------------
@@ -480,7 +520,7 @@ def test_flags_with_effect_are_accepted(flags):
     ("unknown_name stays", "unknown_name stays"),
 ])
 def test_name_flags(text, expected):
-    assert name_flags(text, parser_of("2bw")) == expected
+    assert name_flags(text, parser_of("2bw", "gpt")) == expected
     assert name_flags(text, None) == text
 
 
@@ -494,7 +534,7 @@ def caught(action) -> Exception:
 
 def test_explain_names_the_flag_of_a_value_that_megatron_cannot_convert():
     error = caught(lambda: parse(command(2, 2, "2bw", "--cuda-graph-modules", "nonsense"), 2))
-    assert explain(error, parser_of("2bw")) == "argument --cuda-graph-modules: invalid value: 'nonsense'"
+    assert explain(error, parser_of("2bw", "gpt")) == "argument --cuda-graph-modules: invalid value: 'nonsense'"
 
 
 @pytest.mark.parametrize("flags, start, end", [
@@ -509,14 +549,14 @@ def test_explain_names_a_flag_in_megatrons_errors(flags, start, end):
 
     args = parse(command(2, 2, "gpipe", *flags), 2)
     args.rank = 0
-    message = explain(caught(lambda: validate_args(args)), parser_of("gpipe"))
+    message = explain(caught(lambda: validate_args(args)), parser_of("gpipe", "gpt"))
     assert message.startswith(start) and message.endswith(end)
 
 
 def test_explain_says_where_an_error_comes_from_that_names_no_flag():
     error = caught(lambda: sum(["no", "numbers"]))
     line_number = error.__traceback__.tb_next.tb_lineno
-    assert explain(error, parser_of("2bw")).endswith(f"(TypeError in test_arguments.py:{line_number})")
+    assert explain(error, parser_of("2bw", "gpt")).endswith(f"(TypeError in test_arguments.py:{line_number})")
 
 
 @pytest.mark.parametrize("flags, expected", [

@@ -1,0 +1,140 @@
+"""BERT's loss by hand, its mock data, the tokenizers and datasets that it cannot be trained with."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
+
+from megatron_2bw import bert
+from megatron_2bw.data import indexed
+from megatron_2bw.data.mock_bert import CLS, MASK, PAD, SEP, WORDS, MockBertDataset
+
+
+@pytest.fixture(autouse=True)
+def arguments(monkeypatch):
+    from megatron_2bw import pretraining
+
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False)
+    monkeypatch.setattr(pretraining, "get_args", lambda: args)
+    monkeypatch.setattr(pretraining, "get_rerun_state_machine", lambda: None)
+
+
+LOSSES, MASKED_WORDS = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]), torch.tensor([[0, 1, 1], [1, 0, 0]])
+
+
+def test_the_loss_without_the_binary_head_is_that_of_the_masked_words():
+    total, tokens, reports = bert.loss(MASKED_WORDS, torch.tensor([0, 1]), (LOSSES, None))
+    assert (float(total), int(tokens)) == (14.0, 3)
+    assert {name: value.tolist() for name, value in reports.items()} == {"lm loss": [14.0, 3.0]}
+
+
+def test_the_binary_head_adds_its_mean_to_the_mean_of_the_words():
+    logits = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])  # probabilities 1/2 of sample 0's class, 1/4 of sample 1's
+    total, tokens, reports = bert.loss(MASKED_WORDS, torch.tensor([0, 1]), (LOSSES, logits))
+    order = (math.log(2) + math.log(4)) / 2
+    assert float(total) / int(tokens) == pytest.approx(14 / 3 + order)
+    assert reports["lm loss"].tolist() == [14.0, 3.0]
+    assert reports["sop loss"].tolist() == pytest.approx([2 * order, 2.0])
+
+
+def test_a_microbatch_without_masked_words_still_trains_the_binary_head():
+    total, tokens, _ = bert.loss(torch.zeros(2, 3), torch.tensor([0, 1]), (LOSSES, torch.zeros(2, 2)))
+    assert int(tokens) == 0 and float(total) == pytest.approx(math.log(2))
+
+
+# --- mock data -----------------------------------------------------------------------------------------------------
+
+
+def mock(sequence: int = 32, vocabulary: int = 100, head: bool = True, seed: int = 7, split=Split.train):
+    tokenizer = SimpleNamespace(vocab_size=vocabulary, unique_identifiers={}, pad=0, eod=1)
+    config = BERTMaskedWordPieceDatasetConfig(
+        random_seed=seed, sequence_length=sequence, split="98,1,1", tokenizer=tokenizer, masking_probability=0.15,
+        short_sequence_probability=0.1, masking_max_ngram=3, masking_do_full_word=True, masking_do_permutation=False,
+        masking_use_longer_ngrams=False, masking_use_geometric_distribution=False, classification_head=head,
+    )
+    return MockBertDataset(range(1000), None, numpy.arange(1000), 500, split, config)
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("sequence", [5, 8, 32, 512])
+def test_a_mock_sample_is_what_megatrons_dataset_would_give(sequence, head):
+    data = mock(sequence, head=head)
+    assert len(data) == 500
+    for sample in (data[i] for i in range(200)):
+        text, length = sample["text"], int(sample["padding_mask"].sum())
+        assert all(sample[name].shape == (sequence,) and sample[name].dtype == numpy.int64 for name in bert.FIELDS)
+        assert text[0] == CLS and text[length - 1] == SEP and (text[length:] == PAD).all() and text.max() < 100
+        assert (sample["padding_mask"][:length] == 1).all() and length > (sequence - 3) // 2
+        masked = sample["loss_mask"] == 1
+        assert masked.any() and (text[masked] == MASK).all() and (text[~masked] != MASK).all()
+        assert (sample["labels"][masked] >= WORDS).all() and (sample["labels"][~masked] == -1).all()
+        whole = numpy.where(masked, sample["labels"], text)[:length]
+        if not head:
+            assert sample["is_random"] == 0 and (sample["types"] == 0).all() and (whole == SEP).sum() == 1
+            continue
+        (middle,) = numpy.flatnonzero(whole[:-1] == SEP)
+        first, second = whole[1:middle], whole[middle + 1 : -1]
+        assert (sample["types"][: middle + 1] == 0).all() and (sample["types"][middle + 1 : length] == 1).all()
+        early, late = (second, first) if sample["is_random"] else (first, second)
+        assert len(early) and len(late)
+        assert (numpy.diff(numpy.concatenate([early, late])) % (100 - WORDS) == 1).all(), "it counts upwards"
+
+
+def test_mock_samples_depend_on_seed_split_and_number_alone():
+    def text(index: int, **changes) -> list[int]:
+        return mock(**changes)[index]["text"].tolist()
+
+    assert text(3) == text(3)
+    assert len({tuple(text(*key[:1], **key[1])) for key in (
+        (3, {}), (4, {}), (3, dict(seed=8)), (3, dict(split=Split.valid)))}) == 4
+    assert 0.3 < sum(mock()[i]["is_random"] for i in range(300)) / 300 < 0.7
+
+
+def test_mock_data_needs_some_words():
+    with pytest.raises(ValueError, match="--vocab-size 7: --mock-data needs 8 at least"):
+        mock(vocabulary=7)
+
+
+# --- tokenizers and datasets ---------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_megatrons_dataset_can_use():
+    bert.check_tokenizer(SimpleNamespace(cls=2, sep=3, mask=4, pad=0), "HuggingFaceTokenizer")
+
+
+@pytest.mark.parametrize("tokens, expected", [
+    (dict(cls=2, sep=3, mask=None, pad=0), "has no mask token"),
+    (dict(cls=-1, sep=3, mask=4, pad=0), "has no cls token"),
+    (dict(cls=2, mask=4, pad=0), "has no sep token"),
+    (dict(cls=0, sep=2, mask=4, pad=1), "padding token must be number 0 for Megatron's BERT dataset, not 1"),
+])
+def test_a_tokenizer_that_it_cannot_use(tokens, expected):
+    with pytest.raises(ValueError, match=f"--tokenizer-type X: the .*{expected}"):
+        bert.check_tokenizer(SimpleNamespace(**tokens), "X")
+
+
+def write(prefix, documents: list[list[int]]) -> str:
+    """A dataset with sentences of the given lengths."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for lengths in documents:
+        for length in lengths:
+            builder.add_item(torch.ones(length, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def test_documents_with_samples(tmp_path):
+    """Megatron leaves out documents with too few sentences, or with one of more than 512 tokens beside others."""
+    prefix = write(tmp_path / "data", [[5], [9, 513], [600], [7, 8], []])
+    assert indexed.fault(prefix) is None and indexed.documents(prefix) == 5
+    found = [[indexed.has_samples(prefix, i, i + 1, sentences) for i in range(5)] for sentences in (1, 2)]
+    assert found == [[True, False, True, True, False], [False, False, False, True, False]]
+    assert indexed.has_samples(prefix, 0, 5, 2) and not indexed.has_samples(prefix, 0, 3, 2)
