@@ -49,11 +49,25 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
         "it waits for that and saves their memory",
     )
     group.add_argument(
+        "--two-bw-extra-warmup", type=counts, default=(), metavar="K[,K...]",
+        help="more forwards that the stages of 2bw run ahead, for each boundary between stages, first to last, or one "
+        "number for all: 1 hides messages that take up to half of a microbatch's time (slow links between servers), 2 "
+        "up to all of it; each costs the activations of a microbatch on the stages before it",
+    )
+    group.add_argument(
         "--two-bw-trace", type=Path, metavar="DIR",
         help="record when every action of every stage ran and how long it waited: DIR/trace.json for Perfetto, "
         "DIR/timeline.png",
     )
     return parser
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers, none of them negative, with commas between; the type of a flag."""
+    numbers = tuple(int(word) for word in text.split(","))
+    if min(numbers) < 0:
+        raise ValueError
+    return numbers
 
 
 def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Asynchronous neighbour exchange between pipeline stages.
 
 Each boundary has one process group per direction, so that messages that go different ways never queue behind
-each other. Receives are posted one ahead: message k+1 travels while k is computed with (`Inbox.ahead`).
+each other. Receives are posted ahead: message k+1 travels while k is computed with (`Inbox.ahead`, `Inbox.depth`).
 
 Invariant: the runtime announces with `Inbox.expect` just the messages that the neighbour sends in an iteration,
 so that receives and sends of a boundary are equal in number at every iteration's end.
@@ -116,51 +116,56 @@ def _host_copy_of(tensor: torch.Tensor) -> torch.Tensor:
 class Inbox:
     """Messages from a neighbour, in order.
 
-    ahead  whether the receive of the next message is posted while this one is used. While a receive is posted on
+    ahead  whether the receives of the next messages are posted while this one is used. While a receive is posted on
            NCCL, nothing may wait for the whole GPU (a timer that synchronises, the tuning of a kernel that is
            compiled at its first use): it would wait for a message that this stage has to cause itself. Without
-           `ahead` a receive is posted when it is asked for. The message that an iteration leaves for the next is
-           always posted, so that its sender is free; it needs nothing more from this stage.
+           `ahead` a receive is posted when it is asked for. The messages that an iteration leaves for the next are
+           always posted, so that their sender is free; they need nothing more from this stage.
+    depth  how many receives are posted ahead: as many as the sender may be ahead of this stage, since on gloo a
+           message does not travel before its receive is posted.
     """
 
     def __init__(self, link: Link):
-        self.link, self.ahead = link, True
+        self.link, self.ahead, self.depth = link, True, 1
         self._expected = self._held = 0
         self._new_buffer: Callable[[], torch.Tensor] | None = None
-        self._posted: tuple[torch.Tensor, Work] | None = None
+        self._posted: deque[tuple[torch.Tensor, Work]] = deque()
 
     def expect(self, count: int, new_buffer: Callable[[], torch.Tensor], held: int = 0) -> None:
         """The neighbour will send `count` more messages that fit the tensors that `new_buffer` makes.
 
-        held: how many of all that are outstanding then will not be taken before the next call, 0 or 1.
+        held: how many of all that are outstanding then will not be taken before the next call.
         """
         self._expected += count
         self._held, self._new_buffer = held, new_buffer
-        if self._posted is None and self.ahead:
-            self._post()
+        self._post_ahead()
 
     def take(self) -> torch.Tensor:
-        """Wait for the next message; with `ahead`, the receive of the one after it is posted before this returns."""
+        """Wait for the next message; with `ahead`, the receives after it are posted before this returns."""
         if self.outstanding == 0:
             raise RuntimeError(f"no message is expected from rank {self.link.peer}")
-        if self._posted is None:
+        if not self._posted:
             self._post()
-        (tensor, work), self._posted = self._posted, None
+        tensor, work = self._posted.popleft()
         work.wait()
-        if self._expected and (self.ahead or self._expected == self._held):
-            self._post()
+        self._post_ahead()
         return tensor
 
     @property
     def outstanding(self) -> int:
         """Messages announced and not taken yet."""
-        return self._expected + (self._posted is not None)
+        return self._expected + len(self._posted)
+
+    def _post_ahead(self) -> None:
+        while self._expected and (
+            (self.ahead and len(self._posted) < self.depth) or self.outstanding <= self._held
+        ):
+            self._post()
 
     def _post(self) -> None:
-        if self._expected:
-            self._expected -= 1
-            tensor = self._new_buffer()
-            self._posted = tensor, self.link.receive(tensor)
+        self._expected -= 1
+        tensor = self._new_buffer()
+        self._posted.append((tensor, self.link.receive(tensor)))
 
 
 class Outbox:

@@ -92,17 +92,17 @@ def _merge_trace(args, runtime) -> None:
 def make_runtime(args):
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
     from megatron_2bw.runtime import PipelineRuntime, Progress
-    from megatron_2bw.schedules import SCHEDULES, TwoBW
+    from megatron_2bw.schedules import schedule_of
     from megatron_2bw.trace import forget
 
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
-    schedule = SCHEDULES[args.pipeline_schedule]
+    schedule = schedule_of(args.pipeline_schedule, args.two_bw_gradient_slots, args.two_bw_extra_warmup)
     alarm = None
     if schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins):
         alarm = partial(_wants_to_end, args)
     return PipelineRuntime(
-        TwoBW(args.two_bw_gradient_slots) if schedule.late_step else schedule,
+        schedule,
         lambda: Progress(args.curr_iteration, args.train_iters),
         transport=args.two_bw_exchange,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_2bw import saved
 from megatron_2bw.data import indexed
-from megatron_2bw.schedules import SCHEDULES
+from megatron_2bw.schedules import schedule_of
 
 Args = argparse.Namespace
 
@@ -168,19 +168,23 @@ def _batches(args: Args, pipelines: int, undivided: bool) -> str | None:
 
 
 def _too_few_microbatches(args: Args) -> str | None:
-    schedule = SCHEDULES.get(args.pipeline_schedule)
-    if schedule is None:
-        return None
     stages = args.pipeline_model_parallel_size
+    schedule = schedule_of(args.pipeline_schedule, args.two_bw_gradient_slots, args.two_bw_extra_warmup)
+    if schedule is None or len(args.two_bw_extra_warmup) not in (0, 1, stages - 1):
+        return None
     pipelines = args.world_size // (stages * args.tensor_model_parallel_size * args.context_parallel_size)
     batch = args.global_batch_size or args.micro_batch_size * pipelines
     microbatches, needed = batch // (args.micro_batch_size * pipelines), schedule.min_microbatches(stages)
     if microbatches >= needed:
         return None
+    if args.two_bw_extra_warmup:
+        reason = f"with --two-bw-extra-warmup needs {needed}"
+    else:
+        reason = f"needs as many as there are stages, {needed}"
     return (
         f"--global-batch-size {batch} gives {microbatches} microbatch{'es' * (microbatches != 1)} on each of "
-        f"{pipelines} pipeline{'s' * (pipelines != 1)}, but --pipeline-schedule {schedule.name} needs as many as "
-        f"there are stages, {needed}: use --global-batch-size {needed * args.micro_batch_size * pipelines} or more"
+        f"{pipelines} pipeline{'s' * (pipelines != 1)}, but --pipeline-schedule {schedule.name} {reason}: use "
+        f"--global-batch-size {needed * args.micro_batch_size * pipelines} or more"
     )
 
 
@@ -286,7 +290,7 @@ def _split(args: Args) -> str | None:
 
 
 def _empty_share(args: Args) -> str | None:
-    """Megatron deals whole sequences (BERT: documents) to the shares; in an empty one it looks for a sample for ever."""
+    """Megatron deals whole sequences (BERT: documents) to the shares, and looks for ever for one of an empty share."""
     shares = [float(share) for share in (args.split or "969,30,1").replace("/", ",").split(",")]
     shares += [0.0] * (3 - len(shares))
     if args.mock_data:
@@ -480,6 +484,14 @@ def _own_flags(args: Args) -> str | None:
                 return f"{flag} has no effect with --pipeline-schedule megatron: leave it out"
     if args.pipeline_schedule != "2bw" and args.two_bw_gradient_slots != 2:
         return "--two-bw-gradient-slots has no effect without --pipeline-schedule 2bw: leave it out"
+    extra, boundaries = args.two_bw_extra_warmup, args.pipeline_model_parallel_size - 1
+    if extra and (args.pipeline_schedule != "2bw" or not boundaries):
+        return "--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages: leave it out"
+    if len(extra) not in (0, 1, boundaries):
+        return (
+            f"--two-bw-extra-warmup has {len(extra)} numbers: give one, or one for each of the {boundaries} boundaries "
+            "between stages"
+        )
     return None
 
 

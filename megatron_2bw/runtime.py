@@ -271,6 +271,12 @@ class PipelineRuntime:
             ):
                 if outbox is not None:
                     outbox.limit = self.schedule.max_in_flight(self._shape, sender) + 1
+            for inbox, boundary in (
+                (self._exchange.activations_in, self._stage - 1), (self._exchange.gradients_in, self._stage),
+            ):
+                if inbox is not None:
+                    before, after = (self.schedule.ahead(self._shape, boundary + side) for side in (0, 1))
+                    inbox.depth = max(before - after, 1)
             self._recorder = Recorder(device)
             if self._trace is not None and mpu.get_tensor_model_parallel_rank() == 0:
                 self._writer = TraceWriter(self._trace, self._stage, call.groups.dp_cp.rank())

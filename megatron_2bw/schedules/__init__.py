@@ -14,7 +14,14 @@ SCHEDULES: dict[str, Schedule] = {
 # `megatron` is Megatron's own schedule, untouched.
 SCHEDULE_NAMES = ("megatron", *SCHEDULES)
 
+
+
+def schedule_of(name: str, gradient_slots: int = 2, extra_warmup: tuple[int, ...] = ()) -> Schedule | None:
+    """The schedule of --pipeline-schedule `name` with 2bw's options; None for Megatron's own."""
+    return TwoBW(gradient_slots, extra_warmup) if name == TwoBW.name else SCHEDULES.get(name)
+
+
 __all__ = [
     "B", "F", "REDUCE", "STEP", "W", "Action", "Shape", "Schedule", "ScheduleError", "SCHEDULES", "SCHEDULE_NAMES",
-    "TwoBW", "check_actions", "parse", "validate",
+    "TwoBW", "check_actions", "parse", "schedule_of", "validate",
 ]

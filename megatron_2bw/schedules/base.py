@@ -28,6 +28,10 @@ class Schedule:
         """
         raise NotImplementedError
 
+    def ahead(self, shape: Shape, stage: int) -> int:
+        """Forwards before the first backward, the one that alternates with it left out."""
+        return shape.warmup(stage)
+
     def min_microbatches(self, stages: int) -> int:
         """The smallest number of microbatches per batch that the schedule allows."""
         return 1
@@ -68,12 +72,12 @@ def one_forward_one_backward(forwards: list[Action], backwards: list[Action], ah
 def without_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) -> list[Action]:
     """Forwards and backwards of an iteration of a pipeline that is never drained (paper, Figure 2).
 
-    Forwards run w microbatches ahead of the backwards all through training: for k = 0 ... m-1, F(jm + w + k)
-    and B(jm + k). Only the first iteration fills the pipeline, only the last planned one empties it.
+    Forwards run w = `schedule.ahead(shape, stage)` microbatches ahead of the backwards all through training: for
+    k = 0 ... m-1, F(jm + w + k) and B(jm + k). Only the first iteration fills the pipeline, only the last planned one empties it.
     `schedule.version(shape, stage, microbatch)` names the weights of a microbatch.
     """
     start = iteration * shape.microbatches
-    ahead = shape.warmup(stage)
+    ahead = schedule.ahead(shape, stage)
     fill = ahead if iteration == shape.first else 0
     forwards = range(start + ahead - fill, min(start + ahead + shape.microbatches, shape.end * shape.microbatches))
     backwards = range(start, start + shape.microbatches)

@@ -9,10 +9,6 @@ from megatron_2bw.schedules.base import Schedule, finish, one_forward_one_backwa
 
 
 class Flush(Schedule):
-    def ahead(self, shape: Shape, stage: int) -> int:
-        """Forwards before the first backward, the one that alternates with it left out."""
-        raise NotImplementedError
-
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         batch = range(iteration * shape.microbatches, (iteration + 1) * shape.microbatches)
         order = one_forward_one_backward(
@@ -31,9 +27,6 @@ class PipeDreamFlush(Flush):
 
     name = "pipedream-flush"
     summary = "1F1B with a flush, one weight version"
-
-    def ahead(self, shape: Shape, stage: int) -> int:
-        return shape.warmup(stage)
 
 
 class GPipe(Flush):

@@ -14,6 +14,10 @@ class TwoBW(Schedule):
 
     gradient_slots  2: batch j + 1 accumulates while batch j is reduced and clipped. 1: the first backward of batch
                     j + 1 needs the memory of batch j's gradients, so it waits for the step.
+    extra_warmup    k for each boundary between stages, first to last (one number stands for all): the stages before it
+                    run k more forwards ahead. A microbatch crosses a boundary twice, F down and B up, between a
+                    stage's F and its B; with k = 0 both messages add themselves to every microbatch's time, with k they
+                    are hidden up to k / 2 of it each. For slow links; it costs the activations of k microbatches.
     """
 
     name = "2bw"
@@ -21,8 +25,16 @@ class TwoBW(Schedule):
     flushes = False
     late_step = True
 
-    def __init__(self, gradient_slots: int = 2):
+    def __init__(self, gradient_slots: int = 2, extra_warmup: tuple[int, ...] = ()):
         self.gradient_slots = gradient_slots
+        self.extra_warmup = extra_warmup
+
+    def ahead(self, shape: Shape, stage: int) -> int:
+        return self._ahead(shape.stages, stage)
+
+    def _ahead(self, stages: int, stage: int) -> int:
+        extra = self.extra_warmup * (stages - 1) if len(self.extra_warmup) == 1 else self.extra_warmup
+        return stages - 1 - stage + sum(extra[stage : stages - 1])
 
     def version(self, shape: Shape, stage: int, microbatch: int) -> int:
         return max(shape.batch(microbatch) - 1, 0)
@@ -46,10 +58,10 @@ class TwoBW(Schedule):
 
     def min_microbatches(self, stages: int) -> int:
         # With fewer, a forward would need W(j) before the last backward of batch j-1 has started its step.
-        return stages
+        return self._ahead(stages, 0) + 1
 
     def max_versions(self, shape: Shape, stage: int) -> int:
         return 2
 
     def max_in_flight(self, shape: Shape, stage: int) -> int:
-        return shape.warmup(stage) + 1
+        return self.ahead(shape, stage) + 1

@@ -59,6 +59,8 @@ CASES = {
     "sgd, one gradient slot": (
         2, command(2, 2, "2bw", optimizer="sgd", sgd_momentum=0.9, lr=0.1, min_lr=0.01, two_bw_gradient_slots=1,
                    **DROPOUT)),
+    "extra warm-up, with evaluations": (
+        2, command(2, 4, "2bw", "--bf16", two_bw_extra_warmup=2, eval_interval=1, eval_iters=1, **DROPOUT)),
     "pipedream-flush": (2, command(2, 2, "pipedream-flush", **DROPOUT)),
 }
 

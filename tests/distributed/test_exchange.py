@@ -76,29 +76,33 @@ def test_pipelines_side_by_side():
     assert run_world(4, two_pipelines) == [0.0, 1.0, 0.0, 1.0]
 
 
-def one_ahead(rank: int) -> bool:
-    """While stage 1 works with message 0, message 1 is received although nobody asks for it."""
+def received_ahead(rank: int, depth: int) -> bool:
+    """While stage 1 works with message 0, the next `depth` are received although nobody asks for them, and no more."""
     exchange = connected(rank, [0, 1], staged=False)
     if rank == 0:
-        for k in range(2):
+        for k in range(depth + 2):
             exchange.activations_out.put(torch.full((4,), float(k)))
         exchange.flush()
         dist.barrier()
         return True
     inbox = exchange.activations_in
-    inbox.expect(2, lambda: torch.zeros(4))
+    inbox.depth = depth
+    inbox.expect(depth + 2, lambda: torch.zeros(4), held=1)
     inbox.take()
-    tensor, _ = inbox._posted
+    posted, expected = [tensor for tensor, _ in inbox._posted], [float(k + 1) for k in range(depth)]
     deadline = time.monotonic() + 20
-    while tensor[3].item() != 1.0 and time.monotonic() < deadline:  # gloo's work does not say when it is done
-        time.sleep(0.01)
-    arrived = tensor[3].item() == 1.0
+    while [tensor[3].item() for tensor in posted] != expected and time.monotonic() < deadline:
+        time.sleep(0.01)  # gloo's work does not say when it is done
+    arrived = [tensor[3].item() for tensor in posted] == expected
+    for _ in range(depth + 1):
+        inbox.take()
     dist.barrier()
     return arrived
 
 
-def test_one_message_is_received_ahead():
-    assert run_world(2, one_ahead) == [True, True]
+@pytest.mark.parametrize("depth", [1, 3])
+def test_messages_are_received_ahead(depth):
+    assert run_world(2, received_ahead, depth) == [True, True]
 
 
 def lost_neighbour(rank: int, staged: bool) -> str:

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from megatron_2bw.schedules import SCHEDULES, Shape
+from megatron_2bw.arguments import counts
+from megatron_2bw.schedules import Shape, schedule_of
 from tests.distributed.compare import UNTIED, assert_same_runs
 from tests.distributed.training import Run, command, train
 from tests.distributed.world import run_world
@@ -42,13 +43,15 @@ def observe(rank: int, argv: list[str]) -> Run:
     return run
 
 
-@pytest.mark.parametrize("schedule, stages, microbatches", [
-    ("2bw", 2, 3), ("2bw", 4, 4), ("pipedream", 2, 1), ("gpipe", 2, 3), ("pipedream-flush", 2, 3),
-    ("no-pipelining", 2, 2),
+@pytest.mark.parametrize("schedule, stages, microbatches, extra", [
+    ("2bw", 2, 3, None), ("2bw", 4, 4, None), ("2bw", 2, 3, "1"), ("2bw", 4, 6, "0,2,0"), ("pipedream", 2, 1, None),
+    ("gpipe", 2, 3, None), ("pipedream-flush", 2, 3, None), ("no-pipelining", 2, 2, None),
 ])
-def test_executes_the_list(schedule, stages, microbatches):
-    runs = run_world(stages, observe, command(stages, microbatches, schedule, UNTIED, train_iters=4))
-    rule, shape = SCHEDULES[schedule], Shape(stages, microbatches, 0, 4)
+def test_executes_the_list(schedule, stages, microbatches, extra):
+    argv = command(stages, microbatches, schedule, UNTIED, train_iters=4, two_bw_extra_warmup=extra)
+    runs = run_world(stages, observe, argv)
+    rule = schedule_of(schedule, extra_warmup=counts(extra) if extra else ())
+    shape = Shape(stages, microbatches, 0, 4)
     for stage, run in enumerate(runs):
         actions = [str(action) for j in range(4) for action in rule.actions(shape, stage, j)]
         assert [event[0] for event in run.events] == actions
@@ -63,10 +66,10 @@ def test_executes_the_list(schedule, stages, microbatches):
         ends[-1] = len(run.events) - 1
         steps = [run.events[i] for i in ends]
         for _, in_flight, _, (activations, gradients) in steps[:-1]:
-            ahead = 0 if rule.flushes else shape.warmup(stage)
-            assert in_flight == ahead
-            # Each stage but the first holds one received input; no gradient is left over.
-            assert (activations, gradients) == (0 if rule.flushes or stage == 0 else 1, 0)
+            assert in_flight == (0 if rule.flushes else rule.ahead(shape, stage))
+            # Each stage but the first holds received inputs, one without extra warm-up; no gradient is left over.
+            held = 0 if rule.flushes or stage == 0 else rule.ahead(shape, stage - 1) - rule.ahead(shape, stage)
+            assert (activations, gradients) == (held, 0)
         assert steps[-1][1] == 0 and steps[-1][3] == [0, 0], "the last iteration empties the pipeline"
 
 

@@ -33,6 +33,15 @@ def test_four_stages_without_clipping_are_exact(optimizer):
     assert_same(runs, run_reference(runs, command(1, 4, "2bw", UNTIED, **changes), 4, optimizer=optimizer), exact=True)
 
 
+@pytest.mark.parametrize("stages, microbatches, extra", [(2, 3, "1"), (2, 6, "3"), (4, 7, "1"), (4, 6, "0,2,0")])
+def test_extra_warmup(stages, microbatches, extra):
+    """Forwards that run further ahead read the same versions: nothing changes."""
+    changes = dict(clip_grad=0 if stages == 4 else 1.0)
+    argv = command(stages, microbatches, "2bw", UNTIED, two_bw_extra_warmup=extra, **changes)
+    runs = run_pipeline(argv, stages)
+    assert_same(runs, run_reference(runs, command(1, microbatches, "2bw", UNTIED, **changes), microbatches), exact=True)
+
+
 @pytest.mark.parametrize("stages, optimizer", [(2, "adam"), (2, "sgd"), (4, "sgd")])
 def test_tied_embeddings(stages, optimizer):
     """First and last stage hold copies of the embedding; `full_weights` checks that they stay equal bit for bit.

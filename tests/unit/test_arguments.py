@@ -286,6 +286,13 @@ MISTAKEN = [
     line("--two-bw-trace /proc/version/trace: /proc/version is not a folder", two_bw_trace="/proc/version/trace"),
     line("--two-bw-gradient-slots has no effect without --pipeline-schedule 2bw", schedule="gpipe",
          two_bw_gradient_slots=1),
+    line("--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages", schedule="gpipe",
+         two_bw_extra_warmup=1),
+    line("--two-bw-extra-warmup has no effect without", stages=1, world=1, two_bw_extra_warmup=1),
+    line("--two-bw-extra-warmup has 2 numbers: give one, or one for each of the 1 boundaries", microbatches=8,
+         two_bw_extra_warmup="1,1"),
+    line("gives 3 microbatches on each of 1 pipeline, but --pipeline-schedule 2bw with --two-bw-extra-warmup needs 4: "
+         "use --global-batch-size 8 or more", microbatches=3, two_bw_extra_warmup="2"),
     line("use --global-batch-size 4 or more", microbatches=1),
     line("--rotary-percent has no effect without --position-embedding-type rope", rotary_percent=0.5),
     line("--save-interval has no effect without --save", save_interval=2),
@@ -576,6 +583,8 @@ def test_argparse_errors_are_one_line(flags, expected):
 @pytest.mark.parametrize("flags, expected", [
     (["--pipeline-schedule", "3bw"], "argument --pipeline-schedule: invalid choice: '3bw'"),
     (["--pipeline-schedule"], "argument --pipeline-schedule: expected one argument"),
+    (["--two-bw-extra-warmup", "1,x"], "argument --two-bw-extra-warmup: invalid counts value: '1,x'"),
+    (["--two-bw-extra-warmup", "1,-1"], "argument --two-bw-extra-warmup: invalid counts value: '1,-1'"),
     (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     (["--device", "cuda"], "--device cuda: no GPU is visible to torch; use --device cpu"),
 ], ids=" ".join)

@@ -219,3 +219,38 @@ def test_grid_marks_the_fault():
     assert grid([parse("F0@0 B0@0"), parse("F0@0")], (0, 1)) == (
         "step     0      1\nstage 0  F0@0   >B0@0<\nstage 1  F0@0"
     )
+
+
+# --- extra warm-up ---------------------------------------------------------------------------------------------------
+
+
+def test_2bw_with_extra_warmup_by_hand():
+    """One more forward ahead over the boundary: the first stage's early forwards begin one earlier, no version moves."""
+    schedule, shape = TwoBW(extra_warmup=(1,)), Shape(2, 3, 0, 3)
+    assert text(schedule.actions(shape, 0, 0)) == "F0@0 F1@0 F2@0 B0@0 F3@0 B1@0 F4@0 B2@0 R0@0"
+    assert text(schedule.actions(shape, 0, 1)) == "F5@0 B3@0 S0@1 F6@1 B4@0 F7@1 B5@0 R1@1"
+    assert text(schedule.actions(shape, 1, 1)) == text(TwoBW().actions(shape, 1, 1))
+    assert text(schedule.actions(shape, 0, 2)) == "F8@1 B6@1 B7@1 S1@2 B8@1 R2@2 S2@3"
+
+
+@pytest.mark.parametrize("extra", [(1,), (2,), (0, 2, 0), (1, 0, 3), (0,)], ids=str)
+@pytest.mark.parametrize("gradient_slots", [1, 2])
+def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(extra, gradient_slots):
+    schedule, per_boundary = TwoBW(gradient_slots, extra), extra * 3 if len(extra) == 1 else extra
+    fewest = 4 + sum(per_boundary)
+    assert schedule.min_microbatches(4) == fewest
+    for microbatches in (fewest, fewest + 1, 2 * fewest):
+        shape = Shape(4, microbatches, 2, 7)
+        validate(schedule, shape)
+        in_flight = [3 - stage + sum(per_boundary[stage:]) + 1 for stage in range(4)]
+        assert [schedule.max_in_flight(shape, stage) for stage in range(4)] == in_flight
+        assert [schedule.max_versions(shape, stage) for stage in range(4)] == [2] * 4
+        for stage, row in enumerate(lists(schedule, shape)):  # the windows of the late step, as without
+            place = {action: index for index, action in enumerate(row)}
+            for batch in range(2, 5):
+                first_reader = min(place[a] for a in row if a.kind == "F" and a.version == batch + 1)
+                assert place[Action("R", batch, batch)] < place[Action("S", batch, batch + 1)] < first_reader
+
+
+def test_extra_warmup_of_one_stage_is_none():
+    assert lists(TwoBW(extra_warmup=(2,)), Shape(1, 2, 0, 3)) == lists(TwoBW(), Shape(1, 2, 0, 3))
