@@ -214,7 +214,7 @@ def iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Ti
 
 def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
     """The events of `simulate`, in any order; the lists of one shape are made once."""
-    key = (type(schedule), getattr(schedule, "gradient_slots", 0), schedule.chunks, shape)
+    key = (type(schedule), schedule.chunks, shape, *vars(schedule).values())
     lists = _made.get(key)
     if lists is None:
         if len(_made) > 64:
@@ -238,7 +238,7 @@ def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, time
     It differs from `iteration_time` by 1 % at most, by 3 % where messages take longer than the computation
     (tests/unit/test_simulator.py).
     """
-    short = 3 * stages + microbatches % stages
+    short = max(3 * stages, schedule.min_microbatches(stages) + stages) + microbatches % stages
     long = short + 2 * stages
     if microbatches <= long:
         return iteration_time(schedule, stages, microbatches, times)

@@ -36,23 +36,20 @@ def numbers(text: str) -> tuple[int, ...]:
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model: a name, a file, or Megatron's flags")
     group.add_argument("--model", metavar="NAME|config.json", help=", ".join(models.PRESETS))
-    group.add_argument("--seq-length", type=int)
-    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--kv-channels",
-                 "--num-query-groups", "--vocab-size"):
-        group.add_argument(flag, type=int)
+    meaning = "as Megatron's"
+    for flag in ("--seq-length", "--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size",
+                 "--kv-channels", "--num-query-groups", "--vocab-size"):
+        group.add_argument(flag, type=int, help=meaning)
     group.add_argument("--bert", action="store_true", help="a BERT, not a GPT")
-    group.add_argument("--group-query-attention", action="store_true")
-    group.add_argument("--swiglu", action="store_true")
-    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
-    group.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute")
-    group.add_argument("--rotary-base", type=int, default=10000)
-    group.add_argument("--norm-epsilon", type=float, default=1e-5)
-    group.add_argument("--use-rope-scaling", action="store_true")
-    group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
-    group.add_argument("--disable-bias-linear", action="store_true")
-    group.add_argument("--add-qkv-bias", action="store_true")
-    group.add_argument("--attention-dropout", type=float, default=0.1)
-    group.add_argument("--hidden-dropout", type=float, default=0.1)
+    for flag in ("--group-query-attention", "--swiglu", "--use-rope-scaling", "--untie-embeddings-and-output-weights",
+                 "--disable-bias-linear", "--add-qkv-bias"):
+        group.add_argument(flag, action="store_true", help=meaning)
+    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm", help=meaning)
+    group.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute",
+                       help=meaning)
+    group.add_argument("--rotary-base", type=int, default=10000, help=meaning)
+    for flag, default in (("--norm-epsilon", 1e-5), ("--attention-dropout", 0.1), ("--hidden-dropout", 0.1)):
+        group.add_argument(flag, type=float, default=default, help=meaning)
     group.add_argument("--max-position-embeddings", type=int, help=argparse.SUPPRESS)
 
 

@@ -374,3 +374,23 @@ def test_a_long_iteration_of_another_chain(schedule, stages, microbatches, times
     1 %: theirs are never below lower_bound (test_planner_search.py)."""
     exact = iteration_time(schedule, stages, microbatches, times)
     assert long_iteration_time(schedule, stages, microbatches, times) == pytest.approx(exact, rel=0.025)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 1.0])
+def test_messages_add_themselves_to_2bw_unless_more_forwards_run_ahead(stages, share):
+    """t_c of a message, c of a microbatch's forward and backward: c + 2(d-1)/d t_c a microbatch as in 1F1B; with k more
+    forwards ahead over each boundary just c, as long as 2 t_c <= k c."""
+    microbatches, cycle = 4 * stages, 3.0
+    times = Times(1, 2, transfer=share * cycle, occupied=share * cycle)
+    plain = iteration_time(TwoBW(), stages, microbatches, times)
+    assert plain == pytest.approx(microbatches * cycle * (1 + 2 * (stages - 1) / stages * share))
+    hidden = [iteration_time(TwoBW(2, (k,)), stages, microbatches, times) for k in (1, 2)]
+    assert hidden[1] == pytest.approx(microbatches * cycle)
+    assert (hidden[0] == pytest.approx(microbatches * cycle)) == (2 * share <= 1)
+
+
+def test_only_the_slow_boundary_needs_more_forwards_ahead():
+    times = Times(1, 2, transfer=[0.0, 1.5, 0.0, 0.0])
+    seconds = [iteration_time(TwoBW(2, extra), 4, 16, times) for extra in ((), (1, 0, 1), (0, 1, 0))]
+    assert seconds == pytest.approx([16 * 4.5, 16 * 4.5, 16 * 3])
