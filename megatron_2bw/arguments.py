@@ -130,6 +130,8 @@ def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: St
         stop(f"{message} (did you mean {similar[0]}?)" if similar else message)
 
     add_flags(parser).set_defaults(**_defaults(early))
+    for action in parser._actions:  # --help of Megatron 0.19 fails at per cent signs in its texts
+        action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
     parser.error = error
     return parser
 

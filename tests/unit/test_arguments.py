@@ -580,6 +580,11 @@ def test_argparse_errors_are_one_line(flags, expected):
     assert str(stopped.value).startswith(expected) and "\n" not in str(stopped.value)
 
 
+def test_help_can_be_printed():
+    text = parser_of("2bw", "bert").format_help()
+    assert "--pipeline-schedule" in text and "--bert-no-binary-head" in text
+
+
 @pytest.mark.parametrize("flags, expected", [
     (["--pipeline-schedule", "3bw"], "argument --pipeline-schedule: invalid choice: '3bw'"),
     (["--pipeline-schedule"], "argument --pipeline-schedule: expected one argument"),
