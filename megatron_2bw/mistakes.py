@@ -400,7 +400,8 @@ _PACKAGES: tuple[tuple[str, str], ...] = (
 def _packages(args: Args) -> str | None:
     for flag, package in _PACKAGES:
         if value(args, flag) and not _installed(package):
-            return f"{flag} needs the package {package}, which is not installed: install it, or leave {flag} out"
+            how = f"pip install {package}" if package in ("tensorboard", "wandb") else "install it"
+            return f"{flag} needs the package {package}, which is not installed: {how}, or leave {flag} out"
     if args.async_save and args.async_strategy == "nvrx" and not _installed("nvidia_resiliency_ext"):
         return "--async-save needs the package nvidia_resiliency_ext, not installed here: use --async-strategy mcore"
     if args.optimizer not in ("adam", "sgd") and not _installed("emerging_optimizers"):

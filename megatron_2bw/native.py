@@ -31,6 +31,8 @@ def _runtime():
         wanted = patches.repairs() + patches.for_checkpoints(runtime)
         if runtime.schedule.late_step:
             wanted += patches.for_late_step(runtime)
+        else:
+            wanted += patches.for_log(runtime)
         patches.apply(wanted)
         _runtimes.append(runtime)
     return _runtimes[0]

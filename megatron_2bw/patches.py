@@ -224,6 +224,48 @@ def for_schedule(runtime: Any) -> list[Patch]:
             "the optimizer's step writes the weight version that the schedule names",
             adopt,
         ),
+        *for_log(runtime),
+    ]
+
+
+def for_log(runtime: Any) -> list[Patch]:
+    """What the stages report, in the log lines and on the dashboards. `apply` takes originals first: twice is once."""
+    loop = "megatron.training.training"
+
+    def into_the_logbook(original: Callable) -> Callable:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def training_log(*args, **kwargs):
+            values = signature.bind(*args, **kwargs)
+            values.apply_defaults()
+            return runtime.logbook.add(original, values.arguments)
+
+        return training_log
+
+    def with_the_stages(original: Callable) -> Callable:
+        return lambda message: original(runtime.logbook.line(message) if runtime.logbook else message)
+
+    def beside_wandb(original: Callable) -> Callable:
+        from megatron_2bw.logbook import writer_beside_wandb
+
+        return writer_beside_wandb(original)
+
+    return [
+        Patch(
+            loop, "training_log",
+            (
+                "loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag",
+                "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit",
+                "pg_collection", "is_first_iteration", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch",
+            ),
+            "the stages report there; with a late step a line is written when the step that it describes is made",
+            into_the_logbook,
+        ),
+        Patch(loop, "print_rank_last", ("message",), "waiting times and memory of the stages join the line",
+              with_the_stages),
+        Patch(loop, "get_tensorboard_writer", (),
+              "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases", beside_wandb),
     ]
 
 
@@ -323,20 +365,6 @@ class _LateLoop:
 
         return save_checkpoint_and_time
 
-    def log_later(self, original: Callable) -> Callable:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def training_log(*args, **kwargs):
-            values = signature.bind(*args, **kwargs)
-            values.apply_defaults()
-            return self.runtime.logbook.add(original, values.arguments)
-
-        return training_log
-
-    def print_stages(self, original: Callable) -> Callable:
-        return lambda message: original(self.runtime.logbook.line(message) if self.runtime.logbook else message)
-
     def decide_exit(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args, **kwargs):
@@ -356,11 +384,6 @@ class _LateLoop:
 def for_late_step(runtime: Any) -> list[Patch]:
     """What a schedule with a late step changes in the training loop: nothing there may wait for another stage."""
     late, loop = _LateLoop(runtime), "megatron.training.training"
-    log = (
-        "loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag",
-        "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit", "pg_collection",
-        "is_first_iteration", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch",
-    )
     state = (
         "model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far",
         "checkpointing_context", "train_data_iterator",
@@ -374,9 +397,7 @@ def for_late_step(runtime: Any) -> list[Patch]:
               lambda original: lambda input, group=None: input),
         Patch(loop, "reduce_max_stat_across_model_parallel_group", ("stat", "group"), everywhere,
               lambda original: lambda stat, group=None: stat),
-        Patch(loop, "training_log", log, "a line is written when the step that it describes is made", late.log_later),
-        Patch(loop, "print_rank_last", ("message",), "waiting times and memory of the stages join the line",
-              late.print_stages),
+        *for_log(runtime),
         Patch(loop, "calc_params_l2_norm", ("model", "force_create_fp32_copy"), "it reads the newest weights",
               late.finish_first),
         Patch(loop, "check_param_hashes_across_dp_replicas", ("model", "cross_check"), "it reads the newest weights",

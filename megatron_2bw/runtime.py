@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import print_rank_0
 
 from megatron_2bw.communication import Exchange, connect
-from megatron_2bw.logbook import Logbook
+from megatron_2bw.logbook import LateLogbook, Logbook, PromptLogbook, Spent
 from megatron_2bw.optimizer import LateStep, StageReport
 from megatron_2bw.random_state import RandomState
 from megatron_2bw.schedules import B, F, REDUCE, STEP, Action, Schedule, Shape
@@ -284,6 +284,8 @@ class PipelineRuntime:
                 self._make_stores(call, progress)
             if self.schedule.late_step:
                 self._make_late_step(call, progress, microbatches * micro_batch_size)
+            else:
+                self.logbook = PromptLogbook(self._spent, ranks, self.timeout)
             self._resume = None  # its tensors are copied
         elif microbatches != self._shape.microbatches:
             raise RuntimeError(
@@ -307,7 +309,7 @@ class PipelineRuntime:
             increment=samples * mpu.get_data_parallel_world_size(), groups=call.groups, first=progress.iteration,
             timeout=self.timeout, alarm=self._alarm, loss_scale=self.loss_scale(), saving=self.saving,
         )
-        self.logbook = Logbook()
+        self.logbook = LateLogbook()
 
     def _run_iteration(self, call: Call, iteration: int, new_message: Callable[[], torch.Tensor]) -> list:
         actions = self.schedule.actions(self._shape, self._stage, iteration)
@@ -379,6 +381,26 @@ class PipelineRuntime:
         elapsed = sum(record.end - record.asked for record in records)  # without evaluation, saving, the loop itself
         return StageReport(waited, elapsed, torch.cuda.max_memory_allocated())
 
+    def _spent(self) -> Spent:
+        """What happened since the last call, where no step is late; called at a batch's end, when all stages have met.
+
+        To meet Megatron's loop has waited for the GPU, so nothing is left to wait for here.
+        """
+        marks = self._recorder.cut()
+        if not marks:
+            return Spent()
+        now = self._recorder.mark()
+        *records, end = self._recorder.resolve([*marks, (marks[-1][0], now, now, now)])
+        if self._writer is not None:
+            self._writer.write(records)
+        last = max(index for index, record in enumerate(records) if record.action.kind == B)
+        computing = records[: last + 1]
+        return Spent(
+            sum(record.start - record.asked for record in computing),
+            sum(record.end - record.asked for record in computing),
+            end.end - records[last].end,
+        )
+
     def close_trace(self) -> None:
         """Write what is left of the trace."""
         if self._writer is not None:
@@ -446,10 +468,6 @@ class PipelineRuntime:
                 action.microbatch, self._versions_still_read(to_come), tokens, partial(self._report, marks)
             )
             return
-        if self._writer is not None:
-            self._writer.write(self._recorder.resolve(self._recorder.cut()))
-        else:
-            self._recorder.cut()
         call.config.finalize_model_grads_func(
             [call.model], tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
         )

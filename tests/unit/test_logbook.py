@@ -1,21 +1,25 @@
-"""Log lines that wait for their step."""
+"""Log lines, and what the stages add to them: written at once, or when their step is made."""
 
 from __future__ import annotations
 
 import types
 
 import pytest
+import torch
 
 from megatron_2bw import cpu
 
 
 @pytest.fixture
-def book(monkeypatch):
+def world(monkeypatch):
+    """Megatron's globals, as far as a logbook reads them."""
     cpu.install()
     from megatron_2bw import logbook
 
-    args = types.SimpleNamespace(consumed_train_samples=0, skipped_train_samples=0, log_interval=2)
-    timer = types.SimpleNamespace(elapsed=lambda: 1.5)
+    args = types.SimpleNamespace(
+        consumed_train_samples=0, skipped_train_samples=0, log_interval=2, global_batch_size=8, seq_length=16,
+    )
+    timer = types.SimpleNamespace(elapsed=lambda reset=True, barrier=False: 1.5)
     monkeypatch.setattr(logbook, "get_args", lambda: args)
     monkeypatch.setattr(logbook, "get_timers", lambda: lambda name, log_level: timer)
     scalars = {}
@@ -25,9 +29,14 @@ def book(monkeypatch):
     wandb = types.SimpleNamespace(log=lambda values, step: scalars.setdefault(("wandb", step), {}).update(values))
     monkeypatch.setattr(logbook, "get_tensorboard_writer", lambda: writer)
     monkeypatch.setattr(logbook, "get_wandb_writer", lambda: wandb)
-    made = logbook.Logbook()
-    yield types.SimpleNamespace(book=made, args=args, timer=timer, scalars=scalars)
+    yield types.SimpleNamespace(args=args, timer=timer, scalars=scalars, module=logbook)
     cpu.uninstall()
+
+
+@pytest.fixture
+def late(world):
+    world.book = world.module.LateLogbook()
+    return world
 
 
 def outcome(batch: int, **changes):
@@ -42,51 +51,143 @@ def call(iteration: int) -> dict:
     return {"iteration": iteration, "is_first_iteration": iteration == 1, "loss_dict": {"lm loss": iteration}}
 
 
-def test_a_line_waits_for_its_step_and_shows_its_values(book):
-    lines = []
+def megatrons(world, lines: list):
+    """A `training_log` that reads the timer and prints a line where Megatron's does."""
 
-    def write(**values):
-        lines.append((values, book.args.consumed_train_samples, book.book.line("")))
+    def training_log(**values):
+        text = "not printed"
+        if values["iteration"] % 2 == 0 or values["is_first_iteration"]:
+            world.timer.elapsed(barrier=True, reset=not values["is_first_iteration"])
+            text = world.book.line("")
+        lines.append((values, world.args.consumed_train_samples, text))
         return False
 
-    book.args.consumed_train_samples = 8
-    assert book.book.add(write, call(1)) is True and lines == []
-    book.book.settled(outcome(0))
-    book.args.consumed_train_samples = 16
-    assert book.book.add(write, call(2)) is False
+    return training_log
+
+
+def test_a_line_waits_for_its_step_and_shows_its_values(late):
+    lines, book = [], late.book
+    write = megatrons(late, lines)
+    late.args.consumed_train_samples = 8
+    assert book.add(write, call(1)) is True and lines == []
+    book.settled(outcome(0))
+    late.args.consumed_train_samples = 16
+    assert book.add(write, call(2)) is False
     ((values, samples, suffix),) = lines
     assert values["iteration"] == 1 and values["grad_norm"] == 0.5 and values["skipped_iter"] == 0 and samples == 8
-    assert suffix == " bubble: 20.0%/30.0% | peak memory by stage (GiB): 2.00 4.00 |"
-    book.book.settled(outcome(1, stepped=False, grad_norm=None, loss_scale=4.0))
-    book.book.flush()
+    assert suffix == " tokens/s: 85 | bubble: 20.0%/30.0% | peak memory by stage (GiB): 2.00 4.00 |"
+    book.settled(outcome(1, stepped=False, grad_norm=None, loss_scale=4.0))
+    book.flush()
     values, samples, _ = lines[1]
     assert (values["iteration"], values["skipped_iter"], values["grad_norm"]) == (2, 1, None)
-    assert (values["loss_scale"], samples) == (4.0, 16) and book.args.consumed_train_samples == 16
-    assert book.book.line("other") == "other", "only Megatron's line gets the suffix"
+    assert (values["loss_scale"], samples) == (4.0, 16) and late.args.consumed_train_samples == 16
+    assert book.line("other") == "other", "only Megatron's line gets the suffix"
 
 
-def test_the_interval_timer_counts_the_iterations_of_the_line(book):
+def test_the_interval_timer_counts_the_iterations_of_the_line(late):
     """Two lines written at once: each shows the time of its own interval."""
     read = []
 
     def write(**values):
         if values["iteration"] % 2 == 0:
-            read.append(book.timer.elapsed(barrier=True, reset=True))
+            read.append(late.timer.elapsed(barrier=True, reset=True))
         return True
 
     for iteration in range(1, 5):
-        book.book.add(write, call(iteration))
-        book.book.settled(outcome(iteration - 1))
-    book.book.flush()
+        late.book.add(write, call(iteration))
+        late.book.settled(outcome(iteration - 1))
+    late.book.flush()
     assert read == [3.0, 3.0]
 
 
-def test_shares_go_to_tensorboard_and_wandb(book):
-    book.book.add(lambda **values: True, call(1))
-    book.book.settled(outcome(0))
-    book.book.flush()
+def test_the_stages_values_go_to_tensorboard_and_wandb(late):
+    late.book.add(megatrons(late, []), call(1))
+    late.book.settled(outcome(0))
+    late.book.flush()
     expected = {
         "bubble/mean": 0.2, "bubble/max": 0.3, "bubble/stage 0": 0.1, "bubble/stage 1": 0.3,
-        "peak memory (GiB)/stage 0": 2.0, "peak memory (GiB)/stage 1": 4.0,
+        "peak memory (GiB)/stage 0": 2.0, "peak memory (GiB)/stage 1": 4.0, "tokens per second": 8 * 16 / 1.5,
     }
-    assert book.scalars[1] == pytest.approx(expected) and book.scalars["wandb", 1] == pytest.approx(expected)
+    assert late.scalars[1] == pytest.approx(expected) and late.scalars["wandb", 1] == pytest.approx(expected)
+
+
+@pytest.fixture
+def prompt(world, monkeypatch):
+    """The first of two stages; at each line the second one's rest is two seconds longer."""
+    gathered = []
+
+    def all_gather(rows, own, group):
+        waited, elapsed, rest, _ = own.tolist()
+        gathered.append([waited, elapsed, rest])
+        rows[0].copy_(own)
+        rows[1].copy_(torch.tensor([0.0, elapsed, rest + 2.0, 2.0**31]))
+
+    groups = types.SimpleNamespace(
+        new_group=lambda ranks, **options: types.SimpleNamespace(size=lambda: len(ranks)), all_gather=all_gather
+    )
+    monkeypatch.setattr(world.module, "dist", groups)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    world.gathered = gathered
+    world.book = world.module.PromptLogbook(lambda: world.module.Spent(1.0, 6.0, 2.0), [0, 1])
+    return world
+
+
+def test_stages_that_meet_exchange_their_reports_at_lines_only(prompt):
+    lines = []
+    write = megatrons(prompt, lines)
+    for iteration in range(1, 5):
+        assert prompt.book.add(write, call(iteration)) is False, "written at once; returns what Megatron's does"
+    assert prompt.gathered == [[1.0, 6.0, 2.0], [1.0, 6.0, 2.0], [2.0, 12.0, 4.0]], "since the last line each"
+    # Stage 0 waited 2 of 16 seconds; stage 1, two seconds longer in the rest, 2 of 18.
+    assert prompt.scalars[4]["bubble/stage 0"] == pytest.approx(2 / 16)
+    assert prompt.scalars[4]["bubble/stage 1"] == pytest.approx(2 / 18)
+    assert prompt.scalars[4]["peak memory (GiB)/stage 1"] == 2.0
+    texts = [text for *_, text in lines]
+    assert texts[2] == "not printed"
+    assert texts[3] == " tokens/s: 171 | bubble: 11.8%/12.5% | peak memory by stage (GiB): 1.00 2.00 |"
+
+
+def test_tokens_per_second_are_those_of_the_interval_that_the_line_shows(prompt):
+    """Megatron's first line does not reset its timer, so the second one's time covers the first iteration too."""
+    for iteration in range(1, 5):
+        prompt.book.add(megatrons(prompt, []), call(iteration))
+    tokens = {step: prompt.scalars[step]["tokens per second"] for step in (1, 2, 4)}
+    assert tokens == pytest.approx({1: 128 / 1.5, 2: 2 * 128 / 1.5, 4: 2 * 128 / 1.5})
+
+
+def test_whoever_finishes_early_has_waited_for_the_last(world):
+    """Times of one batch of 1F1B with d = m = 2, forward 1, backward 2; update 0.5. The bubble is 1 / (m + d - 1)."""
+    from megatron_2bw.logbook import Spent, reports
+
+    first = Spent(waited=3.0, elapsed=9.0, rest=0.5)  # two forwards and two backwards, and waits for a backward
+    second = Spent(waited=1.0, elapsed=7.0, rest=2.5)  # waits for a forward, and two seconds for the other's backward
+    for report in reports([(first, 1.0), (second, 2.0)]):
+        assert (report.waited, report.elapsed) == (3.0, 9.5)
+
+
+def test_wandb_gets_megatrons_values_without_tensorboard(world, monkeypatch):
+    """Megatron logs to Weights & Biases only `if writer`."""
+    from megatron_2bw.logbook import writer_beside_wandb
+
+    writer = writer_beside_wandb(lambda: None)()
+    assert writer and writer.add_scalar("lm loss", 1.0, 1) is None and writer.flush() is None
+    assert writer_beside_wandb(lambda: "TensorBoard's")() == "TensorBoard's"
+    monkeypatch.setattr(world.module, "get_wandb_writer", lambda: None)
+    assert writer_beside_wandb(lambda: None)() is None
+
+
+def test_what_two_lists_of_patches_name_is_wrapped_once(world):
+    """An entry script applies `for_schedule`, and with 2bw `for_late_step`, which a patched checkout applies alone."""
+    from megatron.training import training
+
+    from megatron_2bw import patches
+
+    before, calls = training.training_log, []
+    book = types.SimpleNamespace(add=lambda write, values: calls.append(write), line=lambda text: text)
+    runtime = types.SimpleNamespace(logbook=book, forward_backward=None)
+    undo = patches.apply([*patches.for_schedule(runtime), *patches.for_late_step(runtime)])
+    try:
+        training.training_log({}, {}, 0.1, 1, 1.0, True, 0, None, None, None, None)
+    finally:
+        undo()
+    assert calls == [before] and training.training_log is before
