@@ -22,17 +22,19 @@ import sys
 import sysconfig
 import tempfile
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy
 import tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-EOD = "<|endoftext|>"
+from megatron_2bw.data.encoder import Encoder, plain
+from megatron_2bw.data.vocabulary import EOD, GPT, save, smallest, train_bpe
+
 DEFAULT_VOCAB_SIZE = 4096
 DEFAULT_MAX_BYTES = 8_000_000
-MIN_VOCAB_SIZE = 256 + 1 + 1  # every byte, EOD and one merge
+MIN_VOCAB_SIZE = smallest("bpe", GPT)
 MAX_VOCAB_SIZE = 65_499  # the most that Megatron stores in 16 bits
 
 _FORMAT = 1  # raise it when the same inputs come to give other files
@@ -143,13 +145,13 @@ def _build(folder: Path, texts: list[str], vocab_size: int, max_bytes: int) -> C
         work = Path(scratch) / folder.name
         work.mkdir()
         _progress(f"training the tokenizer on {len(texts)} files of the standard library")
-        tokenizer = _train(texts, vocab_size)
+        tokenizer = train_bpe(texts, vocab_size, [EOD])
         if tokenizer.get_vocab_size() < vocab_size:
             raise CorpusError(
                 f"--max-bytes {max_bytes}: too small, its text gives only "
                 f"{tokenizer.get_vocab_size()} of the {vocab_size} tokens of --vocab-size"
             )
-        _save_tokenizer(work / "tokenizer", tokenizer)
+        save(work / "tokenizer", tokenizer, GPT)
         tokens = _write_documents(work / "corpus", texts, tokenizer)
         numbers = {"vocab_size": vocab_size, "documents": len(texts), "tokens": tokens}
         files = [path for path in sorted(work.rglob("*")) if path.is_file()]
@@ -161,45 +163,18 @@ def _build(folder: Path, texts: list[str], vocab_size: int, max_bytes: int) -> C
     return Corpus(folder / "corpus", folder / "tokenizer", **numbers)
 
 
-def _train(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer: it loses nothing, so decoding gives back the very text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Save what Megatron's HuggingFaceTokenizer loads; it takes `eos_token` as its `eod`."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD}
-    config["clean_up_tokenization_spaces"] = False  # decoding must not touch the text
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
 def _write_documents(prefix: Path, texts: list[str], tokenizer: Tokenizer) -> int:
     """Write the .bin and .idx files and return how many tokens they hold."""
     from megatron.core.datasets import indexed_dataset
 
-    # A source file that spells out EOD must not end its document there.
-    tokenizer.encode_special_tokens = True
     eod = tokenizer.token_to_id(EOD)
     dtype = indexed_dataset.DType.optimal_dtype(tokenizer.get_vocab_size())
+    encoder = Encoder(plain(tokenizer), frozenset([eod]), dtype, eod)
     builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     tokens, batch = 0, len(texts) // 5 + 1
     for start in range(0, len(texts), batch):
         _progress(f"writing the tokens, {start / len(texts):.0%}", passing=True)
-        for encoding in tokenizer.encode_batch(texts[start : start + batch]):
-            # An array where the signature says tensor: numpy warns of each tensor it converts.
-            ids = numpy.array([*encoding.ids, eod], dtype=dtype)
+        for (ids,) in encoder.documents(texts[start : start + batch], Counter()):
             builder.add_document(ids, [len(ids)])
             tokens += len(ids)
     builder.finalize(f"{prefix}.idx")

@@ -1,0 +1,143 @@
+"""Opens tokenizers and datasets in Hugging Face's formats, from a local folder or by their name on the Hub.
+
+Invariant: whatever the libraries raise becomes one line that names the flag. A Hub that cannot be reached costs
+seconds, not the minutes of the libraries' retries, and what is in their cache is used then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.data.errors import DataError
+from megatron_2bw.data.sources import DatasetSource
+
+_NEEDED = {"gpt": ("eod",), "bert": ("cls", "sep", "mask", "pad")}
+_SPECIAL = ("eod", "bos", "cls", "sep", "mask", "pad")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A tokenizer as Megatron sees it. `json` is that of the tokenizers library, None for one written in Python."""
+
+    tokenizer: Any  # of transformers
+    json: str | None
+    vocab_size: int
+    eod: int | None
+    forbidden: frozenset[int]  # ids that text must not become
+
+    def digest(self) -> str:
+        text = self.json or json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_tokenizer(name: str, task: str) -> Loaded:
+    """The tokenizer that Megatron builds for --tokenizer-type HuggingFaceTokenizer --tokenizer-model `name`.
+
+    Raises DataError if it cannot be loaded or lacks what Megatron's dataset for the task takes from it.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise DataError(f"--tokenizer-model {name}: a file; give the folder that it is in, or --vocab-file")
+    offline = not path.is_dir() and _unreachable()
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    try:
+        ours = MegatronTokenizer.from_pretrained(
+            str(path), {"library": "huggingface"}, chat_template=None, vocab_file=None, merges_file=None,
+            additional_special_tokens=[], use_fast=True, trust_remote_code=False, include_special_tokens=True,
+        )
+    except Exception as error:  # of transformers, huggingface_hub, tokenizers
+        raise DataError(f"--tokenizer-model {name}: {_reason(error, offline, path)}") from error
+    found = {}
+    for token in _SPECIAL:
+        try:
+            found[token] = getattr(ours, token)
+        except Exception:  # Megatron asks for the id of a token that there is not
+            found[token] = None
+    missing = [token for token in _NEEDED[task] if found[token] is None]
+    if missing:
+        raise DataError(
+            f"--tokenizer-model {name}: it has no {', '.join(missing)} token, which --task {task} needs; "
+            "--train-tokenizer makes one that has"
+        )
+    if task == "bert" and found["pad"] != 0:
+        raise DataError(
+            f"--tokenizer-model {name}: its padding token has the id {found['pad']}, but Megatron's BERT dataset marks "
+            "padding by 0; --train-tokenizer wordpiece makes one that does"
+        )
+    tokenizer = ours._tokenizer.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    known = {found[token] for token in _SPECIAL if found[token] is not None}
+    unknown = set() if ours.unk is None else {ours.unk} - {found["eod"] if task == "gpt" else None}
+    size = max(ours.vocab_size, max(tokenizer.get_vocab().values()) + 1)
+    eod = found["eod"] if task == "gpt" else None
+    return Loaded(tokenizer, backend and backend.to_str(), size, eod, frozenset(known - unknown))
+
+
+def open_dataset(name: str, config: str | None, split: str | None, key: str, skip_bad: bool) -> DatasetSource:
+    """The dataset of a folder that save_to_disk wrote, of a folder of data files, or of a name on the Hub."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise DataError(f"--dataset {name}: a file; give the folder that it is in, or --input for text and JSON lines")
+    offline = not path.is_dir() and _unreachable()
+    import datasets
+
+    saved = [file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()]
+    try:
+        if saved:
+            if config is not None:
+                raise DataError(f"--dataset-config {config}: {name} is a saved dataset, which has none: leave it out")
+            found = datasets.load_from_disk(str(path))
+        else:
+            found = datasets.load_dataset(str(path), config, split=split or "train")
+    except DataError:
+        raise
+    except Exception as error:  # of datasets, pyarrow, huggingface_hub
+        raise DataError(f"--dataset {name}: {_reason(error, offline, path)}") from error
+    if isinstance(found, datasets.DatasetDict):
+        if (split or "train") not in found:
+            raise DataError(f"--dataset-split {split or 'train'}: {name} has {', '.join(found)}")
+        found = found[split or "train"]
+    elif saved and split is not None:
+        raise DataError(f"--dataset-split {split}: {name} is a single split: leave it out")
+    if key not in found.column_names:
+        raise DataError(f"--text-column {key}: {name} has {', '.join(found.column_names)}")
+    if not len(found):
+        raise DataError(f"--dataset {name}: it is empty")
+    return DatasetSource(name, found.select_columns([key]), key, skip_bad)
+
+
+def _reason(error: Exception, offline: bool, path: Path) -> str:
+    if offline:
+        return "no such folder, and the Hub cannot be reached for one of that name: give a local folder"
+    text = str(error).split("Exception: ")[-1].strip() or type(error).__name__
+    line = text.splitlines()[0].rstrip(".")
+    return f"cannot be loaded, {line}" + ("" if path.is_dir() else " (no such folder here either)")
+
+
+def _unreachable() -> bool:
+    """Whether the Hub is out of reach; if so its libraries are told to use their caches. Call before importing them."""
+    import huggingface_hub.constants as hub
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    if hub.HF_HUB_OFFLINE:
+        return True
+    if urllib.request.getproxies():
+        return False
+    address = urllib.parse.urlsplit(hub.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname, address.port or 443), timeout=5).close()
+        return False
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which reads it as it is imported
+        hub.HF_HUB_OFFLINE = True
+        return True

@@ -1,0 +1,248 @@
+"""Data preparation: a source of documents → shards by several processes → Megatron's .bin and .idx.
+
+Invariant: the result depends on the inputs and the options alone, not on the number of workers or on how often the work
+broke off. The work of a call that was ended in any way is there for the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+
+from megatron_2bw.data import vocabulary
+from megatron_2bw.data.encoder import Encoder, plain, slow
+from megatron_2bw.data.errors import DataError
+from megatron_2bw.data.pool import Pool
+from megatron_2bw.data.progress import Progress, say
+from megatron_2bw.data.shards import merge, read_counts, write_shard
+from megatron_2bw.data.sources import DatasetSource, FileSource, Shard
+from megatron_2bw.data.unfinished import Unfinished
+
+NO_DOCUMENTS = "the input holds no documents: give other --input or --dataset, or see what --skip-bad-documents hides"
+_FORMAT = 1  # raise it when the same inputs come to give other files
+Source = FileSource | DatasetSource
+
+
+@dataclass(frozen=True)
+class NewTokenizer:
+    """A tokenizer that is made here: trained on about `sample` bytes of the text, or put together from files."""
+
+    kind: str  # bpe, wordpiece, files
+    cased: bool = False
+    vocab_size: int = 0
+    sample: int = 0
+    vocab_file: Path | None = None
+    merge_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked for. `tokenizer` is a folder, a name on the Hub, or one to be made."""
+
+    task: str  # gpt, bert
+    source: Source
+    prefix: Path
+    tokenizer: str | NewTokenizer
+    language: str = "en"
+    workers: int = 1
+    shard_bytes: int = 16_000_000
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is in place. This call has tokenized `fresh` bytes of text in `seconds`, and earlier ones the rest."""
+
+    prefix: Path
+    tokenizer: str  # for --tokenizer-model
+    counts: Counter[str]
+    fresh: int
+    seconds: float
+
+    def flags(self) -> list[str]:
+        """The Megatron flags that train on it."""
+        tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer]
+        return ["--data-path", str(self.prefix), *tokenizer]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker does with a shard; it loads the tokenizer at the first one."""
+
+    folder: Path
+    source: Source
+    settings: dict  # of the Encoder, without `encode`
+    tokenizer: Path  # a file of the tokenizers library, or a folder of a tokenizer written in Python
+
+    def __call__(self, shard: Shard) -> tuple[int, Counter[str]]:
+        return write_shard(self.folder, shard, self.source, self._encoder)
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        if self.tokenizer.is_file():
+            from tokenizers import Tokenizer
+
+            return Encoder(plain(Tokenizer.from_file(str(self.tokenizer))), **self.settings)
+        from transformers import AutoTokenizer
+
+        return Encoder(slow(AutoTokenizer.from_pretrained(str(self.tokenizer))), **self.settings)
+
+
+def run(task: Task) -> Result:
+    """Do the task, or what an earlier call has left of it. Raises DataError and WorkError, with one line."""
+    unfinished = Unfinished(task.prefix)
+    makes = isinstance(task.tokenizer, NewTokenizer)
+    unfinished.check_free(makes)
+    loaded = None if makes else _load(task.tokenizer, task.task)
+    with unfinished.locked():
+        unfinished.check_free(makes)  # another call may have ended meanwhile
+        manifest = _manifest(task, loaded)
+        if unfinished.agree(manifest):
+            say(f"going on with the work in {unfinished.folder}")
+        try:
+            counts, fresh, seconds = unfinished.merged(), 0, 0.0
+            if counts is None:
+                counts, fresh, seconds = _work(task, unfinished, loaded)
+                if _manifest(task, loaded) != manifest:
+                    raise DataError(f"the input changed meanwhile: remove {unfinished.folder}, and call again")
+                unfinished.set_merged(counts)
+            unfinished.place()
+        except DataError:
+            unfinished.drop_if_unused()
+            raise
+    tokenizer = str(unfinished.placed_tokenizer) if makes else _absolute(task.tokenizer)
+    return Result(task.prefix, tokenizer, counts, fresh, seconds)
+
+
+def _load(name: str, task: str):
+    from megatron_2bw.data.hub import load_tokenizer  # transformers and Megatron: seconds
+
+    return load_tokenizer(name, task)
+
+
+def _absolute(name: str) -> str:
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.is_dir() else name
+
+
+def _manifest(task: Task, loaded) -> dict:
+    """All that the result depends on, by the names that a person knows it by."""
+    entries = {
+        "--task": task.task,
+        "input files": hashlib.sha256(json.dumps(task.source.identity()).encode()).hexdigest()[:16],
+        "--shard-mb": task.shard_bytes,
+        "--language": task.language,
+        "versions": [_FORMAT, version("tokenizers"), version("sentencex")],
+    }
+    if isinstance(task.source, FileSource):
+        entries |= {"--input-format": task.source.format, "--text-documents": task.source.documents}
+    entries |= {"--json-keys": task.source.key, "--skip-bad-documents": task.source.skip_bad}
+    if loaded is not None:
+        return entries | {"tokenizer": loaded.digest()}
+    made = dataclasses.asdict(task.tokenizer)
+    if task.tokenizer.kind == "files":
+        made["files"] = [path and path.stat().st_mtime_ns for path in (made["vocab_file"], made["merge_file"])]
+    return entries | {"tokenizer": {name: str(value) for name, value in made.items()}}
+
+
+def _work(task: Task, unfinished: Unfinished, loaded) -> tuple[Counter[str], int, float]:
+    """Tokenize what is not done yet, and merge. Returns what the result holds; the bytes of text and the time, in s, of
+    this call, without the training of a tokenizer."""
+    if loaded is None:
+        unfinished.make_tokenizer(lambda folder: _make_tokenizer(task, folder))
+        loaded = _load(str(unfinished.tokenizer), task.task)
+    start = time.monotonic()
+    job = Job(unfinished.folder, task.source, _settings(task, loaded), _for_workers(unfinished, loaded))
+    count, before = _tokenize(task, unfinished, job)
+    counts: Counter[str] = Counter()
+    for number in range(count):
+        counts.update(read_counts(unfinished.folder, number))
+    if not counts["documents"]:
+        unfinished.remove()
+        raise DataError(NO_DOCUMENTS)
+    say(f"writing {task.prefix}.bin and .idx")
+    merge(unfinished.folder, count, unfinished.folder / "data")
+    return counts, counts["bytes"] - before, time.monotonic() - start
+
+
+def _settings(task: Task, loaded) -> dict:
+    from megatron.core.datasets.indexed_dataset import DType
+
+    dtype = DType.optimal_dtype(loaded.vocab_size)
+    return {"forbidden": loaded.forbidden, "dtype": dtype, "eod": loaded.eod, "language": task.language}
+
+
+def _for_workers(unfinished: Unfinished, loaded) -> Path:
+    """The tokenizer where the workers find it, which need not import transformers if it is a fast one."""
+    path = unfinished.folder / ("workers.json" if loaded.json else "workers")
+    if loaded.json:
+        path.write_text(loaded.json, encoding="utf-8")
+    else:
+        loaded.tokenizer.save_pretrained(str(path))
+    return path
+
+
+def _tokenize(task: Task, unfinished: Unfinished, job: Job) -> tuple[int, int]:
+    """Write all shards. Returns their number, and the bytes of text in those that earlier calls have written."""
+    count = before = 0
+
+    def missing() -> Iterator[Shard]:
+        nonlocal count, before
+        for shard in task.source.shards(task.shard_bytes):
+            count += 1
+            if not unfinished.done(shard.number):
+                yield shard
+                continue
+            before += read_counts(unfinished.folder, shard.number)["bytes"]
+            progress.skip(shard.size)
+
+    workers = min(task.workers, max(1, -(-task.source.size() // task.shard_bytes)))
+    with Progress(task.source.size()) as progress, Pool(workers, job) as pool:
+        for size, _ in pool.map(missing()):
+            progress.advance(size)
+    return count, before
+
+
+def _make_tokenizer(task: Task, folder: Path) -> None:
+    new = task.tokenizer
+    if new.kind == "files":
+        vocabulary.save(folder, *vocabulary.from_files(new.vocab_file, new.merge_file, task.task, new.cased))
+        return
+    special = vocabulary.special_tokens(task.task, new.kind)
+    read = _sample(task, new.sample)
+    made = vocabulary.train(new.kind, read, new.vocab_size, special, new.cased)
+    if made.get_vocab_size() < new.vocab_size:
+        if not any(map(str.strip, read())):
+            raise DataError(NO_DOCUMENTS)
+        raise DataError(
+            f"--vocab-size {new.vocab_size}: the text gives only {made.get_vocab_size()} tokens: ask for fewer"
+        )
+    vocabulary.save(folder, made, special)
+
+
+def _sample(task: Task, limit: int) -> Callable[[], Iterator[str]]:
+    """Reads about `limit` bytes of text: all, or a like share of the beginning of each shard."""
+    size = task.source.size()
+    share = limit / size
+
+    def read() -> Iterator[str]:
+        credit = 0.0
+        with Progress(size) as progress:
+            for shard in task.source.shards(task.shard_bytes):
+                credit += share * shard.size
+                for text in task.source.texts(shard, Counter()) if credit > 0 or share >= 1 else ():
+                    yield text
+                    credit -= len(text)
+                    if credit <= 0 and share < 1:
+                        break
+                progress.advance(shard.size)
+
+    say(f"training the tokenizer on {min(limit, size) / 1e6:,.1f} MB")
+    return read

@@ -1,0 +1,231 @@
+"""scripts/preprocess_data.py: the flags of data preparation.
+
+Invariant: bad input ends with status 2 and one line that names the flag, before anything is written; a flag that would
+have no effect is refused. On stdout are the Megatron flags that train on the result, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_2bw.data import vocabulary
+from megatron_2bw.data.compressed import UNREADABLE
+from megatron_2bw.data.encoder import LONGEST_SENTENCE
+from megatron_2bw.data.errors import DataError, WorkError
+from megatron_2bw.data.preprocess import NewTokenizer, Result, Source, Task, run
+from megatron_2bw.data.progress import PROG, say
+from megatron_2bw.data.sources import FileSource
+
+SAMPLE_MB = 200.0
+SHARD_MB = 16.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """A signal that ends the work."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(PROG, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
+    group = made.add_argument_group("what is made")
+    group.add_argument("--task", choices=("gpt", "bert"), required=True, help="gpt: documents; bert: sentences")
+    group.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX",
+                       help="makes PREFIX.bin and PREFIX.idx; PREFIX is what --data-path takes")
+    group = made.add_argument_group("input: --input or --dataset")
+    group.add_argument("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
+    group.add_argument("--input-format", choices=("auto", "text", "jsonl"),
+                       help="auto (default): JSON lines if the name ends in .jsonl, .json or .ndjson, else text")
+    group.add_argument("--text-documents", choices=("file", "blank-lines", "lines"),
+                       help="a document of a text file: all of it (default), what is between blank lines, or a line")
+    group.add_argument("--dataset", metavar="FOLDER|NAME",
+                       help="what save_to_disk wrote, a folder of data files (parquet, csv, …), or a name on the Hub")
+    group.add_argument("--dataset-config", metavar="NAME", help="as in load_dataset")
+    group.add_argument("--dataset-split", metavar="NAME", help="default: train")
+    group.add_argument("--json-keys", "--text-column", dest="key", metavar="NAME",
+                       help="the key, or the column, that holds the text (default: text)")
+    group.add_argument("--skip-bad-documents", action="store_true",
+                       help="count and leave out what is not text; without it the first one ends the work")
+    group = made.add_argument_group("tokenizer: one of the first three")
+    group.add_argument("--tokenizer-model", metavar="FOLDER|NAME", help="any Hugging Face tokenizer")
+    group.add_argument("--vocab-file", type=Path, metavar="FILE", help="BERT's vocab.txt; vocab.json with --merge-file")
+    group.add_argument("--train-tokenizer", choices=("bpe", "wordpiece"), help="on the input; bpe is byte-level")
+    group.add_argument("--merge-file", type=Path, metavar="FILE", help="GPT-2's merges.txt")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="of the trained tokenizer, with its special tokens")
+    group.add_argument("--train-tokenizer-mb", type=float, metavar="MB",
+                       help=f"text to train on, taken evenly from the input (default: {SAMPLE_MB:.0f})")
+    group.add_argument("--cased", action="store_true", help="WordPiece keeps capital letters and accents")
+    made.add_argument("--language", metavar="CODE", help="of the sentences, for bert: en (default), de, zh, …")
+    made.add_argument("--workers", type=int, metavar="N",
+                      help="processes (default: the cores that the job may use)")
+    made.add_argument("--shard-mb", type=float, default=SHARD_MB, metavar="MB",
+                      help="input that a worker takes at once: what an interruption loses (default: %(default)g)")
+    return made
+
+
+def task_of(options: argparse.Namespace) -> Task:
+    """The task that the flags describe. Raises DataError."""
+    check(options)
+    prefix = options.output_prefix.expanduser().absolute()
+    if str(options.output_prefix).endswith("/") or prefix.is_dir():
+        raise DataError(f"--output-prefix {options.output_prefix}: a folder; add the name that the files begin with")
+    source = source_of(options)
+    return Task(
+        options.task, source, prefix, tokenizer_of(options), options.language or "en",
+        len(os.sched_getaffinity(0)) if options.workers is None else options.workers,
+        max(1, int(options.shard_mb * 1e6)),
+    )
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what contradicts itself, or would have no effect."""
+    for names in (("input", "dataset"), ("tokenizer_model", "vocab_file", "train_tokenizer")):
+        given = [name for name in names if getattr(options, name) is not None]
+        if len(given) != 1:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+            raise DataError(f"give one of {flags}" + (f", not {len(given)}" if given else ""))
+    wordpiece = options.train_tokenizer == "wordpiece" or (options.vocab_file and not options.merge_file)
+    for name, needs, met in (
+        ("input_format", "--input", options.input), ("text_documents", "--input", options.input),
+        ("dataset_config", "--dataset", options.dataset), ("dataset_split", "--dataset", options.dataset),
+        ("merge_file", "--vocab-file", options.vocab_file),
+        ("vocab_size", "--train-tokenizer", options.train_tokenizer),
+        ("train_tokenizer_mb", "--train-tokenizer", options.train_tokenizer),
+        ("cased", "a WordPiece tokenizer made here (--train-tokenizer wordpiece, --vocab-file)", wordpiece),
+        ("language", "--task bert", options.task == "bert"),
+    ):
+        if getattr(options, name) and not met:
+            raise DataError(f"--{name.replace('_', '-')}: only with {needs}; leave it out")
+    if options.language and not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", options.language):
+        raise DataError(f"--language {options.language}: give a code of two or three letters such as en, de or zh")
+    if options.workers is not None and options.workers < 1:
+        raise DataError(f"--workers {options.workers}: must be at least 1")
+    for name in ("shard_mb", "train_tokenizer_mb"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < 1e6:
+            raise DataError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
+
+
+def source_of(options: argparse.Namespace) -> Source:
+    key = options.key or "text"
+    if options.dataset:
+        from megatron_2bw.data.hub import open_dataset
+
+        split = options.dataset_split
+        return open_dataset(options.dataset, options.dataset_config, split, key, options.skip_bad_documents)
+    files = tuple(file for name in options.input for file in input_files(name, options.input_format or "auto"))
+    source = FileSource(
+        files, options.input_format or "auto", options.text_documents or "file", key, options.skip_bad_documents
+    )
+    json = [source.is_json(file) for file in files]
+    if options.key and not any(json):
+        raise DataError(f"--json-keys {key}: none of the input is JSON lines; leave it out, or --input-format jsonl")
+    if options.text_documents and all(json):
+        raise DataError(f"--text-documents {options.text_documents}: all of the input is JSON lines; leave it out")
+    return source
+
+
+def input_files(name: str, form: str) -> list[str]:
+    """The file, or the files below a folder in the order of their names, without hidden ones."""
+    path = Path(name).expanduser()
+    found = [path] if path.is_file() else [
+        file for file in sorted(path.rglob("*"))
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
+    if not found:
+        raise DataError(f"--input {name}: " + ("no files in it" if path.is_dir() else "no such file or folder"))
+    for file in found:
+        if file.suffix.lower() in UNREADABLE and form == "auto":
+            how = "--dataset reads its folder" if file.suffix in (".parquet", ".arrow") else "unpack it first"
+            raise DataError(f"--input {file}: neither text nor JSON lines; {how}")
+        if not os.access(file, os.R_OK):
+            raise DataError(f"--input {file}: may not be read")
+    return [str(file) for file in found]
+
+
+def tokenizer_of(options: argparse.Namespace) -> str | NewTokenizer:
+    if options.tokenizer_model:
+        return options.tokenizer_model
+    if options.vocab_file:
+        for flag, path in (("--vocab-file", options.vocab_file), ("--merge-file", options.merge_file)):
+            if path and not path.is_file():
+                raise DataError(f"{flag} {path}: no such file")
+        return NewTokenizer(
+            "files", options.cased, vocab_file=options.vocab_file.absolute(),
+            merge_file=options.merge_file and options.merge_file.absolute(),
+        )
+    kind, size = options.train_tokenizer, options.vocab_size
+    least = vocabulary.smallest(kind, vocabulary.special_tokens(options.task, kind))
+    if size is None:
+        raise DataError("--train-tokenizer: give --vocab-size, for example 32000")
+    if size < least:
+        raise DataError(f"--vocab-size {size}: must be at least {least}")
+    return NewTokenizer(kind, options.cased, size, int((options.train_tokenizer_mb or SAMPLE_MB) * 1e6))
+
+
+def report(task: Task, result: Result) -> None:
+    """What was made, what was left out, and how fast, on stderr."""
+    counts = result.counts
+    for name, text in (
+        ("empty", "empty documents left out"), ("bad", "bad documents left out"),
+        ("spelled", "tokens left out where the text spells out a special token"),
+        ("single", "documents of one sentence: passed over with the binary head, trained on with "
+                   "--bert-no-binary-head"),
+        ("long", f"documents with a sentence of more than {LONGEST_SENTENCE} tokens: Megatron's BERT dataset passes "
+                 "over them"),
+    ):
+        if counts[name]:
+            say(f"{counts[name]:,} {text}")
+    if task.task == "bert" and counts["single"] + counts["long"] >= counts["documents"]:
+        say("warning: no document is left for training with the binary head")
+    sentences = f"{counts['sequences']:,} sentences, " if task.task == "bert" else ""
+    speed = f"{result.seconds:.1f} s, {result.fresh / 1e6 / max(result.seconds, 1e-3):.2f} MB/s"
+    if result.fresh < counts["bytes"]:
+        speed += f" (for {result.fresh / 1e6:,.1f} MB; an earlier call has done the rest)"
+    say(f"{counts['documents']:,} documents, {sentences}{counts['tokens']:,} tokens, {counts['bytes'] / 1e6:,.1f} MB "
+        f"of text, {speed}")
+
+
+def _stop(number: int, _frame) -> None:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)  # once is enough: the workers are being ended
+    raise Stopped(number)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 2 for wrong input, 1 for work that broke off, 128 + n for signal n."""
+    made = parser()
+    made.error = lambda message: made.exit(2, f"{PROG}: error: {message}\n")  # without the usage text
+    options = made.parse_args(argv)
+    handlers = {number: signal.signal(number, _stop) for number in SIGNALS}
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # says that there is no GPU
+    again = "the same command goes on from here"
+    try:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's import lists what is not installed
+            task = task_of(options)
+            result = run(task)
+            report(task, result)
+    except DataError as error:
+        made.error(str(error))
+    except (WorkError, OSError) as error:
+        place = f"{error.filename}: " if getattr(error, "filename", None) else ""
+        print(f"{PROG}: error: {place}{getattr(error, 'strerror', None) or error}; {again}", file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        print(f"{PROG}: stopped by {signal.Signals(stopped.args[0]).name}; {again}", file=sys.stderr)
+        return 128 + stopped.args[0]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    print(shlex.join(result.flags()))
+    return 0

@@ -1,0 +1,241 @@
+"""Where documents come from: text files, JSON lines, plain or compressed, and datasets; cut into shards.
+
+Invariant: the shards of a source, one after the other, hold each of its documents once and in order, wherever they are
+cut. A shard is read by itself: from a range of a file's bytes, or from lines that were decompressed for it. At most a
+shard and one document are in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from megatron_2bw.data.compressed import DAMAGED, is_compressed, opened
+from megatron_2bw.data.errors import DataError
+
+JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
+_BOM = b"\xef\xbb\xbf"
+
+
+class Piece(NamedTuple):
+    """A range of a file's bytes; a document belongs to the piece in which it starts. `end` None: to the file's end."""
+
+    path: str
+    start: int = 0
+    end: int | None = None
+
+
+class Shard(NamedTuple):
+    """A part of a source: pieces of files, decompressed `data` of one file, or rows of a dataset."""
+
+    number: int
+    size: int  # bytes of the input as it lies there, for the progress
+    pieces: tuple[Piece, ...] = ()
+    data: bytes | None = None
+    rows: range | None = None
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Documents in files. `documents` of text files: file, blank-lines or lines; `key` holds the text of JSON lines."""
+
+    files: tuple[str, ...]
+    format: str = "auto"  # auto, text, jsonl
+    documents: str = "file"
+    key: str = "text"
+    skip_bad: bool = False
+
+    def size(self) -> int:
+        return sum(os.path.getsize(file) for file in self.files)
+
+    def identity(self) -> list:
+        """What must not change between two calls that share their work."""
+        return identity(self.files)
+
+    def is_json(self, file: str) -> bool:
+        if self.format != "auto":
+            return self.format == "jsonl"
+        path = Path(file)
+        return (path.with_suffix("") if is_compressed(file) else path).suffix.lower() in JSON_SUFFIXES
+
+    def _whole(self, file: str) -> bool:
+        return self.documents == "file" and not self.is_json(file)
+
+    def shards(self, limit: int) -> Iterator[Shard]:
+        """Shards of about `limit` bytes; of more only for a document that is larger."""
+        number, pieces, taken = 0, [], 0
+        for file in self.files:
+            if is_compressed(file) and not self._whole(file):
+                if pieces:
+                    yield Shard(number, taken, tuple(pieces))
+                    number, pieces, taken = number + 1, [], 0
+                for data, size in self._decompressed(file, limit):
+                    yield Shard(number, size, (Piece(file),), data)
+                    number += 1
+                continue
+            for piece, size in self._pieces(file, limit):
+                if pieces and taken + size > limit:
+                    yield Shard(number, taken, tuple(pieces))
+                    number, pieces, taken = number + 1, [], 0
+                pieces.append(piece)
+                taken += size
+        if pieces:
+            yield Shard(number, taken, tuple(pieces))
+
+    def _pieces(self, file: str, limit: int) -> Iterator[tuple[Piece, int]]:
+        size = os.path.getsize(file)
+        if self._whole(file):
+            yield Piece(file), size
+            return
+        for start in range(0, size, limit):
+            end = min(start + limit, size)
+            yield Piece(file, start, end), end - start
+
+    def _decompressed(self, file: str, limit: int) -> Iterator[tuple[bytes, int]]:
+        """The file's lines in parts of about `limit` bytes that begin with a document; what each took of the file."""
+        at_blank = self.documents == "blank-lines" and not self.is_json(file)
+        try:
+            with open(file, "rb") as raw, opened(file, raw) as stream:
+                before = 0
+                while data := stream.read(limit):
+                    rest = [stream.readline()]  # of the last line
+                    while at_blank and (line := stream.readline()):
+                        rest.append(line)
+                        if not line.strip():
+                            break
+                    data, position = b"".join([data, *rest]), raw.tell()
+                    yield data.removeprefix(_BOM) if before == 0 else data, position - before
+                    before = position
+        except DAMAGED as error:
+            raise DataError(f"{file}: cannot be read, {error}") from error
+
+    def texts(self, shard: Shard, counts: Counter[str]) -> Iterator[str]:
+        """The documents of a shard. One that is not text raises DataError, or is counted if it may be skipped."""
+        for piece in shard.pieces:
+            for position, raw in self._raw(piece, shard.data):
+                where = f"{piece.path}, byte {position:,}"
+                if shard.data is not None:
+                    where = f"{piece.path}, {raw[:40]!r}"
+                try:
+                    yield checked(self._field(raw) if self.is_json(piece.path) else raw.decode("utf-8"), counts)
+                except ValueError as error:
+                    bad(where, error, self.skip_bad, counts)
+
+    def _raw(self, piece: Piece, data: bytes | None) -> Iterator[tuple[int, bytes]]:
+        """Each document's place and bytes."""
+        try:
+            with io.BytesIO(data) if data is not None else open(piece.path, "rb") as file:
+                if self._whole(piece.path):
+                    with opened(piece.path, file) as stream:
+                        yield 0, stream.read().removeprefix(_BOM)
+                elif self.documents == "blank-lines" and not self.is_json(piece.path):
+                    yield from _blocks(file, piece.start, piece.end)
+                else:
+                    found = _lines(file, piece.start, piece.end)
+                    yield from ((place, line.rstrip(b"\r\n")) for place, line in found if line.strip())
+        except DAMAGED as error:
+            raise DataError(f"{piece.path}: cannot be read, {error}") from error
+
+    def _field(self, line: bytes) -> str:
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError("not a JSON object; each line must be one")
+        if self.key not in record:
+            raise ValueError(f"no key {self.key!r}, only {', '.join(record) or 'none'}: give --json-keys")
+        return record[self.key]
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """The column `key` of a dataset of the datasets library."""
+
+    name: str
+    dataset: object
+    key: str
+    skip_bad: bool = False
+
+    def size(self) -> int:
+        return self.dataset.data.nbytes
+
+    def identity(self) -> list:
+        files = identity(entry["filename"] for entry in self.dataset.cache_files)
+        return [len(self.dataset), self.dataset.info.config_name, str(self.dataset.split), files]
+
+    def shards(self, limit: int) -> Iterator[Shard]:
+        rows = len(self.dataset)
+        step = max(1, limit * rows // max(self.size(), 1))
+        for number, start in enumerate(range(0, rows, step)):
+            part = range(start, min(start + step, rows))
+            yield Shard(number, self.size() * len(part) // rows, rows=part)
+
+    def texts(self, shard: Shard, counts: Counter[str]) -> Iterator[str]:
+        for start in range(shard.rows.start, shard.rows.stop, 1000):
+            stop = min(start + 1000, shard.rows.stop)
+            for row, text in enumerate(self.dataset[start:stop][self.key], start):
+                try:
+                    yield checked(text, counts)
+                except ValueError as error:
+                    bad(f"{self.name}, row {row}", error, self.skip_bad, counts)
+
+
+def checked(text: object, counts: Counter[str]) -> str:
+    """`text` if it is one; its bytes are counted. A UnicodeError for half of a surrogate pair, which JSON can spell."""
+    if not isinstance(text, str):
+        raise ValueError(f"the text is {'null' if text is None else type(text).__name__}, not a string")
+    counts["bytes"] += len(text.encode())
+    return text
+
+
+def bad(where: str, error: ValueError, skip: bool, counts: Counter[str]) -> None:
+    """Count a document that is not text, or stop."""
+    if not skip:
+        reason = "not valid UTF-8" if isinstance(error, UnicodeError) else str(error)
+        raise DataError(f"{where}: {reason} (--skip-bad-documents leaves such documents out)") from error
+    counts["bad"] += 1
+
+
+def identity(files) -> list:
+    """Name, size and time of change of each file."""
+    stats = ((os.path.abspath(file), os.stat(file)) for file in files)
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+    """The lines that start within the range, each with its position."""
+    if start:  # the line that holds the byte before belongs to the range before
+        file.seek(start - 1)
+        file.readline()
+    position = file.tell()
+    while end is None or position < end:
+        line = file.readline()
+        if not line:
+            return
+        yield position, line if position else line.removeprefix(_BOM)
+        position += len(line)
+
+
+def _blocks(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+    """The documents between blank lines. One belongs to the range in which the blank line before it starts."""
+    block, begin, inside = [], 0, start == 0
+    for position, line in _lines(file, start, None):
+        past = end is not None and position >= end
+        if not line.strip():
+            if block:
+                yield begin, b"".join(block).rstrip(b"\r\n")
+                block = []
+            if past:
+                return
+            inside = True
+        elif inside:
+            begin = begin if block else position
+            block.append(line)
+        elif past:
+            return
+    if block:
+        yield begin, b"".join(block).rstrip(b"\r\n")

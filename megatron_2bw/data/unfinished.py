@@ -1,0 +1,121 @@
+"""The folder in which data preparation works: PREFIX.unfinished, beside what it makes.
+
+Invariant: nothing that exists is overwritten. The outputs are whole before the first of them is moved into place, and
+.idx comes last, so a PREFIX.idx means that all is there. What the folder holds belongs to the inputs and options in its
+manifest; another call with the same goes on with it, with others is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_2bw.data.errors import DataError
+from megatron_2bw.data.shards import shard_path, write_whole
+
+
+class Unfinished:
+    """The work of one --output-prefix.
+
+    manifest.json  inputs and options       tokenizer/    the tokenizer, if it was made here
+    NNNNNNNN.npz   shards that are done      data.bin, .idx, merged.json   the result, and that it is whole
+    """
+
+    def __init__(self, prefix: Path):
+        self.prefix = prefix
+        self.folder = prefix.with_name(prefix.name + ".unfinished")
+        self.tokenizer = self.folder / "tokenizer"
+        self._merged = self.folder / "merged.json"
+        self.placed_tokenizer = prefix.with_name(prefix.name + "-tokenizer")
+        self._outputs = [
+            (self.tokenizer, self.placed_tokenizer),
+            (self.folder / "data.bin", prefix.with_name(prefix.name + ".bin")),
+            (self.folder / "data.idx", prefix.with_name(prefix.name + ".idx")),
+        ]
+
+    def check_free(self, makes_tokenizer: bool) -> None:
+        """Raise DataError if something would be overwritten."""
+        for made, place in self._outputs if makes_tokenizer else self._outputs[1:]:
+            moved = self._merged.exists() and not made.exists()  # by a call that was killed while it moved the outputs
+            if place.exists() and not moved:
+                raise DataError(f"--output-prefix {self.prefix}: {place} exists; remove it or give another prefix")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder and hold it against a second call. A folder to which nothing was written is left as it is."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open(self.folder / "lock", "a")
+        except OSError as error:
+            raise DataError(f"--output-prefix {self.prefix}: cannot write there, {error.strerror}") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                message = f"--output-prefix {self.prefix}: another call is writing it: wait, or give another prefix"
+                raise DataError(message) from None
+            except OSError:
+                pass  # a file system without locks
+            yield
+
+    def agree(self, manifest: dict) -> bool:
+        """Write the manifest, or compare with that of an earlier call. Returns whether there is one."""
+        path = self.folder / "manifest.json"
+        manifest = json.loads(json.dumps(manifest))
+        try:
+            earlier = json.loads(path.read_text())
+        except (OSError, ValueError):
+            write_whole(path, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
+            return False
+        changed = [name for name in sorted({*manifest, *earlier}) if manifest.get(name) != earlier.get(name)]
+        if changed:
+            raise DataError(
+                f"--output-prefix {self.prefix}: {self.folder} holds the work of an earlier call with other "
+                f"{', '.join(changed)}: repeat that call, or remove the folder, or give another prefix"
+            )
+        return True
+
+    def make_tokenizer(self, make: Callable[[Path], None]) -> None:
+        """Let `make` write the tokenizer's folder, unless an earlier call has done so."""
+        if self.tokenizer.exists():
+            return
+        part = self.folder / "tokenizer.part"
+        shutil.rmtree(part, ignore_errors=True)  # of a call that was killed
+        make(part)
+        os.rename(part, self.tokenizer)
+
+    def drop_if_unused(self) -> None:
+        """Remove the folder if no shard is done: then nothing is lost, and other options are not refused."""
+        if self.merged() is None and not any(self.folder.glob("*.npz")):
+            self.remove()
+
+    def done(self, number: int) -> bool:
+        return shard_path(self.folder, number).exists()
+
+    def merged(self) -> Counter[str] | None:
+        """What the result holds, if it is whole; it may be partly in place."""
+        try:
+            return Counter(json.loads(self._merged.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def set_merged(self, counts: Counter[str]) -> None:
+        write_whole(self._merged, lambda file: file.write(json.dumps(counts).encode()))
+
+    def place(self) -> None:
+        """Move the result into its place and remove the folder."""
+        for made, place in self._outputs:
+            if made.exists():
+                if place.exists():
+                    raise DataError(f"--output-prefix {self.prefix}: {place} exists now: move it away, and call again")
+                os.rename(made, place)
+        self.remove()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,154 @@
+"""Tokenizers made here: trained on texts, or put together from vocabulary files, and saved as a folder for Megatron.
+
+Invariant: what is saved is what Megatron's HuggingFaceTokenizer loads without a network, with the special tokens that
+the task needs; the same texts in the same order give the same tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from megatron_2bw.data.errors import DataError
+
+EOD = "<|endoftext|>"
+
+# By the name that transformers gives them, in the order of their ids. Megatron takes `eos_token` as its end of
+# document; its BERT dataset writes the padding's id into the padding mask, so that must be 0.
+GPT = {"eos_token": EOD}
+BERT = {
+    "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
+}
+_LETTERS = 1000  # single characters in a WordPiece vocabulary; rarer ones are unknown, as in BERT's own
+
+
+def special_tokens(task: str, kind: str) -> dict[str, str]:
+    """The special tokens of a new tokenizer. `kind` is bpe, which knows every byte, or wordpiece."""
+    if task == "bert":
+        return BERT
+    return GPT if kind == "bpe" else GPT | {"unk_token": BERT["unk_token"]}
+
+
+def smallest(kind: str, special: dict[str, str]) -> int:
+    """The fewest tokens that can be asked for: of BPE every byte and a merge, of WordPiece some letters."""
+    return len(special) + (256 + 1 if kind == "bpe" else 32)
+
+
+def train(
+    kind: str, read: Callable[[], Iterable[str]], vocab_size: int, special: dict[str, str], cased: bool = False
+) -> Tokenizer:
+    """A tokenizer of at most `vocab_size` tokens, fewer if the texts give no more. `read` is called once or twice."""
+    if kind == "bpe":
+        return train_bpe(read(), vocab_size, list(special.values()))
+    return _train_wordpiece(read, vocab_size, special, cased)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, special: list[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer: it loses nothing, so decoding gives back the very text."""
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _byte_level(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _train_wordpiece(
+    read: Callable[[], Iterable[str]], vocab_size: int, special: dict[str, str], cased: bool
+) -> Tokenizer:
+    """A WordPiece tokenizer as BERT has it.
+
+    Two choices that the trainer leaves to chance are made for it: which of equally frequent letters to keep, and the
+    order of the letters within words, by which it breaks the ties of merges. It takes them as if they were special
+    tokens, so the tokenizer is made anew from its vocabulary. Letters come twice, at the start of a word and within it,
+    so at most a third of the vocabulary may be letters.
+    """
+    tokenizer = _bert_like(models.WordPiece(unk_token=special["unk_token"]), cased)
+    found: Counter[str] = Counter()
+    for text in read():
+        found.update(tokenizer.normalizer.normalize_str(text))
+    letters = sorted((letter for letter in found if not letter.isspace()), key=lambda each: (-found[each], each))
+    limit = min(_LETTERS, (vocab_size - len(special)) // 3)
+    within = [f"##{letter}" for letter in letters[:limit] if _within(tokenizer, letter)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*special.values(), *within],
+        initial_alphabet=letters[:limit],
+        limit_alphabet=limit,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(read(), trainer)
+    made = _bert_like(models.WordPiece(tokenizer.get_vocab(), unk_token=special["unk_token"]), cased)
+    made.add_special_tokens(list(special.values()))
+    return made
+
+
+def _within(tokenizer: Tokenizer, letter: str) -> bool:
+    """Whether the letter can follow another in a word; punctuation and ideographs are words of their own."""
+    pair = tokenizer.normalizer.normalize_str(f"a{letter}")
+    return len(tokenizer.pre_tokenizer.pre_tokenize_str(pair)) == 1
+
+
+def _bert_like(model: models.WordPiece, cased: bool) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def from_files(vocab: Path, merges: Path | None, task: str, cased: bool) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer of BERT's vocab.txt, or of GPT-2's vocab.json and merges.txt, and its special tokens.
+
+    Raises DataError if a file cannot be read or lacks a special token that the task needs.
+    """
+    kind = "wordpiece" if merges is None else "bpe"
+    special = special_tokens(task, kind)
+    try:
+        if merges is None:
+            words = [line.rstrip("\r\n") for line in vocab.read_text(encoding="utf-8").splitlines()]
+            model = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token=BERT["unk_token"])
+            tokenizer = _bert_like(model, cased)
+        else:
+            tokenizer = _byte_level(models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        reason = str(error).splitlines()[0]
+        raise DataError(f"--vocab-file {vocab}: {reason}; give vocab.txt, or vocab.json with --merge-file") from error
+    missing = [token for token in special.values() if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise DataError(f"--vocab-file {vocab}: it has no {' '.join(missing)}, which --task {task} needs")
+    tokenizer.add_special_tokens(list(special.values()))
+    return tokenizer, special
+
+
+def save(folder: Path, tokenizer: Tokenizer, special: dict[str, str]) -> None:
+    """Save what Megatron's HuggingFaceTokenizer loads."""
+    if "cls_token" in special:
+        _frame(tokenizer, special["cls_token"], special["sep_token"])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    config["clean_up_tokenization_spaces"] = False  # decoding must not touch the text
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _frame(tokenizer: Tokenizer, start: str, end: str) -> None:
+    """Let those who encode a whole text, or a pair, get it between BERT's tokens."""
+    ids = [(token, tokenizer.token_to_id(token)) for token in (start, end)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}", pair=f"{start} $A {end} $B:1 {end}:1", special_tokens=ids
+    )
