@@ -1,0 +1,183 @@
+"""Two servers on one machine: network namespaces, joined by a link whose rate can be set and whose bytes are counted.
+
+Invariant: everything that is made here bears this process's number in its name and is gone when the `with` block is
+left, however that happens; what a killed process left behind is removed by the next one.
+
+Linux, root, and the commands ip and tc (iproute2). Each direction of the link has a token bucket (tc's tbf) of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+INTERFACE, ADDRESSES = "wire", ("10.0.0.1", "10.0.0.2")  # nobody else is in these networks
+# Packets leave in pieces of at most this size, so that the bucket can be small: what it holds passes at full speed.
+PIECE, BUCKET, QUEUE = 16384, 24576, 8 << 20  # bytes
+MTU = 9000
+_PREFIX, _FOLDER = "2bw-", Path("/run/netns")
+
+
+class LinkError(RuntimeError):
+    """The machine does not let us make servers; the message says why, in one line."""
+
+
+def missing() -> str | None:
+    """Why servers cannot be made here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root: run this with sudo"
+    for name in ("ip", "tc"):
+        if shutil.which(name) is None:
+            return f"the command {name} is not there: install iproute2"
+    try:
+        with Servers() as servers:
+            servers.limit(100)
+    except (LinkError, OSError) as error:
+        return f"no network namespaces are to be had here: {error}"
+    return None
+
+
+class Servers:
+    """The two servers; a context manager. Their numbers are 0 and 1."""
+
+    def __init__(self):
+        self.names = [f"{_PREFIX}{os.getpid()}-{number}" for number in (0, 1)]
+
+    def __enter__(self) -> Servers:
+        _remove_left_behind()
+        try:
+            for name in self.names:
+                _run("ip", "netns", "add", name)
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+            ends = [["name", INTERFACE, "netns", name, "mtu", str(MTU)] for name in self.names]
+            _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+            for name, address in zip(self.names, ADDRESSES):
+                _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
+                _run("ip", "-n", name, "link", "set", "dev", INTERFACE, "gso_max_size", str(PIECE - 100), "up")
+            for number in (0, 1):
+                self._like_a_cluster(number)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *failure) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        for name in self.names:  # the link goes with them
+            if (_FOLDER / name).exists():
+                _end_processes(name)
+                _run("ip", "netns", "delete", name)
+
+    def _like_a_cluster(self, number: int) -> None:
+        """TCP as training clusters set it, whatever this machine's defaults for the internet are."""
+        folder = Path("/proc/sys/net/ipv4")
+        with self.inside(number):
+            (folder / "tcp_congestion_control").write_text("reno")  # the one that every namespace may choose
+            (folder / "tcp_slow_start_after_idle").write_text("0")
+
+    def limit(self, megabits: float | None) -> None:
+        """Let the link carry `megabits` Mbit/s in each direction from now on; None: as many as it can."""
+        for name in self.names:
+            if megabits is not None:
+                _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate",
+                     f"{megabits * 1e6:.0f}bit", "burst", str(BUCKET), "limit", str(QUEUE))
+            elif b"tbf" in _run("tc", "-n", name, "qdisc", "show", "dev", INTERFACE):
+                _run("tc", "-n", name, "qdisc", "delete", "dev", INTERFACE, "root")
+
+    @contextlib.contextmanager
+    def inside(self, number: int) -> Iterator[None]:
+        """The calling thread is on server `number`: what it opens and reads of the network is that server's."""
+        with open("/proc/thread-self/ns/net") as outside, open(_FOLDER / self.names[number]) as there:
+            os.setns(there.fileno(), os.CLONE_NEWNET)
+            try:
+                yield
+            finally:
+                os.setns(outside.fileno(), os.CLONE_NEWNET)
+
+    def start(self, number: int, command: list[str], **options) -> subprocess.Popen:
+        """Start `command` on server `number`; the process is its own, with its id."""
+        return subprocess.Popen(["ip", "netns", "exec", self.names[number], *command], **options)
+
+    def measure(self, message: int, seconds: float = 0.5, megabits: float | None = None) -> tuple[float, float, float]:
+        """What plain TCP gets from server 0 to 1 at the present limit `megabits`, as (Mbit/s of a long transfer,
+        milliseconds of a message of `message` bytes, microseconds from end to end of a byte)."""
+        with self.inside(1), socket.create_server((ADDRESSES[1], 0)) as waiting:
+            port = waiting.getsockname()[1]
+            with self.inside(0):
+                near = socket.create_connection((ADDRESSES[1], port))
+            far, _ = waiting.accept()
+        with near, far:
+            for end in (near, far):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                end.settimeout(60)
+            long = int((megabits or 4000) * 1e6 / 8 * seconds)
+            rate = long * 8 / 1e6 / _there_and_answered(near, far, long)
+            # The shortest: what else the machine does can only add to it.
+            short = min(_there_and_answered(near, far, message) for _ in range(9))
+            byte = min(_there_and_answered(near, far, 1) for _ in range(25)) / 2
+        return rate, 1e3 * (short - byte), 1e6 * byte
+
+
+def _there_and_answered(near: socket.socket, far: socket.socket, size: int) -> float:
+    """Seconds from the start of sending `size` bytes until the other end's one byte has come back."""
+    time.sleep(0.01)  # the bucket fills
+    chunk = memoryview(bytes(min(size, 1 << 20)))
+
+    def take() -> None:
+        left, buffer = size, bytearray(1 << 20)
+        while left:
+            left -= far.recv_into(buffer, min(left, len(buffer)))
+        far.sendall(b".")
+
+    taker = threading.Thread(target=take, daemon=True)
+    taker.start()
+    begun = time.perf_counter()
+    for start in range(0, size, len(chunk)):
+        near.sendall(chunk[: size - start])
+    near.recv(1)
+    took = time.perf_counter() - begun
+    taker.join()
+    return took
+
+
+def sent_bytes() -> int:
+    """Bytes that this process's server has sent over the link, as its kernel counts them."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+
+
+def _end_processes(name: str) -> None:
+    """Those that are still on the server of that name, by their ids."""
+    ended = []
+    for pid in _run("ip", "netns", "pids", name).split():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            ended.append(psutil.Process(int(pid)))
+            ended[-1].kill()
+    psutil.wait_procs(ended, timeout=10)
+
+
+def _remove_left_behind() -> None:
+    for path in _FOLDER.glob(f"{_PREFIX}*"):
+        match = re.fullmatch(rf"{_PREFIX}(\d+)-[01]", path.name)
+        if match and not psutil.pid_exists(int(match[1])):
+            _end_processes(path.name)
+            _run("ip", "netns", "delete", path.name)
+
+
+def _run(*command: str) -> bytes:
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        why = " ".join(done.stderr.decode(errors="replace").split()) or f"status {done.returncode}"
+        raise LinkError(f"{' '.join(command)}: {why}")
+    return done.stdout

@@ -1,0 +1,366 @@
+"""Two servers with a slow link between them: what each way to share a model sends over it, and what that costs.
+
+    sudo .venv/bin/python bench/slow_links.py --json out/bench/slow_links.json
+
+Two network namespaces stand for the servers, joined by a veth whose rate `tc tbf` limits (bench/servers.py). A process
+on each, pinned to a core of its own, trains the same GPT with the same global batch through pretrain_gpt_2bw.py's own
+path: tensor parallel, data parallel, and pipelines. The rate changes during the run, after a number of iterations;
+after each change --settle iterations are left out. iteration_ms is the median of the others, from end to end on server
+0; sent_mb what a server's interface counted in the median iteration, in the direction with more; theory_mb what the
+method has to send. slowdown is against the same method on the unlimited link. simulated_ms is what
+megatron_2bw/simulator.py says, from the same schedule's iteration on the unlimited link and the measured time of a
+message. 2bw-ahead is 2bw with --two-bw-extra-warmup 1.
+With --sleep-ms a server also sleeps in each microbatch's forward and backward, as long as a faster computer than these
+cores would compute: communication then finds a free core, as beside a GPU, and the figures hardly depend on what else
+the machine does. Data parallel servers sleep twice as long, since each has the whole model and half of the batch.
+Beside the JSON a picture of the same name is written. Linux, root, iproute2; a core for each server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.server_run import Observed, Run, RunError  # noqa: E402
+from bench.servers import BUCKET, MTU, QUEUE, LinkError, Servers, missing  # noqa: E402
+from megatron_2bw.schedules import TwoBW  # noqa: E402
+from megatron_2bw.simulator import Times, iteration_time  # noqa: E402
+
+AHEAD = {"2bw": 0, "2bw-ahead": 1}  # --two-bw-extra-warmup: more forwards ahead, so that messages are hidden
+PIPELINES = ("megatron", "pipedream-flush", *AHEAD)
+VARIANTS = {
+    "tensor": ["--tensor-model-parallel-size", "2"],
+    "data": ["--overlap-grad-reduce", "--ddp-num-buckets", "8"],  # reduced beside the last backward
+    **{
+        name: ["--pipeline-schedule", name.removesuffix("-ahead"), "--pipeline-model-parallel-size", "2"]
+        for name in PIPELINES
+    },
+}
+VARIANTS["2bw-ahead"] += ["--two-bw-extra-warmup", str(AHEAD["2bw-ahead"])]
+FLOAT = 4  # bytes of a number: the model is trained in fp32
+
+
+@dataclass
+class Model:
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    microbatch: int
+    microbatches: int
+    vocabulary: int  # with its padding
+
+    @property
+    def parameters(self) -> int:
+        """Weights and biases of the layers, two norms in each, one behind them, and untied embeddings."""
+        layer = 12 * self.hidden**2 + 13 * self.hidden
+        return self.layers * layer + 2 * self.hidden + (2 * self.vocabulary + self.sequence) * self.hidden
+
+    @property
+    def message(self) -> int:
+        """Bytes of a microbatch's activations between two layers."""
+        return self.microbatch * self.sequence * self.hidden * FLOAT
+
+    def theory(self, variant: str) -> float:
+        """Bytes that a server has to send in an iteration, in either direction.
+
+        An all-reduce of x bytes over n = 2 servers sends 2 (n - 1) / n x = x. Tensor parallelism reduces two of a
+        layer's results in the forward and two gradients in the backward, and one each for the embedding and the
+        output layer; data parallelism every gradient once.
+        """
+        if variant == "tensor":
+            return (4 * self.layers + 2) * self.microbatches * self.message
+        if variant == "data":
+            return self.parameters * FLOAT
+        return self.microbatches * self.message
+
+
+@dataclass
+class Link:
+    """What plain TCP gets on the link."""
+
+    rate: str  # Mbit/s that tbf is told, or "unlimited"
+    measured_mbit: float
+    message_ms: float  # of a microbatch's activations
+    byte_us: float
+
+
+@dataclass
+class Row:
+    variant: str
+    rate: str
+    measured_mbit: float
+    iteration_ms: float
+    spread_ms: float  # largest less smallest of the iterations that iteration_ms is the median of
+    slowdown: float
+    sent_mb: float
+    theory_mb: float
+    sent_by_2bw: float | str  # sent_mb / that of 2bw
+    bubble: str  # mean and largest share that a stage waited, from the log line
+    simulated_ms: float | str
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rates", type=lambda text: text.split(","), default=["1000", "200", "50"], metavar="MBIT,...",
+        help="Mbit/s in each direction; the unlimited link always comes first",
+    )
+    parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS), metavar="NAME,...")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=8, help="in a global batch")
+    parser.add_argument("--iterations", type=int, default=3, help="measured at each rate")
+    parser.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
+    parser.add_argument(
+        "--sleep-ms", type=lambda text: tuple(float(word) for word in text.split(",")), default=(0.0, 0.0),
+        metavar="F,B", help="that every microbatch's forward and backward sleep",
+    )
+    parser.add_argument("--json", type=Path, default=Path("out/bench/slow_links.json"))
+    chosen = parser.parse_args()
+    if unknown := set(chosen.variants) - set(VARIANTS):
+        parser.error(f"--variants: {', '.join(sorted(unknown))} is not one of {', '.join(VARIANTS)}")
+    for rate in chosen.rates:
+        if not re.fullmatch(r"\d+(\.\d+)?", rate) or not 1 <= float(rate) <= 4000:
+            parser.error(f"--rates: {rate} is not a number of Mbit/s between 1 and 4000")
+    if len(chosen.sleep_ms) != 2 or min(chosen.sleep_ms) < 0:
+        parser.error("--sleep-ms takes two numbers, of a forward and a backward, such as 50,100")
+    for name in ("iterations", "settle"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name} must be 1 at least")
+    if chosen.microbatches < 4:
+        parser.error("--microbatches must be 4 at least: 2bw-ahead runs two forwards ahead")
+    if chosen.layers % 2 or chosen.microbatches % 2 or chosen.heads % 2 or chosen.hidden % chosen.heads:
+        parser.error("--layers, --microbatches and --heads must be even, and --hidden a multiple of --heads")
+    return chosen
+
+
+def command(model: Model, variant: str, iterations: int) -> list[str]:
+    words = [
+        "--num-layers", model.layers, "--hidden-size", model.hidden, "--num-attention-heads", model.heads,
+        "--seq-length", model.sequence, "--max-position-embeddings", model.sequence,
+        "--micro-batch-size", model.microbatch, "--global-batch-size", model.microbatch * model.microbatches,
+        "--train-iters", iterations, "--lr", 1e-4, "--lr-decay-style", "constant", "--clip-grad", 1.0, "--mock-data",
+        "--tokenizer-type", "NullTokenizer", "--vocab-size", model.vocabulary - 1,
+        "--make-vocab-size-divisible-by", 32, "--untie-embeddings-and-output-weights", "--attention-dropout", 0,
+        "--hidden-dropout", 0, "--num-workers", 0, "--eval-iters", 0, "--eval-interval", 100000, "--log-interval", 1,
+        "--split", "98,1,1", "--device", "cpu", *VARIANTS[variant],
+    ]
+    return [str(word) for word in words]
+
+
+# --- a run ----------------------------------------------------------------------------------------------------------
+
+
+def watch(
+    servers: Servers, model: Model, variant: str, rates: list[str], sleep_ms: tuple[float, float], settle: int,
+    iterations: int,
+) -> Observed:
+    """One training run of `variant` over all rates, one after the other."""
+    sleep = [milliseconds / 1e3 * (2 if variant == "data" else 1) for milliseconds in sleep_ms]
+    count = 2 + len(rates) * (settle + iterations) + 1  # the first two load code, the last one empties a pipeline
+    servers.limit(None)
+    run = Run(servers, sleep, command(model, variant, count))
+    try:
+        for number, rate in enumerate(rates):
+            at_least = model.theory(variant) * 8 / (megabits(rate) * 1e6) if megabits(rate) else 0.0
+            run.until(first_of(number, settle, iterations) - settle, 180.0)
+            servers.limit(megabits(rate))
+            run.until(first_of(number, settle, iterations) + iterations, 60 + 5 * at_least)
+        servers.limit(None)
+        run.until(None, 120.0)
+    finally:
+        run.end()
+    return run.observed
+
+
+def first_of(number: int, settle: int, iterations: int) -> int:
+    """Iterations that have ended when those begin that are measured at the rate of that number."""
+    return 2 + number * (settle + iterations) + settle
+
+
+def megabits(rate: str) -> float | None:
+    return None if rate == "unlimited" else float(rate)
+
+
+# --- what came out --------------------------------------------------------------------------------------------------
+
+
+def rows_of(
+    variant: str, observed: Observed, model: Model, links: list[Link], settle: int, iterations: int
+) -> list[Row]:
+    """A row for each rate, without what depends on other variants."""
+    rows: list[Row] = []
+    for number, link in enumerate(links):
+        start = first_of(number, settle, iterations) - 1
+        took, sent = [], []
+        for place in range(start, start + iterations):
+            before, after = ([ends[at] for ends in observed.ends] for at in (place, place + 1))
+            took.append(after[0][0] - before[0][0])
+            sent.append(max(b[1] - a[1] for a, b in zip(before, after)))
+        shares = [observed.bubbles[i] for i in range(start + 2, start + 2 + iterations) if i in observed.bubbles]
+        bubble = [statistics.median(each) for each in zip(*shares)]
+        seconds = statistics.median(took)
+        unlimited = rows[0].iteration_ms if rows else 1e3 * seconds
+        rows.append(Row(
+            variant, link.rate, link.measured_mbit, round(1e3 * seconds, 1), round(1e3 * (max(took) - min(took)), 1),
+            round(1e3 * seconds / unlimited, 3), round(statistics.median(sent) / 1e6, 3),
+            round(model.theory(variant) / 1e6, 3), "", " / ".join(f"{share:.3f}" for share in bubble), "",
+        ))
+    return rows
+
+
+def compare(rows: list[Row], model: Model, links: list[Link]) -> None:
+    """Fill in the bytes beside those of 2bw, and what the simulator says."""
+    ours = {row.rate: row.sent_mb for row in rows if row.variant == "2bw"}
+    for row in rows:
+        if row.rate in ours:
+            row.sent_by_2bw = round(row.sent_mb / ours[row.rate], 2)
+    for variant, extra in AHEAD.items():
+        own = [row for row in rows if row.variant == variant]
+        for row, link in zip(own, links):
+            cycle = own[0].iteration_ms / model.microbatches  # on the unlimited link
+            row.simulated_ms = round(simulated_ms(extra, cycle, link.message_ms, model.microbatches), 1)
+
+
+def simulated_ms(extra: int, cycle: float, message: float, microbatches: int) -> float:
+    """An iteration of 2bw with `extra` more forwards ahead; all times in milliseconds.
+
+    cycle: of a forward and a backward of either stage, the forward half as long as the backward.
+    """
+    times = Times(cycle / 3, 2 * cycle / 3, transfer=message, occupied=message)
+    return iteration_time(TwoBW(extra_warmup=(extra,)), 2, microbatches, times)
+
+
+COLOURS = {
+    "tensor": "#d94801", "data": "#807dba", "megatron": "#969696", "pipedream-flush": "#74c476", "2bw": "#6baed6",
+    "2bw-ahead": "#08306b",
+}
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Left: iteration times over the measured rate. Right: bytes an iteration, with what theory says as lines."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    names = list(dict.fromkeys(row.variant for row in rows))
+    for name in names:
+        own = [row for row in rows if row.variant == name]
+        left.plot([r.measured_mbit for r in own], [r.iteration_ms / 1e3 for r in own], "o-", color=COLOURS[name],
+                  label=name)
+    links = {row.measured_mbit: row.rate for row in rows}
+    left.set_xscale("log")
+    left.set_xticks(list(links), list(links.values()))
+    left.set_xticks([], minor=True)
+    left.set_xlabel("rate of the link (Mbit/s)")
+    left.set_yscale("log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    left.set_ylabel("iteration (s)")
+    left.grid(which="both", linewidth=0.3)
+    left.legend(fontsize=8)
+    last = [next(row for row in rows[::-1] if row.variant == name) for name in names]
+    right.bar(names, [row.sent_mb for row in last], color=[COLOURS[name] for name in names])
+    for place, row in enumerate(last):
+        right.plot([place - 0.45, place + 0.45], [row.theory_mb] * 2, color="black", linewidth=1)
+        right.text(place, row.sent_mb * 1.1, f"{row.sent_mb:.3g}", ha="center", fontsize=8)
+    right.set_yscale("log")
+    right.yaxis.set_major_formatter("{x:g}")
+    right.set_ylim(bottom=min(row.theory_mb for row in last) / 3, top=3 * max(row.sent_mb for row in last))
+    right.set_ylabel("MB sent by a server in an iteration")
+    right.set_title("black: what theory says", fontsize=8)
+    right.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    for axis in (left, right):
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def show(row: Row) -> str:
+    return (
+        f"{row.variant:16s} {row.rate:>9s} Mbit/s   iteration {row.iteration_ms:9.1f} ms   x {row.slowdown:6.2f}   "
+        f"sent {row.sent_mb:8.3f} MB (theory {row.theory_mb:8.3f})   {row.bubble and 'bubble ' + row.bubble}"
+    )
+
+
+def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[str]:
+    """Measure all variants, write what there is after each, and return what failed."""
+    rates = ["unlimited", *chosen.rates]
+    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": os.getloadavg()}
+    links: list[Link] = []
+    rows: list[Row] = []
+    failures: list[str] = []
+    for rate in rates:
+        servers.limit(megabits(rate))
+        links.append(Link(rate, *(round(x, 3) for x in servers.measure(model.message, megabits=megabits(rate)))))
+        print(f"link {rate:>9s} Mbit/s: {links[-1].measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's "
+              f"activations in {links[-1].message_ms:.2f} ms", flush=True)
+    for variant in chosen.variants:
+        begun = time.monotonic()
+        try:
+            observed = watch(servers, model, variant, rates, chosen.sleep_ms, chosen.settle, chosen.iterations)
+        except RunError as error:
+            failures.append(f"{variant}: {error}")
+            print(failures[-1], file=sys.stderr, flush=True)
+            continue
+        own = rows_of(variant, observed, model, links, chosen.settle, chosen.iterations)
+        rows += own
+        compare(rows, model, links)
+        print("\n".join(map(show, own)) + f"   ({time.monotonic() - begun:.0f} s)", flush=True)
+        machine["load_after"] = os.getloadavg()  # with the two ranks' own
+        write(chosen.json, {
+            "machine": machine,
+            "model": asdict(model) | {"parameters": model.parameters, "message_bytes": model.message},
+            "sleep_ms": chosen.sleep_ms, "link": {"mtu": MTU, "tbf_burst_bytes": BUCKET, "tbf_limit_bytes": QUEUE},
+            "links": [asdict(link) for link in links], "rows": [asdict(row) for row in rows], "failures": failures,
+        })
+    if rows:
+        draw(rows, chosen.json.with_suffix(".png"))
+        print(f"wrote {chosen.json} and {chosen.json.with_suffix('.png')}")
+    return failures
+
+
+def write(path: Path, result: dict) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
+
+
+def main() -> int:
+    chosen = options()
+    if why := missing():
+        print(f"slow_links.py: error: {why}", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `with` and `finally` run
+    chosen.json.parent.mkdir(parents=True, exist_ok=True)
+    model = Model(
+        chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, chosen.micro_batch, chosen.microbatches, 1024
+    )
+    try:
+        with Servers() as servers:
+            return 1 if measure(servers, chosen, model) else 0
+    except LinkError as error:
+        print(f"slow_links.py: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""bench/slow_links.py between real network namespaces, where they are to be had; what it measures is not tested."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.servers import ADDRESSES, Servers, missing
+from tests.e2e.launcher import ROOT, end
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers_can_be_made():
+    if why := missing():
+        pytest.skip(why)
+
+
+def start(*words: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "bench/slow_links.py", *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )
+
+
+def namespaces(pid: int) -> list[Path]:
+    return list(Path("/run/netns").glob(f"2bw-{pid}-*"))
+
+
+def test_the_link_has_the_rate_that_it_is_told():
+    with Servers() as servers:
+        with servers.inside(1):
+            assert ADDRESSES[1] in subprocess.run(["ip", "address"], capture_output=True, text=True, check=True).stdout
+        servers.limit(100)
+        rate, message, _ = servers.measure(1 << 18, seconds=0.1, megabits=100)
+        assert 70 < rate < 130 and 15 < message < 60  # 2^18 bytes take 21 ms
+        servers.limit(None)
+        assert servers.measure(1 << 18, seconds=0.01)[0] > 300
+        servers.limit(None)  # not an error
+    assert not any(name.exists() for name in map(Path("/run/netns").joinpath, servers.names))
+
+
+def test_a_run(tmp_path: Path):
+    path = tmp_path / "slow_links.json"
+    process = start(
+        "--rates", 10, "--variants", "2bw", "--iterations", 2, "--layers", 2, "--hidden", 64, "--heads", 2,
+        "--sequence", 128, "--microbatches", 4, "--json", path,
+    )
+    run = end(process, 200)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
+    result = json.loads(path.read_text())
+    assert [link["rate"] for link in result["links"]] == ["unlimited", "10"] and result["failures"] == []
+    free, slow = result["rows"]
+    theory = 4 * 128 * 64 * 4 / 1e6  # 131 kB, which take 105 ms at 10 Mbit/s
+    for row in (free, slow):
+        assert row["theory_mb"] == round(theory, 3) and theory < row["sent_mb"] < 1.2 * theory
+        assert row["sent_by_2bw"] == 1 and row["simulated_ms"] > 0 and row["bubble"]
+    assert slow["iteration_ms"] > 80
+    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert not namespaces(process.pid)
+
+
+def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path: Path):
+    process = start("--rates", 100, "--json", tmp_path / "slow_links.json")
+    try:
+        for _ in range(2):  # the links are measured
+            assert process.stdout.readline().startswith("link")
+        ranks = []
+        while not ranks and process.poll() is None:
+            ranks = [child for child in psutil.Process(process.pid).children() if "server_rank" in str(child.cmdline())]
+        assert ranks and len(namespaces(process.pid)) == 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+        assert not namespaces(process.pid) and not any(rank.is_running() for rank in ranks)
+    finally:
+        end(process)
+    assert not list(tmp_path.iterdir())
