@@ -6,8 +6,11 @@ standard error that names the flag, and exit status 2.
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import multiprocessing
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -49,6 +52,8 @@ def launch(task: str) -> None:
         patches.apply(wanted)
     except patches.DriftError as error:
         stop(str(error))
+    if args.exit_signal_handler:
+        atexit.register(_end_loader_workers)
     module = importlib.import_module(task)
     try:
         config = pretrain_cfg_container_from_args(args, module.model_config(args))
@@ -71,6 +76,15 @@ def launch(task: str) -> None:
             alone = args.timing_log_level == 0 and not args.log_energy  # else a line needs the other ranks
             faults.end(error, logbook.flush if logbook is not None and alone else None)
         stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
+
+
+def _end_loader_workers() -> None:
+    """Before Python waits for the data loader's processes: it sends them a SIGTERM, and they have inherited Megatron's
+    handler, which only makes a note of it. So a run that has ended would never exit."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error about a worker that was killed
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _merge_trace(args, runtime) -> None:

@@ -73,9 +73,12 @@ def test_leaving_with_microbatches_in_flight(data):
 
 
 def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
-    """--exit-signal-handler, asked for in the background: all iterations are logged, the last one is saved."""
+    """--exit-signal-handler, asked for in the background: all iterations are logged, the last one is saved.
+
+    With loader processes, as by default: they have inherited Megatron's handler, and must not outlive the run.
+    """
     flags = command(2, 2, "2bw", "--exit-signal-handler", train_iters=100_000, save=tmp_path / "model",
-                    save_interval=100_000, split="100,0,0")
+                    save_interval=100_000, split="100,0,0", num_workers=2)
     process = start(2, "pretrain_gpt_2bw.py", flags)
     seen = ""
     try:
