@@ -1,14 +1,15 @@
-# make install | demo | test | clean. Everything needs the environment .venv, which is made at the first call.
+# make install | demo | test | test-slurm | bench | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test bench clean
+.PHONY: help install demo test test-slurm bench clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
 	@echo "make demo      train a small GPT with 2BW on two processes (two to three minutes)"
 	@echo "make test      run the tests"
+	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
 	@echo "make clean     remove what the others wrote, except .venv"
 
@@ -38,6 +39,13 @@ demo: install
 test: install
 	$(PYTHON) -m pytest --durations=10 -n 2 tests/unit
 	$(PYTHON) -m pytest --durations=10 tests/distributed tests/e2e
+
+test-slurm: install
+	@for name in sbatch slurmctld slurmd munged; do \
+	    PATH="$$PATH:/usr/sbin" command -v $$name >/dev/null || \
+	        { echo "make: $$name is not installed: apt-get install slurm-wlm munge" >&2; exit 1; }; \
+	done
+	$(PYTHON) -m pytest --durations=10 tests/slurm
 
 bench: install
 	$(PYTHON) bench/schedule_efficiency.py --stages 8 --microbatches 8 --json out/bench/all_schedules.json

@@ -23,8 +23,11 @@ TRAINING = [
     "--eval-iters", "10", "--log-interval", "10", "--log-throughput",
 ]
 
-RESTARTS = 3  # of all ranks, each from the last checkpoint, before the job gives up
-NOTICE, SHUTDOWN = 120, 100  # seconds from Slurm's signal to its kill, and from torchrun's to its own (otherwise 30)
+# Of every job script, those of scripts/slurm too. The signal goes to the script, 120 s before the time is over.
+SBATCH = [
+    "--ntasks-per-node=1", "--exclusive", "--time=24:00:00", "--signal=B:TERM@120", "--requeue", "--open-mode=append",
+    "--output=%x-%j.log",
+]
 
 
 class PlanFileError(Exception):
@@ -63,32 +66,20 @@ def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, jo
     """job.sbatch: the same run as a Slurm job, which goes on from its last checkpoint whenever it is started again."""
     entry = entry_script(model)
     name = re.sub(r"[^\w.-]+", "-", job_name).strip("-") or "megatron-2bw"
-    on_gpus = cluster.device.name != "cpu"
-    head = [
-        f"--job-name={name}", f"--nodes={cluster.servers}", "--ntasks-per-node=1",
-        *([f"--gpus-per-node={cluster.gpus_per_server}"] if on_gpus else []), "--exclusive", "--time=24:00:00",
-        f"--signal=TERM@{NOTICE}", "--requeue", "--open-mode=append", "--output=%x-%j.log",
-    ]
+    gpus = [f"--gpus-per-node={cluster.gpus_per_server}"] if cluster.device.name != "cpu" else []
+    head = [f"--job-name={name}", f"--nodes={cluster.servers}", *gpus, *SBATCH]
     return "\n".join([
         "#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in head), "",
         *_about(plan, model, cluster), "#", "#   sbatch job.sbatch [FLAGS]", "#",
-        f"# {NOTICE} s before its time is over, and when it is preempted, it saves and ends. Slurm queues it again",
-        "# after the latter; after the former submit it once more. It goes on from the folder CHECKPOINTS.", *_NOTES,
+        "# Before its time is over, and when it is preempted, it saves and queues itself again; it goes on from the",
+        "# folder CHECKPOINTS. scripts/slurm/job.sh has the variables, docs/slurm.md tells the rest.", *_NOTES,
         "set -euo pipefail", "",
-        'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-        "MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}",
         f"CHECKPOINTS=${{CHECKPOINTS:-$PWD/checkpoints/{name}}}",
-        *_environment(plan), "",
+        f"PROCESSES_PER_NODE={cluster.gpus_per_server}", _CLONE,
+        'source "$MEGATRON_2BW/scripts/slurm/job.sh" || {',
+        '    echo "submit from the clone, or give MEGATRON_2BW=the clone" >&2', "    exit 2", "}", "",
         *_arrays(plan, model, precision), "",
-        *_array("checkpoints", ["--save", '"$CHECKPOINTS"', "--load", '"$CHECKPOINTS"', "--save-interval", "1000",
-                                "--exit-signal-handler"]), "",
-        "srun --kill-on-bad-exit=1 torchrun \\", '    --nnodes "$SLURM_JOB_NUM_NODES" \\',
-        f"    --nproc-per-node {cluster.gpus_per_server} \\",
-        f"    --max-restarts {RESTARTS} \\", f"    --shutdown-timeout {SHUTDOWN} \\",
-        '    --rdzv-backend c10d \\', '    --rdzv-id "$SLURM_JOB_ID" \\',
-        '    --rdzv-endpoint "${hosts[0]}:$MASTER_PORT" \\',
-        f'    "$MEGATRON_2BW/{entry}" \\',
-        '    "${model[@]}" "${plan[@]}" "${training[@]}" "${data[@]}" "${checkpoints[@]}" "$@"', "",
+        f'run_job {entry} "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"', "",
     ])
 
 
@@ -102,6 +93,7 @@ def entry_script(model: Model) -> str:
     return f"pretrain_{model.kind}_2bw.py"
 
 
+_CLONE = "MEGATRON_2BW=${MEGATRON_2BW:-$PWD}  # the clone"
 _NOTES = (
     "# FLAGS are Megatron's; they come last, so they win. DATA_ARGS replaces the mock data, for example",
     '#   DATA_ARGS="--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer"',
@@ -122,7 +114,7 @@ def _about(plan: Plan, model: Model, cluster: Cluster) -> list[str]:
 
 
 def _environment(plan: Plan) -> list[str]:
-    lines = ["MEGATRON_2BW=${MEGATRON_2BW:-$PWD}  # the clone", "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
+    lines = [_CLONE, "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
     if plan.tensor > 1:  # Megatron asks for it on GPUs before Blackwell
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
     return lines
@@ -130,8 +122,8 @@ def _environment(plan: Plan) -> list[str]:
 
 def _arrays(plan: Plan, model: Model, precision: str) -> list[str]:
     """The flags as arrays of bash, by what they are about."""
-    data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
-    quoted = ([shlex.quote(word) for word in words] for words in (model.flags(), plan.flags(precision), TRAINING, data))
+    kinds = (model.flags(), plan.flags(precision), TRAINING, mock_data(model))
+    quoted = ([shlex.quote(word) for word in words] for words in kinds)
     return [
         *(line for name, words in zip(("model", "plan", "training", "data"), quoted) for line in _array(name, words)),
         "if [[ -n ${DATA_ARGS:-} ]]; then", '    read -r -a data <<< "$DATA_ARGS"', "fi",
@@ -140,6 +132,11 @@ def _arrays(plan: Plan, model: Model, precision: str) -> list[str]:
 
 def _array(name: str, words: list[str]) -> list[str]:
     return [f"{name}=(", *(f"    {' '.join(flag)}" for flag in by_flag(words)), ")"]
+
+
+def mock_data(model: Model) -> list[str]:
+    """Flags of random tokens, as many different ones as the model knows."""
+    return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
 
 
 def by_flag(words: list[str]) -> list[list[str]]:

@@ -4,9 +4,11 @@ plan's."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import stat
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +16,7 @@ import pytest
 
 from megatron_2bw.planner import cluster as clusters
 from megatron_2bw.planner.jobs import (
-    NOTICE,
-    SHUTDOWN,
+    SBATCH,
     NoScriptError,
     PlanFileError,
     by_flag,
@@ -51,6 +52,7 @@ def run(text: str, folder: Path, *flags: str, **environment: str) -> subprocess.
     for name in ("torchrun", "srun"):
         (folder / name).write_text(STUB)
     (folder / "scontrol").write_text("#!/bin/bash\nprintf 'node-a\\nnode-b\\n'\n")
+    (folder / "squeue").write_text("#!/bin/bash\ntrue\n")
     (folder / "script").write_text(text)
     for path in folder.iterdir():
         path.chmod(0o755)
@@ -67,13 +69,16 @@ def words_of(text: str, folder: Path, *flags: str, **environment: str) -> tuple[
     assert done.returncode == 0, done.stderr
     command, *words = (folder / "words").read_text().splitlines()
     if command.endswith("srun"):
-        words = words[words.index("torchrun") + 1:]
+        words = words[words.index("torch.distributed.run") + 1:]
     at = next(number for number, word in enumerate(words) if word.endswith(".py"))
     return words[:at], words[at:]
 
 
 NODE = {"NODE_RANK": "1", "MASTER_ADDR": "first"}
-SLURM = {"SLURM_JOB_ID": "71234", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]"}
+SLURM = {
+    "SLURM_JOB_ID": "71234", "SLURM_JOB_NAME": "job", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]",
+    "MEGATRON_2BW": str(ROOT), "PYTHON": sys.executable,
+}
 
 
 @pytest.mark.parametrize("plan, model, cluster, precision", CASES)
@@ -85,7 +90,7 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan_from_the_script
         text, variables = torchrun_script(plan, model, cluster, precision), NODE
     else:
         text, variables = sbatch_script(plan, model, cluster, precision, "job"), SLURM
-    _, (script, *words) = words_of(text, tmp_path, "--lr", "1e-3", MEGATRON_2BW=str(ROOT), **variables)
+    _, (script, *words) = words_of(text, tmp_path, "--lr", "1e-3", **{"MEGATRON_2BW": str(ROOT)} | variables)
     assert Path(script).is_file() and Path(script).parent == ROOT
     args = parsed([*words, "--device", "cuda"], plan.gpus)
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (plan.tensor, plan.depth)
@@ -137,10 +142,13 @@ def test_torchrun_takes_the_options(tmp_path):
 def test_torchrun_takes_the_options_of_the_job(tmp_path):
     words, _ = words_of(sbatch_script(SQUARE, GPT, H100, "bf16", "job"), tmp_path, **SLURM)
     seen = options(words)
-    assert (seen.nnodes, seen.nproc_per_node, seen.rdzv_backend, seen.rdzv_id) == ("2", "8", "c10d", "71234")
+    assert (seen.nnodes, seen.nproc_per_node, seen.rdzv_backend, seen.rdzv_id) == ("2", "8", "c10d", "71234-0")
     assert seen.rdzv_endpoint == f"node-a:{20000 + 71234 % 20000}" and seen.max_restarts > 0
     # What saves must have ended before Slurm kills, and torchrun must not kill it long before that.
-    assert 30 < seen.shutdown_timeout == SHUTDOWN < NOTICE
+    (notice,) = (int(option.partition("@")[2]) for option in SBATCH if option.startswith("--signal=B:TERM@"))
+    assert 30 < seen.shutdown_timeout < notice
+    status = json.loads((tmp_path / "logs" / "job-71234" / "status.json").read_text())
+    assert [entry["status"] for entry in status["history"]] == ["running", "completed"]
 
 
 @pytest.mark.parametrize("missing", NODE)
@@ -166,8 +174,10 @@ def test_the_callers_flags_come_last(tmp_path):
 
 def test_one_queue_of_kernels_with_tensor_parallelism_alone(tmp_path):
     for plan, cluster, expected in ((LINE, P3, ""), (SQUARE, H100, "1")):
-        words_of(torchrun_script(plan, GPT, cluster, "bf16"), tmp_path, **NODE)
-        assert (tmp_path / "connections").read_text().strip() == expected
+        for text, variables in ((torchrun_script(plan, GPT, cluster, "bf16"), NODE),
+                                (sbatch_script(plan, GPT, cluster, "bf16", "job"), SLURM)):
+            words_of(text, tmp_path, **variables)
+            assert (tmp_path / "connections").read_text().strip() == expected
 
 
 def test_slurm_reads_its_options_before_the_first_command():
@@ -176,8 +186,7 @@ def test_slurm_reads_its_options_before_the_first_command():
     asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
     assert lines.index(f"#SBATCH {asked[-1]}") < commands[0]
-    for option in ("--job-name=my-model-2", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--requeue",
-                   f"--signal=TERM@{NOTICE}"):
+    for option in ("--job-name=my-model-2", "--nodes=2", "--gpus-per-node=8", *SBATCH):
         assert option in asked
     host = replace(H100, device=replace(H100.device, name="cpu"))
     assert "--gpus-per-node" not in sbatch_script(SQUARE, GPT, host, "fp32", "job")

@@ -1,0 +1,115 @@
+"""Megatron's flags of a Slurm job, a word a line: of a model by name, or of a plan file of the planner.
+
+Invariant: the numbers are those of megatron_2bw.planner; what does not fit the allocation ends with one line, status 2.
+
+    python scripts/slurm/flags.py --kind gpt --model gpt-2.2b --servers 1 --processes 8 --precision bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_2bw.planner.jobs import TRAINING, mock_data  # noqa: E402
+from megatron_2bw.planner.model import PRESETS, Model  # noqa: E402
+from megatron_2bw.planner.plan import Plan  # noqa: E402
+
+
+class JobError(Exception):
+    """A variable of the job that cannot be used, said in one line."""
+
+
+def words(kind: str, model: str, plan: str, servers: int, processes: int, precision: str,
+          data: str = "") -> list[str]:
+    """The flags of the model, of the plan, of a first training and of the data (mock data if none are given).
+
+    JobError says which variable is wrong.
+    """
+    entry = _read(Path(plan)) if plan else None
+    found = Model(**entry["model"]) if entry else _named(model, kind)
+    if found.kind != kind:
+        raise JobError(f"{found.name} is a {found.kind.upper()}: submit pretrain_{found.kind}_2bw.sbatch")
+    if entry is None:
+        sizes = default_plan(found, servers * processes).flags(precision)
+    elif model and model != found.name:
+        raise JobError(f"MODEL={model}: PLAN={plan} is for {found.name}; give one of them")
+    elif precision and precision != entry["precision"]:
+        raise JobError(f"PRECISION={precision}: PLAN={plan} is for {entry['precision']}; plan with --precision")
+    else:
+        sizes = _planned(entry, plan, servers, processes)
+    try:
+        own = shlex.split(data)
+    except ValueError as error:
+        raise JobError(f"DATA_ARGS={data}: {error}") from None
+    return [*found.flags(), *sizes, *TRAINING, *(own or mock_data(found))]
+
+
+def _named(name: str, kind: str) -> Model:
+    found = PRESETS.get(name)
+    if found is None:
+        names = ", ".join(model.name for model in PRESETS.values() if model.kind == kind)
+        what = f"MODEL={name}: not one of" if name else "give MODEL or PLAN=plan.json; MODEL is one of"
+        raise JobError(f"{what} {names}")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise JobError(f"PLAN={path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(content, dict) or not content.get("plans") or "cluster" not in content:
+        raise JobError(f"PLAN={path} holds no plan; write it with megatron-2bw-plan ... --json {path}")
+    return content
+
+
+def _planned(entry: dict[str, Any], plan: str, servers: int, processes: int) -> list[str]:
+    """The first plan's flags, if it was planned for this allocation."""
+    cluster = entry["cluster"]
+    wanted = (cluster["servers"], cluster["gpus_per_server"])
+    if wanted != (servers, processes):
+        raise JobError(
+            f"PLAN={plan} is for {wanted[0]} nodes with {wanted[1]} GPUs each, the job has {servers} with {processes}: "
+            f"give sbatch --nodes={wanted[0]} --gpus-per-node={wanted[1]}, or plan for these"
+        )
+    return entry["plans"][0]["flags"]
+
+
+def default_plan(model: Model, ranks: int) -> Plan:
+    """2BW on as many stages as divide the ranks and the layers, with the fewest microbatches that fill them.
+
+    With other --pipeline-model-parallel-size of the caller the same global batch still fills the stages.
+    """
+    depth = max(d for d in range(1, ranks + 1) if ranks % d == 0 and model.layers % d == 0)
+    return Plan(tensor=1, depth=depth, width=ranks // depth, microbatch=1, microbatches=depth)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="flags.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--kind", required=True, choices=("gpt", "bert"))
+    parser.add_argument("--model", default="", help="of the planner's presets")
+    parser.add_argument("--plan", default="", metavar="FILE.json", help="what megatron-2bw-plan --json wrote")
+    parser.add_argument("--servers", type=int, required=True)
+    parser.add_argument("--processes", type=int, required=True, help="a server")
+    parser.add_argument("--data", default="", metavar="FLAGS", help="instead of the mock data")
+    parser.add_argument("--precision", default="", choices=("", "bf16", "fp16", "fp32"))
+    options = parser.parse_args()
+    try:
+        found = words(options.kind, options.model, options.plan, options.servers, options.processes, options.precision,
+                      options.data)
+    except JobError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

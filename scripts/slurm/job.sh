@@ -1,0 +1,155 @@
+# Sourced by the job scripts: trains in a Slurm job, saves before the time is over, queues the job again, and keeps a
+# status file.
+#
+# Invariant: a job ends with a word in its status file, and goes on from its last checkpoint whenever it starts again.
+#
+#   train KIND FLAGS...        a gpt or bert: of MODEL or PLAN, PRECISION and DATA_ARGS, then the caller's flags
+#   run_job ENTRY FLAGS...     the entry script of that name; all flags are the caller's
+#
+# Variables, all with defaults but the first where there are no GPUs:
+#   PROCESSES_PER_NODE   one a GPU; on nodes without GPUs say how many
+#   CHECKPOINTS          folder of the checkpoints; `none`: save nothing, start from the beginning each time
+#   LOGS                 folder of status.json and of a log for each start and node
+#   MEGATRON_2BW, PYTHON the clone and its Python
+#   MASTER_ADDR, MASTER_PORT   where the nodes meet
+#   RESTARTS, SHUTDOWN   of all ranks inside the job after a failure; seconds that a rank has to save after the signal:
+#                        keep them below the job's --signal=B:TERM@SECONDS
+
+PYTHON=${PYTHON:-${VIRTUAL_ENV:-$MEGATRON_2BW/.venv}/bin/python}
+[[ -x $PYTHON ]] || PYTHON=$(command -v python3)
+PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
+if [[ -z ${CHECKPOINTS:-} ]]; then
+    name=${MODEL:-${PLAN:-$SLURM_JOB_NAME}}
+    CHECKPOINTS=$PWD/checkpoints/$(basename "$name" .json)
+fi
+LOGS=${LOGS:-$PWD/logs/$SLURM_JOB_NAME-$SLURM_JOB_ID}
+START=${SLURM_RESTART_COUNT:-0} # how often Slurm has started this job before
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+mkdir -p "$LOGS"
+
+status() { # status COMMAND ...: the only writer of status.json
+    "$PYTHON" "$MEGATRON_2BW/scripts/slurm/status.py" "$1" --file "$LOGS/status.json" --job "$SLURM_JOB_ID" \
+        --start "$START" --checkpoints "$CHECKPOINTS" "${@:2}"
+}
+
+fail() { # fail MESSAGE: what the user must change, before anything runs
+    echo "$SLURM_JOB_NAME: error: $*" >&2
+    status end --refused "$*" >/dev/null || true
+    exit 2
+}
+
+slurm_says() { # JobState=... Reason=... Restarts=...; asked again when the controller does not answer
+    local said="" try
+    for try in 1 2 3; do
+        said=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>&1) || said="try $try: $said"
+        [[ $said != *JobState=* ]] || break
+        echo "$SLURM_JOB_NAME: scontrol does not tell the job's state, $said" >&2
+        sleep 1
+    done
+    echo "$said "
+}
+
+# Slurm's signals to this shell: that of --signal, while the job runs; and the last one before the kill, when its time
+# is over, when it is cancelled, or when Slurm has queued it again for another reason.
+on_signal() {
+    interrupted=1
+    case $(slurm_says) in
+        *Reason=TimeLimit*) last_signal --signalled ;;
+        *" Restarts=$((START + 1)) "*) last_signal --requeued ;;
+        *JobState=COMPLETING* | *JobState=CANCELLED*) last_signal --cancelled ;;
+        *)
+            signalled=--signalled
+            echo "$SLURM_JOB_NAME: Slurm asks the job to end; saving"
+            [[ -z $step ]] || scancel --signal=TERM "$SLURM_JOB_ID" # the steps, not this shell
+            ;;
+    esac
+}
+
+last_signal() { # with a file that is right if the kill comes before the end of the save
+    signalled=$1
+    status late "$1"
+}
+
+claim_checkpoints() { # two jobs that save to one folder would mix their checkpoints
+    local owner
+    mkdir -p "$CHECKPOINTS"
+    owner=$(cat "$CHECKPOINTS/slurm_job" 2>/dev/null || echo "$SLURM_JOB_ID")
+    if [[ $owner != "$SLURM_JOB_ID" && -n $(squeue --noheader --states=RUNNING --jobs "$owner" 2>/dev/null) ]]; then
+        fail "job $owner is saving to $CHECKPOINTS; wait for it, or give CHECKPOINTS=another folder"
+    fi
+    echo "$SLURM_JOB_ID" >"$CHECKPOINTS/slurm_job"
+}
+
+train() {
+    local kind=$1 found flags
+    shift
+    need_processes
+    if [[ -z ${PLAN:-} && -z ${PRECISION:-} ]]; then
+        PRECISION=$([[ -n ${SLURM_GPUS_ON_NODE:-} ]] && echo bf16 || echo fp32)
+    fi
+    found=$("$PYTHON" "$MEGATRON_2BW/scripts/slurm/flags.py" --kind "$kind" --model "${MODEL:-}" --plan "${PLAN:-}" \
+        --precision "${PRECISION:-}" --data "${DATA_ARGS:-}" --servers "$SLURM_JOB_NUM_NODES" \
+        --processes "$PROCESSES_PER_NODE" 2>&1) || fail "${found#error: }"
+    mapfile -t flags <<<"$found"
+    run_job "pretrain_${kind}_2bw.py" "${flags[@]}" "$@"
+}
+
+need_processes() {
+    [[ -n $PROCESSES_PER_NODE ]] ||
+        fail "no GPUs in this allocation: give sbatch --gpus-per-node=N, or PROCESSES_PER_NODE=N to train on the CPU"
+}
+
+check_flags() {
+    local word before=""
+    for word in "$@"; do
+        [[ ! $word =~ ^--(save|load)(=|$) ]] || fail "${word%%=*}: give CHECKPOINTS=folder, which a restarted job loads"
+        if [[ $before == --tensor-model-parallel-size && $word != 1 ]]; then # Megatron asks for it before Blackwell
+            export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+        fi
+        before=$word
+    done
+}
+
+run_job() {
+    local entry=$1 hosts exit_status=0 checkpoints=()
+    shift
+    need_processes
+    check_flags "$@"
+    if [[ $CHECKPOINTS != none ]]; then
+        claim_checkpoints
+        checkpoints=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 1000 --exit-signal-handler)
+    fi
+    mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    signalled="" step="" interrupted=""
+    trap on_signal TERM
+    status start || exit 1
+    if [[ -z $signalled ]]; then # --cpu-bind: torchrun's ranks may use all of the node's cores, not only the first
+        srun --kill-on-bad-exit=1 --cpu-bind=none --output="$LOGS/start-$START-node-%n-%N.log" \
+            bash "$MEGATRON_2BW/scripts/slurm/node.sh" "$PYTHON" -m torch.distributed.run \
+            --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$PROCESSES_PER_NODE" \
+            --max-restarts "${RESTARTS:-3}" --shutdown-timeout "${SHUTDOWN:-100}" \
+            --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-$START" \
+            --rdzv-endpoint "${MASTER_ADDR:-${hosts[0]}}:${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}" \
+            "$MEGATRON_2BW/$entry" "${checkpoints[@]}" "$@" &
+        step=$! interrupted=1
+        while [[ -n $interrupted ]]; do # a trapped signal ends `wait` early
+            interrupted="" exit_status=0
+            wait "$step" || exit_status=$?
+        done
+    fi
+    finish "$exit_status"
+}
+
+finish() { # finish EXIT_STATUS: decide what has happened, and leave or start again
+    trap '' TERM # a requeue ends this shell
+    local verdict
+    verdict=$(status end --exit-status "$1" $signalled)
+    case $verdict in
+        completed) exit 0 ;;
+        requeue)
+            scontrol requeue "$SLURM_JOB_ID" && exit 0
+            status late --signalled --reason "saved, but scontrol requeue has failed: submit it again"
+            ;;
+    esac
+    exit 1
+}

@@ -1,0 +1,270 @@
+"""The status file of a Slurm job: one word for how it is, why, and all that it was before.
+
+Invariant: `decide` alone turns what is known of an ended start into a word; the file is replaced whole; it is one of
+pending, running, completed, out of memory, timeout, failed.
+
+    python scripts/slurm/status.py show logs/*     # what the files say, corrected by what Slurm says of dead jobs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WORDS = ("pending", "running", "completed", "out of memory", "timeout", "failed")
+OPEN = ("pending", "running")
+ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")  # of Slurm's words
+IDLE_STARTS = 3  # starts on end without a saved iteration, before a job is no longer queued again
+TAIL = 2**20  # bytes at a log's end in which its last words are
+KILLED = 128 + 9  # of a process that was killed, as the kernel does when memory is short
+
+ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) \|")
+LEFT = re.compile(r"exiting program after receiving SIG")  # Megatron, saved
+SIGNALLED = re.compile(r"node\.sh: Slurm has sent SIGTERM")
+MEMORY = re.compile(
+    r"out of memory|oom[-_ ]kill|cannot allocate memory|can't allocate memory|Signal 9 \(SIGKILL\)|exitcode *: -9\b",
+    re.IGNORECASE)
+
+
+class SlurmError(Exception):
+    """Slurm is not there or refuses, said in one line."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known when a start has ended.
+
+    exit_status  of srun
+    text         the logs of this start
+    signalled    Slurm has asked the job to end: its time is almost over, or it is preempted
+    cancelled    Slurm is ending the job for another reason: a user or an administrator did that
+    requeued     Slurm has ended and queued the job again by itself: preempted without a grace time, scontrol requeue
+    saved        iteration of the newest checkpoint, 0 without one
+    before       the same, when this start began
+    idle         starts on end, before this one, that have saved nothing
+    keeps        it saves checkpoints at all
+    """
+
+    exit_status: int
+    text: str = ""
+    signalled: bool = False
+    cancelled: bool = False
+    requeued: bool = False
+    saved: int = 0
+    before: int = 0
+    idle: int = 0
+    keeps: bool = True
+
+
+class Outcome(NamedTuple):
+    word: str
+    reason: str
+    requeue: bool = False
+
+
+def decide(facts: Facts) -> Outcome:
+    """How a start has ended, and whether the job shall start again."""
+    lines = ITERATION.findall(facts.text)
+    last, planned = map(int, lines[-1]) if lines else (0, 0)
+    # srun also ends the other nodes when one has failed; then its status is not 0.
+    left = bool(LEFT.search(facts.text)) or facts.exit_status == 0 and bool(SIGNALLED.search(facts.text))
+    early = facts.signalled or left or facts.exit_status != 0
+    if planned and (facts.saved == planned or last == planned and not early):
+        return Outcome("completed", f"iteration {planned} of {planned}")
+    if facts.requeued:
+        return Outcome("pending", f"saved: iteration {facts.saved}; Slurm has queued it again")
+    if facts.cancelled:
+        return Outcome("failed", f"cancelled; saved: iteration {facts.saved}")
+    if facts.signalled or left:
+        if not facts.keeps:
+            return Outcome("timeout", "its time was over; CHECKPOINTS=none, so it would start from the beginning")
+        if facts.saved == facts.before and facts.idle + 1 >= IDLE_STARTS:
+            return Outcome("timeout", f"no iteration saved in {facts.idle + 1} starts: give it more time "
+                                      "(sbatch --time), or a longer notice (--signal=B:TERM@SECONDS)")
+        return Outcome("pending", f"saved: iteration {facts.saved}; queued again", requeue=True)
+    if facts.exit_status == 0:
+        return Outcome("completed", f"iteration {last} of {planned}, as its flags say" if lines else "nothing to train")
+    if facts.exit_status == KILLED or MEMORY.search(facts.text):
+        return Outcome("out of memory", _line(facts.text, MEMORY) or f"exit status {facts.exit_status}")
+    return Outcome("failed", _line(facts.text, re.compile(r"error: ")) or f"exit status {facts.exit_status}")
+
+
+def _line(text: str, pattern: re.Pattern[str]) -> str:
+    """The first line that says it."""
+    return next((line.strip()[:300] for line in text.splitlines() if pattern.search(line)), "")
+
+
+def of_slurm(state: str, file: dict[str, Any]) -> Outcome | None:
+    """What has become of a job whose file is still open; None if it is as the file says.
+
+    state: Slurm's word for the job, empty if it does not know it any more.
+    """
+    word = state.split()[0].rstrip("+") if state else ""
+    if file["status"] not in OPEN or word in ALIVE:
+        return None
+    known = {"OUT_OF_MEMORY": "out of memory", "TIMEOUT": "timeout", "DEADLINE": "timeout"}
+    return Outcome(known.get(word, "failed"), f"Slurm: {word}" if word else "Slurm does not know the job any more")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The file's content; empty if there is none."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def write(path: Path, outcome: Outcome, **fields: Any) -> None:
+    """Replace the file; what it said before is in its history."""
+    content = read(path) | fields
+    entry = {"status": outcome.word, "reason": outcome.reason, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    content |= entry | {"history": [*content.get("history", []), entry | {"start": content.get("start", 0)}]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+        os.chmod(temporary, 0o644)  # mkstemp's is for the owner alone
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def tail(path: Path) -> str:
+    """The log's end, which may be that of weeks."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        return file.read().decode(errors="replace")
+
+
+def saved_iteration(checkpoints: str) -> int:
+    """Iteration of the newest checkpoint, 0 without one."""
+    try:
+        return int(Path(checkpoints, "latest_checkpointed_iteration.txt").read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return 0
+
+
+def begin(options: argparse.Namespace) -> int:
+    """A start begins. Status 1 if the starts before it have saved nothing, as when nodes fail again and again."""
+    content, saved = read(options.file), saved_iteration(options.checkpoints)
+    idle = 0
+    if options.start and options.checkpoints != "none" and content.get("saved") == saved:
+        idle = content.get("idle", 0) + 1
+    fields = {"job": options.job, "start": options.start, "saved": saved, "idle": idle}
+    if idle >= IDLE_STARTS:
+        message = f"no iteration saved in {idle} starts; it is not started again"
+        write(options.file, Outcome("failed", message), **fields)
+        print(f"error: {message}", file=sys.stderr)
+        return 1
+    write(options.file, Outcome("running", f"start {options.start}, from iteration {saved}"), **fields)
+    return 0
+
+
+def end(options: argparse.Namespace) -> int:
+    """A start has ended: write the word, and print `requeue` or the word."""
+    content = read(options.file)
+    if options.refused:
+        outcome = Outcome("failed", options.refused)
+    else:
+        logs = sorted(options.file.parent.glob(f"start-{options.start}-*.log"))
+        outcome = decide(Facts(
+            options.exit_status, "\n".join(map(tail, logs)),
+            signalled=options.signalled, cancelled=options.cancelled, requeued=options.requeued,
+            saved=saved_iteration(options.checkpoints), before=content.get("saved", 0), idle=content.get("idle", 0),
+            keeps=options.checkpoints != "none",
+        ))
+    write(options.file, outcome, job=options.job)
+    print("requeue" if outcome.requeue else outcome.word)
+    return 0
+
+
+def late(options: argparse.Namespace) -> int:
+    """Slurm is about to kill a start that has not ended: what is right if it does."""
+    if options.requeued:
+        outcome = Outcome("pending", "Slurm has queued it again")
+    elif options.cancelled:
+        outcome = Outcome("failed", "cancelled")
+    else:
+        outcome = Outcome("timeout", options.reason)
+    write(options.file, outcome, job=options.job)
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    for folder in options.logs:
+        path = folder if folder.is_file() else folder / "status.json"
+        content = current(path)
+        if content:
+            print(f"{path.parent}: {content['status']}, {content['reason']} ({content['time']})")
+    return 0
+
+
+def current(path: Path, job: str = "") -> dict[str, Any]:
+    """The file, after it was corrected if its job, by default the one that it names, has died without a word."""
+    content = read(path)
+    if content.get("status") in OPEN:
+        state = slurm_state(job or content["job"])
+        content = read(path)  # a job that has ended meanwhile has written it before Slurm said so
+        outcome = of_slurm(state, content)
+        if outcome:
+            write(path, outcome)
+            content = read(path)
+    return content
+
+
+def slurm_state(job: str) -> str:
+    """Slurm's word for a job: of its controller, which forgets after minutes, or of its accounting."""
+    for command, pattern in (
+        (["scontrol", "--oneliner", "show", "job", job], r"JobState=(\w+)"),
+        (["sacct", "--allocations", "--noheader", "--parsable2", "--format=State", "--jobs", job], r"(\w+)"),
+    ):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        except FileNotFoundError:
+            raise SlurmError(f"{command[0]} is not installed: run this on a host of the Slurm cluster") from None
+        found = re.search(pattern, done.stdout)
+        if done.returncode == 0 and found:
+            return found[1]
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="status.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    commands = parser.add_subparsers(required=True)
+    for name, function in (("start", begin), ("end", end), ("late", late)):
+        command = commands.add_parser(name, help="of job.sh")
+        command.set_defaults(function=function)
+        command.add_argument("--file", type=Path, required=True)
+        command.add_argument("--job", required=True)
+        command.add_argument("--start", type=int, required=True)
+        command.add_argument("--checkpoints", required=True)
+        command.add_argument("--exit-status", type=int, default=0)
+        command.add_argument("--signalled", action="store_true")
+        command.add_argument("--cancelled", action="store_true")
+        command.add_argument("--requeued", action="store_true")
+        command.add_argument("--refused", default="")
+        command.add_argument("--reason", default="its time was over before it had saved and ended")
+    command = commands.add_parser("show", help="the words of jobs")
+    command.set_defaults(function=show)
+    command.add_argument("logs", type=Path, nargs="+", metavar="DIR")
+    options = parser.parse_args()
+    try:
+        return options.function(options)
+    except SlurmError as error:
+        print(f"status.py: error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Measures the throughputs of the paper's Figures 6 and 7 on a Slurm cluster: a short job a bar, then a CSV and bars.
+
+Invariant: every run that was submitted has a row, with the word of its status file.
+
+    python scripts/slurm/sweep.py submit --figure 6 --out out/figure6 --dry-run     # what it would submit
+    python scripts/slurm/sweep.py submit --figure 6 --out out/figure6               # again: what has failed
+    python scripts/slurm/sweep.py status --out out/figure6
+    python scripts/slurm/sweep.py collect --out out/figure6                         # sweep.csv and sweep.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_2bw.planner.inputs import Parser, numbers  # noqa: E402
+from megatron_2bw.planner.model import PRESETS  # noqa: E402
+from scripts.slurm import status  # noqa: E402
+from scripts.slurm.figures import PANELS, SYSTEMS, Panel, Run, bars, draw, grid, measured  # noqa: E402
+
+AGAIN = ("failed", "timeout")  # out of memory is a result
+COLUMNS = (
+    "figure", "model", "system", "schedule", "servers", "gpus", "tensor", "depth", "width", "microbatch", "batch",
+    "status", "reason", "samples_per_second", "ms_per_iteration", "iterations", "peak_memory_gib", "job",
+)
+
+
+def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """(variables, command) of a job of its own: short, without checkpoints, ended by its first error."""
+    variables = {
+        "MODEL": run.panel.model, "PLAN": "", "PRECISION": options.precision, "CHECKPOINTS": "none",
+        "PROCESSES_PER_NODE": str(run.panel.gpus_per_server), "RESTARTS": "0", "MEGATRON_2BW": str(ROOT),
+        "LOGS": str(folder),
+    }
+    gpus = [] if options.cpu else [f"--gpus-per-node={run.panel.gpus_per_server}"]
+    training = [
+        "--train-iters", str(options.train_iters), "--lr", "1e-4", "--eval-iters", "0", "--log-interval", "1",
+    ]
+    return variables, [
+        "sbatch", "--parsable", f"--job-name={run.name}", f"--nodes={run.panel.servers}", *gpus,
+        f"--time={options.minutes}", "--no-requeue", f"--output={folder}/batch.log", *shlex.split(options.sbatch),
+        str(ROOT / "scripts" / "slurm" / f"pretrain_{PRESETS[run.panel.model].kind}_2bw.sbatch"),
+        *run.plan.flags(options.precision), *training, *run.panel.flags, *options.flags,
+    ]
+
+
+def wanted(folder: Path, again: Sequence[str]) -> bool:
+    """Whether a run is to be submitted: it has not been yet, or ended with one of the words `again`."""
+    word = status.read(folder / "status.json").get("status")
+    return word is None or word in again
+
+
+def set_aside(folder: Path) -> None:
+    """Rename the folder of an earlier try."""
+    if folder.exists():
+        number = next(n for n in range(1, 1000) if not folder.with_name(f"{folder.name}.{n}").exists())
+        folder.rename(folder.with_name(f"{folder.name}.{number}"))
+
+
+def submit(options: argparse.Namespace) -> int:
+    runs = grid(options.panels, options.systems, options.micro_batch_size)
+    if not options.dry_run:
+        if not shutil.which("sbatch"):
+            raise status.SlurmError("sbatch is not installed: run this on a host of the Slurm cluster; "
+                                    "--dry-run prints the commands anywhere")
+        _refresh(options.out)
+    runs = [run for run in runs if wanted(options.out / run.name, options.again)]
+    for number, run in enumerate(runs, 1):
+        folder = options.out / run.name
+        variables, command = sbatch(run, folder, options)
+        if options.dry_run:
+            print(" ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command))
+            continue
+        set_aside(folder)
+        status.write(folder / "status.json", status.Outcome("pending", "submitted"))
+        done = subprocess.run(
+            command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, check=False,
+        )
+        if done.returncode:
+            status.write(folder / "status.json", status.Outcome("failed", f"sbatch: {done.stderr.strip()[:300]}"))
+            raise status.SlurmError(f"sbatch does not take {run.name}: {' '.join(done.stderr.split())}")
+        job = done.stdout.strip().split(";")[0]
+        (folder / "run.json").write_text(json.dumps({"run": asdict(run), "job": job}, indent=1) + "\n")
+        print(f"{number}/{len(runs)} {run.name}: job {job}", flush=True)
+    if not options.dry_run:
+        print(f"submitted {len(runs)} runs; python scripts/slurm/sweep.py status --out {options.out}")
+    return 0
+
+
+def stored(out: Path) -> list[tuple[Run, str, Path]]:
+    """(run, job, folder) of all that was submitted, without earlier tries."""
+    found = []
+    for path in sorted(out.glob("*/run.json")):
+        content = json.loads(path.read_text())
+        fields = content["run"]
+        panel = fields.pop("panel")
+        panel |= {"batches": tuple(panel["batches"]), "flags": tuple(panel["flags"])}
+        run = Run(Panel(**panel), **fields)
+        if run.name == path.parent.name:
+            found.append((run, content["job"], path.parent))
+    return found
+
+
+def _refresh(out: Path) -> list[tuple[Run, str, Path]]:
+    """As `stored`, with the status files of dead jobs corrected."""
+    runs = stored(out)
+    for _, job, folder in runs:
+        status.current(folder / "status.json", job)
+    return runs
+
+
+def show(options: argparse.Namespace) -> int:
+    words = Counter()
+    for run, job, folder in _refresh(options.out):
+        content = status.read(folder / "status.json")
+        words[content["status"]] += 1
+        print(f"{run.name} (job {job}): {content['status']}, {content['reason']}")
+    print(", ".join(f"{words[word]} {word}" for word in status.WORDS if words[word]) or f"nothing in {options.out}")
+    return 0
+
+
+def rows(out: Path, warm_up: int) -> list[dict[str, Any]]:
+    """One for each run, whatever has become of it; its speed only if it was completed."""
+    found = []
+    for run, job, folder in _refresh(out):
+        content = status.read(folder / "status.json")
+        logs = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("start-*-node-*.log")))
+        speed = measured(logs, warm_up) if content["status"] == "completed" else {}
+        word = {"status": content["status"], "reason": content["reason"], "job": job}
+        found.append(dict.fromkeys(COLUMNS, "") | run.row() | word | speed)
+    return found
+
+
+def collect(options: argparse.Namespace) -> int:
+    entries = rows(options.out, options.warm_up)
+    if not entries:
+        raise status.SlurmError(f"--out {options.out}: nothing was submitted to it")
+    part = options.out / "sweep.csv.part"
+    with open(part, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(entries)
+    part.replace(options.out / "sweep.csv")
+    draw(entries, options.out / "sweep.png")
+    for (name, model, gpus), values in bars(entries).items():
+        for (system, batch), value in values.items():
+            speed = f"{value:.3f} samples/s" if isinstance(value, float) else value
+            print(f"{name} {model} on {gpus} GPUs, batch {batch}, {system}: {speed}")
+    print(f"wrote {options.out}/sweep.csv ({len(entries)} runs) and sweep.png")
+    return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    words, flags = list(words), []
+    if "--" in words:
+        at = words.index("--")
+        words, flags = words[:at], words[at + 1:]
+    parser = Parser(prog="sweep.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    commands = parser.add_subparsers(required=True)
+    for name, function in (("submit", submit), ("status", show), ("collect", collect)):
+        command = commands.add_parser(name, allow_abbrev=False)
+        command.set_defaults(function=function, flags=flags)
+        command.add_argument("--out", type=lambda text: Path(text).resolve(), required=True, metavar="DIR")
+        if name == "collect":
+            command.add_argument("--warm-up", type=int, default=10, metavar="N", help="iterations not counted (10)")
+        if name == "submit":
+            _add_submit_flags(command)
+    options = parser.parse_args(words)
+    if options.function is submit:
+        _check_submit(options, parser)
+    elif flags:
+        parser.error(f"{flags[0]}: Megatron's flags go with submit")
+    return options
+
+
+def _add_submit_flags(command: argparse.ArgumentParser) -> None:
+    command.epilog = "Words after -- are Megatron's flags for every run."
+    command.add_argument("--figure", choices=("6", "7"), help="the paper's: 6 GPT, 7 BERT")
+    command.add_argument("--panel", default="a,b,c", metavar="a,...", help="of the figure (a: one server; b, c: eight)")
+    command.add_argument("--model", choices=PRESETS, metavar="NAME", help="instead of a figure, with the next four")
+    command.add_argument("--nodes", type=int)
+    command.add_argument("--gpus-per-node", type=int, help="with --cpu: processes")
+    command.add_argument("--model-parallel-size", type=int, help="GPUs for a copy of the model: stages or tensor ranks")
+    command.add_argument("--batch-sizes", type=numbers, metavar="N,...", help="also instead of the figure's")
+    command.add_argument("--systems", type=lambda text: tuple(text.split(",")), default=tuple(SYSTEMS),
+                         metavar="NAME,...", help=", ".join(SYSTEMS))
+    command.add_argument("--micro-batch-size", type=numbers, default=(1, 2, 4, 8), metavar="N,...",
+                         help="the fastest makes the bar (default: 1,2,4,8)")
+    command.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="fp16", help="default: the paper's")
+    command.add_argument("--train-iters", type=int, default=30)
+    command.add_argument("--minutes", type=int, default=15, help="time limit of a job")
+    command.add_argument("--cpu", action="store_true", help="the nodes have no GPUs")
+    command.add_argument("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
+    command.add_argument("--again", type=lambda text: tuple(text.split(",")), default=AGAIN, metavar="WORD,...",
+                         help=f"submit these again (default: {','.join(AGAIN)})")
+    command.add_argument("--dry-run", action="store_true", help="print the commands")
+
+
+def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
+    """Set `panels`; one line for what does not go together."""
+    own = {"--model": options.model, "--nodes": options.nodes, "--gpus-per-node": options.gpus_per_node,
+           "--model-parallel-size": options.model_parallel_size}
+    given = [flag for flag, value in own.items() if value is not None]
+    if options.figure and given:
+        parser.error(f"{given[0]}: --figure {options.figure} says it already; give one of them")
+    for flag, found, known in (("--systems", options.systems, tuple(SYSTEMS)), ("--again", options.again, status.WORDS),
+                               ("--panel", options.panel.split(","), ("a", "b", "c"))):
+        wrong = [word for word in found if word not in known]
+        if wrong:
+            parser.error(f"{flag}: {wrong[0]} is not one of {', '.join(known)}")
+    if options.figure:
+        names = [options.figure + letter for letter in options.panel.split(",")]
+        options.panels = [panel for panel in PANELS if panel.figure in names]
+        if options.batch_sizes:
+            options.panels = [Panel(**vars(panel) | {"batches": options.batch_sizes}) for panel in options.panels]
+    else:
+        own["--batch-sizes"] = options.batch_sizes
+        missing = [flag for flag, value in own.items() if not value]
+        if missing:
+            parser.error(f"give --figure, or your own model and cluster ({missing[0]} is missing)")
+        if options.nodes * options.gpus_per_node % options.model_parallel_size:
+            parser.error(f"--model-parallel-size {options.model_parallel_size} does not divide "
+                         f"{options.nodes * options.gpus_per_node} GPUs")
+        options.panels = [Panel("own", options.model, options.nodes, options.gpus_per_node,
+                                options.model_parallel_size, options.batch_sizes)]
+    if not grid(options.panels, options.systems, options.micro_batch_size):
+        parser.error("--batch-sizes: no microbatch of --micro-batch-size divides them and fills the stages")
+
+
+def main() -> int:
+    try:
+        options = parse(sys.argv[1:])
+        return options.function(options)
+    except status.SlurmError as error:
+        print(f"sweep.py: error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

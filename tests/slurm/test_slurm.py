@@ -1,0 +1,234 @@
+"""GPT and BERT on a real Slurm of two nodes: saved before the time limit, queued again, resumed with equal losses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_2bw.planner.cluster import preset
+from megatron_2bw.planner.jobs import sbatch_script
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.plan import Plan
+from tests.distributed.world import free_port
+from tests.slurm.cluster import Cluster, missing
+
+ROOT = Path(__file__).parents[2]
+ITERATIONS = 40
+SHAPE = [
+    "--num-layers", 4, "--hidden-size", 32, "--num-attention-heads", 4, "--seq-length", 16,
+    "--max-position-embeddings", 16, "--vocab-size", 127, "--num-workers", 0,
+]
+TINY = [
+    *SHAPE, "--micro-batch-size", 2, "--global-batch-size", 8, "--train-iters", ITERATIONS, "--lr", "1e-3",
+    "--eval-iters", 0, "--log-interval", 1,
+]
+MODELS = {"gpt": "gpt-355m", "bert": "bert-24"}  # made tiny by the caller's flags, which win
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    if missing():
+        pytest.fail(missing(), pytrace=False)
+    folder = Path(tempfile.mkdtemp(prefix="slurm_"))  # not pytest's: the path of a socket must be short
+    try:
+        with Cluster(folder) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class Job:
+    """A submitted job with a folder of its own."""
+
+    cluster: Cluster
+    folder: Path
+    number: str
+
+    def status(self) -> dict:
+        path = self.folder / "logs" / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {"status": "", "history": []}
+
+    def words(self) -> list[str]:
+        return [entry["status"] for entry in self.status()["history"]]
+
+    def log(self, start: int = 0, node: int | str = "*") -> str:
+        return "".join(path.read_text() for path in self.folder.glob(f"logs/start-{start}-node-{node}-*.log"))
+
+    def losses(self, start: int = 0) -> dict[int, list[str]]:
+        """Iteration -> the losses of its line, as printed: `lm loss`, and BERT's `sop loss`."""
+        lines = re.findall(r"iteration +(\d+)/ +\d+ \|(.*)", self.log(start))
+        return {int(number): re.findall(r"\w+ loss: (\S+)", line) for number, line in lines}
+
+    def saved(self) -> int:
+        return int((self.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+
+    def wait(self, what: str, ready: Callable[[], object], seconds: float = 150) -> None:
+        deadline = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < deadline, f"job {self.number}: not {what} after {seconds} s\n{self.told()}"
+            time.sleep(0.05)
+
+    def told(self) -> str:
+        batch = self.folder / "batch.log"
+        return "\n".join([json.dumps(self.status(), indent=1), batch.read_text() if batch.exists() else "",
+                          self.log(0)[-3000:], self.log(1)[-3000:], self.cluster.call("squeue"), self.cluster.logs()])
+
+    def ranks(self) -> list[psutil.Process]:
+        """The job's training processes."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ()
+            except (psutil.Error, OSError):
+                continue
+            if environment.get("SLURM_JOB_ID") == self.number and "RANK" in environment:
+                if environment.get("SLURM_CONF") == self.cluster.environment["SLURM_CONF"]:
+                    found.append(process)
+        return found
+
+
+def submit(cluster: Cluster, folder: Path, kind: str, *options: str, flags: list = TINY, **environment: str) -> Job:
+    """sbatch of the script for `kind` on both nodes, a rank each: a pipeline of two stages."""
+    folder.mkdir()
+    variables = {
+        "MODEL": MODELS[kind], "PROCESSES_PER_NODE": "1", "CHECKPOINTS": str(folder / "checkpoints"),
+        "LOGS": str(folder / "logs"), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }
+    number = cluster.call(
+        "sbatch", "--parsable", "--nodes=2", f"--output={folder}/batch.log", *options,
+        f"scripts/slurm/pretrain_{kind}_2bw.sbatch", *flags, cwd=ROOT, **variables | environment,
+    )
+    return Job(cluster, folder, number)
+
+
+def hold(jobs: dict[str, Job], seconds: float = 150) -> dict[str, list[psutil.Process]]:
+    """Let the jobs train for some iterations and stop them there, as if they were slow: their ranks."""
+    held: dict[str, list[psutil.Process]] = {}
+    deadline = time.monotonic() + seconds
+    while held.keys() != jobs.keys():
+        for kind, job in jobs.items():
+            if kind not in held and len(job.losses()) >= 3:
+                held[kind] = job.ranks()
+                for rank in held[kind]:
+                    rank.send_signal(signal.SIGSTOP)
+                assert len(held[kind]) == 2 and len(job.losses()) < ITERATIONS, job.told()
+        assert time.monotonic() < deadline, "\n".join(job.told() for job in jobs.values())
+        time.sleep(0.02)
+    return held
+
+
+def assert_same(found: dict[int, list[str]], expected: dict[int, list[str]], resumed: bool) -> None:
+    """The printed losses are equal to the last digit. Megatron's second line after a start is the mean of two."""
+    for place, (iteration, printed) in enumerate(found.items()):
+        if resumed and place == 1:
+            pairs = zip(expected[iteration - 1], expected[iteration])
+            means = [(float(first) + float(second)) / 2 for first, second in pairs]
+            assert [float(loss) for loss in printed] == pytest.approx(means, rel=4e-6)
+        else:
+            assert printed == expected[iteration], f"iteration {iteration}"
+
+
+@pytest.mark.timeout(400)
+def test_a_time_limit_saves_queues_again_and_resumes_with_the_same_losses(slurm, tmp_path):
+    limit = ("--time=2", "--signal=B:TERM@40")  # Slurm's signal comes 50 to 80 s after the start: it looks every 30 s
+    jobs = {kind: submit(slurm, tmp_path / kind, kind, *limit) for kind in MODELS}
+    held = hold(jobs)
+    undisturbed = {kind: submit(slurm, tmp_path / f"undisturbed-{kind}", kind) for kind in MODELS}
+    for kind, job in undisturbed.items():
+        job.wait("completed", lambda job=job: job.status()["status"] == "completed")
+        assert job.words() == ["running", "completed"] and job.saved() == ITERATIONS
+        assert sorted(job.losses()) == list(range(1, ITERATIONS + 1))
+        assert jobs[kind].status()["status"] == "running"
+    for kind, job in jobs.items():
+        job.wait("asked to end", lambda job=job: "Slurm asks the job to end" in (job.folder / "batch.log").read_text())
+        for rank in held[kind]:
+            rank.send_signal(signal.SIGCONT)
+    for job in jobs.values():
+        job.wait("queued again", lambda job=job: "pending" in job.words())
+    for kind, job in jobs.items():
+        job.wait("completed", lambda job=job: job.status()["status"] == "completed")
+        words, starts = job.words(), job.status()["start"] + 1
+        assert words == ["running", "pending"] * (starts - 1) + ["running", "completed"] and starts >= 2
+        assert f"Restarts={starts - 1}" in slurm.call("scontrol", "show", "job", job.number)
+        expected, before = undisturbed[kind].losses(), 0
+        assert all(len(printed) == (2 if kind == "bert" else 1) for printed in expected.values())
+        for start in range(starts):  # no iteration is lost, none is trained twice, and both nodes have their logs
+            found = job.losses(start)
+            assert list(found) == list(range(before + 1, before + len(found) + 1)) and len(found) >= 3
+            assert_same(found, expected, resumed=start > 0)
+            assert all(job.log(start, node) for node in (0, 1))
+            before += len(found)
+            reason = job.status()["history"][2 * start + 1]["reason"]
+            assert reason.startswith(f"saved: iteration {before};") or start == starts - 1
+        assert before == job.saved() == ITERATIONS
+
+
+def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_path):
+    host = preset("p3.16xlarge", 2)
+    host = replace(host, gpus_per_server=1, device=replace(host.device, name="cpu"))
+    model = Model("tiny", 4, 32, 4, vocab=127, sequence=16)
+    script = tmp_path / "job.sbatch"
+    script.write_text(sbatch_script(Plan(1, 2, 1, 2, 4), model, host, "fp32", "tiny"))
+    number = slurm.call(
+        "sbatch", "--parsable", f"--output={tmp_path}/batch.log", script, "--log-interval", 1, "--eval-iters", 0,
+        cwd=ROOT, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), LOGS=str(tmp_path / "logs"),
+        CHECKPOINTS=str(tmp_path / "checkpoints"),
+    )
+    job = Job(slurm, tmp_path, number)
+    job.wait("training", lambda: len(job.losses()) >= 3)
+    assert job.status()["status"] == "running"
+    slurm.call("scancel", number)
+    job.wait("cancelled", lambda: job.status()["reason"].startswith("cancelled; saved: iteration "))
+    assert job.words() == ["running", "failed", "failed"]  # at the signal, and when it had ended
+    job.wait("gone", lambda: "JobState=CANCELLED" in slurm.call("scontrol", "show", "job", number))
+    assert "Restarts=0" in slurm.call("scontrol", "show", "job", number)
+    assert job.saved() == max(job.losses())  # it was saved all the same
+
+
+def test_a_sweep_measures_and_tells_what_does_not_fit(slurm, tmp_path):
+    out = tmp_path / "out"
+
+    def sweep(command: str, *words: object) -> str:
+        # Each job has a port of its own, by its number.
+        return slurm.call(sys.executable, "scripts/slurm/sweep.py", command, "--out", out, *words, cwd=ROOT,
+                          MASTER_ADDR="127.0.0.1")
+
+    own = ["--model", MODELS["gpt"], "--cpu", "--nodes", 2, "--gpus-per-node", 1, "--model-parallel-size", 2,
+           "--batch-sizes", 8, "--micro-batch-size", 2, "--precision", "fp32", "--train-iters", 8]
+    sweep("submit", *own, "--systems", "GPipe,PipeDream-2BW", "--", *SHAPE)
+    # More than a process can address: no machine tries to find that memory.
+    sweep("submit", *own, "--systems", "PipeDream-Flush", "--", *SHAPE, "--ffn-hidden-size", 4 * 10**12)
+    deadline = time.monotonic() + 150
+    while not (said := sweep("status")).endswith("2 completed, 1 out of memory"):
+        assert "failed" not in said and time.monotonic() < deadline, said + slurm.logs()
+        time.sleep(3)
+    assert "submitted 0 runs" in sweep("submit", *own, "--systems", "GPipe,PipeDream-2BW,PipeDream-Flush")
+    assert "(3 runs)" in sweep("collect", "--warm-up", 4)
+    with open(out / "sweep.csv", newline="") as file:
+        rows = {row["system"]: row for row in csv.DictReader(file)}
+    assert rows.keys() == {"GPipe", "PipeDream-2BW", "PipeDream-Flush"}
+    for system in ("GPipe", "PipeDream-2BW"):
+        assert float(rows[system]["samples_per_second"]) > 0 and rows[system]["iterations"] == "4"
+    assert rows["PipeDream-Flush"]["samples_per_second"] == "" and "memory" in rows["PipeDream-Flush"]["reason"]
+    assert (out / "sweep.png").stat().st_size > 1000
+
+
+def test_a_wrong_model_is_told_in_one_line(slurm, tmp_path):
+    job = submit(slurm, tmp_path / "job", "gpt", MODEL="gpt-9b")
+    job.wait("failed", lambda: job.status()["status"] == "failed", 30)
+    assert job.status()["reason"].startswith("MODEL=gpt-9b: not one of gpt-355m, ")
+    text = (job.folder / "batch.log").read_text()
+    assert text.startswith("gpt-2bw: error: MODEL=gpt-9b") and len(text.splitlines()) == 1

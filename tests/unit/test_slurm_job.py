@@ -1,0 +1,314 @@
+"""scripts/slurm without Slurm: what an ended start is called, the status file, the flags, the batch shell's faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw.planner.jobs import SBATCH, TRAINING
+from megatron_2bw.planner.model import PRESETS
+from scripts.slurm import flags, status
+from scripts.slurm.status import IDLE_STARTS, OPEN, WORDS, Facts, Outcome, decide
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts" / "slurm"
+HALF = " iteration        5/      10 | consumed samples: 40 | lm loss: 4.0E+00 |\n"
+WHOLE = HALF + " iteration       10/      10 | consumed samples: 80 | lm loss: 3.0E+00 |\n"
+LEFT = HALF + "[exiting program after receiving SIGTERM.] datetime: 2026-01-01\n"
+
+
+@pytest.mark.parametrize("facts, word, requeue", [
+    pytest.param(Facts(0, WHOLE, saved=10), "completed", False, id="all iterations"),
+    pytest.param(Facts(0, WHOLE, signalled=True, saved=10), "completed", False, id="all iterations, then the signal"),
+    pytest.param(Facts(1, WHOLE, signalled=True, saved=10), "completed", False, id="ended by the signal, all saved"),
+    pytest.param(Facts(0, WHOLE, signalled=True, saved=5), "pending", True, id="killed in its last save"),
+    pytest.param(Facts(0, WHOLE, keeps=False), "completed", False, id="all iterations, nothing saved"),
+    pytest.param(Facts(0, HALF + "exiting program at iteration 5", saved=5), "completed", False, id="--exit-interval"),
+    pytest.param(Facts(0, "", saved=10, before=10), "completed", False, id="nothing to train"),
+    pytest.param(Facts(0, LEFT, signalled=True, saved=5), "pending", True, id="the time limit"),
+    pytest.param(Facts(0, LEFT, saved=5), "pending", True, id="preempted: only the steps are signalled"),
+    pytest.param(Facts(143, HALF, signalled=True, saved=5), "pending", True, id="the signal comes before training"),
+    pytest.param(Facts(0, HALF, signalled=True, saved=5, before=5), "pending", True, id="nothing saved, once"),
+    pytest.param(Facts(0, HALF, signalled=True, saved=5, before=5, idle=IDLE_STARTS - 1), "timeout", False,
+                 id="nothing saved, again"),
+    pytest.param(Facts(137, HALF + "Signal 9 (SIGKILL)", signalled=True, saved=5), "pending", True,
+                 id="torchrun kills a rank after the signal"),
+    pytest.param(Facts(0, LEFT, signalled=True, keeps=False), "timeout", False, id="nothing is to be saved"),
+    pytest.param(Facts(0, LEFT, cancelled=True, saved=5), "failed", False, id="scancel"),
+    pytest.param(Facts(0, "node.sh: Slurm has sent SIGTERM"), "pending", True, id="preempted before training"),
+    pytest.param(Facts(1, HALF + "node.sh: Slurm has sent SIGTERM\n"), "failed", False, id="srun ends the other nodes"),
+    pytest.param(Facts(143, HALF, requeued=True, saved=5), "pending", False, id="preempted at once"),
+    pytest.param(Facts(1, HALF + "torch.OutOfMemoryError: CUDA out of memory. "), "out of memory", False, id="GPU"),
+    pytest.param(Facts(137, HALF), "out of memory", False, id="killed"),
+    pytest.param(Facts(1, "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0"), "out of memory", False,
+                 id="cgroup"),
+    pytest.param(Facts(1, "  exitcode  : -9 (pid: 71)"), "out of memory", False, id="a rank is killed"),
+    pytest.param(Facts(1, "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory"), "out of memory",
+                 False, id="host"),
+    pytest.param(Facts(2, "pretrain_gpt_2bw.py: error: --lr x\n"), "failed", False, id="a wrong flag"),
+    pytest.param(Facts(1, HALF, saved=5), "failed", False, id="an error after a save"),
+    pytest.param(Facts(0, HALF + "CUDA out of memory"[::-1], saved=5), "completed", False, id="status 0"),
+])
+def test_how_a_start_has_ended(facts, word, requeue):
+    outcome = decide(facts)
+    assert (outcome.word, outcome.requeue) == (word, requeue) and outcome.reason
+    assert word in WORDS and "\n" not in outcome.reason and requeue == (word == "pending" and not facts.requeued)
+
+
+def test_reasons():
+    assert decide(Facts(2, "x\npretrain_gpt_2bw.py: error: --lr x\n")).reason == "pretrain_gpt_2bw.py: error: --lr x"
+    assert decide(Facts(137)).reason == "exit status 137"
+    assert decide(Facts(0, LEFT, signalled=True, saved=5)).reason == "saved: iteration 5; queued again"
+
+
+@pytest.mark.parametrize("state, word", [
+    ("PENDING", None), ("RUNNING", None), ("COMPLETING", None), ("TIMEOUT", "timeout"), ("DEADLINE", "timeout"),
+    ("OUT_OF_MEMORY", "out of memory"), ("CANCELLED by 0", "failed"), ("CANCELLED+", "failed"), ("NODE_FAIL", "failed"),
+    ("COMPLETED", "failed"), ("", "failed"),
+])
+def test_a_job_that_died_without_a_word(state, word):
+    """COMPLETED: its script would have written a word."""
+    for before in OPEN:
+        outcome = status.of_slurm(state, {"status": before})
+        assert (outcome and outcome.word) == word
+    for before in set(WORDS) - set(OPEN):
+        assert status.of_slurm(state, {"status": before}) is None
+
+
+def test_the_file_is_replaced_whole_and_keeps_its_history(tmp_path, monkeypatch):
+    path = tmp_path / "logs" / "status.json"
+    status.write(path, Outcome("running", "a"), start=0, job="7")
+    status.write(path, Outcome("pending", "b"))
+    assert status.read(path)["job"] == "7" and status.read(path)["status"] == "pending"
+    assert [(entry["status"], entry["reason"]) for entry in status.read(path)["history"]] == [
+        ("running", "a"), ("pending", "b")]
+    before = path.read_text()
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError):
+        status.write(path, Outcome("failed", "c"))
+    assert path.read_text() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_a_dead_job_is_written_down_when_somebody_looks(tmp_path, monkeypatch, capsys):
+    status.write(tmp_path / "status.json", Outcome("running", "start 0"), job="7")
+    monkeypatch.setattr(status, "slurm_state", lambda job: {"7": "TIMEOUT"}[job])
+    monkeypatch.setattr(sys, "argv", ["status.py", "show", str(tmp_path)])
+    assert status.main() == 0 and "timeout, Slurm: TIMEOUT" in capsys.readouterr().out
+    assert status.read(tmp_path / "status.json")["status"] == "timeout"
+
+
+def call(monkeypatch, folder: Path, command: str, start: int, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", [
+        "status.py", command, "--file", str(folder / "status.json"), "--job", "7", "--start", str(start),
+        "--checkpoints", str(folder), *words])
+    return status.main()
+
+
+def save(folder: Path, iteration: int) -> None:
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def test_a_job_goes_on_as_long_as_it_saves_iterations(tmp_path, monkeypatch, capsys):
+    for start in range(4):
+        assert call(monkeypatch, tmp_path, "start", start) == 0
+        (tmp_path / f"start-{start}-node-0-a.log").write_text(LEFT)
+        save(tmp_path, start + 1)
+        assert call(monkeypatch, tmp_path, "end", start, "--signalled") == 0
+        assert capsys.readouterr().out == "requeue\n"
+    assert status.read(tmp_path / "status.json")["reason"] == "saved: iteration 4; queued again"
+
+
+def test_a_job_that_saves_nothing_ends(tmp_path, monkeypatch, capsys):
+    save(tmp_path, 5)
+    words = []
+    for start in range(IDLE_STARTS):
+        assert call(monkeypatch, tmp_path, "start", start) == 0
+        (tmp_path / f"start-{start}-node-0-a.log").write_text(HALF)
+        call(monkeypatch, tmp_path, "end", start, "--signalled")
+        words.append(capsys.readouterr().out.strip())
+    assert words == ["requeue"] * (IDLE_STARTS - 1) + ["timeout"]
+
+
+def test_a_job_whose_nodes_fail_again_and_again_ends(tmp_path, monkeypatch, capsys):
+    """Slurm starts it again by itself then, so nobody has called `end`."""
+    assert [call(monkeypatch, tmp_path, "start", start) for start in range(IDLE_STARTS + 1)] == [0] * IDLE_STARTS + [1]
+    assert "no iteration saved" in capsys.readouterr().err
+    assert status.read(tmp_path / "status.json")["status"] == "failed"
+
+
+@pytest.mark.parametrize("flag, word", [
+    ("--signalled", "timeout"), ("--requeued", "pending"), ("--cancelled", "failed"),
+])
+def test_the_file_is_right_if_the_kill_comes_first(flag, word, tmp_path, monkeypatch):
+    call(monkeypatch, tmp_path, "start", 0)
+    call(monkeypatch, tmp_path, "late", 0, flag)
+    assert status.read(tmp_path / "status.json")["status"] == word
+
+
+def test_of_a_long_log_the_end_is_read(tmp_path, monkeypatch, capsys):
+    (tmp_path / "start-0-node-0-a.log").write_text("out of memory\n" + "x" * status.TAIL + "\nerror: the end")
+    assert call(monkeypatch, tmp_path, "end", 0, "--exit-status", "1") == 0
+    assert capsys.readouterr().out == "failed\n"
+    assert status.read(tmp_path / "status.json")["reason"] == "error: the end"
+
+
+def test_only_the_logs_of_this_start_count(tmp_path, monkeypatch, capsys):
+    (tmp_path / "start-0-node-0-a.log").write_text("CUDA out of memory")
+    (tmp_path / "start-1-node-0-a.log").write_text("error: other")
+    assert call(monkeypatch, tmp_path, "end", 1, "--exit-status", "1") == 0
+    assert capsys.readouterr().out == "failed\n"
+
+
+PLAN = {
+    "model": {"name": "gpt-2.2b", "layers": 32, "hidden": 2304, "heads": 24, "sequence": 512}, "precision": "fp16",
+    "cluster": {"servers": 2, "gpus_per_server": 8}, "plans": [{"flags": ["--pipeline-schedule", "2bw", "--fp16"]}],
+}
+
+
+def test_flags_of_a_model():
+    model = PRESETS["bert-2.2b"]
+    words = flags.words("bert", model.name, "", 2, 8, "bf16")
+    plan = ["--pipeline-schedule", "2bw", "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "16",
+            "--micro-batch-size", "1", "--global-batch-size", "16", "--bf16"]
+    data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "30522"]
+    assert words == [*model.flags(), *plan, *TRAINING, *data]
+    own = flags.words("bert", model.name, "", 2, 8, "fp32", "--data-path 'my text'")
+    assert own == [*model.flags(), *plan[:-1], *TRAINING, "--data-path", "my text"]
+
+
+@pytest.mark.parametrize("name, ranks, depth", [
+    ("gpt-2.2b", 8, 8), ("gpt-2.2b", 64, 32), ("gpt-3.8b", 64, 16), ("gpt-355m", 1, 1), ("gpt-355m", 7, 1),
+])
+def test_default_sizes_fill_the_stages(name, ranks, depth):
+    plan = flags.default_plan(PRESETS[name], ranks)
+    assert (plan.depth, plan.gpus, plan.microbatches) == (depth, ranks, depth)
+    for other in range(1, ranks + 1):  # the caller may give another depth alone
+        if ranks % other == 0:
+            assert plan.global_batch // (ranks // other) >= other
+
+
+def test_flags_of_a_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN))
+    words = flags.words("gpt", "", str(path), 2, 8, "")
+    assert words[:2] == ["--num-layers", "32"] and "--fp16" in words and words[-1] == "50257"
+    assert words == flags.words("gpt", "gpt-2.2b", str(path), 2, 8, "fp16")
+
+
+@pytest.mark.parametrize("kind, model, plan, nodes, precision, line", [
+    ("gpt", "gpt-9b", None, (1, 8), "bf16", "MODEL=gpt-9b: not one of gpt-355m, "),
+    ("gpt", "", None, (1, 8), "bf16", "give MODEL or PLAN=plan.json; MODEL is one of gpt-355m, "),
+    ("bert", "gpt-2.2b", None, (1, 8), "bf16", "gpt-2.2b is a GPT: submit pretrain_gpt_2bw.sbatch"),
+    ("bert", "", PLAN, (2, 8), "", "gpt-2.2b is a GPT: submit pretrain_gpt_2bw.sbatch"),
+    ("gpt", "", PLAN, (4, 8), "", "is for 2 nodes with 8 GPUs each, the job has 4 with 8: give sbatch --nodes=2 "),
+    ("gpt", "", PLAN, (4, 4), "", "the job has 4 with 4: give sbatch --nodes=2 --gpus-per-node=8, or plan for these"),
+    ("gpt", "gpt-355m", PLAN, (2, 8), "", "is for gpt-2.2b; give one of them"),
+    ("gpt", "", PLAN, (2, 8), "bf16", "PRECISION=bf16: PLAN="),
+    ("gpt", "", {"plans": []}, (2, 8), "", "holds no plan; write it with megatron-2bw-plan ... --json "),
+    ("gpt", "", [], (2, 8), "", "holds no plan"),
+    ("gpt", "", "no JSON", (2, 8), "", "cannot be read: "),
+    ("gpt", "", "", (2, 8), "", "cannot be read: No such file"),
+])
+def test_wrong_variables_are_told_in_one_line(kind, model, plan, nodes, precision, line, tmp_path):
+    path = tmp_path / "plan.json"
+    if plan != "":
+        path.write_text(plan if isinstance(plan, str) else json.dumps(plan))
+    with pytest.raises(flags.JobError) as error:
+        flags.words(kind, model, "" if plan is None else str(path), *nodes, precision)
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_the_scripts_ask_slurm_for_the_same_as_the_planners(kind):
+    lines = (SCRIPTS / f"pretrain_{kind}_2bw.sbatch").read_text().splitlines()
+    asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    assert asked == [f"--job-name={kind}-2bw", "--nodes=1", *SBATCH]
+    named = next(line for line in lines if line.startswith("# MODEL is")).removeprefix("# MODEL is ").split(", ")
+    assert all(name == "..." or PRESETS[name].kind == kind for name in named)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a",
+    "MODEL": "gpt-355m", "PROCESSES_PER_NODE": "2", "MEGATRON_2BW": str(ROOT), "PYTHON": sys.executable,
+}
+
+
+def batch(folder: Path, *words: str, srun: str = "true", squeue: str = "", job: str = "", **changes: str | None):
+    """The GPT script under bash, with stand-ins for Slurm's commands that write down what they are given."""
+    scontrol = f'echo "scontrol $*" >> called; [[ $* = *hostnames* ]] && echo a || echo "{job}"'
+    stubs = {"srun": srun, "squeue": squeue, "scontrol": scontrol, "scancel": "true"}
+    for name, text in stubs.items():
+        (folder / name).write_text(f'#!/bin/bash\n[ {name} != srun ] || printf "%s\\n" "$@" > words\n{text}\n')
+        (folder / name).chmod(0o755)
+    variables = {name: value for name, value in (SLURM | changes).items() if value is not None}
+    return subprocess.run(
+        ["bash", SCRIPTS / "pretrain_gpt_2bw.sbatch", *words], cwd=folder, capture_output=True, text=True, check=False,
+        env={"PATH": f"{folder}:{os.environ['PATH']}"} | variables, timeout=60,
+    )
+
+
+def content(folder: Path) -> dict:
+    return json.loads((folder / "logs" / "job-7" / "status.json").read_text())
+
+
+def test_the_callers_flags_win_and_data_args_replace_the_mock_data(tmp_path):
+    done = batch(tmp_path, "--lr", "1", DATA_ARGS="--data-path a")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[-4:] == ["--data-path", "a", "--lr", "1"] and "--mock-data" not in words and "--bf16" not in words
+    assert words[words.index("--save") + 1] == words[words.index("--load") + 1] == f"{tmp_path}/checkpoints/gpt-355m"
+    assert content(tmp_path)["status"] == "completed"
+    batch(tmp_path, SLURM_GPUS_ON_NODE="4", PROCESSES_PER_NODE=None, CHECKPOINTS="none")
+    words = (tmp_path / "words").read_text().splitlines()
+    assert "--bf16" in words and words[words.index("--nproc-per-node") + 1] == "4" and "--save" not in words
+
+
+@pytest.mark.parametrize("words, changes, line", [
+    ((), dict(PROCESSES_PER_NODE=None), "no GPUs in this allocation: give sbatch --gpus-per-node=N, or PROCESSES_PER"),
+    (("--save", "x"), {}, "--save: give CHECKPOINTS=folder"), (("--load=x",), {}, "--load: give CHECKPOINTS=folder"),
+    ((), dict(DATA_ARGS="--data-path 'a"), "DATA_ARGS=--data-path 'a: No closing quotation"),
+    ((), dict(MODEL="x"), "MODEL=x: not one of "), ((), dict(PLAN="x.json"), "PLAN=x.json cannot be read: No such"),
+])
+def test_a_refused_job_says_why_in_one_line(words, changes, line, tmp_path):
+    done = batch(tmp_path, *words, **changes)
+    assert done.returncode == 2 and done.stderr.startswith(f"job: error: {line}") and done.stderr.count("\n") == 1
+    assert content(tmp_path)["status"] == "failed" and content(tmp_path)["reason"].startswith(line)
+    assert not (tmp_path / "words").exists()
+
+
+def test_two_jobs_do_not_save_to_one_folder(tmp_path):
+    (tmp_path / "checkpoints" / "gpt-355m").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "gpt-355m" / "slurm_job").write_text("6\n")
+    done = batch(tmp_path, squeue="echo '6 RUNNING'")
+    assert done.returncode == 2 and "job 6 is saving to " in done.stderr
+    assert batch(tmp_path).returncode == 0 and (tmp_path / "checkpoints/gpt-355m/slurm_job").read_text() == "7\n"
+
+
+@pytest.mark.parametrize("job, word, requeued", [
+    ("JobState=RUNNING Reason=None Restarts=0", "pending", True),
+    ("JobState=COMPLETING Reason=TimeLimit Restarts=0", "pending", True),
+    ("JobState=COMPLETING Reason=None Restarts=0", "failed", False),
+    ("JobState=COMPLETING Reason=None Restarts=1", "pending", False), ("", "pending", True),
+], ids=["the notice of the time limit", "the limit itself", "scancel", "preempted at once", "Slurm does not answer"])
+def test_a_signal_to_the_batch_shell(job, word, requeued, tmp_path):
+    save_it = "mkdir -p checkpoints/gpt-355m; echo 5 > checkpoints/gpt-355m/latest_checkpointed_iteration.txt"
+    done = batch(tmp_path, srun=f"{save_it}; kill -TERM $PPID; sleep 1", job=job)
+    assert content(tmp_path)["status"] == word, done.stderr
+    assert ("scontrol requeue 7" in (tmp_path / "called").read_text()) == requeued
+    assert done.returncode == (0 if requeued else 1)
+
+
+def test_outside_the_clone_it_says_where_to_submit(tmp_path):
+    done = batch(tmp_path, MEGATRON_2BW=None)
+    assert done.returncode == 2 and "submit from the clone, or give MEGATRON_2BW=the clone" in done.stderr
+
+
+def test_one_node_of_a_job_ends_with_its_commands_status_and_with_0_after_a_signal():
+    for script, expected in (("exit 3", 3), ("exit 0", 0), ("kill -TERM $PPID; sleep 0.2; exit 1", 0)):
+        done = subprocess.run([SCRIPTS / "node.sh", "bash", "-c", script], check=False, timeout=20)
+        assert done.returncode == expected
