@@ -36,10 +36,11 @@ from megatron_2bw.planner.search import best as fastest  # noqa: E402
 from megatron_2bw.planner.trials import spearman  # noqa: E402
 
 MEASURED = Path(__file__).resolve().parent / "measured"
-# The paper's system: no tensor parallelism, no sharded optimizer, even stages, every layer recomputed or none.
+# The paper's system: no tensor parallelism, no sharded optimizer, even stages, every layer recomputed or none, and
+# the warm-up of 1F1B.
 PAPER = Space(
     512, schedules=("2bw",), tensor=(1,), recompute=("none", "full"), gradient_slots=(2,),
-    distributed_optimizer=(False,), virtual=(1,), uneven=False,
+    distributed_optimizer=(False,), virtual=(1,), uneven=False, extra_warmup=False,
 )
 
 
@@ -81,7 +82,7 @@ def described(plan: Plan | None) -> str:
     recompute = "" if plan.recompute == "none" else f", {plan.recompute} recompute"
     order = ", pipelines inside servers" if plan.pipeline_inside else ""
     sizes = f"t{plan.tensor} d{plan.depth} w{plan.width} b{plan.microbatch} m{plan.microbatches}"
-    return f"{plan.schedule} {sizes}{recompute}{order}"
+    return f"{plan.schedule_name} {sizes}{recompute}{order}"
 
 
 def table1() -> list[Check]:

@@ -123,7 +123,8 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
      "--block-data-path --embedding-path --indexer- --adlr-", _never, "in pretraining"),
     # Read nowhere.
     ("--use-flash-attn --openai-gelu --onnx-safe --apply-residual-connection-post-layernorm --decoder-num-layers "
-     "--exit-signal-handler-for-dataloader --fp16-lm-cross-entropy --dist-ckpt-save-pre-mcore-014 --sample-rate", _never, "in Megatron 0.19"),
+     "--exit-signal-handler-for-dataloader --fp16-lm-cross-entropy --dist-ckpt-save-pre-mcore-014 --sample-rate",
+     _never, "in Megatron 0.19"),
 )
 
 

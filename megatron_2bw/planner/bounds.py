@@ -1,10 +1,12 @@
 """Bounds on the simulated time of a plan, in microseconds of work instead of milliseconds. Pure Python.
 
 Invariant: a bound is the length of a chain of actions that must follow each other, so no simulation goes below it.
+`warmup_for` is the same from the other side: the warm-up with which no such chain is longer than wanted.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
 from megatron_2bw.planner.compute import Work
@@ -62,9 +64,12 @@ def _without_flush(plan: Plan, times: Times) -> float:
     d, m = plan.depth, plan.microbatches
     forward, backward, reduce, transfer = (times.of(n, d) for n in ("forward", "backward", "reduce", "transfer"))
     work = [f + b for f, b in zip(forward, backward)]
-    # k stages in a row hold k microbatches at once, so each of them goes down and back in k periods.
-    pairs = [(work[s] + work[s + 1]) / 2 + transfer[s] for s in range(d - 1)]
-    period = max([*pairs, (sum(work) + 2 * sum(transfer[: d - 1])) / d, *times.of("occupied", d)[: d - 1]])
+    ahead = [*accumulate((1 + more for more in reversed(plan.extra)), initial=0)][::-1]
+    # Of k stages in a row the first is some microbatches ahead of the last, k - 1 without extra warm-up; with one more
+    # that is how many they hold at once, so each of them goes down and back in as many periods.
+    pairs = [(work[s] + work[s + 1] + 2 * transfer[s]) / (ahead[s] - ahead[s + 1] + 1) for s in range(d - 1)]
+    whole = (sum(work) + 2 * sum(transfer[: d - 1])) / (ahead[0] + 1)
+    period = max([*pairs, whole, *times.of("occupied", d)[: d - 1]])
     bound = max([m * period, *(m * w + burden for w, burden in zip(work, times.of("burden", d)))])
     if not plan.pipeline.late_step:
         return bound
@@ -78,5 +83,21 @@ def _without_flush(plan: Plan, times: Times) -> float:
             bound = max(bound, after + max(reduce[s], above[s] + reduce[0]) + times.step)
         else:  # the last backward of the next batch; and, in two periods, the batch after that, m + w pairs
             after = below + backward[s] + reduce[s] + times.step
-            bound = max(bound, after, (down[s] + (m + d - 1 - s) * w + reduce[s] + times.step) / 2)
+            bound = max(bound, after, (down[s] + (m + ahead[s]) * w + reduce[s] + times.step) / 2)
     return bound
+
+
+def warmup_for(cycle: float, works: list[float], transfer: list[float]) -> tuple[int, ...]:
+    """The least extra warm-up of 2bw, on every stage, with which a microbatch takes `cycle` seconds.
+
+    works: seconds of a microbatch's forward and backward on each stage, none above `cycle`. For all stages a < b, a
+    microbatch that goes from a down to b and back must not take longer than the a-th stage works meanwhile,
+    (ahead_a - ahead_b + 1) · cycle; from the last stage up, each has the smallest number for which that holds.
+    """
+    extra, ahead, way = [], 0, works[-1] / cycle  # the longest way down and back so far, from where the last ones are
+    for work, sent in zip(works[-2::-1], transfer[len(works) - 2 :: -1]):
+        way += (work + 2 * sent) / cycle
+        needed = max(ahead + 1, math.ceil(way - 1 - 1e-9))
+        extra.append(needed - ahead - 1)
+        ahead, way = needed, max(way, needed + work / cycle)
+    return tuple(reversed(extra))

@@ -31,7 +31,7 @@ from megatron_2bw.schedules import SCHEDULE_NAMES
 
 ERRORS = (
     ModelError, ClusterError, ProfileError, ValidateError, calibration.RunsError, report.ReportError,
-    jobs.PlanFileError, jobs.NoScriptError,
+    jobs.PlanFileError,
 )
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
@@ -72,9 +72,10 @@ def planning_parser(prog: str, description: str) -> Parser:
     group.add_argument("--recompute", type=lambda text: tuple(text.split(",")), default=RECOMPUTE, metavar="NAME,...",
                        help=f"of {', '.join(RECOMPUTE)}")
     group.add_argument("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
-    group.add_argument("--no-distributed-optimizer", action="store_true")
+    group.add_argument("--no-extra-warmup", action="store_true", help="of 2bw, which hides messages on slow links")
+    group.add_argument("--no-distributed-optimizer", action="store_true", help="by default both are tried")
     group.add_argument("--no-sequence-parallel", action="store_true", help="with tensor parallelism, as on the CPU")
-    group.add_argument("--no-uneven-stages", action="store_true")
+    group.add_argument("--no-uneven-stages", action="store_true", help="by default first and last may differ")
     group = parser.add_argument_group("how it is judged")
     group.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16, or fp16 without it")
     group.add_argument("--attention", choices=("flash", "core"), help="default: flash where the GPU has it")
@@ -108,7 +109,7 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         options.max_global_batch_size, options.schedules, options.tensor_model_parallel_size,
         options.pipeline_model_parallel_size, options.micro_batch_size, options.recompute, options.gradient_slots,
         (False,) if options.no_distributed_optimizer else (False, True), uneven=not options.no_uneven_stages,
-        sequence_parallel=not options.no_sequence_parallel and not on_cpu,
+        sequence_parallel=not options.no_sequence_parallel and not on_cpu, extra_warmup=not options.no_extra_warmup,
     )
     return cost, space
 

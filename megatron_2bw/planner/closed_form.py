@@ -30,7 +30,8 @@ class ClosedForm(Cost):
 
     def seconds(self, plan: Plan) -> float:
         """A microbatch takes max over stages of max(T_comp + T_comm to the neighbours, T_comm of the replicas / m);
-        without pipelining their sum. A flush adds the time of d - 1 of them."""
+        without pipelining their sum. A flush adds the time of d - 1 of them. Each extra forward that runs ahead over a
+        boundary hides its T_comm by the T_comp of the slowest stage."""
         each = self._each(plan)
         if plan.schedule == "no-pipelining":
             return plan.microbatches * sum(each)
@@ -39,17 +40,20 @@ class ClosedForm(Cost):
 
     lower_bound = seconds
 
-    def waits(self, plan: Plan) -> tuple[float, float, float]:
-        return 0.0, 0.0, 0.0  # they are counted by microbatch
+    def _hidden(self, plan: Plan) -> float:
+        return self.seconds(replace(plan, extra_warmup=(plan.microbatches,)))  # more than is legal
+
+    def waits(self, plan: Plan) -> tuple[float, float, float, float]:
+        return 0.0, 0.0, 0.0, 0.0  # they are counted by microbatch
 
     def _each(self, plan: Plan) -> list[float]:
-        times = self.times(plan)
-        reduce, transfer = times.of("reduce", plan.depth), times.of("transfer", plan.depth)
-        each = []
-        for stage, work in enumerate(self.stages(plan)):
-            neighbours = (transfer[stage] if stage < plan.depth - 1 else 0) + (transfer[stage - 1] if stage else 0)
-            each.append(max(work.total + 2 * neighbours, reduce[stage] / plan.microbatches))
-        return each
+        times, works = self.times(plan), self.stages(plan)
+        reduce, slowest = times.of("reduce", plan.depth), max(work.total for work in works)
+        # Both ways over each boundary, and over none before the first stage and behind the last.
+        sent = [max(2 * t - k * slowest, 0.0) for t, k in zip(times.of("transfer", plan.depth), plan.extra)]
+        neighbours = (before + after for before, after in zip([0.0, *sent], [*sent, 0.0]))
+        return [max(work.total + both, seconds / plan.microbatches)
+                for work, both, seconds in zip(works, neighbours, reduce)]
 
     def fits(self, plan: Plan) -> bool:
         return self._memory(plan).total <= self.capacity

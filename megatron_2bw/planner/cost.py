@@ -5,9 +5,10 @@ Invariant: `lower_bound` is never above `seconds`, so that a search that skips p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_2bw.planner.bounds import lower_bound
+from megatron_2bw.planner.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.compute import ELEMENT, Compute, Work
 from megatron_2bw.planner.links import all_reduce, half, layout, message
@@ -20,6 +21,8 @@ from megatron_2bw.simulator import Times, long_iteration_time
 MARGIN = 0.2
 # Share of an overlapped collective that nothing is beside: its first or last bucket.
 UNHIDDEN = 0.05
+# Share of a microbatch's time that messages may add to it before 2bw runs further ahead.
+HARDLY = 0.02
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Cost:
         self._counts: dict[tuple, list[float]] = {}
         self._sent: dict[tuple, list[tuple[float, float]]] = {}
         self._steps: dict[tuple, _Step] = {}
+        self._slow: dict[tuple, bool] = {}  # whether 2bw's messages take long enough to be hidden
         self.model, self.cluster, self.precision, self.margin = model, cluster, precision, margin
         flash = cluster.device.flash if flash is None else flash
         self.compute = Compute(model, cluster, precision, flash)
@@ -159,11 +163,48 @@ class Cost:
             burden=step.update if late else 0.0,
         )
 
-    def waits(self, plan: Plan) -> tuple[float, float, float]:
-        """Seconds of the first stage's reduction, of the slowest update, and of a message on all boundaries in turn."""
-        step = self._step(plan)
-        one_way = sum(seconds for seconds, _ in self._messages(plan)[: plan.depth - 1])
-        return step.reduce[0] + step.ends, max(step.update), one_way
+    def waits(self, plan: Plan) -> tuple[float, float, float, float]:
+        """Seconds of the first stage's reduction, of the slowest update, of a message on all boundaries in turn, and in
+        which a message takes the slowest boundary."""
+        step, messages = self._step(plan), self._messages(plan)[: plan.depth - 1]
+        one_way = sum(seconds for seconds, _ in messages)
+        return step.reduce[0] + step.ends, max(step.update), one_way, max((taken for _, taken in messages), default=0.0)
+
+    def bound_ahead(self, plan: Plan) -> float | None:
+        """As `lower_bound`, of the plan with any extra warm-up; None if that would hide hardly anything."""
+        if plan.schedule != "2bw":
+            return None
+        key = (
+            plan.tensor, plan.depth, plan.width, plan.microbatch, plan.recompute, plan.sequence_parallel,
+            plan.pipeline_inside, plan.first, plan.last,
+        )
+        if key not in self._slow:
+            self._slow[key] = next(self._warmups(plan), None) is not None
+        return self._hidden(plan) if self._slow[key] else None
+
+    def _hidden(self, plan: Plan) -> float:
+        return lower_bound(plan, replace(self.times(plan), transfer=0.0))
+
+    def extra_warmup(self, plan: Plan) -> tuple[int, ...]:
+        """The extra warm-up of 2bw that hides the messages of `plan`, or as much of them as the batch and the memory
+        allow; () if they allow none, or it would hide hardly anything."""
+        if not self.fits(plan):
+            return ()
+        legal = (extra for extra in self._warmups(plan) if plan.depth + sum(extra) <= plan.microbatches)
+        return next((extra for extra in legal if self.fits(plan.changed(extra_warmup=extra))), ())
+
+    def _warmups(self, plan: Plan) -> Iterator[tuple[int, ...]]:
+        """The least extra warm-up for a microbatch's time that is HARDLY longer than the slowest stage's or link's, and
+        for longer and longer ones, as long as there is any."""
+        if plan.schedule != "2bw" or plan.depth == 1:
+            return
+        works, messages = [work.total for work in self.stages(plan)], self._messages(plan)[: plan.depth - 1]
+        cycle, transfer = max([*works, *(taken for _, taken in messages)]), [seconds for seconds, _ in messages]
+        extra = warmup_for(cycle * (1 + HARDLY), works, transfer)
+        while any(extra):
+            yield extra
+            cycle *= 1 + HARDLY
+            extra = warmup_for(cycle * (1 + HARDLY), works, transfer)
 
     def _messages(self, plan: Plan) -> list[tuple[float, float]]:
         """(seconds, seconds of them in which the link is taken) of a message over the boundary behind each stage."""
@@ -230,7 +271,7 @@ class Cost:
             # Beside the next batch, whose messages come first: they take their share of the network.
             taken = max((taken for (_, taken), leaving in zip(messages, place.boundaries) if leaving), default=0.0)
             # With one gradient slot only the forwards that run ahead send anything meanwhile.
-            sent = plan.microbatches if plan.gradient_slots == 2 else plan.depth - 1
+            sent = plan.microbatches if plan.gradient_slots == 2 else plan.pipeline.ahead(plan.shape, 0)
             seconds = [time + sent * taken for time in seconds]
         if step.ends:
             seconds = [seconds[0] + step.ends, *seconds[1:-1], seconds[-1] + step.ends]

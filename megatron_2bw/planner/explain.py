@@ -27,6 +27,7 @@ SMALL = 0.02  # of the time; a lesser difference of a term is not told
 LEGEND = (
     "t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.",
     "ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).",
+    "2bw +k: the first stage runs k forwards further ahead, so that messages are hidden (--two-bw-extra-warmup).",
     "layers: of a stage, or of first/middle/last. optim.: sharded: --use-distributed-optimizer. TF: 10^12 operations.",
 )
 CAVEAT = """\
@@ -71,12 +72,6 @@ def _per_sample(estimate: Estimate) -> float:
     return estimate.seconds / estimate.plan.global_batch
 
 
-def schedule_name(plan: Plan) -> str:
-    """The schedule with its model chunks and gradient slots: `megatron x3`, `2bw 1 slot`."""
-    chunks = f" x{plan.virtual}" if plan.virtual > 1 else ""
-    return plan.schedule + chunks + (" 1 slot" if plan.gradient_slots == 1 else "")
-
-
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +94,7 @@ def table(result: Result) -> str:
         plan, split = estimate.plan, estimate.split
         each = estimate.throughput / plan.gpus
         plans.append([
-            str(rank), schedule_name(plan),
+            str(rank), plan.schedule_name,
             *map(str, (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches)), plan.recompute,
             "sharded" if plan.distributed_optimizer else "whole", "pp-dp" if plan.pipeline_inside else "dp-pp",
             _layers(plan, cost.model.layers), str(plan.global_batch), f"{estimate.throughput:.1f}",
@@ -184,6 +179,8 @@ def _against(winner: Estimate, rival: Estimate) -> str:
         there, here = (getattr(e.split, term) / e.plan.global_batch / _per_sample(rival) for e in (rival, winner))
         flush = term == "bubble" and rival.plan.pipeline.flushes and not winner.plan.pipeline.flushes
         why = ": no stage waits for a flush" if flush and there > here else ""
+        if term == "pipeline" and sum(winner.plan.extra) > sum(rival.plan.extra) and there > here:
+            why = ": forwards run further ahead"
         text = f"{words} ({_percent(there)} there, {_percent(here)} here{why})"
         if abs(there - here) >= SMALL:
             (saved if there > here else paid).append((abs(there - here), text))

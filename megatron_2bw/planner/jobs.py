@@ -5,7 +5,6 @@ Invariant: a script holds the plan's flags as they are, one a line, and the call
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
@@ -34,12 +33,8 @@ class PlanFileError(Exception):
     """A file that cannot be written, said in one line."""
 
 
-class NoScriptError(Exception):
-    """A model that no entry script of this version trains, said in one line."""
-
-
 def torchrun_script(plan: Plan, model: Model, cluster: Cluster, precision: str) -> str:
-    """run.sh: started on each server of the cluster, it trains the model. NoScriptError if there is no entry script."""
+    """run.sh: started on each server of the cluster, it trains the model."""
     entry, several = entry_script(model), cluster.servers > 1
     usage = "./run.sh [FLAGS]"
     first = ["NODE_RANK=${NODE_RANK:-0}", "MASTER_ADDR=${MASTER_ADDR:-localhost}"]
@@ -85,11 +80,6 @@ def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, jo
 
 def entry_script(model: Model) -> str:
     """Name of the script that trains a model of this kind."""
-    if model.kind == "bert" and importlib.util.find_spec("megatron_2bw.bert") is None:
-        raise NoScriptError(
-            f"{model.name}: this version has no entry script for BERT (pretrain_bert_2bw.py), so it cannot write a "
-            "script; plan without --script and --sbatch, or use a GPT"
-        )
     return f"pretrain_{model.kind}_2bw.py"
 
 

@@ -86,6 +86,18 @@ def _ends(plan: Plan, model: Model, host: Host) -> str | None:
     )
 
 
+def _warmup(plan: Plan, model: Model, host: Host) -> str | None:
+    if {*map(type, plan.extra_warmup)} <= {int} and min(plan.extra_warmup, default=0) >= 0:
+        return None
+    return (
+        f"--two-bw-extra-warmup {_listed(plan.extra_warmup)}: give whole numbers of 0 or more, or leave the flag out"
+    )
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
 def _schedule(plan: Plan, model: Model, host: Host) -> str | None:
     if plan.schedule in SCHEDULE_NAMES:
         return None
@@ -107,6 +119,7 @@ def _precision(plan: Plan, model: Model, host: Host) -> str | None:
 FIELDS: tuple[Rule, ...] = (
     ("a size is not a positive whole number", _sizes),
     ("layers of the first or last stage are not a positive whole number", _ends),
+    ("extra warm-up is not whole numbers", _warmup),
     ("unknown schedule", _schedule),
     ("unknown recompute granularity", _recompute),
     ("unknown precision", _precision),
@@ -133,15 +146,16 @@ def _has_bf16(plan: Plan, model: Model, host: Host) -> str | None:
 
 
 def _enough_microbatches(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.virtual > 1:
+    if plan.virtual > 1 or _extra_warmup(plan, model, host):
         return None  # _whole_groups
     needed = plan.pipeline.min_microbatches(plan.depth)
     if plan.microbatches >= needed:
         return None
+    extra = f" and --two-bw-extra-warmup {_listed(plan.extra_warmup)}" if any(plan.extra_warmup) else ""
     return (
         f"--global-batch-size {plan.global_batch} gives {plan.microbatches} microbatches on each of {plan.width} "
-        f"pipelines, but --pipeline-schedule {plan.schedule} with --pipeline-model-parallel-size {plan.depth} needs "
-        f"{needed}: use --global-batch-size {needed * plan.microbatch * plan.width} or more, or fewer stages"
+        f"pipelines, but --pipeline-schedule {plan.schedule} with --pipeline-model-parallel-size {plan.depth}{extra} "
+        f"needs {needed}: use --global-batch-size {needed * plan.microbatch * plan.width} or more, or fewer stages"
     )
 
 
@@ -294,6 +308,17 @@ def _slots(plan: Plan, model: Model, host: Host) -> str | None:
     return f"--two-bw-gradient-slots {plan.gradient_slots} with --pipeline-schedule {plan.schedule}: {advice}"
 
 
+def _extra_warmup(plan: Plan, model: Model, host: Host) -> str | None:
+    if not plan.extra_warmup:
+        return None
+    flag = f"--two-bw-extra-warmup {_listed(plan.extra_warmup)}"
+    if plan.schedule != "2bw" or plan.depth == 1:
+        return f"{flag} has no effect without --pipeline-schedule 2bw and several stages: leave it out"
+    if len(plan.extra_warmup) in (1, plan.depth - 1):
+        return None
+    return f"{flag}: give one number, or one for each of the {plan.depth - 1} boundaries between stages"
+
+
 def _pipedream_shards(plan: Plan, model: Model, host: Host) -> str | None:
     if plan.schedule != "pipedream" or not plan.distributed_optimizer:
         return None
@@ -339,6 +364,7 @@ RULES: tuple[Rule, ...] = (
     ("microbatches not divisible by stages with virtual stages", _whole_groups),
     ("bf16 not on this GPU", _has_bf16),
     ("gradient slots only with 2bw", _slots),
+    ("extra warm-up only with 2bw, for each boundary", _extra_warmup),
     ("pipedream with the distributed optimizer", _pipedream_shards),
     ("pipedream with tied embeddings", _pipedream_ties),
     ("pipedream with fp16 and dynamic loss scale", _pipedream_scales),

@@ -108,7 +108,9 @@ class Memory:
         activations, logits = self._activations(plan, stage, layers, in_flight)
         message = plan.microbatch * self.model.sequence * self.model.hidden * self.element
         sides = (stage > 0) + (stage < plan.depth - 1)
-        buffers = 4 * sides * message / (plan.tensor if plan.sequence_parallel else 1)  # two slots, two directions
+        more = sum(plan.extra[max(stage - 1, 0) : stage + 1]) if plan.extra_warmup else 0  # that wait for a forward
+        buffers = (4 * sides + 2 * more) * message  # two slots, two directions
+        buffers /= plan.tensor if plan.sequence_parallel else 1
         return StageMemory(*(size * parameters for size in each), activations, logits, buffers)
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:

@@ -7,9 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from megatron_2bw.planner.model import Model
-from megatron_2bw.schedules import SCHEDULES, Schedule, Shape
+from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.schedules.two_bw import TwoBW
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -29,6 +28,7 @@ class Plan:
     sequence_parallel      the parts of a layer that tensor parallelism leaves whole are divided along the sequence
     pipeline_inside        rank order tp-pp-dp: a pipeline's stages are neighbours, its replicas far apart;
                            otherwise Megatron's default, where replicas of a stage are neighbours
+    extra_warmup           of 2bw: more forwards ahead, a number for each boundary between stages or one for all
     """
 
     tensor: int
@@ -45,6 +45,7 @@ class Plan:
     last: int = 0
     pipeline_inside: bool = False
     sequence_parallel: bool = False
+    extra_warmup: tuple[int, ...] = ()
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, five times as fast: a search makes tens of thousands."""
@@ -65,10 +66,22 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """In a few words, such as `2bw t1 d8 w8 b4`, `megatron x3 ...` with three chunks a stage, `2bw 1 slot ...`."""
+        """In a few words, such as `2bw t1 d8 w8 b4`."""
+        return f"{self.schedule_name} t{self.tensor} d{self.depth} w{self.width} b{self.microbatch}"
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule with its model chunks, gradient slots, and forwards that stage 0 runs further ahead:
+        `megatron x3`, `2bw 1 slot`, `2bw +2`."""
         chunks = f" x{self.virtual}" if self.virtual > 1 else ""
         slots = " 1 slot" if self.gradient_slots == 1 else ""
-        return f"{self.schedule}{chunks}{slots} t{self.tensor} d{self.depth} w{self.width} b{self.microbatch}"
+        return self.schedule + chunks + slots + (f" +{sum(self.extra)}" if any(self.extra) else "")
+
+    @property
+    def extra(self) -> tuple[int, ...]:
+        """`extra_warmup` with a number for each boundary."""
+        given = self.extra_warmup or (0,)
+        return given * (self.depth - 1) if len(given) == 1 else given
 
     @property
     def title(self) -> str:
@@ -80,9 +93,8 @@ class Plan:
         """The schedule as data; Megatron's own is 1F1B with a flush, or interleaved."""
         if self.virtual > 1:
             return Interleaved(self.virtual)
-        if self.schedule == "2bw":
-            return TwoBW(self.gradient_slots)
-        return SCHEDULES["pipedream-flush" if self.schedule == "megatron" else self.schedule]
+        name = "pipedream-flush" if self.schedule == "megatron" else self.schedule
+        return schedule_of(name, self.gradient_slots, self.extra_warmup)
 
     @cached_property
     def shape(self) -> Shape:
@@ -120,6 +132,9 @@ class Plan:
             words += ["--recompute-granularity", "selective"]
         if self.schedule == "2bw" and self.gradient_slots != 2:
             words += ["--two-bw-gradient-slots", self.gradient_slots]
+        if any(self.extra):
+            same = len(set(self.extra)) == 1
+            words += ["--two-bw-extra-warmup", ",".join(map(str, self.extra[:1] if same else self.extra))]
         if self.distributed_optimizer:
             words += ["--use-distributed-optimizer"]
         if self.schedule == "megatron" and self.width > 1:  # 2bw's late step overlaps by itself

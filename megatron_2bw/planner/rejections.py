@@ -70,11 +70,13 @@ def changes(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, distributed_optimizer=True)
     if plan.schedule == "2bw" and plan.gradient_slots == 2:
         yield replace(plan, gradient_slots=1)
+    if any(plan.extra):
+        yield replace(plan, extra_warmup=())
     if plan.schedule != "pipedream-flush":
-        yield replace(plan, schedule="pipedream-flush", gradient_slots=2, virtual=1)
+        yield replace(plan, schedule="pipedream-flush", gradient_slots=2, virtual=1, extra_warmup=())
     if plan.microbatch % 2 == 0:
         yield replace(plan, microbatch=plan.microbatch // 2, microbatches=2 * plan.microbatches)
-    deeper = replace(plan, depth=2 * plan.depth, first=0, last=0)
+    deeper = replace(plan, depth=2 * plan.depth, first=0, last=0, extra_warmup=())
     if plan.width % 2 == 0:
         yield replace(deeper, width=plan.width // 2, microbatches=2 * plan.microbatches)
     if plan.tensor % 2 == 0:

@@ -1,8 +1,8 @@
 """Finds the fastest plans that are legal and fit: best first, and exactly. Pure Python.
 
 Invariant: what `Search` yields are the plans that a full enumeration of the space would put first, in its order. A
-plan waits in one queue with a bound on its time per sample that grows truer: of its shape,
-of its stages, of its schedule, of itself, simulated.
+plan waits in one queue with a bound on its time per sample that grows truer: of its shape, of its stages, of its
+schedule, of itself, simulated.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Space:
     microbatch  sizes; by default powers of two
     virtual     chunks a stage of Megatron's interleaved schedule; by default all that divide its layers
     uneven      first and last stages with another number of layers than the others
+    extra_warmup  beside a plan of 2bw the one that runs as far ahead as hides its messages (Cost.extra_warmup)
     """
 
     batch: int
@@ -48,6 +49,7 @@ class Space:
     virtual: tuple[int, ...] | None = None
     uneven: bool = True
     sequence_parallel: bool = True
+    extra_warmup: bool = True
 
 
 class Search:
@@ -69,7 +71,7 @@ class Search:
         self.examined = 0
         device = cost.cluster.device
         self._host = cost.model, cost.cluster.gpus, cost.precision, device.bf16
-        self._least: dict[tuple, tuple[float, float, float]] = {}
+        self._least: dict[tuple, tuple[float, float, float, float]] = {}
         self._number = itertools.count()  # so that equal bounds leave the queue in the order of enumeration
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
@@ -98,8 +100,16 @@ class Search:
                 plan = self._scheduled(plan, *choice)
                 for variant in self.variants(plan) if plan else ():
                     put(max(self.cost.lower_bound(variant) / variant.global_batch, bound), "bound", variant)
+                    ahead = self.cost.bound_ahead(variant) if self.space.extra_warmup else None
+                    if ahead is not None:
+                        put(max(ahead / variant.global_batch, bound), "ahead", variant)
             elif self.distinct and self._key(plan) in found:
                 continue
+            elif state == "ahead":
+                extra = self.cost.extra_warmup(plan)
+                if extra:
+                    plan = plan.changed(extra_warmup=extra)
+                    put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
             elif state == "bound":
                 if not self.cost.fits(plan):
                     self.too_large.append(plan)
@@ -144,16 +154,17 @@ class Search:
         """Seconds a sample of the schedule, with the least that steps and messages take in any of `variants`."""
         works = self.cost.stages(split)
         seconds = work_bound(works, split.microbatches, schedule, virtual)
-        reduce, update, messages = self._least_waits(split)
+        reduce, update, messages, taken = self._least_waits(split)
         if schedule == "2bw":
-            around = (sum(work.total for work in works) + 2 * messages) / split.depth
-            seconds = max(seconds, split.microbatches * around, reduce)
+            in_flight = split.microbatches if self.space.extra_warmup else split.depth
+            around = (sum(work.total for work in works) + 2 * messages) / in_flight
+            seconds = max(seconds, split.microbatches * max(around, taken), reduce)
         elif schedule != "pipedream":
             seconds += update if schedule == "megatron" else update + reduce
         return seconds / split.global_batch
 
-    def _least_waits(self, split: Plan) -> tuple[float, float, float]:
-        """(first stage's reduction, optimizer's step, messages one way through the pipeline), each at its least."""
+    def _least_waits(self, split: Plan) -> tuple[float, float, float, float]:
+        """`Cost.waits` of all `variants`, each at its least."""
         key = (split.tensor, split.depth, split.width, split.microbatch, split.first, split.last)
         least = self._least.get(key)
         if least is None:
@@ -239,7 +250,7 @@ class Search:
         return plan if self._legal(plan) else None
 
     def variants(self, plan: Plan) -> Iterator[Plan]:
-        """The plan in each rank order, with and without the distributed optimizer."""
+        """The plan in each rank order, with and without the distributed optimizer; none with extra warm-up."""
         for inside, distributed in itertools.product(self._orders(plan), self._optimizers(plan)):
             yield plan.changed(pipeline_inside=inside, distributed_optimizer=distributed)
 

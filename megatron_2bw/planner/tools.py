@@ -14,7 +14,7 @@ from megatron_2bw.planner.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.cluster import Cluster, from_yaml, to_yaml
 from megatron_2bw.planner.cluster import preset as cluster_preset
 from megatron_2bw.planner.inputs import Parser
-from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, TwoBW
+from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.simulator import Times, iteration_time, simulate
 from megatron_2bw.text_timeline import render
@@ -24,18 +24,20 @@ def run_simulate(words: list[str], prog: str) -> int:
     names = [*SCHEDULES, "megatron-interleaved"]
     parser = Parser(prog=prog, description="Prints a schedule's timeline, and draws it.", allow_abbrev=False)
     parser.add_argument("--figure", choices=("1", "2", "3"), help="of the paper, instead of the flags below")
-    parser.add_argument("--schedule", choices=names)
-    parser.add_argument("--stages", type=int)
+    parser.add_argument("--schedule", choices=names, help="what is simulated")
+    parser.add_argument("--stages", type=int, help="the pipeline's depth")
     parser.add_argument("--microbatches", type=int, help="a batch")
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--virtual", type=int, default=2, help="chunks a stage of megatron-interleaved")
     parser.add_argument("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
+    parser.add_argument("--extra-warmup", type=_counts, default=(), metavar="K[,K...]",
+                        help="of 2bw: more forwards ahead, for each boundary between stages or one number for all")
     times = (("forward", 1.0), ("backward", 2.0), ("transfer", 0.0), ("reduce", 0.0), ("step", 0.0))
     for name, default in times:
         parser.add_argument(f"--{name}", type=float, default=default, help=f"time (default: {default:g})")
     parser.add_argument("--versions", action="store_true", help="print the weight version of each microbatch")
     parser.add_argument("--columns", type=int, default=140)
-    parser.add_argument("--out", type=Path, metavar="FILE.png")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="also as a picture")
     options = parser.parse_args(words)
     if options.figure:
         if options.schedule or options.stages or options.microbatches:
@@ -58,19 +60,29 @@ def run_simulate(words: list[str], prog: str) -> int:
     return 0
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    """A comma-separated list of numbers of which none is negative, for argparse."""
+    if not all(word.isdecimal() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers of 0 or more, with commas between")
+    return tuple(int(word) for word in text.split(","))
+
+
 def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:
-    if options.schedule == "2bw":
-        schedule = TwoBW(options.gradient_slots)
-    elif options.schedule in SCHEDULES:
-        schedule = SCHEDULES[options.schedule]
-    else:
+    extra, boundaries = options.extra_warmup, options.stages - 1
+    if extra and (options.schedule != "2bw" or not boundaries):
+        parser.error("--extra-warmup has no effect without --schedule 2bw and several stages: leave it out")
+    if len(extra) not in (0, 1, boundaries):
+        parser.error(f"--extra-warmup: give one number, or one for each of the {boundaries} boundaries between stages")
+    schedule = schedule_of(options.schedule, options.gradient_slots, extra)
+    if schedule is None:
         schedule = Interleaved(options.virtual)
         if options.microbatches % options.stages:
             parser.error("--microbatches must be a multiple of --stages with megatron-interleaved")
     least = schedule.min_microbatches(options.stages)
     if options.microbatches < least:
+        more = " and --extra-warmup" if any(extra) else ""
         parser.error(f"--microbatches {options.microbatches}: {options.schedule} needs {least} with {options.stages} "
-                     "stages")
+                     f"stages{more}")
     return schedule
 
 
@@ -101,7 +113,7 @@ def run_calibrate(words: list[str], prog: str) -> int:
     parser = Parser(prog=prog, allow_abbrev=False, description=(
         "Fits a cluster's constants to measured runs. Columns of the CSV file: "
         f"{', '.join(calibration.COLUMNS)}; optional: {', '.join(calibration.OPTIONAL)}."))
-    parser.add_argument("runs", type=Path, metavar="RUNS.csv")
+    parser.add_argument("runs", type=Path, metavar="RUNS.csv", help="measured runs, one a row")
     parser.add_argument("--cluster", required=True, metavar="NAME|FILE.yaml")
     parser.add_argument("--rows", type=int, default=20, help="that are fitted to, spread over the file (default: 20); "
                         "the others are predicted. 0: none, the cluster as it is")

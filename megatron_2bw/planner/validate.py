@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_2bw.planner import trials as reading
 from megatron_2bw.planner.cost import Cost, Estimate
-from megatron_2bw.planner.jobs import NoScriptError, entry_script
+from megatron_2bw.planner.jobs import entry_script
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.place import Place, ValidateError, command, environment, find_place, refusal
 from megatron_2bw.planner.plan import Plan
@@ -103,10 +103,9 @@ def _emptied(folder: Path) -> Path:
 
 def script_path(model: Model) -> Path:
     """The model's entry script, which lies beside the package, in a clone as in a wheel. ValidateError without one."""
-    with contextlib.suppress(NoScriptError):
-        path = ROOT / entry_script(model)
-        if path.exists():
-            return path
+    path = ROOT / entry_script(model)
+    if path.exists():
+        return path
     raise ValidateError(f"--model {model.name}: no entry script here trains a {model.kind}")
 
 

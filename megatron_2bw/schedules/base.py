@@ -73,7 +73,8 @@ def without_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) 
     """Forwards and backwards of an iteration of a pipeline that is never drained (paper, Figure 2).
 
     Forwards run w = `schedule.ahead(shape, stage)` microbatches ahead of the backwards all through training: for
-    k = 0 ... m-1, F(jm + w + k) and B(jm + k). Only the first iteration fills the pipeline, only the last planned one empties it.
+    k = 0 ... m-1, F(jm + w + k) and B(jm + k). Only the first iteration fills the pipeline, only the last planned one
+    empties it.
     `schedule.version(shape, stage, microbatch)` names the weights of a microbatch.
     """
     start = iteration * shape.microbatches

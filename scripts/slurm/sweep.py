@@ -192,7 +192,7 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--figure", choices=("6", "7"), help="the paper's: 6 GPT, 7 BERT")
     command.add_argument("--panel", default="a,b,c", metavar="a,...", help="of the figure (a: one server; b, c: eight)")
     command.add_argument("--model", choices=PRESETS, metavar="NAME", help="instead of a figure, with the next four")
-    command.add_argument("--nodes", type=int)
+    command.add_argument("--nodes", type=int, help="servers of a job")
     command.add_argument("--gpus-per-node", type=int, help="with --cpu: processes")
     command.add_argument("--model-parallel-size", type=int, help="GPUs for a copy of the model: stages or tensor ranks")
     command.add_argument("--batch-sizes", type=numbers, metavar="N,...", help="also instead of the figure's")

@@ -96,7 +96,7 @@ def test_nothing_changes_on_a_cuda_host(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         launch.launch("megatron_2bw.gpt")
     assert not cpu.installed() and seen["state"] == before
-    assert seen["defaults"] == {"rerun_mode": "disabled"}  # which 2bw needs on every host
+    assert seen["defaults"] == {"task": "gpt", "rerun_mode": "disabled"}  # the latter 2bw needs on every host
 
 
 def test_cuda_asked_for_and_not_there():

@@ -123,11 +123,14 @@ def test_the_printed_flags_are_megatrons_and_the_plans(words, precision, call, t
     assert (args.recompute_granularity or "none") == plan["recompute"]
 
 
-def test_what_may_be_chosen_is_kept_to(call, tmp_path):
+def test_what_may_be_chosen_is_kept_to(call, write, tmp_path):
     path = tmp_path / "plan.json"
+    slow = write(DESCRIBED | {"servers": 4, "gpus_per_server": 1, "gpu": DESCRIBED["gpu"] | {"bf16": True},
+                              "between": {"gb_s": 0.05, "latency_us": 20}})
 
     def plans(*words) -> list[dict]:
-        assert call(*TINY, *FOUR, "--top", "20", "--json", path, *words).status == 0
+        where = [] if "--cluster" in words else FOUR
+        assert call(*TINY, *where, "--top", "20", "--json", path, *words).status == 0
         return json.loads(path.read_text())["plans"]
 
     assert {plan["schedule"] for plan in plans()} > {"2bw", "megatron"}
@@ -140,6 +143,10 @@ def test_what_may_be_chosen_is_kept_to(call, tmp_path):
     assert not any(plan["sequence_parallel"] for plan in plans("--no-sequence-parallel"))
     assert not any(plan["first"] or plan["last"] for plan in plans("--no-uneven-stages"))
     assert {plan["gradient_slots"] for plan in plans("--gradient-slots", "1") if plan["schedule"] == "2bw"} == {1}
+    ahead = ["--cluster", slow, "--max-global-batch-size", "16", "--schedules", "2bw", "--micro-batch-size", "1",
+             "--pipeline-model-parallel-size", "4"]
+    assert any(plan["extra_warmup"] for plan in plans(*ahead))
+    assert not any(plan["extra_warmup"] for plan in plans(*ahead, "--no-extra-warmup"))
     assert len(plans("--top", "1")) == 1
     assert all(plan["global_batch"] <= 16 for plan in plans())
     closed, simulated = (plans("--cost", name)[0]["seconds"] for name in ("closed-form", "simulation"))
@@ -365,6 +372,10 @@ def test_a_schedule_is_drawn_as_text(call):
     ended = call(*SIMULATE, "--schedule", "megatron-interleaved", "--virtual", "2")
     assert ended.out.splitlines()[-1] == "an iteration takes 16.5"  # half of the bubble of 9
     assert call(*SIMULATE, "--forward", "2", "--backward", "2").out.endswith("takes 16\n")
+    slow = ["--microbatches", "8", "--transfer", "0.5"]
+    takes = [call(*SIMULATE, *slow, *more).out.splitlines()[-1].removeprefix("an iteration takes ")
+             for more in ([], ["--extra-warmup", "0,1,0"], ["--extra-warmup", "1"])]
+    assert takes == ["30", "28", "24"]  # 8 microbatches of 3 + 2 3/4 0.5; of (2 3 + 2 0.5) / 2; of 3
     narrow = call(*SIMULATE, "--columns", "40").out.splitlines()
     assert max(len(line) for line in narrow if line.startswith("stage")) <= 40 < max(map(len, lines))
     assert "W(v)" in call(*SIMULATE, "--versions").out and "W(v)" not in ended.out
@@ -384,6 +395,12 @@ BAD_SIMULATIONS = [
     (["--iterations", "0"], "--iterations"), (["--virtual", "0"], "--virtual"), (["--columns", "0"], "--columns"),
     (["--gradient-slots", "3"], "--gradient-slots"), (["--forward", "-1"], "--forward"),
     (["--reduce", "x"], "--reduce"),
+    (["--extra-warmup", "1,x"], "--extra-warmup: 1,x: must be whole numbers of 0 or more, with commas between"),
+    (["--extra-warmup", "-1"], "--extra-warmup"), (["--extra-warmup", ""], "--extra-warmup"),
+    (["--extra-warmup", "1,1"], "--extra-warmup: give one number, or one for each of the 3 boundaries"),
+    (["--extra-warmup", "1", "--microbatches", "6"], "--microbatches 6: 2bw needs 7 with 4 stages and --extra-warmup"),
+    (["--extra-warmup", "1", "--schedule", "gpipe"], "--extra-warmup has no effect without --schedule 2bw"),
+    (["--extra-warmup", "1", "--stages", "1"], "--extra-warmup has no effect without"),
     (["--chunks", "2"], "--chunks"),
     (["--forward", "nan"], "--forward"), (["--transfer", "inf"], "--transfer"),
     (["--forward", "0", "--backward", "0"], "--forward"),

@@ -376,6 +376,30 @@ def test_where_the_time_goes_follows_the_links():
     assert slow.data > 100 * before.data and slow.pipeline > 10 * before.pipeline
 
 
+def test_extra_warmup_hides_what_is_slow():
+    """Two servers of 2, and between them a message that takes between half and all of a microbatch's time."""
+    cluster = replace(CLUSTER, gpus_per_server=2, inside=Link(1000, 10), between=Link(0.015, 10))
+    cost = Cost(replace(GPT, vocab=128), cluster, flash=True)
+    plan = Plan(1, 4, 1, 2, 16)
+    work, (near, far, _, _) = max(work.total for work in cost.stages(plan)), cost.times(plan).transfer
+    assert near < 0.01 * work and 0.5 * work < far < work
+    assert cost.extra_warmup(plan) == (0, 2, 0)
+    assert cost.extra_warmup(replace(plan, microbatches=5)) == (0, 1, 0)  # as many as the batch allows
+    assert cost.extra_warmup(replace(plan, microbatches=4)) == ()
+    plain, ahead = (cost.estimate(replace(plan, extra_warmup=extra)) for extra in ((), (0, 2, 0)))
+    assert plain.seconds == pytest.approx(16 * (work + far), rel=0.02)
+    assert ahead.seconds == pytest.approx(16 * work, rel=0.02)
+    assert plain.split.pipeline > 0.3 * plain.seconds and ahead.split.pipeline < 0.02 * ahead.seconds
+    for schedule in ("megatron", "pipedream-flush"):
+        assert cost.extra_warmup(replace(plan, schedule=schedule)) == ()
+        assert cost.bound_ahead(replace(plan, schedule=schedule)) is None
+    fast = Cost(GPT, replace(cluster, between=Link(1000, 10)), flash=True)
+    assert fast.extra_warmup(plan) == () and fast.bound_ahead(plan) is None
+    heaviest = cost.memory.heaviest(plan) / 2**30 / 0.8
+    tight = replace(cluster, device=replace(DEVICE, memory_gib=heaviest + 1e-6))
+    assert Cost(cost.model, tight, flash=True).extra_warmup(plan) == ()
+
+
 def test_a_plan_fits_up_to_its_margin():
     plan = replace(PLAN, microbatch=1)
     heaviest = Cost(GPT, CLUSTER).memory.heaviest(plan)
@@ -414,6 +438,14 @@ THREE = Plan(1, 3, 2, 1, 6)
 ])
 def test_appendix_a_by_hand(transfer, reduce, schedule, expected):
     assert closed(replace(THREE, schedule=schedule), WORKS, transfer, reduce) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("extra, expected", [
+    ((0, 0), 8.0), ((1, 0), 6.0), ((0, 1), 6.0), ((1,), 4.0), ((2, 2), 4.0),
+])
+def test_extra_warmup_in_the_closed_forms(extra, expected):
+    """Each boundary adds 2 to the stage between them; one forward ahead hides up to 4, the slowest stage's time."""
+    assert closed(replace(THREE, extra_warmup=extra), WORKS, 1.0, 0.0) == pytest.approx(6 * expected)
 
 
 def test_the_replicas_exchange_counts_once_a_batch():

@@ -13,7 +13,7 @@ from megatron_2bw.planner import cluster as clusters
 from megatron_2bw.planner import rejections as left_out
 from megatron_2bw.planner.cost import Cost, Estimate, Split
 from megatron_2bw.planner.explain import (
-    CAVEAT, ESTIMATED, KINDS, MEASURED, TERMS, Result, evidence, memory_table, reason, schedule_name, table, terms,
+    CAVEAT, ESTIMATED, KINDS, MEASURED, TERMS, Result, evidence, memory_table, reason, table, terms,
 )
 from megatron_2bw.planner.jobs import by_flag
 from megatron_2bw.planner.legality import is_legal
@@ -86,7 +86,7 @@ def test_every_number_of_the_table_is_the_estimates(result):
     tokens, flops = result.cost.model.sequence, result.cost.model.sample_flops()
     for rank, (row, estimate) in enumerate(zip(rows(plans, "#"), result.estimates, strict=True), 1):
         plan, each = estimate.plan, estimate.throughput / 8 / result.cost.cluster.servers
-        assert row["#"] == str(rank) and row["schedule"] == schedule_name(plan) and row["recompute"] == plan.recompute
+        assert row["#"] == str(rank) and row["schedule"] == plan.schedule_name and row["recompute"] == plan.recompute
         for column, number in (("t", plan.tensor), ("d", plan.depth), ("w", plan.width), ("b", plan.microbatch),
                                ("m", plan.microbatches), ("batch", plan.global_batch)):
             assert row[column] == str(number)
@@ -108,7 +108,7 @@ def test_every_number_of_the_table_is_the_estimates(result):
 def test_the_tables_of_the_tests_show_every_choice(small, tight, apart):
     plans = [estimate.plan for found in (small, tight, apart) for estimate in found.estimates]
     for name in ("schedule", "tensor", "depth", "width", "microbatch", "gradient_slots", "distributed_optimizer",
-                 "first", "global_batch"):
+                 "first", "global_batch", "extra_warmup"):
         assert len({getattr(plan, name) for plan in plans}) > 1, name
     assert list(TERMS) == [field.name for field in fields(Split)]
     assert list(KINDS) == [field.name for field in fields(StageMemory)]
@@ -123,9 +123,12 @@ def test_the_plans_are_ranked(result):
     (Plan(1, 4, 2, 1, 8), "2bw"), (Plan(1, 4, 2, 1, 8, gradient_slots=1), "2bw 1 slot"),
     (Plan(1, 4, 2, 1, 8, schedule="megatron", virtual=3), "megatron x3"),
     (Plan(1, 4, 2, 1, 8, schedule="pipedream-flush"), "pipedream-flush"),
+    (Plan(1, 4, 2, 1, 8, extra_warmup=(0, 2, 1)), "2bw +3"), (Plan(1, 4, 2, 1, 8, extra_warmup=(1,)), "2bw +3"),
+    (Plan(1, 4, 2, 1, 8, gradient_slots=1, extra_warmup=(1,)), "2bw 1 slot +3"),
+    (Plan(1, 4, 2, 1, 8, extra_warmup=(0,)), "2bw"),
 ])
-def test_schedules_are_named_with_chunks_and_slots(plan, name):
-    assert schedule_name(plan) == name and plan.title == f"{name} t1 d4 w2 b1"
+def test_schedules_are_named_with_chunks_slots_and_extra_warmup(plan, name):
+    assert plan.schedule_name == name and plan.title == f"{name} t1 d4 w2 b1"
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +138,7 @@ def far() -> Result:
     plans = [
         Plan(8, 32, 4, 128, 32, "selective", "pipedream-flush", distributed_optimizer=True, first=10, last=26),
         Plan(8, 16, 8, 128, 16, "selective", "megatron", virtual=6, distributed_optimizer=True),
-        Plan(1, 64, 16, 1, 100, "full", gradient_slots=1, first=17, last=17),
+        Plan(1, 64, 16, 1, 100, "full", gradient_slots=1, first=17, last=17, extra_warmup=(0, 0, 0, 0, 0, 0, 1) * 9),
     ]
     search = Search(cost, Space(16384, schedules=()))
     search.too_large += plans
@@ -194,6 +197,15 @@ def test_the_reason_is_the_term_that_differs():
     assert "takes less for waiting for other stages (23 % there, 0 % here: no stage waits for a flush)." in text
     assert "more for" not in text and "compute" not in text and "optimizer" not in text
     assert "heaviest stage takes 8.0 GiB, there 6.5 GiB" in text
+
+
+def test_the_reason_is_the_messages_that_extra_warmup_hides():
+    ahead, other = replace(TWO_BW, extra_warmup=(1,)), replace(TWO_BW, depth=4, width=2)
+    text = told(estimated(ahead, 1, 0, 0, 0, 0, 0), estimated(other, 1, 0, 0.5, 0, 0, 0), schedules=("2bw",))
+    assert text.startswith("2bw +7 t1 d8 w1 b1 is the fastest")
+    assert "messages between stages (33 % there, 0 % here: forwards run further ahead)" in text
+    text = told(estimated(TWO_BW, 1, 0, 0, 0, 0, 0), estimated(other, 1, 0, 0.5, 0, 0, 0), schedules=("2bw",))
+    assert "messages between stages (33 % there, 0 % here)" in text
 
 
 def test_the_reason_counts_by_sample_for_batches_may_differ():
@@ -288,7 +300,7 @@ def test_the_nearest_change_is_the_fastest_single_one_that_is_legal_and_fits(tig
 @pytest.mark.parametrize("plan", [
     Plan(2, 2, 2, 4, 8, sequence_parallel=True), Plan(1, 2, 4, 4, 8, "selective", first=11, last=13),
     Plan(2, 4, 1, 1, 8, "full", "gpipe", distributed_optimizer=True, sequence_parallel=True),
-    Plan(1, 4, 2, 2, 8, schedule="megatron", virtual=2),
+    Plan(1, 4, 2, 2, 8, schedule="megatron", virtual=2), Plan(1, 4, 2, 2, 8, extra_warmup=(0, 1, 0)),
 ], ids=lambda plan: plan.title)
 def test_changes_keep_the_gpus_and_the_batch_and_their_flags_say_what_to_type(plan):
     found = list(changes(plan))
@@ -312,6 +324,14 @@ def test_every_kind_of_change_is_tried():
         "--use-distributed-optimizer", "--two-bw-gradient-slots 1", "--pipeline-schedule pipedream-flush",
         "--micro-batch-size 2", "--pipeline-model-parallel-size 4",
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 without --sequence-parallel",
+    }
+    ahead = replace(plan, extra_warmup=(1,))
+    assert {changed_flags(ahead, change, "bf16") for change in changes(ahead)} - texts == {
+        "without --two-bw-extra-warmup",
+        "--pipeline-schedule pipedream-flush without --two-bw-extra-warmup",
+        "--pipeline-model-parallel-size 4 without --two-bw-extra-warmup",
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 without --sequence-parallel and "
+        "--two-bw-extra-warmup",
     }
 
 
@@ -440,7 +460,8 @@ def test_the_json_is_plain_and_whole(result):
     assert set(written["evidence"]) == {*TERMS, "memory"} and written["caveat"] == CAVEAT
     for plan, estimate in zip(written["plans"], result.estimates, strict=True):
         names = [field.name for field in fields(Plan)]
-        assert Plan(**{name: plan[name] for name in names}) == estimate.plan
+        given = {name: plan[name] for name in names} | {"extra_warmup": tuple(plan["extra_warmup"])}
+        assert Plan(**given) == estimate.plan
         assert (plan["seconds"], plan["samples_per_second"]) == (estimate.seconds, estimate.throughput)
         assert plan["tokens_per_second"] == pytest.approx(estimate.throughput * result.cost.model.sequence)
         assert plan["split"] == asdict(estimate.split) and plan["flags"] == estimate.plan.flags("fp16")

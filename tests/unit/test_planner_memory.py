@@ -119,6 +119,18 @@ def test_2bw_is_heavier_than_a_flush_by_one_version_and_perhaps_one_slot(slots, 
         assert [getattr(ours, name) for name in same] == [getattr(theirs, name) for name in same]
 
 
+def test_extra_warmup_keeps_microbatches_and_messages_of_the_stages_before_the_boundary():
+    memory, more = Memory(GPT, "bf16", False), replace(TWO_BW, extra_warmup=(0, 2, 0))
+    kept, message = memory.layer(more)[0], 2 * 512 * 1024 * 2
+    for stage, (plain, ahead) in enumerate(zip(memory.stages(TWO_BW), memory.stages(more))):
+        extra = 2 if stage < 2 else 0
+        mask = 2 * 512 * 1024 if stage == 0 else 0
+        assert ahead.activations - plain.activations == near(extra * (4 * kept + mask))
+        assert ahead.buffers - plain.buffers == (4 * message if stage in (1, 2) else 0)
+        assert (ahead.weights, ahead.gradients, ahead.logits) == (plain.weights, plain.gradients, plain.logits)
+    assert memory.heaviest(more) == max(stage.total for stage in memory.stages(more))
+
+
 @pytest.mark.parametrize("microbatches, expected", [(1, [4, 3, 2, 1]), (2, [3, 2, 2, 1]), (8, [2, 2, 2, 1])])
 def test_pipedream_holds_more_versions_on_earlier_stages(microbatches, expected):
     """One for each update that is made while a microbatch goes down and back."""

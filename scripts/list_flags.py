@@ -1,0 +1,137 @@
+"""All flags of this project, and those of Megatron that it refuses, as the page docs/flags.md.
+
+    python scripts/list_flags.py > docs/flags.md
+
+Invariant: nothing is written down twice: each row is read from the parser of its command, and from the table REFUSED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_2bw import arguments  # noqa: E402
+
+HEAD = """# All flags
+
+Made by `python scripts/list_flags.py > docs/flags.md` from the parsers of the commands; `tests/unit/test_flags.py`
+holds it to them.
+
+`pretrain_gpt_2bw.py` and `pretrain_bert_2bw.py` take Megatron's own flags too (`--help` lists them, about eight
+hundred), but for those of the second table. Benchmarks have theirs in their first lines (`bench/*.py`).
+
+"""
+
+# What is typed, and the function that parses it.
+COMMANDS: dict[str, tuple[str, str, list[str]]] = {
+    "`megatron-2bw-plan`": ("megatron_2bw.planner.cli", "main", []),
+    "`megatron-2bw-plan validate`": ("megatron_2bw.planner.cli", "main", ["validate"]),
+    "`megatron-2bw-plan profile`": ("megatron_2bw.planner.cli", "main", ["profile"]),
+    "`megatron-2bw-plan simulate`": ("megatron_2bw.planner.cli", "main", ["simulate"]),
+    "`megatron-2bw-plan calibrate`": ("megatron_2bw.planner.cli", "main", ["calibrate"]),
+    "`scripts/preprocess_data.py`": ("megatron_2bw.data.preprocess_cli", "main", []),
+    "`scripts/slurm/sweep.py`": ("scripts.slurm.sweep", "main", []),
+    "`scripts/demo.py`": ("scripts.demo", "main", []),
+    "`python -m megatron_2bw.data.corpus`": ("megatron_2bw.data.corpus", "main", []),
+}
+
+WHEN = {
+    "any": "always", "ours": "with this project's schedules", "no flush": "with `2bw` and `pipedream`",
+    "cpu": "on the CPU", "local": "with Megatron's local layers", "bert": "for a BERT",
+}
+
+
+class _Caught(Exception):
+    pass
+
+
+def parser_of(main: Callable, argv: list[str]) -> argparse.ArgumentParser:
+    """The parser with which `main` begins when `argv` is typed."""
+
+    def catch(self, *args, **kwargs):
+        raise _Caught(self)
+
+    typed = mock.patch.object(sys, "argv", ["command", *argv])
+    with typed, mock.patch.object(argparse.ArgumentParser, "parse_known_args", catch):
+        try:
+            main()
+        except _Caught as caught:
+            return caught.args[0]
+    raise AssertionError(f"{main} does not parse its arguments")
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """(what is typed, its parser), the main job first."""
+    yield "`pretrain_gpt_2bw.py`, `pretrain_bert_2bw.py`", arguments.add_flags(argparse.ArgumentParser())
+    for typed, (module, name, argv) in COMMANDS.items():
+        yield from _with_commands(typed, parser_of(getattr(importlib.import_module(module), name), argv))
+
+
+def _with_commands(typed: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    yield typed, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, own in action.choices.items():
+                yield f"{typed[:-1]} {name}`", own
+
+
+def rows() -> Iterator[tuple[str, str, str, list[str]]]:
+    """(flag with its values, default, meaning, the commands that have it): each flag once."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for typed, parser in parsers():
+        for action in parser._actions:
+            hidden = action.help == argparse.SUPPRESS
+            if not hidden and not isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
+                found.setdefault((_flag(action), _default(action), _meaning(action)), []).append(typed)
+    yield from ((*texts, commands) for texts, commands in found.items())
+
+
+def _flag(action: argparse.Action) -> str:
+    name = ", ".join(action.option_strings) or action.metavar or action.dest
+    if action.nargs == 0 or not action.option_strings:
+        return f"`{name}`"
+    if action.choices:
+        return f"`{name}` " + ", ".join(f"`{choice}`" for choice in action.choices)
+    return f"`{name} {action.metavar or action.dest.upper()}`" + (" ..." if action.nargs in ("+", "*") else "")
+
+
+def _default(action: argparse.Action) -> str:
+    default = action.default
+    if action.nargs == 0 or default is None or default == argparse.SUPPRESS or default in ((), []):
+        return ("must be given" if action.required else "") if action.option_strings else ""
+    if isinstance(default, Path) and default.is_absolute():
+        default = default.relative_to(ROOT) if default.is_relative_to(ROOT) else default.name
+    return f"`{','.join(map(str, default)) if isinstance(default, (tuple, list)) else default}`"
+
+
+def _meaning(action: argparse.Action) -> str:
+    text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
+    return _cell(" ".join(text.split()))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def page() -> str:
+    """The whole of docs/flags.md."""
+    lines = ["| flag | default | meaning | of |", "| --- | --- | --- | --- |"]
+    for flag, default, meaning, commands in rows():
+        lines.append(f"| {_cell(flag)} | {_cell(default)} | {meaning} | {', '.join(commands)} |")
+    lines += ["", "## Flags of Megatron that are refused", "", "| flag | when | why |", "| --- | --- | --- |"]
+    for refusal in arguments.REFUSED:
+        when = WHEN.get(refusal.scope, f"with `{refusal.scope}`")
+        value = " (some values)" if refusal.asked is not None else ""
+        lines.append(f"| `{refusal.flag}`{value} | {when} | {_cell(refusal.reason)} |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
