@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import os
 import re
 import sys
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 from megatron_2bw import cpu, saved
 from megatron_2bw.idle_flags import idle_flag
 from megatron_2bw.mistakes import MISTAKES, checkpoint, default_tokenizer, task, value
-from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule
+from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule, extra_warmup
 
 Stop = Callable[[str], NoReturn]
 
@@ -49,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
         "it waits for that and saves their memory",
     )
     group.add_argument(
-        "--two-bw-extra-warmup", type=counts, default=(), metavar="K[,K...]",
+        "--two-bw-extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]",
         help="more forwards that the stages of 2bw run ahead, for each boundary between stages, first to last, or one "
         "number for all: 1 hides messages that take up to half of a microbatch's time (slow links between servers), 2 "
         "up to all of it; each costs the activations of a microbatch on the stages before it",
@@ -60,14 +61,6 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
         "DIR/timeline.png",
     )
     return parser
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers, none of them negative, with commas between; the type of a flag."""
-    numbers = tuple(int(word) for word in text.split(","))
-    if min(numbers) < 0:
-        raise ValueError
-    return numbers
 
 
 def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Namespace:
@@ -140,6 +133,8 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     """Defaults of Megatron's flags that this run needs; what the user types still wins, and is checked."""
     defaults: dict[str, Any] = dict(cpu.FLAG_DEFAULTS) if cpu.installed() else {}
     defaults["task"] = early.task
+    if early.task == "bert" and not _has_apex():
+        defaults["no_persist_layer_norm"] = True  # the norm of its head is torch's then, which cannot
     if early.pipeline_schedule != "megatron":
         # It runs an iteration again to find faulty GPUs, and reduces over the world in every iteration.
         defaults["rerun_mode"] = "disabled"
@@ -221,6 +216,10 @@ def _sharded_weights(args: argparse.Namespace) -> bool:
     return (args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size
 
 
+def _has_apex() -> bool:
+    return importlib.util.find_spec("apex") is not None
+
+
 _OUT = "leave the flag out"
 _ONE_CHUNK = f"interleaved stages are not supported, a stage is one model chunk; {_OUT}"
 _PRETRAINING = f"only pretraining of GPT and BERT is supported; {_OUT}"
@@ -235,6 +234,7 @@ _BATCH_SIZE = "the number of microbatches must stay; give one --global-batch-siz
 _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration ends; "
 _MIXED = f"{_IN_FLIGHT}what is written would mix batches"
 _NO_BERT = f"Megatron 0.19 has no such layers for it; {_OUT}"
+_NEEDS_APEX = f"the norm of its head needs Apex for that, which is not installed; {_OUT}"
 _NEEDS_TE = f"it needs Transformer Engine on a GPU; {_OUT}"
 _NEEDS_GPU = f"it needs a GPU; {_OUT}"
 
@@ -281,6 +281,12 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--multi-latent-attention", _NO_BERT, "bert"),
     Refusal("--experimental-attention-variant", _NO_BERT, "bert"),
     Refusal("--heterogeneous-layers-config-path", _NO_BERT, "bert"),
+    Refusal("--use-mup", f"its logits would not be scaled; {_OUT}", "bert"),
+    Refusal("--attention-backend", f"its local layers choose by themselves; {_OUT}", "bert",
+            lambda a: a.transformer_impl == "local" and _name(a.attention_backend) not in ("auto", "local")),
+    Refusal("--sequence-parallel", _NEEDS_APEX, "bert", lambda a: a.sequence_parallel and not _has_apex()),
+    Refusal("--apply-layernorm-1p", _NEEDS_APEX, "bert",
+            lambda a: a.layernorm_zero_centered_gamma and not _has_apex()),
     Refusal("--window-size", f"it attends to all words; {_OUT}", "bert"),
     Refusal("--num-experts", _EXPERTS, "bert"),
     # This project's schedules.

@@ -19,6 +19,7 @@ from megatron.core.models.bert.bert_layer_specs import (
 )
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer.spec_utils import import_module
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -63,15 +64,20 @@ def forward_step(data_iterator, model):
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, model.training)
+    batch = get_batch(data_iterator, model.training, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     types = batch["types"] if get_args().bert_binary_head else None
     output = model(batch["text"], batch["padding_mask"], tokentype_ids=types, lm_labels=batch["labels"])
     return output, partial(loss, batch["loss_mask"], batch["is_random"])
 
 
-def get_batch(data_iterator, training: bool = True) -> dict[str, torch.Tensor | None]:
-    """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the padding mask alone, else None."""
+def get_batch(
+    data_iterator, training: bool = True, vp_stage: int | None = None
+) -> dict[str, torch.Tensor | None]:
+    """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the padding mask alone, else None.
+
+    vp_stage: the number of the model chunk on this rank, with Megatron's interleaved stages.
+    """
     args = get_args()
     ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()  # of any chunk, if stages are interleaved
     names = FIELDS if ends else FIELDS[:1]
@@ -79,7 +85,7 @@ def get_batch(data_iterator, training: bool = True) -> dict[str, torch.Tensor | 
     parts = None
     if mpu.get_tensor_model_parallel_rank() == 0:
         fields = next(data_iterator)
-        if training:
+        if training and not vp_stage:  # each chunk of a rank reads the same data
             mask = fields["loss_mask"]
             _DATA.check(fields["text"], fields["labels"] * mask, mask, args)  # labels are -1 where nothing is masked
         parts = [fields[name] for name in names] + [fields["is_random"].view(-1, 1)]
@@ -109,7 +115,8 @@ def loss(loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.T
     """Megatron's loss triple: a sum over the masked tokens, their number, and the reports of both losses.
 
     Divided by the number of masked tokens the sum is the mean loss of those tokens, plus the binary head's mean over
-    the microbatch's samples. With --calculate-per-token-loss the latter is weighted as its microbatch's tokens are.
+    the microbatch's samples. With --calculate-per-token-loss the latter is weighted as its microbatch's tokens are
+    (one where there are none).
     """
     losses, order = output
     total, tokens = masked_sum(losses, loss_mask)

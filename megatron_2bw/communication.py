@@ -121,8 +121,8 @@ class Inbox:
            compiled at its first use): it would wait for a message that this stage has to cause itself. Without
            `ahead` a receive is posted when it is asked for. The messages that an iteration leaves for the next are
            always posted, so that their sender is free; they need nothing more from this stage.
-    depth  how many receives are posted ahead: as many as the sender may be ahead of this stage, since on gloo a
-           message does not travel before its receive is posted.
+    depth  how many receives are posted ahead: as many forwards as the sender runs further ahead than this stage (one
+           at least), since on gloo a message does not travel before its receive is posted.
     """
 
     def __init__(self, link: Link):

@@ -105,6 +105,8 @@ def _out_of_range(args: Args) -> str | None:
         (_POSITIVE, lambda x: x > 0, "it must be greater than 0"),
         (_NOT_NEGATIVE, lambda x: x >= 0, "it must not be negative"),
         (_FRACTIONS, lambda x: 0 <= x < 1, "it must be at least 0 and less than 1"),
+        (("--mask-prob",), lambda x: 0 < x < 1, "it must be greater than 0 and less than 1"),
+        (("--short-seq-prob",), lambda x: 0 <= x <= 1, "it must be at least 0 and at most 1"),
     ):
         for flag in flags:
             number = value(args, flag)
@@ -493,6 +495,10 @@ def _own_flags(args: Args) -> str | None:
             f"--two-bw-extra-warmup has {len(extra)} numbers: give one, or one for each of the {boundaries} boundaries "
             "between stages"
         )
+    exchange = args.distributed_backend if args.two_bw_exchange == "auto" else args.two_bw_exchange
+    if max(extra, default=0) > 1 and args.timing_log_level >= 2 and exchange == "nccl":
+        # The timers wait for the GPU, so receives are posted when they are asked for; then stages wait for each other.
+        return "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0"
     return None
 
 

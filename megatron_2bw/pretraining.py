@@ -1,6 +1,7 @@
 """What the tasks (gpt.py, bert.py) share: looking at the data while it is on the host, and at the loss.
 
-Invariant: nothing here waits for the GPU.
+Invariant: the data are looked at before they go to the GPU. The check of the loss waits for it, once a microbatch on
+the last stage (--no-check-for-nan-in-loss-and-grad leaves it out).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class DataCheck:
 def check_loss(total: torch.Tensor) -> None:
     """Stop on NaN or inf, report spikes: what Megatron's flags promise."""
     args, machine = get_args(), get_rerun_state_machine()
-    if args.check_for_nan_in_loss_and_grad:
+    # Without Megatron's machine that runs iterations again, which keeps a record, a finite loss is the end of it.
+    if args.check_for_nan_in_loss_and_grad and not (args.rerun_mode == "disabled" and bool(torch.isfinite(total))):
         for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             machine.validate_result(
                 result=total, rejection_func=rejected, message=f"found {name} in local forward loss calculation",

@@ -1,7 +1,7 @@
 """When each action of a stage ran and how long it waited before: the log line's bubble, and --two-bw-trace.
 
 A mark costs a reading of the clock on the CPU and an event on the GPU; marks become times in the late step's thread,
-or, where there is none and a trace is wanted, at the end of a batch, which waits for the GPU.
+or, where there is none, at the end of a batch, when Megatron's loop has waited for the GPU.
 Each rank appends its events to a file of its own, in Chrome's JSON array format, which may end without its closing
 bracket: a run that is killed leaves a trace that opens. `merge` joins the files of the stages and draws them.
 """
@@ -35,7 +35,7 @@ class Record:
 
 
 class Recorder:
-    """Collects the marks of a stage's actions; `take` turns them into records."""
+    """Collects the marks of a stage's actions; `resolve` turns them into records."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -62,8 +62,8 @@ class Recorder:
         return marks
 
     def resolve(self, marks: list[tuple[Action, Any, Any, Any]]) -> list[Record]:
-        """Times of marks that `cut` returned, in order. On the GPU it waits until they are past: not for the
-        training thread."""
+        """Times of marks that `cut` returned, in order. On the GPU it waits until they are past, which the
+        training thread must not do while anything is left to compute."""
         if self._cuda and marks:
             marks[-1][3].synchronize()
         records = [Record(action, *(self._time(mark) for mark in times)) for action, *times in marks]

@@ -15,6 +15,7 @@ import numpy
 LONGEST_SENTENCE = 512  # tokens; Megatron's BERT leaves a document with a longer sentence out
 
 _INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents
+_LOOK = 1 << 20  # documents that are looked at together
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 
@@ -71,8 +72,10 @@ def has_samples(prefix: str, start: int, end: int, sentences: int) -> bool:
         count = _INDEX.unpack(file.read(_INDEX.size))[3]
     lengths = numpy.memmap(prefix + ".idx", "<i4", "r", _INDEX.size, (count,))
     edges = numpy.memmap(prefix + ".idx", "<i8", "r", _INDEX.size + count * (4 + 8), (documents(prefix) + 1,))
-    for document in range(start, end):
-        own = lengths[edges[document] : edges[document + 1]]
-        if len(own) >= sentences and (len(own) == 1 or own.max() <= LONGEST_SENTENCE):
-            return True
+    for first in range(start, end, _LOOK):
+        some = edges[first : min(first + _LOOK, end) + 1]
+        for document in numpy.flatnonzero(numpy.diff(some) >= sentences):
+            own = lengths[some[document] : some[document + 1]]
+            if len(own) == 1 or own.max() <= LONGEST_SENTENCE:
+                return True
     return False

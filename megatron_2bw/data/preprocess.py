@@ -27,7 +27,7 @@ from megatron_2bw.data.sources import DatasetSource, FileSource, Shard
 from megatron_2bw.data.unfinished import Unfinished
 
 NO_DOCUMENTS = "the input holds no documents: give other --input or --dataset, or see what --skip-bad-documents hides"
-_FORMAT = 1  # raise it when the same inputs come to give other files
+_FORMAT = 2  # raise it when the same inputs come to give other files
 Source = FileSource | DatasetSource
 
 
@@ -104,7 +104,7 @@ def run(task: Task) -> Result:
     with unfinished.locked():
         unfinished.check_free(makes)  # another call may have ended meanwhile
         manifest = _manifest(task, loaded)
-        if unfinished.agree(manifest):
+        if unfinished.agree(manifest, "--skip-bad-documents"):  # the shards that are done hold no bad ones
             say(f"going on with the work in {unfinished.folder}")
         try:
             counts, fresh, seconds = unfinished.merged(), 0, 0.0
@@ -203,7 +203,9 @@ def _tokenize(task: Task, unfinished: Unfinished, job: Job) -> tuple[int, int]:
             before += read_counts(unfinished.folder, shard.number)["bytes"]
             progress.skip(shard.size)
 
-    workers = min(task.workers, max(1, -(-task.source.size() // task.shard_bytes)))
+    workers = task.workers
+    if not task.source.expands():  # else nobody knows how many shards there are
+        workers = min(workers, max(1, -(-task.source.size() // task.shard_bytes)))
     with Progress(task.source.size()) as progress, Pool(workers, job) as pool:
         for size, _ in pool.map(missing()):
             progress.advance(size)
@@ -215,6 +217,8 @@ def _make_tokenizer(task: Task, folder: Path) -> None:
     if new.kind == "files":
         vocabulary.save(folder, *vocabulary.from_files(new.vocab_file, new.merge_file, task.task, new.cased))
         return
+    if not task.source.size():
+        raise DataError(NO_DOCUMENTS)
     special = vocabulary.special_tokens(task.task, new.kind)
     read = _sample(task, new.sample)
     made = vocabulary.train(new.kind, read, new.vocab_size, special, new.cased)
@@ -228,21 +232,24 @@ def _make_tokenizer(task: Task, folder: Path) -> None:
 
 
 def _sample(task: Task, limit: int) -> Callable[[], Iterator[str]]:
-    """Reads about `limit` bytes of text: all, or a like share of the beginning of each shard."""
-    size = task.source.size()
-    share = limit / size
+    """Reads about `limit` bytes of text: all, or a like share of the beginning of each shard.
+
+    Nobody knows how much text compressed input holds: it is cut at its share, however small its files are.
+    """
+    size, expands = task.source.size(), task.source.expands()
+    everything = limit >= size and not expands
 
     def read() -> Iterator[str]:
-        credit = 0.0
+        counts, share = Counter(), 0.0  # bytes read, and to be read of the shards so far
         with Progress(size) as progress:
             for shard in task.source.shards(task.shard_bytes):
-                credit += share * shard.size
-                for text in task.source.texts(shard, Counter()) if credit > 0 or share >= 1 else ():
+                share += limit * shard.size / size
+                for text in task.source.texts(shard, counts) if everything or counts["bytes"] < share else ():
                     yield text
-                    credit -= len(text)
-                    if credit <= 0 and share < 1:
+                    if counts["bytes"] >= share and not everything:
                         break
                 progress.advance(shard.size)
 
-    say(f"training the tokenizer on {min(limit, size) / 1e6:,.1f} MB")
+    amount = f"at most {limit / 1e6:,.1f}" if expands else f"{min(limit, size) / 1e6:,.1f}"
+    say(f"training the tokenizer on {amount} MB")
     return read

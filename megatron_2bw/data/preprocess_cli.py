@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_2bw.data import vocabulary
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(PROG, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
     group = made.add_argument_group("what is made")
     group.add_argument("--task", choices=("gpt", "bert"), required=True, help="gpt: documents; bert: sentences")
-    group.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX",
+    group.add_argument("--output-prefix", required=True, metavar="PREFIX",
                        help="makes PREFIX.bin and PREFIX.idx; PREFIX is what --data-path takes")
     group = made.add_argument_group("input: --input or --dataset")
     group.add_argument("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
@@ -75,9 +75,13 @@ def parser() -> argparse.ArgumentParser:
 def task_of(options: argparse.Namespace) -> Task:
     """The task that the flags describe. Raises DataError."""
     check(options)
-    prefix = options.output_prefix.expanduser().absolute()
-    if str(options.output_prefix).endswith("/") or prefix.is_dir():
+    prefix = Path(options.output_prefix).expanduser().absolute()
+    if os.path.basename(options.output_prefix) in ("", ".", "..") or prefix.is_dir():
         raise DataError(f"--output-prefix {options.output_prefix}: a folder; add the name that the files begin with")
+    for name in options.input or ():
+        if any(prefix.parent.resolve().is_relative_to(folder.resolve()) for folder, _ in walk(name)):
+            raise DataError(f"--output-prefix {options.output_prefix}: lies in --input {name}, and would be read as "
+                            "text; give another folder")
     source = source_of(options)
     return Task(
         options.task, source, prefix, tokenizer_of(options), options.language or "en",
@@ -137,19 +141,38 @@ def source_of(options: argparse.Namespace) -> Source:
 def input_files(name: str, form: str) -> list[str]:
     """The file, or the files below a folder in the order of their names, without hidden ones."""
     path = Path(name).expanduser()
-    found = [path] if path.is_file() else [
-        file for file in sorted(path.rglob("*"))
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    ]
+    found = [path] if path.is_file() else sorted(
+        file for folder, names in walk(name) for file in (folder / each for each in names)
+        if file.is_file() or file.is_symlink()
+    )
     if not found:
         raise DataError(f"--input {name}: " + ("no files in it" if path.is_dir() else "no such file or folder"))
     for file in found:
+        if not file.is_file():
+            raise DataError(f"--input {file}: a link to what is no file")
         if file.suffix.lower() in UNREADABLE and form == "auto":
             how = "--dataset reads its folder" if file.suffix in (".parquet", ".arrow") else "unpack it first"
             raise DataError(f"--input {file}: neither text nor JSON lines; {how}")
         if not os.access(file, os.R_OK):
             raise DataError(f"--input {file}: may not be read")
     return [str(file) for file in found]
+
+
+def walk(name: str) -> Iterator[tuple[Path, list[str]]]:
+    """(folder, names of its files) of all folders below one, through links too, without what is hidden.
+
+    Raises DataError for one that may not be read.
+    """
+    def refuse(error: OSError) -> None:
+        raise DataError(f"--input {error.filename}: cannot be read, {error.strerror}")
+
+    top = Path(name).expanduser()
+    for place, folders, names in os.walk(top, onerror=refuse, followlinks=True) if top.is_dir() else ():
+        folder = Path(place)
+        depth = len(folder.relative_to(top).parts)
+        around = {each.resolve() for each in (folder, *folder.parents[:depth])}  # a link to one of them would never end
+        folders[:] = [each for each in folders if each[0] != "." and (folder / each).resolve() not in around]
+        yield folder, [each for each in names if each[0] != "."]
 
 
 def tokenizer_of(options: argparse.Namespace) -> str | NewTokenizer:

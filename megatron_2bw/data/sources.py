@@ -54,6 +54,10 @@ class FileSource:
     def size(self) -> int:
         return sum(os.path.getsize(file) for file in self.files)
 
+    def expands(self) -> bool:
+        """Whether there may be more text than `size` bytes."""
+        return any(map(is_compressed, self.files))
+
     def identity(self) -> list:
         """What must not change between two calls that share their work."""
         return identity(self.files)
@@ -162,6 +166,9 @@ class DatasetSource:
 
     def size(self) -> int:
         return self.dataset.data.nbytes
+
+    def expands(self) -> bool:
+        return False
 
     def identity(self) -> list:
         files = identity(entry["filename"] for entry in self.dataset.cache_files)

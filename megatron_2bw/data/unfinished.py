@@ -64,8 +64,11 @@ class Unfinished:
                 pass  # a file system without locks
             yield
 
-    def agree(self, manifest: dict) -> bool:
-        """Write the manifest, or compare with that of an earlier call. Returns whether there is one."""
+    def agree(self, manifest: dict, may_come: str) -> bool:
+        """Write the manifest, or compare with that of an earlier call. Returns whether there is one.
+
+        may_come: a flag that a later call may add, because what is done would be the same with it.
+        """
         path = self.folder / "manifest.json"
         manifest = json.loads(json.dumps(manifest))
         try:
@@ -74,7 +77,9 @@ class Unfinished:
             write_whole(path, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
             return False
         changed = [name for name in sorted({*manifest, *earlier}) if manifest.get(name) != earlier.get(name)]
-        if changed:
+        if changed == [may_come] and manifest[may_come]:
+            write_whole(path, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
+        elif changed:
             raise DataError(
                 f"--output-prefix {self.prefix}: {self.folder} holds the work of an earlier call with other "
                 f"{', '.join(changed)}: repeat that call, or remove the folder, or give another prefix"

@@ -48,7 +48,7 @@ def torchrun_script(plan: Plan, model: Model, cluster: Cluster, precision: str) 
         "set -euo pipefail", "",
         f"NNODES=${{NNODES:-{cluster.servers}}}", *first, "MASTER_PORT=${MASTER_PORT:-29500}",
         *_environment(plan), "",
-        *_arrays(plan, model, precision), "",
+        *_arrays(plan, model, precision, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}'), "",
         "exec torchrun \\", '    --nnodes "$NNODES" \\', '    --node-rank "$NODE_RANK" \\',
         f"    --nproc-per-node {cluster.gpus_per_server} \\",
         '    --master-addr "$MASTER_ADDR" \\', '    --master-port "$MASTER_PORT" \\',
@@ -73,7 +73,7 @@ def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, jo
         f"PROCESSES_PER_NODE={cluster.gpus_per_server}", _CLONE,
         'source "$MEGATRON_2BW/scripts/slurm/job.sh" || {',
         '    echo "submit from the clone, or give MEGATRON_2BW=the clone" >&2', "    exit 2", "}", "",
-        *_arrays(plan, model, precision), "",
+        *_arrays(plan, model, precision, f'fail "{_WRONG_DATA}"'), "",
         f'run_job {entry} "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"', "",
     ])
 
@@ -110,13 +110,28 @@ def _environment(plan: Plan) -> list[str]:
     return lines
 
 
-def _arrays(plan: Plan, model: Model, precision: str) -> list[str]:
-    """The flags as arrays of bash, by what they are about."""
+# Into words as a shell does, and as scripts/slurm/flags.py does; a NUL ends each, because a path may hold a newline.
+_SPLIT = r"""
+    split='
+import os, shlex, sys
+try:
+    words, status = shlex.split(sys.argv[1]), 0
+except ValueError as error:
+    words, status = [f"DATA_ARGS: {error}"], 2
+sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in words))
+sys.exit(status)'
+    mapfile -d '' -t data < <("${PYTHON:-python3}" -c "$split" "$DATA_ARGS")
+""".strip("\n").splitlines()
+_WRONG_DATA = "${data[*]:-DATA_ARGS cannot be split into words}"
+
+
+def _arrays(plan: Plan, model: Model, precision: str, refuse: str) -> list[str]:
+    """The flags as arrays of bash, by what they are about. `refuse` is run for DATA_ARGS that cannot be split."""
     kinds = (model.flags(), plan.flags(precision), TRAINING, mock_data(model))
     quoted = ([shlex.quote(word) for word in words] for words in kinds)
     return [
         *(line for name, words in zip(("model", "plan", "training", "data"), quoted) for line in _array(name, words)),
-        "if [[ -n ${DATA_ARGS:-} ]]; then", '    read -r -a data <<< "$DATA_ARGS"', "fi",
+        "if [[ ${DATA_ARGS:-} == *[![:space:]]* ]]; then", *_SPLIT, f"    wait $! || {refuse}", "fi",
     ]
 
 

@@ -14,7 +14,7 @@ from megatron_2bw.planner.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.cluster import Cluster, from_yaml, to_yaml
 from megatron_2bw.planner.cluster import preset as cluster_preset
 from megatron_2bw.planner.inputs import Parser
-from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, schedule_of
+from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, extra_warmup, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.simulator import Times, iteration_time, simulate
 from megatron_2bw.text_timeline import render
@@ -30,7 +30,7 @@ def run_simulate(words: list[str], prog: str) -> int:
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--virtual", type=int, default=2, help="chunks a stage of megatron-interleaved")
     parser.add_argument("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
-    parser.add_argument("--extra-warmup", type=_counts, default=(), metavar="K[,K...]",
+    parser.add_argument("--extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]",
                         help="of 2bw: more forwards ahead, for each boundary between stages or one number for all")
     times = (("forward", 1.0), ("backward", 2.0), ("transfer", 0.0), ("reduce", 0.0), ("step", 0.0))
     for name, default in times:
@@ -58,13 +58,6 @@ def run_simulate(words: list[str], prog: str) -> int:
         parser.error("--forward and --backward must not both be 0")
     _simulate(options, _schedule(options, parser))
     return 0
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """A comma-separated list of numbers of which none is negative, for argparse."""
-    if not all(word.isdecimal() for word in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers of 0 or more, with commas between")
-    return tuple(int(word) for word in text.split(","))
 
 
 def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:

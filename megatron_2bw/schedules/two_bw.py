@@ -1,7 +1,16 @@
 """PipeDream-2BW: no flush, two weight versions, gradients delayed by one update (paper, section 3.1)."""
 
+import argparse
+
 from megatron_2bw.schedules.action import B, F, Action, Shape
 from megatron_2bw.schedules.base import Schedule, reduce, step, without_flush
+
+
+def extra_warmup(text: str) -> tuple[int, ...]:
+    """The value of --two-bw-extra-warmup: whole numbers, none of them negative, with commas between."""
+    if not all(word.isdecimal() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers of 0 or more, with commas between")
+    return tuple(int(word) for word in text.split(","))
 
 
 class TwoBW(Schedule):
@@ -9,8 +18,9 @@ class TwoBW(Schedule):
 
     The step of batch j stands in the list of iteration j + 1, at the last moment: before this stage's first forward of
     batch j + 2, which reads W(j + 1), and before the last backward of batch j + 1, which starts the next reduction.
-    When a stage gets there, stage 0, the last to finish batch j, has done so: m - d >= 0 pairs of F and B and one
-    forward ago at least. So the step's global quantities arrive before anybody asks for them.
+    When a stage gets there, stage 0, the last to finish batch j, has done so: m - 1 - w >= 0 pairs of F and B and one
+    forward ago at least, with w its forwards ahead (d - 1 without extra warm-up). So the step's global quantities
+    arrive before anybody asks for them.
 
     gradient_slots  2: batch j + 1 accumulates while batch j is reduced and clipped. 1: the first backward of batch
                     j + 1 needs the memory of batch j's gradients, so it waits for the step.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -22,6 +23,9 @@ from megatron_2bw.planner.model import PRESETS, Model  # noqa: E402
 from megatron_2bw.planner.plan import Plan  # noqa: E402
 
 
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
 class JobError(Exception):
     """A variable of the job that cannot be used, said in one line."""
 
@@ -32,6 +36,8 @@ def words(kind: str, model: str, plan: str, servers: int, processes: int, precis
 
     JobError says which variable is wrong.
     """
+    if precision and precision not in PRECISIONS:
+        raise JobError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
     entry = _read(Path(plan)) if plan else None
     found = Model(**entry["model"]) if entry else _named(model, kind)
     if found.kind != kind:
@@ -47,7 +53,7 @@ def words(kind: str, model: str, plan: str, servers: int, processes: int, precis
     try:
         own = shlex.split(data)
     except ValueError as error:
-        raise JobError(f"DATA_ARGS={data}: {error}") from None
+        raise JobError(f"DATA_ARGS={' '.join(data.split())}: {error}") from None
     return [*found.flags(), *sizes, *TRAINING, *(own or mock_data(found))]
 
 
@@ -99,16 +105,29 @@ def main() -> int:
     parser.add_argument("--servers", type=int, required=True)
     parser.add_argument("--processes", type=int, required=True, help="a server")
     parser.add_argument("--data", default="", metavar="FLAGS", help="instead of the mock data")
-    parser.add_argument("--precision", default="", choices=("", "bf16", "fp16", "fp32"))
+    parser.add_argument("--precision", default="", metavar="|".join(PRECISIONS))
+    parser.add_argument("--null", action="store_true", help="for job.sh: a NUL after each word, and after what is "
+                                                            "wrong, which is on stdout then too")
     options = parser.parse_args()
     try:
         found = words(options.kind, options.model, options.plan, options.servers, options.processes, options.precision,
                       options.data)
     except JobError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if options.null:
+            _with_nulls([str(error)])
+        else:
+            print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(found))
+    if options.null:
+        _with_nulls(found)
+    else:
+        print("\n".join(found))
     return 0
+
+
+def _with_nulls(found: list[str]) -> None:
+    """What bash's mapfile takes: a word may hold newlines and bytes that are not UTF-8, as paths may."""
+    sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in found))
 
 
 if __name__ == "__main__":

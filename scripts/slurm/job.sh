@@ -38,6 +38,15 @@ fail() { # fail MESSAGE: what the user must change, before anything runs
     exit 2
 }
 
+three_times() { # three_times COMMAND ...: until it succeeds; the controller may be busy
+    local try
+    for try in 1 2 3; do
+        "$@" && return
+        [[ $try == 3 ]] || sleep 1
+    done
+    return 1
+}
+
 slurm_says() { # JobState=... Reason=... Restarts=...; asked again when the controller does not answer
     local said="" try
     for try in 1 2 3; do
@@ -60,66 +69,95 @@ on_signal() {
         *)
             signalled=--signalled
             echo "$SLURM_JOB_NAME: Slurm asks the job to end; saving"
-            [[ -z $step ]] || scancel --signal=TERM "$SLURM_JOB_ID" # the steps, not this shell
+            # The steps, not this shell. If that fails, Slurm still signals them when the job's time is over.
+            [[ -z $step ]] || three_times scancel --signal=TERM "$SLURM_JOB_ID" ||
+                echo "$SLURM_JOB_NAME: scancel cannot tell the ranks to save" >&2
             ;;
     esac
 }
 
 last_signal() { # with a file that is right if the kill comes before the end of the save
     signalled=$1
-    status late "$1"
+    status late "$1" || true # it has said why; the ranks are saving
+}
+
+saved_iteration() { # of the newest checkpoint; nothing without one
+    cat "$CHECKPOINTS/latest_checkpointed_iteration.txt" 2>/dev/null || true
 }
 
 claim_checkpoints() { # two jobs that save to one folder would mix their checkpoints
-    local owner
+    local owner found
     mkdir -p "$CHECKPOINTS"
-    owner=$(cat "$CHECKPOINTS/slurm_job" 2>/dev/null || echo "$SLURM_JOB_ID")
-    if [[ $owner != "$SLURM_JOB_ID" && -n $(squeue --noheader --states=RUNNING --jobs "$owner" 2>/dev/null) ]]; then
-        fail "job $owner is saving to $CHECKPOINTS; wait for it, or give CHECKPOINTS=another folder"
+    owner=$(cat "$CHECKPOINTS/slurm_job" 2>/dev/null || true)
+    if [[ $owner =~ ^[0-9]+$ && $owner != "$SLURM_JOB_ID" ]]; then
+        found=$(three_times running "$owner" | tail -n 1) ||
+            fail "squeue does not tell whether job $owner still saves to $CHECKPOINTS: ${found:-it says nothing}"
+        [[ -z $found ]] ||
+            fail "job $owner is saving to $CHECKPOINTS; wait for it, or give CHECKPOINTS=another folder"
     fi
-    echo "$SLURM_JOB_ID" >"$CHECKPOINTS/slurm_job"
+    echo "$SLURM_JOB_ID" >"$CHECKPOINTS/slurm_job.$SLURM_JOB_ID"
+    mv "$CHECKPOINTS/slurm_job.$SLURM_JOB_ID" "$CHECKPOINTS/slurm_job"
+}
+
+running() { # running JOB: prints it if it may still save; status 1 and squeue's fault if Slurm does not say
+    local found
+    if found=$(squeue --noheader --format=%i --states=RUNNING,COMPLETING,SUSPENDED --jobs "$1" 2>&1); then
+        grep --word-regexp "$1" <<<"$found" || echo
+    elif [[ $found == *"Invalid job id"* ]]; then # Slurm has forgotten it
+        echo
+    else
+        echo "$found"
+        return 1
+    fi
 }
 
 train() {
-    local kind=$1 found flags
+    local kind=$1 flags
     shift
-    need_processes
+    check_allocation
     if [[ -z ${PLAN:-} && -z ${PRECISION:-} ]]; then
         PRECISION=$([[ -n ${SLURM_GPUS_ON_NODE:-} ]] && echo bf16 || echo fp32)
     fi
-    found=$("$PYTHON" "$MEGATRON_2BW/scripts/slurm/flags.py" --kind "$kind" --model "${MODEL:-}" --plan "${PLAN:-}" \
-        --precision "${PRECISION:-}" --data "${DATA_ARGS:-}" --servers "$SLURM_JOB_NUM_NODES" \
-        --processes "$PROCESSES_PER_NODE" 2>&1) || fail "${found#error: }"
-    mapfile -t flags <<<"$found"
+    mapfile -d '' -t flags < <("$PYTHON" "$MEGATRON_2BW/scripts/slurm/flags.py" --null --kind "$kind" \
+        --model "${MODEL:-}" --plan "${PLAN:-}" --precision "${PRECISION:-}" --data="${DATA_ARGS:-}" \
+        --servers "$SLURM_JOB_NUM_NODES" --processes "$PROCESSES_PER_NODE")
+    wait $! || fail "${flags[0]:-flags.py has failed; what it says is above}"
     run_job "pretrain_${kind}_2bw.py" "${flags[@]}" "$@"
 }
 
-need_processes() {
+check_allocation() {
+    # A job that was submitted inside an array has the array's variable too; Slurm knows better.
+    [[ -z ${SLURM_ARRAY_JOB_ID:-} || $(slurm_says) != *ArrayJobId=* ]] ||
+        fail "sbatch --array: a job of an array cannot queue itself again; submit each as a job of its own"
     [[ -n $PROCESSES_PER_NODE ]] ||
         fail "no GPUs in this allocation: give sbatch --gpus-per-node=N, or PROCESSES_PER_NODE=N to train on the CPU"
+    [[ $PROCESSES_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "PROCESSES_PER_NODE=$PROCESSES_PER_NODE: give a number"
 }
 
 check_flags() {
-    local word before=""
+    local word before="" tensor=1
     for word in "$@"; do
         [[ ! $word =~ ^--(save|load)(=|$) ]] || fail "${word%%=*}: give CHECKPOINTS=folder, which a restarted job loads"
-        if [[ $before == --tensor-model-parallel-size && $word != 1 ]]; then # Megatron asks for it before Blackwell
-            export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-        fi
+        [[ $before != --tensor-model-parallel-size ]] || tensor=$word
+        [[ $word != --tensor-model-parallel-size=* ]] || tensor=${word#*=}
         before=$word
     done
+    if [[ $tensor != 1 ]]; then # Megatron asks for it before Blackwell
+        export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+    fi
 }
 
 run_job() {
-    local entry=$1 hosts exit_status=0 checkpoints=()
+    local entry=$1 hosts exit_status=0 checkpoints=() before
     shift
-    need_processes
+    check_allocation
     check_flags "$@"
     if [[ $CHECKPOINTS != none ]]; then
         claim_checkpoints
         checkpoints=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 1000 --exit-signal-handler)
     fi
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    before=$(saved_iteration)
     signalled="" step="" interrupted=""
     trap on_signal TERM
     status start || exit 1
@@ -137,18 +175,22 @@ run_job() {
             wait "$step" || exit_status=$?
         done
     fi
-    finish "$exit_status"
+    finish "$exit_status" "$before"
 }
 
-finish() { # finish EXIT_STATUS: decide what has happened, and leave or start again
+finish() { # finish EXIT_STATUS SAVED_BEFORE: decide what has happened, and leave or start again
     trap '' TERM # a requeue ends this shell
     local verdict
-    verdict=$(status end --exit-status "$1" $signalled)
+    verdict=$(status end --exit-status "$1" $signalled) || true # it has said why, as when the quota is full
+    if [[ -z $verdict && $signalled == --signalled && $(saved_iteration) != "$2" ]]; then
+        echo "$SLURM_JOB_NAME: no word from status.py; it has saved after the signal, so it is queued again" >&2
+        verdict=requeue
+    fi
     case $verdict in
         completed) exit 0 ;;
         requeue)
-            scontrol requeue "$SLURM_JOB_ID" && exit 0
-            status late --signalled --reason "saved, but scontrol requeue has failed: submit it again"
+            three_times scontrol requeue "$SLURM_JOB_ID" && exit 0
+            status late --signalled --reason "saved, but scontrol requeue has failed: submit it again" || true
             ;;
     esac
     exit 1

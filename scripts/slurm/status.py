@@ -36,7 +36,7 @@ MEMORY = re.compile(
 
 
 class SlurmError(Exception):
-    """Slurm is not there or refuses, said in one line."""
+    """Slurm is not there or refuses, or a file is not a status file; said in one line."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,16 @@ def of_slurm(state: str, file: dict[str, Any]) -> Outcome | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file's content; empty if there is none."""
+    """The file's content; empty if there is none. SlurmError if it is another file."""
     try:
-        return json.loads(Path(path).read_text())
+        content = json.loads(Path(path).read_text())
     except FileNotFoundError:
         return {}
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or not {"status", "reason", "time"} <= content.keys():
+        raise SlurmError(f"{path}: not a status file of a job")
+    return content
 
 
 def write(path: Path, outcome: Outcome, **fields: Any) -> None:
@@ -172,7 +177,8 @@ def begin(options: argparse.Namespace) -> int:
 
 
 def end(options: argparse.Namespace) -> int:
-    """A start has ended: write the word, and print `requeue` or the word."""
+    """A start has ended: print `requeue` or the word, and write it. A file that cannot be written must not keep the job
+    from being queued again."""
     content = read(options.file)
     if options.refused:
         outcome = Outcome("failed", options.refused)
@@ -184,8 +190,8 @@ def end(options: argparse.Namespace) -> int:
             saved=saved_iteration(options.checkpoints), before=content.get("saved", 0), idle=content.get("idle", 0),
             keeps=options.checkpoints != "none",
         ))
+    print("requeue" if outcome.requeue else outcome.word, flush=True)
     write(options.file, outcome, job=options.job)
-    print("requeue" if outcome.requeue else outcome.word)
     return 0
 
 
@@ -202,19 +208,29 @@ def late(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
+    """A line a job; one on stderr, and status 1, for what is none."""
+    wrong = 0
     for folder in options.logs:
-        path = folder if folder.is_file() else folder / "status.json"
-        content = current(path)
-        if content:
+        path = folder / "status.json" if folder.is_dir() else folder
+        try:
+            content = read(path)
+            if not content and not folder.is_dir():
+                raise SlurmError(f"{folder}: no such file or folder")
+        except (SlurmError, OSError) as error:
+            _complain(error)
+            wrong = 1
+            continue
+        if content := current(path):
             print(f"{path.parent}: {content['status']}, {content['reason']} ({content['time']})")
-    return 0
+    return wrong
 
 
 def current(path: Path, job: str = "") -> dict[str, Any]:
     """The file, after it was corrected if its job, by default the one that it names, has died without a word."""
     content = read(path)
-    if content.get("status") in OPEN:
-        state = slurm_state(job or content["job"])
+    job = job or content.get("job", "")  # a run that a sweep has just submitted does not name one yet
+    if content.get("status") in OPEN and job:
+        state = slurm_state(job)
         content = read(path)  # a job that has ended meanwhile has written it before Slurm said so
         outcome = of_slurm(state, content)
         if outcome:
@@ -261,9 +277,15 @@ def main() -> int:
     options = parser.parse_args()
     try:
         return options.function(options)
-    except SlurmError as error:
-        print(f"status.py: error: {error}", file=sys.stderr)
+    except (SlurmError, OSError) as error:
+        _complain(error)
         return 1
+
+
+def _complain(error: SlurmError | OSError) -> None:
+    """In one line on stderr."""
+    place = f"{error.filename}: " if getattr(error, "filename", None) else ""
+    print(f"status.py: error: {place}{getattr(error, 'strerror', None) or error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,17 @@ Invariant: every run that was submitted has a row, with the word of its status f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,8 @@ def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[st
 
 def wanted(folder: Path, again: Sequence[str]) -> bool:
     """Whether a run is to be submitted: it has not been yet, or ended with one of the words `again`."""
+    if not (folder / "run.json").exists():  # an earlier call was ended before sbatch had given it a job
+        return True
     word = status.read(folder / "status.json").get("status")
     return word is None or word in again
 
@@ -69,6 +73,37 @@ def set_aside(folder: Path) -> None:
     if folder.exists():
         number = next(n for n in range(1, 1000) if not folder.with_name(f"{folder.name}.{n}").exists())
         folder.rename(folder.with_name(f"{folder.name}.{number}"))
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Lets Ctrl-C wait until what is inside has ended: a job without its run.json would be submitted twice."""
+    came = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+def submit_one(run: Run, folder: Path, command: list[str], variables: dict[str, str]) -> str:
+    """Give a run to sbatch. Returns the job; run.json in `folder` says that there is one."""
+    set_aside(folder)
+    status.write(folder / "status.json", status.Outcome("pending", "submitted"))
+    done = subprocess.run(
+        command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, check=False,
+        start_new_session=True,  # a terminal's Ctrl-C does not reach it
+    )
+    if done.returncode:
+        status.write(folder / "status.json", status.Outcome("failed", f"sbatch: {done.stderr.strip()[:300]}"))
+        raise status.SlurmError(f"sbatch does not take {run.name}: {' '.join(done.stderr.split())}")
+    job = done.stdout.strip().split(";")[0]
+    part = folder / "run.json.part"
+    part.write_text(json.dumps({"run": asdict(run), "job": job}, indent=1) + "\n")
+    part.replace(folder / "run.json")
+    return job
 
 
 def submit(options: argparse.Namespace) -> int:
@@ -85,16 +120,8 @@ def submit(options: argparse.Namespace) -> int:
         if options.dry_run:
             print(" ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command))
             continue
-        set_aside(folder)
-        status.write(folder / "status.json", status.Outcome("pending", "submitted"))
-        done = subprocess.run(
-            command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, check=False,
-        )
-        if done.returncode:
-            status.write(folder / "status.json", status.Outcome("failed", f"sbatch: {done.stderr.strip()[:300]}"))
-            raise status.SlurmError(f"sbatch does not take {run.name}: {' '.join(done.stderr.split())}")
-        job = done.stdout.strip().split(";")[0]
-        (folder / "run.json").write_text(json.dumps({"run": asdict(run), "job": job}, indent=1) + "\n")
+        with uninterrupted():
+            job = submit_one(run, folder, command, variables)
         print(f"{number}/{len(runs)} {run.name}: job {job}", flush=True)
     if not options.dry_run:
         print(f"submitted {len(runs)} runs; python scripts/slurm/sweep.py status --out {options.out}")
@@ -248,6 +275,9 @@ def main() -> int:
     except status.SlurmError as error:
         print(f"sweep.py: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("sweep.py: stopped; the same command goes on from here", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

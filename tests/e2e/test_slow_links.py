@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -72,11 +73,14 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path: Path):
             assert process.stdout.readline().startswith("link")
         ranks = []
         while not ranks and process.poll() is None:
-            ranks = [child for child in psutil.Process(process.pid).children() if "server_rank" in str(child.cmdline())]
+            with contextlib.suppress(psutil.Error):  # a child that has just ended
+                children = psutil.Process(process.pid).children()
+                ranks = [child for child in children if "server_rank" in str(child.cmdline())]
         assert ranks and len(namespaces(process.pid)) == 2
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 128 + signal.SIGTERM
         assert not namespaces(process.pid) and not any(rank.is_running() for rank in ranks)
     finally:
-        end(process)
+        process.terminate()
+        end(process, 30)
     assert not list(tmp_path.iterdir())

@@ -110,6 +110,8 @@ def refused_command(refusal: Refusal, folder: str = "folder") -> tuple[list[str]
     schedule = {"ours": "pipedream-flush", "no flush": "2bw"}.get(refusal.scope, refusal.scope)
     schedule = schedule if schedule in SCHEDULES else "megatron"
     flags = [refusal.flag, *VALUES.get(refusal.flag, "").format(folder).split()]
+    if (refusal.flag, refusal.scope) == ("--attention-backend", "bert"):
+        flags = [refusal.flag, "fused"]
     if refusal.flag == "--pipeline-model-parallel-layout":
         flags.append("Ett|ttL")
     if refusal.flag == "--num-distributed-optimizer-instances":
@@ -505,6 +507,25 @@ def test_flags_with_effect_are_accepted(flags):
     assert complaint(command(2, 2, "2bw", *flags), 2) is None
 
 
+@pytest.mark.parametrize("flags, expected", [
+    (["--mask-prob", "0"], "--mask-prob 0.0: it must be greater than 0 and less than 1"),
+    (["--short-seq-prob", "1.5"], "--short-seq-prob 1.5: it must be at least 0 and at most 1"),
+], ids=lambda case: " ".join(case) if isinstance(case, list) else None)
+def test_probabilities_of_a_bert(flags, expected):
+    assert complaint([BERT, *command(2, 2, "2bw", *flags)], 2) == expected
+
+
+@pytest.mark.parametrize("extra, level, backend, fits", [
+    (2, 2, "nccl", False), (1, 2, "nccl", True), (2, 1, "nccl", True), (2, 2, "gloo", True),
+])
+def test_timers_that_wait_for_the_gpu_allow_one_more_forward_ahead(extra, level, backend, fits, monkeypatch):
+    monkeypatch.setattr(cpu, "installed", lambda: False)
+    argv = command(2, 6, "2bw", "--no-barrier-with-level-1-timing", two_bw_extra_warmup=extra,
+                   timing_log_level=level, distributed_backend=backend)
+    message = complaint(argv, 2)
+    assert message is None if fits else message.startswith("--two-bw-extra-warmup of 2 or more does not work with")
+
+
 @pytest.mark.parametrize("flags", [
     ["--bert-no-binary-head"], ["--mask-prob", "0.2", "--short-seq-prob", "0"],
     ["--position-embedding-type", "rope", "--rotary-percent", "0.5"], ["--swiglu", "--normalization", "RMSNorm"],
@@ -588,8 +609,8 @@ def test_help_can_be_printed():
 @pytest.mark.parametrize("flags, expected", [
     (["--pipeline-schedule", "3bw"], "argument --pipeline-schedule: invalid choice: '3bw'"),
     (["--pipeline-schedule"], "argument --pipeline-schedule: expected one argument"),
-    (["--two-bw-extra-warmup", "1,x"], "argument --two-bw-extra-warmup: invalid counts value: '1,x'"),
-    (["--two-bw-extra-warmup", "1,-1"], "argument --two-bw-extra-warmup: invalid counts value: '1,-1'"),
+    (["--two-bw-extra-warmup", "1,x"], "argument --two-bw-extra-warmup: 1,x: must be whole numbers of 0 or more"),
+    (["--two-bw-extra-warmup", "1,-1"], "argument --two-bw-extra-warmup: 1,-1: must be whole numbers of 0 or more"),
     (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     (["--device", "cuda"], "--device cuda: no GPU is visible to torch; use --device cpu"),
 ], ids=" ".join)

@@ -3,7 +3,6 @@ plan's."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import stat
@@ -46,10 +45,10 @@ CASES = [
 ]
 
 
-def run(text: str, folder: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+def run(text: str, folder: Path, *flags: str, stub: str = STUB, **environment: str) -> subprocess.CompletedProcess:
     """The script under bash, where torchrun and Slurm's tools only write down what they are given."""
     for name in ("torchrun", "srun"):
-        (folder / name).write_text(STUB)
+        (folder / name).write_text(stub)
     (folder / "scontrol").write_text("#!/bin/bash\nprintf 'node-a\\nnode-b\\n'\n")
     (folder / "squeue").write_text("#!/bin/bash\ntrue\n")
     (folder / "script").write_text(text)
@@ -162,6 +161,26 @@ def test_data_args_replace_the_mock_data(tmp_path):
     _, words = words_of(text, tmp_path, DATA_ARGS="--data-path a b --tokenizer-type HuggingFaceTokenizer")
     assert "--mock-data" not in words and "NullTokenizer" not in words and "--vocab-size" not in words
     assert words[-5:] == ["--data-path", "a", "b", "--tokenizer-type", "HuggingFaceTokenizer"]
+
+
+@pytest.mark.parametrize("kind", ["run.sh", "job.sbatch"])
+def test_data_args_are_split_as_by_a_shell(kind, tmp_path):
+    text, variables = torchrun_script(LINE, GPT, P3, "fp16"), {}
+    if kind == "job.sbatch":
+        text, variables = sbatch_script(LINE, GPT, P3, "fp16", "job"), SLURM
+    stub = STUB.replace('printf "%s\\n"', 'printf "%s\\0"')
+    assert stub != STUB
+    given = "--data-path 'my text' \"new\nline\"\n  --x a\\ b '' \n"
+    run(text, tmp_path, DATA_ARGS=given, stub=stub, **variables)
+    words = (tmp_path / "words").read_text().split("\0")[:-1]
+    assert words[-6:] == ["--data-path", "my text", "new\nline", "--x", "a b", ""]
+    run(text, tmp_path, DATA_ARGS=" \n", stub=stub, **variables)
+    assert "--mock-data" in (tmp_path / "words").read_text().split("\0")
+    (tmp_path / "words").unlink()
+    done = run(text, tmp_path, DATA_ARGS="--data-path\n'a", stub=stub, **variables)
+    assert done.returncode == 2 and not (tmp_path / "words").exists()
+    name = "job: " if kind == "job.sbatch" else ""
+    assert done.stderr == f"{name}error: DATA_ARGS: No closing quotation\n"
 
 
 def test_the_callers_flags_come_last(tmp_path):

@@ -1,5 +1,6 @@
 """Data preparation in one process: what is written is what the tokenizer makes of the text, and Megatron reads it."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -218,7 +219,9 @@ def test_sample_is_all_or_a_share_of_every_part(tmp_path):
     files = FileSource((str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.gz")))
     task = preprocess.Task("gpt", files, tmp_path / "out", preprocess.NewTokenizer("bpe"), shard_bytes=700)
     everything = [json.loads(line)["text"] for line in lines] * 2
-    assert list(preprocess._sample(task, files.size())()) == everything
+    assert list(preprocess._sample(task, 10**6)()) == everything
+    plain = dataclasses.replace(task, source=FileSource(files.files[:1]))
+    assert list(preprocess._sample(plain, plain.source.size())()) == everything[:1000]
     read = preprocess._sample(task, files.size() // 10)
     part = list(read())
     assert part == list(read())
@@ -269,7 +272,7 @@ def test_going_on_needs_the_same_inputs_and_options(tmp_path, source, capsys, mo
     shards = sorted((tmp_path / "out.unfinished").glob("*.npz"))
     stamps = [path.stat().st_mtime_ns for path in shards]
     assert len(shards) == 2 and not (tmp_path / "out.bin").exists()
-    for other in (["--shard-mb", 0.03], ["--skip-bad-documents"], ["--vocab-size", 301]):
+    for other in (["--shard-mb", 0.03], ["--task", "bert"], ["--vocab-size", 301]):
         status, out, err = call(capsys, *flags, *other)
         named = other[0].replace("--vocab-size", "tokenizer")
         assert status == 2 and len(err.splitlines()) == 1 and f"with other {named}: repeat" in err
@@ -284,6 +287,108 @@ def test_going_on_needs_the_same_inputs_and_options(tmp_path, source, capsys, mo
     assert whole[0] == 0
     for suffix in (".bin", ".idx", "-tokenizer/tokenizer.json"):
         assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+def test_skipping_bad_documents_goes_on_with_what_was_done_without(tmp_path, capsys):
+    lines = [json.dumps({"text": text}) + "\n" for text in prose(60)]
+    (tmp_path / "in.jsonl").write_text("".join([*lines[:40], '{"text": null}\n', *lines[40:]]))
+    vocabulary.save(tmp_path / "made", vocabulary.train_bpe(TEXTS, 300, [vocabulary.EOD]), vocabulary.GPT)
+    flags = ["--task", "gpt", "--input", tmp_path / "in.jsonl", "--tokenizer-model", tmp_path / "made"]
+    flags += ["--shard-mb", 0.002, "--output-prefix"]
+    status, out, err = call(capsys, *flags, tmp_path / "out")
+    assert status == 2 and "--skip-bad-documents leaves such documents out" in err
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "out.unfinished").glob("*.npz")}
+    assert len(stamps) > 1
+    kept = []
+
+    class Watched(OneProcess):
+        def map(self, tasks):
+            kept.extend(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+            yield from super().map(tasks)
+            kept.extend(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preprocess, "Pool", Watched)
+        status, out, err = call(capsys, *flags, tmp_path / "out", "--skip-bad-documents")
+    assert status == 128 + signal.SIGTERM and "going on with the work" in err and all(kept) and len(kept) > 2
+    status, out, err = call(capsys, *flags, tmp_path / "out")  # some shards may have been done with it now
+    assert status == 2 and "with other --skip-bad-documents: repeat" in err
+    status, out, err = call(capsys, *flags, tmp_path / "out", "--skip-bad-documents")
+    assert status == 0 and "1 bad documents left out" in err
+    assert call(capsys, *flags, tmp_path / "whole", "--skip-bad-documents")[0] == 0
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+def test_a_sample_of_compressed_text_is_bounded_and_of_every_part(tmp_path):
+    lines = [json.dumps({"text": f"{number:04d} é" * 40}) + "\n" for number in range(2000)]
+    files = []
+    for name in "ab":
+        files.append(str(tmp_path / f"{name}.jsonl.gz"))
+        Path(files[-1]).write_bytes(gzip.compress("".join(lines).encode()))
+    task = preprocess.Task("gpt", FileSource(tuple(files)), tmp_path / "out", preprocess.NewTokenizer("bpe"))
+    limit = 2 * task.source.size()
+    read = list(preprocess._sample(task, limit)())
+    longest = len((f"{1999:04d} é" * 40).encode())
+    assert limit <= sum(len(text.encode()) for text in read) <= limit + longest
+    assert sum(text.startswith("0000 ") for text in read) == 2  # the beginning of both files
+
+
+def test_as_many_workers_as_there_may_be_shards(tmp_path, capsys, monkeypatch):
+    """A small compressed file may hold much text."""
+    text = "".join(json.dumps({"text": text}) + "\n" for text in prose(20)).encode()
+    (tmp_path / "in.jsonl").write_bytes(text)
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(text))
+    vocabulary.save(tmp_path / "made", vocabulary.train_bpe(TEXTS, 300, [vocabulary.EOD]), vocabulary.GPT)
+    counts = []
+
+    class Counted(OneProcess):
+        def __init__(self, count, job):
+            counts.append(count)
+            super().__init__(count, job)
+
+    monkeypatch.setattr(preprocess, "Pool", Counted)
+    for name in ("in.jsonl", "in.jsonl.gz"):
+        flags = ["--task", "gpt", "--input", tmp_path / name, "--tokenizer-model", tmp_path / "made", "--workers", 3]
+        assert call(capsys, *flags, "--output-prefix", tmp_path / f"{name}-out")[0] == 0
+    assert counts == [1, 3]
+
+
+def test_a_folder_is_read_through_links_but_not_in_circles(tmp_path, monkeypatch):
+    folder, other = tmp_path / "in", tmp_path / "other"
+    for path in (folder / "b" / "1.txt", folder / "b.txt", folder / ".hidden" / "2.txt", other / "3.txt"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+    (folder / "a").symlink_to(other)
+    (folder / "c.txt").symlink_to(other / "3.txt")
+    (other / "back").symlink_to(folder)
+    (folder / "b" / "self").symlink_to(folder / "b")
+    names = [str(folder / name) for name in ("a/3.txt", "b/1.txt", "b.txt", "c.txt")]
+    assert preprocess_cli.input_files(str(folder), "auto") == names
+    monkeypatch.chdir(tmp_path)
+    assert preprocess_cli.input_files("in", "auto") == [os.path.relpath(name) for name in names]
+    assert preprocess_cli.input_files(str(folder / "a"), "auto")[0] == str(folder / "a" / "3.txt")
+    (folder / "d.txt").symlink_to(tmp_path / "nothing")
+    with pytest.raises(DataError, match="d.txt: a link to what is no file"):
+        preprocess_cli.input_files(str(folder), "auto")
+
+
+def test_a_subfolder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    """Root may read everything, so the system's answer is put in its place."""
+    closed = tmp_path / "in" / "closed"
+    closed.mkdir(parents=True)
+    (tmp_path / "in" / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    def refusing(path):
+        if str(path) == str(closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(DataError, match=f"^--input {closed}: cannot be read, Permission denied$"):
+        preprocess_cli.input_files(str(tmp_path / "in"), "auto")
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2, 3])
@@ -435,6 +540,8 @@ WRONG = [  # flags that are added or changed ({} is a folder), what the line say
     ("--input {}/a.zip", "a.zip: neither text nor JSON lines; unpack it first"),
     ("--input {}/a.parquet", "--dataset reads its folder"),
     ("--input {}/blank.txt", "the input holds no documents"),
+    ("--input {}/zero.txt", "the input holds no documents"),
+    ("--input {}/zero.txt {}/zero.jsonl --train-tokenizer wordpiece", "the input holds no documents"),
     ("--input {}/a.txt --json-keys body", "--json-keys body: none of the input is JSON lines"),
     ("--text-documents lines", "--text-documents lines: all of the input is JSON lines"),
     ("--json-keys body", "no key 'body', only text: give --json-keys"),
@@ -452,6 +559,10 @@ WRONG = [  # flags that are added or changed ({} is a folder), what the line say
     ("--shard-mb 0", "--shard-mb 0: must be more than 0"),
     ("--train-tokenizer-mb -1", "--train-tokenizer-mb -1: must be more than 0"),
     ("--output-prefix {}", "a folder; add the name that the files begin with"),
+    ("--output-prefix {}/new/", "--output-prefix {}/new/: a folder; add the name that the files begin with"),
+    ("--output-prefix {}/new/..", "--output-prefix {}/new/..: a folder; add the name that the files begin with"),
+    ("--input {}/empty --output-prefix {}/empty/x", "--output-prefix {}/empty/x: lies in --input {}/empty"),
+    ("--input {} --output-prefix {}/link/new/x", "--output-prefix {}/link/new/x: lies in --input {}"),
     ("--output-prefix {}/a.txt/x", "cannot write there"),
     ("--append-eod", "unrecognized arguments: --append-eod"),
 ]
@@ -460,15 +571,18 @@ WRONG = [  # flags that are added or changed ({} is a folder), what the line say
 @pytest.mark.parametrize(("flags", "line"), WRONG, ids=[flags for flags, _ in WRONG])
 def test_wrong_input_is_one_line(tmp_path, source, capsys, flags, line):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(source.parent)
     (tmp_path / "blank.txt").write_text(" \n")
+    for name in ("zero.txt", "zero.jsonl"):
+        (tmp_path / name).touch()
     for name in ("a.txt", "a.zip", "a.parquet"):
         (tmp_path / name).write_text("text")
     before = sorted(tmp_path.rglob("*"))
     right = ["--task", "gpt", "--input", source, "--output-prefix", tmp_path / "out", "--train-tokenizer", "bpe"]
-    status, out, err = call(capsys, *right, "--vocab-size", "300", *flags.format(tmp_path).split())
+    status, out, err = call(capsys, *right, "--vocab-size", "300", *flags.replace("{}", str(tmp_path)).split())
     lines = [text for text in err.splitlines() if " MB" not in text]
     assert status == 2 and out == "" and len(lines) == 1
-    assert lines[0].startswith("preprocess_data.py: error: ") and line.format(tmp_path) in lines[0]
+    assert lines[0].startswith("preprocess_data.py: error: ") and line.replace("{}", str(tmp_path)) in lines[0]
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -225,7 +225,7 @@ def test_grid_marks_the_fault():
 
 
 def test_2bw_with_extra_warmup_by_hand():
-    """One more forward ahead over the boundary: the first stage's early forwards begin one earlier, no version moves."""
+    """One more forward ahead over the boundary: the first stage's early forwards begin one earlier, on the same W."""
     schedule, shape = TwoBW(extra_warmup=(1,)), Shape(2, 3, 0, 3)
     assert text(schedule.actions(shape, 0, 0)) == "F0@0 F1@0 F2@0 B0@0 F3@0 B1@0 F4@0 B2@0 R0@0"
     assert text(schedule.actions(shape, 0, 1)) == "F5@0 B3@0 S0@1 F6@1 B4@0 F7@1 B5@0 R1@1"
@@ -245,7 +245,7 @@ def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(extra, grad
         in_flight = [3 - stage + sum(per_boundary[stage:]) + 1 for stage in range(4)]
         assert [schedule.max_in_flight(shape, stage) for stage in range(4)] == in_flight
         assert [schedule.max_versions(shape, stage) for stage in range(4)] == [2] * 4
-        for stage, row in enumerate(lists(schedule, shape)):  # the windows of the late step, as without
+        for row in lists(schedule, shape):  # the windows of the late step, as without
             place = {action: index for index, action in enumerate(row)}
             for batch in range(2, 5):
                 first_reader = min(place[a] for a in row if a.kind == "F" and a.version == batch + 1)

@@ -102,6 +102,23 @@ def test_a_dead_job_is_written_down_when_somebody_looks(tmp_path, monkeypatch, c
     assert status.read(tmp_path / "status.json")["status"] == "timeout"
 
 
+def test_show_of_a_queued_run_and_of_other_files(tmp_path, monkeypatch, capsys):
+    status.write(tmp_path / "queued" / "status.json", Outcome("pending", "submitted"))  # a sweep's, before its start
+    (tmp_path / "other").mkdir()
+    for name, text in (("a.log", "text"), ("b.json", "[1]"), ("c.json", '{"status": "x"}')):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "d.bin").write_bytes(b"\xff\x00")
+    monkeypatch.setattr(status, "slurm_state", lambda job: pytest.fail("Slurm is asked about no job"))
+    monkeypatch.setattr(sys, "argv", ["status.py", "show", *map(str, sorted(tmp_path.iterdir())), str(tmp_path / "no")])
+    assert status.main() == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{tmp_path / 'queued'}: pending, submitted (") and out.count("\n") == 1
+    assert err.splitlines() == [
+        *(f"status.py: error: {tmp_path / name}: not a status file of a job"
+          for name in ("a.log", "b.json", "c.json", "d.bin")),
+        f"status.py: error: {tmp_path / 'no'}: no such file or folder"]
+
+
 def call(monkeypatch, folder: Path, command: str, start: int, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", [
         "status.py", command, "--file", str(folder / "status.json"), "--job", "7", "--start", str(start),
@@ -121,6 +138,18 @@ def test_a_job_goes_on_as_long_as_it_saves_iterations(tmp_path, monkeypatch, cap
         assert call(monkeypatch, tmp_path, "end", start, "--signalled") == 0
         assert capsys.readouterr().out == "requeue\n"
     assert status.read(tmp_path / "status.json")["reason"] == "saved: iteration 4; queued again"
+
+
+def test_a_full_quota_does_not_keep_a_job_from_being_queued_again(tmp_path, monkeypatch, capsys):
+    assert call(monkeypatch, tmp_path, "start", 0) == 0
+    save(tmp_path, 1)
+    (tmp_path / "start-0-node-0-a.log").write_text(LEFT)
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(122, "Disk quota exceeded")))
+    for command in ("end", "late"):
+        assert call(monkeypatch, tmp_path, command, 0, "--signalled") == 1
+        out, err = capsys.readouterr()
+        assert out == ("requeue\n" if command == "end" else "")
+        assert err == "status.py: error: Disk quota exceeded\n"
 
 
 def test_a_job_that_saves_nothing_ends(tmp_path, monkeypatch, capsys):
@@ -238,10 +267,11 @@ SLURM = {
 }
 
 
-def batch(folder: Path, *words: str, srun: str = "true", squeue: str = "", job: str = "", **changes: str | None):
+def batch(folder: Path, *words: str, srun: str = "true", squeue: str = "", job: str = "", scancel: str = "true",
+          **changes: str | None):
     """The GPT script under bash, with stand-ins for Slurm's commands that write down what they are given."""
     scontrol = f'echo "scontrol $*" >> called; [[ $* = *hostnames* ]] && echo a || echo "{job}"'
-    stubs = {"srun": srun, "squeue": squeue, "scontrol": scontrol, "scancel": "true"}
+    stubs = {"srun": srun, "squeue": squeue, "scontrol": scontrol, "scancel": scancel}
     for name, text in stubs.items():
         (folder / name).write_text(f'#!/bin/bash\n[ {name} != srun ] || printf "%s\\n" "$@" > words\n{text}\n')
         (folder / name).chmod(0o755)
@@ -268,10 +298,44 @@ def test_the_callers_flags_win_and_data_args_replace_the_mock_data(tmp_path):
     assert "--bf16" in words and words[words.index("--nproc-per-node") + 1] == "4" and "--save" not in words
 
 
+def test_flags_are_the_words_whatever_the_interpreter_says(tmp_path):
+    """A word with a newline, and a Python that complains on stderr."""
+    noisy = python(tmp_path, "echo 'Warning: noise' >&2")
+    done = batch(tmp_path, PYTHON=noisy, DATA_ARGS="--data-path 'my\ntext'", srun=r'printf "%s\0" "$@" > words')
+    words = (tmp_path / "words").read_text().split("\0")
+    assert done.returncode == 0 and "Warning: noise" in done.stderr
+    assert words[-3:] == ["--data-path", "my\ntext", ""] and "--num-layers" in words and "Warning: noise" not in words
+    done = batch(tmp_path, PYTHON=python(tmp_path, "[[ $* != */flags.py* ]] || { echo Fault >&2; exit 1; }"))
+    assert done.returncode == 2 and "job: error: flags.py has failed; what it says is above" in done.stderr
+    assert content(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize("words, expected", [
+    (("--tensor-model-parallel-size", "8"), "1"), (("--tensor-model-parallel-size=8",), "1"), ((), ""),
+    (("--tensor-model-parallel-size=8", "--tensor-model-parallel-size", "1"), ""),
+])
+def test_one_queue_of_kernels_with_tensor_parallelism(words, expected, tmp_path):
+    assert batch(tmp_path, *words, srun="printenv CUDA_DEVICE_MAX_CONNECTIONS > connections; true").returncode == 0
+    assert (tmp_path / "connections").read_text().strip() == expected
+
+
+def python(folder: Path, line: str) -> str:
+    """A Python that runs a line of bash first."""
+    path = folder / "python"
+    path.write_text(f'#!/bin/bash\n{line}\nexec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
 @pytest.mark.parametrize("words, changes, line", [
     ((), dict(PROCESSES_PER_NODE=None), "no GPUs in this allocation: give sbatch --gpus-per-node=N, or PROCESSES_PER"),
     (("--save", "x"), {}, "--save: give CHECKPOINTS=folder"), (("--load=x",), {}, "--load: give CHECKPOINTS=folder"),
     ((), dict(DATA_ARGS="--data-path 'a"), "DATA_ARGS=--data-path 'a: No closing quotation"),
+    ((), dict(DATA_ARGS="--data-path\n'a"), "DATA_ARGS=--data-path 'a: No closing quotation"),
+    ((), dict(SLURM_ARRAY_JOB_ID="7", job="JobState=RUNNING ArrayJobId=7"),
+     "sbatch --array: a job of an array cannot queue itself again"),
+    ((), dict(PROCESSES_PER_NODE="all"), "PROCESSES_PER_NODE=all: give a number"),
+    ((), dict(PRECISION="fp8"), "PRECISION=fp8: not one of bf16, fp16, fp32"),
     ((), dict(MODEL="x"), "MODEL=x: not one of "), ((), dict(PLAN="x.json"), "PLAN=x.json cannot be read: No such"),
 ])
 def test_a_refused_job_says_why_in_one_line(words, changes, line, tmp_path):
@@ -281,12 +345,40 @@ def test_a_refused_job_says_why_in_one_line(words, changes, line, tmp_path):
     assert not (tmp_path / "words").exists()
 
 
+def test_a_job_that_an_array_has_submitted_is_no_array(tmp_path):
+    """sbatch hands the variable on."""
+    done = batch(tmp_path, SLURM_ARRAY_JOB_ID="5", job="JobId=7 JobState=RUNNING Restarts=0")
+    assert done.returncode == 0 and not done.stderr
+
+
 def test_two_jobs_do_not_save_to_one_folder(tmp_path):
     (tmp_path / "checkpoints" / "gpt-355m").mkdir(parents=True)
     (tmp_path / "checkpoints" / "gpt-355m" / "slurm_job").write_text("6\n")
-    done = batch(tmp_path, squeue="echo '6 RUNNING'")
-    assert done.returncode == 2 and "job 6 is saving to " in done.stderr
-    assert batch(tmp_path).returncode == 0 and (tmp_path / "checkpoints/gpt-355m/slurm_job").read_text() == "7\n"
+    owner = tmp_path / "checkpoints" / "gpt-355m" / "slurm_job"
+    for state in ("RUNNING", "COMPLETING", "SUSPENDED"):
+        done = batch(tmp_path, squeue=f"[[ ${{*//[=,]/ }} != *' {state} '* ]] || echo 6")
+        assert done.returncode == 2 and "job 6 is saving to " in done.stderr and done.stderr.count("\n") == 1
+    assert owner.read_text() == "6\n"
+    done = batch(tmp_path, squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert done.returncode == 0 and owner.read_text() == "7\n" and len(list(owner.parent.iterdir())) == 1
+    owner.write_text("6\n")
+    assert batch(tmp_path).returncode == 0 and owner.read_text() == "7\n"
+    owner.write_text("")  # what a full disk left of it
+    assert batch(tmp_path, squeue="echo 6").returncode == 0 and owner.read_text() == "7\n"
+
+
+def test_a_folder_is_not_taken_while_slurm_does_not_say_whose_it_is(tmp_path):
+    owner = tmp_path / "checkpoints" / "gpt-355m" / "slurm_job"
+    owner.parent.mkdir(parents=True)
+    owner.write_text("6\n")
+    busy = "echo x >> asked; echo 'error: Unable to contact slurm controller' >&2; "
+    done = batch(tmp_path, squeue=busy + "exit 1")
+    assert done.returncode == 2 and done.stderr.startswith("job: error: squeue does not tell whether job 6 still saves")
+    assert "Unable to contact" in done.stderr and done.stderr.count("\n") == 1 and owner.read_text() == "6\n"
+    assert (tmp_path / "asked").read_text() == "x\n" * 3
+    (tmp_path / "asked").unlink()
+    done = batch(tmp_path, squeue=busy + "[[ $(wc -l < asked) == 2 ]]")  # it answers at the second time: no such job
+    assert done.returncode == 0 and owner.read_text() == "7\n"
 
 
 @pytest.mark.parametrize("job, word, requeued", [
@@ -301,6 +393,32 @@ def test_a_signal_to_the_batch_shell(job, word, requeued, tmp_path):
     assert content(tmp_path)["status"] == word, done.stderr
     assert ("scontrol requeue 7" in (tmp_path / "called").read_text()) == requeued
     assert done.returncode == (0 if requeued else 1)
+
+
+SAVED = "mkdir -p checkpoints/gpt-355m; echo 5 > checkpoints/gpt-355m/latest_checkpointed_iteration.txt"
+NOTICE = "JobState=RUNNING Reason=None Restarts=0"
+
+
+def test_a_scancel_that_fails_does_not_end_the_batch_shell(tmp_path):
+    """The ranks save nonetheless here, as when Slurm signals them itself a little later."""
+    srun = f"kill -TERM $PPID; sleep 4; {SAVED}; touch whole"
+    done = batch(tmp_path, srun=srun, job=NOTICE, scancel="echo x >> tried; exit 1")
+    assert done.returncode == 0 and (tmp_path / "whole").exists() and (tmp_path / "tried").read_text() == "x\n" * 3
+    assert "job: scancel cannot tell the ranks to save" in done.stderr
+    assert "scontrol requeue 7" in (tmp_path / "called").read_text() and content(tmp_path)["status"] == "pending"
+
+
+@pytest.mark.parametrize("command, job, saves, requeued", [
+    ("end", NOTICE, True, True), ("end", NOTICE, False, False),
+    ("end", "JobState=COMPLETING Reason=None Restarts=0", True, False),
+    ("late", "JobState=COMPLETING Reason=TimeLimit Restarts=0", True, True),
+], ids=["saved", "nothing saved", "cancelled", "late"])
+def test_a_status_file_that_cannot_be_written_does_not_end_the_batch_shell(command, job, saves, requeued, tmp_path):
+    failing = python(tmp_path, f"[[ $* != *'status.py {command} '* ]] || {{ echo 'no space' >&2; exit 1; }}")
+    srun = f"kill -TERM $PPID; sleep 1; {SAVED if saves else 'true'}; touch whole"
+    done = batch(tmp_path, srun=srun, job=job, PYTHON=failing)
+    assert (tmp_path / "whole").exists() and done.returncode == (0 if requeued else 1), done.stderr
+    assert ("scontrol requeue 7" in (tmp_path / "called").read_text()) == requeued
 
 
 def test_outside_the_clone_it_says_where_to_submit(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -109,6 +110,27 @@ def test_a_run_that_sbatch_refuses_is_failed(tmp_path, monkeypatch, sbatch, caps
     assert error.startswith("sweep.py: error: sbatch does not take own-") and error.count("\n") == 1
     (path,) = (tmp_path / "out").glob("*/status.json")
     assert status.read(path)["status"] == "failed"
+
+
+def test_ctrl_c_while_it_submits_loses_no_run_and_doubles_none(tmp_path, monkeypatch, sbatch, capsys):
+    stub = tmp_path / "bin" / "sbatch"
+    text = stub.read_text()
+    stub.write_text(text + f"[[ $(wc -l < {sbatch}) != 3 ]] || kill -INT $PPID\n")
+    submit = ("submit", *OWN, "--out", tmp_path / "out")
+    handler = signal.getsignal(signal.SIGINT)
+    assert call(*submit, monkeypatch=monkeypatch) == 128 + signal.SIGINT
+    assert "the same command goes on" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) is handler
+    assert len(sweep.stored(tmp_path / "out")) == 3  # the third has its job
+    # What a kill leaves behind between the word and the job.
+    lost = next(run.name for run in sweep.grid([Panel("own", "gpt-355m", 1, 8, 8, (64,))], tuple(SYSTEMS), (2, 4))
+                if not (tmp_path / "out" / run.name).exists())
+    status.write(tmp_path / "out" / lost / "status.json", Outcome("pending", "submitted"))
+    stub.write_text(text)
+    assert call(*submit, "--again", "timeout", monkeypatch=monkeypatch) == 0
+    runs = sweep.stored(tmp_path / "out")
+    assert lost in {run.name for run, _, _ in runs} and len(runs) == len(SYSTEMS) * 2
+    submitted = [line.split()[2] for line in sbatch.read_text().splitlines()]
+    assert sorted(submitted) == sorted(str(folder) for _, _, folder in runs)
 
 
 def log(*milliseconds: float, every: int = 1, batch: int = 64) -> str:
