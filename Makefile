@@ -38,7 +38,7 @@ demo: install
 
 test: install
 	$(PYTHON) -m pytest --durations=10 -n 2 tests/unit
-	$(PYTHON) -m pytest --durations=10 -n 2 --dist loadfile tests/distributed tests/e2e
+	$(PYTHON) -m pytest --durations=10 -n 3 --dist loadfile tests/distributed tests/e2e
 
 test-slurm: install
 	@for name in sbatch slurmctld slurmd munged; do \
