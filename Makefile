@@ -1,14 +1,15 @@
-# make install | demo | test | test-slurm | bench | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-docs | test-slurm | bench | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-slurm bench clean
+.PHONY: help install demo test test-docs test-slurm bench clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
 	@echo "make demo      train a small GPT with 2BW on two processes (two to three minutes)"
 	@echo "make test      run the tests"
+	@echo "make test-docs  run the commands of docs/quick_start.md as they stand there (two minutes)"
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
 	@echo "make clean     remove what the others wrote, except .venv"
@@ -38,7 +39,10 @@ demo: install
 
 test: install
 	$(PYTHON) -m pytest --durations=10 -n 2 tests/unit
-	$(PYTHON) -m pytest --durations=10 -n 3 --dist loadfile tests/distributed tests/e2e
+	$(PYTHON) -m pytest --durations=10 -n 2 --dist loadfile tests/distributed tests/e2e
+
+test-docs: install
+	$(PYTHON) -m pytest --durations=10 tests/docs
 
 test-slurm: install
 	@for name in sbatch slurmctld slurmd munged; do \

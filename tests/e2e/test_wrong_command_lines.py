@@ -127,7 +127,7 @@ def fork(case: Case, log: Path) -> int:
 
 
 def refused() -> Iterator[Case]:
-    for refusal in REFUSED:
+    for refusal in REFUSED[::2]:  # the unit test sees them all
         argv, world = refused_command(refusal)
         yield Case(f"refused {refusal.flag[2:]} {refusal.scope}", argv, refusal.flag, world)
 
