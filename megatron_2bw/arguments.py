@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from megatron_2bw import cpu, saved
 from megatron_2bw.idle_flags import idle_flag
 from megatron_2bw.mistakes import MISTAKES, checkpoint, default_tokenizer, task, value
-from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule, extra_warmup
+from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule, extra_warmup, sync_iterations
 
 Stop = Callable[[str], NoReturn]
 
@@ -54,6 +54,20 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
         help="more forwards that the stages of 2bw run ahead, for each boundary between stages, first to last, or one "
         "number for all: 1 hides messages that take up to half of a microbatch's time (slow links between servers), 2 "
         "up to all of it; each costs the activations of a microbatch on the stages before it",
+    )
+    group.add_argument(
+        "--two-bw-sync-iterations", type=sync_iterations, default=0, metavar="N",
+        help="the first N iterations of 2bw, in which the weights change most, run with a flush and without gradient "
+        "delay; then the pipeline goes over without a stop",
+    )
+    group.add_argument(
+        "--two-bw-correction", choices=("none", "extrapolate"), default="none",
+        help="against the gradient delay of 2bw. extrapolate: a batch computes with W(j) + factor (W(j) - W(j-1)), so "
+        "its gradients are taken near the weights that they change; evaluation and checkpoints have the true W(j)",
+    )
+    group.add_argument(
+        "--two-bw-correction-factor", type=float, default=1.0, metavar="FACTOR",
+        help="of --two-bw-correction extrapolate, between 0 (no correction) and 1 (a whole update)",
     )
     group.add_argument(
         "--two-bw-trace", type=Path, metavar="DIR",

@@ -1,8 +1,9 @@
 """What a checkpoint holds beside Megatron's own content, and how a run goes on from it.
 
 Under the key `two_bw`: the schedule's name, the number of updates made, the loss scale of the next batch, and with 2bw
-the shadow weights, one update older than the model's, as sharded tensors that load at any parallel sizes. Megatron's
-own entry for the random state is the one before the microbatches in flight, which run again when the run is resumed.
+the shadow weights, one update older than the model's, as sharded tensors that load at any parallel sizes; with
+--two-bw-correction these are the older working copy, and the newer one is there too. Megatron's own entry for the
+random state is the one before the microbatches in flight, which run again when the run is resumed.
 
 Invariants:
 - everything of Megatron is where Megatron looks for it, so that Megatron alone reads the checkpoint;
@@ -34,6 +35,7 @@ from megatron_2bw.mistakes import value
 from megatron_2bw.optimizer_state import complete_optimizer, name_step_zero, own_steps
 
 KEY = "two_bw"
+COPIES = ("shadow", "working")  # of the weights, that it may hold under KEY
 
 
 class Checkpoints:
@@ -45,7 +47,7 @@ class Checkpoints:
     def __init__(self, runtime: Any = None):
         self._runtime = runtime
         self._saved: dict = {}  # what the checkpoint that is being loaded says under KEY, its tensors left out
-        self._shadow: dict[str, torch.Tensor] = {}  # its shadow weights, by the parameter's name
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}  # its "shadow" and "working", by the parameter's name
 
     def collect(self, original: Callable) -> Callable:
         """generate_state_dict: for saving, and as the plan of what to load."""
@@ -66,15 +68,17 @@ class Checkpoints:
             (model,) = values["model"]
             sharded = values["args"].ckpt_format == "torch_dist"
             if not loading:
-                shadow = self._runtime.shadow()
+                copies = {"shadow": self._runtime.shadow(), "working": self._runtime.working()}
                 scale = None if values["args"].no_save_optim else self._runtime.loss_scale()
                 state[KEY] = {
                     "schedule": self._runtime.schedule.name, "version": values["iteration"], "loss_scale": scale,
-                    "has_shadow": bool(shadow), "shadow": _named(model, state["model"], shadow, sharded),
+                    **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
+                    **{name: _named(name, model, state["model"], each, sharded) for name, each in copies.items()},
                 }
-            elif self._wants_shadow():
-                places = {param: torch.empty_like(param.data) for param in self._runtime.trainable}
-                state[KEY] = {"shadow": _named(model, state["model"], places, sharded)}
+            else:
+                for name in filter(self._wants, COPIES):
+                    places = {param: torch.empty_like(param.data) for param in self._runtime.trainable}
+                    state.setdefault(KEY, {})[name] = _named(name, model, state["model"], places, sharded)
             return state
 
         return generate_state_dict
@@ -102,8 +106,8 @@ class Checkpoints:
             if state is None:
                 return result
             own = dict(state.pop(KEY, None) or {})
-            shadow = own.pop("shadow", None) or {}
-            self._saved, self._shadow = own, shadow
+            self._tensors = {name: own.pop(name, None) or {} for name in COPIES}
+            self._saved = own
             check_head(signature.bind(*args, **kwargs).arguments["args"], state, release=result[2])
             return result
 
@@ -170,28 +174,32 @@ class Checkpoints:
             own_steps(optimizer)
             if self._runtime is not None and iteration > 0:
                 self._resume(ddp_model, iteration)
-            self._shadow = {}
+            self._tensors = {}
             return iteration, operations
 
         return load_checkpoint
 
-    def _wants_shadow(self) -> bool:
+    def _wants(self, name: str) -> bool:
+        """Whether the run goes on from the checkpoint's copy of this name."""
         # Without an optimizer (--skip-train) there is nothing to go on with.
         wanted = self._runtime.schedule.late_step and self._runtime.trainable and not get_args().finetune
-        return bool(wanted and self._saved.get("has_shadow"))
+        if name == "working":
+            wanted = wanted and self._runtime.corrects
+        return bool(wanted and self._saved.get(f"has_{name}"))
 
     def _resume(self, ddp_model: list, iteration: int) -> None:
         from megatron_2bw.runtime import Resume
 
-        shadow: dict[torch.nn.Parameter, torch.Tensor] = {}
-        if self._wants_shadow() and self._shadow:
-            (model,) = ddp_model
-            names = {param: name for name, param in _parameters(model)}
-            shadow = {param: self._shadow[names[param]] for param in self._runtime.trainable}
+        (model,) = ddp_model
+        names = {param: name for name, param in _parameters(model)}
+        copies = {
+            name: {param: tensors[names[param]] for param in self._runtime.trainable}
+            for name, tensors in self._tensors.items() if tensors and self._wants(name)
+        }
         scale = None
         if self._runtime.schedule.late_step and not get_args().no_load_optim:
             scale = self._saved.get("loss_scale")
-        self._runtime.resume(Resume(shadow, scale))
+        self._runtime.resume(Resume(copies.get("shadow", {}), scale, copies.get("working", {})))
 
 
 def _written_here() -> bool | None:
@@ -210,9 +218,12 @@ def _parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _named(
-    model: Any, content: dict, tensors: dict[torch.nn.Parameter, torch.Tensor], sharded: bool
+    copy_name: str, model: Any, content: dict, tensors: dict[torch.nn.Parameter, torch.Tensor], sharded: bool
 ) -> dict[str, Any]:
-    """`tensors` by the names of their parameters; with `sharded`, cut and placed as the parameters in `content` are."""
+    """`tensors`, the copy `copy_name`, by the names of their parameters.
+
+    sharded: cut and placed as the parameters in `content` are
+    """
     named = {name: (param, tensors[param]) for name, param in _parameters(model) if param in tensors}
     if not sharded:
         return {name: tensor for name, (_, tensor) in named.items()}
@@ -220,7 +231,7 @@ def _named(
     result = {}
     for name, (param, tensor) in named.items():
         result[name] = entry = copy.copy(entries[id(param)])
-        entry.key, entry.data = f"{KEY}.shadow.{entry.key}", tensor
+        entry.key, entry.data = f"{KEY}.{copy_name}.{entry.key}", tensor
     return result
 
 

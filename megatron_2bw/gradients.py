@@ -7,6 +7,7 @@ its slot only, and the training thread does not touch that slot between `filled`
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,6 +100,16 @@ class GradientSlots:
         self._ddp.buffers, self._ddp.bucket_groups = slot.buffers, slot.bucket_groups
         self._ddp.param_to_bucket_group = slot.group_of
         self._zero()
+
+    def park(self, params: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of tensors as large as the parameters, in the memory of a slot; until the next `open`.
+
+        Only when no batch has opened a slot that is not stepped yet. A gradient has as many bytes as its parameter, or
+        more.
+        """
+        grads = self._slots[0].main_grads
+        places = [grads[param].view(-1).view(value.dtype)[: value.numel()] for param, value in zip(params, values)]
+        return [place.view(value.shape).copy_(value) for place, value in zip(places, values)]
 
     def filled(self, batch: int) -> Slot:
         """After the last backward of `batch`: the slot with its gradients."""

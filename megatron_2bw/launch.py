@@ -111,7 +111,9 @@ def make_runtime(args):
 
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
-    schedule = schedule_of(args.pipeline_schedule, args.two_bw_gradient_slots, args.two_bw_extra_warmup)
+    schedule = schedule_of(
+        args.pipeline_schedule, args.two_bw_gradient_slots, args.two_bw_extra_warmup, args.two_bw_sync_iterations
+    )
     alarm = None
     if schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins):
         alarm = partial(_wants_to_end, args)
@@ -123,6 +125,7 @@ def make_runtime(args):
         timed=args.timing_log_level >= 2,
         trace=args.two_bw_trace,
         alarm=alarm,
+        factor=args.two_bw_correction_factor if args.two_bw_correction == "extrapolate" else None,
     )
 
 

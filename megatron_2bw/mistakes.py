@@ -485,8 +485,17 @@ def _own_flags(args: Args) -> str | None:
         for flag, default in (("--two-bw-exchange", "auto"), ("--two-bw-trace", None)):
             if value(args, flag) != default:
                 return f"{flag} has no effect with --pipeline-schedule megatron: leave it out"
-    if args.pipeline_schedule != "2bw" and args.two_bw_gradient_slots != 2:
-        return "--two-bw-gradient-slots has no effect without --pipeline-schedule 2bw: leave it out"
+    if args.pipeline_schedule != "2bw":
+        for flag, default in (
+            ("--two-bw-gradient-slots", 2), ("--two-bw-sync-iterations", 0), ("--two-bw-correction", "none"),
+        ):
+            if value(args, flag) != default:
+                return f"{flag} has no effect without --pipeline-schedule 2bw: leave it out"
+    factor = args.two_bw_correction_factor
+    if factor != 1 and args.two_bw_correction != "extrapolate":
+        return "--two-bw-correction-factor has no effect without --two-bw-correction extrapolate: leave it out"
+    if not 0 <= factor <= 1:
+        return f"--two-bw-correction-factor {factor} must be between 0 and 1"
     extra, boundaries = args.two_bw_extra_warmup, args.pipeline_model_parallel_size - 1
     if extra and (args.pipeline_schedule != "2bw" or not boundaries):
         return "--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages: leave it out"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +31,7 @@ import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron_2bw.correction import Extrapolation
 from megatron_2bw.gradients import GradientSlots, Slot, use_group
 from megatron_2bw.weights import WeightStores
 from megatron_2bw.worker import Worker
@@ -62,6 +63,16 @@ class Outcome:
     stages: tuple[StageReport, ...]
     alarm: bool  # see `LateStep`
     written: bool  # likewise
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step that is being made: W(batch + 1), in the weight store `target`; `ahead`: its working copy."""
+
+    batch: int
+    target: int
+    ahead: bool
+    future: Future
 
 
 class Groups:
@@ -120,12 +131,15 @@ class LateStep:
     loss_scale of the first batch, if it is not the scaler's present one
     saving     whether this rank has written its part of the checkpoint that is on its way; None if none is, on all
                ranks alike. The Outcome tells whether all ranks have written theirs.
+    factor     of --two-bw-correction extrapolate; None without it
+    working    the first version's working copy, by parameter; empty: the stores hold the true weights
     """
 
     def __init__(
         self, ddp: Any, optimizer: Any, scheduler: Any, stores: WeightStores, *, slots: int, increment: int,
         groups: Any, first: int, timeout: timedelta | None = None, alarm: Callable[[], bool] | None = None,
         loss_scale: float | None = None, saving: Callable[[], bool | None] | None = None,
+        factor: float | None = None, working: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
     ):
         self._parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer])]
         self._optimizer, self._stores = optimizer, stores
@@ -146,14 +160,19 @@ class LateStep:
         self._worker = Worker("2bw step", self._device)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self._stream = torch.cuda.Stream(device=self._device)
-        self._pending: tuple[int, int, Future] | None = None  # batch, target slot of the weights, outcome
+        self._pending: _Pending | None = None
         self.has_stepped = False  # a step was made and not skipped, so that all its kernels have run once
-        # Batch j is scaled as the step of batch j - 2 left it: the newest that is over wherever batch j begins.
+        # A batch is scaled as the step left it that made its weights: the newest that is over wherever it begins.
         scale = self._current_scale().clone()
-        own = scale if loss_scale is None else torch.full_like(scale, loss_scale)
-        self._scales = {first: own, first + 1: scale}
-        self._loss_scale, self._logged_scale = own, float(scale)
+        shadow = scale if loss_scale is None else torch.full_like(scale, loss_scale)
+        self._scales = {first - 1: shadow, first: scale}  # by weight version
+        self._loss_scale, self._logged_scale = scale, float(scale)
         self._take_over(optimizer, scheduler)
+        self._correction = None if factor is None else Extrapolation(self._parts, stores, factor)
+        self._ahead = bool(working)  # the newest version's store holds its working copy
+        self._parked: list[torch.Tensor] | None = None  # that copy, while the store shows the true weights
+        for param, view in zip(stores.params, stores.values(stores.newest) if working else ()):
+            view.copy_(working[param])
 
     def _take_over(self, optimizer: Any, scheduler: Any) -> None:
         self._megatron = SimpleNamespace(
@@ -172,7 +191,7 @@ class LateStep:
     @property
     def pending(self) -> int | None:
         """The batch whose step has been started and not settled."""
-        return None if self._pending is None else self._pending[0]
+        return None if self._pending is None else self._pending.batch
 
     # The training thread calls the following.
 
@@ -180,47 +199,81 @@ class LateStep:
         """Before a forward or a backward of `batch`: its gradients go to its slot."""
         self._slots.bind(batch)
 
-    def open(self, batch: int) -> None:
-        """Before the first backward of `batch`: its gradients start from zero, its losses have one scale."""
+    def open(self, batch: int, version: int) -> None:
+        """Before the first backward of `batch`, which runs on W(version).
+
+        Its gradients start from zero, its losses have one scale.
+        """
         self._slots.open(batch)
-        self._loss_scale = self._scales[batch]
+        self._scales = {other: scale for other, scale in self._scales.items() if other >= version}
+        self._loss_scale = self._scales[version]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss of the batch that `open` was last called for, times its loss scale."""
         return self._loss_scale * loss
 
-    def next_loss_scale(self) -> float:
-        """The loss scale of the batch after the last that was started; its step must be settled."""
-        return float(self._scales[min(self._scales)])
+    def loss_scale(self, version: int) -> float:
+        """The loss scale of a batch that runs on W(version), the newest or the one before; no step may be pending."""
+        return float(self._scales[version])
 
     def start(
-        self, batch: int, needed: set[int], tokens: torch.Tensor | None, report: Callable[[], StageReport]
+        self, batch: int, needed: set[int], tokens: torch.Tensor | None, report: Callable[[], StageReport],
+        delayed: bool = True,
     ) -> None:
         """After the last backward of `batch`: start its reduction and step.
 
         needed  weight versions that microbatches in flight, or forwards before the step is settled, read
         tokens  unmasked tokens of the batch on this stage, an int tensor of one element, with per-token loss
         report  called in the step's thread
+        delayed whether gradients taken at W(batch + 1) will be one update late, so that a correction applies to it
         """
         assert self._pending is None, f"batch {self.pending} is not settled"
         target, slot = self._stores.reserve(needed), self._slots.filled(batch)
         alarm = self._alarm is not None and self._alarm()
         ready = torch.cuda.Event()
         ready.record()
-        job = partial(self._update, batch, target, slot, tokens, self._scales.pop(batch), report, alarm, ready)
-        self._pending = batch, target, self._worker.submit(job)
+        ahead = delayed and self._correction is not None
+        job = partial(self._update, batch, target, slot, tokens, self._loss_scale, report, alarm, ahead, ready)
+        self._pending = _Pending(batch, target, ahead, self._worker.submit(job))
 
     def settle(self) -> Outcome:
         """Wait until the step of the pending batch is made; W(batch + 1) is there then."""
-        batch, target, future = self._pending
-        outcome, scale, done = future.result()
+        pending = self._pending
+        outcome, scale, done = pending.future.result()
         self._pending = None
         torch.cuda.current_stream().wait_event(done)
-        self._stores.commit(target, outcome.stepped)
-        self._scales[batch + 2] = scale
+        self._stores.commit(pending.target, outcome.stepped or self._correction is not None)
+        self._ahead = pending.ahead
+        self._scales[pending.batch + 1] = scale
         self._logged_scale = outcome.loss_scale
         self.has_stepped |= outcome.stepped
         return outcome
+
+    def reveal(self) -> None:
+        """Show the true W(newest) in its store, until `cover`. Between batches, when no step is pending.
+
+        The working copy is kept in the memory of the gradients, which nobody needs then.
+        """
+        if not self._ahead or self._parked is not None:
+            return
+        version = self._stores.newest
+        views, target = self._stores.values(version), self._stores.slot(version)
+        with torch.no_grad():
+            self._parked = self._slots.park(self._stores.params, views)
+            self._point_stand_ins(views)
+            with self._parameters_replaced(target):
+                self._write_true(views)
+
+    def cover(self) -> None:
+        """Undo `reveal`, before the next batch."""
+        if self._parked is not None:
+            for view, copy in zip(self._stores.values(self._stores.newest), self._parked):
+                view.copy_(copy)
+            self._parked = None
+
+    def working(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The newest version's working copy, by parameter, after `reveal`; empty if there is none."""
+        return {} if self._parked is None else dict(zip(self._stores.params, self._parked))
 
     def defer(self, job: Callable[[], None]) -> Future:
         """Run `job` in the step's thread once the step that is being made is over."""
@@ -230,14 +283,14 @@ class LateStep:
 
     def _update(
         self, batch: int, target: int, slot: Slot, tokens: torch.Tensor | None, scale: torch.Tensor,
-        report: Callable[[], StageReport], alarm: bool, ready: torch.cuda.Event,
+        report: Callable[[], StageReport], alarm: bool, ahead: bool, ready: torch.cuda.Event,
     ) -> tuple[Outcome, torch.Tensor, torch.cuda.Event]:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            self._stores.prepare(target)
-            for param, view in zip(self._stores.params, self._stores.views(target)):
-                stand_in = self._stand_ins[param]
-                stand_in.data, stand_in.main_grad = view, slot.main_grads[param]
+            views = self._stores.views(target)
+            self._point_stand_ins(views)
+            for param, stand_in in self._stand_ins.items():
+                stand_in.main_grad = slot.main_grads[param]
             slot.finish_grad_sync()
             if self._model.share_embeddings_and_output_weights:
                 self._groups.meet_for_the_embedding()
@@ -246,7 +299,7 @@ class LateStep:
             stages = self._exchange(report())
             alarm, written = self._ask_all(alarm)  # before the step: it waits for nobody then
             with self._parameters_replaced(target), self._scaled_by(scale):
-                stepped, grad_norm, zeros = self._megatron.step()
+                stepped, grad_norm, zeros = self._step(target, views, ahead)
                 self._megatron.zero_grad()
             if stepped:
                 self._megatron.schedule(increment=self._increment)
@@ -258,6 +311,30 @@ class LateStep:
             done = torch.cuda.Event()
             done.record()
         return outcome, scale, done
+
+    def _point_stand_ins(self, views: Sequence[torch.Tensor]) -> None:
+        """Let the stand-ins be parameters in a weight store, or their main parameters if a correction has made some."""
+        main = {} if self._correction is None else self._correction.main
+        for param, view in zip(self._stores.params, views):
+            self._stand_ins[param].data = main.get(param, view)
+
+    def _step(self, target: int, views: Sequence[torch.Tensor], ahead: bool) -> tuple[bool, Any, Any]:
+        """Megatron's step, into the weight store `target`; `ahead`: it is to hold the working copy."""
+        if self._correction is None:
+            self._stores.prepare(target)
+            return self._megatron.step()
+        self._correction.before_step(views, ahead)
+        result = self._megatron.step()
+        if result[0]:
+            self._correction.after_step(views, ahead)
+        else:
+            self._write_true(views)
+        return result
+
+    def _write_true(self, views: Sequence[torch.Tensor]) -> None:
+        self._correction.write_true(views)
+        if self._stores.buffer_data:
+            self._gathering.gather()
 
     def _current_scale(self) -> torch.Tensor:
         part = self._parts[0]

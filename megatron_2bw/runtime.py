@@ -77,11 +77,13 @@ class Resume:
     """Where a run goes on that was saved, beside what Megatron loads by itself.
 
     shadow      the weights one update older than the newest, W(iteration - 1), by parameter; empty: take the newest
-    loss_scale  of the first batch: as the step two batches before it left the scale; None: the present one
+    loss_scale  of the first batch, as it belongs to those weights; None: the present one
+    working     the working copy of the newest weights, with --two-bw-correction; empty: take the newest
     """
 
     shadow: dict[torch.nn.Parameter, torch.Tensor]
     loss_scale: float | None
+    working: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
 
 
 class PipelineRuntime:
@@ -94,12 +96,13 @@ class PipelineRuntime:
     timed      whether Megatron's timers synchronise with the GPU inside forwards and backwards
     trace      the folder of --two-bw-trace
     alarm      whether this rank wants the run to end (a signal, its duration); asked once an iteration
+    factor     of --two-bw-correction extrapolate; None without it
     """
 
     def __init__(
         self, schedule: Schedule, progress: Callable[[], Progress], transport: str = "auto",
         timeout: timedelta | None = None, timed: bool = False, trace: Path | None = None,
-        alarm: Callable[[], bool] | None = None,
+        alarm: Callable[[], bool] | None = None, factor: float | None = None,
     ):
         self.schedule, self.progress = schedule, progress
         self.transport, self.timeout, self.timed = transport, timeout, timed
@@ -116,7 +119,7 @@ class PipelineRuntime:
         self._random: RandomState | None = None  # before the forwards that are in flight between iterations
         self._scheduler: Any = None
         self._params: list[torch.nn.Parameter] = []
-        self._trace, self._alarm = trace, alarm
+        self._trace, self._alarm, self._factor = trace, alarm, factor
         self.saving: Callable[[], bool | None] | None = None  # see `LateStep`; given before the first iteration
         self.written = False  # all ranks have written a checkpoint, as all know by the same iteration
         self.alarmed = False  # a rank's alarm has gone off, as all ranks know by the same iteration
@@ -206,9 +209,11 @@ class PipelineRuntime:
 
     def finish(self) -> None:
         """Settle a step that is still being made, so that the newest weights are there, and log what waits for it."""
-        if self.late is not None and self.late.pending is not None:
-            self._settle()
-            self.stores.bind_newest()
+        if self.late is not None:
+            if self.late.pending is not None:
+                self._settle()
+                self.stores.bind_newest()
+            self.late.reveal()
         if self.logbook is not None:
             self.logbook.flush()
 
@@ -222,11 +227,18 @@ class PipelineRuntime:
             return self._resume.shadow if self._resume is not None else {}
         return dict(zip(self.stores.params, self.stores.values(self.stores.newest - 1)))
 
+    def working(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The working copy of the newest weights, by parameter; empty if it is the weights themselves."""
+        if self.late is None:
+            return self._resume.working if self._resume is not None else {}
+        return self.late.working()
+
     def loss_scale(self) -> float | None:
         """The loss scale of the next batch, where it is not that of Megatron's optimizer."""
         if self.late is None:
             return self._resume.loss_scale if self._resume is not None else None
-        return self.late.next_loss_scale()
+        next_batch = self.stores.newest * self._shape.microbatches
+        return self.late.loss_scale(self.schedule.version(self._shape, self._stage, next_batch))
 
     @contextlib.contextmanager
     def random_state_before_flight(self) -> Iterator[None]:
@@ -244,6 +256,11 @@ class PipelineRuntime:
     def resume(self, resume: Resume) -> None:
         """Start from a checkpoint that has been loaded; called before the first iteration."""
         self._resume = resume
+
+    @property
+    def corrects(self) -> bool:
+        """Whether there are working copies apart from the true weights (--two-bw-correction)."""
+        return self._factor is not None
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -301,13 +318,19 @@ class PipelineRuntime:
         self.stores.start(progress.iteration, [shadow[param] for param in self._params] if shadow else None)
         if progress.iteration > 0:
             versions = "both weight versions of the checkpoint" if shadow else "the loaded weights as every version"
+            if self.corrects and not (self._resume is not None and self._resume.working):
+                versions += ", the first of them not extrapolated"
             print_rank_0(f"> {self.schedule.name}: starts from iteration {progress.iteration} with {versions}")
 
     def _make_late_step(self, call: Call, progress: Progress, samples: int) -> None:
+        working = None
+        if self._resume is not None and self._factor is not None and self.schedule.delayed(progress.iteration):
+            working = self._resume.working
         self.late = LateStep(
             call.model, self._optimizer, self._scheduler, self.stores, slots=self.schedule.gradient_slots,
             increment=samples * mpu.get_data_parallel_world_size(), groups=call.groups, first=progress.iteration,
             timeout=self.timeout, alarm=self._alarm, loss_scale=self.loss_scale(), saving=self.saving,
+            factor=self._factor, working=working,
         )
         self.logbook = LateLogbook()
 
@@ -315,6 +338,8 @@ class PipelineRuntime:
         actions = self.schedule.actions(self._shape, self._stage, iteration)
         if call.config.timers is not None:  # before a receive is posted: a timer waits for the whole GPU
             call.config.timers("forward-backward", log_level=1).start()
+        if self.late is not None:
+            self.late.cover()
         self._announce(iteration, new_message)
         backwards = [action for action in actions if action.kind == B]
         self._random = None
@@ -324,7 +349,7 @@ class PipelineRuntime:
                     self._random = RandomState.now()
                 if action == backwards[0]:
                     if self.late is not None:
-                        self.late.open(iteration)
+                        self.late.open(iteration, action.version)
                     grad_sync.hold()
                 if action == backwards[-1]:
                     grad_sync.before_last_backward(first_stage=self._stage == 0)
@@ -335,6 +360,8 @@ class PipelineRuntime:
             self._settle()
         if self.stores is not None:
             self.stores.bind_newest()
+        if self.late is not None and iteration == self._shape.end - 1:
+            self.late.reveal()
         if call.config.timers is not None:
             call.config.timers("forward-backward").stop()
         return self._batches.pop(iteration).losses
@@ -465,7 +492,8 @@ class PipelineRuntime:
             to_come = Action(STEP, action.microbatch, action.version + 1)
             marks = self._recorder.cut()
             self.late.start(
-                action.microbatch, self._versions_still_read(to_come), tokens, partial(self._report, marks)
+                action.microbatch, self._versions_still_read(to_come), tokens, partial(self._report, marks),
+                delayed=self.schedule.delayed(action.microbatch + 1),
             )
             return
         call.config.finalize_model_grads_func(

@@ -139,6 +139,10 @@ class WeightStores:
         """W(version), in the order of `params`. KeyError if it is not held."""
         return self._views[self._slot_of[version]]
 
+    def slot(self, version: int) -> int:
+        """The slot that holds W(version). KeyError if it is not held."""
+        return self._slot_of[version]
+
     def views(self, slot: int) -> list[torch.Tensor]:
         """The parameters' values in a slot, in the order of `params`."""
         return self._views[slot]

@@ -4,7 +4,7 @@ from megatron_2bw.schedules.action import B, F, REDUCE, STEP, W, Action, Shape, 
 from megatron_2bw.schedules.base import Schedule
 from megatron_2bw.schedules.flush import GPipe, NoPipelining, PipeDreamFlush
 from megatron_2bw.schedules.pipedream import PipeDream
-from megatron_2bw.schedules.two_bw import TwoBW, extra_warmup
+from megatron_2bw.schedules.two_bw import TwoBW, extra_warmup, sync_iterations
 from megatron_2bw.schedules.validator import ScheduleError, check_actions, validate
 
 SCHEDULES: dict[str, Schedule] = {
@@ -15,12 +15,17 @@ SCHEDULES: dict[str, Schedule] = {
 SCHEDULE_NAMES = ("megatron", *SCHEDULES)
 
 
-def schedule_of(name: str, gradient_slots: int = 2, extra_warmup: tuple[int, ...] = ()) -> Schedule | None:
+def schedule_of(
+    name: str, gradient_slots: int = 2, extra_warmup: tuple[int, ...] = (), sync_iterations: int = 0
+) -> Schedule | None:
     """The schedule of --pipeline-schedule `name` with 2bw's options; None for Megatron's own."""
-    return TwoBW(gradient_slots, extra_warmup) if name == TwoBW.name else SCHEDULES.get(name)
+    if name == TwoBW.name:
+        return TwoBW(gradient_slots, extra_warmup, sync_iterations)
+    return SCHEDULES.get(name)
 
 
 __all__ = [
     "B", "F", "REDUCE", "STEP", "W", "Action", "Shape", "Schedule", "ScheduleError", "SCHEDULES", "SCHEDULE_NAMES",
-    "TwoBW", "check_actions", "extra_warmup", "parse", "schedule_of", "validate",
+    "TwoBW", "check_actions", "extra_warmup", "parse", "schedule_of",
+    "sync_iterations", "validate",
 ]

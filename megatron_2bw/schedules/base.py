@@ -69,6 +69,15 @@ def one_forward_one_backward(forwards: list[Action], backwards: list[Action], ah
     return order
 
 
+def with_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    """An iteration that runs on its batch's newest weights, and empties the pipeline before it steps."""
+    batch = range(iteration * shape.microbatches, (iteration + 1) * shape.microbatches)
+    order = one_forward_one_backward(
+        [Action(F, x, iteration) for x in batch], [Action(B, x, iteration) for x in batch], schedule.ahead(shape, stage)
+    )
+    return order + finish(iteration)
+
+
 def without_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) -> list[Action]:
     """Forwards and backwards of an iteration of a pipeline that is never drained (paper, Figure 2).
 

@@ -4,19 +4,13 @@ They differ in how many forwards a stage runs ahead of its backwards. Backwards 
 microbatches in all of them, so all add the gradients in the same order and give the same bits.
 """
 
-from megatron_2bw.schedules.action import B, F, Action, Shape
-from megatron_2bw.schedules.base import Schedule, finish, one_forward_one_backward
+from megatron_2bw.schedules.action import Action, Shape
+from megatron_2bw.schedules.base import Schedule, with_flush
 
 
 class Flush(Schedule):
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
-        batch = range(iteration * shape.microbatches, (iteration + 1) * shape.microbatches)
-        order = one_forward_one_backward(
-            [Action(F, x, iteration) for x in batch],
-            [Action(B, x, iteration) for x in batch],
-            self.ahead(shape, stage),
-        )
-        return order + finish(iteration)
+        return with_flush(self, shape, stage, iteration)
 
     def max_in_flight(self, shape: Shape, stage: int) -> int:
         return min(self.ahead(shape, stage) + 1, shape.microbatches)

@@ -1,9 +1,10 @@
 """PipeDream-2BW: no flush, two weight versions, gradients delayed by one update (paper, section 3.1)."""
 
 import argparse
+from dataclasses import replace
 
 from megatron_2bw.schedules.action import B, F, Action, Shape
-from megatron_2bw.schedules.base import Schedule, reduce, step, without_flush
+from megatron_2bw.schedules.base import Schedule, reduce, step, with_flush, without_flush
 
 
 def extra_warmup(text: str) -> tuple[int, ...]:
@@ -11,6 +12,13 @@ def extra_warmup(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() for word in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text}: must be whole numbers of 0 or more, with commas between")
     return tuple(int(word) for word in text.split(","))
+
+
+def sync_iterations(text: str) -> int:
+    """The value of --two-bw-sync-iterations: a whole number, not negative."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of 0 or more")
+    return int(text)
 
 
 class TwoBW(Schedule):
@@ -28,6 +36,8 @@ class TwoBW(Schedule):
                     run k more forwards ahead. A microbatch crosses a boundary twice, F down and B up, between a
                     stage's F and its B; with k = 0 both messages add themselves to every microbatch's time, with k they
                     are hidden up to k / 2 of it each. For slow links; it costs the activations of k microbatches.
+    sync_iterations the first n batches run on W(j), with a flush after each but the last of them, whose backwards
+                    already overlap with the forwards of batch n on the same W(n-1). So 0 and 1 are the same.
     """
 
     name = "2bw"
@@ -35,9 +45,10 @@ class TwoBW(Schedule):
     flushes = False
     late_step = True
 
-    def __init__(self, gradient_slots: int = 2, extra_warmup: tuple[int, ...] = ()):
+    def __init__(self, gradient_slots: int = 2, extra_warmup: tuple[int, ...] = (), sync_iterations: int = 0):
         self.gradient_slots = gradient_slots
         self.extra_warmup = extra_warmup
+        self.sync_iterations = sync_iterations
 
     def ahead(self, shape: Shape, stage: int) -> int:
         return self._ahead(shape.stages, stage)
@@ -47,11 +58,19 @@ class TwoBW(Schedule):
         return stages - 1 - stage + sum(extra[stage : stages - 1])
 
     def version(self, shape: Shape, stage: int, microbatch: int) -> int:
-        return max(shape.batch(microbatch) - 1, 0)
+        batch = shape.batch(microbatch)
+        return batch - 1 if self.delayed(batch) else batch
+
+    def delayed(self, number: int) -> bool:
+        """Whether batch `number` runs one update late; then W(number) is read by the batch after it alone."""
+        return number >= max(self.sync_iterations, 1)
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
-        order = without_flush(self, shape, stage, iteration)
-        if iteration > shape.first:
+        filled = max(shape.first, self.sync_iterations - 1)  # the iteration that fills the pipeline for good
+        if iteration < filled:
+            return with_flush(self, shape, stage, iteration)
+        order = without_flush(self, replace(shape, first=filled), stage, iteration)
+        if iteration > filled:
             order.insert(self._latest(order, iteration), step(iteration - 1))
         order.append(reduce(iteration))
         if iteration == shape.end - 1:

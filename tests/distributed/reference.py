@@ -1,6 +1,8 @@
 """The update rule of design section 2 in plain PyTorch: one process, no pipeline, no Megatron schedule or optimizer.
 
-Every microbatch of batch j runs on W(max(j - delay, 0)); W(j+1) = W(j) - update(mean gradient of batch j).
+Every microbatch of batch j runs on W(max(j - delay, 0)), after `sync` batches without delay; W(j+1) = W(j) -
+update(mean gradient of batch j). With a factor, a batch that is delayed runs on W(v) + factor (W(v) - W(v-1)) instead,
+but for W(v) that a batch without delay runs on too.
 The model and the data are Megatron's; loops, accumulation, scaling, clipping and the step are written here.
 """
 
@@ -20,7 +22,9 @@ class Rule:
 
     microbatches  m
     optimizer     "adam" or "sgd"
-    delay         of the gradients: 1 is 2BW, 0 is vanilla; or a function (name, microbatch) -> version of W
+    delay         of the gradients: 1 is 2BW, 0 is vanilla
+    sync          batches at the start that are not delayed
+    factor        of the extrapolation
     norm_order    the names by stage in the order in which the pipeline under test adds up the gradient norm
     poison        batch whose gradients are made inf (fp16)
     """
@@ -28,6 +32,8 @@ class Rule:
     microbatches: int
     optimizer: str = "adam"
     delay: int = 1
+    sync: int = 0
+    factor: float = 0.0
     norm_order: list[list[str]] = field(default_factory=list)
     poison: int | None = None
     per_stage: bool = False  # PipeDream: norm per stage, version by stage
@@ -66,10 +72,10 @@ class _Reference:
         self.main = {name: param.detach().float().clone().requires_grad_() for name, param in self.params.items()}
         self.optimizer = self._make_optimizer(optimizer)
         self.groups = {id(mine): theirs for mine, theirs in zip(self.optimizer.param_groups, optimizer.param_groups)}
-        self.versions = [self._snapshot()]
+        self.before = self._masters()
+        self.versions, self.working = [self._snapshot()], [self._snapshot()]
         self.scale = (self.args.loss_scale or self.args.initial_loss_scale) if self.args.fp16 else 1.0
-        # A batch is scaled as the newest step left it that is over wherever the batch begins.
-        self.scales = [self.scale] * (1 + self.rule.delay)
+        self.scales = [self.scale]  # by weight version: a batch is scaled as the step left it that made its weights
         self.good = 0
         self.hysteresis = self.args.hysteresis
         self.run = Run()
@@ -88,6 +94,18 @@ class _Reference:
 
     def _snapshot(self) -> dict[str, torch.Tensor]:
         return {name: self.main[name].detach().to(param.dtype, copy=True) for name, param in self.params.items()}
+
+    def _masters(self) -> dict[str, torch.Tensor]:
+        return {name: main.detach().clone() for name, main in self.main.items()}
+
+    def _ahead(self) -> dict[str, torch.Tensor]:
+        """The working copy of the newest weights, in model precision."""
+        version = len(self.versions)
+        if not self.rule.factor or version < max(self.rule.sync, 1):
+            return self._snapshot()
+        now = self._masters()
+        ahead = {name: now[name] + (now[name] - old) * self.rule.factor for name, old in self.before.items()}
+        return {name: tensor.to(self.params[name].dtype) for name, tensor in ahead.items()}
 
     def train(self) -> Run:
         for batch in range(self.args.train_iters):
@@ -111,7 +129,7 @@ class _Reference:
                 loss = total
             else:
                 loss = total / torch.clamp(tokens, min=1) / self.rule.microbatches
-            (loss * self.scales[batch]).backward()
+            (loss * self._scale(batch)).backward()
             for name, param in self.params.items():
                 sums[name].add_(param.grad)
                 param.grad = None
@@ -128,22 +146,26 @@ class _Reference:
     def _load(self, batch: int, microbatch: int) -> None:
         """Put the weights that `microbatch` runs on into the model."""
         for name, param in self.params.items():
-            param.data = self.versions[self._version(name, batch, microbatch)][name]
+            param.data = self.working[self._version(name, batch, microbatch)][name]
 
     def _version(self, name: str, batch: int, microbatch: int) -> int:
         if not self.rule.per_stage:
-            return max(batch - self.rule.delay, 0)
+            return batch if batch < self.rule.sync else max(batch - self.rule.delay, 0)
         stages = len(self.rule.norm_order)
         stage = next(s for s, names in enumerate(self.rule.norm_order) if name in names)
         return max((microbatch - (stages - 1 - stage)) // self.rule.microbatches, 0)
 
+    def _scale(self, batch: int) -> float:
+        return self.scales[batch if batch < self.rule.sync else max(batch - self.rule.delay, 0)]
+
     def _update(self, batch: int, gradients: dict[str, torch.Tensor]) -> None:
+        self.before = self._masters()
         if batch == self.rule.poison:
             next(iter(gradients.values())).view(-1)[0] = float("inf")
         for name, main in self.main.items():
             main.grad = gradients[name].float()
             if self.args.fp16:
-                main.grad.mul_(1.0 / self.scales[batch])
+                main.grad.mul_(1.0 / self._scale(batch))
         whole = [list(self.main)]
         finite = [self._is_finite(names) for names in (self.rule.norm_order if self.rule.per_stage else whole)]
         if self.args.fp16 and not self.args.loss_scale:
@@ -159,6 +181,7 @@ class _Reference:
         self.run.skipped.append(int(not all(finite)))
         self.scales.append(self.scale)
         self.run.scales.append(self.scale)
+        self.working.append(self._ahead())
         self.versions.append(self._snapshot())
 
     def _is_finite(self, names: list[str]) -> bool:

@@ -1,0 +1,109 @@
+"""Extrapolated weights: gradients are taken near the weights that they change.
+
+With 2BW the gradient of batch j + 1 changes W(j+1), and is taken one update earlier. With this correction it is taken
+at the working copy
+
+    W'(j) = W(j) + factor (W(j) - W(j-1)),
+
+which guesses that one update resembles the last (arXiv 2606.30634). A weight store holds W'(j) in model precision; the
+true W(j) are the optimizer's main parameters, and all that is evaluated or saved as the model's.
+
+Invariants: W' is computed in fp32, from main parameters before and after Megatron's own step; after a skipped step
+W'(j+1) = W(j+1) = W(j); nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_2bw.weights import WeightStores
+
+# Where Megatron's optimizers hold the fp32 main parameters (or shards of them) that they copy to the model's.
+MAIN_GROUPS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups", "shard_fp32_groups")
+
+
+class Extrapolation:
+    """Lets the optimizer write W' where it would write W.
+
+    parts   Megatron's optimizers of the stage, which step parameters that the caller has put in place
+    stores  the weight versions; the newest is the true W now
+    factor  0 (no correction) to 1
+
+    Bytes: fp32 parameters of the model, which an optimizer would step in their weight store, get main parameters (4 a
+    parameter; the distributed optimizer's have them already). While a step runs, the main parameters before it: 4 a
+    parameter of mixed precision, divided by the width with the distributed optimizer.
+    """
+
+    def __init__(self, parts: Iterable[Any], stores: WeightStores, factor: float):
+        self._factor = factor
+        self._params = stores.params
+        in_place = [] if stores.buffer_data else [param for param in stores.params if param.dtype == torch.float32]
+        self.main = {param: param.detach().clone() for param in in_place}
+        self._copy = {}  # by part, Megatron's method that writes its main parameters to the model's
+        self._before: dict[Any, list[torch.Tensor]] = {}  # by part, its main parameters before the step
+        for part in parts:
+            if part.optimizer is not None and hasattr(part, "_copy_main_params_to_model_params"):
+                self._copy[part] = part._copy_main_params_to_model_params
+                part._copy_main_params_to_model_params = partial(self._copy_extrapolated, part)
+
+    def before_step(self, views: Sequence[torch.Tensor], wanted: bool) -> None:
+        """Note the weights that the step will change.
+
+        views   the parameters in the store that is written, in the order of the stores
+        wanted  whether the store is to hold W'; else the step writes W
+        """
+        if wanted:
+            self._before = {part: [main.detach().clone() for main in _mains(part)] for part in self._copy}
+            for param, view in zip(self._params, views):
+                if param in self.main:
+                    view.copy_(self.main[param])
+
+    def after_step(self, views: Sequence[torch.Tensor], wanted: bool) -> None:
+        """Write the parameters whose main ones are `main`; the others were written in the step."""
+        for param, view in zip(self._params, views):
+            if param in self.main:
+                if wanted:
+                    self._extrapolate([view], [self.main[param]])
+                else:
+                    view.copy_(self.main[param])
+
+    def write_true(self, views: Sequence[torch.Tensor]) -> None:
+        """Write W to a store, of the distributed optimizer's parameters this rank's shards; after a skipped step too."""
+        self._before.clear()
+        for copy in self._copy.values():
+            copy()
+        for param, view in zip(self._params, views):
+            if param in self.main:
+                view.copy_(self.main[param])
+
+    def _copy_extrapolated(self, part: Any) -> None:
+        """Megatron's copy from main to model parameters, shown W' as the main ones."""
+        working = self._before.pop(part, None)
+        if working is None:
+            self._copy[part]()
+            return
+        mains = _mains(part)
+        true = [main.data for main in mains]
+        self._extrapolate(working, true)
+        for main, tensor in zip(mains, working):
+            main.data = tensor
+        try:
+            self._copy[part]()
+        finally:
+            for main, tensor in zip(mains, true):
+                main.data = tensor
+
+    def _extrapolate(self, before: list[torch.Tensor], now: list[torch.Tensor]) -> None:
+        """Turn `before` into now + factor (now - before), with one rounding an operation."""
+        if before:
+            torch._foreach_sub_(before, now)
+            torch._foreach_mul_(before, -self._factor)
+            torch._foreach_add_(before, now)
+
+
+def _mains(part: Any) -> list[torch.Tensor]:
+    return [main for name in MAIN_GROUPS for group in getattr(part, name, ()) for main in group]
