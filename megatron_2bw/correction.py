@@ -72,7 +72,7 @@ class Extrapolation:
                     view.copy_(self.main[param])
 
     def write_true(self, views: Sequence[torch.Tensor]) -> None:
-        """Write W to a store, of the distributed optimizer's parameters this rank's shards; after a skipped step too."""
+        """Write W to a store, of the distributed optimizer's parameters this rank's shards. Ends a skipped step."""
         self._before.clear()
         for copy in self._copy.values():
             copy()

@@ -326,6 +326,12 @@ class PipelineRuntime:
         working = None
         if self._resume is not None and self._factor is not None and self.schedule.delayed(progress.iteration):
             working = self._resume.working
+        synchronous = min(self.schedule.sync_iterations, progress.end)
+        if progress.iteration < synchronous:
+            print_rank_0(
+                f"> {self.schedule.name}: iterations {progress.iteration + 1} to {synchronous} run with a flush and "
+                "without gradient delay"
+            )
         self.late = LateStep(
             call.model, self._optimizer, self._scheduler, self.stores, slots=self.schedule.gradient_slots,
             increment=samples * mpu.get_data_parallel_world_size(), groups=call.groups, first=progress.iteration,

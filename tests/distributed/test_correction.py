@@ -5,11 +5,20 @@ Bitwise, for the reasons that test_update_rule.py gives.
 
 from __future__ import annotations
 
-import pytest
+import functools
+import re
+from pathlib import Path
 
-from tests.distributed.compare import SGD, UNTIED, assert_same, run_pipeline, run_reference
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.distributed.compare import SGD, UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference
+from tests.distributed.test_checkpoint import ASYNCHRONOUS, DROPOUT, SAVED, assert_goes_on, interrupted
+from tests.distributed.test_late_step import OVERLAP
 from tests.distributed.test_update_rule import POISONED, poison
-from tests.distributed.training import command
+from tests.distributed.training import Run, command, train
+from tests.distributed.world import run_world
 
 EXTRAPOLATE = dict(two_bw_correction="extrapolate")
 
@@ -50,3 +59,110 @@ def test_skipped_step(sync, correction):
     assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0, 0]] * 2 == [expected.skipped] * 2
     assert runs[0].scales == expected.scales
     assert_same(runs, expected, exact=True)
+
+
+def test_factor_and_synchronous_start_together():
+    argv = command(2, 4, "2bw", UNTIED, "--bf16", **EXTRAPOLATE, two_bw_correction_factor=0.3, two_bw_sync_iterations=3)
+    runs = run_pipeline([*argv, "--two-bw-gradient-slots", "1"], 2)
+    reference = run_reference(runs, command(1, 4, "2bw", UNTIED, "--bf16"), 4, factor=0.3, sync=3)
+    assert_same(runs, reference, exact=True)
+
+
+@functools.cache
+def wide(*flags: str) -> list[Run]:
+    """Two pipelines of two stages, without clipping: then sharding changes no order of additions."""
+    return run_pipeline(command(2, 2, "2bw", *flags, width=2, clip_grad=0, **EXTRAPOLATE), 4)
+
+
+@pytest.mark.parametrize("flags", [(), ("--bf16",)])
+def test_distributed_optimizer(flags):
+    """Sharded and not, which test_extrapolation holds to the reference, with evaluations in between."""
+    evaluations = ("--eval-interval", "1", "--eval-iters", "1")
+    sharded = wide(*flags, "--use-distributed-optimizer", *OVERLAP, *evaluations)
+    assert_same_runs(sharded[0::2], wide(*flags)[0::2], exact=True)
+    for name, value in sharded[0].weights.items():
+        assert torch.equal(value, sharded[1].weights[name]), "the replicas have drifted apart"
+
+
+CASES = {
+    "fp32, tied": (2, command(2, 2, "2bw", **EXTRAPOLATE, **DROPOUT)),
+    "bf16, distributed optimizer": (
+        4, command(2, 2, "2bw", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", width=2,
+                   **EXTRAPOLATE, **DROPOUT)),
+    "asynchronous, with evaluations": (
+        2, command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **EXTRAPOLATE, **DROPOUT)),
+    "in the synchronous start": (2, command(2, 2, "2bw", two_bw_sync_iterations=5, **EXTRAPOLATE, **DROPOUT)),
+    "at its end": (2, command(2, 2, "2bw", two_bw_sync_iterations=SAVED, **EXTRAPOLATE, **DROPOUT)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
+    ranks, argv = CASES[name]
+    assert_goes_on(*interrupted(tmp_path, ranks, argv))
+
+
+@pytest.mark.parametrize("more", [{}, dict(two_bw_sync_iterations=5)])
+def test_dynamic_loss_scale_after_a_resume(more, tmp_path):
+    """The step before the save is skipped."""
+    argv = command(2, 2, "2bw", "--fp16", initial_loss_scale=4096, hysteresis=1, **EXTRAPOLATE, **DROPOUT, **more)
+    whole, rest = interrupted(tmp_path, 2, argv, functools.partial(poison_batch, SAVED - 1))
+    assert whole[0].skipped == [0, 0, 1, 0, 0, 0]
+    assert_goes_on(whole, rest)
+
+
+def poison_batch(batch: int, model, optimizer) -> None:
+    from tests.distributed import test_update_rule
+
+    test_update_rule.POISONED = batch
+    poison(model, optimizer)
+
+
+def evaluated(rank: int, argv: list[str]) -> Run:
+    """A run, and its validation losses in `events`."""
+    from megatron.training import training
+
+    evaluate, found = training.evaluate, []
+
+    def evaluate_and_keep(*args, **kwargs):
+        result = evaluate(*args, **kwargs)
+        found.extend(str(float(loss)) for loss in result[0].values())
+        return result
+
+    training.evaluate = evaluate_and_keep
+    run = train(rank, argv)
+    run.events = found
+    return run
+
+
+def model_in(checkpoint: Path) -> dict[str, torch.Tensor]:
+    reader = dcp.FileSystemReader(checkpoint)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(entry, "size") and not name.startswith(("optimizer", "two_bw"))
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("precision", [(), ("--bf16",)])
+def test_evaluation_and_checkpoint_have_the_true_weights(precision, tmp_path):
+    """The checkpoint's model is the reference's W(3), and Megatron alone evaluates it to the same loss."""
+    argv = command(2, 4, "2bw", UNTIED, *precision, eval_interval=SAVED, eval_iters=2, train_iters=SAVED + 1)
+    argv += ["--lr-decay-iters", "6", "--two-bw-correction", "extrapolate"]
+    saving = [*argv, "--save", str(tmp_path), "--save-interval", str(SAVED)]
+    runs = run_world(2, evaluated, saving)
+    changes = dict(train_iters=SAVED, lr_decay_iters=6)
+    expected = run_reference(runs, command(1, 4, "2bw", UNTIED, *precision, **changes), 4, factor=1.0)
+    tensors = model_in(tmp_path / f"iter_{SAVED:07d}")
+    for name, value in expected.weights.items():
+        number = re.search(r"layers\.(\d+)\.", name)
+        key = re.sub(r"layers\.\d+\.", "layers.", name)
+        key = key.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        key = key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        assert torch.equal(tensors[key][int(number[1])] if number else tensors[key], value), name
+
+    alone = command(2, 4, "megatron", UNTIED, *precision, eval_interval=SAVED, eval_iters=2)
+    alone += ["--load", str(tmp_path), "--ckpt-step", str(SAVED), "--finetune", "--skip-train"]
+    assert runs[-1].events[0] == run_world(2, evaluated, alone)[-1].events[0]

@@ -72,12 +72,14 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
             for chunk in model:
                 initialise(chunk)
             optimizer.reload_model_params()
+        models.extend(model)
+        if optimizer is None:  # --skip-train
+            return model, optimizer, scheduler
         names = {id(owner): name for chunk in model for name, owner in optimizer_params(chunk).items()}
         # A tied output layer is `shared`: its copy of the embedding does not count in the norm. The distributed
         # optimizer steps nameless shards.
         counted = [param for param in optimizer.get_parameters() if not getattr(param, "shared", False)]
         run.names += [names[id(param)] for param in counted if id(param) in names]
-        models.extend(model)
         if prepare is not None:
             prepare(model, optimizer)
         return model, optimizer, scheduler

@@ -254,3 +254,43 @@ def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(extra, grad
 
 def test_extra_warmup_of_one_stage_is_none():
     assert lists(TwoBW(extra_warmup=(2,)), Shape(1, 2, 0, 3)) == lists(TwoBW(), Shape(1, 2, 0, 3))
+
+
+# --- synchronous start -----------------------------------------------------------------------------------------------
+
+
+def test_2bw_with_a_synchronous_start_by_hand():
+    """Batches 0, 1 and 2 run on their newest weights; batch 3 begins on W(2) while batch 2 runs backward."""
+    schedule, shape = TwoBW(sync_iterations=3), Shape(2, 2, 0, 5)
+    assert text(schedule.actions(shape, 0, 0)) == "F0@0 F1@0 B0@0 B1@0 R0@0 S0@1"
+    assert text(schedule.actions(shape, 0, 1)) == "F2@1 F3@1 B2@1 B3@1 R1@1 S1@2"
+    assert text(schedule.actions(shape, 0, 2)) == "F4@2 F5@2 B4@2 F6@2 B5@2 R2@2"
+    assert text(schedule.actions(shape, 0, 3)) == "F7@2 B6@2 S2@3 F8@3 B7@2 R3@3"
+    assert text(schedule.actions(shape, 1, 2)) == "F4@2 B4@2 F5@2 B5@2 R2@2"
+
+
+@pytest.mark.parametrize("first", [0, 2, 3, 4])
+@pytest.mark.parametrize("sync", [0, 1, 3, 4, 7, 8])
+@pytest.mark.parametrize("gradient_slots, extra", [(1, ()), (2, ()), (2, (1,))])
+def test_2bw_with_a_synchronous_start_is_valid_wherever_it_is_resumed(first, sync, gradient_slots, extra):
+    schedule = TwoBW(gradient_slots, extra, sync)
+    for stages, microbatches in ((1, 1), (2, 3), (4, 7)):
+        shape = Shape(stages, microbatches, first, 7)
+        validate(schedule, shape)
+        for row in lists(schedule, shape):
+            for action in row:
+                batch = shape.batch(action.microbatch)
+                if action.kind in "FB":
+                    assert action.version == (batch if batch < max(sync, 1) else batch - 1)
+
+
+def test_2bw_that_is_synchronous_to_its_end_is_1f1b_with_a_flush():
+    shape = Shape(3, 4, 0, 5)
+    assert lists(TwoBW(sync_iterations=6), shape) == lists(SCHEDULES["pipedream-flush"], shape)
+    assert lists(TwoBW(sync_iterations=1), shape) == lists(TwoBW(), shape)
+
+
+def test_what_is_read_late_only():
+    """W(v) is extrapolated if no batch reads it without delay."""
+    assert [TwoBW(sync_iterations=3).delayed(number) for number in range(5)] == [False, False, False, True, True]
+    assert [TwoBW().delayed(number) for number in range(3)] == [False, True, True]

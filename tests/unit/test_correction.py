@@ -1,0 +1,96 @@
+"""Extrapolated weights by hand: what a step writes to the weight store, and that main parameters stay the true ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_2bw.correction import Extrapolation
+from megatron_2bw.weights import WeightStores
+
+
+class MixedPrecision:
+    """As much of Megatron's Float16OptimizerWithFloat16Params as the correction meets, with a step of its own."""
+
+    optimizer = object()
+
+    def __init__(self, stores: WeightStores):
+        self.stores, self.target = stores, 0
+        self.fp32_from_float16_groups = [[p.detach().float() for p in stores.params if p.dtype != torch.float32]]
+
+    def _copy_main_params_to_model_params(self) -> None:
+        low = [view for view in self.stores.views(self.target) if view.dtype != torch.float32]
+        for view, main in zip(low, self.fp32_from_float16_groups[0]):
+            view.copy_(main)
+
+    def step(self, *updates: float) -> None:
+        for main, update in zip(self.fp32_from_float16_groups[0], updates):
+            main.sub_(update)
+        self._copy_main_params_to_model_params()
+
+
+def stage() -> tuple[WeightStores, MixedPrecision, torch.nn.Parameter, torch.nn.Parameter]:
+    low, full = torch.nn.Parameter(torch.tensor([1.0, 2.0]).bfloat16()), torch.nn.Parameter(torch.tensor([4.0]))
+    stores = WeightStores([low, full], 2)
+    stores.start(0)
+    return stores, MixedPrecision(stores), low, full
+
+
+def step(stores, part, correction, wanted: bool, update: float = 0.5) -> list[torch.Tensor]:
+    """Both parameters change by -update; returns what is in the store then."""
+    part.target = stores.reserve({stores.newest})
+    views = stores.views(part.target)
+    correction.before_step(views, wanted)
+    for main in correction.main.values():  # as Megatron's optimizer would, in place
+        main.sub_(update)
+    part.step(update)
+    correction.after_step(views, wanted)
+    stores.commit(part.target, True)
+    return views
+
+
+@pytest.mark.parametrize("factor, low, full", [(1.0, [0.0, 1.0], [3.0]), (0.5, [0.25, 1.25], [3.25]),
+                                               (0.0, [0.5, 1.5], [3.5])])
+def test_the_store_is_ahead_by_the_factor_of_the_update_and_the_main_parameters_are_not(factor, low, full):
+    stores, part, _, _ = stage()
+    correction = Extrapolation([part], stores, factor)
+    views = step(stores, part, correction, wanted=True)
+    assert views[0].tolist() == low and views[1].tolist() == full
+    (main,) = part.fp32_from_float16_groups[0]
+    assert main.tolist() == [0.5, 1.5] and correction.main[stores.params[1]].tolist() == [3.5]
+
+
+def test_not_wanted_writes_the_true_weights():
+    stores, part, _, _ = stage()
+    correction = Extrapolation([part], stores, 1.0)
+    views = step(stores, part, correction, wanted=False)
+    assert views[0].tolist() == [0.5, 1.5] and views[1].tolist() == [3.5]
+
+
+def test_the_next_update_starts_from_the_true_weights():
+    stores, part, _, _ = stage()
+    correction = Extrapolation([part], stores, 1.0)
+    step(stores, part, correction, wanted=True)
+    views = step(stores, part, correction, wanted=True, update=-1.0)
+    assert views[0].tolist() == [2.5, 3.5] and views[1].tolist() == [5.5]
+
+
+def test_a_skipped_step_leaves_the_true_weights_in_the_store():
+    stores, part, _, _ = stage()
+    correction = Extrapolation([part], stores, 1.0)
+    step(stores, part, correction, wanted=True)
+    part.target = stores.reserve({stores.newest})
+    views = stores.views(part.target)
+    correction.before_step(views, True)
+    correction.write_true(views)
+    assert views[0].tolist() == [0.5, 1.5] and views[1].tolist() == [3.5]
+    stores.commit(part.target, True)
+    assert step(stores, part, correction, wanted=True)[0].tolist() == [-0.5, 0.5], "nothing is left of the skipped one"
+
+
+def test_the_update_is_taken_in_fp32():
+    """An update that bf16 weights do not show is there twice over."""
+    stores, part, _, _ = stage()
+    correction = Extrapolation([part], stores, 1.0)
+    views = step(stores, part, correction, wanted=True, update=2.0**-9 * 1.5)
+    assert views[0][0] == torch.tensor(1 - 2.0**-8 * 1.5).bfloat16() != torch.tensor(1 - 2.0**-9 * 1.5).bfloat16()
