@@ -73,6 +73,8 @@ def planning_parser(prog: str, description: str) -> Parser:
                        help=f"of {', '.join(RECOMPUTE)}")
     group.add_argument("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
     group.add_argument("--no-extra-warmup", action="store_true", help="of 2bw, which hides messages on slow links")
+    group.add_argument("--extrapolate", action="store_true",
+                       help="2bw with --two-bw-correction extrapolate, for which a step needs more memory")
     group.add_argument("--no-distributed-optimizer", action="store_true", help="by default both are tried")
     group.add_argument("--no-sequence-parallel", action="store_true", help="with tensor parallelism, as on the CPU")
     group.add_argument("--no-uneven-stages", action="store_true", help="by default first and last may differ")
@@ -110,6 +112,7 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         options.pipeline_model_parallel_size, options.micro_batch_size, options.recompute, options.gradient_slots,
         (False,) if options.no_distributed_optimizer else (False, True), uneven=not options.no_uneven_stages,
         sequence_parallel=not options.no_sequence_parallel and not on_cpu, extra_warmup=not options.no_extra_warmup,
+        extrapolate=options.extrapolate,
     )
     return cost, space
 

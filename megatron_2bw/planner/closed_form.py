@@ -67,7 +67,7 @@ class ClosedForm(Cost):
         in_flight = schedule.max_in_flight(shape, 0) / plan.virtual
         each = BYTES[self.precision].a_parameter(
             schedule.max_versions(shape, 0), plan.gradient_slots if schedule.late_step else 1,
-            plan.width if plan.distributed_optimizer else 1,
+            plan.width if plan.distributed_optimizer else 1, plan.extrapolate,
         )
         parameters = self.model.parameters() / plan.depth / plan.tensor
         whole = self.memory.layer(replace(plan, recompute="none"))[0] * self.model.layers / plan.depth

@@ -319,6 +319,12 @@ def _extra_warmup(plan: Plan, model: Model, host: Host) -> str | None:
     return f"{flag}: give one number, or one for each of the {plan.depth - 1} boundaries between stages"
 
 
+def _extrapolates(plan: Plan, model: Model, host: Host) -> str | None:
+    if plan.schedule == "2bw" or not plan.extrapolate:
+        return None
+    return "--two-bw-correction extrapolate has no effect without --pipeline-schedule 2bw: leave it out"
+
+
 def _pipedream_shards(plan: Plan, model: Model, host: Host) -> str | None:
     if plan.schedule != "pipedream" or not plan.distributed_optimizer:
         return None
@@ -365,6 +371,7 @@ RULES: tuple[Rule, ...] = (
     ("bf16 not on this GPU", _has_bf16),
     ("gradient slots only with 2bw", _slots),
     ("extra warm-up only with 2bw, for each boundary", _extra_warmup),
+    ("extrapolation only with 2bw", _extrapolates),
     ("pipedream with the distributed optimizer", _pipedream_shards),
     ("pipedream with tied embeddings", _pipedream_ties),
     ("pipedream with fp16 and dynamic loss scale", _pipedream_scales),

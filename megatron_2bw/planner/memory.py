@@ -28,9 +28,14 @@ class Bytes:
     copy: int
     moments: int = 8
 
-    def a_parameter(self, versions: int, slots: int, shards: int) -> tuple[float, float, float]:
-        """(weights, gradients, optimizer). The distributed optimizer divides main weights, copies and moments."""
-        optimizer = (self.main + self.copy + self.moments) / shards
+    def a_parameter(
+        self, versions: int, slots: int, shards: int, extrapolate: bool = False
+    ) -> tuple[float, float, float]:
+        """(weights, gradients, optimizer). The distributed optimizer divides main weights, copies and moments.
+
+        extrapolate: 32-bit weights of before the step, while it is made; in fp32, main weights at all
+        """
+        optimizer = (self.main + self.copy + self.moments + 4 * extrapolate) / shards
         return self.weight * versions, self.gradient * slots, optimizer
 
 
@@ -103,7 +108,7 @@ class Memory:
         parameters = self.parameters(plan, stage, layers)
         slots = plan.gradient_slots if schedule.late_step else 1
         shards = plan.width if plan.distributed_optimizer else 1
-        each = BYTES[self.precision].a_parameter(schedule.max_versions(shape, stage), slots, shards)
+        each = BYTES[self.precision].a_parameter(schedule.max_versions(shape, stage), slots, shards, plan.extrapolate)
         in_flight = schedule.max_in_flight(shape, stage)
         activations, logits = self._activations(plan, stage, layers, in_flight)
         message = plan.microbatch * self.model.sequence * self.model.hidden * self.element

@@ -29,6 +29,7 @@ class Plan:
     pipeline_inside        rank order tp-pp-dp: a pipeline's stages are neighbours, its replicas far apart;
                            otherwise Megatron's default, where replicas of a stage are neighbours
     extra_warmup           of 2bw: more forwards ahead, a number for each boundary between stages or one for all
+    extrapolate            of 2bw: --two-bw-correction extrapolate
     """
 
     tensor: int
@@ -46,6 +47,7 @@ class Plan:
     pipeline_inside: bool = False
     sequence_parallel: bool = False
     extra_warmup: tuple[int, ...] = ()
+    extrapolate: bool = False
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, five times as fast: a search makes tens of thousands."""
@@ -135,6 +137,8 @@ class Plan:
         if any(self.extra):
             same = len(set(self.extra)) == 1
             words += ["--two-bw-extra-warmup", ",".join(map(str, self.extra[:1] if same else self.extra))]
+        if self.extrapolate:
+            words += ["--two-bw-correction", "extrapolate"]
         if self.distributed_optimizer:
             words += ["--use-distributed-optimizer"]
         if self.schedule == "megatron" and self.width > 1:  # 2bw's late step overlaps by itself

@@ -72,8 +72,11 @@ def changes(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, gradient_slots=1)
     if any(plan.extra):
         yield replace(plan, extra_warmup=())
+    if plan.extrapolate:
+        yield replace(plan, extrapolate=False)
     if plan.schedule != "pipedream-flush":
-        yield replace(plan, schedule="pipedream-flush", gradient_slots=2, virtual=1, extra_warmup=())
+        flush = {"schedule": "pipedream-flush", "gradient_slots": 2, "virtual": 1}
+        yield replace(plan, **flush, extra_warmup=(), extrapolate=False)
     if plan.microbatch % 2 == 0:
         yield replace(plan, microbatch=plan.microbatch // 2, microbatches=2 * plan.microbatches)
     deeper = replace(plan, depth=2 * plan.depth, first=0, last=0, extra_warmup=())

@@ -35,6 +35,7 @@ class Space:
     virtual     chunks a stage of Megatron's interleaved schedule; by default all that divide its layers
     uneven      first and last stages with another number of layers than the others
     extra_warmup  beside a plan of 2bw the one that runs as far ahead as hides its messages (Cost.extra_warmup)
+    extrapolate   2bw with --two-bw-correction extrapolate
     """
 
     batch: int
@@ -50,6 +51,7 @@ class Space:
     uneven: bool = True
     sequence_parallel: bool = True
     extra_warmup: bool = True
+    extrapolate: bool = False
 
 
 class Search:
@@ -246,7 +248,10 @@ class Search:
             microbatches -= microbatches % split.depth
         if not microbatches:
             return None
-        plan = split.changed(schedule=schedule, gradient_slots=slots, virtual=virtual, microbatches=microbatches)
+        plan = split.changed(
+            schedule=schedule, gradient_slots=slots, virtual=virtual, microbatches=microbatches,
+            extrapolate=self.space.extrapolate and schedule == "2bw",
+        )
         return plan if self._legal(plan) else None
 
     def variants(self, plan: Plan) -> Iterator[Plan]:

@@ -333,6 +333,10 @@ def test_every_kind_of_change_is_tried():
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 without --sequence-parallel and "
         "--two-bw-extra-warmup",
     }
+    corrected = replace(plan, extrapolate=True)
+    assert {changed_flags(corrected, change, "bf16") for change in changes(corrected)} - texts == {
+        "without --two-bw-correction", "--pipeline-schedule pipedream-flush without --two-bw-correction",
+    }
 
 
 def test_a_hopeless_plan_gets_no_advice():

@@ -131,6 +131,8 @@ CASES = [
     broken("extra warm-up is not whole numbers", "--two-bw-extra-warmup 1,-1,0: give whole numbers",
            extra_warmup=(1, -1, 0)),
     broken("extra warm-up is not whole numbers", "--two-bw-extra-warmup 0.5", extra_warmup=(0.5,)),
+    broken("extrapolation only with 2bw", "--two-bw-correction extrapolate has no effect", schedule="gpipe",
+           extrapolate=True),
     broken("extra warm-up only with 2bw, for each boundary", "--two-bw-extra-warmup 1 has no effect without",
            schedule="gpipe", extra_warmup=(1,)),
     broken("extra warm-up only with 2bw, for each boundary", "and several stages: leave it out", depth=1, width=8,
@@ -281,6 +283,7 @@ ROUND_TRIP = [
     case(GPT, 1, 4, 2, 10, extra_warmup=(2, 2, 2)),
     case(GPT, 1, 4, 2, 10, gradient_slots=1, extra_warmup=(1,)),
     case(GPT, 1, 4, 2, 8, extra_warmup=(0, 0, 0)),
+    case(GPT, 1, 4, 2, 8, extrapolate=True, distributed_optimizer=True),
     case(GPT, 2, 4, 2, 4, "fp32", recompute="selective"),
     case(GPT, 2, 4, 2, 16, distributed_optimizer=True),
     case(GPT, 2, 4, 2, 16, pipeline_inside=True, gradient_slots=1, distributed_optimizer=True, recompute="full"),
@@ -353,6 +356,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "decoder_first_pipeline_num_layers": plan.first or None, "decoder_last_pipeline_num_layers": plan.last or None,
         "virtual_pipeline_model_parallel_size": plan.virtual if plan.virtual > 1 else None,
         "sequence_parallel": plan.sequence_parallel, "two_bw_gradient_slots": plan.gradient_slots,
+        "two_bw_correction": "extrapolate" if plan.extrapolate else "none",
         "two_bw_extra_warmup": () if not any(plan.extra) else
         plan.extra[:1] if len(set(plan.extra)) == 1 else plan.extra,
         "use_distributed_optimizer": plan.distributed_optimizer, "use_tp_pp_dp_mapping": plan.pipeline_inside,
@@ -374,7 +378,7 @@ def test_the_round_trip_covers_every_field():
         "gpt", "bert"}
     for name, least in (("tensor", 4), ("depth", 6), ("virtual", 5), ("recompute", 3), ("gradient_slots", 2),
                         ("distributed_optimizer", 2), ("pipeline_inside", 2), ("sequence_parallel", 2),
-                        ("first", 4), ("last", 4)):
+                        ("first", 4), ("last", 4), ("extrapolate", 2)):
         assert len({getattr(plan, name) for plan in plans}) >= least, name
 
 

@@ -131,6 +131,16 @@ def test_extra_warmup_keeps_microbatches_and_messages_of_the_stages_before_the_b
     assert memory.heaviest(more) == max(stage.total for stage in memory.stages(more))
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_extrapolation_takes_main_weights_once_more(distributed):
+    memory, plain = Memory(GPT, "bf16", False), replace(TWO_BW, distributed_optimizer=distributed)
+    for stage in range(4):
+        before, after = (memory.stage(replace(plain, extrapolate=flag), stage, 4) for flag in (False, True))
+        more = 4 * memory.parameters(plain, stage, 4) / (plain.width if distributed else 1)
+        assert after.optimizer - before.optimizer == near(more)
+        assert after.total - before.total == near(more)
+
+
 @pytest.mark.parametrize("microbatches, expected", [(1, [4, 3, 2, 1]), (2, [3, 2, 2, 1]), (8, [2, 2, 2, 1])])
 def test_pipedream_holds_more_versions_on_earlier_stages(microbatches, expected):
     """One for each update that is made while a microbatch goes down and back."""
