@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "`scripts/preprocess_data.py`": ("megatron_2bw.data.preprocess_cli", "main", []),
     "`scripts/slurm/sweep.py`": ("scripts.slurm.sweep", "main", []),
     "`scripts/demo.py`": ("scripts.demo", "main", []),
+    "`scripts/convergence.py`": ("scripts.convergence", "main", []),
     "`python -m megatron_2bw.data.corpus`": ("megatron_2bw.data.corpus", "main", []),
 }
 

@@ -74,7 +74,7 @@ def build_corpus(
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         bounds = f"must be {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}"
         raise CorpusError(f"--vocab-size {vocab_size}: {bounds}")
-    texts = _read_library(max_bytes)
+    texts = read_library(max_bytes)
     default = os.environ.get("MEGATRON_2BW_CACHE") or "~/.cache/megatron_2bw"
     cache = Path(cache_dir or default).expanduser().absolute()
     folder = cache / _key(texts, vocab_size, max_bytes)
@@ -91,7 +91,7 @@ def build_corpus(
         raise CorpusError(f"--cache-dir {cache}: cannot write there, {error.strerror}") from error
 
 
-def _read_library(max_bytes: int) -> list[str]:
+def read_library(max_bytes: int) -> list[str]:
     """The documents: whole source files of at most `max_bytes` in all.
 
     The order is that of the digests of the file names. It is as fixed as the alphabet, and any

@@ -56,13 +56,13 @@ def stamps(corpus):
 
 
 def test_round_trip_loses_nothing(tokenizer):
-    texts = corpus_module._read_library(BYTES)
+    texts = corpus_module.read_library(BYTES)
     for text in (SAMPLE, *texts):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def test_files_hold_each_document_and_its_end(corpus, tokenizer):
-    texts, data = corpus_module._read_library(BYTES), indexed(corpus)
+    texts, data = corpus_module.read_library(BYTES), indexed(corpus)
     eod = tokenizer.token_to_id(EOD)
     assert sum(len(text.encode()) for text in texts) <= BYTES
     assert corpus.documents == len(texts) == len(data) == len(data.document_indices) - 1
@@ -75,8 +75,8 @@ def test_files_hold_each_document_and_its_end(corpus, tokenizer):
 
 
 def test_end_of_document_spelled_out_in_a_source_does_not_end_it(tmp_path, monkeypatch):
-    texts = corpus_module._read_library(BYTES)
-    monkeypatch.setattr(corpus_module, "_read_library", lambda _: [f"a = '{EOD}'\n", *texts])
+    texts = corpus_module.read_library(BYTES)
+    monkeypatch.setattr(corpus_module, "read_library", lambda _: [f"a = '{EOD}'\n", *texts])
     corpus = build_corpus(tmp_path, VOCAB, BYTES)
     eod = Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json")).token_to_id(EOD)
     data = indexed(corpus)  # kept: its arrays point into a file that it unmaps when it goes
@@ -92,8 +92,8 @@ def test_library_is_read_without_tests_and_undecodable_files(tmp_path, monkeypat
     (tmp_path / "latin.py").write_bytes(b"# \xe9")
     (tmp_path / "empty.py").touch()
     monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
-    assert sorted(corpus_module._read_library(100)) == ["a.py", "deep/er/b.py"]
-    assert corpus_module._read_library(5) == ["a.py"]
+    assert sorted(corpus_module.read_library(100)) == ["a.py", "deep/er/b.py"]
+    assert corpus_module.read_library(5) == ["a.py"]
 
 
 def test_second_call_reuses_the_first(corpus):

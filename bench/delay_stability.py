@@ -1,0 +1,63 @@
+"""How steep a valley may be before training leaves it: without delay, with 2BW's, and with extrapolated weights.
+
+    python bench/delay_stability.py --json out/bench/delay_stability.json
+
+On the quadratic L = curvature x² / 2, momentum as in Adam (a mean of gradients, with decay beta1) at a fixed learning
+rate is a linear recurrence, which converges while learning rate x curvature stays below a limit. Prints that limit for
+each beta1 and factor of --two-bw-correction extrapolate; Adam's second moment only rescales the curvature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy
+
+BETAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
+FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0)
+MOST = 1000.0  # where the search for a limit begins
+
+
+def polynomial(rate: float, beta: float, factor: float | None) -> list[float]:
+    """Whose roots are the growth of x from step to step; `rate` is learning rate x curvature.
+
+    x(t+1) = x(t) + beta (x(t) - x(t-1)) - (1 - beta) rate y, with y = x(t) without delay (factor None), else the
+    extrapolation x(t-1) + factor (x(t-1) - x(t-2)).
+    """
+    pull = (1 - beta) * rate
+    if factor is None:
+        return [1, -(1 + beta) + pull, beta]
+    return [1, -(1 + beta), beta + pull * (1 + factor), -pull * factor]
+
+
+def limit(beta: float, factor: float | None) -> float:
+    """The largest stable learning rate x curvature, to 1e-9 of it, by bisection."""
+    low, high = 0.0, MOST
+    for _ in range(60):
+        middle = (low + high) / 2
+        stable = max(abs(numpy.roots(polynomial(middle, beta, factor)))) <= 1 + 1e-12
+        low, high = (middle, high) if stable else (low, middle)
+    return low
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("out/bench/delay_stability.json"))
+    path = parser.parse_args().json
+    rows = [{"beta1": beta, "no delay": limit(beta, None)} | {f"factor {f:g}": limit(beta, f) for f in FACTORS}
+            for beta in BETAS]
+    print(" | ".join(f"{name:>11}" for name in rows[0]))
+    for row in rows:
+        print(" | ".join(f"{value:11.2f}" for value in row.values()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    part.replace(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,345 @@
+"""The command line of scripts/convergence.py, and the commands of the runs that it asks for.
+
+Invariant: what is wrong raises ConvergenceError with one line that names the flag; nothing is run or written here, but
+for the built-in corpus. The commands of two variants with the same seed and learning rate differ in the variant's flags
+and the folder for checkpoints alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, read_library, build_corpus
+from megatron_2bw.planner.inputs import Parser
+from scripts.demo import PLAIN_TORCH, log_interval, write_whole
+
+ROOT = Path(__file__).resolve().parent.parent
+DESCRIPTION = "Trains one configuration with and without 2BW's late gradients."
+ITERATIONS, SEQUENCE, WARM_UP = 1500, 128, 100
+BATCH = {"gpt": 4, "bert": 16}  # sequences; a BERT learns from 15 % of their tokens
+
+MODEL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0".split()
+GPT = "--position-embedding-type rope --untie-embeddings-and-output-weights".split()
+OPTIMIZER = "--lr-decay-style cosine --adam-beta2 0.95 --clip-grad 1.0 --weight-decay 0.1".split()
+DATA = "--split 90,10,0 --eval-iters 25".split()
+
+# What this script gives itself, and where the user says it.
+OWN = {
+    "--lr": "--lr before the --", "--seed": "--seeds before the --", "--device": "--device before the --",
+    "--pipeline-model-parallel-size": "--stages before the --", "--pipeline-schedule": "--vanilla or --variant",
+    "--two-bw-sync-iterations": "--sync-iterations or --variant", "--two-bw-correction": "--variants or --variant",
+    "--two-bw-correction-factor": "--correction-factor or --variant", "--save": "--save-interval alone",
+    "--load": "--save-interval alone", "--train-samples": "--train-iters",
+}
+COMMON = ("--train-iters", "--seed", "--device", "--pipeline-model-parallel-size", "--save", "--load")
+SYNC, EXTRAPOLATE = ("2bw+sync", "2bw+both"), ("2bw+extrapolate", "2bw+both")
+VARIANTS = ("vanilla", "2bw", "2bw+sync", "2bw+extrapolate", "2bw+both")
+
+
+class ConvergenceError(Exception):
+    """It cannot go on; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Run:
+    variant: str
+    lr: str  # as typed
+    seed: int
+    folder: Path
+    command: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.variant} lr {self.lr} seed {self.seed}"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "train.log"
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def value(words: Sequence[str], flag: str) -> str | None:
+    """What `words` give to a flag: the last word after it, or behind its =."""
+    found = None
+    for place, word in enumerate(words):
+        if word == flag and place + 1 < len(words):
+            found = words[place + 1]
+        elif word.startswith(flag + "="):
+            found = word.partition("=")[2]
+    return found
+
+
+def given(words: Sequence[str], *flags: str) -> str | None:
+    """The first of the flags that is among the words."""
+    names = {word.partition("=")[0] for word in words}
+    return next((flag for flag in flags if flag in names), None)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, checked; `.flags` are Megatron's and `.variants` maps labels to the flags of each."""
+    words, flags = list(argv), []
+    if "--" in words:
+        at = words.index("--")
+        words, flags = words[:at], words[at + 1:]
+    parser = Parser(prog="convergence.py", description=DESCRIPTION, allow_abbrev=False,
+                    epilog="Words after -- are Megatron's flags for every run.")
+    option = parser.add_argument
+    option("name", metavar="NAME", help="of the experiment: the folder in out/convergence")
+    option("--task", choices=("gpt", "bert"), default="gpt", help="default: %(default)s")
+    option("--vanilla", choices=("pipedream-flush", "megatron"), default="pipedream-flush",
+           help="the schedule that the others are compared with (default: %(default)s)")
+    option("--variants", type=_words, default=("vanilla", "2bw"), metavar="NAME,...",
+           help=f"of {', '.join(VARIANTS)} (default: vanilla,2bw)")
+    option("--variant", action="append", default=[], metavar="LABEL=FLAGS",
+           help='your own: 2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; may be repeated')
+    option("--sync-iterations", type=int, metavar="N", help="of 2bw+sync and 2bw+both (default: a tenth of the run)")
+    option("--correction-factor", type=float, metavar="F",
+           help="of 2bw+extrapolate and 2bw+both, 0 to 1 (default: the entry script's)")
+    option("--seeds", type=_words, default=("1234",), metavar="N,...", help="default: 1234")
+    option("--lr", type=_words, default=("3e-4",), metavar="RATE,...", help="learning rates (default: 3e-4)")
+    option("--stages", type=int, default=1, metavar="D", help="default: 1, for the losses do not depend on it")
+    option("--jobs", type=int, default=1, metavar="J", help="runs side by side (default: 1)")
+    option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="as the entry script's")
+    option("--max-gap", type=float, metavar="PERCENT", help="exit with 1 if a variant's gap to vanilla is larger")
+    option("--max-gap-of", type=_words, metavar="VARIANT,...", help="that --max-gap is for (default: all)")
+    option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
+    option("--no-defaults", action="store_true", help="only Megatron's flags after --, none of this script's own")
+    option("--fresh", action="store_true", help="set earlier runs aside as runs.1, ... and run all of them")
+    option("--report-only", action="store_true", help="run nothing; report on what is there")
+    options = parser.parse_args(words)
+    options.flags, options.again = flags, shlex.join(["python", "scripts/convergence.py", *argv])
+    try:
+        _check(options)
+        _check_flags(options)
+        options.variants = variants(options)
+    except ConvergenceError as error:
+        parser.error(str(error))
+    return options
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(","))
+
+
+def _check(options: argparse.Namespace) -> None:
+    """This script's own options. Raises ConvergenceError; sets `out`."""
+    if not re.fullmatch(r"[\w.+-]+", options.name):
+        raise ConvergenceError(f"NAME {options.name}: letters, digits and . _ + - only; --out takes a folder")
+    if options.fresh and options.report_only:
+        raise ConvergenceError("--fresh: with --report-only there would be nothing to report on; leave one out")
+    options.out = (options.out or ROOT / "out" / "convergence" / options.name).absolute()
+    for flag, found, convert, fault in (
+        ("--seeds", options.seeds, _seed, "not a whole number from 0 on"),
+        ("--lr", options.lr, lambda word: _rate(word) or None, "not a learning rate above 0"),
+    ):
+        wrong = [word for word in found if convert(word) is None]
+        if wrong:
+            raise ConvergenceError(f"{flag}: {wrong[0] or 'an empty word'} is {fault}")
+        if len(set(map(convert, found))) < len(found):
+            raise ConvergenceError(f"{flag} {','.join(found)}: one of them stands there twice")
+    for flag, number, good, bounds in (
+        ("--stages", options.stages, options.stages >= 1, "1 at least"),
+        ("--jobs", options.jobs, options.jobs >= 1, "1 at least"),
+        ("--correction-factor", options.correction_factor, 0 <= (options.correction_factor or 0) <= 1, "0 to 1"),
+        ("--max-gap", options.max_gap, math.isfinite(options.max_gap or 0), "a number of percent"),
+    ):
+        if not good:
+            raise ConvergenceError(f"{flag} {number}: it must be {bounds}")
+
+
+def _seed(word: str) -> int | None:
+    return int(word) if word.isdecimal() else None
+
+
+def _rate(word: str) -> float | None:
+    """A number from 0 on."""
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Megatron's flags, as far as this script's own meet them. Raises ConvergenceError; sets `iterations`."""
+    flags = options.flags
+    if flag := given(flags, *OWN):
+        raise ConvergenceError(f"{flag} after the --: give {OWN[flag]}")
+    options.iterations = _number(flags, "--train-iters", None if options.no_defaults else ITERATIONS)
+    if options.iterations < 1:
+        raise ConvergenceError(f"--train-iters {options.iterations}: it must be at least 1")
+    if _number(flags, "--eval-iters", 1) < 1:
+        raise ConvergenceError("--eval-iters 0: there must be a validation loss to compare; leave it out")
+    warm_up = _number(flags, "--lr-warmup-iters", 0)
+    if warm_up >= options.iterations:
+        raise ConvergenceError(f"--lr-warmup-iters {warm_up}: it must be below --train-iters {options.iterations}")
+    least = value(flags, "--min-lr")
+    if least is not None:
+        for rate in options.lr:
+            if _rate(least) is None or _rate(least) > _rate(rate):
+                raise ConvergenceError(f"--min-lr {least}: it must be a number and not above --lr {rate}")
+
+
+def _number(flags: Sequence[str], flag: str, default: int | None) -> int:
+    word = value(flags, flag)
+    if word is None and default is None:
+        raise ConvergenceError(f"{flag} is missing after the --")
+    try:
+        return default if word is None else int(word)
+    except ValueError:
+        raise ConvergenceError(f"{flag} {word}: not a whole number") from None
+
+
+def variants(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Label to flags of all variants. Raises ConvergenceError."""
+    for label in options.variants:
+        if label not in VARIANTS:
+            raise ConvergenceError(f"--variants: {label or 'an empty word'} is not one of {', '.join(VARIANTS)}")
+    if "vanilla" not in options.variants:
+        raise ConvergenceError("--variants: vanilla must be one of them, the others are compared with it")
+    for flag, number, users in (("--sync-iterations", options.sync_iterations, SYNC),
+                                ("--correction-factor", options.correction_factor, EXTRAPOLATE)):
+        if number is not None and not set(users) & set(options.variants):
+            raise ConvergenceError(f"{flag}: none of --variants uses it; add {users[0]}")
+    sync = options.sync_iterations
+    if sync is not None and not 1 <= sync <= options.iterations:
+        raise ConvergenceError(f"--sync-iterations {sync}: it must be 1 to --train-iters {options.iterations}")
+    sync = sync or max(1, options.iterations // 10)
+    factor = [] if options.correction_factor is None else ["--two-bw-correction-factor", f"{options.correction_factor}"]
+    found = {"vanilla": ["--pipeline-schedule", options.vanilla]}
+    for label in options.variants:
+        if label != "vanilla":
+            found[label] = ["--pipeline-schedule", "2bw"]
+            found[label] += ["--two-bw-sync-iterations", f"{sync}"] if label in SYNC else []
+            found[label] += ["--two-bw-correction", "extrapolate", *factor] if label in EXTRAPOLATE else []
+    for text in options.variant:
+        label, equals, flags = text.partition("=")
+        if not equals or not re.fullmatch(r"\w[\w.+-]*", label) or label in VARIANTS or label in found:
+            raise ConvergenceError(f'--variant "{text}": give LABEL=FLAGS with a label of its own, of letters, digits '
+                                   "and . _ + -")
+        own = _split(text, flags)
+        if flag := given(own, *COMMON):
+            raise ConvergenceError(f'--variant "{text}": {flag} must be the same for all')
+        found[label] = own if given(own, "--pipeline-schedule") else ["--pipeline-schedule", "2bw", *own]
+    others = [label for label in found if label != "vanilla"]
+    if options.max_gap_of is not None:
+        if options.max_gap is None:
+            raise ConvergenceError("--max-gap-of: it needs --max-gap PERCENT")
+        wrong = [label for label in options.max_gap_of if label not in others]
+        if wrong:
+            raise ConvergenceError(f"--max-gap-of: {wrong[0] or 'an empty word'} is not one of {', '.join(others)}")
+    if options.max_gap is not None and not others:
+        raise ConvergenceError("--max-gap: there is nothing but vanilla; add to --variants")
+    return found
+
+
+def _split(text: str, flags: str) -> list[str]:
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise ConvergenceError(f'--variant "{text}": {error}') from None
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def eval_interval(iterations: int) -> int:
+    """About ten validations. No divisor: Megatron validates after the last iteration anyway, and would do so twice."""
+    interval = max(2, math.ceil(iterations / 10))
+    while iterations % interval == 0:
+        interval += 1
+    return interval
+
+
+def defaults(options: argparse.Namespace) -> list[str]:
+    """Megatron's flags that the user need not give; those after -- come later and win."""
+    if options.no_defaults:
+        return []
+    batch = BATCH[options.task]
+    micro = max(1, batch // options.stages)  # 2BW needs a microbatch for every stage
+    length = value(options.flags, "--seq-length") or SEQUENCE
+    sizes = {
+        "--micro-batch-size": micro,
+        "--global-batch-size": max(batch, micro * options.stages),
+        "--seq-length": length,
+        "--max-position-embeddings": length,
+        "--train-iters": options.iterations,
+        "--log-interval": log_interval(options.iterations),
+        "--eval-interval": eval_interval(options.iterations),
+    }
+    if not given(options.flags, "--lr-warmup-fraction", "--lr-warmup-samples"):
+        sizes["--lr-warmup-iters"] = min(WARM_UP, options.iterations // 2)
+    words = [str(word) for pair in sizes.items() for word in pair]
+    return [*words, *MODEL, *(GPT if options.task == "gpt" else []), *PLAIN_TORCH, *OPTIMIZER, *DATA]
+
+
+def command(options: argparse.Namespace, data: Sequence[str], variant: str, lr: str, seed: str, folder: Path) -> tuple:
+    """The command of a run: torchrun, the entry script, the defaults, the user's flags, the variant's."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+                "--nproc-per-node", str(options.stages), str(ROOT / f"pretrain_{options.task}_2bw.py")]
+    own = ["--pipeline-model-parallel-size", str(options.stages), "--device", options.device, "--seed", seed,
+           "--lr", lr]
+    if not options.no_defaults:
+        own += ["--min-lr", f"{float(lr) / 10:g}"]
+    if given(options.flags, "--save-interval"):
+        own += ["--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")]
+    return (*torchrun, *defaults(options), *data, *own, *options.flags, *options.variants[variant])
+
+
+def built_in(options: argparse.Namespace) -> list[str]:
+    """The flags of the built-in corpus, made at the first call; none if the user has data or a tokenizer."""
+    if options.no_defaults or given(options.flags, "--data-path", "--mock-data", "--tokenizer-type"):
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's import lists what is not installed
+        corpus = build_corpus()
+    return corpus.flags() if options.task == "gpt" else sentences(corpus)
+
+
+def sentences(corpus: Corpus) -> list[str]:
+    """The flags of the same text as sentences with a WordPiece vocabulary, made at the first call beside the corpus.
+
+    The data preparation writes the .idx last: it is there only if all is, and a call that is ended is gone on with.
+    """
+    folder = corpus.prefix.parent
+    prefix = folder.with_name(f"{folder.name}-sentences") / "corpus"
+    tokenizer = prefix.with_name("corpus-tokenizer")
+    if not prefix.with_suffix(".idx").exists():
+        try:
+            prefix.parent.mkdir(exist_ok=True)
+            text = prefix.with_name("text.jsonl")
+            if not text.exists():
+                lines = [json.dumps({"text": document}) + "\n" for document in read_library(DEFAULT_MAX_BYTES)]
+                write_whole(text, lambda part: part.write_text("".join(lines)))
+        except OSError as error:
+            raise ConvergenceError(f"--task bert: {prefix.parent}: {error.strerror}") from error
+        made = subprocess.run([
+            sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), "--task", "bert", "--input", str(text),
+            "--output-prefix", str(prefix), "--train-tokenizer", "wordpiece", "--vocab-size", str(corpus.vocab_size),
+        ], stdout=subprocess.DEVNULL, check=False)
+        if made.returncode:
+            raise ConvergenceError(f"--task bert: no data in {prefix.parent}, see above")
+    return ["--data-path", str(prefix), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+
+
+def grid(options: argparse.Namespace, data: Sequence[str]) -> list[Run]:
+    """All runs, in an order in which whole comparisons come early: seed by seed, vanilla first."""
+    runs = []
+    for seed in options.seeds:
+        for lr in options.lr:
+            for variant in options.variants:
+                folder = options.out / "runs" / f"{variant}-lr{lr}-seed{seed}"
+                runs.append(Run(variant, lr, int(seed), folder, command(options, data, variant, lr, seed, folder)))
+    return runs

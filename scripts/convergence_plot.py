@@ -1,0 +1,105 @@
+"""curves.png of scripts/convergence.py.
+
+Invariant: a variant has the same colour in every panel, and what is drawn of two variants is of the same iterations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+
+from scripts.convergence_report import Points, Results, mean, percent, places, smooth
+
+COLOURS = ("#525252", "#d94801", "#2171b5", "#238b45", "#6a51a3", "#c51b8a", "#a6761d", "#17becf")  # vanilla first
+TICKS = (0, *(sign * tick for tick in (0.25, 0.5, 0.75, 1, 2, 5, 10, 20, 50, 100) for sign in (1, -1)))
+
+
+def draw(results: Results, rates: Sequence[str], variants: Sequence[str], seeds: Sequence[int], iterations: int,
+         path: Path) -> None:
+    """A column for each learning rate: the training losses, and below them what each variant has more than vanilla.
+
+    Means over the seeds of the curves smoothed over a fiftieth (above) and a twentieth (below) of the iterations, in a
+    band from the smallest to the largest. Markers are validations; a diverged run is left out.
+    """
+    from matplotlib.figure import Figure
+
+    rates = [lr for lr in rates if any(key[0] == lr for key in results)]
+    figure = Figure(figsize=(max(6.4, 4.8 * len(rates)), 7), dpi=150, layout="constrained")
+    grid = figure.subplots(2, len(rates), squeeze=False, sharex=True, height_ratios=(1.1, 1))
+    for place, lr in enumerate(rates):
+        upper, lower = grid[:, place]
+        upper.set_title(f"learning rate {lr}", fontsize=11)
+        for variant, colour in zip(variants, itertools.cycle(COLOURS)):
+            runs = [pair for seed in seeds if (pair := _pair(results, lr, variant, seed))]
+            gone = sum(results.get((lr, variant, seed), {}).get("diverged", False) for seed in seeds)
+            label = variant + (f" ({gone} of {len(seeds)} diverged)" if gone else "")
+            if runs or gone:
+                _losses(upper, [own for own, _ in runs], iterations, colour, label)
+            if variant != "vanilla":
+                _differences(lower, runs, iterations, colour)
+        lower.axhline(0, color=COLOURS[0], linewidth=1.5)
+        lower.set_yscale("symlog", linthresh=1)  # linear to 1 %: the beginning is far off, the end is what matters
+        least, most = lower.get_ylim()
+        lower.set_yticks([tick for tick in TICKS if least <= tick <= most])
+        lower.set_ylim(least, most)
+        lower.yaxis.set_major_formatter(lambda tick, _: f"{tick:+g}".replace("-", "−") if tick else "0")
+        lower.set_xlabel("iteration")
+        lower.set_xlim(0, iterations)
+        for axes in (upper, lower):
+            axes.grid(linewidth=0.4, alpha=0.5)
+            axes.spines[["top", "right"]].set_visible(False)
+        upper.legend(frameon=False, fontsize=9)
+    grid[0, 0].set_ylabel("loss (nats per token)\nline: training, points: validation")
+    grid[1, 0].set_ylabel("loss above vanilla's (%)\nlinear to 1 %, then logarithmic")
+    figure.savefig(path, format="png")
+
+
+def _pair(results: Results, lr: str, variant: str, seed: int) -> tuple[dict, dict | None] | None:
+    """A run that has not diverged, and vanilla's with the same seed if there is one that has not either."""
+    own, base = (results.get((lr, name, seed)) for name in (variant, "vanilla"))
+    if own is None or own["diverged"]:
+        return None
+    return own, None if base is None or base["diverged"] else base
+
+
+def _losses(axes, runs: Sequence[dict], iterations: int, colour: str, label: str) -> None:
+    if not runs:
+        axes.plot([], [], color=colour, label=label)
+        return
+    window = max(1.0, iterations / 50)
+    at = places(min(run["training"][-1][0] for run in runs), window)
+    _band(axes, at, [smooth(run["training"], at, window) for run in runs], colour, label)
+    _points(axes, [run["validation"] for run in runs], colour)
+
+
+def _differences(axes, runs: Sequence[tuple[dict, dict | None]], iterations: int, colour: str) -> None:
+    runs = [(own, base) for own, base in runs if base is not None]
+    if not runs:
+        return
+    window = max(1.0, iterations / 20)
+    at = places(min(run["training"][-1][0] for pair in runs for run in pair), window)
+    curves = [[smooth(run["training"], at, window) for run in pair] for pair in runs]
+    _band(axes, at, [percent(own, base) for own, base in curves], colour, None)
+    gaps = []
+    for own, base in runs:
+        losses = dict(base["validation"])
+        gaps.append([[iteration, percent(loss, losses[iteration])] for iteration, loss in own["validation"]
+                     if iteration in losses])
+    _points(axes, gaps, colour)
+
+
+def _band(axes, at: numpy.ndarray, curves: Sequence[numpy.ndarray], colour: str, label: str | None) -> None:
+    axes.plot(at, numpy.mean(curves, axis=0), color=colour, linewidth=1.5, label=label)
+    if len(curves) > 1:
+        axes.fill_between(at, numpy.min(curves, axis=0), numpy.max(curves, axis=0), color=colour, alpha=0.15,
+                          linewidth=0)
+
+
+def _points(axes, runs: Sequence[Points], colour: str) -> None:
+    """The means over the runs at the iterations that all of them have."""
+    at, losses = zip(*mean(runs) or [(math.nan, math.nan)])
+    axes.plot(at, losses, "o", color=colour, markersize=3.5, clip_on=False, zorder=3)

@@ -1,0 +1,285 @@
+"""What scripts/convergence.py makes of the runs: curves from logs, gaps and lags, the table and the words.
+
+Invariant: pure functions of logs and results. A loss that is not a finite number makes a run "diverged"; it never makes
+a figure that looks like one.
+
+final validation loss   after the last iteration
+gap                     that loss above vanilla's with the same seed, in percent of vanilla's
+training loss           the mean of the last tenth of the iterations
+lag                     iterations by which a variant is behind vanilla at the same loss: the end less the iteration at
+                        which vanilla's loss was what the variant's is at the end; negative if it is ahead
+
+The lag is taken on the training loss, a trailing mean over a tenth of the iterations, not on the few and small
+validations. The batches' noise is the same for both at the same iteration, but not at two; it would be as large as what
+is measured. So the other iteration is looked up in a smooth fit to vanilla's curve, at the fit's own end plus the
+difference of the two trailing means at the end. Equal curves lag by exactly 0. With a learning rate that decays,
+vanilla was at that loss while its rate was still higher: a run that is shorter by the lag would end lower.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from scripts.convergence_options import ConvergenceError
+from scripts.demo import reason
+
+STARTED = "convergence.py: started"  # begins the line before each attempt's output in train.log
+VALIDATED = r"validation loss at iteration (\d+)(?: on validation set)?"
+WINDOW = 0.1  # of the iterations, for the trailing mean
+
+Points = list[list[float]]  # [iteration, loss]
+Results = Mapping[tuple[str, str, int], dict[str, Any]]  # of (lr, variant, seed): what result.json holds
+
+
+def parse_log(text: str) -> dict[str, Any]:
+    """{"training": Points, "validation": Points, "seconds_per_iteration": median or None} of a run's attempts.
+
+    A training loss is the mean of the iterations since the point before. The line that Megatron prints in addition
+    after the first iteration of each attempt is left out: the next line's mean includes it again. Where an attempt
+    starts again at an earlier iteration, its losses take the place of those of the attempt before. A line without a
+    loss gives nan: so Megatron prints a mean that is no number.
+    """
+    training: Points = []
+    validation: dict[int, float] = {}
+    times, first = [], True
+    for line in text.splitlines():
+        if line.startswith(STARTED):
+            first = True
+        elif match := re.search(r"\biteration +(\d+)/ *\d+ \|(.*)", line):
+            end = int(match[1])
+            if first:
+                training = [point for point in training if point[0] < end]
+                validation = {iteration: loss for iteration, loss in validation.items() if iteration < end}
+            else:
+                loss = re.search(r"\blm loss: (\S+) \|", match[2])
+                training.append([end, float(loss[1]) if loss else math.nan])
+                times += re.findall(r"elapsed time per iteration \(ms\): (\S+) \|", match[2])
+            first = False
+        elif match := re.search(rf"{VALIDATED} \| lm loss value: (\S+)", line):
+            validation[int(match[1])] = float(match[2])
+    seconds = statistics.median(map(float, times)) / 1e3 if times else None
+    return {"training": training, "validation": [list(pair) for pair in validation.items()],
+            "seconds_per_iteration": seconds}
+
+
+def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
+    """What result.json holds of a run that has ended with this log and exit code, but for its command.
+
+    Raises ConvergenceError if the run failed.
+    """
+    found = parse_log(text)
+    attempt = text[text.rindex(STARTED):].partition("\n")[2]
+    if diverged(found, attempt, code):
+        said = re.search(r"iteration (\d+): (?:Unexpected|found)", attempt)
+        last = int(said[1]) if said else found["training"][-1][0] if found["training"] else 0
+        return found | {"diverged": True, "iteration": last}
+    if code:
+        raise ConvergenceError(f"exit code {code}: {reason(attempt)}")
+    if not found["training"]:
+        raise ConvergenceError("it ended, but its log holds no training loss: --log-interval is above --train-iters")
+    if not found["validation"] or found["validation"][-1][0] != iterations:
+        raise ConvergenceError("it ended, but its log holds no validation loss after the last iteration: does --split "
+                               "leave data for it?")
+    return found | {"diverged": False}
+
+
+def diverged(found: dict[str, Any], attempt: str, code: int) -> bool:
+    """Whether a loss was no finite number: in the log, or in what Megatron's checks say when they end a run."""
+    losses = [loss for _, loss in found["training"] + found["validation"]]
+    says = r"found (NaN|Inf) in|Unexpected result (nan|inf)"
+    return not all(map(math.isfinite, losses)) or bool(code and re.search(says, attempt))
+
+
+# --- curves ---------------------------------------------------------------------------------------------------------
+
+
+def smooth(points: Points, at: numpy.ndarray, window: float) -> numpy.ndarray:
+    """The mean training loss of the `window` iterations before each of `at`."""
+    ends = numpy.array([0.0, *(end for end, _ in points)])
+    losses = numpy.array([number(loss) for _, loss in points])
+    total = numpy.concatenate([[0.0], numpy.cumsum(numpy.diff(ends) * losses)])
+    return (numpy.interp(at, ends, total) - numpy.interp(at - window, ends, total)) / window
+
+
+def number(loss: float | None) -> float:
+    """A loss from JSON, which has no nan."""
+    return math.nan if loss is None else loss
+
+
+def trend(points: Points) -> Points:
+    """The curve without the batches' noise: least squares by a polynomial of degree 6 in the iteration's logarithm.
+
+    Lower with fewer than 21 points, so that it does not pass through all of them.
+    """
+    ends = numpy.array([0.0, *(end for end, _ in points)])
+    middles = numpy.log((ends[1:] + ends[:-1]) / 2)
+    losses = [number(loss) for _, loss in points]
+    fit = numpy.polynomial.Polynomial.fit(middles, losses, min(6, (len(points) - 1) // 3 + 1)) if len(points) > 1 else (
+        lambda middles: numpy.array(losses))
+    return [[end, loss] for end, loss in zip(ends[1:], fit(middles))]
+
+
+def mean(curves: Sequence[Points]) -> Points:
+    """At the iterations that all of the curves have."""
+    losses = [dict(points) for points in curves]
+    return [[end, statistics.fmean(number(curve[end]) for curve in losses)] for end, _ in curves[0]
+            if all(end in curve for curve in losses)]
+
+
+def places(end: float, window: float) -> numpy.ndarray:
+    """Iterations to look at a smoothed curve, a thousand at most."""
+    return numpy.linspace(window, end, int(min(1000, max(2, end - window + 1))))
+
+
+def lag(variant: Points, vanilla: Points, window: float) -> float:
+    """By how many iterations the variant's curve is behind vanilla's at the end; see the module's docstring.
+
+    No more than the curves are long without their first window; nan without a finite loss at the end.
+    """
+    end = min(variant[-1][0], vanilla[-1][0]) if variant and vanilla else 0
+    if end <= window:
+        return math.nan
+    at = places(end, window)
+    difference = float(smooth(variant, at[-1:], window)[0] - smooth(vanilla, at[-1:], window)[0])
+    if not math.isfinite(difference):
+        return math.nan
+    curve = smooth(trend(vanilla if difference >= 0 else variant), at, window)
+    target = curve[-1] + abs(difference)
+    above = numpy.flatnonzero(curve >= target)  # the last one is vanilla's last moment at that loss
+    place = above[-1] if len(above) else 0
+    reached = at[place]
+    if curve[place] > target:
+        reached += (at[place + 1] - at[place]) * (curve[place] - target) / (curve[place] - curve[place + 1])
+    return math.copysign(end - reached, difference) if end > reached else 0.0
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def spread(by_seed: dict[int, float]) -> dict[str, Any]:
+    """{"by_seed", "mean", "sd"}: the sample standard deviation, nan of fewer than two; a mean of none is nan."""
+    values = list(by_seed.values())
+    middle = statistics.fmean(values) if values else math.nan
+    some = len(values) > 1 and math.isfinite(middle)
+    return {"by_seed": by_seed, "mean": middle, "sd": statistics.stdev(values) if some else math.nan}
+
+
+def percent(loss: float, reference: float) -> float:
+    return 100 * (loss - reference) / reference
+
+
+def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], iterations: int) -> dict[str, Any]:
+    """The figures of a variant at a learning rate, of the seeds that there are results of.
+
+    A diverged run has infinite losses. A gap needs both runs of a seed, and a vanilla that has not diverged.
+    """
+    window = max(1.0, WINDOW * iterations)
+    own = {seed: results[lr, variant, seed] for seed in seeds if (lr, variant, seed) in results}
+    base = {seed: results[lr, "vanilla", seed] for seed in own if (lr, "vanilla", seed) in results}
+    base = {seed: result for seed, result in base.items() if not result["diverged"]}
+    final = {seed: validated(result) for seed, result in own.items()}
+    trained = {seed: trained_to(result, window) for seed, result in own.items()}
+    both = [seed for seed in base if not own[seed]["diverged"]]
+    curves = {seed: (own[seed]["training"], base[seed]["training"]) for seed in both}
+    whole = curves and len(both) == len(own)  # else the curves are of the seeds that went well
+    of_means = lag(*map(mean, zip(*curves.values())), window) if whole else math.nan
+    seconds = [result["seconds_per_iteration"] for result in own.values() if result["seconds_per_iteration"]]
+    gaps = {seed: percent(final[seed], validated(base[seed])) for seed in base}
+    return {
+        "lr": lr, "variant": variant,
+        "finished": list(own), "diverged": [seed for seed, result in own.items() if result["diverged"]],
+        "validation_loss": spread(final),
+        "gap_percent": spread(gaps) | {"of_means": _of_means(final, base)},
+        "training_loss": spread(trained),
+        "training_gap_percent": spread({s: percent(trained[s], trained_to(base[s], window)) for s in base}),
+        "lag_iterations": spread({s: lag(a, b, window) for s, (a, b) in curves.items()}) | {"of_means": of_means},
+        "lag_limit": iterations - window,
+        "seconds_per_iteration": statistics.median(seconds) if seconds else math.nan,
+    }
+
+
+def validated(result: dict[str, Any]) -> float:
+    """The final validation loss; infinite if the run diverged."""
+    return math.inf if result["diverged"] else result["validation"][-1][1]
+
+
+def trained_to(result: dict[str, Any], window: float) -> float:
+    """The training loss at the end; infinite if the run diverged."""
+    points = result["training"]
+    return math.inf if result["diverged"] else float(smooth(points, numpy.array([points[-1][0]]), window)[0])
+
+
+def _of_means(final: dict[int, float], base: dict[int, dict[str, Any]]) -> float:
+    """The gap of the mean losses, of the seeds that have both."""
+    if not base:
+        return math.nan
+    return percent(statistics.fmean(final[s] for s in base), statistics.fmean(map(validated, base.values())))
+
+
+def too_large(rows: Sequence[dict[str, Any]], limit: float, rates: Sequence[str], of: Sequence[str], seeds: int
+              ) -> list[str]:
+    """A line for each of the variants at each rate whose mean gap is above the limit, or not known for all seeds."""
+    found, lines = {(row["lr"], row["variant"]): row for row in rows}, []
+    for lr, variant in itertools.product(rates, of):
+        row, begin = found.get((lr, variant)), f"{variant} at lr {lr}"
+        gaps = row["gap_percent"] if row else spread({})
+        if row and row["diverged"]:
+            lines.append(f"{begin}: diverged")
+        elif len(gaps["by_seed"]) < seeds:
+            lines.append(f"{begin}: the gap is known for {len(gaps['by_seed'])} of {seeds} seeds; runs are missing, or "
+                         "vanilla diverged")
+        elif gaps["mean"] > limit:
+            lines.append(f"{begin}: the gap {gaps['mean']:+.3g} % is above --max-gap {limit:g}")
+    return lines
+
+
+# --- for people -----------------------------------------------------------------------------------------------------
+
+
+def markdown(title: str, facts: Sequence[str], rows: Sequence[dict[str, Any]], troubles: Sequence[str]) -> str:
+    """report.md: what was run, a table for each learning rate, the picture."""
+    lines = [f"# {title}", "", *facts, ""]
+    for lr in dict.fromkeys(row["lr"] for row in rows):
+        lines += [f"## Learning rate {lr}", "", "| variant | final validation loss | gap, % | lag, iterations | "
+                  "training loss at the end | training gap, % | s/iteration |",
+                  "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+        lines += [_row(row) for row in rows if row["lr"] == lr] + [""]
+    if troubles:
+        lines += ["## What went wrong", "", *(f"- {trouble}" for trouble in troubles), ""]
+    return "\n".join([*lines, "![training and validation losses](curves.png)", "", *EXPLANATION]) + "\n"
+
+
+EXPLANATION = """\
+Means over the seeds ± sample standard deviation. Gap: validation loss above vanilla's of the same seed, that is with
+the same initial weights, batches and validation samples. Training loss: mean of the last tenth of the iterations. Lag:
+the end less the iteration at which vanilla's training loss was what the variant's is at the end, from the mean curves,
+± over curves of single seeds; negative where the variant is ahead.""".splitlines()
+
+
+def _row(row: dict[str, Any]) -> str:
+    gap, behind, training_gap = "", "", ""
+    if row["variant"] != "vanilla":
+        gap, training_gap = (shown(row[key], "{:+.2f}") for key in ("gap_percent", "training_gap_percent"))
+        lags = row["lag_iterations"] | {"mean": row["lag_iterations"]["of_means"]}
+        behind = ("≥ " if lags["mean"] >= row["lag_limit"] - 0.5 else "") + shown(lags, "{:.0f}")
+    seconds = row["seconds_per_iteration"]
+    cells = [row["variant"], shown(row["validation_loss"], "{:.4f}"), gap, behind,
+             shown(row["training_loss"], "{:.4f}"), training_gap, "–" if math.isnan(seconds) else f"{seconds:.3g}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(figure: dict[str, Any], form: str) -> str:
+    """A mean, with the standard deviation if there is one."""
+    if math.isnan(figure["mean"]):
+        return "–"
+    if math.isinf(figure["mean"]):
+        return "diverged"
+    deviation = "" if math.isnan(figure["sd"]) else f" ± {form.replace('+', '').format(figure['sd'])}"
+    return form.format(figure["mean"]) + deviation

@@ -1,0 +1,89 @@
+"""scripts/convergence.py from end to end: real runs of a tiny GPT, ended in the middle of one, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scripts import convergence
+from tests.e2e.launcher import ROOT, kill_tree
+
+MEGATRON = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 32 --split 90,10,0
+    --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --num-workers 0
+    --train-iters 200 --eval-interval 90 --eval-iters 2 --lr-warmup-iters 0 --save-interval 20
+""".split()
+RUNS = ["vanilla-lr1e-2-seed1", "2bw-lr1e-2-seed1"]
+
+
+def words(out: Path, *options: str) -> list[str]:
+    return ["test", "--out", str(out), "--device", "cpu", "--seeds", "1", "--lr", "1e-2", *options, "--", *MEGATRON]
+
+
+def start(out: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "convergence.py"), *words(out, *options)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        kill_tree(process.pid)
+    return process.returncode, out, err
+
+
+def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
+    vanilla, ours = folders = [tmp_path / "runs" / name for name in RUNS]
+    first = start(tmp_path)
+    try:
+        until = time.monotonic() + 200
+        while not (ours / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
+            assert first.poll() is None and time.monotonic() < until, "it has ended, or takes long"
+            time.sleep(0.02)
+        children = psutil.Process(first.pid).children(recursive=True)
+        os.kill(first.pid, signal.SIGTERM)
+    except BaseException:
+        kill_tree(first.pid)
+        raise
+    code, _, err = finish(first)
+    assert code == 128 + signal.SIGTERM, err
+    assert children and not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert [(folder / "result.json").exists() for folder in folders] == [True, False]
+    untouched = (vanilla / "result.json").stat().st_mtime_ns
+    assert [row["finished"] for row in json.loads((tmp_path / "runs.json").read_text())["summary"]] == [[1]]
+
+    code, out, err = finish(start(tmp_path, "--max-gap", "1000"))
+    assert code == 0, out + err
+    assert "2 runs of 200 iterations, 1 of them are there" in out and "[1/2]" not in out
+    assert "--max-gap 1000 holds for 2bw at lr 1e-2" in out
+    assert (vanilla / "result.json").stat().st_mtime_ns == untouched
+    logs = [(folder / "train.log").read_text() for folder in folders]
+    assert "successfully loaded checkpoint" in logs[1] and "successfully loaded checkpoint" not in logs[0]
+    assert first_loss(logs[0]) == first_loss(logs[1])  # the same weights, the same batch
+    for folder in folders:
+        curves = json.loads((folder / "result.json").read_text())
+        assert [end for end, _ in curves["training"]] == list(range(10, 201, 10))
+        assert [at for at, _ in curves["validation"]] == [90, 180, 200]
+    base, row = json.loads((tmp_path / "runs.json").read_text())["summary"]
+    assert base["validation_loss"]["mean"] < first_loss(logs[0]) - 1  # it learned
+    gap = row["gap_percent"]["mean"]
+    assert gap == pytest.approx(100 * (row["validation_loss"]["mean"] / base["validation_loss"]["mean"] - 1)) != 0
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "runs", "runs.json", "curves.png", "report.md"}
+
+    assert convergence.main(words(tmp_path, "--max-gap", f"{gap - 1}", "--report-only")) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("convergence.py: 2bw at lr 1e-2: the gap ") and err.count("\n") == 1
+
+
+def first_loss(log: str) -> float:
+    return float(re.search(r"iteration +1/ +200 \|.* lm loss: (\S+) \|", log)[1])
