@@ -230,6 +230,11 @@ def _sharded_weights(args: argparse.Namespace) -> bool:
     return (args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size
 
 
+def _emerging(args: argparse.Namespace) -> bool:
+    """Whether the optimizer is of the package emerging_optimizers."""
+    return args.optimizer not in ("adam", "sgd")
+
+
 def _has_apex() -> bool:
     return importlib.util.find_spec("apex") is not None
 
@@ -243,6 +248,8 @@ _GRAPHS = f"a graph fixes the addresses of the weights, which change; {_OUT}"
 _SHARDS = f"sharded parameters are not supported; {_OUT}"
 _EXPERTS = "mixture of experts is not supported yet; train a dense model"
 _ORDER = f"it follows Megatron's own order of forwards and backwards; {_OUT}"
+_WHOLE_MATRICES = "Megatron gives each rank whole matrices to step, which are not versioned yet; {}"
+_UNPROVEN = "its weights are not shown to be those of the update rule; use muon or lion"
 _NOT_YET = f"it is not supported yet; {_OUT}"
 _BATCH_SIZE = "the number of microbatches must stay; give one --global-batch-size"
 _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration ends; "
@@ -284,6 +291,16 @@ REFUSED: tuple[Refusal, ...] = (
             lambda a: a.transformer_impl == "inference_optimized"),
     Refusal("--init-method-xavier-uniform", _BROKEN, "any"),
     Refusal("--config-logger-dir", _BROKEN, "any"),
+    Refusal("--optimizer", "Megatron 0.19 fails at its first step; use muon", "any",
+            lambda a: a.optimizer == "adaptive_muon"),
+    Refusal("--fp16", "Megatron 0.19 has this --optimizer in fp32 and bf16; use --bf16", "any",
+            lambda a: a.fp16 and _emerging(a)),
+    Refusal("--loss-scale", f"Megatron 0.19 divides only some gradients by it with this --optimizer; {_OUT}", "any",
+            lambda a: a.loss_scale and _emerging(a)),
+    Refusal("--save", "Megatron 0.19 saves no state of --optimizer soap in this format; use --ckpt-format torch", "any",
+            lambda a: a.save and a.optimizer == "soap" and a.ckpt_format == "torch_dist" and not a.no_save_optim),
+    Refusal("--muon-fp32-matmul-prec", "torch has no such precision; use medium or high", "any",
+            lambda a: a.muon_fp32_matmul_prec == "low"),
     # Megatron's BERT, whatever the schedule. It would drop most of these without a word.
     Refusal("--context-parallel-size", "its sequences cannot be split; use tensor or pipeline parallelism", "bert",
             lambda a: a.context_parallel_size > 1),
@@ -337,8 +354,14 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET, "no flush"),
     Refusal("--use-precision-aware-optimizer", f"its kernel writes one weight store only; {_OUT}", "no flush"),
     Refusal("--overlap-param-gather-with-optimizer-step", f"the late step gathers by itself; {_OUT}", "2bw"),
-    Refusal("--optimizer", "only the steps of adam and sgd are versioned yet; use one of them", "no flush",
-            lambda a: a.optimizer not in ("adam", "sgd")),
+    Refusal("--optimizer", _WHOLE_MATRICES.format("use muon, without --use-distributed-optimizer"), "no flush",
+            lambda a: a.optimizer == "dist_muon" or getattr(a, "use_layer_wise_distributed_optimizer", False)),
+    Refusal("--optimizer", _UNPROVEN, "2bw", lambda a: a.optimizer == "soap"),
+    Refusal("--optimizer", _UNPROVEN, "pipedream", lambda a: a.optimizer == "soap"),
+    Refusal("--use-distributed-optimizer", _WHOLE_MATRICES.format(f"with this --optimizer, so {_OUT}"), "no flush",
+            lambda a: a.use_distributed_optimizer and _emerging(a)),
+    Refusal("--muon-fp32-matmul-prec", "TF32 is a setting of the whole process, whose next batch runs beside the step; "
+            "use medium", "2bw", lambda a: a.muon_fp32_matmul_prec == "high"),
     Refusal("--iterations-to-skip", f"{_IN_FLIGHT}none can be skipped", "no flush"),
     Refusal("--result-rejected-tracker-filename", f"{_IN_FLIGHT}none can be skipped", "no flush"),
     Refusal("--phase-transition-iterations", f"{_IN_FLIGHT}they would be of the old phase", "no flush"),

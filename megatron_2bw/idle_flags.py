@@ -17,6 +17,11 @@ def _optimizer_is(*names: str) -> Condition:
     return lambda args: any(name in args.optimizer for name in names)
 
 
+def _scalars_by_lion(args: argparse.Namespace) -> bool:
+    """Whether Muon leaves all but the matrices to Lion."""
+    return "muon" in args.optimizer and args.muon_scalar_optimizer == "lion"
+
+
 def _positions(*kinds: str) -> Condition:
     """Whether the position embedding is of one of the `kinds`; multi-latent attention has rotary ones of its own."""
     rotary = "rope" in kinds
@@ -44,7 +49,10 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("--no-data-sharding", lambda a: a.dataloader_type == "cyclic", "without --dataloader-type cyclic"),
     ("--mup-", lambda a: a.use_mup, "without --use-mup"),
     ("--muon-", _optimizer_is("muon"), "without --optimizer muon"),
-    ("--lion-", _optimizer_is("muon", "lion"), "without --optimizer lion"),
+    # --optimizer lion takes its betas from --adam-beta1 and --adam-beta2.
+    ("--lion-", _scalars_by_lion, "without --muon-scalar-optimizer lion"),
+    ("--adam-", lambda a: a.optimizer != "sgd", "with --optimizer sgd"),
+    ("--adam-", lambda a: not _scalars_by_lion(a), "with --muon-scalar-optimizer lion"),
     ("--sgd-momentum", _optimizer_is("sgd"), "without --optimizer sgd"),
     ("--lr-wsd-", lambda a: a.lr_decay_style == "WSD", "without --lr-decay-style WSD"),
     ("--decoupled-min-lr", lambda a: a.decoupled_lr, "without --decoupled-lr"),

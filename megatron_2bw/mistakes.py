@@ -407,7 +407,10 @@ def _packages(args: Args) -> str | None:
     if args.async_save and args.async_strategy == "nvrx" and not _installed("nvidia_resiliency_ext"):
         return "--async-save needs the package nvidia_resiliency_ext, not installed here: use --async-strategy mcore"
     if args.optimizer not in ("adam", "sgd") and not _installed("emerging_optimizers"):
-        return f"--optimizer {args.optimizer} needs the package emerging_optimizers, which is not installed: use adam"
+        return (
+            f"--optimizer {args.optimizer} needs the package emerging_optimizers, which is not installed: "
+            "pip install emerging-optimizers, or use adam"
+        )
     if args.transformer_impl == "transformer_engine" and not _installed("transformer_engine"):
         return (
             "--transformer-impl transformer_engine (Megatron's default) needs Transformer Engine, which is not "

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_2bw.correction import Extrapolation
 from megatron_2bw.gradients import GradientSlots, Slot, use_group
+from megatron_2bw.optimizer_state import is_emerging
 from megatron_2bw.weights import WeightStores
 from megatron_2bw.worker import Worker
 
@@ -83,7 +85,8 @@ class Groups:
     """
 
     def __init__(
-        self, megatron: Any, statistics: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None
+        self, megatron: Any, statistics: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None,
+        parts: Sequence[Any] = (),
     ):
         def twin(group: dist.ProcessGroup | None, name: str, backend: str | None = None) -> dist.ProcessGroup:
             # torch names a group by a counter that must agree on its members, so each rank makes equally many.
@@ -108,6 +111,12 @@ class Groups:
         self.megatron.embd = self.embedding if megatron.embd is not None else None
         position = twin(megatron.pos_embd, "position embedding")
         self.megatron.pos_embd = position if megatron.pos_embd is not None else None
+        for part in parts:
+            # Muon orthogonalises a matrix that the tensor-parallel ranks share; every stage has such a part, or none.
+            if getattr(part.optimizer, "pg_collection", None) is not None:
+                part.optimizer.pg_collection = copy.copy(part.optimizer.pg_collection)
+                part.optimizer.pg_collection.tp = tensor = twin(megatron.tp, "matrices")
+                dist.all_reduce(torch.zeros(1, device=device), group=tensor)
 
     def meet_for_the_embedding(self) -> None:
         """Both ends of the tied embedding come to their sum at one time: on NCCL a waiting sum occupies the GPU."""
@@ -146,7 +155,7 @@ class LateStep:
         self._increment, self._alarm, self._saving = increment, alarm, saving
         self._device = stores.params[0].device
         statistics = self._parts[0].get_grad_stats_parallel_group()
-        self._groups = Groups(groups, statistics, self._device, timeout)
+        self._groups = Groups(groups, statistics, self._device, timeout, self._parts)
         self._slots = GradientSlots(ddp, slots, self._groups.data, first)
         for part in self._parts:
             _own_shards(part)
@@ -162,6 +171,10 @@ class LateStep:
         self._stream = torch.cuda.Stream(device=self._device)
         self._pending: _Pending | None = None
         self.has_stepped = False  # a step was made and not skipped, so that all its kernels have run once
+        # Its first step is compiled, and compiling sets the random generators back to where they stood before it,
+        # whatever the training thread has drawn meanwhile.
+        self.compiles = any(is_emerging(part.optimizer) for part in self._parts)
+        self._precision = _own_matmul_precision if self.compiles else contextlib.nullcontext
         # A batch is scaled as the step left it that made its weights: the newest that is over wherever it begins.
         scale = self._current_scale().clone()
         shadow = scale if loss_scale is None else torch.full_like(scale, loss_scale)
@@ -298,7 +311,7 @@ class LateStep:
             self._model.config.finalize_model_grads_func([self._model], tokens, pg_collection=self._groups.megatron)
             stages = self._exchange(report())
             alarm, written = self._ask_all(alarm)  # before the step: it waits for nobody then
-            with self._parameters_replaced(target), self._scaled_by(scale):
+            with self._parameters_replaced(target), self._scaled_by(scale), self._precision():
                 stepped, grad_norm, zeros = self._step(target, views, ahead)
                 self._megatron.zero_grad()
             if stepped:
@@ -397,6 +410,34 @@ class LateStep:
             for part, scaler in zip(self._parts, scalers):
                 if scaler is not None:
                     part.grad_scaler = scaler
+
+
+@contextlib.contextmanager
+def _own_matmul_precision() -> Iterator[None]:
+    """Inside, torch's precision of fp32 products is this thread's own: what it sets, it alone reads.
+
+    Muon and SOAP lower it around their products, for the whole process: those of the next batch would be rounded as
+    the threads' timing has it. Muon's "medium" only asks its own code to compute in bf16, and still does. What torch
+    itself would do at a lower precision (TF32 on a GPU) it does not do here.
+    """
+    owner, get, put = threading.get_ident(), torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    own = get()
+
+    def get_own() -> str:
+        return own if threading.get_ident() == owner else get()
+
+    def put_own(precision: str) -> None:
+        nonlocal own
+        if threading.get_ident() == owner:
+            own = precision
+        else:
+            put(precision)
+
+    torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = get_own, put_own
+    try:
+        yield
+    finally:
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = get, put
 
 
 class _BatchScaler:

@@ -1,4 +1,4 @@
-"""State of torch's optimizers in Megatron's checkpoints, on hosts without Apex and Transformer Engine.
+"""State of torch's and the emerging optimizers in Megatron's checkpoints, on hosts without Apex and Transformer Engine.
 
 Megatron 0.19 was written for the optimizers of those. Invariant: what is changed here gives the bits of a run in which
 nothing was saved or loaded.
@@ -17,8 +17,13 @@ def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [each for each in inner if type(each) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)]
 
 
+def is_emerging(inner: Any) -> bool:
+    """Whether it is an optimizer of the package emerging_optimizers, or derived from one."""
+    return any(base.__module__.startswith("emerging_optimizers") for base in type(inner).__mro__)
+
+
 def complete_optimizer(optimizer: Any) -> None:
-    """Give torch's Adam and SGD the state that they would make at their first step, if it is not there yet.
+    """Give Adam, SGD and the emerging optimizers the state that their first step would make, if it is not there yet.
 
     Megatron reads the state when it saves and when it plans a load, and fails if there has been no step: its
     distributed optimizer asserts one common `step` (distrib_optimizer.py 839), the others write a checkpoint that
@@ -27,6 +32,8 @@ def complete_optimizer(optimizer: Any) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part is not None and getattr(part, "init_state_fn", part) is None:
             part.init_state_fn = lambda *args: None
+        if is_emerging(getattr(part, "optimizer", None)):
+            part.init_state_fn(part.optimizer, part.config)  # only what is not there yet
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             for param in group["params"]:
@@ -43,15 +50,23 @@ def complete_optimizer(optimizer: Any) -> None:
 
 
 def name_step_zero(content: Any, optimizer: Any) -> None:
-    """Put Adam's common step into a sharded optimizer state if it is 0, where Megatron leaves it out."""
-    if not any(isinstance(inner, torch.optim.Adam) for inner in _torch_optimizers(optimizer)):
-        return
-    parts = [content, *content.values()] if isinstance(content, dict) else []
-    for part in parts:
-        state = part.get("state") if isinstance(part, dict) else None
-        if isinstance(state, dict) and state and "common_step" not in state:
-            if not any("step" in each for each in state.values() if isinstance(each, dict)):
-                state["common_step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+    """Put the common step of Adam and SOAP into a sharded optimizer state if it is 0, where Megatron leaves it out."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for index, part in enumerate(parts):
+        own = content if len(parts) == 1 else content.get(index) if isinstance(content, dict) else None
+        zero = _step_zero(getattr(part, "optimizer", None))
+        for place in [own, *own.values()] if zero is not None and isinstance(own, dict) else ():
+            state = place.get("state") if isinstance(place, dict) else None
+            if isinstance(state, dict) and state and "common_step" not in state:
+                if not any("step" in each for each in state.values() if isinstance(each, dict)):
+                    state["common_step"] = zero
+
+
+def _step_zero(inner: Any) -> torch.Tensor | int | None:
+    """The step counter before the first step; None if the optimizer has none."""
+    if isinstance(inner, torch.optim.Adam):
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    return 0 if is_emerging(inner) and any("step" in state for state in inner.state.values()) else None
 
 
 def own_steps(optimizer: Any) -> None:

@@ -373,12 +373,14 @@ class PipelineRuntime:
         return self._batches.pop(iteration).losses
 
     def _is_warm(self, iteration: int) -> bool:
-        """Whether nothing is left that waits for the whole device at its first use, where messages occupy it.
+        """Whether nothing is left that must not run beside the training thread at its first use.
 
-        Until then receives are not posted ahead, and a step is settled in its own iteration.
+        That is what waits for the whole device, where messages occupy it, and a step that is compiled. Until then
+        receives are not posted ahead, and a step is settled in its own iteration.
         """
         boxes = self._exchange.activations_in, self._exchange.gradients_in
-        if not any(box is not None and box.link.occupies_device for box in boxes):
+        occupied = any(box is not None and box.link.occupies_device for box in boxes)
+        if not occupied and not (self.late is not None and self.late.compiles):
             return True
         stepped = self.late is None or self.late.has_stepped
         return stepped and iteration - self._shape.first >= WARM_UP

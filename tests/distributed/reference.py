@@ -21,12 +21,13 @@ class Rule:
     """What the reference is to compute.
 
     microbatches  m
-    optimizer     "adam" or "sgd"
+    optimizer     "adam", "sgd", "muon", "lion" or "soap"; the last three step matrices, and Adam (or Lion beside Muon)
+                  the rest
     delay         of the gradients: 1 is 2BW, 0 is vanilla
     sync          batches at the start that are not delayed
     factor        of the extrapolation
     norm_order    the names by stage in the order in which the pipeline under test adds up the gradient norm
-    poison        batch whose gradients are made inf (fp16)
+    poison        batch whose gradients are made inf, and whose step is skipped
     """
 
     microbatches: int
@@ -60,6 +61,34 @@ class _Done(BaseException):
     pass
 
 
+class Optimizers:
+    """Several torch optimizers, stepped in turn."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]):
+        self._parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self._parts:
+            part.step()
+
+
+def split_muon(heads: int, fused: set[torch.Tensor]) -> type:
+    """Muon that orthogonalises queries, keys and values apart, in the matrices `fused` that hold them head by head."""
+    from emerging_optimizers.orthogonalized_optimizers import Muon
+
+    class SplitMuon(Muon):
+        def orthogonalize(self, p, grad, **kwargs):
+            if p not in fused:
+                return super().orthogonalize(p, grad, **kwargs)
+            by_head = grad.view(heads, 3, -1, grad.shape[1])  # (heads, query | key | value, channels, hidden size)
+            parts = [by_head[:, kind].flatten(0, 1) for kind in range(3)]
+            parts = [super(SplitMuon, self).orthogonalize(p, part, **kwargs) for part in parts]
+            return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], dim=1).reshape(grad.shape)
+
+    return SplitMuon
+
+
 class _Reference:
     def __init__(self, model, optimizer, scheduler, data, forward_step, rule: Rule):
         from megatron.training import get_args
@@ -80,17 +109,46 @@ class _Reference:
         self.hysteresis = self.args.hysteresis
         self.run = Run()
 
-    def _make_optimizer(self, megatron_optimizer) -> torch.optim.Optimizer:
-        """torch's optimizer on our own main parameters, grouped by weight decay as Megatron groups them."""
-        main_of = {id(getattr(param, "main_param", param)): self.main[name] for name, param in self.params.items()}
-        groups = [
-            {"params": [main_of[id(p)] for p in group["params"]], "weight_decay": group["weight_decay"]}
-            for group in megatron_optimizer.param_groups
-        ]
-        if self.rule.optimizer == "sgd":
-            return torch.optim.SGD(groups, lr=self.args.lr, momentum=self.args.sgd_momentum)
-        betas = (self.args.adam_beta1, self.args.adam_beta2)
-        return torch.optim.AdamW(groups, lr=self.args.lr, betas=betas, eps=self.args.adam_eps)
+    def _make_optimizer(self, megatron_optimizer) -> Optimizers:
+        """Optimizers on our own main parameters, grouped by weight decay as Megatron groups them."""
+        names = {id(getattr(param, "main_param", param)): name for name, param in self.params.items()}
+        optimizers = []
+        for part in megatron_optimizer.chained_optimizers:
+            groups = [
+                {"params": [self.main[names[id(p)]] for p in group["params"]], "weight_decay": group["weight_decay"]}
+                for group in part.param_groups
+            ]
+            kinds = {self._kind(names[id(p)]) for group in part.param_groups for p in group["params"]}
+            assert len(kinds) == 1, f"Megatron's groups mix {kinds}"
+            optimizers.append(self._make_part(kinds.pop(), groups))
+        return Optimizers(optimizers)
+
+    def _kind(self, name: str) -> str:
+        """The optimizer that steps the parameter `name`. To Megatron learned positions are a matrix like others."""
+        kind, words = self.rule.optimizer, ("embedding.word_embeddings.weight", "output_layer.weight")
+        if kind in ("adam", "sgd") or (self.main[name].dim() == 2 and name not in words):
+            return kind
+        return self.args.muon_scalar_optimizer + " of muon" if kind == "muon" else "adam"
+
+    def _make_part(self, kind: str, groups: list[dict]) -> torch.optim.Optimizer:
+        """The class of torch or of the package emerging_optimizers."""
+        args, lr = self.args, self.args.lr
+        betas = (args.adam_beta1, args.adam_beta2)
+        if kind == "sgd":
+            return torch.optim.SGD(groups, lr=lr, momentum=args.sgd_momentum)
+        if kind.startswith("adam"):
+            return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=args.adam_eps)
+        if kind == "muon":
+            fused = {main for name, main in self.main.items() if name.endswith("linear_qkv.weight")}
+            return split_muon(args.num_attention_heads, fused)(
+                groups, lr=lr, momentum=args.muon_momentum, nesterov=args.muon_nesterov
+            )
+        from emerging_optimizers.scalar_optimizers import Lion
+        from emerging_optimizers.soap import SOAP
+
+        if kind == "soap":
+            return SOAP(groups, lr=lr, betas=betas, use_kl_shampoo=True)
+        return Lion(groups, lr=lr, betas=betas if kind == "lion" else (args.lion_beta1, args.lion_beta2))
 
     def _snapshot(self) -> dict[str, torch.Tensor]:
         return {name: self.main[name].detach().to(param.dtype, copy=True) for name, param in self.params.items()}
@@ -173,7 +231,7 @@ class _Reference:
         if self.rule.per_stage:  # a stage with an inf skips its own step, the others do not
             for names, fine in zip(self.rule.norm_order, finite):
                 self._forget([] if fine else names)
-        if all(finite) or self.rule.per_stage or not self.args.fp16:
+        if all(finite) or self.rule.per_stage:
             self._clip()
             self.optimizer.step()
         if all(finite):  # Megatron moves the learning rate on when all ranks have stepped

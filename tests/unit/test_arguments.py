@@ -91,7 +91,8 @@ VALUES: dict[str, str] = {
     "--cuda-graph-impl": "local",
     "--tensor-parallel-num-weight-shards": "2", "--num-experts": "4", "--fp8-format": "e4m3", "--fp4-format": "e2m1",
     "--pipeline-model-parallel-comm-backend": "nccl", "--cpu-offloading-num-layers": "1",
-    "--step-batch-size-schedule": "8:4", "--timing-log-level": "1", "--optimizer": "muon",
+    "--step-batch-size-schedule": "8:4", "--timing-log-level": "1", "--optimizer": "dist_muon",
+    "--muon-fp32-matmul-prec": "high",
     "--iterations-to-skip": "2 3",
     "--result-rejected-tracker-filename": "{}/rejected", "--phase-transition-iterations": "2,4",
     "--rerun-mode": "validate_results", "--save-activations-interval": "2", "--save-dgrads-interval": "2",
@@ -110,8 +111,17 @@ def refused_command(refusal: Refusal, folder: str = "folder") -> tuple[list[str]
     schedule = {"ours": "pipedream-flush", "no flush": "2bw"}.get(refusal.scope, refusal.scope)
     schedule = schedule if schedule in SCHEDULES else "megatron"
     flags = [refusal.flag, *VALUES.get(refusal.flag, "").format(folder).split()]
-    if (refusal.flag, refusal.scope) == ("--attention-backend", "bert"):
-        flags = [refusal.flag, "fused"]
+    flags = {
+        ("--attention-backend", "bert"): [refusal.flag, "fused"],
+        ("--optimizer", "any"): [refusal.flag, "adaptive_muon"],
+        ("--optimizer", "2bw"): [refusal.flag, "soap"], ("--optimizer", "pipedream"): [refusal.flag, "soap"],
+        ("--fp16", "any"): [refusal.flag, "--optimizer", "soap"],
+        ("--loss-scale", "any"): [refusal.flag, "64", "--optimizer", "muon"],
+        ("--save", "any"): [refusal.flag, folder, "--save-interval", "2", "--optimizer", "soap"],
+        ("--use-distributed-optimizer", "no flush"): [refusal.flag, "--optimizer", "lion"],
+        ("--muon-fp32-matmul-prec", "any"): [refusal.flag, "low", "--optimizer", "muon"],
+        ("--muon-fp32-matmul-prec", "2bw"): [refusal.flag, "high", "--optimizer", "muon"],
+    }.get((refusal.flag, refusal.scope), flags)
     if refusal.flag == "--pipeline-model-parallel-layout":
         flags.append("Ett|ttL")
     if refusal.flag == "--num-distributed-optimizer-instances":
@@ -288,6 +298,18 @@ MISTAKEN = [
     line("--two-bw-trace /proc/version/trace: /proc/version is not a folder", two_bw_trace="/proc/version/trace"),
     line("--two-bw-gradient-slots has no effect without --pipeline-schedule 2bw", schedule="gpipe",
          two_bw_gradient_slots=1),
+    line("--two-bw-sync-iterations has no effect without --pipeline-schedule 2bw", schedule="pipedream-flush",
+         two_bw_sync_iterations=3),
+    line("--two-bw-sync-iterations: -1: must be a whole number", two_bw_sync_iterations=-1),
+    line("--two-bw-sync-iterations: 1.5: must be a whole number", two_bw_sync_iterations=1.5),
+    line("--two-bw-correction has no effect without --pipeline-schedule 2bw", schedule="megatron",
+         two_bw_correction="extrapolate"),
+    line("--two-bw-correction-factor has no effect without --two-bw-correction extrapolate",
+         two_bw_correction_factor=0.5),
+    line("--two-bw-correction-factor 1.5 must be between 0 and 1", two_bw_correction="extrapolate",
+         two_bw_correction_factor=1.5),
+    line("--two-bw-correction-factor nan must be between 0 and 1", two_bw_correction="extrapolate",
+         two_bw_correction_factor="nan"),
     line("--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages", schedule="gpipe",
          two_bw_extra_warmup=1),
     line("--two-bw-extra-warmup has no effect without", stages=1, world=1, two_bw_extra_warmup=1),
@@ -320,10 +342,16 @@ ACCEPTED = [
     ["--exit-signal-handler"], ["--exit-duration-in-mins", "5"], ["--dataloader-type", "cyclic"],
     ["--decoder-first-pipeline-num-layers", "3"], ["--skip-train"], ["--log-params-norm", "--log-num-zeros-in-grad"],
     ["--timing-log-level", "2", "--no-barrier-with-level-1-timing", "--log-throughput"], ["--use-mcore-models"],
-    ["--optimizer", "sgd", "--sgd-momentum", "0.5"],
+    ["--optimizer", "sgd", "--sgd-momentum", "0.5"], ["--optimizer", "muon", "--muon-tp-mode", "duplicated"],
+    ["--optimizer", "muon", "--bf16"], ["--optimizer", "lion", "--adam-beta1", "0.8"],
     ["--check-weight-hash-across-dp-replicas-interval", "2"], ["--attention-softmax-in-fp32"], ["--manual-gc"],
     ["--distributed-backend", "gloo", "--transformer-impl", "local"], ["--rerun-mode", "disabled"],
     ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"],
+]
+
+ACCEPTED_BY_2BW = [
+    ["--two-bw-sync-iterations", "3"], ["--two-bw-sync-iterations", "1000"], ["--two-bw-correction", "none"],
+    ["--two-bw-correction", "extrapolate", "--two-bw-correction-factor", "0.9", "--two-bw-sync-iterations", "3"],
 ]
 
 
@@ -339,7 +367,7 @@ DISTRIBUTED = ["--use-distributed-optimizer"]
 OVERLAPPED = [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"]
 
 
-@pytest.mark.parametrize("flags", [DISTRIBUTED, OVERLAPPED, ["--two-bw-gradient-slots", "1"],
+@pytest.mark.parametrize("flags", [DISTRIBUTED, OVERLAPPED, *ACCEPTED_BY_2BW, ["--two-bw-gradient-slots", "1"],
                                    ["--two-bw-trace", "folder"], ["--two-bw-exchange", "gloo"]], ids=" ".join)
 def test_flags_of_2bw_are_accepted(flags):
     assert complaint(command(2, 2, "2bw", *flags), 2) is None
@@ -485,6 +513,8 @@ def test_missing_data(flags, expected):
 @pytest.mark.parametrize("names, read, when", IDLE, ids=[f"{row[0].split()[0]} {row[2]}" for row in IDLE])
 def test_flags_without_effect_are_refused_when_typed(names, read, when):
     argv = command(2, 2, tokenizer_type=None)
+    argv += {"with --optimizer sgd": ["--optimizer", "sgd"], "with --muon-scalar-optimizer lion": [
+        "--optimizer", "muon", "--muon-scalar-optimizer", "lion"]}.get(when, [])
     parser, args = parser_of("2bw", "gpt"), parse([BERT, *argv] if "BERT" in when else argv, 2)
     assert not read(args)
     for name in names.split():
@@ -498,6 +528,8 @@ def test_flags_without_effect_are_refused_when_typed(names, read, when):
 
 @pytest.mark.parametrize("flags", [
     ["--position-embedding-type", "rope", "--rotary-base", "100"], ["--optimizer", "sgd", "--sgd-momentum", "0.5"],
+    ["--optimizer", "muon", "--muon-momentum", "0.8", "--adam-beta2", "0.95"],
+    ["--optimizer", "muon", "--muon-scalar-optimizer", "lion", "--lion-beta1", "0.9"],
     ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2"], ["--use-mup", "--mup-base-hidden-size", "16"],
     ["--recompute-activations", "--recompute-modules", "core_attn"], ["--manual-gc", "--manual-gc-interval", "2"],
     ["--null-tokenizer-pad-id", "3"], ["--reset-position-ids", "--eod-mask-loss"],

@@ -1,0 +1,82 @@
+"""Megatron's optimizers of the package emerging_optimizers, where microbatches cross iterations.
+
+Against the single-process reference, which steps its own main parameters with the package's classes: bit for bit, for
+the reasons that test_update_rule.py gives. Each has two parts: one for matrices, and Adam or Lion for the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from megatron_2bw.optimizer import _own_matmul_precision
+from tests.distributed.compare import UNTIED, assert_same, run_pipeline, run_reference
+from tests.distributed.test_checkpoint import DROPOUT, assert_goes_on, interrupted
+from tests.distributed.test_correction import EXTRAPOLATE
+from tests.distributed.test_update_rule import poison
+from tests.distributed.training import command
+
+MUON = ("--optimizer", "muon", "--muon-nesterov")
+LION_BESIDE_MUON = ("--optimizer", "muon", "--muon-scalar-optimizer", "lion")
+
+
+@pytest.mark.parametrize("flags, correction", [
+    (MUON, {}), ((*MUON, "--bf16"), EXTRAPOLATE), (LION_BESIDE_MUON, EXTRAPOLATE),
+    (("--optimizer", "lion", "--bf16"), {}),
+], ids=lambda case: " ".join(case) if isinstance(case, tuple) else "extrapolate" if case else "")
+def test_2bw(flags, correction):
+    runs = run_pipeline(command(2, 3, "2bw", UNTIED, *flags, **correction), 2)
+    argv = command(1, 3, "2bw", UNTIED, *flags)
+    expected = run_reference(runs, argv, 3, optimizer=flags[1], factor=1.0 if correction else 0.0)
+    assert max(runs[0].grad_norms) > 1.0, "clipping must bite"
+    assert_same(runs, expected, exact=True)
+
+
+def test_pipedream():
+    flags = (UNTIED, *MUON)
+    runs = run_pipeline(command(2, 2, "pipedream", *flags), 2)
+    expected = run_reference(runs, command(1, 2, "pipedream", *flags), 2, optimizer="muon", per_stage=True)
+    assert_same(runs, expected, exact=True)
+
+
+def test_soap_with_a_flush():
+    """Schedules without one refuse it: under 2bw its weights leave the reference's at the third update."""
+    flags = (UNTIED, "--optimizer", "soap", "--bf16")
+    runs = run_pipeline(command(2, 3, "pipedream-flush", *flags), 2)
+    expected = run_reference(runs, command(1, 3, "pipedream-flush", *flags), 3, optimizer="soap", delay=0)
+    assert_same(runs, expected, exact=True)
+
+
+def poison_and_skip(model, optimizer) -> None:
+    """An inf in a stage's gradients, and Megatron's limit of the norm, which has no flag. Muon has no fp16."""
+    poison(model, optimizer)
+    for part in optimizer.chained_optimizers:
+        part.config.grad_norm_skip_threshold = 1e6
+
+
+@pytest.mark.parametrize("correction", [{}, EXTRAPOLATE], ids=["", "extrapolate"])
+def test_a_skipped_step_skips_all_parts(correction):
+    argv = command(1, 3, "2bw", UNTIED, *MUON, "--bf16")
+    runs = run_pipeline(command(2, 3, "2bw", UNTIED, *MUON, "--bf16", **correction), 2, poison_and_skip)
+    expected = run_reference(runs, argv, 3, optimizer="muon", factor=1.0 if correction else 0.0, poison=3)
+    assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0]] * 2 == [expected.skipped] * 2
+    assert_same(runs, expected, exact=True)
+
+
+@pytest.mark.parametrize("flags", [(*MUON, "--bf16"), ("--optimizer", "lion")], ids=" ".join)
+def test_resumed_run_is_the_uninterrupted_one(flags, tmp_path):
+    assert_goes_on(*interrupted(tmp_path, 2, command(2, 2, "2bw", *flags, **DROPOUT)))
+
+
+def test_the_precision_of_products_is_that_of_one_thread():
+    """Muon lowers it in the step's thread, while the next batch computes."""
+    before, seen = torch.get_float32_matmul_precision(), []
+    with _own_matmul_precision():
+        torch.set_float32_matmul_precision("medium")
+        other = threading.Thread(target=lambda: seen.append(torch.get_float32_matmul_precision()))
+        other.start()
+        other.join()
+        assert torch.get_float32_matmul_precision() == "medium" and torch._C._get_float32_matmul_precision() == before
+    assert seen == [before] == [torch.get_float32_matmul_precision()]
