@@ -68,14 +68,23 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=14)
+    parser.add_argument("--schedules", type=lambda text: text.split(","), default=list(SCHEDULES), metavar="NAME,...")
+    parser.add_argument(
+        "--flags", type=lambda text: [part.strip() for part in text.split(";")], default=[], metavar="FLAGS;...",
+        help="more rows: 2bw with these flags of Megatron and of this project",
+    )
     parser.add_argument("--json", type=Path, default=Path("out/bench/real_compute.json"))
     chosen = parser.parse_args()
     rows: list[Row] = []
-    for name in ("limit", *SCHEDULES):
+    unknown = set(chosen.schedules) - set(SCHEDULES)
+    if unknown:
+        parser.error(f"--schedules: {', '.join(sorted(unknown))} is not one of {', '.join(SCHEDULES)}")
+    for name in ("limit", *chosen.schedules, *(f"2bw {flags}" for flags in chosen.flags)):
+        schedule, _, flags = name.partition(" ")
         if name == "limit":
             runs = run_world(2, train_alone, command("2bw", chosen), timeout=600)
         else:
-            runs = run_world(2, train, command(name, chosen), 0.0, 0.0, timeout=600)
+            runs = run_world(2, train, [*command(schedule, chosen), *flags.split()], 0.0, 0.0, timeout=600)
         milliseconds = 1e3 * iteration_seconds(runs)
         limit = rows[0].iteration_ms if rows else milliseconds
         tokens = chosen.microbatches * chosen.sequence / milliseconds * 1e3

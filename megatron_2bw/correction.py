@@ -98,11 +98,9 @@ class Extrapolation:
                 main.data = tensor
 
     def _extrapolate(self, before: list[torch.Tensor], now: list[torch.Tensor]) -> None:
-        """Turn `before` into now + factor (now - before), with one rounding an operation."""
+        """Turn `before` into now + factor (now - before), in one pass over the memory."""
         if before:
-            torch._foreach_sub_(before, now)
-            torch._foreach_mul_(before, -self._factor)
-            torch._foreach_add_(before, now)
+            torch._foreach_lerp_(before, now, 1 + self._factor)
 
 
 def _mains(part: Any) -> list[torch.Tensor]:

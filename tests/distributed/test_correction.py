@@ -62,9 +62,9 @@ def test_skipped_step(sync, correction):
 
 
 def test_factor_and_synchronous_start_together():
-    argv = command(2, 4, "2bw", UNTIED, "--bf16", **EXTRAPOLATE, two_bw_correction_factor=0.3, two_bw_sync_iterations=3)
+    argv = command(2, 4, "2bw", UNTIED, "--bf16", **EXTRAPOLATE, two_bw_correction_factor=0.5, two_bw_sync_iterations=3)
     runs = run_pipeline([*argv, "--two-bw-gradient-slots", "1"], 2)
-    reference = run_reference(runs, command(1, 4, "2bw", UNTIED, "--bf16"), 4, factor=0.3, sync=3)
+    reference = run_reference(runs, command(1, 4, "2bw", UNTIED, "--bf16"), 4, factor=0.5, sync=3)
     assert_same(runs, reference, exact=True)
 
 
