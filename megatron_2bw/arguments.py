@@ -57,8 +57,8 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     )
     group.add_argument(
         "--two-bw-sync-iterations", type=sync_iterations, default=0, metavar="N",
-        help="the first N iterations of 2bw, in which the weights change most, run with a flush and without gradient "
-        "delay; then the pipeline goes over without a stop",
+        help="the first N iterations of 2bw, in which the weights change most, run without gradient delay, with a "
+        "flush; then the pipeline goes over without a stop",
     )
     group.add_argument(
         "--two-bw-correction", choices=("none", "extrapolate"), default="none",

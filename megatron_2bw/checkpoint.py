@@ -69,11 +69,15 @@ class Checkpoints:
             sharded = values["args"].ckpt_format == "torch_dist"
             if not loading:
                 copies = {"shadow": self._runtime.shadow(), "working": self._runtime.working()}
+                schedule = self._runtime.schedule
                 scale = None if values["args"].no_save_optim else self._runtime.loss_scale()
                 state[KEY] = {
-                    "schedule": self._runtime.schedule.name, "version": values["iteration"], "loss_scale": scale,
+                    "schedule": schedule.name, "version": values["iteration"], "loss_scale": scale,
+                    "factor": self._runtime.factor if schedule.extrapolates(values["iteration"]) else None,
                     **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
-                    **{name: _named(name, model, state["model"], each, sharded) for name, each in copies.items()},
+                }
+                state[KEY] |= {
+                    name: _named(name, model, state["model"], each, sharded) for name, each in copies.items() if each
                 }
             else:
                 for name in filter(self._wants, COPIES):
@@ -142,7 +146,7 @@ class Checkpoints:
             if late and not (blocking or terminate or runtime.written):
                 return
             if runtime is not None:
-                runtime.finish()  # its questions are of the world, as those of Megatron that follow
+                runtime.settle()  # its questions are of the world, as those of Megatron that follow
                 runtime.written = False
             with _told_in_one_line():
                 original(blocking=blocking, terminate=terminate)
@@ -184,7 +188,7 @@ class Checkpoints:
         # Without an optimizer (--skip-train) there is nothing to go on with.
         wanted = self._runtime.schedule.late_step and self._runtime.trainable and not get_args().finetune
         if name == "working":
-            wanted = wanted and self._runtime.corrects
+            wanted = wanted and self._runtime.factor is not None
         return bool(wanted and self._saved.get(f"has_{name}"))
 
     def _resume(self, ddp_model: list, iteration: int) -> None:
@@ -199,7 +203,8 @@ class Checkpoints:
         scale = None
         if self._runtime.schedule.late_step and not get_args().no_load_optim:
             scale = self._saved.get("loss_scale")
-        self._runtime.resume(Resume(copies.get("shadow", {}), scale, copies.get("working", {})))
+        factor = self._saved.get("factor") if "shadow" in copies else None
+        self._runtime.resume(Resume(copies.get("shadow", {}), scale, copies.get("working", {}), factor))
 
 
 def _written_here() -> bool | None:
@@ -226,7 +231,8 @@ def _named(
     """
     named = {name: (param, tensors[param]) for name, param in _parameters(model) if param in tensors}
     if not sharded:
-        return {name: tensor for name, (_, tensor) in named.items()}
+        # A copy: of a view the whole memory would be saved.
+        return {name: tensor.clone() for name, (_, tensor) in named.items()}
     entries = {id(entry.data): entry for entry in nested_values(content) if hasattr(entry, "data")}
     result = {}
     for name, (param, tensor) in named.items():

@@ -39,7 +39,7 @@ class Extrapolation:
     """
 
     def __init__(self, parts: Iterable[Any], stores: WeightStores, factor: float):
-        self._factor = factor
+        self._factor, self._weight = factor, 1.0
         self._params = stores.params
         in_place = [] if stores.buffer_data else [param for param in stores.params if param.dtype == torch.float32]
         self.main = {param: param.detach().clone() for param in in_place}
@@ -50,26 +50,24 @@ class Extrapolation:
                 self._copy[part] = part._copy_main_params_to_model_params
                 part._copy_main_params_to_model_params = partial(self._copy_extrapolated, part)
 
-    def before_step(self, views: Sequence[torch.Tensor], wanted: bool) -> None:
+    def before_step(self, views: Sequence[torch.Tensor], extrapolate: bool) -> None:
         """Note the weights that the step will change.
 
-        views   the parameters in the store that is written, in the order of the stores
-        wanted  whether the store is to hold W'; else the step writes W
+        views        the parameters in the store that is written, in the order of the stores
+        extrapolate  whether the store is to hold W'; else W, which is W' of factor 0
         """
-        if wanted:
-            self._before = {part: [main.detach().clone() for main in _mains(part)] for part in self._copy}
-            for param, view in zip(self._params, views):
-                if param in self.main:
-                    view.copy_(self.main[param])
+        # The same kernels and the same memory either way: none is new when the first W' is made, beside training.
+        self._weight = 1 + (self._factor if extrapolate else 0.0)
+        self._before = {part: [main.detach().clone() for main in _mains(part)] for part in self._copy}
+        for param, view in zip(self._params, views):
+            if param in self.main:
+                view.copy_(self.main[param])
 
-    def after_step(self, views: Sequence[torch.Tensor], wanted: bool) -> None:
+    def after_step(self, views: Sequence[torch.Tensor]) -> None:
         """Write the parameters whose main ones are `main`; the others were written in the step."""
         for param, view in zip(self._params, views):
             if param in self.main:
-                if wanted:
-                    self._extrapolate([view], [self.main[param]])
-                else:
-                    view.copy_(self.main[param])
+                self._extrapolate([view], [self.main[param]])
 
     def write_true(self, views: Sequence[torch.Tensor]) -> None:
         """Write W to a store, of the distributed optimizer's parameters this rank's shards. Ends a skipped step."""
@@ -98,10 +96,20 @@ class Extrapolation:
                 main.data = tensor
 
     def _extrapolate(self, before: list[torch.Tensor], now: list[torch.Tensor]) -> None:
-        """Turn `before` into now + factor (now - before), in one pass over the memory."""
+        """Turn `before` into now + factor (now - before), in one pass over the memory; exactly `now` if it is 0."""
         if before:
-            torch._foreach_lerp_(before, now, 1 + self._factor)
+            torch._foreach_lerp_(before, now, self._weight)
 
 
 def _mains(part: Any) -> list[torch.Tensor]:
     return [main for name in MAIN_GROUPS for group in getattr(part, name, ()) for main in group]
+
+
+def going_on(then: float | None, now: float | None) -> str:
+    """What the log says of a resumed run whose checkpoint has weights of the factor `then`: nothing if it is `now`."""
+    if then == now:
+        return ""
+    before, after = (
+        "not extrapolated" if factor is None else f"extrapolated by {factor:g} of an update" for factor in (then, now)
+    )
+    return f": {before} at first, {after} from then on"

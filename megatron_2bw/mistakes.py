@@ -499,6 +499,11 @@ def _own_flags(args: Args) -> str | None:
         return "--two-bw-correction-factor has no effect without --two-bw-correction extrapolate: leave it out"
     if not 0 <= factor <= 1:
         return f"--two-bw-correction-factor {factor} must be between 0 and 1"
+    if args.two_bw_correction == "extrapolate" and args.two_bw_sync_iterations >= (args.train_iters or math.inf):
+        return (
+            f"--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations {args.two_bw_sync_iterations} is "
+            f"not below --train-iters {args.train_iters}"
+        )
     extra, boundaries = args.two_bw_extra_warmup, args.pipeline_model_parallel_size - 1
     if extra and (args.pipeline_schedule != "2bw" or not boundaries):
         return "--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages: leave it out"

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,11 +29,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_2bw.correction import Extrapolation
 from megatron_2bw.gradients import GradientSlots, Slot, use_group
 from megatron_2bw.optimizer_state import is_emerging
+from megatron_2bw.stand_ins import (
+    BatchScaler, StandInModel, lists_of_parameters, own_matmul_precision, own_shards, rename_keys, shards_of_stand_ins,
+    stand_in_of,
+)
 from megatron_2bw.weights import WeightStores
 from megatron_2bw.worker import Worker
 
@@ -69,11 +71,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step that is being made: W(batch + 1), in the weight store `target`; `ahead`: its working copy."""
+    """A step that is being made: W(batch + 1), in the weight store `target`, or its working copy."""
 
     batch: int
     target: int
-    ahead: bool
+    extrapolated: bool
     future: Future
 
 
@@ -158,14 +160,14 @@ class LateStep:
         self._groups = Groups(groups, statistics, self._device, timeout, self._parts)
         self._slots = GradientSlots(ddp, slots, self._groups.data, first)
         for part in self._parts:
-            _own_shards(part)
+            own_shards(part)
         self._gathering = _Gathering(ddp, self._groups.data)
-        self._stand_ins = {param: _stand_in(param) for param in stores.params}
+        self._stand_ins = {param: stand_in_of(param) for param in stores.params}
         self._places = [
-            (places, index) for part in self._parts for places in _lists_of_parameters(part)
+            (places, index) for part in self._parts for places in lists_of_parameters(part)
             for index, param in enumerate(places) if isinstance(param, torch.nn.Parameter) and param in self._stand_ins
         ]
-        self._model = _Model(ddp, self._stand_ins)
+        self._model = StandInModel(ddp, self._stand_ins)
         self._worker = Worker("2bw step", self._device)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self._stream = torch.cuda.Stream(device=self._device)
@@ -174,7 +176,7 @@ class LateStep:
         # Its first step is compiled, and compiling sets the random generators back to where they stood before it,
         # whatever the training thread has drawn meanwhile.
         self.compiles = any(is_emerging(part.optimizer) for part in self._parts)
-        self._precision = _own_matmul_precision if self.compiles else contextlib.nullcontext
+        self._precision = own_matmul_precision if self.compiles else contextlib.nullcontext
         # A batch is scaled as the step left it that made its weights: the newest that is over wherever it begins.
         scale = self._current_scale().clone()
         shadow = scale if loss_scale is None else torch.full_like(scale, loss_scale)
@@ -182,7 +184,7 @@ class LateStep:
         self._loss_scale, self._logged_scale = scale, float(scale)
         self._take_over(optimizer, scheduler)
         self._correction = None if factor is None else Extrapolation(self._parts, stores, factor)
-        self._ahead = bool(working)  # the newest version's store holds its working copy
+        self._extrapolated = bool(working)  # the newest version's store holds its working copy
         self._parked: list[torch.Tensor] | None = None  # that copy, while the store shows the true weights
         for param, view in zip(stores.params, stores.values(stores.newest) if working else ()):
             view.copy_(working[param])
@@ -231,23 +233,23 @@ class LateStep:
 
     def start(
         self, batch: int, needed: set[int], tokens: torch.Tensor | None, report: Callable[[], StageReport],
-        delayed: bool = True,
+        extrapolate: bool,
     ) -> None:
         """After the last backward of `batch`: start its reduction and step.
 
         needed  weight versions that microbatches in flight, or forwards before the step is settled, read
         tokens  unmasked tokens of the batch on this stage, an int tensor of one element, with per-token loss
         report  called in the step's thread
-        delayed whether gradients taken at W(batch + 1) will be one update late, so that a correction applies to it
+        extrapolate  whether the correction, if there is one, applies to W(batch + 1)
         """
         assert self._pending is None, f"batch {self.pending} is not settled"
         target, slot = self._stores.reserve(needed), self._slots.filled(batch)
         alarm = self._alarm is not None and self._alarm()
         ready = torch.cuda.Event()
         ready.record()
-        ahead = delayed and self._correction is not None
-        job = partial(self._update, batch, target, slot, tokens, self._loss_scale, report, alarm, ahead, ready)
-        self._pending = _Pending(batch, target, ahead, self._worker.submit(job))
+        extrapolate = extrapolate and self._correction is not None
+        job = partial(self._update, batch, target, slot, tokens, self._loss_scale, report, alarm, extrapolate, ready)
+        self._pending = _Pending(batch, target, extrapolate, self._worker.submit(job))
 
     def settle(self) -> Outcome:
         """Wait until the step of the pending batch is made; W(batch + 1) is there then."""
@@ -256,7 +258,7 @@ class LateStep:
         self._pending = None
         torch.cuda.current_stream().wait_event(done)
         self._stores.commit(pending.target, outcome.stepped or self._correction is not None)
-        self._ahead = pending.ahead
+        self._extrapolated = pending.extrapolated
         self._scales[pending.batch + 1] = scale
         self._logged_scale = outcome.loss_scale
         self.has_stepped |= outcome.stepped
@@ -267,7 +269,7 @@ class LateStep:
 
         The working copy is kept in the memory of the gradients, which nobody needs then.
         """
-        if not self._ahead or self._parked is not None:
+        if not self._extrapolated or self._parked is not None:
             return
         version = self._stores.newest
         views, target = self._stores.values(version), self._stores.slot(version)
@@ -285,8 +287,14 @@ class LateStep:
             self._parked = None
 
     def working(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """The newest version's working copy, by parameter, after `reveal`; empty if there is none."""
-        return {} if self._parked is None else dict(zip(self._stores.params, self._parked))
+        """The newest version's working copy, by parameter; after `reveal`. Empty without a correction.
+
+        Where nothing is extrapolated yet it equals the true weights: all checkpoints of a run have the same entries.
+        """
+        if self._correction is None:
+            return {}
+        copies = self._stores.values(self._stores.newest) if self._parked is None else self._parked
+        return dict(zip(self._stores.params, copies))
 
     def defer(self, job: Callable[[], None]) -> Future:
         """Run `job` in the step's thread once the step that is being made is over."""
@@ -296,7 +304,7 @@ class LateStep:
 
     def _update(
         self, batch: int, target: int, slot: Slot, tokens: torch.Tensor | None, scale: torch.Tensor,
-        report: Callable[[], StageReport], alarm: bool, ahead: bool, ready: torch.cuda.Event,
+        report: Callable[[], StageReport], alarm: bool, extrapolate: bool, ready: torch.cuda.Event,
     ) -> tuple[Outcome, torch.Tensor, torch.cuda.Event]:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
@@ -312,7 +320,7 @@ class LateStep:
             stages = self._exchange(report())
             alarm, written = self._ask_all(alarm)  # before the step: it waits for nobody then
             with self._parameters_replaced(target), self._scaled_by(scale), self._precision():
-                stepped, grad_norm, zeros = self._step(target, views, ahead)
+                stepped, grad_norm, zeros = self._step(target, views, extrapolate)
                 self._megatron.zero_grad()
             if stepped:
                 self._megatron.schedule(increment=self._increment)
@@ -331,15 +339,15 @@ class LateStep:
         for param, view in zip(self._stores.params, views):
             self._stand_ins[param].data = main.get(param, view)
 
-    def _step(self, target: int, views: Sequence[torch.Tensor], ahead: bool) -> tuple[bool, Any, Any]:
-        """Megatron's step, into the weight store `target`; `ahead`: it is to hold the working copy."""
+    def _step(self, target: int, views: Sequence[torch.Tensor], extrapolate: bool) -> tuple[bool, Any, Any]:
+        """Megatron's step, into the weight store `target`, whose parameters are `views`."""
         if self._correction is None:
             self._stores.prepare(target)
             return self._megatron.step()
-        self._correction.before_step(views, ahead)
+        self._correction.before_step(views, extrapolate)
         result = self._megatron.step()
         if result[0]:
-            self._correction.after_step(views, ahead)
+            self._correction.after_step(views)
         else:
             self._write_true(views)
         return result
@@ -384,16 +392,16 @@ class LateStep:
         with contextlib.ExitStack() as undo:
             for part in self._parts:
                 if hasattr(part, "model_param_gbuf_map"):
-                    undo.enter_context(_shards_of_stand_ins(part, self._stand_ins))
+                    undo.enter_context(shards_of_stand_ins(part, self._stand_ins))
             if self._stores.buffer_data:
                 self._gathering.point_to(self._stores.buffer_data[target])
             for (places, index), param in zip(self._places, originals):
                 places[index] = self._stand_ins[param]
-            _rename_keys(states, self._stand_ins)
+            rename_keys(states, self._stand_ins)
             try:
                 yield
             finally:
-                _rename_keys(states, {stand_in: param for param, stand_in in self._stand_ins.items()})
+                rename_keys(states, {stand_in: param for param, stand_in in self._stand_ins.items()})
                 for (places, index), param in zip(self._places, originals):
                     places[index] = param
 
@@ -403,152 +411,13 @@ class LateStep:
         scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
         for part, scaler in zip(self._parts, scalers):
             if scaler is not None:
-                part.grad_scaler = _BatchScaler(scaler, scale)
+                part.grad_scaler = BatchScaler(scaler, scale)
         try:
             yield
         finally:
             for part, scaler in zip(self._parts, scalers):
                 if scaler is not None:
                     part.grad_scaler = scaler
-
-
-@contextlib.contextmanager
-def _own_matmul_precision() -> Iterator[None]:
-    """Inside, torch's precision of fp32 products is this thread's own: what it sets, it alone reads.
-
-    Muon and SOAP lower it around their products, for the whole process: those of the next batch would be rounded as
-    the threads' timing has it. Muon's "medium" only asks its own code to compute in bf16, and still does. What torch
-    itself would do at a lower precision (TF32 on a GPU) it does not do here.
-    """
-    owner, get, put = threading.get_ident(), torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    own = get()
-
-    def get_own() -> str:
-        return own if threading.get_ident() == owner else get()
-
-    def put_own(precision: str) -> None:
-        nonlocal own
-        if threading.get_ident() == owner:
-            own = precision
-        else:
-            put(precision)
-
-    torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = get_own, put_own
-    try:
-        yield
-    finally:
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = get, put
-
-
-class _BatchScaler:
-    """A gradient scaler of Megatron that unscales by one batch's scale; `update` is the scaler's own."""
-
-    def __init__(self, scaler: Any, scale: torch.Tensor):
-        self.scale, self.update = scale, scaler.update
-
-    @property
-    def inv_scale(self) -> torch.Tensor:
-        return self.scale.double().reciprocal().float()
-
-
-class _Model:
-    """What Megatron's finalize function asks of a model chunk, answered with stand-ins for the parameters."""
-
-    pre_process = True  # by this attribute Megatron finds the innermost model
-
-    def __init__(self, ddp: Any, stand_ins: dict[torch.nn.Parameter, torch.Tensor]):
-        self.ddp_config = ddp.ddp_config
-        self.config = copy.copy(get_model_config(ddp))
-        self.config.timers = None
-        self._inner, self._stand_ins = unwrap_model(ddp), stand_ins
-        self.share_embeddings_and_output_weights = getattr(self._inner, "share_embeddings_and_output_weights", False)
-
-    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """It is over already."""
-
-    def modules(self) -> Iterator[torch.nn.Module]:
-        return self._inner.modules()
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, param in self._inner.named_parameters():
-            yield name, self._stand_ins.get(param, param)
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return (param for _, param in self.named_parameters())
-
-    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        weight = self._inner.shared_embedding_or_output_weight()
-        return self._stand_ins.get(weight, weight)
-
-    @property
-    def position_embeddings(self) -> SimpleNamespace:
-        weight = self._inner.position_embeddings.weight
-        return SimpleNamespace(weight=self._stand_ins.get(weight, weight))
-
-
-def _stand_in(param: torch.nn.Parameter) -> torch.Tensor:
-    """A tensor with the parameter's attributes, which Megatron reads (tensor_model_parallel, shared, ...)."""
-    stand_in = torch.empty(0, dtype=param.dtype, device=param.device)
-    stand_in.__dict__.update(param.__dict__)
-    stand_in.requires_grad_()
-    return stand_in
-
-
-def _lists_of_parameters(part: Any) -> Iterator[list]:
-    """The lists in which one of Megatron's optimizers holds model parameters."""
-    for name in ("float16_groups", "fp32_from_fp32_groups", "model_float16_groups", "model_fp32_groups"):
-        yield from getattr(part, name, ())
-    if part.optimizer is not None:
-        for group in part.optimizer.param_groups:
-            yield group["params"]
-
-
-def _rename_keys(states: list[dict], names: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Optimizer state is found by the parameter object."""
-    for state in states:
-        for key in [key for key in state if key in names]:
-            state[names[key]] = state.pop(key)
-
-
-@contextlib.contextmanager
-def _shards_of_stand_ins(part: Any, stand_ins: dict[torch.nn.Parameter, torch.Tensor]) -> Iterator[None]:
-    """Let a DistributedOptimizer find the shard of a stand-in where that of its parameter is."""
-    owners = {stand_in: param for param, stand_in in stand_ins.items()}
-    original, ranges = part.model_param_gbuf_map, part._get_model_param_range_map
-    part.model_param_gbuf_map = {
-        **original, **{stand_in: original[param] for stand_in, param in owners.items() if param in original},
-    }
-
-    def of_the_owner(param: torch.Tensor) -> dict:
-        part.model_param_gbuf_map, full = original, part.model_param_gbuf_map
-        try:
-            return ranges(owners.get(param, param))
-        finally:
-            part.model_param_gbuf_map = full
-
-    part._get_model_param_range_map = of_the_owner
-    try:
-        yield
-    finally:
-        part.model_param_gbuf_map = original
-        del part._get_model_param_range_map
-
-
-def _own_shards(part: Any) -> None:
-    """Give the fp32 shards of a DistributedOptimizer memory of their own.
-
-    Megatron steps those of fp32 parameters inside the parameters' buffer, which is a weight version here.
-    """
-    shards = {
-        shard: torch.nn.Parameter(shard.detach().clone(), requires_grad=False)
-        for group in getattr(part, "shard_fp32_groups", ()) for shard in group
-    }
-    for shard, own in shards.items():
-        own.__dict__.update(shard.__dict__)
-    for places in (*getattr(part, "shard_fp32_groups", ()), *(g["params"] for g in part.param_groups)):
-        places[:] = [shards.get(tensor, tensor) for tensor in places]
-    if shards:
-        _rename_keys([part.optimizer.state], shards)
 
 
 class _Gathering:

@@ -23,6 +23,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import print_rank_0
 
 from megatron_2bw.communication import Exchange, connect
+from megatron_2bw.correction import going_on
 from megatron_2bw.logbook import LateLogbook, Logbook, PromptLogbook, Spent
 from megatron_2bw.optimizer import LateStep, StageReport
 from megatron_2bw.random_state import RandomState
@@ -79,11 +80,13 @@ class Resume:
     shadow      the weights one update older than the newest, W(iteration - 1), by parameter; empty: take the newest
     loss_scale  of the first batch, as it belongs to those weights; None: the present one
     working     the working copy of the newest weights, with --two-bw-correction; empty: take the newest
+    factor      that these copies were extrapolated with; None: they were not
     """
 
-    shadow: dict[torch.nn.Parameter, torch.Tensor]
-    loss_scale: float | None
+    shadow: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    loss_scale: float | None = None
     working: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    factor: float | None = None
 
 
 class PipelineRuntime:
@@ -207,15 +210,19 @@ class PipelineRuntime:
         self._recorder.add(action, asked, asked, self._recorder.mark())
         return result
 
-    def finish(self) -> None:
-        """Settle a step that is still being made, so that the newest weights are there, and log what waits for it."""
-        if self.late is not None:
-            if self.late.pending is not None:
-                self._settle()
-                self.stores.bind_newest()
-            self.late.reveal()
+    def settle(self) -> None:
+        """Finish a step that is still being made, and log what waits for it."""
+        if self.late is not None and self.late.pending is not None:
+            self._settle()
+            self.stores.bind_newest()
         if self.logbook is not None:
             self.logbook.flush()
+
+    def finish(self) -> None:
+        """Finish a step that is still being made, and show the newest true weights until the next iteration."""
+        self.settle()
+        if self.late is not None:
+            self.late.reveal()
 
     # Checkpoints (checkpoint.py) ask and tell the following, between iterations.
 
@@ -258,9 +265,9 @@ class PipelineRuntime:
         self._resume = resume
 
     @property
-    def corrects(self) -> bool:
-        """Whether there are working copies apart from the true weights (--two-bw-correction)."""
-        return self._factor is not None
+    def factor(self) -> float | None:
+        """That of --two-bw-correction extrapolate; None without it."""
+        return self._factor
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -314,23 +321,24 @@ class PipelineRuntime:
         ddp = call.model
         buffers = ddp.buffers if ddp.ddp_config.use_distributed_optimizer else ()
         self.stores = WeightStores(self._params, self.schedule.max_versions(self._shape, self._stage), buffers)
-        shadow = self._resume.shadow if self._resume is not None and self.schedule.late_step else {}
+        resume = self._resume or Resume()
+        shadow = resume.shadow if self.schedule.late_step else {}
         self.stores.start(progress.iteration, [shadow[param] for param in self._params] if shadow else None)
         if progress.iteration > 0:
             versions = "both weight versions of the checkpoint" if shadow else "the loaded weights as every version"
-            if self.corrects and not (self._resume is not None and self._resume.working):
-                versions += ", the first of them not extrapolated"
+            if self.schedule.extrapolates(progress.iteration):
+                versions += going_on(resume.factor, self._factor)
             print_rank_0(f"> {self.schedule.name}: starts from iteration {progress.iteration} with {versions}")
 
     def _make_late_step(self, call: Call, progress: Progress, samples: int) -> None:
         working = None
-        if self._resume is not None and self._factor is not None and self.schedule.delayed(progress.iteration):
+        if self._resume is not None and self.schedule.extrapolates(progress.iteration):
             working = self._resume.working
         synchronous = min(self.schedule.sync_iterations, progress.end)
         if progress.iteration < synchronous:
             print_rank_0(
-                f"> {self.schedule.name}: iterations {progress.iteration + 1} to {synchronous} run with a flush and "
-                "without gradient delay"
+                f"> {self.schedule.name}: iterations {progress.iteration + 1} to {synchronous} run without gradient "
+                "delay"
             )
         self.late = LateStep(
             call.model, self._optimizer, self._scheduler, self.stores, slots=self.schedule.gradient_slots,
@@ -501,7 +509,7 @@ class PipelineRuntime:
             marks = self._recorder.cut()
             self.late.start(
                 action.microbatch, self._versions_still_read(to_come), tokens, partial(self._report, marks),
-                delayed=self.schedule.delayed(action.microbatch + 1),
+                extrapolate=self.schedule.extrapolates(action.microbatch + 1),
             )
             return
         call.config.finalize_model_grads_func(

@@ -125,6 +125,8 @@ def _check(options: argparse.Namespace, parser: Parser) -> None:
         wrong = [entry for entry in given if entry not in known]
         if wrong:
             parser.error(f"{flag}: {wrong[0]} is not one of {', '.join(map(str, known))}")
+    if options.extrapolate and "2bw" not in options.schedules:
+        parser.error("--extrapolate has no effect without 2bw among --schedules: leave it out")
     for flag, number in (("--max-global-batch-size", options.max_global_batch_size), ("--top", options.top)):
         if number < 1:
             parser.error(f"{flag} must be positive, not {number}")

@@ -119,7 +119,7 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         f"GiB less {100 * cost.margin:.0f} %)."
     )
     help_ = [f"GPUs of {math.ceil(10 * need / GIB / (1 - cost.margin)) / 10:g} GiB or more"]
-    other = _fitting(cost, Space(space.batch))
+    other = _fitting(cost, Space(space.batch, extrapolate=space.extrapolate)) or _fitting(cost, Space(space.batch))
     if other is not None:
         flags = " ".join(other.flags(cost.precision))
         help_.insert(0, f"on these GPUs what the search was told to leave out: {flags}")

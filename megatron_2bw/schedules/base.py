@@ -19,6 +19,7 @@ class Schedule:
     same_version_everywhere = True  # a microbatch runs on the same W on every stage
     chunks = 1  # parts of the model that a stage holds
     late_step = False  # a batch's update is made beside the next batch, between its REDUCE and its STEP
+    sync_iterations = 0  # batches at the start that run without delay, in a schedule that delays the others
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         """The actions of `stage` in `iteration`, in order.
@@ -31,6 +32,10 @@ class Schedule:
     def ahead(self, shape: Shape, stage: int) -> int:
         """Forwards before the first backward, the one that alternates with it left out."""
         return shape.warmup(stage)
+
+    def extrapolates(self, version: int) -> bool:
+        """Whether W(version) is read only by batches whose gradients come an update late."""
+        return False
 
     def min_microbatches(self, stages: int) -> int:
         """The smallest number of microbatches per batch that the schedule allows."""

@@ -59,11 +59,11 @@ class TwoBW(Schedule):
 
     def version(self, shape: Shape, stage: int, microbatch: int) -> int:
         batch = shape.batch(microbatch)
-        return batch - 1 if self.delayed(batch) else batch
+        return batch if batch < max(self.sync_iterations, 1) else batch - 1
 
-    def delayed(self, number: int) -> bool:
-        """Whether batch `number` runs one update late; then W(number) is read by the batch after it alone."""
-        return number >= max(self.sync_iterations, 1)
+    def extrapolates(self, version: int) -> bool:
+        # W(v) is read by batch v + 1, one update late; and by batch v itself if that runs without delay.
+        return version >= max(self.sync_iterations, 1)
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         filled = max(shape.first, self.sync_iterations - 1)  # the iteration that fills the pipeline for good

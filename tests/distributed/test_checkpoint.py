@@ -167,7 +167,8 @@ def test_what_a_checkpoint_holds(saved):
     checkpoint = saved.folder / f"iter_{SAVED:07d}"
     own = dist_checkpointing.load_common_state_dict(checkpoint)["two_bw"]
     own.pop("shadow", None)
-    assert own == {"schedule": "2bw", "version": SAVED, "loss_scale": 1.0, "has_shadow": True}
+    flags = {"has_shadow": True, "has_working": False, "factor": None}
+    assert own == {"schedule": "2bw", "version": SAVED, "loss_scale": 1.0} | flags
     entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     sizes = {name: entry.size for name, entry in entries.items() if hasattr(entry, "size")}
     prefix = "two_bw.shadow."

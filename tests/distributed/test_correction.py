@@ -84,6 +84,17 @@ def test_distributed_optimizer(flags):
         assert torch.equal(value, sharded[1].weights[name]), "the replicas have drifted apart"
 
 
+def test_a_skipped_step_with_the_distributed_optimizer_and_evaluations():
+    changes = dict(width=2, clip_grad=0, initial_loss_scale=4096, hysteresis=1, **EXTRAPOLATE)
+    plain = run_pipeline(command(2, 2, "2bw", "--fp16", **changes), 4, poison)
+    sharded = ("--fp16", "--use-distributed-optimizer", "--eval-interval", "1", "--eval-iters", "1")
+    runs = run_pipeline(command(2, 2, "2bw", *sharded, **changes), 4, poison)
+    assert runs[0].skipped == plain[0].skipped and 1 in plain[0].skipped
+    assert_same_runs(runs[0::2], plain[0::2], exact=True)
+    for name, value in runs[0].weights.items():
+        assert torch.equal(value, runs[1].weights[name]), "the replicas have drifted apart"
+
+
 CASES = {
     "fp32, tied": (2, command(2, 2, "2bw", **EXTRAPOLATE, **DROPOUT)),
     "bf16, distributed optimizer": (
@@ -92,6 +103,7 @@ CASES = {
     "asynchronous, with evaluations": (
         2, command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **EXTRAPOLATE, **DROPOUT)),
     "in the synchronous start": (2, command(2, 2, "2bw", two_bw_sync_iterations=5, **EXTRAPOLATE, **DROPOUT)),
+    "torch format": (2, command(2, 2, "2bw", "--bf16", ckpt_format="torch", **EXTRAPOLATE, **DROPOUT)),
     "at its end": (2, command(2, 2, "2bw", two_bw_sync_iterations=SAVED, **EXTRAPOLATE, **DROPOUT)),
 }
 
@@ -100,6 +112,26 @@ CASES = {
 def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     ranks, argv = CASES[name]
     assert_goes_on(*interrupted(tmp_path, ranks, argv))
+
+
+def test_a_longer_synchronous_start_than_at_the_save(tmp_path):
+    """The first batch runs on the true W(3), not on its working copy, as one with a flush does."""
+    argv = command(2, 2, "2bw", **EXTRAPOLATE)
+    run_pipeline([*argv, "--save", str(tmp_path), "--save-interval", str(SAVED), "--exit-interval", str(SAVED)], 2)
+    resumed = run_pipeline([*argv, "--load", str(tmp_path), "--two-bw-sync-iterations", "5"], 2)[-1]
+    vanilla = command(2, 2, "pipedream-flush")
+    expected = run_pipeline([*vanilla, "--load", str(tmp_path)], 2)[-1]
+    assert resumed.iterations == expected.iterations == [4, 5, 6]
+    assert resumed.losses[:2] == expected.losses[:2] and resumed.losses[2] != expected.losses[2]
+
+
+def test_one_plan_for_all_saves(tmp_path):
+    """The first save is in the synchronous start; Megatron takes its list of tensors for the later ones too."""
+    argv = command(2, 2, "2bw", "--ckpt-assume-constant-structure", two_bw_sync_iterations=3, **EXTRAPOLATE)
+    whole = run_pipeline([*argv, "--save", str(tmp_path), "--save-interval", "2"], 2)
+    rest = run_pipeline([*argv, "--load", str(tmp_path), "--ckpt-step", "4"], 2)
+    assert rest[-1].losses == whole[-1].losses[4:]
+    assert_same_runs(rest, [Run(losses=run.losses[4:], weights=run.weights) for run in whole], exact=True)
 
 
 @pytest.mark.parametrize("more", [{}, dict(two_bw_sync_iterations=5)])

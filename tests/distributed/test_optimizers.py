@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from megatron_2bw.optimizer import _own_matmul_precision
+from megatron_2bw.stand_ins import own_matmul_precision
 from tests.distributed.compare import UNTIED, assert_same, run_pipeline, run_reference
 from tests.distributed.test_checkpoint import DROPOUT, assert_goes_on, interrupted
 from tests.distributed.test_correction import EXTRAPOLATE
@@ -73,7 +73,7 @@ def test_resumed_run_is_the_uninterrupted_one(flags, tmp_path):
 def test_the_precision_of_products_is_that_of_one_thread():
     """Muon lowers it in the step's thread, while the next batch computes."""
     before, seen = torch.get_float32_matmul_precision(), []
-    with _own_matmul_precision():
+    with own_matmul_precision():
         torch.set_float32_matmul_precision("medium")
         other = threading.Thread(target=lambda: seen.append(torch.get_float32_matmul_precision()))
         other.start()

@@ -306,6 +306,8 @@ MISTAKEN = [
          two_bw_correction="extrapolate"),
     line("--two-bw-correction-factor has no effect without --two-bw-correction extrapolate",
          two_bw_correction_factor=0.5),
+    line("--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations 6 is not below --train-iters 6",
+         two_bw_correction="extrapolate", two_bw_sync_iterations=6),
     line("--two-bw-correction-factor 1.5 must be between 0 and 1", two_bw_correction="extrapolate",
          two_bw_correction_factor=1.5),
     line("--two-bw-correction-factor nan must be between 0 and 1", two_bw_correction="extrapolate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_2bw.correction import Extrapolation
+from megatron_2bw.correction import Extrapolation, going_on
 from megatron_2bw.weights import WeightStores
 
 
@@ -36,15 +36,15 @@ def stage() -> tuple[WeightStores, MixedPrecision, torch.nn.Parameter, torch.nn.
     return stores, MixedPrecision(stores), low, full
 
 
-def step(stores, part, correction, wanted: bool, update: float = 0.5) -> list[torch.Tensor]:
+def step(stores, part, correction, extrapolate: bool, update: float = 0.5) -> list[torch.Tensor]:
     """Both parameters change by -update; returns what is in the store then."""
     part.target = stores.reserve({stores.newest})
     views = stores.views(part.target)
-    correction.before_step(views, wanted)
+    correction.before_step(views, extrapolate)
     for main in correction.main.values():  # as Megatron's optimizer would, in place
         main.sub_(update)
     part.step(update)
-    correction.after_step(views, wanted)
+    correction.after_step(views)
     stores.commit(part.target, True)
     return views
 
@@ -54,43 +54,54 @@ def step(stores, part, correction, wanted: bool, update: float = 0.5) -> list[to
 def test_the_store_is_ahead_by_the_factor_of_the_update_and_the_main_parameters_are_not(factor, low, full):
     stores, part, _, _ = stage()
     correction = Extrapolation([part], stores, factor)
-    views = step(stores, part, correction, wanted=True)
+    views = step(stores, part, correction, extrapolate=True)
     assert views[0].tolist() == low and views[1].tolist() == full
     (main,) = part.fp32_from_float16_groups[0]
     assert main.tolist() == [0.5, 1.5] and correction.main[stores.params[1]].tolist() == [3.5]
 
 
-def test_not_wanted_writes_the_true_weights():
+def test_without_extrapolation_the_step_writes_the_true_weights():
     stores, part, _, _ = stage()
     correction = Extrapolation([part], stores, 1.0)
-    views = step(stores, part, correction, wanted=False)
+    views = step(stores, part, correction, extrapolate=False)
     assert views[0].tolist() == [0.5, 1.5] and views[1].tolist() == [3.5]
 
 
 def test_the_next_update_starts_from_the_true_weights():
     stores, part, _, _ = stage()
     correction = Extrapolation([part], stores, 1.0)
-    step(stores, part, correction, wanted=True)
-    views = step(stores, part, correction, wanted=True, update=-1.0)
+    step(stores, part, correction, extrapolate=True)
+    views = step(stores, part, correction, extrapolate=True, update=-1.0)
     assert views[0].tolist() == [2.5, 3.5] and views[1].tolist() == [5.5]
 
 
 def test_a_skipped_step_leaves_the_true_weights_in_the_store():
     stores, part, _, _ = stage()
     correction = Extrapolation([part], stores, 1.0)
-    step(stores, part, correction, wanted=True)
+    step(stores, part, correction, extrapolate=True)
     part.target = stores.reserve({stores.newest})
     views = stores.views(part.target)
     correction.before_step(views, True)
     correction.write_true(views)
     assert views[0].tolist() == [0.5, 1.5] and views[1].tolist() == [3.5]
     stores.commit(part.target, True)
-    assert step(stores, part, correction, wanted=True)[0].tolist() == [-0.5, 0.5], "nothing is left of the skipped one"
+    views = step(stores, part, correction, extrapolate=True)
+    assert views[0].tolist() == [-0.5, 0.5], "nothing is left of the skipped one"
 
 
 def test_the_update_is_taken_in_fp32():
     """An update that bf16 weights do not show is there twice over."""
     stores, part, _, _ = stage()
     correction = Extrapolation([part], stores, 1.0)
-    views = step(stores, part, correction, wanted=True, update=2.0**-9 * 1.5)
+    views = step(stores, part, correction, extrapolate=True, update=2.0**-9 * 1.5)
     assert views[0][0] == torch.tensor(1 - 2.0**-8 * 1.5).bfloat16() != torch.tensor(1 - 2.0**-9 * 1.5).bfloat16()
+
+
+@pytest.mark.parametrize("then, now, text", [
+    (None, None, ""), (0.5, 0.5, ""),
+    (None, 1.0, ": not extrapolated at first, extrapolated by 1 of an update from then on"),
+    (1.0, None, ": extrapolated by 1 of an update at first, not extrapolated from then on"),
+    (1.0, 0.5, ": extrapolated by 1 of an update at first, extrapolated by 0.5 of an update from then on"),
+])
+def test_the_log_tells_a_resumed_run_whose_first_weights_differ(then, now, text):
+    assert going_on(then, now) == text

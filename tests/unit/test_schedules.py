@@ -290,7 +290,10 @@ def test_2bw_that_is_synchronous_to_its_end_is_1f1b_with_a_flush():
     assert lists(TwoBW(sync_iterations=1), shape) == lists(TwoBW(), shape)
 
 
-def test_what_is_read_late_only():
-    """W(v) is extrapolated if no batch reads it without delay."""
-    assert [TwoBW(sync_iterations=3).delayed(number) for number in range(5)] == [False, False, False, True, True]
-    assert [TwoBW().delayed(number) for number in range(3)] == [False, True, True]
+@pytest.mark.parametrize("sync", [0, 1, 3])
+def test_versions_that_are_read_late_only_are_extrapolated(sync):
+    schedule, shape = TwoBW(sync_iterations=sync), Shape(2, 2, 0, 7)
+    for version in range(6):
+        readers = {shape.batch(a.microbatch) for row in lists(schedule, shape) for a in row
+                   if a.kind == "F" and a.version == version}
+        assert readers and schedule.extrapolates(version) == (readers == {version + 1})
