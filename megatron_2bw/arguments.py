@@ -249,7 +249,6 @@ _SHARDS = f"sharded parameters are not supported; {_OUT}"
 _EXPERTS = "mixture of experts is not supported yet; train a dense model"
 _ORDER = f"it follows Megatron's own order of forwards and backwards; {_OUT}"
 _WHOLE_MATRICES = "Megatron gives each rank whole matrices to step, which are not versioned yet; {}"
-_UNPROVEN = "its weights are not shown to be those of the update rule; use muon or lion"
 _NOT_YET = f"it is not supported yet; {_OUT}"
 _BATCH_SIZE = "the number of microbatches must stay; give one --global-batch-size"
 _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration ends; "
@@ -356,8 +355,6 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--overlap-param-gather-with-optimizer-step", f"the late step gathers by itself; {_OUT}", "2bw"),
     Refusal("--optimizer", _WHOLE_MATRICES.format("use muon, without --use-distributed-optimizer"), "no flush",
             lambda a: a.optimizer == "dist_muon" or getattr(a, "use_layer_wise_distributed_optimizer", False)),
-    Refusal("--optimizer", _UNPROVEN, "2bw", lambda a: a.optimizer == "soap"),
-    Refusal("--optimizer", _UNPROVEN, "pipedream", lambda a: a.optimizer == "soap"),
     Refusal("--use-distributed-optimizer", _WHOLE_MATRICES.format(f"with this --optimizer, so {_OUT}"), "no flush",
             lambda a: a.use_distributed_optimizer and _emerging(a)),
     Refusal("--muon-fp32-matmul-prec", "TF32 is a setting of the whole process, whose next batch runs beside the step; "

@@ -11,8 +11,9 @@ import functools
 import logging
 import os
 import resource
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -219,10 +220,9 @@ def install() -> None:
     _TRACKER_LOG.addFilter(_one_generator)
     # --device cpu on a GPU host: libraries that look for a GPU must not find one.
     _replace(undo, torch.cuda, "is_available", lambda: False)
-    # Compiling small fusions with a C++ compiler costs minutes and gains nothing here.
-    import torch._dynamo as dynamo
-
-    _replace(undo, dynamo.config, "disable", True)
+    # Compiling small fusions with a C++ compiler costs minutes and gains nothing here; its import costs seconds.
+    _replace(undo, torch, "compile", _uncompiled)
+    undo.enter_context(_compiler_off())
     # Below compute capability 10 Megatron wants this of tensor-parallel GPU runs; no kernel queue exists here.
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -243,9 +243,25 @@ def installed() -> bool:
     return _installed is not None
 
 
-def answering() -> contextlib.AbstractContextManager:
-    """For a new thread: answer there too if this process does. torch keeps function modes by thread."""
-    return _CudaMeansCpu() if installed() else contextlib.nullcontext()
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """For a new thread: answer there too if this process does. torch keeps function modes and settings by thread."""
+    if not installed():
+        yield
+        return
+    with _CudaMeansCpu(), _compiler_off():
+        yield
+
+
+def _compiler_off() -> contextlib.AbstractContextManager:
+    """For what has gone through torch.compile before `install`: the compiler does nothing in this thread."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo.config.patch(disable=True) if dynamo is not None else contextlib.nullcontext()
+
+
+def _uncompiled(model: Callable | None = None, **options) -> Callable:
+    """Stands in for torch.compile, as a function and as a decorator."""
+    return model if model is not None else lambda function: function
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -1,5 +1,12 @@
-"""Imported once by the fork server: torch and Megatron, with the CPU answering for CUDA (not for a bench on a GPU)."""
+"""Imported once by the fork server: torch and Megatron, with the CPU answering for CUDA (not for a bench on a GPU).
 
+What every rank would work out anew, always with the same result, is worked out here too.
+"""
+
+import argparse
+import atexit
+import functools
+import gc
 import logging
 import os
 import warnings
@@ -13,10 +20,36 @@ from megatron_2bw import cpu  # noqa: E402
 if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") != "cuda":
     cpu.install()
 
-import megatron.core.tokenizers.text  # noqa: E402, F401  (it imports transformers)
+import megatron.core.models.mimo.optimizer  # noqa: E402, F401
+import megatron.core.tokenizers.text.models  # noqa: E402, F401  (it imports transformers)
 import megatron.training.training  # noqa: E402, F401
+import torch._dynamo.trace_rules  # noqa: E402
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset  # noqa: E402
+from megatron.training.argument_utils import ArgumentGroupFactory  # noqa: E402
+from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
 import megatron_2bw.bert  # noqa: E402, F401
+import megatron_2bw.checkpoint  # noqa: E402, F401
 import megatron_2bw.gpt  # noqa: E402, F401
 import megatron_2bw.launch  # noqa: E402, F401
+import megatron_2bw.optimizer_state  # noqa: E402, F401
+import megatron_2bw.patches  # noqa: E402, F401
 import megatron_2bw.runtime  # noqa: E402, F401
+
+
+def remember_the_help() -> None:
+    """Megatron's parser takes its help from the sources of its classes, which it reads and parses each time."""
+    read = ArgumentGroupFactory._get_field_docstrings
+    read_once = functools.cache(lambda source: read(object.__new__(ArgumentGroupFactory), source))
+    ArgumentGroupFactory._get_field_docstrings = lambda self, source: read_once(source)
+    add_megatron_arguments(argparse.ArgumentParser())
+
+
+remember_the_help()
+MockGPTLowLevelDataset.size = 2000  # documents; building the index of 100,000 costs a second a run
+if cpu.installed():  # nothing is compiled then, yet what torch.compile has wrapped asks for this map
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    torch._dynamo.trace_rules.clear_lru_cache = lambda: None  # init_process_group's, for what is compiled
+gc.collect()
+gc.freeze()  # a rank's collections need not look at all of this again, nor write to the pages that it lies on
+atexit.register(gc.unfreeze)

@@ -56,13 +56,11 @@ class Run:
 
 def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     """Train with `argv`. `prepare(model, optimizer)` runs after setup, `finish(run, model)` before the end."""
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.training import get_args, training
     from megatron.training.checkpointing import checkpoint_exists
 
     from megatron_2bw.launch import launch
 
-    MockGPTLowLevelDataset.size = 2000  # documents; building the index of 100,000 costs a second a run
     run, models = Run(), []
     setup, step, log = training.setup_model_and_optimizer, training.train_step, training.training_log
 

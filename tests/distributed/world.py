@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
@@ -52,15 +53,17 @@ def run_world(size: int, function: Callable, *args, timeout: float = 120.0) -> l
 
 def _wait(ranks: list, deadline: float) -> str | None:
     """Wait for all ranks; what went wrong, or None."""
-    while any(process.is_alive() for process in ranks):
+    running = {process.sentinel: process for process in ranks}
+    while running:
+        ended = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ended:
+            return "the world ran out of time"
+        for sentinel in ended:
+            running.pop(sentinel).join()
         for rank, process in enumerate(ranks):
             if process.exitcode not in (None, 0):
                 return f"rank {rank} ended with exit code {process.exitcode}"
-        if time.monotonic() > deadline:
-            return "the world ran out of time"
-        time.sleep(0.01)
-    bad = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
-    return f"rank {bad[0]} ended with exit code {ranks[bad[0]].exitcode}" if bad else None
+    return None
 
 
 def _rank_main(rank: int, size: int, port: int, folder: str, function: Callable, args: tuple) -> None:
@@ -87,7 +90,7 @@ def _rank_main(rank: int, size: int, port: int, folder: str, function: Callable,
     os._exit(0)  # without the teardown of groups whose peers are gone already
 
 
-def _log_end(folder: str, rank: int, lines: int = 25) -> str:
+def _log_end(folder: str, rank: int, lines: int = 60) -> str:
     path = Path(folder, f"log{rank}")
     text = path.read_text().splitlines() if path.exists() else []
     return "\n".join([f"--- rank {rank}", *text[-lines:]])

@@ -1,4 +1,8 @@
-"""Runs entry scripts under torchrun for the tests, and ends every process they started, also after a time-out."""
+"""Runs entry scripts under torchrun for the tests, and ends every process they started, also after a time-out.
+
+torchrun and two ranks take half a minute of computing to start. Where neither they nor the start and the end of Python
+are what is tested, `forked` runs the same launcher in ranks that are forked ready.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.distributed.world import free_port
+from tests.distributed.world import free_port, run_world
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +24,30 @@ def torchrun(
     """`script` with `flags` on `ranks` processes. AssertionError with the output's end if it outlasts `timeout` s."""
     process = start(ranks, script, flags, cwd, **environment)
     return end(process, timeout)
+
+
+def forked(ranks: int, flags: list[str], documents: int = 2000, **environment: str) -> str:
+    """What the ranks of pretrain_gpt_2bw.py print, one after the other. WorldError with the ends of it if one fails.
+
+    documents: of the mock data, of which torchrun's ranks have 100,000.
+    """
+    return "\n".join(run_world(ranks, _launch, list(map(str, flags)), documents, environment))
+
+
+def _launch(rank: int, flags: list[str], documents: int, environment: dict[str, str]) -> str:
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    from megatron_2bw.launch import launch
+
+    MockGPTLowLevelDataset.size = documents
+    os.environ.update(environment)
+    sys.argv = ["pretrain_gpt_2bw.py", *flags]
+    try:
+        launch("megatron_2bw.gpt")
+    except SystemExit as end:
+        if end.code:
+            os._exit(1)  # what there is to say has been printed
+    return Path(os.environ["WORLD_FOLDER"], f"log{rank}").read_text()
 
 
 def start(ranks: int, script: str, flags: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:

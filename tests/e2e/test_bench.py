@@ -7,16 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench import schedule_efficiency
 from tests.e2e.launcher import ROOT
-
-
-def bench(*words: object) -> str:
-    run = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
-    return run.stdout
-
 
 FIELDS = {
     "schedule", "stages", "microbatches", "width", "forward_ms", "backward_ms", "iteration_ms", "ideal_ms",
@@ -24,12 +16,13 @@ FIELDS = {
 }
 
 
-def test_schedule_efficiency(tmp_path: Path):
+def test_schedule_efficiency(tmp_path: Path, monkeypatch):
+    """In this process, whose fork server has imported Megatron."""
     path = tmp_path / "efficiency.json"
-    bench(
-        "bench/schedule_efficiency.py", "--stages", 2, "--microbatches", "1x,3", "--forward-ms", 4, "--backward-ms", 8,
-        "--schedules", "2bw,gpipe,megatron-interleaved,torch-zbv", "--iterations", 7, "--json", path,
-    )
+    flags = "--stages 2 --microbatches 1x,3 --forward-ms 4 --backward-ms 8 --iterations 7".split()
+    names = "2bw,gpipe,megatron-interleaved,torch-zbv"
+    monkeypatch.setattr(sys, "argv", ["schedule_efficiency.py", *flags, "--schedules", names, "--json", str(path)])
+    assert schedule_efficiency.main() == 0
     rows = json.loads(path.read_text())["rows"]
     shapes = [(row["schedule"], row["microbatches"]) for row in rows]
     # Megatron's interleaved schedule takes multiples of the stages only.

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_2bw import saved
 from tests.distributed.training import command
-from tests.e2e.launcher import ROOT, end, torchrun
+from tests.distributed.world import WorldError
+from tests.e2e.launcher import ROOT, end, forked, torchrun
 from tests.unit.test_arguments import dataset
 
 SOON = 60.0  # seconds, with the start of two Python processes; a hang would last for --distributed-timeout-minutes
@@ -27,7 +28,7 @@ KINDS = {
 def first_words(stderr: str) -> str:
     """The first line that speaks of an end, without what Megatron's loggers say."""
     lines = [line for line in stderr.splitlines() if re.search(r"ends|failed|rror|Traceback|Sending process", line)]
-    quiet = ("INFO:", "WARNING:", "Sending process", "site-packages/megatron")
+    quiet = ("INFO:", "WARNING:", "ERROR:", "Sending process", "site-packages/megatron")
     lines = [line for line in lines if not any(word in line for word in quiet)]
     return lines[0] if lines else stderr
 
@@ -48,10 +49,11 @@ def test_a_fault_of_one_rank_ends_all_and_comes_first_in_the_log(kind, rank):
 def test_a_loss_of_nan_ends_the_run_as_in_megatron():
     flags = command(2, 2, "2bw", train_iters=100, lr=1e30, min_lr=None, lr_decay_style="constant", lr_warmup_iters=None,
                     clip_grad=0)
-    run = torchrun(2, "pretrain_gpt_2bw.py", flags)
-    assert run.returncode != 0
-    assert "rank 1 ends with an exception" in first_words(run.stderr)
-    assert "found NaN in local forward loss calculation" in run.stderr
+    with pytest.raises(WorldError) as failed:
+        forked(2, flags)
+    told = str(failed.value)
+    assert "rank 1 ends with an exception" in told and "rank 0 ends" not in told
+    assert "found NaN in local forward loss calculation" in told
 
 
 def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
@@ -60,8 +62,8 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
     def flags(*more: str) -> list[str]:
         return command(1, 2, "2bw", "--load", tmp_path, *more, train_iters=8, save=tmp_path, save_interval=2)
 
-    first = torchrun(1, "pretrain_gpt_2bw.py", flags("--exit-interval", "2"))
-    assert first.returncode == 0 and saved.latest(tmp_path) == 2
+    forked(1, flags("--exit-interval", "2"))
+    assert saved.latest(tmp_path) == 2
     size = max(file.stat().st_size for file in (tmp_path / saved.name(2)).iterdir())
     limited = ["prlimit", f"--fsize={size // 2}", sys.executable, "-m", "torch.distributed.run", "--standalone",
                "--nproc-per-node", "1", "pretrain_gpt_2bw.py", *map(str, flags())]
@@ -93,7 +95,8 @@ def test_data_that_cannot_be_trained_on(tmp_path):
     prefix = dataset(tmp_path / "data", lengths=(400,) * 3)
     prefix.with_suffix(".bin").write_bytes((126).to_bytes(4, "little") * 1200)
     flags = command(1, 2, "2bw", "--eod-mask-loss", data_path=prefix, split="100,0,0")
-    run = torchrun(1, "pretrain_gpt_2bw.py", [word for word in flags if word != "--mock-data"])
-    assert run.returncode != 0
-    expected = "error: --data-path: no token of the last 3 batches counts for the loss: leave --eod-mask-loss out"
-    assert expected in first_words(run.stderr), run.stderr[-2000:]
+    with pytest.raises(WorldError) as failed:
+        forked(1, [word for word in flags if word != "--mock-data"])
+    told = str(failed.value)
+    assert "error: --data-path: no token of the last 3 batches counts for the loss: leave --eod-mask-loss out" in told
+    assert "Traceback" not in told

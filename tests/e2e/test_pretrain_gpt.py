@@ -1,4 +1,4 @@
-"""The real entry script under torchrun: own data, evaluation, a saved model that Megatron loads, early exits."""
+"""The real entry script: own data, evaluation, a saved model that Megatron loads, early exits, under torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from megatron_2bw.data.corpus import build_corpus
 from megatron_2bw.schedules import SCHEDULES, Shape
 from tests.distributed.training import command
-from tests.e2e.launcher import end, start, torchrun
+from tests.e2e.launcher import end, forked, start, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +22,19 @@ def data(tmp_path_factory) -> list[str]:
 
 
 def pretrain(ranks: int, flags: list[str], data: list[str]) -> str:
-    """Run the script; returns what it printed. The mock data of `command` is replaced by `data`."""
+    """Run the script; returns what it printed."""
+    run = torchrun(ranks, "pretrain_gpt_2bw.py", on(data, flags))
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-5000:]
+    return run.stdout
+
+
+def on(data: list[str], flags: list[str]) -> list[str]:
+    """The mock data of `command` is replaced by `data`."""
     flags = [flag for flag in flags if flag != "--mock-data"]
     for name in ("--tokenizer-type", "--vocab-size"):
         position = flags.index(name)
         del flags[position : position + 2]
-    run = torchrun(ranks, "pretrain_gpt_2bw.py", flags + data)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-5000:]
-    return run.stdout
+    return flags + data
 
 
 def losses(output: str) -> list[float]:
@@ -56,11 +61,9 @@ def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path
     for step, found, expected in (
         (3, "iteration 0 on validation set", "iteration 3"), (6, "iteration 0 on test set", "iteration 6 on test set"),
     ):
-        loaded = pretrain(
-            2, command(2, 4, "megatron", "--finetune", "--skip-train", "--no-load-optim", "--no-load-rng",
-                       load=tmp_path / "model", ckpt_step=step, **options | dict(save=None, save_interval=None)), data,
-        )
-        assert validation(loaded)[found] == seen[expected]
+        flags = command(2, 4, "megatron", "--finetune", "--skip-train", "--no-load-optim", "--no-load-rng",
+                        load=tmp_path / "model", ckpt_step=step, **options | dict(save=None, save_interval=None))
+        assert validation(forked(2, on(data, flags)))[found] == seen[expected]
 
 
 def test_leaving_with_microbatches_in_flight(data):
@@ -102,11 +105,10 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
 def test_the_line_and_the_trace_show_how_busy_the_stages_are(tmp_path):
     """bubble and memory in the log line; every action of every stage in DIR/trace.json, and a picture."""
     flags = command(2, 3, "2bw", train_iters=4, split="100,0,0", two_bw_trace=tmp_path / "trace", log_interval=2)
-    run = torchrun(2, "pretrain_gpt_2bw.py", flags)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    output = forked(2, flags)
     number = r"([\d.]+)"
     pattern = rf"bubble: {number}%/{number}% \| peak memory by stage \(GiB\): {number} {number} \|"
-    shares = re.findall(pattern, run.stdout)
+    shares = re.findall(pattern, output)
     assert len(shares) == 3, "iterations 1, 2 and 4"
     for mean, most, *memory in shares:
         assert 0 <= float(mean) <= float(most) < 100 and all(0.1 < float(value) < 10 for value in memory)

@@ -5,15 +5,17 @@ The tree is a copy of the installed package; a source checkout of the tag holds 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.training import command
-from tests.e2e.launcher import ROOT, torchrun
+from tests.e2e.launcher import ROOT, forked, torchrun
 
 PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.patch"
 
@@ -55,10 +57,6 @@ def tree(tmp_path_factory) -> Path:
     return copy
 
 
-def run(folder: Path, script: str, flags: list[str]) -> subprocess.CompletedProcess[str]:
-    return torchrun(2, script, flags, cwd=folder, PYTHONPATH=f"{folder}:{ROOT}")
-
-
 def losses(output: str) -> list[str]:
     return re.findall(r"iteration +\d+/ +\d+ .*?lm loss: (\S+)", output)
 
@@ -76,14 +74,17 @@ def native(*args, **changes) -> list[str]:
 
 def test_two_iterations_of_2bw_in_the_patched_tree(tree):
     """The losses are those of pretrain_gpt_2bw.py, which rebinds names instead."""
-    patched = run(tree, "pretrain.py", native(2, 2, "2bw"))
+    patched = torchrun(2, "pretrain.py", native(2, 2, "2bw"), cwd=tree, PYTHONPATH=f"{tree}:{ROOT}")
     assert patched.returncode == 0, patched.stdout[-2000:] + patched.stderr[-4000:]
-    rebound = run(ROOT, "pretrain_gpt_2bw.py", command(2, 2, "2bw", train_iters=2, lr_warmup_iters=0))
-    assert rebound.returncode == 0, rebound.stderr[-4000:]
-    assert losses(patched.stdout) == losses(rebound.stdout) and len(losses(patched.stdout)) == 2
+    rebound = forked(2, command(2, 2, "2bw", train_iters=2, lr_warmup_iters=0), documents=100_000)
+    assert losses(patched.stdout) == losses(rebound) and len(losses(rebound)) == 2
 
 
 def test_wrong_flags_are_refused_in_the_patched_tree(tree):
-    result = run(tree, "pretrain.py", native(2, 1, "2bw"))
+    """By the first of two ranks, which waits for no other."""
+    result = subprocess.run(
+        [sys.executable, "pretrain.py", *native(2, 1, "2bw")], cwd=tree, capture_output=True, text=True, timeout=100,
+        env=os.environ | {"PYTHONPATH": f"{tree}:{ROOT}", "WORLD_SIZE": "2", "RANK": "0", "OMP_NUM_THREADS": "1"},
+    )
     errors = [line for line in result.stderr.splitlines() if "error:" in line]
     assert result.returncode != 0 and len(errors) == 1 and "--global-batch-size 4 or more" in errors[0]

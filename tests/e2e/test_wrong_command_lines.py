@@ -7,9 +7,6 @@ has imported Megatron already, which saves seconds for each.
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
-import inspect
 import os
 import signal
 import subprocess
@@ -70,11 +67,6 @@ class Ending:
 
 def endings(rank: int, cases: list[Case]) -> list[Ending]:
     """Run the launcher on every case in a process of its own, two at a time."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    # Making the parser reads and parses Megatron's sources: once, for all that are forked here.
-    inspect.getsource, ast.parse = functools.cache(inspect.getsource), functools.cache(ast.parse)
-    add_megatron_arguments(argparse.ArgumentParser())
     found: dict[int, Ending] = {}
     running: dict[int, tuple[int, float]] = {}
     waiting = list(enumerate(cases))

@@ -114,7 +114,6 @@ def refused_command(refusal: Refusal, folder: str = "folder") -> tuple[list[str]
     flags = {
         ("--attention-backend", "bert"): [refusal.flag, "fused"],
         ("--optimizer", "any"): [refusal.flag, "adaptive_muon"],
-        ("--optimizer", "2bw"): [refusal.flag, "soap"], ("--optimizer", "pipedream"): [refusal.flag, "soap"],
         ("--fp16", "any"): [refusal.flag, "--optimizer", "soap"],
         ("--loss-scale", "any"): [refusal.flag, "64", "--optimizer", "muon"],
         ("--save", "any"): [refusal.flag, folder, "--save-interval", "2", "--optimizer", "soap"],

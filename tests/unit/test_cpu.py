@@ -109,3 +109,29 @@ def test_cuda_asked_for_and_not_there():
     assert run.stderr.splitlines()[-1] == (
         "pretrain_gpt_2bw.py: error: --device cuda: no GPU is visible to torch; use --device cpu"
     )
+
+
+def test_nothing_is_compiled_in_a_new_thread_either():
+    """torch keeps the compiler's settings by thread: the late step would compile what the training thread does not."""
+    import threading
+
+    import torch._dynamo as dynamo
+
+    wrapped = torch.compile(lambda x: x + 1)  # before
+    cpu.install()
+    try:
+        assert dynamo.config.disable and torch.compile(wrapped) is wrapped
+        assert torch.compile(dynamic=True)(wrapped) is wrapped
+        seen: list[bool] = []
+
+        def work() -> None:
+            with cpu.answering():
+                seen.append(dynamo.config.disable)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert seen == [True]
+    finally:
+        cpu.uninstall()
+    assert not dynamo.config.disable and torch.compile is not None
