@@ -54,6 +54,13 @@ def _trains(words: Sequence[str]) -> list[str]:
     return [words[at + 1], Path(words[at + 2]).name, *words[at + 3:]]
 
 
+def portable(words: Sequence[str]) -> list[str]:
+    """A run's command as one would type it in any clone: without this machine's folders."""
+    at = list(words).index("--nproc-per-node")
+    rest = (word.replace(str(Path.home()), "~") for word in words[at + 3:])
+    return ["python", *words[1:at + 2], Path(words[at + 2]).name, *rest]
+
+
 def result_of(run: Run) -> dict[str, Any] | None:
     """The stored result. Raises ConvergenceError if it, or checkpoints to go on from, are of another command."""
     for name in ("result.json", "command.json"):
@@ -284,7 +291,7 @@ def report(board: Board, options) -> list[dict[str, Any]]:
             for lr in options.lr for variant in options.variants]
     rows = [row for row in rows if row["finished"]]
     runs = [{"variant": run.variant, "lr": run.lr, "seed": run.seed, "folder": str(run.folder.relative_to(options.out)),
-             "failure": board.failures.get(run)} | board.results.get(run, {"command": run.command})
+             "failure": board.failures.get(run)} | board.results.get(run, {}) | {"command": portable(run.command)}
             for run in board.runs]
     write_json(options.out / "runs.json", {
         "name": options.name, "again": options.again, "task": options.task, "vanilla": options.vanilla,

@@ -482,3 +482,12 @@ def test_the_window_of_the_smoothed_curve_is_trailing():
     points = [[10, 4.0], [20, 2.0], [30, 1.0]]
     smooth = convergence_report.smooth(points, numpy.array([20.0, 30.0, 25.0]), 10)
     assert list(smooth) == pytest.approx([2.0, 1.0, 1.5])
+
+
+def test_runs_json_names_no_folder_of_the_machine():
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "/some/clone/pretrain_gpt_2bw.py",
+             "--data-path", f"{Path.home()}/.cache/corpus", "--lr", "1"]
+    assert convergence.portable(words) == [
+        "python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain_gpt_2bw.py", "--data-path",
+        "~/.cache/corpus", "--lr", "1",
+    ]
