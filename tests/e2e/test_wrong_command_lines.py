@@ -54,9 +54,10 @@ class Ending:
     output: str
     seconds: float
 
-    def check(self, expected: str) -> None:
+    def check(self, expected: str, ranks: int = 1) -> None:
+        """One line of error; of several ranks, which start seconds apart on a busy machine, the same from each."""
         lines = [line for line in self.output.splitlines() if "error:" in line]
-        assert len(lines) == 1 and lines[0].startswith(ERRORS), self.output[-3000:]
+        assert 1 <= len(lines) <= ranks and len(set(lines)) == 1 and lines[0].startswith(ERRORS), self.output[-3000:]
         assert expected in lines[0]
         assert "Traceback" not in self.output
         assert self.status not in (0, None) and self.seconds < LIMIT
@@ -260,4 +261,4 @@ def test_two_ranks_under_torchrun(where, tmp_path):
     seconds = time.monotonic() - start
     logs = sorted(tmp_path.rglob("stderr.log"))
     assert len(logs) == 2
-    Ending(run.returncode, "".join(log.read_text() for log in logs), seconds).check(expected)
+    Ending(run.returncode, "".join(log.read_text() for log in logs), seconds).check(expected, ranks=2)

@@ -117,6 +117,7 @@ def test_nothing_is_compiled_in_a_new_thread_either():
 
     import torch._dynamo as dynamo
 
+    original = torch.compile
     wrapped = torch.compile(lambda x: x + 1)  # before
     cpu.install()
     try:
@@ -134,4 +135,4 @@ def test_nothing_is_compiled_in_a_new_thread_either():
         assert seen == [True]
     finally:
         cpu.uninstall()
-    assert not dynamo.config.disable and torch.compile is not None
+    assert not dynamo.config.disable and torch.compile is original
