@@ -117,13 +117,16 @@ def test_saved_before_the_first_step(more, tmp_path):
 
 
 RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+EXTRAPOLATE = ("--two-bw-correction", "extrapolate")
 
 
 @pytest.mark.parametrize("flags, resumed", [
     ((), [(2, dict(stages=4)), (4, dict(stages=1))]),
     (RESHARDABLE, [(2, dict(stages=2, tensor_model_parallel_size=2))]),
     (("--use-distributed-optimizer",), [(2, dict(stages=2, width=2))]),
-], ids=["stages 2 4 1", "tensor ranks 1 2", "pipelines 1 2"])
+    (EXTRAPOLATE, [(2, dict(stages=4)), (4, dict(stages=1))]),
+    ((*RESHARDABLE, *EXTRAPOLATE), [(2, dict(stages=1, width=2))]),
+], ids=["stages 2 4 1", "tensor ranks 1 2", "pipelines 1 2", "extrapolated, stages 2 4 1", "extrapolated, sharded"])
 def test_other_sizes(flags, resumed, tmp_path):
     """Sums are rounded in another order, nothing else."""
 
