@@ -4,7 +4,7 @@
     python scripts/convergence.py NAME --variants vanilla,2bw,2bw+sync --max-gap 1 -- --num-layers 8 --train-iters 3000
 
 Every run goes through the entry script and has a folder of its own in out/convergence/NAME/runs, with its log. Words
-after -- are Megatron's flags for all of them and win over the defaults: a GPT of 5.2 million parameters on the built-in
+after -- are Megatron's flags for all of them and win over the defaults: a GPT of 5.3 million parameters on the built-in
 corpus. After each run runs.json, curves.png and report.md are written again. Ended by whatever, the same command goes
 on with the runs that are missing, and with --save-interval N after -- in their middle.
 
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -33,10 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_2bw.data.corpus import CorpusError  # noqa: E402
-from scripts.convergence_options import ConvergenceError, Run, built_in, grid, parse  # noqa: E402
+from scripts.convergence_options import ConvergenceError, Run, built_in, defaults, grid, parse, value  # noqa: E402
 from scripts.convergence_plot import draw  # noqa: E402
 from scripts.convergence_report import STARTED, markdown, outcome, summarize, too_large  # noqa: E402
-from scripts.demo import stop, write_whole  # noqa: E402
+from scripts.demo import leave_on_signals, stop, write_whole  # noqa: E402
 
 EVERY = 5.0  # seconds between two lines of a run
 
@@ -51,7 +51,9 @@ def same(one: Sequence[str], other: Sequence[str]) -> bool:
 
 def _trains(words: Sequence[str]) -> list[str]:
     at = list(words).index("--nproc-per-node")
-    return [words[at + 1], Path(words[at + 2]).name, *words[at + 3:]]
+    trains = [words[at + 1], Path(words[at + 2]).name, *words[at + 3:]]
+    # The folder of its checkpoints is in the run's own, wherever that is.
+    return [word for before, word in zip(["", *trains], trains) if before not in ("--save", "--load")]
 
 
 def portable(words: Sequence[str]) -> list[str]:
@@ -104,6 +106,9 @@ class Job:
     def __init__(self, run: Run, lock: int, gpus: str | None):
         run.folder.mkdir(parents=True, exist_ok=True)
         write_json(run.folder / "command.json", {"command": run.command})
+        if run.log.exists() and not _checkpoints(run):  # it begins again, perhaps with other flags
+            number = next(n for n in itertools.count(1) if not run.log.with_suffix(f".{n}.log").exists())
+            run.log.rename(run.log.with_suffix(f".{number}.log"))
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("PYTHONWARNINGS", "ignore")  # each rank would list what is not installed
@@ -190,32 +195,35 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def gpus_of(slot: int, stages: int, count: int) -> str | None:
+def gpus_of(slot: int, ranks: int, gpus: Sequence[str]) -> str | None:
     """CUDA_VISIBLE_DEVICES of the slot-th of the runs side by side; None to leave it."""
-    if count <= stages:
+    if len(gpus) <= ranks:
         return None
-    return ",".join(str((slot * stages + stage) % count) for stage in range(stages))
+    return ",".join(gpus[(slot * ranks + rank) % len(gpus)] for rank in range(ranks))
 
 
-def gpu_count(options) -> int:
-    """GPUs to deal out: none if only one run at a time is to use them, or the user has chosen some."""
-    if options.jobs == 1 or options.device == "cpu" or "CUDA_VISIBLE_DEVICES" in os.environ:
-        return 0
+def gpus_to_deal(options) -> list[str]:
+    """Those that this script was given, as Slurm does; none if only one run at a time is to use them."""
+    if options.jobs == 1 or options.device == "cpu":
+        return []
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
     import torch
 
-    return torch.cuda.device_count()
+    return [str(gpu) for gpu in range(torch.cuda.device_count())]
 
 
 def train(board: Board, options, lock: int, after: Callable[[], None]) -> None:
     """Run what is missing, `options.jobs` side by side; `after` each that ended. Failures are on the board."""
     waiting = [run for run in board.runs if run not in board.results]
-    count, jobs = gpu_count(options), {}
+    gpus, jobs = gpus_to_deal(options), {}
     try:
         while waiting or jobs:
             # One after the other until each has begun: runs with the same seed write the same index of the data.
             if waiting and len(jobs) < options.jobs and all(job.iteration for job in jobs.values()):
                 slot = next(slot for slot in range(options.jobs) if slot not in jobs)
-                jobs[slot] = Job(waiting.pop(0), lock, gpus_of(slot, options.stages, count))
+                run = waiting.pop(0)
+                jobs[slot] = Job(run, lock, gpus_of(slot, int(value(run.command, "--nproc-per-node")), gpus))
                 say(f"{board.number(jobs[slot].run)} {jobs[slot].run.title}: starts")
             for slot, job in list(jobs.items()):
                 code = job.process.poll()
@@ -226,6 +234,10 @@ def train(board: Board, options, lock: int, after: Callable[[], None]) -> None:
                 if code is not None:
                     del jobs[slot]
                     finish(board, job, code)
+                    # Neither one that trains beside it, nor one that has: so it is what all have in common.
+                    if waiting and not jobs and len(board.failures) == 1 and not board.results and not job.iteration:
+                        say("convergence.py: no other run is started, for the first has not trained")
+                        waiting.clear()
                     try:
                         after()
                     except OSError as error:  # what is lost can be written again, the runs that go on cannot
@@ -314,6 +326,7 @@ def facts(board: Board, options) -> list[str]:
         f"{options.task.upper()}, {options.iterations} iterations, {options.stages} "
         f"{'stages' if options.stages > 1 else 'stage'}, {seeds}; {len(board.results)} of {len(board.runs)} runs have "
         "ended. Again, or on from here:", "", f"    {options.again}", "",
+        f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`",
         *(f"- **{label}**: `{shlex.join(flags)}`" for label, flags in options.variants.items()),
     ]
 
@@ -372,6 +385,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # so that `train` ends its children
+    leave_on_signals()
     sys.exit(main())

@@ -30,8 +30,10 @@ BATCH = {"gpt": 4, "bert": 16}  # sequences; a BERT learns from 15 % of their to
 
 MODEL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0".split()
 GPT = "--position-embedding-type rope --untie-embeddings-and-output-weights".split()
-OPTIMIZER = "--lr-decay-style cosine --adam-beta2 0.95 --clip-grad 1.0 --weight-decay 0.1".split()
-DATA = "--split 90,10,0 --eval-iters 25".split()
+ADAM = "--adam-beta2 0.95".split()
+OPTIMIZER = "--clip-grad 1.0 --weight-decay 0.1".split()
+EVALUATION = "--eval-iters 25".split()
+SPLIT = "--split 90,10,0".split()
 
 # What this script gives itself, and where the user says it.
 OWN = {
@@ -41,6 +43,9 @@ OWN = {
     "--two-bw-correction-factor": "--correction-factor or --variant", "--save": "--save-interval alone",
     "--load": "--save-interval alone", "--train-samples": "--train-iters",
 }
+# With these the user has data or a tokenizer.
+SPLIT_DATA = ("--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path")
+OWN_DATA = ("--data-path", "--data-args-path", "--mock-data", "--tokenizer-type", *SPLIT_DATA)
 COMMON = ("--train-iters", "--seed", "--device", "--pipeline-model-parallel-size", "--save", "--load")
 SYNC, EXTRAPOLATE = ("2bw+sync", "2bw+both"), ("2bw+extrapolate", "2bw+both")
 VARIANTS = ("vanilla", "2bw", "2bw+sync", "2bw+extrapolate", "2bw+both")
@@ -104,12 +109,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
            help=f"of {', '.join(VARIANTS)} (default: vanilla,2bw)")
     option("--variant", action="append", default=[], metavar="LABEL=FLAGS",
            help='your own: 2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; may be repeated')
-    option("--sync-iterations", type=int, metavar="N", help="of 2bw+sync and 2bw+both (default: a tenth of the run)")
+    option("--sync-iterations", type=int, metavar="N", help="of 2bw+sync and 2bw+both (default: a fifth of the run)")
     option("--correction-factor", type=float, metavar="F",
            help="of 2bw+extrapolate and 2bw+both, 0 to 1 (default: the entry script's)")
     option("--seeds", type=_words, default=("1234",), metavar="N,...", help="default: 1234")
     option("--lr", type=_words, default=("3e-4",), metavar="RATE,...", help="learning rates (default: 3e-4)")
     option("--stages", type=int, default=1, metavar="D", help="default: 1, for the losses do not depend on it")
+    option("--width", type=int, default=1, metavar="W", help="data-parallel size of every run (default: 1)")
     option("--jobs", type=int, default=1, metavar="J", help="runs side by side (default: 1)")
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="as the entry script's")
     option("--max-gap", type=float, metavar="PERCENT", help="exit with 1 if a variant's gap to vanilla is larger")
@@ -141,7 +147,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConvergenceError("--fresh: with --report-only there would be nothing to report on; leave one out")
     options.out = (options.out or ROOT / "out" / "convergence" / options.name).absolute()
     for flag, found, convert, fault in (
-        ("--seeds", options.seeds, _seed, "not a whole number from 0 on"),
+        ("--seeds", options.seeds, _seed, "not a whole number from 1 on"),
         ("--lr", options.lr, lambda word: _rate(word) or None, "not a learning rate above 0"),
     ):
         wrong = [word for word in found if convert(word) is None]
@@ -151,6 +157,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ConvergenceError(f"{flag} {','.join(found)}: one of them stands there twice")
     for flag, number, good, bounds in (
         ("--stages", options.stages, options.stages >= 1, "1 at least"),
+        ("--width", options.width, options.width >= 1, "1 at least"),
         ("--jobs", options.jobs, options.jobs >= 1, "1 at least"),
         ("--correction-factor", options.correction_factor, 0 <= (options.correction_factor or 0) <= 1, "0 to 1"),
         ("--max-gap", options.max_gap, math.isfinite(options.max_gap or 0), "a number of percent"),
@@ -160,7 +167,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _seed(word: str) -> int | None:
-    return int(word) if word.isdecimal() else None
+    return int(word) or None if word.isdecimal() else None
 
 
 def _rate(word: str) -> float | None:
@@ -182,6 +189,7 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise ConvergenceError(f"--train-iters {options.iterations}: it must be at least 1")
     if _number(flags, "--eval-iters", 1) < 1:
         raise ConvergenceError("--eval-iters 0: there must be a validation loss to compare; leave it out")
+    processes(options, flags)
     warm_up = _number(flags, "--lr-warmup-iters", 0)
     if warm_up >= options.iterations:
         raise ConvergenceError(f"--lr-warmup-iters {warm_up}: it must be below --train-iters {options.iterations}")
@@ -216,7 +224,10 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
     sync = options.sync_iterations
     if sync is not None and not 1 <= sync <= options.iterations:
         raise ConvergenceError(f"--sync-iterations {sync}: it must be 1 to --train-iters {options.iterations}")
-    sync = sync or max(1, options.iterations // 10)
+    if sync == options.iterations and "2bw+both" in options.variants:
+        raise ConvergenceError(f"--sync-iterations {sync}: with 2bw+both it must be below --train-iters "
+                               f"{options.iterations}, or there is nothing to extrapolate")
+    sync = sync or max(1, options.iterations // 5)
     factor = [] if options.correction_factor is None else ["--two-bw-correction-factor", f"{options.correction_factor}"]
     found = {"vanilla": ["--pipeline-schedule", options.vanilla]}
     for label in options.variants:
@@ -263,44 +274,57 @@ def eval_interval(iterations: int) -> int:
     return interval
 
 
-def defaults(options: argparse.Namespace) -> list[str]:
-    """Megatron's flags that the user need not give; those after -- come later and win."""
+def processes(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Of a run: stages x width x the parallel sizes among Megatron's flags."""
+    inner = [_number(flags, flag, 1) for flag in ("--tensor-model-parallel-size", "--context-parallel-size")]
+    return options.stages * options.width * math.prod(max(1, size) for size in inner)
+
+
+def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    """Megatron's flags that the user need not give; `flags`, the user's, come later and win."""
     if options.no_defaults:
         return []
     batch = BATCH[options.task]
-    micro = max(1, batch // options.stages)  # 2BW needs a microbatch for every stage
-    length = value(options.flags, "--seq-length") or SEQUENCE
+    micro = max(1, batch // (options.stages * options.width))
+    step = micro * options.width  # samples of a microbatch of all pipelines; 2BW needs one for every stage
+    length = value(flags, "--seq-length") or SEQUENCE
     sizes = {
         "--micro-batch-size": micro,
-        "--global-batch-size": max(batch, micro * options.stages),
+        "--global-batch-size": step * max(options.stages, math.ceil(batch / step)),
         "--seq-length": length,
         "--max-position-embeddings": length,
         "--train-iters": options.iterations,
         "--log-interval": log_interval(options.iterations),
         "--eval-interval": eval_interval(options.iterations),
     }
-    if not given(options.flags, "--lr-warmup-fraction", "--lr-warmup-samples"):
+    if not given(flags, "--lr-warmup-fraction", "--lr-warmup-samples"):
         sizes["--lr-warmup-iters"] = min(WARM_UP, options.iterations // 2)
     words = [str(word) for pair in sizes.items() for word in pair]
-    return [*words, *MODEL, *(GPT if options.task == "gpt" else []), *PLAIN_TORCH, *OPTIMIZER, *DATA]
+    # Without Adam the entry script refuses its flags.
+    adam = value(flags, "--optimizer") != "sgd" and value(flags, "--muon-scalar-optimizer") != "lion"
+    model = [*MODEL, *(GPT if options.task == "gpt" else [])]
+    decay = ["--lr-decay-style", "cosine"]
+    split = [] if given(flags, *SPLIT_DATA) else SPLIT  # Megatron takes one or the other
+    return [*words, *model, *PLAIN_TORCH, *decay, *(ADAM if adam else []), *OPTIMIZER, *split, *EVALUATION]
 
 
 def command(options: argparse.Namespace, data: Sequence[str], variant: str, lr: str, seed: str, folder: Path) -> tuple:
     """The command of a run: torchrun, the entry script, the defaults, the user's flags, the variant's."""
+    flags = [*options.flags, *options.variants[variant]]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-                "--nproc-per-node", str(options.stages), str(ROOT / f"pretrain_{options.task}_2bw.py")]
+                "--nproc-per-node", str(processes(options, flags)), str(ROOT / f"pretrain_{options.task}_2bw.py")]
     own = ["--pipeline-model-parallel-size", str(options.stages), "--device", options.device, "--seed", seed,
            "--lr", lr]
     if not options.no_defaults:
         own += ["--min-lr", f"{float(lr) / 10:g}"]
     if given(options.flags, "--save-interval"):
         own += ["--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")]
-    return (*torchrun, *defaults(options), *data, *own, *options.flags, *options.variants[variant])
+    return (*torchrun, *defaults(options, flags), *data, *own, *flags)
 
 
 def built_in(options: argparse.Namespace) -> list[str]:
     """The flags of the built-in corpus, made at the first call; none if the user has data or a tokenizer."""
-    if options.no_defaults or given(options.flags, "--data-path", "--mock-data", "--tokenizer-type"):
+    if options.no_defaults or given(options.flags, *OWN_DATA):
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's import lists what is not installed

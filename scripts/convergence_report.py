@@ -44,11 +44,12 @@ def parse_log(text: str) -> dict[str, Any]:
     A training loss is the mean of the iterations since the point before. The line that Megatron prints in addition
     after the first iteration of each attempt is left out: the next line's mean includes it again. Where an attempt
     starts again at an earlier iteration, its losses take the place of those of the attempt before. A line without a
-    loss gives nan: so Megatron prints a mean that is no number.
+    loss gives nan: so Megatron prints a mean that is no number. Where all steps since the line before were skipped, as
+    fp16 runs begin, there is no mean, and no point.
     """
     training: Points = []
     validation: dict[int, float] = {}
-    times, first = [], True
+    times, first, last = [], True, 0
     for line in text.splitlines():
         if line.startswith(STARTED):
             first = True
@@ -57,11 +58,14 @@ def parse_log(text: str) -> dict[str, Any]:
             if first:
                 training = [point for point in training if point[0] < end]
                 validation = {iteration: loss for iteration, loss in validation.items() if iteration < end}
-            else:
+                first, last = False, end - 1
+                continue
+            times += re.findall(r"elapsed time per iteration \(ms\): (\S+) \|", match[2])
+            skipped = re.search(r"number of skipped iterations: +(\d+) \|", match[2])
+            if not skipped or int(skipped[1]) < end - last:
                 loss = re.search(r"\blm loss: (\S+) \|", match[2])
                 training.append([end, float(loss[1]) if loss else math.nan])
-                times += re.findall(r"elapsed time per iteration \(ms\): (\S+) \|", match[2])
-            first = False
+            last = end
         elif match := re.search(rf"{VALIDATED} \| lm loss value: (\S+)", line):
             validation[int(match[1])] = float(match[2])
     seconds = statistics.median(map(float, times)) / 1e3 if times else None
@@ -83,7 +87,8 @@ def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
     if code:
         raise ConvergenceError(f"exit code {code}: {reason(attempt)}")
     if not found["training"]:
-        raise ConvergenceError("it ended, but its log holds no training loss: --log-interval is above --train-iters")
+        raise ConvergenceError("it ended, but its log holds no training loss: --log-interval is above --train-iters, "
+                               "or all steps were skipped")
     if not found["validation"] or found["validation"][-1][0] != iterations:
         raise ConvergenceError("it ended, but its log holds no validation loss after the last iteration: does --split "
                                "leave data for it?")
@@ -190,6 +195,7 @@ def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], ite
     curves = {seed: (own[seed]["training"], base[seed]["training"]) for seed in both}
     whole = curves and len(both) == len(own)  # else the curves are of the seeds that went well
     of_means = lag(*map(mean, zip(*curves.values())), window) if whole else math.nan
+    ends = [points[-1][0] for pair in curves.values() for points in pair if points]
     seconds = [result["seconds_per_iteration"] for result in own.values() if result["seconds_per_iteration"]]
     gaps = {seed: percent(final[seed], validated(base[seed])) for seed in base}
     return {
@@ -200,7 +206,7 @@ def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], ite
         "training_loss": spread(trained),
         "training_gap_percent": spread({s: percent(trained[s], trained_to(base[s], window)) for s in base}),
         "lag_iterations": spread({s: lag(a, b, window) for s, (a, b) in curves.items()}) | {"of_means": of_means},
-        "lag_limit": iterations - window,
+        "lag_limit": min(ends, default=iterations) - window,
         "seconds_per_iteration": statistics.median(seconds) if seconds else math.nan,
     }
 

@@ -174,6 +174,13 @@ def reason(log: str) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
 
+def leave_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end this script by an exception, so that it ends its children; nohup's SIGHUP does not."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+
+
 def stop(process: subprocess.Popen) -> None:
     """End a command that still runs, and all that it started: torchrun's workers have sessions of their own."""
     if process.poll() is not None:
@@ -315,6 +322,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # so that `train` ends its children
+    leave_on_signals()
     sys.exit(main())

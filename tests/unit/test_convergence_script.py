@@ -17,9 +17,10 @@ from scripts.convergence_options import ConvergenceError, Run, command, eval_int
 from scripts.convergence_report import STARTED, lag, markdown, outcome, parse_log, spread, summarize, too_large
 
 
-def line(end: int, loss: str = " lm loss: 5.0E+00 |", milliseconds: float = 100.0) -> str:
+def line(end: int, loss: str = " lm loss: 5.0E+00 |", milliseconds: float = 100.0, skipped: int = 0) -> str:
     times = f"elapsed time per iteration (ms): {milliseconds} |"
-    return f" [time] iteration {end:8d}/      20 | {times}{loss} loss scale: 1.0 |\n"
+    skips = f"number of skipped iterations: {skipped:3d} | number of nan iterations:   0 |"
+    return f" [time] iteration {end:8d}/      20 | {times}{loss} loss scale: 1.0 | {skips}\n"
 
 
 def validation(iteration: int, loss: str, where: str = "") -> str:
@@ -55,6 +56,22 @@ def test_a_later_attempt_takes_the_place_of_what_it_repeats():
     found = parse_log(first + again + validation(20, "3.0E+00"))
     assert found["training"] == [[10, 8.000001], [20, 2.0]] and found["validation"] == [[12, 7.5], [20, 3.0]]
     assert parse_log(first + again.replace("13/", " 1/"))["training"] == [[20, 2.0]]
+
+
+@pytest.mark.parametrize("loss", ["", " lm loss: 0.000000E+00 |"])  # before any step, and later
+def test_lines_in_which_all_steps_were_skipped_have_no_loss(loss):
+    log = f"{STARTED} torchrun\n" + line(1, loss, skipped=1) + line(10, loss, skipped=10)
+    log += line(15, " lm loss: 8.0E+00 |", skipped=4) + line(18, loss, skipped=3) + line(20, " lm loss: 7.0E+00 |")
+    assert parse_log(log)["training"] == [[15, 8.0], [20, 7.0]]
+    assert outcome(log + validation(20, "7.5E+00"), 0, 20)["diverged"] is False
+    again = log + f"\n{STARTED} torchrun\n" + line(14, loss, skipped=1) + line(15, loss, skipped=2) + line(20)
+    assert parse_log(again)["training"] == [[20, 5.0]]  # the one of 15 is that of the attempt before
+
+
+def test_a_run_in_which_all_steps_were_skipped_failed():
+    log = f"{STARTED} torchrun\n" + line(1, "", skipped=1) + line(20, "", skipped=20) + validation(20, "7.5E+00")
+    with pytest.raises(ConvergenceError, match="all steps were skipped"):
+        outcome(log, 0, 20)
 
 
 def test_a_run_that_ended_well():
@@ -132,6 +149,15 @@ def test_spread_by_hand():
     figure = spread({1: 1.0, 2: 2.0, 3: 6.0})
     assert figure["mean"] == 3.0 and figure["sd"] == pytest.approx(math.sqrt(7))  # (4 + 1 + 9) / 2
     assert math.isnan(spread({1: 1.0})["sd"]) and math.isnan(spread({})["mean"])
+
+
+def test_a_lag_that_is_a_bound_says_so_where_the_log_ends_early():
+    """--log-interval 7 has no line of iteration 1000."""
+    short = curve(0)[:-1]
+    results = {("1", "vanilla", 1): result(short), ("1", "2bw", 1): result([[t, 20.0] for t, _ in short])}
+    rows = [summarize(results, "1", variant, [1], 1000) for variant in ("vanilla", "2bw")]
+    assert rows[1]["lag_iterations"]["of_means"] == rows[1]["lag_limit"] == 890
+    assert "| ≥ 890 |" in markdown("t", [], rows, [])
 
 
 def test_gaps_are_of_runs_with_the_same_seed():
@@ -259,7 +285,31 @@ def test_the_variants_flags():
         "g": ["--pipeline-schedule", "gpipe"],
     }
     assert parse(["name", "--variants", "vanilla,2bw+both"]).variants["2bw+both"] == [
-        *ours, "--two-bw-sync-iterations", "150", "--two-bw-correction", "extrapolate"]
+        *ours, "--two-bw-sync-iterations", "300", "--two-bw-correction", "extrapolate"]
+
+
+@pytest.mark.parametrize("options, flags, ranks, micro, batch", [
+    ([], [], 1, 4, 4), (["--stages", "2"], [], 2, 2, 4), (["--stages", "3"], [], 3, 1, 4),
+    (["--width", "2"], [], 2, 2, 4), (["--stages", "2", "--width", "3"], [], 6, 1, 6), (["--width", "3"], [], 3, 1, 6),
+    (["--stages", "2", "--width", "2"], ["--tensor-model-parallel-size", "2"], 8, 1, 4),
+    ([], ["--context-parallel-size=2", "--tensor-model-parallel-size", "2"], 4, 4, 4),
+])
+def test_processes_and_batches(options, flags, ranks, micro, batch):
+    words = runs_of("name", *options, "--", *flags)[1].command
+    found = [value(words, flag) for flag in ("--nproc-per-node", "--micro-batch-size", "--global-batch-size")]
+    assert found == [str(ranks), str(micro), str(batch)]
+
+
+def test_data_that_are_split_already_get_no_split():
+    flags = "--train-data-path a --valid-data-path b --test-data-path c".split()
+    assert [value(run.command, "--split") for run in runs_of("name", "--", *flags)] == [None, None]
+    assert [value(run.command, "--split") for run in runs_of("name")] == ["90,10,0"] * 2
+
+
+def test_what_the_users_optimizer_does_not_take_is_no_default():
+    words = ["--variant", "s=--optimizer sgd", "--variant", "m=--optimizer muon --muon-scalar-optimizer lion"]
+    for typed, expected in (words, ["0.95", "0.95", None, None]), (["--", "--optimizer", "sgd"], [None, None]):
+        assert [value(run.command, "--adam-beta2") for run in runs_of("name", *typed)] == expected
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 6, 40, 1500, 6000])
@@ -272,7 +322,8 @@ def test_the_users_data_or_tokenizer_takes_the_place_of_the_corpus(monkeypatch):
     corpus = SimpleNamespace(flags=lambda: ["built in"])
     monkeypatch.setattr(convergence_options, "build_corpus", lambda: corpus)
     assert convergence_options.built_in(parse(["name"])) == ["built in"]
-    for flags in ("--data-path mine", "--data-path=mine", "--mock-data", "--tokenizer-type NullTokenizer"):
+    for flags in ("--data-path mine", "--data-path=mine", "--mock-data", "--tokenizer-type NullTokenizer",
+                  "--train-data-path mine", "--data-args-path list", "--per-split-data-args-path list"):
         assert convergence_options.built_in(parse(["name", "--", *flags.split()])) == []
     assert convergence_options.built_in(parse(["name", "--no-defaults", "--", "--train-iters", "5"])) == []
 
@@ -284,6 +335,8 @@ def test_the_users_data_or_tokenizer_takes_the_place_of_the_corpus(monkeypatch):
     (["--lr", "0"], "--lr: 0"),
     (["--seeds", "1,"], "--seeds: an empty word"),
     (["--seeds", "-1"], "--seeds"),
+    (["--seeds", "0"], "--seeds: 0 is not a whole number from 1 on"),  # Megatron's rule
+    (["--width", "0"], "--width 0"),
     (["--stages", "0"], "--stages 0"),
     (["--jobs", "0"], "--jobs 0"),
     (["--variants", "2bw"], "--variants: vanilla"),
@@ -294,6 +347,7 @@ def test_the_users_data_or_tokenizer_takes_the_place_of_the_corpus(monkeypatch):
     (["--variant", "a=--train-iters 3"], "--train-iters"),
     (["--sync-iterations", "5"], "--sync-iterations"),
     (["--variants", "vanilla,2bw+sync", "--sync-iterations", "1501"], "--sync-iterations 1501"),
+    (["--variants", "vanilla,2bw+both", "--sync-iterations", "1500"], "--sync-iterations 1500: with 2bw+both"),
     (["--correction-factor", "0.5"], "--correction-factor"),
     (["--variants", "vanilla,2bw+both", "--correction-factor", "1.5"], "--correction-factor 1.5"),
     (["--max-gap-of", "2bw"], "--max-gap-of"),
@@ -308,6 +362,7 @@ def test_the_users_data_or_tokenizer_takes_the_place_of_the_corpus(monkeypatch):
     (["--", "--pipeline-schedule", "gpipe"], "--variant"),
     (["--", "--save", "x"], "--save-interval"),
     (["--", "--train-iters", "0"], "--train-iters 0"),
+    (["--", "--tensor-model-parallel-size", "two"], "--tensor-model-parallel-size two"),
     (["--", "--train-iters", "many"], "--train-iters many"),
     (["--", "--eval-iters", "0"], "--eval-iters 0"),
     (["--", "--lr-warmup-iters", "1500"], "--lr-warmup-iters 1500"),
@@ -324,7 +379,7 @@ def test_a_wrong_option_is_one_line(words, named, capsys):
 
 # Stands for torchrun: logs a run of 20 iterations whose loss is its seed, or fails.
 FAKE = """
-import sys
+import sys, time
 words = sys.argv[1:]
 value = lambda flag: words[len(words) - 1 - words[::-1].index(flag) + 1]
 if "--fail" in words:
@@ -332,6 +387,8 @@ if "--fail" in words:
 for end in (1, 10, 20):
     print(f" iteration {end:8d}/      20 | lm loss: {value('--seed')}.5E+00 |", flush=True)
 print(f" validation loss at iteration 20 on validation set | lm loss value: {value('--seed')}.25E+00 |")
+if "--slow" in words:
+    time.sleep(2)
 open(value("--count"), "a").write("run\\n")
 """
 
@@ -408,6 +465,28 @@ def test_a_run_that_fails_leaves_the_others_alone(experiment, capsys):
     assert experiment("--variant", "bad=--fail", "--max-gap", "5", "--max-gap-of", "2bw") == (1, 2)  # it is tried again
 
 
+def test_nothing_more_is_started_if_the_first_has_not_trained(experiment, capsys):
+    """A flag that is wrong for all."""
+    assert experiment("--seeds", "1,2", flags=("--fail",)) == (1, 0)
+    screen = capsys.readouterr().out
+    assert "no other run is started" in screen and "[2/4]" not in screen
+    assert experiment("--seeds", "1,2") == (0, 4)
+    folder = experiment.out / "runs" / "vanilla-lr3e-4-seed1"
+    assert "ValueError: as asked" in (folder / "train.1.log").read_text()  # it is not taken for one of this run
+    assert "ValueError" not in (folder / "train.log").read_text()
+
+
+def test_a_variant_that_cannot_start_beside_one_that_trains_stops_nothing(experiment):
+    assert experiment("--jobs", "2", "--seeds", "1,2", "--variants", "vanilla", "--variant", "bad=--fail",
+                      flags=("--slow",)) == (1, 2)
+
+
+def test_the_reports_flags_are_all_of_them(experiment):
+    experiment()
+    text = (experiment.out / "report.md").read_text()
+    assert "- of this script: `--micro-batch-size 4" in text and "--mock-data" in text
+
+
 def test_two_calls_do_not_meet_in_a_folder(experiment, capsys):
     experiment.out.mkdir()
     with open(experiment.out / ".lock", "w") as lock:
@@ -429,13 +508,24 @@ def test_the_clone_may_move():
     assert convergence.same(words, moved)
     assert not convergence.same(words, [*words, "--bf16"])
     assert not convergence.same(words, [word.replace("gpt", "bert") for word in words])
+    saving = [[*words, "--save", folder, "--load", folder, "--bf16"] for folder in ("/a/x", "/b/x")]
+    assert convergence.same(*saving) and not convergence.same(saving[0], saving[1][:-1])
 
 
-@pytest.mark.parametrize("slot, stages, count, expected", [
-    (0, 1, 0, None), (0, 1, 1, None), (0, 1, 4, "0"), (3, 1, 4, "3"), (5, 1, 4, "1"), (1, 2, 4, "2,3"), (0, 4, 4, None),
+@pytest.mark.parametrize("slot, ranks, gpus, expected", [
+    (0, 1, "", None), (0, 1, "a", None), (0, 1, "abcd", "a"), (3, 1, "abcd", "d"), (5, 1, "abcd", "b"),
+    (1, 2, "abcd", "c,d"), (0, 4, "abcd", None),
 ])
-def test_runs_side_by_side_share_the_gpus_out(slot, stages, count, expected):
-    assert convergence.gpus_of(slot, stages, count) == expected
+def test_runs_side_by_side_share_the_gpus_out(slot, ranks, gpus, expected):
+    assert convergence.gpus_of(slot, ranks, list(gpus)) == expected
+
+
+@pytest.mark.parametrize("jobs, device, visible, expected", [
+    (2, "auto", "3,5", ["3", "5"]), (1, "auto", "3,5", []), (2, "cpu", "3,5", []), (2, "cuda", "", []),
+])
+def test_gpus_that_slurm_gives_are_dealt_out(jobs, device, visible, expected, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert convergence.gpus_to_deal(SimpleNamespace(jobs=jobs, device=device)) == expected
 
 
 @pytest.mark.parametrize("seconds, shown", [(5, "0:05"), (130.4, "2:10"), (3720, "1:02:00")])
