@@ -4,13 +4,15 @@
 
 On the quadratic L = curvature x² / 2, momentum as in Adam (a mean of gradients, with decay beta1) at a fixed learning
 rate is a linear recurrence, which converges while learning rate x curvature stays below a limit. Prints that limit for
-each beta1 and factor of --two-bw-correction extrapolate; Adam's second moment only rescales the curvature.
+each beta1 and factor of --two-bw-correction extrapolate; Adam's second moment only rescales the curvature. Then, for
+gradients that are nothing but noise, how far the weights of the gradient are from those that it changes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -43,18 +45,35 @@ def limit(beta: float, factor: float | None) -> float:
     return low
 
 
+def distance(beta: float, factor: float) -> float:
+    """|W(j+1) - W'(j)| over |W(j+1) - W(j)|, root mean squares, for gradients that are independent noise.
+
+    The update m' = beta m + (1 - beta) g is guessed as factor x m. With a variance of g of 1 that of m is
+    (1 - beta) / (1 + beta), so that of the error is (beta - factor)^2 (1 - beta) / (1 + beta) + (1 - beta)^2.
+    """
+    return math.sqrt(max(0.0, 1 - 2 * beta * factor + factor**2))
+
+
+def table(rows: list[dict[str, float]]) -> None:
+    print(" | ".join(f"{name:>11}" for name in rows[0]))
+    for row in rows:
+        print(" | ".join(f"{value:11.2f}" for value in row.values()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("out/bench/delay_stability.json"))
     path = parser.parse_args().json
     rows = [{"beta1": beta, "no delay": limit(beta, None)} | {f"factor {f:g}": limit(beta, f) for f in FACTORS}
             for beta in BETAS]
-    print(" | ".join(f"{name:>11}" for name in rows[0]))
-    for row in rows:
-        print(" | ".join(f"{value:11.2f}" for value in row.values()))
+    noise = [{"beta1": beta} | {f"factor {f:g}": distance(beta, f) for f in FACTORS} for beta in BETAS]
+    print("largest stable learning rate x curvature")
+    table(rows)
+    print("distance to the weights that the gradient changes, in updates, if gradients are noise")
+    table(noise)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    part.write_text(json.dumps({"rows": rows, "noise": noise}, indent=1) + "\n")
     part.replace(path)
     return 0
 
