@@ -97,6 +97,15 @@ def _log_end(folder: str, rank: int, lines: int = 60) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that the kernel gives to nobody else for a minute, but lets a server take that sets SO_REUSEADDR.
+
+    So do torch's stores and Slurm's daemons. A connection that was closed on this side keeps its port in TIME_WAIT;
+    a port that was only seen to be free may be another process's, or a gloo socket's, before its server is there.
+    """
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        with socket.create_connection(server.getsockname()):
+            server.accept()[0].close()  # first on this side
+            return server.getsockname()[1]
