@@ -94,8 +94,8 @@ def command(words: list[str], plan: Plan, per_server: int, place: Place, script:
         "srun", "--nodes", str(servers), "--ntasks", str(servers), "--ntasks-per-node", "1", *hosts,
         "--kill-on-bad-exit=1",
         *torchrun, "--nnodes", str(servers), "--rdzv-backend", "c10d", "--rdzv-id", f"{job}-{number}",
-        # Of its own for each plan: the one before may still hold its.
-        "--rdzv-endpoint", f"{place.host}:{20000 + (job + number) % 20000}", str(script), *words,
+        # Of its own for each plan, for the one before may still hold its; below those that Linux gives out.
+        "--rdzv-endpoint", f"{place.host}:{20000 + (job + number) % 10000}", str(script), *words,
     ]
 
 

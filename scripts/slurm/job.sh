@@ -167,7 +167,7 @@ run_job() {
             --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$PROCESSES_PER_NODE" \
             --max-restarts "${RESTARTS:-3}" --shutdown-timeout "${SHUTDOWN:-100}" \
             --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-$START" \
-            --rdzv-endpoint "${MASTER_ADDR:-${hosts[0]}}:${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}" \
+            --rdzv-endpoint "${MASTER_ADDR:-${hosts[0]}}:${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}" \
             "$MEGATRON_2BW/$entry" "${checkpoints[@]}" "$@" &
         step=$! interrupted=1
         while [[ -n $interrupted ]]; do # a trapped signal ends `wait` early

@@ -141,7 +141,7 @@ def test_torchrun_takes_the_options_of_the_job(tmp_path):
     words, _ = words_of(sbatch_script(SQUARE, GPT, H100, "bf16", "job"), tmp_path, **SLURM)
     seen = options(words)
     assert (seen.nnodes, seen.nproc_per_node, seen.rdzv_backend, seen.rdzv_id) == ("2", "8", "c10d", "71234-0")
-    assert seen.rdzv_endpoint == f"node-a:{20000 + 71234 % 20000}" and seen.max_restarts > 0
+    assert seen.rdzv_endpoint == f"node-a:{20000 + 71234 % 10000}" and seen.max_restarts > 0
     # What saves must have ended before Slurm kills, and torchrun must not kill it long before that.
     (notice,) = (int(option.partition("@")[2]) for option in SBATCH if option.startswith("--signal=B:TERM@"))
     assert 30 < seen.shutdown_timeout < notice
