@@ -24,6 +24,25 @@ from megatron_2bw.weights import WeightStores
 
 # Where Megatron's optimizers hold the fp32 main parameters (or shards of them) that they copy to the model's.
 MAIN_GROUPS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups", "shard_fp32_groups")
+# Optimizers whose update is a running mean of gradients, and the decay of that mean.
+DECAYS = {"adam": "adam_beta1", "sgd": "sgd_momentum", "muon": "muon_momentum"}
+
+
+def warning(args) -> str | None:
+    """A line for who gives too little momentum: noisy gradients make extrapolation worse than nothing then. Or None.
+
+    Of independent noise it takes gradients sqrt(1 - 2 decay factor + factor^2) updates away from the weights that they
+    change, where plain 2BW takes them one update away (docs/convergence.md).
+    """
+    decay = getattr(args, DECAYS.get(args.optimizer, ""), 1.0)
+    if args.two_bw_correction != "extrapolate" or decay >= args.two_bw_correction_factor / 2:
+        return None
+    flag = "--" + DECAYS[args.optimizer].replace("_", "-")
+    return (
+        f"WARNING: --two-bw-correction extrapolate with {flag} {decay:g}: one update says little about the next, and "
+        "where gradients are mostly noise this is worse than no correction. Leave it out, or give "
+        f"--two-bw-correction-factor {decay:g} (docs/convergence.md)"
+    )
 
 
 class Extrapolation:

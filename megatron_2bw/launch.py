@@ -105,12 +105,15 @@ def _merge_trace(args, runtime) -> None:
 
 def make_runtime(args):
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
+    from megatron_2bw.correction import warning
     from megatron_2bw.runtime import PipelineRuntime, Progress
     from megatron_2bw.schedules import schedule_of
     from megatron_2bw.trace import forget
 
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
+    if args.rank == 0 and (line := warning(args)):
+        print(line, flush=True)
     schedule = schedule_of(
         args.pipeline_schedule, args.two_bw_gradient_slots, args.two_bw_extra_warmup, args.two_bw_sync_iterations
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 import torch
 
-from megatron_2bw.correction import Extrapolation, going_on
+from megatron_2bw.correction import Extrapolation, going_on, warning
 from megatron_2bw.weights import WeightStores
 
 
@@ -105,3 +107,18 @@ def test_the_update_is_taken_in_fp32():
 ])
 def test_the_log_tells_a_resumed_run_whose_first_weights_differ(then, now, text):
     assert going_on(then, now) == text
+
+
+@pytest.mark.parametrize("named, expected", [
+    (dict(optimizer="adam", adam_beta1=0.49), "--adam-beta1 0.49"),
+    (dict(optimizer="sgd", sgd_momentum=0.0), "--sgd-momentum 0"),
+    (dict(optimizer="muon", muon_momentum=0.3), "--two-bw-correction-factor 0.3"),
+    (dict(optimizer="sgd", sgd_momentum=0.0, adam_beta1=0.9), "--sgd-momentum 0"),  # Adam's has no say in it
+    (dict(optimizer="adam", adam_beta1=0.5), None),
+    (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction_factor=0.6), None),
+    (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction="none"), None),
+    (dict(optimizer="soap"), None),
+])
+def test_too_little_momentum_is_told(named, expected):
+    line = warning(Namespace(**(dict(two_bw_correction="extrapolate", two_bw_correction_factor=1.0) | named)))
+    assert (line is None) if expected is None else (expected in line and "\n" not in line)

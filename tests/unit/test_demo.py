@@ -1,6 +1,9 @@
 """The demo: what it reads from Megatron's log, what it writes, and that it leaves nothing running."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -178,3 +181,20 @@ def test_the_picture_is_a_png(tmp_path):
     losses = demo.parse_log(LOG)
     demo.draw(tmp_path / "loss.png", losses, demo.summarize(losses, "2bw", 20, 1.0))
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_signals_end_the_script_but_for_the_hangup_that_nohup_ignores():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for hangup, code in (signal.SIG_DFL, 128 + signal.SIGHUP), (signal.SIG_IGN, None):
+            signal.signal(signal.SIGHUP, hangup)
+            demo.leave_on_signals()
+            with pytest.raises(SystemExit) as end:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert end.value.code == 128 + signal.SIGTERM
+            with pytest.raises(SystemExit) if code else contextlib.nullcontext() as end:
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert (end and end.value.code) == code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
