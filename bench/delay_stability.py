@@ -51,7 +51,7 @@ def distance(beta: float, factor: float) -> float:
     The update m' = beta m + (1 - beta) g is guessed as factor x m. With a variance of g of 1 that of m is
     (1 - beta) / (1 + beta), so that of the error is (beta - factor)^2 (1 - beta) / (1 + beta) + (1 - beta)^2.
     """
-    return math.sqrt(max(0.0, 1 - 2 * beta * factor + factor**2))
+    return math.sqrt(1 - 2 * beta * factor + factor**2)
 
 
 def table(rows: list[dict[str, float]]) -> None:

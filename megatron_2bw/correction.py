@@ -25,7 +25,7 @@ from megatron_2bw.weights import WeightStores
 # Where Megatron's optimizers hold the fp32 main parameters (or shards of them) that they copy to the model's.
 MAIN_GROUPS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups", "shard_fp32_groups")
 # Optimizers whose update is a running mean of gradients, and the decay of that mean.
-DECAYS = {"adam": "adam_beta1", "sgd": "sgd_momentum", "muon": "muon_momentum"}
+DECAYS = {"adam": "adam_beta1", "sgd": "sgd_momentum", "muon": "muon_momentum", "soap": "adam_beta1"}
 
 
 def warning(args) -> str | None:
@@ -38,10 +38,10 @@ def warning(args) -> str | None:
     if args.two_bw_correction != "extrapolate" or decay >= args.two_bw_correction_factor / 2:
         return None
     flag = "--" + DECAYS[args.optimizer].replace("_", "-")
+    better = f", or give --two-bw-correction-factor {decay:g}" if decay else ""
     return (
         f"WARNING: --two-bw-correction extrapolate with {flag} {decay:g}: one update says little about the next, and "
-        "where gradients are mostly noise this is worse than no correction. Leave it out, or give "
-        f"--two-bw-correction-factor {decay:g} (docs/convergence.md)"
+        f"where gradients are mostly noise this is worse than no correction. Leave it out{better} (docs/convergence.md)"
     )
 
 

@@ -6,7 +6,8 @@
 Every run goes through the entry script and has a folder of its own in out/convergence/NAME/runs, with its log. Words
 after -- are Megatron's flags for all of them and win over the defaults: a GPT of 5.3 million parameters on the built-in
 corpus. After each run runs.json, curves.png and report.md are written again. Ended by whatever, the same command goes
-on with the runs that are missing, and with --save-interval N after -- in their middle.
+on with the runs that are missing, and with --save-interval N after -- in their middle. A run that fails leaves the
+others alone; if the very first does not begin to train, no other is started.
 
 Invariant: result.json in a run's folder is that of a run that ended by itself, and holds its command; no run is
 compared with one of another command.
@@ -33,7 +34,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_2bw.data.corpus import CorpusError  # noqa: E402
-from scripts.convergence_options import ConvergenceError, Run, built_in, defaults, grid, parse, value  # noqa: E402
+from scripts.convergence_options import (  # noqa: E402
+    ConvergenceError,
+    Run,
+    built_in,
+    defaults,
+    given,
+    grid,
+    parse,
+    takes_corpus,
+    value,
+)
 from scripts.convergence_plot import draw  # noqa: E402
 from scripts.convergence_report import STARTED, markdown, outcome, summarize, too_large  # noqa: E402
 from scripts.demo import leave_on_signals, stop, write_whole  # noqa: E402
@@ -195,11 +206,15 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def gpus_of(slot: int, ranks: int, gpus: Sequence[str]) -> str | None:
-    """CUDA_VISIBLE_DEVICES of the slot-th of the runs side by side; None to leave it."""
+def gpus_of(slot: int, ranks: int, most: int, gpus: Sequence[str]) -> str | None:
+    """CUDA_VISIBLE_DEVICES of the slot-th of the runs side by side, of `most` ranks at most; None to leave it."""
     if len(gpus) <= ranks:
         return None
-    return ",".join(gpus[(slot * ranks + rank) % len(gpus)] for rank in range(ranks))
+    return ",".join(gpus[(slot * most + rank) % len(gpus)] for rank in range(ranks))
+
+
+def ranks_of(run: Run) -> int:
+    return int(value(run.command, "--nproc-per-node"))
 
 
 def gpus_to_deal(options) -> list[str]:
@@ -217,13 +232,14 @@ def train(board: Board, options, lock: int, after: Callable[[], None]) -> None:
     """Run what is missing, `options.jobs` side by side; `after` each that ended. Failures are on the board."""
     waiting = [run for run in board.runs if run not in board.results]
     gpus, jobs = gpus_to_deal(options), {}
+    most = max(map(ranks_of, waiting), default=1)
     try:
         while waiting or jobs:
             # One after the other until each has begun: runs with the same seed write the same index of the data.
             if waiting and len(jobs) < options.jobs and all(job.iteration for job in jobs.values()):
                 slot = next(slot for slot in range(options.jobs) if slot not in jobs)
                 run = waiting.pop(0)
-                jobs[slot] = Job(run, lock, gpus_of(slot, int(value(run.command, "--nproc-per-node")), gpus))
+                jobs[slot] = Job(run, lock, gpus_of(slot, ranks_of(run), most, gpus))
                 say(f"{board.number(jobs[slot].run)} {jobs[slot].run.title}: starts")
             for slot, job in list(jobs.items()):
                 code = job.process.poll()
@@ -307,12 +323,15 @@ def report(board: Board, options) -> list[dict[str, Any]]:
             for run in board.runs]
     write_json(options.out / "runs.json", {
         "name": options.name, "again": options.again, "task": options.task, "vanilla": options.vanilla,
-        "iterations": options.iterations, "stages": options.stages, "variants": options.variants,
-        "learning_rates": options.lr, "seeds": seeds, "flags": options.flags, "summary": rows, "runs": runs,
+        "iterations": options.iterations, "stages": options.stages, "width": options.width,
+        "variants": options.variants, "learning_rates": options.lr, "seeds": seeds, "flags": options.flags,
+        "summary": rows, "runs": runs,
     })
     if results:
         write_whole(options.out / "curves.png", lambda part: draw(
             results, options.lr, list(options.variants), seeds, options.iterations, part))
+    else:
+        (options.out / "curves.png").unlink(missing_ok=True)  # of runs that were set aside
     text = markdown(f"Convergence: {options.name}", facts(board, options), rows, troubles(board))
     write_whole(options.out / "report.md", lambda part: part.write_text(text))
     return rows
@@ -324,9 +343,11 @@ def facts(board: Board, options) -> list[str]:
         f"one seed ({options.seeds[0]})")
     return [
         f"{options.task.upper()}, {options.iterations} iterations, {options.stages} "
-        f"{'stages' if options.stages > 1 else 'stage'}, {seeds}; {len(board.results)} of {len(board.runs)} runs have "
-        "ended. Again, or on from here:", "", f"    {options.again}", "",
-        f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`",
+        f"{'stages' if options.stages > 1 else 'stage'} × width {options.width}, {seeds}; {len(board.results)} of "
+        f"{len(board.runs)} runs have ended. Again, or on from here:", "", f"    {options.again}", "",
+        f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`"
+        + ("" if options.no_defaults or given(options.flags, "--min-lr") else ", `--min-lr` a tenth of `--lr`")
+        + (", the built-in corpus and its tokenizer" if takes_corpus(options) else ""),
         *(f"- **{label}**: `{shlex.join(flags)}`" for label, flags in options.variants.items()),
     ]
 
@@ -362,7 +383,7 @@ def work(options, lock: int) -> int:
     if not options.report_only:
         train(board, options, lock, lambda: report(board, options))
     rows = report(board, options)
-    say(f"convergence.py: wrote report.md, curves.png and runs.json in {options.out}")
+    say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
     return max(judge(rows, options), 1 if board.failures else 0)
 
 

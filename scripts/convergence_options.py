@@ -125,7 +125,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option("--fresh", action="store_true", help="set earlier runs aside as runs.1, ... and run all of them")
     option("--report-only", action="store_true", help="run nothing; report on what is there")
     options = parser.parse_args(words)
-    options.flags, options.again = flags, shlex.join(["python", "scripts/convergence.py", *argv])
+    lasting = [word for word in words if word not in ("--fresh", "--report-only")]
+    again = ["python", "scripts/convergence.py", *lasting, *(["--", *flags] if flags else [])]
+    options.flags, options.again = flags, shlex.join(again)
     try:
         _check(options)
         _check_flags(options)
@@ -182,8 +184,8 @@ def _rate(word: str) -> float | None:
 def _check_flags(options: argparse.Namespace) -> None:
     """Megatron's flags, as far as this script's own meet them. Raises ConvergenceError; sets `iterations`."""
     flags = options.flags
-    if flag := given(flags, *OWN):
-        raise ConvergenceError(f"{flag} after the --: give {OWN[flag]}")
+    if wrong := [f"{flag} (give {OWN[flag]})" for flag in OWN if given(flags, flag)]:
+        raise ConvergenceError(f"after the --: {', '.join(wrong)}")
     options.iterations = _number(flags, "--train-iters", None if options.no_defaults else ITERATIONS)
     if options.iterations < 1:
         raise ConvergenceError(f"--train-iters {options.iterations}: it must be at least 1")
@@ -224,10 +226,10 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
     sync = options.sync_iterations
     if sync is not None and not 1 <= sync <= options.iterations:
         raise ConvergenceError(f"--sync-iterations {sync}: it must be 1 to --train-iters {options.iterations}")
+    sync = sync or max(1, options.iterations // 5)
     if sync == options.iterations and "2bw+both" in options.variants:
         raise ConvergenceError(f"--sync-iterations {sync}: with 2bw+both it must be below --train-iters "
                                f"{options.iterations}, or there is nothing to extrapolate")
-    sync = sync or max(1, options.iterations // 5)
     factor = [] if options.correction_factor is None else ["--two-bw-correction-factor", f"{options.correction_factor}"]
     found = {"vanilla": ["--pipeline-schedule", options.vanilla]}
     for label in options.variants:
@@ -322,9 +324,13 @@ def command(options: argparse.Namespace, data: Sequence[str], variant: str, lr: 
     return (*torchrun, *defaults(options, flags), *data, *own, *flags)
 
 
+def takes_corpus(options: argparse.Namespace) -> bool:
+    return not options.no_defaults and not given(options.flags, *OWN_DATA)
+
+
 def built_in(options: argparse.Namespace) -> list[str]:
     """The flags of the built-in corpus, made at the first call; none if the user has data or a tokenizer."""
-    if options.no_defaults or given(options.flags, *OWN_DATA):
+    if not takes_corpus(options):
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's import lists what is not installed

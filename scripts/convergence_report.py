@@ -44,8 +44,8 @@ def parse_log(text: str) -> dict[str, Any]:
     A training loss is the mean of the iterations since the point before. The line that Megatron prints in addition
     after the first iteration of each attempt is left out: the next line's mean includes it again. Where an attempt
     starts again at an earlier iteration, its losses take the place of those of the attempt before. A line without a
-    loss gives nan: so Megatron prints a mean that is no number. Where all steps since the line before were skipped, as
-    fp16 runs begin, there is no mean, and no point.
+    loss gives nan: so Megatron prints a mean that is no number. Where all steps since the line before were skipped
+    there is no mean: the loss stays what it was, as the weights do, and there is none yet where fp16 runs begin.
     """
     training: Points = []
     validation: dict[int, float] = {}
@@ -65,6 +65,8 @@ def parse_log(text: str) -> dict[str, Any]:
             if not skipped or int(skipped[1]) < end - last:
                 loss = re.search(r"\blm loss: (\S+) \|", match[2])
                 training.append([end, float(loss[1]) if loss else math.nan])
+            elif training:
+                training.append([end, training[-1][1]])
             last = end
         elif match := re.search(rf"{VALIDATED} \| lm loss value: (\S+)", line):
             validation[int(match[1])] = float(match[2])
@@ -259,7 +261,8 @@ def markdown(title: str, facts: Sequence[str], rows: Sequence[dict[str, Any]], t
         lines += [_row(row) for row in rows if row["lr"] == lr] + [""]
     if troubles:
         lines += ["## What went wrong", "", *(f"- {trouble}" for trouble in troubles), ""]
-    return "\n".join([*lines, "![training and validation losses](curves.png)", "", *EXPLANATION]) + "\n"
+    picture = ["![training and validation losses](curves.png)", ""] if rows else []
+    return "\n".join([*lines, *picture, *EXPLANATION]) + "\n"
 
 
 EXPLANATION = """\

@@ -59,13 +59,13 @@ def test_a_later_attempt_takes_the_place_of_what_it_repeats():
 
 
 @pytest.mark.parametrize("loss", ["", " lm loss: 0.000000E+00 |"])  # before any step, and later
-def test_lines_in_which_all_steps_were_skipped_have_no_loss(loss):
+def test_a_loss_stays_where_all_steps_were_skipped(loss):
     log = f"{STARTED} torchrun\n" + line(1, loss, skipped=1) + line(10, loss, skipped=10)
     log += line(15, " lm loss: 8.0E+00 |", skipped=4) + line(18, loss, skipped=3) + line(20, " lm loss: 7.0E+00 |")
-    assert parse_log(log)["training"] == [[15, 8.0], [20, 7.0]]
+    assert parse_log(log)["training"] == [[15, 8.0], [18, 8.0], [20, 7.0]]
     assert outcome(log + validation(20, "7.5E+00"), 0, 20)["diverged"] is False
     again = log + f"\n{STARTED} torchrun\n" + line(14, loss, skipped=1) + line(15, loss, skipped=2) + line(20)
-    assert parse_log(again)["training"] == [[20, 5.0]]  # the one of 15 is that of the attempt before
+    assert parse_log(again)["training"] == [[20, 5.0]]  # the one of 15 was that of the attempt before
 
 
 def test_a_run_in_which_all_steps_were_skipped_failed():
@@ -158,6 +158,18 @@ def test_a_lag_that_is_a_bound_says_so_where_the_log_ends_early():
     rows = [summarize(results, "1", variant, [1], 1000) for variant in ("vanilla", "2bw")]
     assert rows[1]["lag_iterations"]["of_means"] == rows[1]["lag_limit"] == 890
     assert "| ≥ 890 |" in markdown("t", [], rows, [])
+
+
+def test_a_run_that_no_longer_steps_lags():
+    """fp16 at the floor of its loss scale: what it has not trained is not left out."""
+    logs = [f"{STARTED} torchrun\n" + line(1) for _ in range(2)]
+    for end in range(10, 1501, 10):
+        loss = f" lm loss: {20 - end / 100} |"
+        logs[0] += line(end, loss)
+        logs[1] += line(end, loss) if end <= 1000 else line(end, " lm loss: 0.000000E+00 |", skipped=10)
+    vanilla, stuck = (outcome(log + validation(1500, "5.0E+00"), 0, 1500) for log in logs)
+    row = summarize({("1", "vanilla", 1): vanilla, ("1", "2bw", 1): stuck}, "1", "2bw", [1], 1500)
+    assert row["lag_iterations"]["of_means"] > 400
 
 
 def test_gaps_are_of_runs_with_the_same_seed():
@@ -348,6 +360,8 @@ def test_the_users_data_or_tokenizer_takes_the_place_of_the_corpus(monkeypatch):
     (["--sync-iterations", "5"], "--sync-iterations"),
     (["--variants", "vanilla,2bw+sync", "--sync-iterations", "1501"], "--sync-iterations 1501"),
     (["--variants", "vanilla,2bw+both", "--sync-iterations", "1500"], "--sync-iterations 1500: with 2bw+both"),
+    (["--variants", "vanilla,2bw+both", "--", "--train-iters", "1"], "--sync-iterations 1: with 2bw+both"),
+    (["--", "--lr", "1", "--seed", "2"], "after the --: --lr (give --lr before the --), --seed (give --seeds"),
     (["--correction-factor", "0.5"], "--correction-factor"),
     (["--variants", "vanilla,2bw+both", "--correction-factor", "1.5"], "--correction-factor 1.5"),
     (["--max-gap-of", "2bw"], "--max-gap-of"),
@@ -357,8 +371,7 @@ def test_the_users_data_or_tokenizer_takes_the_place_of_the_corpus(monkeypatch):
     (["--fresh", "--report-only"], "--fresh"),
     (["--no-defaults"], "--train-iters is missing"),
     (["--speed"], "--speed"),
-    (["--", "--lr", "1"], "--lr after the --: give --lr before"),
-    (["--", "--seed=1"], "--seed after the --"),
+    (["--", "--seed=1"], "after the --: --seed (give --seeds before the --)"),
     (["--", "--pipeline-schedule", "gpipe"], "--variant"),
     (["--", "--save", "x"], "--save-interval"),
     (["--", "--train-iters", "0"], "--train-iters 0"),
@@ -429,7 +442,8 @@ def test_runs_side_by_side_and_only_those_that_are_missing(experiment, capsys):
         ".lock", "curves.png", "report.md", "runs", "runs.json"]
     assert experiment("--seeds", "1,2,3") == (0, 6)  # two are new
     assert experiment("--seeds", "1,2,3", "--report-only") == (0, 6)
-    assert "--seeds 1,2,3 --report-only" in (experiment.out / "report.md").read_text()
+    text = (experiment.out / "report.md").read_text()
+    assert "--seeds 1,2,3 --" in text and "--report-only" not in text  # a command that goes on
 
 
 def test_a_result_of_other_flags_is_not_taken(experiment, capsys):
@@ -439,6 +453,9 @@ def test_a_result_of_other_flags_is_not_taken(experiment, capsys):
     assert error.count("\n") == 1 and "--fresh" in error and "vanilla-lr3e-4-seed1234 holds a run of other" in error
     assert experiment("--fresh", flags=("--hidden-size", "64")) == (0, 4)
     assert len(list((experiment.out / "runs.1").iterdir())) == 2  # nothing is lost
+    assert "--fresh" not in (experiment.out / "report.md").read_text()
+    assert experiment("--fresh", flags=("--fail",)) == (1, 4)
+    assert not (experiment.out / "curves.png").exists()  # it would be that of other runs
 
 
 def test_checkpoints_of_other_flags_are_not_gone_on_from(experiment, capsys):
@@ -470,6 +487,7 @@ def test_nothing_more_is_started_if_the_first_has_not_trained(experiment, capsys
     assert experiment("--seeds", "1,2", flags=("--fail",)) == (1, 0)
     screen = capsys.readouterr().out
     assert "no other run is started" in screen and "[2/4]" not in screen
+    assert "curves.png" not in screen + (experiment.out / "report.md").read_text()
     assert experiment("--seeds", "1,2") == (0, 4)
     folder = experiment.out / "runs" / "vanilla-lr3e-4-seed1"
     assert "ValueError: as asked" in (folder / "train.1.log").read_text()  # it is not taken for one of this run
@@ -484,7 +502,10 @@ def test_a_variant_that_cannot_start_beside_one_that_trains_stops_nothing(experi
 def test_the_reports_flags_are_all_of_them(experiment):
     experiment()
     text = (experiment.out / "report.md").read_text()
-    assert "- of this script: `--micro-batch-size 4" in text and "--mock-data" in text
+    assert "- of this script: `--micro-batch-size 4" in text and "`, `--min-lr` a tenth of `--lr`\n" in text
+    assert "1 stage × width 1" in text and "--mock-data" in text and "corpus" not in text
+    experiment("--fresh", flags=("--min-lr", "0"))
+    assert "a tenth of `--lr`" not in (experiment.out / "report.md").read_text()
 
 
 def test_two_calls_do_not_meet_in_a_folder(experiment, capsys):
@@ -512,12 +533,12 @@ def test_the_clone_may_move():
     assert convergence.same(*saving) and not convergence.same(saving[0], saving[1][:-1])
 
 
-@pytest.mark.parametrize("slot, ranks, gpus, expected", [
-    (0, 1, "", None), (0, 1, "a", None), (0, 1, "abcd", "a"), (3, 1, "abcd", "d"), (5, 1, "abcd", "b"),
-    (1, 2, "abcd", "c,d"), (0, 4, "abcd", None),
+@pytest.mark.parametrize("slot, ranks, most, gpus, expected", [
+    (0, 1, 1, "", None), (0, 1, 1, "a", None), (0, 1, 1, "abcd", "a"), (3, 1, 1, "abcd", "d"), (5, 1, 1, "abcd", "b"),
+    (1, 2, 2, "abcd", "c,d"), (0, 4, 4, "abcd", None), (1, 1, 2, "abcd", "c"), (1, 2, 2, "abcde", "c,d"),
 ])
-def test_runs_side_by_side_share_the_gpus_out(slot, ranks, gpus, expected):
-    assert convergence.gpus_of(slot, ranks, list(gpus)) == expected
+def test_runs_side_by_side_share_the_gpus_out(slot, ranks, most, gpus, expected):
+    assert convergence.gpus_of(slot, ranks, most, list(gpus)) == expected
 
 
 @pytest.mark.parametrize("jobs, device, visible, expected", [

@@ -117,7 +117,8 @@ def test_the_log_tells_a_resumed_run_whose_first_weights_differ(then, now, text)
     (dict(optimizer="adam", adam_beta1=0.5), None),
     (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction_factor=0.6), None),
     (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction="none"), None),
-    (dict(optimizer="soap"), None),
+    (dict(optimizer="soap", adam_beta1=0.1), "--adam-beta1 0.1"),
+    (dict(optimizer="lion", adam_beta1=0.1), None),  # its update is a sign, and another mean's
 ])
 def test_too_little_momentum_is_told(named, expected):
     line = warning(Namespace(**(dict(two_bw_correction="extrapolate", two_bw_correction_factor=1.0) | named)))
