@@ -419,6 +419,8 @@ def experiment(tmp_path, monkeypatch):
         return (sys.executable, str(script), *words[words.index("--nproc-per-node"):])
 
     monkeypatch.setattr(convergence_options, "command", fake)
+    monkeypatch.setattr(convergence, "draw", lambda *arguments: arguments[-1].write_bytes(b""))  # it takes a second
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # else torch is imported to count them
 
     def run(*options: str, flags: tuple[str, ...] = ()) -> tuple[int, int]:
         common = ["--mock-data", "--train-iters", "20", "--count", str(count), *flags]
