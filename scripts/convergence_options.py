@@ -99,7 +99,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         at = words.index("--")
         words, flags = words[:at], words[at + 1:]
     parser = Parser(prog="convergence.py", description=DESCRIPTION, allow_abbrev=False,
-                    epilog="Words after -- are Megatron's flags for every run.")
+                    epilog="Words after -- are Megatron's flags for every run. A run that fails leaves the others "
+                           "alone; if the very first does not begin to train, no other is started.")
     option = parser.add_argument
     option("name", metavar="NAME", help="of the experiment: the folder in out/convergence")
     option("--task", choices=("gpt", "bert"), default="gpt", help="default: %(default)s")
