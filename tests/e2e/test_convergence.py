@@ -20,7 +20,7 @@ from tests.e2e.launcher import ROOT, kill_tree
 MEGATRON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 32 --split 90,10,0
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --num-workers 0
-    --train-iters 200 --eval-interval 90 --eval-iters 2 --lr-warmup-iters 0 --save-interval 20
+    --train-iters 120 --eval-interval 50 --eval-iters 2 --lr-warmup-iters 0 --save-interval 20
 """.split()
 RUNS = ["vanilla-lr1e-2-seed1", "2bw-lr1e-2-seed1"]
 
@@ -64,7 +64,7 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
 
     code, out, err = finish(start(tmp_path, "--max-gap", "1000"))
     assert code == 0, out + err
-    assert "2 runs of 200 iterations, 1 of them are there" in out and "[1/2]" not in out
+    assert "2 runs of 120 iterations, 1 of them are there" in out and "[1/2]" not in out
     assert "--max-gap 1000 holds for 2bw at lr 1e-2" in out
     assert (vanilla / "result.json").stat().st_mtime_ns == untouched
     logs = [(folder / "train.log").read_text() for folder in folders]
@@ -72,8 +72,8 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
     assert first_loss(logs[0]) == first_loss(logs[1])  # the same weights, the same batch
     for folder in folders:
         curves = json.loads((folder / "result.json").read_text())
-        assert [end for end, _ in curves["training"]] == list(range(10, 201, 10))
-        assert [at for at, _ in curves["validation"]] == [90, 180, 200]
+        assert [end for end, _ in curves["training"]] == list(range(10, 121, 10))
+        assert [at for at, _ in curves["validation"]] == [50, 100, 120]
     base, row = json.loads((tmp_path / "runs.json").read_text())["summary"]
     assert base["validation_loss"]["mean"] < first_loss(logs[0]) - 1  # it learned
     gap = row["gap_percent"]["mean"]
@@ -86,4 +86,4 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
 
 
 def first_loss(log: str) -> float:
-    return float(re.search(r"iteration +1/ +200 \|.* lm loss: (\S+) \|", log)[1])
+    return float(re.search(r"iteration +1/ +120 \|.* lm loss: (\S+) \|", log)[1])
