@@ -192,7 +192,7 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise ConvergenceError(f"--train-iters {options.iterations}: it must be at least 1")
     if _number(flags, "--eval-iters", 1) < 1:
         raise ConvergenceError("--eval-iters 0: there must be a validation loss to compare; leave it out")
-    processes(options, flags)
+    processes(options, flags)  # are they numbers?
     warm_up = _number(flags, "--lr-warmup-iters", 0)
     if warm_up >= options.iterations:
         raise ConvergenceError(f"--lr-warmup-iters {warm_up}: it must be below --train-iters {options.iterations}")
@@ -326,6 +326,7 @@ def command(options: argparse.Namespace, data: Sequence[str], variant: str, lr: 
 
 
 def takes_corpus(options: argparse.Namespace) -> bool:
+    """Whether the user has left data and tokenizer to this script."""
     return not options.no_defaults and not given(options.flags, *OWN_DATA)
 
 
