@@ -42,12 +42,13 @@ def all_patches() -> list[patches.Patch]:
     runtime = Runtime()
     return [
         *patches.repairs(), *patches.for_cpu(), *patches.for_schedule(runtime), *patches.for_late_step(runtime),
+        *patches.for_checkpoints(runtime),
     ]
 
 
 @pytest.mark.parametrize("patch", all_patches(), ids=lambda patch: patch.name)
 def test_the_installed_megatron_has_not_drifted(patch):
-    assert callable(patch.original())
+    assert callable(patch.original()) or patch.signature is None
     assert patch.reason
 
 

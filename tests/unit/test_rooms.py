@@ -1,0 +1,101 @@
+"""Fences between the rooms of the package: who may import whom, read from the source with `ast`.
+
+A line of KNOWN is a violation that stands today; the list may only shrink.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "megatron_2bw"
+
+# Room -> the roots that it may import, beside itself and the standard library; at module level only if `lazy`.
+PURE = {"schedules": set()}
+AT_IMPORT = {"planner": {"megatron", "torch", "wandb", "datasets", "transformers"}}  # not before they are used
+
+KNOWN = {
+    "megatron_2bw.schedules.two_bw imports argparse",
+}
+
+
+def modules() -> dict[str, Path]:
+    paths = (ROOT / PACKAGE).rglob("*.py")
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def imports(path: Path, at_import: bool = False) -> Iterator[str]:
+    """The dotted names that a file imports; at_import: outside of functions only."""
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        for child in ast.iter_child_nodes(node):
+            if at_import and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                continue
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+            yield child
+            yield from walk(child)
+
+    for node in walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def violations() -> Iterator[str]:
+    for module, path in modules().items():
+        allowed = PURE.get(room(module))
+        for name in imports(path):
+            root = name.split(".")[0]
+            if allowed is None or root in allowed:
+                continue
+            inside = root == PACKAGE and (room(name) == room(module) or f"{PACKAGE}.{room(name)}" in allowed)
+            if root == "argparse" or not (inside or root in sys.stdlib_module_names):
+                yield f"{module} imports {name}"
+        for name in imports(path, at_import=True):
+            if name.split(".")[0] in AT_IMPORT.get(room(module), ()):
+                yield f"{module} imports {name}"
+
+
+def test_no_room_imports_what_it_must_not():
+    assert set(violations()) == KNOWN, "a new violation, or one that is mended and still listed"
+
+
+def test_no_import_cycle():
+    """At module level: a cycle there makes the order of imports matter."""
+    known = modules()
+    edges = {}
+    for module, path in known.items():
+        names = set(imports(path, at_import=True))
+        edges[module] = {name if name in known else name.rpartition(".")[0] for name in names} & known.keys() - {module}
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module):], module))
+        if module not in done:
+            for other in edges[module]:
+                visit(other, (*way, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("line, names", [
+    ("import torch.nn", ["torch.nn"]), ("from torch import nn, optim", ["torch.nn", "torch.optim"]),
+    ("def f():\n    import torch", []), ("class A:\n    import torch", ["torch"]),
+    ("if TYPE_CHECKING:\n    import torch", []),
+])
+def test_what_is_imported_is_found(line, names, tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(line)
+    assert list(imports(path, at_import=True)) == names
