@@ -57,7 +57,7 @@ def train(rank: int, argv: list[str], forward: float, backward: float) -> Observ
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import training
 
-    from megatron_2bw.launch import launch
+    from megatron_2bw.start.launch import launch
 
     observed, storages, now = Observed(), set(), [0]
     setup, step = training.setup_model_and_optimizer, training.train_step
@@ -90,7 +90,7 @@ def train(rank: int, argv: list[str], forward: float, backward: float) -> Observ
 
     training.setup_model_and_optimizer, training.train_step = sleeping_setup, timed_step
     sys.argv = ["pretrain_gpt_2bw.py", *argv]
-    launch("megatron_2bw.gpt")
+    launch("megatron_2bw.tasks.gpt")
     observed.versions = len(storages)
     return observed
 

@@ -36,7 +36,7 @@ import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_2bw import saved  # noqa: E402
+from megatron_2bw.checkpoints import folder as saved  # noqa: E402
 from tests.distributed.training import command  # noqa: E402
 from tests.distributed.world import free_port  # noqa: E402
 from tests.e2e.launcher import ROOT, kill_tree  # noqa: E402

@@ -27,13 +27,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import zero_bubble  # noqa: E402
-from megatron_2bw.planner import calibrate, cluster, model  # noqa: E402
-from megatron_2bw.planner.cost import Cost  # noqa: E402
-from megatron_2bw.planner.memory import GIB  # noqa: E402
-from megatron_2bw.planner.plan import Plan  # noqa: E402
-from megatron_2bw.planner.search import Search, Space  # noqa: E402
-from megatron_2bw.planner.search import best as fastest  # noqa: E402
-from megatron_2bw.planner.trials import spearman  # noqa: E402
+from megatron_2bw.planner.describe import cluster, model  # noqa: E402
+from megatron_2bw.planner.measure import calibrate  # noqa: E402
+from megatron_2bw.planner.cost.simulated import Cost  # noqa: E402
+from megatron_2bw.planner.cost.memory import GIB  # noqa: E402
+from megatron_2bw.planner.describe.plan import Plan  # noqa: E402
+from megatron_2bw.planner.find.search import Search, Space  # noqa: E402
+from megatron_2bw.planner.find.search import best as fastest  # noqa: E402
+from megatron_2bw.planner.measure.trials import spearman  # noqa: E402
 
 MEASURED = Path(__file__).resolve().parent / "measured"
 # The paper's system: no tensor parallelism, no sharded optimizer, even stages, every layer recomputed or none, and

@@ -12,7 +12,7 @@ from bench.planner_accuracy import Check
 from bench.schedule_efficiency import OURS, measure
 from megatron_2bw.schedules import SCHEDULES, TwoBW
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.simulator import Times, iteration_time
+from megatron_2bw.timelines.simulator import Times, iteration_time
 
 CHUNKS = 2  # of megatron-interleaved
 FORWARD, BACKWARD = 100.0, 200.0  # milliseconds

@@ -36,7 +36,7 @@ def train_alone(rank: int, argv: list[str]) -> Observed:
     """A stage whose inputs and output gradients are made on the spot, and whose messages go nowhere."""
     import torch
 
-    from megatron_2bw.communication import Inbox, Outbox
+    from megatron_2bw.core.p2p import Inbox, Outbox
 
     def take(self):
         self._expected -= 1

@@ -8,7 +8,7 @@ path: tensor parallel, data parallel, and pipelines. The rate changes during the
 after each change --settle iterations are left out. iteration_ms is the median of the others, from end to end on server
 0; sent_mb what a server's interface counted in the median iteration, in the direction with more; theory_mb what the
 method has to send. slowdown is against the same method on the unlimited link. simulated_ms is what
-megatron_2bw/simulator.py says, from the same schedule's iteration on the unlimited link and the measured time of a
+megatron_2bw/timelines/simulator.py says, from the same schedule's iteration on the unlimited link and the measured time of a
 message. 2bw-ahead is 2bw with --two-bw-extra-warmup 1.
 With --sleep-ms a server also sleeps in each microbatch's forward and backward, as long as a faster computer than these
 cores would compute: communication then finds a free core, as beside a GPU, and the figures hardly depend on what else
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.server_run import Observed, Run, RunError  # noqa: E402
 from bench.servers import BUCKET, MTU, QUEUE, LinkError, Servers, missing  # noqa: E402
 from megatron_2bw.schedules import TwoBW  # noqa: E402
-from megatron_2bw.simulator import Times, iteration_time  # noqa: E402
+from megatron_2bw.timelines.simulator import Times, iteration_time  # noqa: E402
 
 AHEAD = {"2bw": 0, "2bw-ahead": 1}  # --two-bw-extra-warmup: more forwards ahead, so that messages are hidden
 PIPELINES = ("megatron", "pipedream-flush", *AHEAD)

@@ -25,8 +25,8 @@ def probe(rank: int, argv: list[str]) -> Probe:
     os.environ["LOCAL_RANK"] = "0"  # all ranks on the one GPU
     from megatron.training import training
 
-    from megatron_2bw.launch import launch
-    from megatron_2bw.runtime import PipelineRuntime
+    from megatron_2bw.start.launch import launch
+    from megatron_2bw.mcore.runtime import PipelineRuntime
 
     found, runtimes, steps = Probe(), [], []
     step, execute = training.train_step, PipelineRuntime._execute
@@ -55,7 +55,7 @@ def probe(rank: int, argv: list[str]) -> Probe:
     show = training.print_datetime
     PipelineRuntime._execute, training.train_step, training.print_datetime = timed_execute, timed_step, at_the_end
     sys.argv = ["pretrain_gpt_2bw.py", *argv]
-    launch("megatron_2bw.gpt")
+    launch("megatron_2bw.tasks.gpt")
     found.peak_bytes = torch.cuda.max_memory_allocated()
     found.step_seconds = statistics.median(steps[2:])
     if runtimes:

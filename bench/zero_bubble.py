@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 
 from megatron_2bw.schedules import B, F, W, Action, Schedule
-from megatron_2bw.simulator import Times, simulate_lists
+from megatron_2bw.timelines.simulator import Times, simulate_lists
 
 
 class ZeroBubble(Schedule):

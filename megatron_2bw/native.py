@@ -2,7 +2,7 @@
 
 What checkpoints hold, and what a late step changes in the training loop, is rebound beside them (`patches.py`). In a
 checkout `--pipeline-schedule` is a flag like any other, and every entry script of it has the schedules. What
---two-bw-trace has recorded is joined by `python -m megatron_2bw.trace DIR` there.
+--two-bw-trace has recorded is joined by `python -m megatron_2bw.timelines.trace DIR` there.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 from megatron.core.optimizer import get_megatron_optimizer as megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_schedule
 
-from megatron_2bw import arguments, patches
-from megatron_2bw.launch import make_runtime, stop
+from megatron_2bw.flags import parse as arguments
+from megatron_2bw.mcore import patches
+from megatron_2bw.start.launch import make_runtime, stop
 
 _runtimes: list[Any] = []  # the one runtime of this process, made when it is first asked for
 

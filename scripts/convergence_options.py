@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, read_library, build_corpus
-from megatron_2bw.planner.inputs import Parser
+from megatron_2bw.planner.describe.inputs import Parser
 from scripts.demo import PLAIN_TORCH, log_interval, write_whole
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_2bw import arguments  # noqa: E402
+from megatron_2bw.flags import parse as arguments  # noqa: E402
 
 HEAD = """# All flags
 

@@ -18,7 +18,7 @@ from megatron_2bw.data.errors import DataError, WorkError
 
 def _work(connection: Connection, job: Callable[[Any], Any]) -> None:
     """A worker: answers each task with (True, result) or (False, error)."""
-    from megatron_2bw.helpers import end_with_parent
+    from megatron_2bw.checkpoints.save_workers import end_with_parent
 
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the pool ends its workers

@@ -15,18 +15,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.planner import calibrate as calibration
-from megatron_2bw.planner import explain, jobs, json_out, measure, rejections, report, tools, validate
-from megatron_2bw.planner.closed_form import ClosedForm
-from megatron_2bw.planner.cluster import PRESETS as CLUSTERS
-from megatron_2bw.planner.cluster import ClusterError
-from megatron_2bw.planner.cost import MARGIN, Cost, Estimate
-from megatron_2bw.planner.inputs import Parser, add_model_flags, cluster_of, model_of, numbers
-from megatron_2bw.planner.model import ModelError
-from megatron_2bw.planner.place import ValidateError
-from megatron_2bw.planner.plan import RECOMPUTE
-from megatron_2bw.planner.profile import ProfileError
-from megatron_2bw.planner.search import PLANNED, Search, Space
+from megatron_2bw.planner.measure import calibrate as calibration
+from megatron_2bw.planner import tools
+from megatron_2bw.planner.measure import validate
+from megatron_2bw.planner.measure import blocks as measure
+from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report
+from megatron_2bw.planner.cost.closed_form import ClosedForm
+from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
+from megatron_2bw.planner.describe.cluster import ClusterError
+from megatron_2bw.planner.cost.simulated import MARGIN, Cost, Estimate
+from megatron_2bw.planner.describe.inputs import Parser, add_model_flags, cluster_of, model_of, numbers
+from megatron_2bw.planner.describe.model import ModelError
+from megatron_2bw.planner.measure.place import ValidateError
+from megatron_2bw.planner.describe.plan import RECOMPUTE
+from megatron_2bw.planner.describe.profile import ProfileError
+from megatron_2bw.planner.find.search import PLANNED, Search, Space
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
 ERRORS = (

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw import paper_figures
-from megatron_2bw.planner import calibrate as calibration
-from megatron_2bw.planner import report
-from megatron_2bw.planner.cluster import PRESETS as CLUSTERS
-from megatron_2bw.planner.cluster import Cluster, from_yaml, to_yaml
-from megatron_2bw.planner.cluster import preset as cluster_preset
-from megatron_2bw.planner.inputs import Parser
+from megatron_2bw.timelines import paper_figures
+from megatron_2bw.planner.measure import calibrate as calibration
+from megatron_2bw.planner.tell import report
+from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
+from megatron_2bw.planner.describe.cluster import Cluster, from_yaml, to_yaml
+from megatron_2bw.planner.describe.cluster import preset as cluster_preset
+from megatron_2bw.planner.describe.inputs import Parser
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, extra_warmup, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.simulator import Times, iteration_time, simulate
-from megatron_2bw.text_timeline import render
+from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
+from megatron_2bw.timelines.text import render
 
 
 def run_simulate(words: list[str], prog: str) -> int:
@@ -80,7 +80,7 @@ def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:
 
 
 def _simulate(options: argparse.Namespace, schedule: Schedule) -> None:
-    from megatron_2bw.timeline import draw_shapes
+    from megatron_2bw.timelines.picture import draw_shapes
 
     times = Times(options.forward, options.backward, transfer=options.transfer, reduce=options.reduce,
                   step=options.step)

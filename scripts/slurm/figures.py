@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.planner.plan import Plan
+from megatron_2bw.planner.describe.plan import Plan
 
 # The figures' systems: the schedule, and whether the model is divided into stages or by tensor parallelism.
 SYSTEMS = {

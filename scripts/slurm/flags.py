@@ -18,9 +18,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_2bw.planner.jobs import TRAINING, mock_data  # noqa: E402
-from megatron_2bw.planner.model import PRESETS, Model  # noqa: E402
-from megatron_2bw.planner.plan import Plan  # noqa: E402
+from megatron_2bw.planner.tell.jobs import TRAINING, mock_data  # noqa: E402
+from megatron_2bw.planner.describe.model import PRESETS, Model  # noqa: E402
+from megatron_2bw.planner.describe.plan import Plan  # noqa: E402
 
 
 PRECISIONS = ("bf16", "fp16", "fp32")

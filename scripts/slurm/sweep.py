@@ -29,8 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_2bw.planner.inputs import Parser, numbers  # noqa: E402
-from megatron_2bw.planner.model import PRESETS  # noqa: E402
+from megatron_2bw.planner.describe.inputs import Parser, numbers  # noqa: E402
+from megatron_2bw.planner.describe.model import PRESETS  # noqa: E402
 from scripts.slurm import status  # noqa: E402
 from scripts.slurm.figures import PANELS, SYSTEMS, Panel, Run, bars, draw, grid, measured  # noqa: E402
 

@@ -28,13 +28,13 @@ from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset  # noqa: E
 from megatron.training.argument_utils import ArgumentGroupFactory  # noqa: E402
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
-import megatron_2bw.bert  # noqa: E402, F401
-import megatron_2bw.checkpoint  # noqa: E402, F401
-import megatron_2bw.gpt  # noqa: E402, F401
-import megatron_2bw.launch  # noqa: E402, F401
-import megatron_2bw.optimizer_state  # noqa: E402, F401
-import megatron_2bw.patches  # noqa: E402, F401
-import megatron_2bw.runtime  # noqa: E402, F401
+import megatron_2bw.tasks.bert  # noqa: E402, F401
+import megatron_2bw.checkpoints.state  # noqa: E402, F401
+import megatron_2bw.tasks.gpt  # noqa: E402, F401
+import megatron_2bw.start.launch  # noqa: E402, F401
+import megatron_2bw.checkpoints.optimizer_state  # noqa: E402, F401
+import megatron_2bw.mcore.patches  # noqa: E402, F401
+import megatron_2bw.mcore.runtime  # noqa: E402, F401
 
 
 def remember_the_help() -> None:

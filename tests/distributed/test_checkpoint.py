@@ -198,7 +198,7 @@ def test_saving_changes_nothing(saved):
 
 def without_our_checkpoints(rank: int, argv: list[str]) -> Run:
     """Megatron's own functions read the checkpoint."""
-    from megatron_2bw import patches
+    from megatron_2bw.mcore import patches
 
     patches.for_checkpoints = lambda runtime=None: []
     return train(rank, argv)

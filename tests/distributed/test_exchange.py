@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_2bw import communication
+from megatron_2bw.core import p2p as communication
 from tests.distributed.world import run_world
 
 

@@ -118,7 +118,7 @@ def test_evaluation_changes_nothing_even_after_an_inf():
 
 def mask_unevenly() -> None:
     """Take tokens out of the loss, more or fewer by the microbatch's labels."""
-    from megatron_2bw import gpt
+    from megatron_2bw.tasks import gpt
 
     get_batch = gpt.get_batch
 
@@ -305,10 +305,10 @@ SEEDS = 50
 
 def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
     """Every action, message and part of the late step starts after a random delay; a new seed each iteration."""
-    from megatron_2bw.communication import Inbox, Outbox
-    from megatron_2bw.gradients import Slot
-    from megatron_2bw.optimizer import LateStep
-    from megatron_2bw.runtime import PipelineRuntime
+    from megatron_2bw.core.p2p import Inbox, Outbox
+    from megatron_2bw.mcore.grad_buffers import Slot
+    from megatron_2bw.mcore.late_step import LateStep
+    from megatron_2bw.mcore.runtime import PipelineRuntime
 
     generators: dict[str, random.Random] = {}
 

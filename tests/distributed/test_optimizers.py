@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from megatron_2bw.stand_ins import own_matmul_precision
+from megatron_2bw.mcore.proxies import own_matmul_precision
 from tests.distributed.compare import UNTIED, assert_same, run_pipeline, run_reference
 from tests.distributed.test_checkpoint import DROPOUT, assert_goes_on, interrupted
 from tests.distributed.test_correction import EXTRAPOLATE

@@ -14,7 +14,7 @@ from tests.distributed.world import run_world
 
 def observe(rank: int, argv: list[str]) -> Run:
     """Train, and note every executed action, the state after it, and the messages left at each iteration's end."""
-    from megatron_2bw.runtime import PipelineRuntime
+    from megatron_2bw.mcore.runtime import PipelineRuntime
 
     events: list[tuple] = []
 
@@ -94,8 +94,8 @@ def train_like_nccl(rank: int, argv: list[str]) -> Run:
     whatever a late step's thread does for the first time."""
     import torch
 
-    from megatron_2bw.communication import Link
-    from megatron_2bw.optimizer import LateStep
+    from megatron_2bw.core.p2p import Link
+    from megatron_2bw.mcore.late_step import LateStep
 
     posted: list[Once] = []
 
@@ -153,7 +153,7 @@ def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches, ex
 
 def watch_the_start(rank: int, argv: list[str]) -> Run:
     """As `train_like_nccl`, without the timers; notes for each iteration whether its step is still being made."""
-    from megatron_2bw.runtime import PipelineRuntime
+    from megatron_2bw.mcore.runtime import PipelineRuntime
 
     pending: list[bool] = []
     run_iteration = PipelineRuntime._run_iteration

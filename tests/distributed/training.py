@@ -59,7 +59,7 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     from megatron.training import get_args, training
     from megatron.training.checkpointing import checkpoint_exists
 
-    from megatron_2bw.launch import launch
+    from megatron_2bw.start.launch import launch
 
     run, models = Run(), []
     setup, step, log = training.setup_model_and_optimizer, training.train_step, training.training_log
@@ -101,7 +101,7 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     bert = argv[0] == BERT
     sys.argv = argv if bert else ["pretrain_gpt_2bw.py", *argv]
     try:
-        launch("megatron_2bw.bert" if bert else "megatron_2bw.gpt")
+        launch("megatron_2bw.tasks.bert" if bert else "megatron_2bw.tasks.gpt")
     except SystemExit as end:  # so Megatron leaves before the last iteration
         if end.code:
             raise

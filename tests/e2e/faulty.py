@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_2bw.launch import launch  # noqa: E402
+from megatron_2bw.start.launch import launch  # noqa: E402
 
 
 def fault(kind: str) -> None:
@@ -30,7 +30,7 @@ def here() -> bool:
 
 
 def forward_step(data_iterator, model):
-    from megatron_2bw import gpt
+    from megatron_2bw.tasks import gpt
 
     if here() and os.environ["FAULT"] != "step":
         fault(os.environ["FAULT"])
@@ -40,7 +40,7 @@ def forward_step(data_iterator, model):
 def model_config(args):
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
-    from megatron_2bw import gpt
+    from megatron_2bw.tasks import gpt
 
     step = FP32Optimizer.step_with_ready_grads
 
@@ -55,7 +55,7 @@ def model_config(args):
 
 
 def datasets_provider(*args, **kwargs):
-    from megatron_2bw import gpt
+    from megatron_2bw.tasks import gpt
 
     return gpt.datasets_provider(*args, **kwargs)
 

@@ -37,13 +37,13 @@ def forked(ranks: int, flags: list[str], documents: int = 2000, **environment: s
 def _launch(rank: int, flags: list[str], documents: int, environment: dict[str, str]) -> str:
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
-    from megatron_2bw.launch import launch
+    from megatron_2bw.start.launch import launch
 
     MockGPTLowLevelDataset.size = documents
     os.environ.update(environment)
     sys.argv = ["pretrain_gpt_2bw.py", *flags]
     try:
-        launch("megatron_2bw.gpt")
+        launch("megatron_2bw.tasks.gpt")
     except SystemExit as end:
         if end.code:
             os._exit(1)  # what there is to say has been printed

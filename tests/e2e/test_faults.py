@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from megatron_2bw import saved
+from megatron_2bw.checkpoints import folder as saved
 from tests.distributed.training import command
 from tests.distributed.world import WorldError
 from tests.e2e.launcher import ROOT, end, forked, torchrun

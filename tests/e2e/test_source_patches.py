@@ -21,7 +21,8 @@ PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.patch"
 
 # As the entry scripts of a checkout begin; only the lines on the CPU are this test's.
 ENTRY = """
-from megatron_2bw import cpu, patches
+from megatron_2bw import cpu
+from megatron_2bw.mcore import patches
 cpu.install()
 import megatron.training.training as training
 assert training.__file__.startswith({tree!r}), training.__file__
@@ -31,7 +32,7 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 args = parse_and_validate_args()
-from megatron_2bw import gpt
+from megatron_2bw.tasks import gpt
 config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
 pretrain(config, gpt.datasets_provider, ModelType.encoder_or_decoder, gpt.forward_step)
 """

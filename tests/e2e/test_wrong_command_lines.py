@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from megatron_2bw import cpu
-from megatron_2bw.arguments import REFUSED
+from megatron_2bw.flags.parse import REFUSED
 from tests.distributed.training import BERT, command
 from tests.distributed.world import run_world
 from tests.e2e.launcher import ROOT, torchrun
@@ -104,9 +104,9 @@ def fork(case: Case, log: Path) -> int:
             os.environ.pop(name, None) if text is None else os.environ.update({name: text})
         bert = case.argv[0] == BERT
         sys.argv = case.argv if bert else [GPT, *case.argv]
-        from megatron_2bw.launch import launch
+        from megatron_2bw.start.launch import launch
 
-        launch("megatron_2bw.bert" if bert else "megatron_2bw.gpt")
+        launch("megatron_2bw.tasks.bert" if bert else "megatron_2bw.tasks.gpt")
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(bool(end.code))

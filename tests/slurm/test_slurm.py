@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_2bw.planner.cluster import preset
-from megatron_2bw.planner.jobs import sbatch_script
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.plan import Plan
+from megatron_2bw.planner.describe.cluster import preset
+from megatron_2bw.planner.tell.jobs import sbatch_script
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.plan import Plan
 from tests.distributed.world import free_port
 from tests.slurm.cluster import Cluster, missing
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw import cpu, mistakes
-from megatron_2bw.arguments import REFUSED, Refusal, check, explain, name_flags, parse_early, prepare, processes
-from megatron_2bw.idle_flags import IDLE, idle_flag
+from megatron_2bw import cpu
+from megatron_2bw.flags import checks as mistakes
+from megatron_2bw.flags.parse import REFUSED, Refusal, check, explain, name_flags, parse_early, prepare, processes
+from megatron_2bw.flags.no_effect import IDLE, idle_flag
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 from tests.distributed.training import BERT, command
 

@@ -12,14 +12,14 @@ from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
-from megatron_2bw import bert
+from megatron_2bw.tasks import bert
 from megatron_2bw.data import indexed
-from megatron_2bw.data.mock_bert import CLS, MASK, PAD, SEP, WORDS, MockBertDataset
+from megatron_2bw.tasks.mock_bert import CLS, MASK, PAD, SEP, WORDS, MockBertDataset
 
 
 @pytest.fixture(autouse=True)
 def arguments(monkeypatch):
-    from megatron_2bw import pretraining
+    from megatron_2bw.tasks import common as pretraining
 
     args = SimpleNamespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False)
     monkeypatch.setattr(pretraining, "get_args", lambda: args)

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_2bw import checkpoint, optimizer_state
-from megatron_2bw.faults import Fault
+from megatron_2bw.checkpoints import optimizer_state
+from megatron_2bw.checkpoints import state as checkpoint
+from megatron_2bw.start.exits import Fault
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),

@@ -7,8 +7,8 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron_2bw.correction import Extrapolation, going_on, warning
-from megatron_2bw.weights import WeightStores
+from megatron_2bw.mcore.extrapolation import Extrapolation, going_on, warning
+from megatron_2bw.core.weights import WeightStores
 
 
 class MixedPrecision:

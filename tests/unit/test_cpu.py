@@ -82,7 +82,8 @@ def test_wanted(monkeypatch, device, cuda, expected):
 
 def test_nothing_changes_on_a_cuda_host(monkeypatch):
     """With a GPU and --device auto, `launch` neither installs the layer nor moves a default of Megatron's flags."""
-    from megatron_2bw import arguments, launch
+    from megatron_2bw.flags import parse as arguments
+    from megatron_2bw.start import launch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt_2bw.py", "--pipeline-schedule", "2bw"])
@@ -94,7 +95,7 @@ def test_nothing_changes_on_a_cuda_host(monkeypatch):
 
     monkeypatch.setattr(arguments, "parse", stop_here)
     with pytest.raises(KeyboardInterrupt):
-        launch.launch("megatron_2bw.gpt")
+        launch.launch("megatron_2bw.tasks.gpt")
     assert not cpu.installed() and seen["state"] == before
     assert seen["defaults"] == {"task": "gpt", "rerun_mode": "disabled"}  # the latter 2bw needs on every host
 

@@ -14,7 +14,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_2bw import faults, helpers
+from megatron_2bw.checkpoints import save_workers as helpers
+from megatron_2bw.start import exits as faults
 
 EFFECTS = [
     RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5823"),
@@ -99,7 +100,7 @@ def test_a_rank_that_cannot_leave_is_ended(tmp_path):
     """A thread that waits for a lost rank for ever must not keep the process."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import threading, time\nfrom megatron_2bw import faults\nfaults.GRACE = 1\n"
+        "import threading, time\nfrom megatron_2bw.start import exits as faults\nfaults.GRACE = 1\n"
         "threading.Thread(target=time.sleep, args=(100,)).start()\n"
         "try:\n    raise ValueError('here')\nexcept ValueError as error:\n    faults.end(error)\n"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron_2bw.arguments import REFUSED
+from megatron_2bw.flags.parse import REFUSED
 from scripts import list_flags
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"

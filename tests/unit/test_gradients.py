@@ -6,7 +6,7 @@ import types
 
 import torch
 
-from megatron_2bw.gradients import GradientSlots
+from megatron_2bw.mcore.grad_buffers import GradientSlots
 
 
 def wrapper():

@@ -14,7 +14,7 @@ from megatron_2bw import cpu
 def world(monkeypatch):
     """Megatron's globals, as far as a logbook reads them."""
     cpu.install()
-    from megatron_2bw import logbook
+    from megatron_2bw.mcore import log_lines as logbook
 
     args = types.SimpleNamespace(
         consumed_train_samples=0, skipped_train_samples=0, log_interval=2, global_batch_size=8, seq_length=16,
@@ -40,7 +40,7 @@ def late(world):
 
 
 def outcome(batch: int, **changes):
-    from megatron_2bw.optimizer import Outcome, StageReport
+    from megatron_2bw.mcore.late_step import Outcome, StageReport
 
     stages = tuple(StageReport(waited, 10.0, memory * 2**30) for waited, memory in ((1.0, 2), (3.0, 4)))
     values = dict(stepped=True, grad_norm=0.5 + batch, zeros=None, loss_scale=8.0, learning_rate=0.1 * batch)
@@ -157,7 +157,7 @@ def test_tokens_per_second_are_those_of_the_interval_that_the_line_shows(prompt)
 
 def test_whoever_finishes_early_has_waited_for_the_last(world):
     """Times of one batch of 1F1B with d = m = 2, forward 1, backward 2; update 0.5. The bubble is 1 / (m + d - 1)."""
-    from megatron_2bw.logbook import Spent, reports
+    from megatron_2bw.mcore.log_lines import Spent, reports
 
     first = Spent(waited=3.0, elapsed=9.0, rest=0.5)  # two forwards and two backwards, and waits for a backward
     second = Spent(waited=1.0, elapsed=7.0, rest=2.5)  # waits for a forward, and two seconds for the other's backward
@@ -167,7 +167,7 @@ def test_whoever_finishes_early_has_waited_for_the_last(world):
 
 def test_wandb_gets_megatrons_values_without_tensorboard(world, monkeypatch):
     """Megatron logs to Weights & Biases only `if writer`."""
-    from megatron_2bw.logbook import writer_beside_wandb
+    from megatron_2bw.mcore.log_lines import writer_beside_wandb
 
     writer = writer_beside_wandb(lambda: None)()
     assert writer and writer.add_scalar("lm loss", 1.0, 1) is None and writer.flush() is None
@@ -180,7 +180,7 @@ def test_what_two_lists_of_patches_name_is_wrapped_once(world):
     """An entry script applies `for_schedule`, and with 2bw `for_late_step`, which a patched checkout applies alone."""
     from megatron.training import training
 
-    from megatron_2bw import patches
+    from megatron_2bw.mcore import patches
 
     before, calls = training.training_log, []
     book = types.SimpleNamespace(add=lambda write, values: calls.append(write), line=lambda text: text)

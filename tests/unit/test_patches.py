@@ -8,7 +8,8 @@ import types
 
 import pytest
 
-from megatron_2bw import cpu, patches
+from megatron_2bw import cpu
+from megatron_2bw.mcore import patches
 
 
 @pytest.fixture(scope="module", autouse=True)

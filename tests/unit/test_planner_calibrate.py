@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.planner import cluster as clusters
-from megatron_2bw.planner.calibrate import (
+from megatron_2bw.planner.describe import cluster as clusters
+from megatron_2bw.planner.measure.calibrate import (
     COLUMNS,
     DEVICE,
     SHARE_LIMIT,
@@ -20,9 +20,9 @@ from megatron_2bw.planner.calibrate import (
     read_runs,
     write_predictions,
 )
-from megatron_2bw.planner.cost import Cost
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.plan import Plan
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.plan import Plan
 
 PRESET = clusters.preset("dgx-a100-80", 1)
 SMALL, LARGE = Model("small", 12, 1024, 16, sequence=1024), Model("large", 24, 4096, 32, sequence=2048)

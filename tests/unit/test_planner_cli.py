@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_2bw.planner import cluster as clusters
+from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.cli import main
-from megatron_2bw.planner.cluster import Cluster, ClusterError, Device, Link, from_yaml, to_yaml
-from megatron_2bw.planner.model import PRESETS
-from megatron_2bw.planner.profile import BlockTime, Profile
+from megatron_2bw.planner.describe.cluster import Cluster, ClusterError, Device, Link, from_yaml, to_yaml
+from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.planner.describe.profile import BlockTime, Profile
 from tests.unit.test_planner_legality import RUN, on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 
 SHAPE = ["--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4"]

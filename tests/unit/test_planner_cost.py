@@ -10,17 +10,17 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from megatron_2bw.planner import cluster as clusters
-from megatron_2bw.planner.closed_form import ClosedForm
-from megatron_2bw.planner.cluster import Cluster, Device, Link
-from megatron_2bw.planner.compute import Compute, Work
-from megatron_2bw.planner.cost import Cost
-from megatron_2bw.planner.legality import is_legal
-from megatron_2bw.planner.links import Group, all_reduce, half, layout, message
-from megatron_2bw.planner.model import PRESETS, Model
-from megatron_2bw.planner.plan import RECOMPUTE, Plan
-from megatron_2bw.planner.profile import BlockTime, Profile
-from megatron_2bw.simulator import Times
+from megatron_2bw.planner.describe import cluster as clusters
+from megatron_2bw.planner.cost.closed_form import ClosedForm
+from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
+from megatron_2bw.planner.cost.compute import Compute, Work
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.find.legality import is_legal
+from megatron_2bw.planner.cost.links import Group, all_reduce, half, layout, message
+from megatron_2bw.planner.describe.model import PRESETS, Model
+from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.describe.profile import BlockTime, Profile
+from megatron_2bw.timelines.simulator import Times
 
 GPT = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
 # Round numbers: 10¹² operations and 10¹¹ bytes a second, one unit, and a host that takes no time.

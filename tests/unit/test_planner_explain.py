@@ -9,20 +9,20 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from megatron_2bw.planner import cluster as clusters
-from megatron_2bw.planner import rejections as left_out
-from megatron_2bw.planner.cost import Cost, Estimate, Split
-from megatron_2bw.planner.explain import (
+from megatron_2bw.planner.describe import cluster as clusters
+from megatron_2bw.planner.tell import rejections as left_out
+from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
+from megatron_2bw.planner.tell.explain import (
     CAVEAT, ESTIMATED, KINDS, MEASURED, TERMS, Result, evidence, memory_table, reason, table, terms,
 )
-from megatron_2bw.planner.jobs import by_flag
-from megatron_2bw.planner.legality import is_legal
-from megatron_2bw.planner.memory import GIB, StageMemory
-from megatron_2bw.planner.model import PRESETS
-from megatron_2bw.planner.plan import Plan
-from megatron_2bw.planner.json_out import as_json
-from megatron_2bw.planner.rejections import changed_flags, changes, nearest, nothing_fits, rejections
-from megatron_2bw.planner.search import Search, Space, best
+from megatron_2bw.planner.tell.jobs import by_flag
+from megatron_2bw.planner.find.legality import is_legal
+from megatron_2bw.planner.cost.memory import GIB, StageMemory
+from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.tell.json_out import as_json
+from megatron_2bw.planner.tell.rejections import changed_flags, changes, nearest, nothing_fits, rejections
+from megatron_2bw.planner.find.search import Search, Space, best
 
 GPT, LARGER = PRESETS["gpt-355m"], PRESETS["gpt-1.3b"]
 P3 = clusters.preset("p3.16xlarge", 1)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.planner import cluster as clusters
-from megatron_2bw.planner.jobs import (
+from megatron_2bw.planner.describe import cluster as clusters
+from megatron_2bw.planner.tell.jobs import (
     SBATCH,
     PlanFileError,
     by_flag,
@@ -23,8 +23,8 @@ from megatron_2bw.planner.jobs import (
     torchrun_script,
     write,
 )
-from megatron_2bw.planner.model import PRESETS
-from megatron_2bw.planner.plan import Plan
+from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.planner.describe.plan import Plan
 from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw import cpu, mistakes
-from megatron_2bw.arguments import check, parse_early, prepare
-from megatron_2bw.planner.legality import FIELDS, RULES, is_legal, violations
-from megatron_2bw.planner.model import PRESETS, Model
-from megatron_2bw.planner.plan import Plan
+from megatron_2bw import cpu
+from megatron_2bw.flags import checks as mistakes
+from megatron_2bw.flags.parse import check, parse_early, prepare
+from megatron_2bw.planner.find.legality import FIELDS, RULES, is_legal, violations
+from megatron_2bw.planner.describe.model import PRESETS, Model
+from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw.planner.legality import is_legal
-from megatron_2bw.planner.memory import BYTES, Memory, layer_activations, score_activations
-from megatron_2bw.planner.model import PRESETS, Model
-from megatron_2bw.planner.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.find.legality import is_legal
+from megatron_2bw.planner.cost.memory import BYTES, Memory, layer_activations, score_activations
+from megatron_2bw.planner.describe.model import PRESETS, Model
+from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.schedules import B, F, Shape
 
 GPT = Model("gpt", 16, 1024, 16, vocab=50257, sequence=512)

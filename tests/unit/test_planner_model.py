@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_2bw import cpu
-from megatron_2bw.planner.inputs import add_model_flags, model_of
-from megatron_2bw.planner.memory import Memory
-from megatron_2bw.planner.hugging_face import from_hugging_face
-from megatron_2bw.planner.model import PRESETS, Model, ModelError, preset
-from megatron_2bw.planner.plan import Plan
+from megatron_2bw.planner.describe.inputs import add_model_flags, model_of
+from megatron_2bw.planner.cost.memory import Memory
+from megatron_2bw.planner.describe.hugging_face import from_hugging_face
+from megatron_2bw.planner.describe.model import PRESETS, Model, ModelError, preset
+from megatron_2bw.planner.describe.plan import Plan
 
 GPT = Model("gpt", 2, 64, 4, vocab=1000, sequence=32)
 LLAMA = Model("llama", 2, 64, 8, vocab=1000, sequence=32, ffn=192, groups=4, gated=True, rms_norm=True, rotary=True,
@@ -50,7 +50,7 @@ def parse():
     cpu.install()
     from megatron.training.arguments import add_megatron_arguments, validate_args
 
-    from megatron_2bw import patches
+    from megatron_2bw.mcore import patches
 
     undo = patches.apply([patch for patch in patches.for_cpu() if patch.name == "_set_cuda_rng_state"])
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

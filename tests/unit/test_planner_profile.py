@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import measure
-from megatron_2bw.planner import profile as module
-from megatron_2bw.planner.cluster import Link
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.profile import BlockTime, Profile, ProfileError
+from megatron_2bw.planner.measure import blocks as measure
+from megatron_2bw.planner.describe import profile as module
+from megatron_2bw.planner.describe.cluster import Link
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.profile import BlockTime, Profile, ProfileError
 
 MODEL = Model("tiny", 2, 64, 4, vocab=100, sequence=32)
 PROFILE = Profile(
@@ -206,7 +206,7 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path, alone,
 
 
 def test_reading_needs_no_torch():
-    code = "import sys, megatron_2bw.planner.measure; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    code = "import sys, megatron_2bw.planner.measure.blocks; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

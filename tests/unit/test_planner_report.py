@@ -11,14 +11,15 @@ import pytest
 from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
 
-from megatron_2bw.planner import cluster, model, report
-from megatron_2bw.planner.cost import Cost
-from megatron_2bw.planner.memory import GIB
-from megatron_2bw.planner.plan import Plan
+from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.tell import report
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.cost.memory import GIB
+from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.simulator import Times, simulate
-from megatron_2bw.timeline import draw_shapes
+from megatron_2bw.timelines.simulator import Times, simulate
+from megatron_2bw.timelines.picture import draw_shapes
 
 COST = Cost(model.preset("gpt-355m"), cluster.preset("p3.16xlarge", 1), "fp16")
 PLANS = [

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw.planner import cluster, model
-from megatron_2bw.planner.closed_form import ClosedForm
-from megatron_2bw.planner.cluster import Cluster, Device, Link
-from megatron_2bw.planner.cost import Cost
-from megatron_2bw.planner.links import layout
-from megatron_2bw.planner.legality import is_legal
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.plan import RECOMPUTE, Plan
-from megatron_2bw.planner.search import Search, Space, best
+from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.cost.closed_form import ClosedForm
+from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.cost.links import layout
+from megatron_2bw.planner.find.legality import is_legal
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.find.search import Search, Space, best
 from megatron_2bw.schedules import Shape, TwoBW
-from megatron_2bw.simulator import iteration_time, simulate
+from megatron_2bw.timelines.simulator import iteration_time, simulate
 
 P3 = cluster.preset("p3.16xlarge", 1)
 P3_HALF = replace(P3, gpus_per_server=4)

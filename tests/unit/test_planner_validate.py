@@ -11,15 +11,15 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from megatron_2bw.planner import place as places
-from megatron_2bw.planner import trials, validate
-from megatron_2bw.planner.cluster import Cluster, Device, Link
-from megatron_2bw.planner.cost import Cost
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.place import Place, ValidateError, command, refusal, split
-from megatron_2bw.planner.plan import Plan
-from megatron_2bw.planner.profile import BlockTime, Profile
-from megatron_2bw.planner.trials import Trial
+from megatron_2bw.planner.measure import place as places
+from megatron_2bw.planner.measure import trials, validate
+from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.measure.place import Place, ValidateError, command, refusal, split
+from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.describe.profile import BlockTime, Profile
+from megatron_2bw.planner.measure.trials import Trial
 
 MIB, GIB = 2**20, 2**30
 MODEL = Model("tiny", 2, 32, 4, vocab=127, sequence=32)

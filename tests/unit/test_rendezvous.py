@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from megatron_2bw import rendezvous
+from megatron_2bw.start import restart_store as rendezvous
 
 
 def start(store, world: int) -> set[str]:

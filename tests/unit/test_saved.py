@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_2bw import saved
+from megatron_2bw.checkpoints import folder as saved
 
 builtin = types.SimpleNamespace(open=open)
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Action, Schedule, Shape, TwoBW, parse
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.simulator import Event, Times, iteration_time, long_iteration_time, makespan, simulate, simulate_lists
-from megatron_2bw.timeline import draw
+from megatron_2bw.timelines.simulator import Event, Times, iteration_time, long_iteration_time, makespan, simulate, simulate_lists
+from megatron_2bw.timelines.picture import draw
 
 SHAPES = [(1, 1), (2, 2), (2, 5), (4, 4), (4, 9), (8, 8)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.planner.jobs import SBATCH, TRAINING
-from megatron_2bw.planner.model import PRESETS
+from megatron_2bw.planner.tell.jobs import SBATCH, TRAINING
+from megatron_2bw.planner.describe.model import PRESETS
 from scripts.slurm import flags, status
 from scripts.slurm.status import IDLE_STARTS, OPEN, WORDS, Facts, Outcome, decide
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.planner.model import PRESETS
+from megatron_2bw.planner.describe.model import PRESETS
 from scripts.slurm import status, sweep
 from scripts.slurm.figures import PANELS, SYSTEMS, Panel, Run, bars, draw, grid, measured
 from scripts.slurm.status import Outcome

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Shape, parse
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.simulator import Event, Times, iteration_time, simulate
-from megatron_2bw.text_timeline import busy, render
+from megatron_2bw.timelines.simulator import Event, Times, iteration_time, simulate
+from megatron_2bw.timelines.text import busy, render
 
 
 def rows(schedule, shape: Shape, times: Times = Times(), **options) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
-from megatron_2bw.simulator import simulate
-from megatron_2bw.trace import Record, Recorder, TraceWriter, forget, merge, read
+from megatron_2bw.timelines.simulator import simulate
+from megatron_2bw.timelines.trace import Record, Recorder, TraceWriter, forget, merge, read
 
 CPU = torch.device("cpu")
 

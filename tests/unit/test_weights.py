@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_2bw.weights import WeightStores
+from megatron_2bw.core.weights import WeightStores
 
 
 class LeafSaving(torch.autograd.Function):

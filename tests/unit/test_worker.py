@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_2bw import cpu
-from megatron_2bw.worker import Worker
+from megatron_2bw.core.worker import Worker
 
 CPU = torch.device("cpu")
 

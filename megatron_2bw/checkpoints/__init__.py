@@ -1,0 +1,1 @@
+"""What checkpoints hold, and the folder that they lie in."""

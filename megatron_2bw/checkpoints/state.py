@@ -1,0 +1,318 @@
+"""What a checkpoint holds beside Megatron's own content, and how a run goes on from it.
+
+Under the key `two_bw`: the schedule's name, the number of updates made, the loss scale of the next batch, and with 2bw
+the shadow weights, one update older than the model's, as sharded tensors that load at any parallel sizes; with
+--two-bw-correction these are the older working copy, and the newer one is there too. Megatron's own entry for the
+random state is the one before the microbatches in flight, which run again when the run is resumed.
+
+Invariants:
+- everything of Megatron is where Megatron looks for it, so that Megatron alone reads the checkpoint;
+- what cannot be resumed exactly is told in a line, and what cannot be resumed at all stops before training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.utils import unwrap_model
+from megatron.training import async_utils, get_args
+from megatron.training.async_utils import is_empty_async_queue
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron_2bw.checkpoints import folder as saved
+from megatron_2bw.start.exits import Fault
+from megatron_2bw.checkpoints.save_workers import root
+from megatron_2bw.flags.checks import value
+from megatron_2bw.checkpoints.optimizer_state import complete_optimizer, name_step_zero, own_steps
+
+KEY = "two_bw"
+COPIES = ("shadow", "working")  # of the weights, that it may hold under KEY
+
+
+class Checkpoints:
+    """Megatron's functions for saving and loading, extended. Each method takes the original function.
+
+    runtime: the runtime of one of this project's schedules, or None with Megatron's own.
+    """
+
+    def __init__(self, runtime: Any = None):
+        self._runtime = runtime
+        self._saved: dict = {}  # what the checkpoint that is being loaded says under KEY, its tensors left out
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}  # its "shadow" and "working", by the parameter's name
+
+    def collect(self, original: Callable) -> Callable:
+        """generate_state_dict: for saving, and as the plan of what to load."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def generate_state_dict(*args, **kwargs):
+            values = signature.bind(*args, **kwargs)
+            values.apply_defaults()
+            values = values.arguments
+            complete_optimizer(values["optimizer"])
+            state = original(*args, **kwargs)
+            loading = bool((values["optim_sd_kwargs"] or {}).get("is_loading"))
+            if not loading:
+                name_step_zero(state.get("optimizer"), values["optimizer"])
+            if self._runtime is None:
+                return state
+            (model,) = values["model"]
+            sharded = values["args"].ckpt_format == "torch_dist"
+            if not loading:
+                copies = {"shadow": self._runtime.shadow(), "working": self._runtime.working()}
+                schedule = self._runtime.schedule
+                scale = None if values["args"].no_save_optim else self._runtime.loss_scale()
+                state[KEY] = {
+                    "schedule": schedule.name, "version": values["iteration"], "loss_scale": scale,
+                    "factor": self._runtime.factor if schedule.extrapolates(values["iteration"]) else None,
+                    **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
+                }
+                state[KEY] |= {
+                    name: _named(name, model, state["model"], each, sharded) for name, each in copies.items() if each
+                }
+            else:
+                for name in filter(self._wants, COPIES):
+                    places = {param: torch.empty_like(param.data) for param in self._runtime.trainable}
+                    state.setdefault(KEY, {})[name] = _named(name, model, state["model"], places, sharded)
+            return state
+
+        return generate_state_dict
+
+    def random_state(self, original: Callable) -> Callable:
+        """get_rng_state: as it was before the microbatches in flight."""
+
+        @functools.wraps(original)
+        def get_rng_state(*args, **kwargs):
+            if self._runtime is None:
+                return original(*args, **kwargs)
+            with self._runtime.random_state_before_flight():
+                return original(*args, **kwargs)
+
+        return get_rng_state
+
+    def read(self, original: Callable) -> Callable:
+        """_load_base_checkpoint: the head first, then everything that `collect` has planned."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def _load_base_checkpoint(*args, **kwargs):
+            result = original(*args, **kwargs)
+            state = result[0]
+            if state is None:
+                return result
+            own = dict(state.pop(KEY, None) or {})
+            self._tensors = {name: own.pop(name, None) or {} for name in COPIES}
+            self._saved = own
+            check_head(signature.bind(*args, **kwargs).arguments["args"], state, release=result[2])
+            return result
+
+        return _load_base_checkpoint
+
+    def save(self, original: Callable) -> Callable:
+        """save_checkpoint: nothing older is harmed; what cannot be written is told in one line."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def save_checkpoint(*args, **kwargs):
+            values = signature.bind(*args, **kwargs).arguments
+            folder = get_args().save
+            with _told_in_one_line():
+                if not values.get("non_persistent_ckpt") and "://" not in folder and dist.get_rank() == 0:
+                    saved.set_aside(folder, values["iteration"])
+                dist.barrier()  # before any rank writes
+                return original(*args, **kwargs)
+
+        return save_checkpoint
+
+    def finalize(self, original: Callable) -> Callable:
+        """maybe_finalize_async_save: while a checkpoint is being written, ask about it beside the pipeline.
+
+        Megatron asks all ranks in every iteration, which would make the stages wait for each other.
+        """
+        runtime = self._runtime
+
+        @functools.wraps(original)
+        def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+            late = runtime is not None and runtime.schedule.late_step
+            if late and not (blocking or terminate or runtime.written):
+                return
+            if runtime is not None:
+                runtime.settle()  # its questions are of the world, as those of Megatron that follow
+                runtime.written = False
+            with _told_in_one_line():
+                original(blocking=blocking, terminate=terminate)
+
+        if runtime is not None:
+            runtime.saving = _written_here
+        return maybe_finalize_async_save
+
+    def load(self, original: Callable) -> Callable:
+        """load_checkpoint: hand the runtime what it needs to go on."""
+
+        @functools.wraps(original)
+        def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
+            if saved.same(get_args().load, get_args().save) and dist.get_rank() == 0:
+                saved.restore(get_args().save)
+            dist.barrier()
+            try:
+                iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
+            except (CheckpointException, CheckpointingException) as error:  # the first is no Exception
+                raise Fault(f"--load {get_args().load}: it does not fit this run: {_causes(error)}") from error
+            except AssertionError as error:
+                if "OptimizerParamScheduler" not in str(error):
+                    raise
+                raise Fault(
+                    f"--load {get_args().load}: the learning rate's course is another than that of the checkpoint "
+                    f"({error}): give --override-opt-param-scheduler to follow this command line, or "
+                    "--use-checkpoint-opt-param-scheduler"
+                ) from error
+            own_steps(optimizer)
+            if self._runtime is not None and iteration > 0:
+                self._resume(ddp_model, iteration)
+            self._tensors = {}
+            return iteration, operations
+
+        return load_checkpoint
+
+    def _wants(self, name: str) -> bool:
+        """Whether the run goes on from the checkpoint's copy of this name."""
+        # Without an optimizer (--skip-train) there is nothing to go on with.
+        wanted = self._runtime.schedule.late_step and self._runtime.trainable and not get_args().finetune
+        if name == "working":
+            wanted = wanted and self._runtime.factor is not None
+        return bool(wanted and self._saved.get(f"has_{name}"))
+
+    def _resume(self, ddp_model: list, iteration: int) -> None:
+        from megatron_2bw.mcore.runtime import Resume
+
+        (model,) = ddp_model
+        names = {param: name for name, param in _parameters(model)}
+        copies = {
+            name: {param: tensors[names[param]] for param in self._runtime.trainable}
+            for name, tensors in self._tensors.items() if tensors and self._wants(name)
+        }
+        scale = None
+        if self._runtime.schedule.late_step and not get_args().no_load_optim:
+            scale = self._saved.get("loss_scale")
+        factor = self._saved.get("factor") if "shadow" in copies else None
+        self._runtime.resume(Resume(copies.get("shadow", {}), scale, copies.get("working", {}), factor))
+
+
+def _written_here() -> bool | None:
+    """Whether this rank has written the oldest checkpoint that is on its way; None if none is. Asks no other rank."""
+    if is_empty_async_queue():
+        return None
+    call = async_utils._async_calls_queue.async_calls[0]
+    written = call.async_caller.is_current_async_call_done(blocking=False, no_dist=True)
+    if written and hasattr(call.async_caller, "cur_item"):
+        call.async_caller.cur_item = call.idx  # a persistent worker says it once only, and Megatron will ask again
+    return written
+
+
+def _parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    return list(unwrap_model(model).named_parameters())
+
+
+def _named(
+    copy_name: str, model: Any, content: dict, tensors: dict[torch.nn.Parameter, torch.Tensor], sharded: bool
+) -> dict[str, Any]:
+    """`tensors`, the copy `copy_name`, by the names of their parameters.
+
+    sharded: cut and placed as the parameters in `content` are
+    """
+    named = {name: (param, tensors[param]) for name, param in _parameters(model) if param in tensors}
+    if not sharded:
+        # A copy: of a view the whole memory would be saved.
+        return {name: tensor.clone() for name, (_, tensor) in named.items()}
+    entries = {id(entry.data): entry for entry in nested_values(content) if hasattr(entry, "data")}
+    result = {}
+    for name, (param, tensor) in named.items():
+        result[name] = entry = copy.copy(entries[id(param)])
+        entry.key, entry.data = f"{KEY}.{copy_name}.{entry.key}", tensor
+    return result
+
+
+@contextlib.contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        raise save_fault(error) from error
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error):
+            raise
+        raise save_fault(root(error)) from error
+
+
+def save_fault(error: Exception) -> Fault:
+    """What to tell when a checkpoint cannot be written."""
+    folder = get_args().save
+    good = saved.latest(folder)
+    rest = "there is no older one here" if good is None else f"the last good one is that of iteration {good}"
+    told = isinstance(error, CheckpointException) and not error.failures  # torch tells the first rank only why
+    return Fault(f"--save {folder}: the checkpoint could not be written: {_causes(error)}; {rest}", told)
+
+
+def _causes(error: BaseException) -> str:
+    """torch collects what the ranks have raised."""
+    failures = getattr(error, "failures", None) or {}
+    texts = {str(cause[0] if isinstance(cause, tuple) else cause) for cause in failures.values()}
+    return "; ".join(sorted(texts)) or str(error)
+
+
+# What two runs of one model have in common.
+_MODEL = (
+    "--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--kv-channels",
+    "--position-embedding-type", "--swiglu", "--normalization", "--untie-embeddings-and-output-weights", "--vocab-size",
+)
+
+
+def check_head(args: Any, head: dict, release: bool = False) -> None:
+    """A Fault if a run with `args` is of another model, or cannot load the optimizer state of the checkpoint.
+
+    head: the part of it that is read first. Megatron finds these only among the tensors, and names none of the flags.
+    release: Megatron's name for a checkpoint of weights alone
+    """
+    then = head.get("args")
+    if then is None or args.finetune:
+        return
+    learned = ("--max-position-embeddings",) if args.position_embedding_type == "learned_absolute" else ()
+    for flag in (*_MODEL, *learned):
+        before, now = value(then, flag), value(args, flag)
+        if before is not None and now is not None and before != now:
+            raise Fault(f"--load {args.load}: it was saved {_typed(flag, before)}, but this run is {_typed(flag, now)}")
+    if release or args.no_load_optim or value(then, "--no-save-optim"):
+        return
+    where = f"--load {args.load}: its optimizer state was saved"
+    out = "or start a fresh one with --no-load-optim"
+    halves = [bool(value(each, "--fp16") or value(each, "--bf16")) for each in (then, args)]
+    if halves[0] != halves[1]:
+        kinds = ["in fp32", "with --bf16 or --fp16"]
+        raise Fault(f"{where} {kinds[halves[0]]}, but this run is {kinds[halves[1]]}: change that, {out}")
+    for flag in ("--use-distributed-optimizer", "--optimizer"):
+        before, now = value(then, flag), value(args, flag)
+        if before is not None and before != now:
+            raise Fault(f"{where} {_typed(flag, before)}, but this run is {_typed(flag, now)}: change that, {out}")
+    kind = (head.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
+        before, now = value(then, flag), value(args, flag)
+        if kind == "dp_reshardable" and before is not None and before != now:
+            raise Fault(
+                f"{where} with {flag} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
+                "--dist-ckpt-optim-fully-reshardable can change its sizes"
+            )
+
+
+def _typed(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"{'with' if value else 'without'} {flag}"
+    return f"with {flag} {value}"

@@ -1,0 +1,261 @@
+"""Megatron's log lines with what the stages report: how long they waited, their peak memory, tokens per second.
+
+The same values go to TensorBoard and to Weights & Biases, each of which gets Megatron's own values too, also alone.
+
+Invariants of a late step: the line of an iteration holds the loss, gradient norm, loss scale, learning rate and
+skipped flag of one and the same batch; every line comes before whatever the training loop prints or writes about
+later iterations (after "exiting program", if a run leaves in its middle); no stage waits for another to write it.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer
+
+from megatron_2bw.mcore.late_step import Outcome, StageReport
+
+
+class Logbook(ABC):
+    """Calls Megatron's `training_log`, and adds the stages' part to its line and to the dashboards."""
+
+    def __init__(self):
+        self._stages: list[tuple[StageReport, ...]] = []  # since the last line
+        self._printed: int | None = None  # the iteration whose line Megatron is writing
+        self._iterations = 0  # written since Megatron last reset the interval timer
+        self._tokens_per_second = 0.0  # in the interval that Megatron last read
+        self._timer = get_timers()("interval-time", log_level=0)
+        self._read = self._timer.elapsed
+        self._timer.elapsed = self._interval
+
+    @abstractmethod
+    def add(self, write: Callable, values: dict[str, Any]) -> bool:
+        """Take one call of `training_log` (`write`); returns what it would, whether memory is still to be reported."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Write all lines whose steps are made."""
+
+    @abstractmethod
+    def _elapsed(self, reset: bool, barrier: bool) -> float:
+        """Seconds of the iterations written since the timer's last reset."""
+
+    def _interval(self, reset: bool = True, barrier: bool = False) -> float:
+        # The seconds that Megatron's line shows are those that the tokens are divided by.
+        seconds, args = self._elapsed(reset, barrier), get_args()
+        self._tokens_per_second = self._iterations * args.global_batch_size * args.seq_length / max(seconds, 1e-9)
+        if reset:
+            self._iterations = 0
+        return seconds
+
+    def _write_now(self, write: Callable, values: dict[str, Any]) -> bool:
+        self._iterations += 1
+        self._printed = values["iteration"] if _has_line(values) else None
+        try:
+            return write(**values)
+        finally:
+            self._printed = None
+
+    def line(self, text: str) -> str:
+        """What Megatron prints; if it is an iteration's line, with this project's part."""
+        return text if self._printed is None else text + self._describe(self._printed)
+
+    def _describe(self, iteration: int) -> str:
+        """The part of the line on the stages, which also goes to TensorBoard and Weights & Biases."""
+        shares, memory = [], []
+        for stage in zip(*self._stages):
+            shares.append(sum(report.waited for report in stage) / max(sum(r.elapsed for r in stage), 1e-9))
+            memory.append(stage[-1].memory / 2**30)
+        self._stages.clear()
+        mean, most = sum(shares) / len(shares), max(shares)
+        scalars = {"bubble/mean": mean, "bubble/max": most, "tokens per second": self._tokens_per_second}
+        scalars |= {f"bubble/stage {stage}": share for stage, share in enumerate(shares)}
+        scalars |= {f"peak memory (GiB)/stage {stage}": value for stage, value in enumerate(memory)}
+        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        for name, value in scalars.items():
+            if writer:
+                writer.add_scalar(name, value, iteration)
+        if wandb:
+            wandb.log(scalars, iteration)
+        each = " ".join(f"{value:.2f}" for value in memory)
+        return (
+            f" tokens/s: {self._tokens_per_second:.0f} | bubble: {mean:.1%}/{most:.1%} |"
+            f" peak memory by stage (GiB): {each} |"
+        )
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one stage in batches at whose end all stages meet.
+
+    waited   for messages, before the end of a batch's last backward
+    elapsed  until then, waiting included
+    rest     from there until all stages have met: its update, and waiting for stages that still compute
+    """
+
+    waited: float = 0.0
+    elapsed: float = 0.0
+    rest: float = 0.0
+
+
+class PromptLogbook(Logbook):
+    """Lines of a schedule whose stages meet after each batch, written at once.
+
+    Megatron's loop makes them meet, under `pipedream` too, to agree on skipped steps and on the norm; and all ranks
+    meet again before a line, for its time. There the stages exchange their reports, on a group of their own.
+
+    spent    what this stage has done since it was last asked; called when the stages have met
+    ranks    the pipeline's, first stage to last
+    timeout  of the exchange
+    """
+
+    def __init__(self, spent: Callable[[], Spent], ranks: Sequence[int], timeout: timedelta | None = None):
+        super().__init__()
+        self._spent = spent
+        self._own = torch.zeros(3, dtype=torch.float64, device="cpu")  # the fields of Spent since the last line
+        # Small, and over gloo: no kernel waits on the GPU for another stage.
+        self._group = dist.new_group(
+            list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True, group_desc="2bw reports"
+        )
+
+    def _elapsed(self, reset: bool, barrier: bool) -> float:
+        return self._read(reset=reset, barrier=barrier)
+
+    def add(self, write: Callable, values: dict[str, Any]) -> bool:
+        spent = self._spent()
+        self._own += torch.tensor([spent.waited, spent.elapsed, spent.rest], dtype=torch.float64, device="cpu")
+        if _has_line(values):
+            self._stages.append(self._exchange())
+        return self._write_now(write, values)
+
+    def flush(self) -> None:
+        """No line waits here."""
+
+    def _exchange(self) -> tuple[StageReport, ...]:
+        memory = torch.tensor([torch.cuda.max_memory_allocated()], dtype=torch.float64, device="cpu")
+        own = torch.cat([self._own, memory])
+        rows = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(rows, own, group=self._group)
+        self._own.zero_()
+        return reports([(Spent(*row[:3].tolist()), float(row[3])) for row in rows])
+
+
+def reports(stages: Sequence[tuple[Spent, float]]) -> tuple[StageReport, ...]:
+    """From what each stage has spent, and its peak memory in bytes.
+
+    The last stage to finish its backwards (the first of the pipeline) meets the others without waiting, so whatever
+    another one took longer for the rest it waited. No clock of one host is compared with another's.
+    """
+    least = min(spent.rest for spent, _ in stages)
+    return tuple(
+        StageReport(spent.waited + spent.rest - least, spent.elapsed + spent.rest, memory) for spent, memory in stages
+    )
+
+
+@dataclass
+class _Entry:
+    """A call of Megatron's `training_log` that waits for its batch's step."""
+
+    values: dict[str, Any]
+    seconds: float  # that its iteration took
+    consumed_samples: int
+    skipped_samples: int
+
+
+class LateLogbook(Logbook):
+    """Lines of a schedule with a late step: each written when the step that it describes is made, without a barrier.
+
+    The stages' reports have come with the step, in the background.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._entries: deque[_Entry] = deque()
+        self._outcomes: dict[int, Outcome] = {}
+        self._report_memory = True
+        self._write: Callable | None = None
+        self._seconds = 0.0  # of the iterations written since Megatron last read the interval timer
+        _without_barriers(self._timer)
+
+    def _elapsed(self, reset: bool, barrier: bool) -> float:
+        seconds = self._seconds
+        if reset:
+            self._seconds = 0.0
+        return seconds
+
+    def add(self, write: Callable, values: dict[str, Any]) -> bool:
+        args = get_args()
+        self._write = write
+        self._entries.append(_Entry(values, self._read(), args.consumed_train_samples, args.skipped_train_samples))
+        self.flush()
+        return self._report_memory
+
+    def settled(self, outcome: Outcome) -> None:
+        """The step of a batch is made."""
+        self._outcomes[outcome.batch] = outcome
+
+    def flush(self) -> None:
+        while self._entries and self._entries[0].values["iteration"] - 1 in self._outcomes:
+            entry = self._entries.popleft()
+            self._write_one(entry, self._outcomes.pop(entry.values["iteration"] - 1))
+
+    def _write_one(self, entry: _Entry, outcome: Outcome) -> None:
+        args = get_args()
+        values = entry.values | {
+            "learning_rate": outcome.learning_rate, "loss_scale": outcome.loss_scale,
+            "grad_norm": outcome.grad_norm, "num_zeros_in_grad": outcome.zeros,
+            "skipped_iter": 0 if outcome.stepped else 1, "report_memory_flag": self._report_memory,
+        }
+        self._stages.append(outcome.stages)
+        self._seconds += entry.seconds
+        now = args.consumed_train_samples, args.skipped_train_samples
+        args.consumed_train_samples, args.skipped_train_samples = entry.consumed_samples, entry.skipped_samples
+        try:
+            self._report_memory = self._write_now(self._write, values)
+        finally:
+            args.consumed_train_samples, args.skipped_train_samples = now
+
+
+def _has_line(values: dict[str, Any]) -> bool:
+    """Whether Megatron prints a line at this call of `training_log`."""
+    return values["iteration"] % get_args().log_interval == 0 or values["is_first_iteration"]
+
+
+def _without_barriers(timer: Any) -> None:
+    """Let one of Megatron's timers wait for no rank and for no GPU."""
+
+    def start(barrier: bool = False) -> None:
+        timer._start_time, timer._started = time.time(), True
+
+    def stop(barrier: bool = False) -> None:
+        elapsed = time.time() - timer._start_time
+        timer._elapsed += elapsed
+        timer._active_time += elapsed
+        timer._started = False
+
+    timer.start, timer.stop = start, stop
+
+
+class _Nowhere:
+    """Takes what TensorBoard's writer takes, and keeps nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def writer_beside_wandb(original: Callable) -> Callable:
+    """Megatron's `get_tensorboard_writer`; never None where Weights & Biases is there."""
+
+    def get_writer():
+        writer = original()
+        return _Nowhere() if writer is None and get_wandb_writer() is not None else writer
+
+    return get_writer

@@ -1,0 +1,142 @@
+"""Seconds that one GPU computes: a layer, the output layer, the optimizer. Pure Python.
+
+A layer takes the longer of two times: that of its arithmetic and memory traffic, and that of the host, which launches
+its kernels one by one. The first has no constants beyond two shares (of the peak and of the bandwidth).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_2bw.planner.describe.cluster import Cluster
+from megatron_2bw.planner.cost.links import all_reduce, layout
+from megatron_2bw.planner.cost.memory import layer_activations, score_activations
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.plan import Plan
+
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one microbatch on one stage, `tensor` of which are collectives of tensor parallelism."""
+
+    forward: float
+    backward: float
+    tensor: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.forward + other.forward, self.backward + other.backward, self.tensor + other.tensor)
+
+    def __mul__(self, count: float) -> Work:
+        return Work(self.forward * count, self.backward * count, self.tensor * count)
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+class Compute:
+    """Times of a model's parts on a cluster, in a precision; `flash`: attention that never stores its scores."""
+
+    def __init__(self, model: Model, cluster: Cluster, precision: str, flash: bool):
+        self.model, self.cluster, self.precision, self.flash = model, cluster, precision, flash
+        device = cluster.device
+        peak = device.tflops_fp32 if precision == "fp32" else device.tflops
+        self.flops = (peak or device.tflops) * 1e12 * device.gemm_efficiency
+        self.bytes = device.memory_gb_s * 1e9 * device.memory_efficiency
+        self.launch = device.layer_launch_us * 1e-6
+        self.collective_launch = device.collective_launch_us * 1e-6
+        self._layers: dict[tuple, Work] = {}
+
+    @property
+    def measured(self) -> bool:
+        return self.cluster.profile is not None
+
+    def layer(self, plan: Plan) -> Work:
+        """One layer of the plan's microbatch, tensor-parallel collectives and recompute included."""
+        key = (plan.tensor, plan.microbatch, plan.recompute, plan.sequence_parallel, plan.pipeline_inside)
+        work = self._layers.get(key)
+        if work is None:
+            work = self._layers[key] = self._layer(plan)
+        return work
+
+    def _layer(self, plan: Plan) -> Work:
+        forward, backward = self._kernels(plan.microbatch, plan.tensor, plan.sequence_parallel)
+        again = {"none": 0.0, "selective": self._scores(plan.microbatch, plan.tensor), "full": forward}[plan.recompute]
+        launch, pair = self.launch, 0.0
+        if self.measured and plan.tensor == 1:
+            launch = 0.0  # a measured block contains the host's time
+        if plan.tensor > 1:  # two all-reduces a pass, or as many bytes in four all-gathers and reduce-scatters
+            group = layout(
+                plan.tensor, plan.depth, plan.width, plan.pipeline_inside, self.cluster.gpus_per_server
+            ).tensor
+            size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+            pair = 2 * all_reduce(self.cluster, group, size)
+            launch += (4 if plan.sequence_parallel else 2) * self.collective_launch
+        passes = 2 if plan.recompute == "full" else 1
+        relaunch = launch if plan.recompute == "full" else 0.0
+        return Work(
+            max(forward + pair, launch),
+            max(backward + pair, BACKWARD_LAUNCH * launch) + (max(again + pair, relaunch) if passes == 2 else again),
+            pair * (1 + passes),
+        )
+
+    def _kernels(self, microbatch: int, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
+        """(forward, backward) of one layer's kernels."""
+        if self.measured:
+            forward, backward = self.cluster.profile.layer(microbatch)
+            return forward / tensor, backward / tensor
+        matrices, scores = self.model.layer_flops(microbatch, tensor)
+        stored = layer_activations(self.model, microbatch, tensor, sequence_parallel, self.flash, self.precision)
+        arithmetic, traffic = (matrices + scores) / self.flops, TRAFFIC * stored / self.bytes
+        # In the last round of a product's tiles half of the units idle. The forward adds up over the inputs; the
+        # backward over the outputs, for the inputs' gradient, and over the tokens, for the weights'.
+        sides = self.model.matrix_sides(tensor)
+        tokens = microbatch * self.model.sequence
+        last = TILE * self.cluster.device.units / self.flops
+        forward = arithmetic + traffic + last * sum(inputs for inputs, _ in sides)
+        return forward, 2 * arithmetic + traffic + last * sum(outputs + tokens for _, outputs in sides)
+
+    def _scores(self, microbatch: int, tensor: int) -> float:
+        """Forward of the core attention alone, which selective recompute runs again."""
+        flops = self.model.layer_flops(microbatch, tensor)[1]
+        stored = score_activations(self.model, microbatch, tensor, self.flash, self.precision)
+        return flops / self.flops + TRAFFIC * stored / self.bytes
+
+    def embedding(self, plan: Plan) -> Work:
+        """Look-up, positions and dropout: memory traffic only."""
+        size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+        forward = max(4 * size / self.bytes, 0 if self.measured else self.launch / 4)
+        return Work(forward, 2 * forward)
+
+    def output(self, plan: Plan) -> Work:
+        """Final norm, output layer and loss."""
+        if self.measured:
+            profile = self.cluster.profile
+            share = self.model.padded_vocab(plan.tensor) / replace(self.model, vocab=profile.vocab).padded_vocab()
+            return Work(*(seconds * share / plan.tensor for seconds in profile.output_layer(plan.microbatch)))
+        logits = plan.microbatch * self.model.sequence * self.model.padded_vocab(plan.tensor) / plan.tensor
+        seconds = self.model.output_flops(plan.microbatch, plan.tensor) / self.flops
+        forward = max(seconds + LOGIT_TRAFFIC * logits / self.bytes, self.launch)
+        return Work(forward, max(2 * seconds + LOGIT_TRAFFIC * logits / self.bytes, self.launch))
+
+    def update(self, parameters: float, shards: int) -> float:
+        """The optimizer's step on one GPU: gradients, two moments and main weights read and written."""
+        if self.measured:
+            seconds = parameters / shards * self.cluster.profile.optimizer_seconds_per_parameter
+            return seconds + self.cluster.device.step_us * 1e-6
+        return parameters * (UPDATE_TRAFFIC / shards + 6) / self.bytes + self.cluster.device.step_us * 1e-6
+
+
+# Bytes moved for each byte that the backward needs: written once and read once in the forward, and in the backward
+# read, with a gradient written (measured: arXiv 2205.05198, Table 4, where a backward takes 1.6 forwards, not 2).
+TRAFFIC = 2.0
+# Elements of a matrix product that one unit computes at a time, in the fastest kernels.
+TILE = 256 * 128
+# Bytes moved for each logit: 16 bits written and read, 32 bits of their exponentials written and read, and sums.
+LOGIT_TRAFFIC = 16
+# Bytes moved for each parameter of an Adam step on 32-bit main weights: gradient 4, moments 16, weights 8.
+UPDATE_TRAFFIC = 28
+# The host launches a backward's kernels, twice as many, from C++ rather than from Python.
+BACKWARD_LAUNCH = 1.5

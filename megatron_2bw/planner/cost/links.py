@@ -1,0 +1,107 @@
+"""Where the ranks of a plan lie, which links their messages take, and how long collectives last. Pure Python.
+
+Invariant: a link between servers is shared by all messages that leave one server at the same moment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_2bw.planner.describe.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one collective.
+
+    size      all of them
+    servers   that they lie on
+    sharers   groups of the kind whose messages leave the same server at once
+    """
+
+    size: int
+    servers: int
+    sharers: int
+
+    @property
+    def in_server(self) -> int:
+        return self.size // self.servers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Groups and boundaries of tensor × depth × width ranks in one of Megatron's two rank orders.
+
+    tensor, data   the groups that compute one layer together, and that hold the same weights
+    ends           the first and the last stage of one pipeline (tied embeddings), as a group
+    boundaries     messages that leave one server at once over the boundary behind each stage, 0 if none leaves it
+    """
+
+    tensor: Group
+    data: Group
+    ends: Group
+    boundaries: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def layout(tensor: int, depth: int, width: int, pipeline_inside: bool, gpus_per_server: int) -> Layout:
+    """Megatron numbers ranks tensor first, then data and pipeline, or with --use-tp-pp-dp-mapping pipeline and data."""
+    stage_stride, pipeline_stride = (tensor, tensor * depth) if pipeline_inside else (tensor * width, tensor)
+
+    def server(stage: int, pipeline: int, part: int = 0) -> int:
+        return (stage * stage_stride + pipeline * pipeline_stride + part) // gpus_per_server
+
+    boundaries = []
+    for stage in range(depth):
+        leaving: dict[int, int] = {}
+        for pipeline in range(width):
+            source = server(stage, pipeline)
+            if source != server((stage + 1) % depth, pipeline):
+                leaving[source] = leaving.get(source, 0) + tensor
+        boundaries.append(min(max(leaving.values(), default=0), gpus_per_server))
+    on = min(gpus_per_server, tensor * depth * width)
+    tensors = [server(0, 0, part) for part in range(tensor)]
+    apart = server(0, 0) != server(depth - 1, 0)
+    firsts = min(tensor * sum(server(0, i) == server(0, 0) for i in range(width)), gpus_per_server)
+    ends = Group(2, 2, firsts) if apart else Group(2, 1, 1)
+    return Layout(_group(tensors, on), _group([server(0, i) for i in range(width)], on), ends, tuple(boundaries))
+
+
+def _group(servers: list[int], gpus_per_server: int) -> Group:
+    apart = len(set(servers))
+    return Group(len(servers), apart, max(gpus_per_server * apart // len(servers), 1) if apart > 1 else 1)
+
+
+def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
+    """Seconds of an all-reduce of `size` bytes: a ring inside the servers, a tree between them.
+
+    Each rank sends 2 (n - 1)/n of the bytes; a server's network carries that once for each group on it.
+    """
+    if group.size == 1:
+        return 0.0
+    sent = 2 * (group.size - 1) / group.size * size
+    inside, between = cluster.inside, cluster.between
+    seconds, latency = 0.0, 2 * (group.in_server - 1) * inside.latency_us
+    if group.in_server > 1:
+        seconds = sent / (inside.gb_s * 1e9)
+    if group.servers > 1:
+        seconds = max(seconds, sent / between.rate(group.sharers, group.in_server))
+        latency += 2 * math.log2(group.servers) * between.latency_us
+    return seconds + latency * 1e-6
+
+
+def half(cluster: Cluster, group: Group, size: float) -> float:
+    """Seconds of a reduce-scatter or an all-gather of `size` bytes in all."""
+    return all_reduce(cluster, group, size) / 2
+
+
+def message(cluster: Cluster, leaving: int, size: float) -> tuple[float, float]:
+    """(seconds, seconds of them in which the link is taken) of one message to the neighbouring stage.
+
+    leaving: messages that leave the same server at once, 0 if it stays inside.
+    """
+    link = cluster.between if leaving else cluster.inside
+    taken = size / link.rate(max(leaving, 1))
+    return link.latency_us * 1e-6 + taken, taken

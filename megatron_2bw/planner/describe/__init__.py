@@ -1,0 +1,1 @@
+"""The inputs of a plan: model, cluster, profile; and the plan itself."""

@@ -1,0 +1,150 @@
+"""One configuration: what the planner chooses, and Megatron's flags for it. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.schedules import Schedule, Shape, schedule_of
+from megatron_2bw.schedules.interleaved import Interleaved
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration on all GPUs: tensor × depth × width of them.
+
+    tensor, depth, width   tensor-parallel size, pipeline stages, data-parallel size
+    microbatch             samples
+    microbatches           a batch and pipeline; the global batch is microbatch × microbatches × width
+    recompute              none, selective (core attention), full (every layer)
+    schedule               of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved one
+    virtual                model chunks a stage
+    gradient_slots         2bw's gradient buffers
+    first, last            layers of the first and last stage if they differ from the others', else 0
+    sequence_parallel      the parts of a layer that tensor parallelism leaves whole are divided along the sequence
+    pipeline_inside        rank order tp-pp-dp: a pipeline's stages are neighbours, its replicas far apart;
+                           otherwise Megatron's default, where replicas of a stage are neighbours
+    extra_warmup           of 2bw: more forwards ahead, a number for each boundary between stages or one for all
+    extrapolate            of 2bw: --two-bw-correction extrapolate
+    """
+
+    tensor: int
+    depth: int
+    width: int
+    microbatch: int
+    microbatches: int
+    recompute: str = "none"
+    schedule: str = "2bw"
+    virtual: int = 1
+    gradient_slots: int = 2
+    distributed_optimizer: bool = False
+    first: int = 0
+    last: int = 0
+    pipeline_inside: bool = False
+    sequence_parallel: bool = False
+    extra_warmup: tuple[int, ...] = ()
+    extrapolate: bool = False
+
+    def changed(self, **fields: Any) -> Plan:
+        """As dataclasses.replace, five times as fast: a search makes tens of thousands."""
+        plan = object.__new__(Plan)
+        plan.__dict__.update(self.__dict__)
+        for cached in ("pipeline", "shape"):
+            plan.__dict__.pop(cached, None)
+        plan.__dict__.update(fields)
+        return plan
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.depth * self.width
+
+    @property
+    def global_batch(self) -> int:
+        return self.microbatch * self.microbatches * self.width
+
+    @property
+    def name(self) -> str:
+        """In a few words, such as `2bw t1 d8 w8 b4`."""
+        return f"{self.schedule_name} t{self.tensor} d{self.depth} w{self.width} b{self.microbatch}"
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule with its model chunks, gradient slots, and forwards that stage 0 runs further ahead:
+        `megatron x3`, `2bw 1 slot`, `2bw +2`."""
+        chunks = f" x{self.virtual}" if self.virtual > 1 else ""
+        slots = " 1 slot" if self.gradient_slots == 1 else ""
+        return self.schedule + chunks + slots + (f" +{sum(self.extra)}" if any(self.extra) else "")
+
+    @property
+    def extra(self) -> tuple[int, ...]:
+        """`extra_warmup` with a number for each boundary."""
+        given = self.extra_warmup or (0,)
+        return given * (self.depth - 1) if len(given) == 1 else given
+
+    @property
+    def title(self) -> str:
+        """The name, with the recompute if there is any."""
+        return self.name + (f", {self.recompute} recompute" if self.recompute != "none" else "")
+
+    @cached_property
+    def pipeline(self) -> Schedule:
+        """The schedule as data; Megatron's own is 1F1B with a flush, or interleaved."""
+        if self.virtual > 1:
+            return Interleaved(self.virtual)
+        name = "pipedream-flush" if self.schedule == "megatron" else self.schedule
+        return schedule_of(name, self.gradient_slots, self.extra_warmup)
+
+    @cached_property
+    def shape(self) -> Shape:
+        return Shape(self.depth, self.microbatches)
+
+    def layers_of(self, model: Model) -> list[int]:
+        """Layers of each stage (of all its chunks)."""
+        if self.depth == 1:
+            return [model.layers]
+        if not self.first and not self.last:
+            return [model.layers // self.depth] * self.depth
+        uneven = [self.first, self.last]
+        middle = self.depth - sum(1 for layers in uneven if layers)
+        each = (model.layers - sum(uneven)) // middle if middle else 0
+        return [self.first or each, *[each] * (self.depth - 2), self.last or each]
+
+    def flags(self, precision: str = "bf16") -> list[str]:
+        """Megatron's and this project's flags of the configuration."""
+        words = [
+            "--pipeline-schedule", self.schedule,
+            "--tensor-model-parallel-size", self.tensor, "--pipeline-model-parallel-size", self.depth,
+            "--micro-batch-size", self.microbatch, "--global-batch-size", self.global_batch,
+        ]
+        if self.first:
+            words += ["--decoder-first-pipeline-num-layers", self.first]
+        if self.last:
+            words += ["--decoder-last-pipeline-num-layers", self.last]
+        if self.virtual > 1:
+            words += ["--num-virtual-stages-per-pipeline-rank", self.virtual]
+        if self.sequence_parallel:
+            words += ["--sequence-parallel"]
+        if self.recompute == "full":
+            words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+        elif self.recompute == "selective":
+            words += ["--recompute-granularity", "selective"]
+        if self.schedule == "2bw" and self.gradient_slots != 2:
+            words += ["--two-bw-gradient-slots", self.gradient_slots]
+        if any(self.extra):
+            same = len(set(self.extra)) == 1
+            words += ["--two-bw-extra-warmup", ",".join(map(str, self.extra[:1] if same else self.extra))]
+        if self.extrapolate:
+            words += ["--two-bw-correction", "extrapolate"]
+        if self.distributed_optimizer:
+            words += ["--use-distributed-optimizer"]
+        if self.schedule == "megatron" and self.width > 1:  # 2bw's late step overlaps by itself
+            words += ["--overlap-grad-reduce"] + ["--overlap-param-gather"] * self.distributed_optimizer
+        if self.pipeline_inside:
+            words += ["--use-tp-pp-dp-mapping"]
+        if precision != "fp32":
+            words += [f"--{precision}"]
+        return [str(word) for word in words]

@@ -1,0 +1,299 @@
+"""Finds the fastest plans that are legal and fit: best first, and exactly. Pure Python.
+
+Invariant: what `Search` yields are the plans that a full enumeration of the space would put first, in its order. A
+plan waits in one queue with a bound on its time per sample that grows truer: of its shape, of its stages, of its
+schedule, of itself, simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_2bw.planner.cost.bounds import work_bound
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.find.legality import is_legal, violations
+from megatron_2bw.planner.cost.links import layout
+from megatron_2bw.planner.cost.memory import BYTES
+from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.schedules import SCHEDULES
+
+# pipedream's delays differ by stage, so it is planned only when it is asked for.
+PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the search may choose from; None: everything that is legal.
+
+    batch       the largest safe global batch; a plan takes the largest multiple of its microbatches that is not above
+    microbatch  sizes; by default powers of two
+    virtual     chunks a stage of Megatron's interleaved schedule; by default all that divide its layers
+    uneven      first and last stages with another number of layers than the others
+    extra_warmup  beside a plan of 2bw the one that runs as far ahead as hides its messages (Cost.extra_warmup)
+    extrapolate   2bw with --two-bw-correction extrapolate
+    """
+
+    batch: int
+    schedules: tuple[str, ...] = PLANNED
+    tensor: tuple[int, ...] | None = None
+    depth: tuple[int, ...] | None = None
+    microbatch: tuple[int, ...] | None = None
+    recompute: tuple[str, ...] = RECOMPUTE
+    gradient_slots: tuple[int, ...] = (2, 1)
+    distributed_optimizer: tuple[bool, ...] = (False, True)
+    pipeline_inside: tuple[bool, ...] = (False, True)
+    virtual: tuple[int, ...] | None = None
+    uneven: bool = True
+    sequence_parallel: bool = True
+    extra_warmup: bool = True
+    extrapolate: bool = False
+
+
+class Search:
+    """Iterate over it for (seconds a sample, plan), fastest first.
+
+    rejected   legality's rule -> how often a shape (tensor, depth, microbatch) or a plan of it broke it
+    examples   legality's rule -> its line for the smallest microbatch that broke it, which needs least change
+    too_large  the plans that do not fit and whose bound is below the last one yielded, fastest bound first
+    examined   plans that were simulated
+    distinct   yield only the fastest plan of each (tensor, depth, width, schedule)
+    """
+
+    def __init__(self, cost: Cost, space: Space, distinct: bool = True):
+        self.cost, self.space, self.distinct = cost, space, distinct
+        self.rejected: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+        self._smallest: dict[str, int] = {}
+        self.too_large: list[Plan] = []
+        self.examined = 0
+        device = cost.cluster.device
+        self._host = cost.model, cost.cluster.gpus, cost.precision, device.bf16
+        self._least: dict[tuple, tuple[float, float, float, float]] = {}
+        self._number = itertools.count()  # so that equal bounds leave the queue in the order of enumeration
+
+    def __iter__(self) -> Iterator[tuple[float, Plan]]:
+        self.rejected, self.examples, self._smallest = Counter(), {}, {}
+        self.too_large, self.examined = [], 0
+        queue: list[tuple[float, int, str, Plan, tuple]] = []
+
+        def put(bound: float, state: str, plan: Plan, choice: tuple = ()) -> None:
+            heapq.heappush(queue, (bound, next(self._number), state, plan, choice))
+
+        for plan in self.shapes():
+            put(self._shape_bound(plan), "shape", plan)
+        found: set[tuple] = set()
+        while queue:
+            bound, _, state, plan, choice = heapq.heappop(queue)
+            if state == "shape" and self._least_memory(plan) > self.cost.capacity:
+                self.too_large.append(self._leanest(plan))
+            elif state == "shape":
+                for first, last in self.splits(plan.depth):
+                    split = plan.changed(first=first, last=last)
+                    put(self._split_bound(split), "split", split)
+            elif state == "split":
+                for choice in self._schedules(plan):
+                    put(self._work_bound(plan, *choice), "schedule", plan, choice)
+            elif state == "schedule":
+                plan = self._scheduled(plan, *choice)
+                for variant in self.variants(plan) if plan else ():
+                    put(max(self.cost.lower_bound(variant) / variant.global_batch, bound), "bound", variant)
+                    ahead = self.cost.bound_ahead(variant) if self.space.extra_warmup else None
+                    if ahead is not None:
+                        put(max(ahead / variant.global_batch, bound), "ahead", variant)
+            elif self.distinct and self._key(plan) in found:
+                continue
+            elif state == "ahead":
+                extra = self.cost.extra_warmup(plan)
+                if extra:
+                    plan = plan.changed(extra_warmup=extra)
+                    put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
+            elif state == "bound":
+                if not self.cost.fits(plan):
+                    self.too_large.append(plan)
+                else:
+                    self.examined += 1
+                    put(self.cost.seconds(plan) / plan.global_batch, "exact", plan)
+            else:
+                found.add(self._key(plan))
+                yield bound, plan
+
+    @staticmethod
+    def _key(plan: Plan) -> tuple[int, int, int, str]:
+        return plan.tensor, plan.depth, plan.width, plan.schedule
+
+    def _shape_bound(self, plan: Plan) -> float:
+        """Seconds a sample if the layers were divided perfectly and nothing waited."""
+        works = self.cost.stages(replace(plan, depth=1, width=plan.width * plan.depth))
+        return works[0].total / (plan.depth * plan.microbatch * plan.width)
+
+    def _leanest(self, shape: Plan) -> Plan:
+        """The choices of the space that hold fewest weights, gradients and optimizer states."""
+        schedules = sorted(self.space.schedules, key=lambda name: name in ("2bw", "pipedream"))
+        return shape.changed(
+            schedule=schedules[0], gradient_slots=min(self.space.gradient_slots),
+            distributed_optimizer=max(self.space.distributed_optimizer) and shape.width > 1,
+        )
+
+    def _least_memory(self, shape: Plan) -> float:
+        """Bytes of weights, gradients and optimizer if they were divided perfectly: no plan of the shape takes less."""
+        plan, memory = self._leanest(shape), self.cost.memory
+        parameters = sum(memory.parameters(shape, stage, n) for stage, n in enumerate(shape.layers_of(self.cost.model)))
+        versions, shards = (2 if plan.schedule == "2bw" else 1), (plan.width if plan.distributed_optimizer else 1)
+        slots = plan.gradient_slots if plan.schedule == "2bw" else 1
+        each = BYTES[self.cost.precision].a_parameter(versions, slots, shards)
+        return parameters / plan.depth * sum(each)
+
+    def _split_bound(self, plan: Plan) -> float:
+        """Seconds a sample if the busiest stage never waited."""
+        return max(work.total for work in self.cost.stages(plan)) / (plan.microbatch * plan.width)
+
+    def _work_bound(self, split: Plan, schedule: str, slots: int, virtual: int) -> float:
+        """Seconds a sample of the schedule, with the least that steps and messages take in any of `variants`."""
+        works = self.cost.stages(split)
+        seconds = work_bound(works, split.microbatches, schedule, virtual)
+        reduce, update, messages, taken = self._least_waits(split)
+        if schedule == "2bw":
+            in_flight = split.microbatches if self.space.extra_warmup else split.depth
+            around = (sum(work.total for work in works) + 2 * messages) / in_flight
+            seconds = max(seconds, split.microbatches * max(around, taken), reduce)
+        elif schedule != "pipedream":
+            seconds += update if schedule == "megatron" else update + reduce
+        return seconds / split.global_batch
+
+    def _least_waits(self, split: Plan) -> tuple[float, float, float, float]:
+        """`Cost.waits` of all `variants`, each at its least."""
+        key = (split.tensor, split.depth, split.width, split.microbatch, split.first, split.last)
+        least = self._least.get(key)
+        if least is None:
+            plans = [split.changed(pipeline_inside=inside, distributed_optimizer=distributed)
+                     for inside in self.space.pipeline_inside for distributed in self.space.distributed_optimizer]
+            costs = [self.cost.waits(plan) for plan in plans]
+            least = self._least[key] = tuple(min(column) for column in zip(*costs))
+        return least
+
+    def shapes(self) -> Iterator[Plan]:
+        """One plan for each legal (tensor, depth, width, microbatch, recompute), its schedule Megatron's."""
+        space, gpus = self.space, self.cost.cluster.gpus
+        for tensor in _divisors(gpus, space.tensor):
+            for depth in _divisors(gpus // tensor, space.depth):
+                width = gpus // (tensor * depth)
+                sizes = space.microbatch or tuple(2**k for k in range(12) if 2**k * width <= space.batch)
+                if not sizes:
+                    self.rejected["the global batch is smaller than the data-parallel size"] += 1
+                for microbatch in sizes:
+                    plan = self._shape(tensor, depth, width, microbatch)
+                    if plan is not None:
+                        yield from (replace(plan, recompute=recompute) for recompute in space.recompute)
+
+    def _shape(self, tensor: int, depth: int, width: int, microbatch: int) -> Plan | None:
+        microbatches = self.space.batch // (microbatch * width)
+        if not microbatches:
+            self.rejected["the global batch is smaller than the data-parallel size"] += 1
+            return None
+        split = next(iter(self.splits(depth)), None)
+        if split is None:
+            self.rejected["more stages than the layers divide into"] += 1
+            return None
+        plan = Plan(
+            tensor, depth, width, microbatch, microbatches, schedule="megatron", first=split[0], last=split[1],
+            sequence_parallel=self.space.sequence_parallel and tensor > 1,
+        )
+        return plan if self._legal(plan) else None
+
+    def _legal(self, plan: Plan) -> bool:
+        """Whether the plan is legal; if not, it is counted."""
+        if is_legal(plan, *self._host):
+            return True
+        broken = violations(plan, *self._host)[0]
+        self.rejected[broken.rule] += 1
+        if plan.microbatch < self._smallest.get(broken.rule, plan.microbatch + 1):
+            self._smallest[broken.rule], self.examples[broken.rule] = plan.microbatch, broken.message
+        return False
+
+    def splits(self, depth: int) -> list[tuple[int, int]]:
+        """(first, last) layers of uneven stages, (0, 0) for an even split.
+
+        The first stage also holds the embedding, which takes memory, the last one the output layer, which takes as
+        long as several layers; so either may be shorter, and the others, or the first, up to two layers longer than an
+        even split would make them.
+        """
+        layers = self.cost.model.layers
+        found = [(0, 0)] if layers % depth == 0 else []
+        if depth == 1 or not self.space.uneven:
+            return found
+        longest = -(-layers // depth) + 2
+        if depth == 2:
+            longest = max(longest, layers // 2 + layers // 8)
+            firsts = range(max(layers - longest, 1), min(longest, layers - 1) + 1)
+            return found + [(first, layers - first) for first in firsts if 2 * first != layers]
+        for middle in range(max(layers // depth - 1, 1), longest + 1):
+            ends = layers - middle * (depth - 2)
+            found += [(first, ends - first) for first in range(max(ends - longest, 1), min(longest, ends - 1) + 1)
+                      if (first, ends - first) != (middle, middle)]
+        return found
+
+    def scheduled(self, split: Plan) -> Iterator[Plan]:
+        """The legal plans of a shape with its layers divided, but for the choices of `variants`."""
+        plans = (self._scheduled(split, *choice) for choice in self._schedules(split))
+        return (plan for plan in plans if plan is not None)
+
+    def _scheduled(self, split: Plan, schedule: str, slots: int, virtual: int) -> Plan | None:
+        microbatches = split.microbatches
+        if virtual > 1:
+            microbatches -= microbatches % split.depth
+        if not microbatches:
+            return None
+        plan = split.changed(
+            schedule=schedule, gradient_slots=slots, virtual=virtual, microbatches=microbatches,
+            extrapolate=self.space.extrapolate and schedule == "2bw",
+        )
+        return plan if self._legal(plan) else None
+
+    def variants(self, plan: Plan) -> Iterator[Plan]:
+        """The plan in each rank order, with and without the distributed optimizer; none with extra warm-up."""
+        for inside, distributed in itertools.product(self._orders(plan), self._optimizers(plan)):
+            yield plan.changed(pipeline_inside=inside, distributed_optimizer=distributed)
+
+    def _schedules(self, shape: Plan) -> Iterator[tuple[str, int, int]]:
+        """(schedule, gradient slots, chunks a stage)."""
+        for schedule in self.space.schedules:
+            if schedule == "2bw":
+                yield from ((schedule, slots, 1) for slots in self.space.gradient_slots)
+                continue
+            if shape.depth == 1 and schedule not in ("megatron", "pipedream") and "megatron" in self.space.schedules:
+                continue  # on one stage they are Megatron's, without its overlap
+            yield schedule, 2, 1
+            if schedule == "megatron" and shape.depth > 1:
+                each = math.gcd(*shape.layers_of(self.cost.model))
+                yield from ((schedule, 2, virtual) for virtual in _divisors(each, self.space.virtual) if virtual > 1)
+
+    def _orders(self, shape: Plan) -> tuple[bool, ...]:
+        """Rank orders that put the ranks on different servers."""
+        sizes, per_server = (shape.tensor, shape.depth, shape.width), self.cost.cluster.gpus_per_server
+        if layout(*sizes, False, per_server) == layout(*sizes, True, per_server):
+            return self.space.pipeline_inside[:1]
+        return self.space.pipeline_inside
+
+    def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
+        if plan.width == 1:
+            return self.space.distributed_optimizer[:1]
+        return tuple(
+            choice for choice in self.space.distributed_optimizer if not (choice and plan.schedule == "pipedream")
+        )
+
+
+def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0 and (allowed is None or k in allowed)]
+
+
+def best(cost: Cost, space: Space, count: int = 1) -> list[Plan]:
+    """The `count` fastest plans."""
+    return [plan for _, plan in itertools.islice(Search(cost, space), count)]
+
+
+assert set(PLANNED) <= {"megatron", *SCHEDULES}

@@ -1,0 +1,1 @@
+"""Measured times: profiles, calibration, real runs of plans."""

@@ -1,0 +1,301 @@
+"""Times what a profile holds: one real Megatron block, the output layer and the optimizer's step, and writes it.
+
+Invariant: whatever is timed is of Megatron's own classes, built and stepped as its training loop does. torch and
+Megatron are imported only by the functions that measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.planner.measure.links import WARM_UP, links_of_job
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.profile import MEASURED, BlockTime, Profile, ProfileError
+
+
+def measure_block(model: Model, precision: str, microbatches: Iterable[int], device: str, repeats: int = 10) -> Profile:
+    """The profile, without links, of `model`'s layer and output layer on this process's cpu or cuda device.
+
+    The layer is a middle stage with one layer and the output layer a last stage without one: Megatron's GPTModel in
+    its DistributedDataParallel, so that gradients are added up as in training. BERT's layers are Megatron's local ones
+    with a padding mask, and its output layer is taken to be GPT's (`Profile.terms` says so).
+    Larger microbatches than the GPU's memory holds are left out; ProfileError if not even the first fits.
+    """
+    with _alone(device):
+        import torch
+        from megatron.core import __version__
+
+        engine = device == "cuda" and model.kind != "bert" and importlib.util.find_spec("transformer_engine")
+        implementation = "transformer_engine" if engine else "local"
+        layer = _stage(model, precision, device, implementation, last=False)
+        sizes = sorted(set(microbatches))
+        blocks = _sweep("layer", layer, model, sizes, device, repeats)
+        step, optimizer = _time_optimizer(layer, precision, device, repeats)
+        del layer
+        gc.collect()  # Megatron's hooks and buffers refer to each other
+        output = _sweep("output layer", _stage(model, precision, device, implementation, last=True), model, sizes,
+                        device, repeats)
+        return Profile(
+            torch.cuda.get_device_name() if device == "cuda" else "cpu", precision, model.kind, model.hidden,
+            model.heads, model.ffn, model.groups, model.head_size, model.sequence, model.gated, model.dropout,
+            model.vocab, blocks, output, step, optimizer, torch.get_num_threads(),
+            f"torch {torch.__version__}, megatron-core {__version__}, {implementation} layers",
+        )
+
+
+@contextlib.contextmanager
+def _alone(device: str) -> Iterator[None]:
+    """Megatron's parallel state for this process alone, and without it again. No process group may be there."""
+    import torch.distributed as dist
+
+    from megatron_2bw import cpu
+    from megatron_2bw.mcore import patches
+
+    with contextlib.ExitStack() as undo:
+        if device == "cpu" and not cpu.installed():
+            cpu.install()
+            undo.callback(cpu.uninstall)
+        if device == "cpu":
+            undo.callback(patches.apply([patch for patch in patches.for_cpu() if patch.name == "_set_cuda_rng_state"]))
+        from megatron.core import parallel_state, tensor_parallel
+
+        undo.callback(dist.destroy_process_group)
+        dist.init_process_group("gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        undo.callback(parallel_state.destroy_model_parallel)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        undo.callback(tensor_parallel.get_cuda_rng_tracker().reset)
+        yield
+
+
+def _stage(model: Model, precision: str, device: str, implementation: str, last: bool) -> Any:
+    """A pipeline stage as Megatron trains it: a middle one with one layer, or the last one with none."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+
+    config = _config(model, precision, device, implementation)
+    if last:
+        spec = TransformerBlockSubmodules(layer_specs=[], layer_norm=LayerNormImpl)
+    elif model.kind == "bert":
+        spec = bert_layer_local_spec
+    elif implementation == "local":
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    stage = GPTModel(
+        config, spec, model.padded_vocab(), model.sequence, pre_process=False, post_process=last,
+        position_embedding_type="rope" if model.rotary else "learned_absolute", rotary_base=model.rotary_base,
+    )
+    stage = stage.to(device=device, dtype=config.params_dtype)
+    return DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=precision == "bf16"), stage,
+    )
+
+
+def _config(model: Model, precision: str, device: str, implementation: str) -> Any:
+    """Megatron's configuration, with the fusions that its flags' defaults turn on and the machine has."""
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    gpu, dropout = device == "cuda", 0.1 if model.dropout else 0.0
+
+    def compiled(module: str) -> bool:  # of Apex
+        return gpu and importlib.util.find_spec(module) is not None
+
+    return TransformerConfig(
+        num_layers=1, hidden_size=model.hidden, num_attention_heads=model.heads, num_query_groups=model.groups,
+        kv_channels=model.head_size, ffn_hidden_size=model.ffn, gated_linear_unit=model.gated,
+        activation_func=torch.nn.functional.silu if model.gated else torch.nn.functional.gelu,
+        normalization="RMSNorm" if model.rms_norm else "LayerNorm", add_bias_linear=model.bias,
+        add_qkv_bias=model.bias or model.qkv_bias, hidden_dropout=dropout, attention_dropout=dropout,
+        bf16=precision == "bf16", fp16=precision == "fp16", params_dtype=dtype, pipeline_dtype=dtype,
+        use_cpu_initialization=not gpu, attention_softmax_in_fp32=False, transformer_impl=implementation,
+        bias_activation_fusion=gpu and (model.gated or model.bias), bias_dropout_fusion=gpu,
+        masked_softmax_fusion=compiled("scaled_masked_softmax_cuda"),
+        gradient_accumulation_fusion=compiled("fused_weight_gradient_mlp_cuda"),
+    )
+
+
+def _sweep(name: str, stage: Any, model: Model, sizes: list[int], device: str, repeats: int) -> tuple[BlockTime, ...]:
+    """The stage's times at each microbatch, up to the first that the GPU's memory does not hold."""
+    import torch
+
+    points: list[BlockTime] = []
+    for size in sizes:
+        try:
+            forward, backward = _medians(_passes(stage, model, size, device), repeats, device)
+        except torch.OutOfMemoryError:
+            print(f"{name}, microbatch {size}: does not fit the GPU's memory", flush=True)
+            break
+        points.append(BlockTime(size, forward, backward))
+        print(f"{name}, microbatch {size}: forward {1e3 * forward:.3f} ms, backward {1e3 * backward:.3f} ms {MEASURED}",
+              flush=True)
+    if not points:
+        raise ProfileError(f"--microbatches {sizes[0]}: the {name} does not fit the GPU's memory")
+    return tuple(points)
+
+
+def _passes(stage: Any, model: Model, size: int, device: str) -> Callable[[Callable[[], None]], None]:
+    """A forward and a backward on `size` samples, for `_medians`."""
+    import torch
+
+    with torch.device(device):
+        entering = torch.randn(model.sequence, size, model.hidden, dtype=stage.config.params_dtype)
+        gradient = torch.randn_like(entering)
+        masked = torch.ones(1, 1, model.sequence, model.sequence, dtype=torch.bool).triu(1)
+        labels = torch.randint(model.vocab, (size, model.sequence)) if stage.module.post_process else None
+    if model.kind == "bert":
+        masked = torch.zeros_like(masked)
+
+    def passes(mark: Callable[[], None]) -> None:
+        stage.module.set_input_tensor(entering.detach().requires_grad_())
+        mark()
+        output = stage(None, None, masked, labels=labels)
+        mark()
+        if labels is None:
+            output.backward(gradient)
+        else:
+            output.sum().backward()
+        mark()
+
+    return passes
+
+
+def _medians(work: Callable[[Callable[[], None]], None], repeats: int, device: str) -> list[float]:
+    """Median seconds between the marks that `work` sets: by events on the GPU, else by the clock."""
+    import torch
+
+    rounds: list[list[float]] = []
+    for _ in range(WARM_UP[device] + repeats):
+        marks: list[Any] = []
+
+        def mark() -> None:
+            marks.append(torch.cuda.Event(enable_timing=True) if device == "cuda" else time.perf_counter())
+            if device == "cuda":
+                marks[-1].record()
+
+        work(mark)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            rounds.append([1e-3 * before.elapsed_time(after) for before, after in pairwise(marks)])
+        else:
+            rounds.append([after - before for before, after in pairwise(marks)])
+    return [statistics.median(part) for part in zip(*rounds[WARM_UP[device]:], strict=True)]
+
+
+def _time_optimizer(stage: Any, precision: str, device: str, repeats: int) -> tuple[float, str]:
+    """(seconds a parameter, name) of a step of Megatron's Adam with clipping on the stage's parameters."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-4, min_lr=0.0, weight_decay=0.01, clip_grad=1.0, bf16=precision == "bf16",
+        fp16=precision == "fp16", params_dtype=stage.config.params_dtype,
+    )
+    optimizer = get_megatron_optimizer(config, [stage], use_gloo_process_groups=False)
+
+    def step(mark: Callable[[], None]) -> None:
+        for param in stage.parameters():
+            param.main_grad.fill_(1e-3)  # finite, for fp16 leaves a step out otherwise
+        mark()
+        optimizer.step()
+        mark()
+
+    (seconds,) = _medians(step, repeats, device)
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = type(parts[0].optimizer)
+    name = f"Megatron's {type(parts[0]).__name__} with {inner.__module__.split('.')[0]}'s {inner.__name__}"
+    seconds /= sum(param.numel() for param in stage.parameters())
+    print(f"optimizer: {1e9 * seconds:.3f} ns a parameter, {name} {MEASURED}", flush=True)
+    return seconds, name
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `megatron-2bw-plan profile`, without those of the model."""
+    parser.add_argument("--json", type=Path, required=True, metavar="PATH", help="the profile that is written")
+    parser.add_argument("--microbatches", default="1,2,4,8", help="sizes to measure at (default: 1,2,4,8)")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"),
+                        help="default: fp32 on a CPU, bf16 on a GPU that has it, fp16 on others")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--repeats", type=int, default=10, help="rounds of which the median counts (default: 10)")
+
+
+def run(options: argparse.Namespace, model: Model) -> int:
+    """Measure and write the profile; the exit status. Under torchrun all ranks measure links, the first the rest."""
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        sizes = _check(options)
+        if first:
+            _check_path(options.json)
+        device = _device(options.device)
+        inside, between = links_of_job(device)
+        if first:
+            profile = measure_block(model, options.precision or _precision(device), sizes, device, options.repeats)
+            try:
+                replace(profile, inside=inside, between=between).save(options.json)
+            except OSError as error:
+                raise ProfileError(f"--json {options.json}: {error.strerror}") from None
+            print(f"wrote {options.json}", flush=True)
+    except ProfileError as error:
+        if first:
+            print(f"megatron-2bw-plan profile: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _check(options: argparse.Namespace) -> list[int]:
+    """The microbatches. ProfileError names the flag that is wrong."""
+    try:
+        sizes = [int(word) for word in options.microbatches.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ProfileError(f"--microbatches {options.microbatches}: expected positive whole numbers such as 1,2,4,8")
+    if options.repeats < 1:
+        raise ProfileError(f"--repeats must be positive, not {options.repeats}")
+    return sizes
+
+
+def _check_path(path: Path) -> None:
+    """Before minutes of measuring: can the profile be written?"""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProfileError(f"--json {path}: {error.strerror}") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ProfileError(f"--json {path}: no file can be written there")
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    from megatron_2bw import cpu
+
+    if cpu.wanted(asked):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ProfileError("--device cuda: no GPU is visible to torch; use --device cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return "cuda"
+
+
+def _precision(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"

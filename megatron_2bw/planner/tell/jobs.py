@@ -1,0 +1,173 @@
+"""A plan as a script that starts it: run.sh for torchrun, job.sbatch for Slurm. Pure Python.
+
+Invariant: a script holds the plan's flags as they are, one a line, and the caller's own flags come last, so they win.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import tempfile
+from pathlib import Path
+
+from megatron_2bw.planner.describe.cluster import Cluster
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.plan import Plan
+
+# Defaults of a first run. A warm-up in per cent stays possible when the caller gives fewer --train-iters.
+TRAINING = [
+    "--train-iters", "100000", "--lr", "1.5e-4", "--min-lr", "1.5e-5", "--lr-decay-style", "cosine",
+    "--lr-warmup-fraction", "0.01", "--weight-decay", "0.1", "--clip-grad", "1.0", "--eval-interval", "1000",
+    "--eval-iters", "10", "--log-interval", "10", "--log-throughput",
+]
+
+# Of every job script, those of scripts/slurm too. The signal goes to the script, 120 s before the time is over.
+SBATCH = [
+    "--ntasks-per-node=1", "--exclusive", "--time=24:00:00", "--signal=B:TERM@120", "--requeue", "--open-mode=append",
+    "--output=%x-%j.log",
+]
+
+
+class PlanFileError(Exception):
+    """A file that cannot be written, said in one line."""
+
+
+def torchrun_script(plan: Plan, model: Model, cluster: Cluster, precision: str) -> str:
+    """run.sh: started on each server of the cluster, it trains the model."""
+    entry, several = entry_script(model), cluster.servers > 1
+    usage = "./run.sh [FLAGS]"
+    first = ["NODE_RANK=${NODE_RANK:-0}", "MASTER_ADDR=${MASTER_ADDR:-localhost}"]
+    if several:  # with defaults each server would wait for itself
+        last = cluster.servers - 1
+        usage = f"MASTER_ADDR=HOST NODE_RANK=N ./run.sh [FLAGS]   on each server; HOST is the first, N is 0 to {last}"
+        first = [f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}",
+                 "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}"]
+    return "\n".join([
+        "#!/usr/bin/env bash", *_about(plan, model, cluster), "#", f"#   {usage}", "#", *_NOTES,
+        "set -euo pipefail", "",
+        f"NNODES=${{NNODES:-{cluster.servers}}}", *first, "MASTER_PORT=${MASTER_PORT:-29500}",
+        *_environment(plan), "",
+        *_arrays(plan, model, precision, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}'), "",
+        "exec torchrun \\", '    --nnodes "$NNODES" \\', '    --node-rank "$NODE_RANK" \\',
+        f"    --nproc-per-node {cluster.gpus_per_server} \\",
+        '    --master-addr "$MASTER_ADDR" \\', '    --master-port "$MASTER_PORT" \\',
+        f'    "$MEGATRON_2BW/{entry}" \\',
+        '    "${model[@]}" "${plan[@]}" "${training[@]}" "${data[@]}" "$@"', "",
+    ])
+
+
+def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, job_name: str) -> str:
+    """job.sbatch: the same run as a Slurm job, which goes on from its last checkpoint whenever it is started again."""
+    entry = entry_script(model)
+    name = re.sub(r"[^\w.-]+", "-", job_name).strip("-") or "megatron-2bw"
+    gpus = [f"--gpus-per-node={cluster.gpus_per_server}"] if cluster.device.name != "cpu" else []
+    head = [f"--job-name={name}", f"--nodes={cluster.servers}", *gpus, *SBATCH]
+    return "\n".join([
+        "#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in head), "",
+        *_about(plan, model, cluster), "#", "#   sbatch job.sbatch [FLAGS]", "#",
+        "# Before its time is over, and when it is preempted, it saves and queues itself again; it goes on from the",
+        "# folder CHECKPOINTS. scripts/slurm/job.sh has the variables, docs/slurm.md tells the rest.", *_NOTES,
+        "set -euo pipefail", "",
+        f"CHECKPOINTS=${{CHECKPOINTS:-$PWD/checkpoints/{name}}}",
+        f"PROCESSES_PER_NODE={cluster.gpus_per_server}", _CLONE,
+        'source "$MEGATRON_2BW/scripts/slurm/job.sh" || {',
+        '    echo "submit from the clone, or give MEGATRON_2BW=the clone" >&2', "    exit 2", "}", "",
+        *_arrays(plan, model, precision, f'fail "{_WRONG_DATA}"'), "",
+        f'run_job {entry} "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"', "",
+    ])
+
+
+def entry_script(model: Model) -> str:
+    """Name of the script that trains a model of this kind."""
+    return f"pretrain_{model.kind}_2bw.py"
+
+
+_CLONE = "MEGATRON_2BW=${MEGATRON_2BW:-$PWD}  # the clone"
+_NOTES = (
+    "# FLAGS are Megatron's; they come last, so they win. DATA_ARGS replaces the mock data, for example",
+    '#   DATA_ARGS="--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer"',
+    "# Without Transformer Engine and Apex add --transformer-impl local --no-gradient-accumulation-fusion",
+    "# --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion. The local layers keep the",
+    "# attention scores; plan with --attention core.",
+)
+
+
+def _about(plan: Plan, model: Model, cluster: Cluster) -> list[str]:
+    name, where = (" ".join(text.split()) for text in (model.name, cluster.name))
+    sizes = f"{plan.tensor} tensor ranks x {plan.depth} stages x {plan.width} pipelines"
+    batch = f"{plan.microbatches} microbatches of {plan.microbatch}, global batch {plan.global_batch}"
+    return [
+        f"# {name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw-plan:",
+        f"# {plan.schedule}, {sizes}, {batch}.",
+    ]
+
+
+def _environment(plan: Plan) -> list[str]:
+    lines = [_CLONE, "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
+    if plan.tensor > 1:  # Megatron asks for it on GPUs before Blackwell
+        lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
+    return lines
+
+
+# Into words as a shell does, and as scripts/slurm/flags.py does; a NUL ends each, because a path may hold a newline.
+_SPLIT = r"""
+    split='
+import os, shlex, sys
+try:
+    words, status = shlex.split(sys.argv[1]), 0
+except ValueError as error:
+    words, status = [f"DATA_ARGS: {error}"], 2
+sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in words))
+sys.exit(status)'
+    mapfile -d '' -t data < <("${PYTHON:-python3}" -c "$split" "$DATA_ARGS")
+""".strip("\n").splitlines()
+_WRONG_DATA = "${data[*]:-DATA_ARGS cannot be split into words}"
+
+
+def _arrays(plan: Plan, model: Model, precision: str, refuse: str) -> list[str]:
+    """The flags as arrays of bash, by what they are about. `refuse` is run for DATA_ARGS that cannot be split."""
+    kinds = (model.flags(), plan.flags(precision), TRAINING, mock_data(model))
+    quoted = ([shlex.quote(word) for word in words] for words in kinds)
+    return [
+        *(line for name, words in zip(("model", "plan", "training", "data"), quoted) for line in _array(name, words)),
+        "if [[ ${DATA_ARGS:-} == *[![:space:]]* ]]; then", *_SPLIT, f"    wait $! || {refuse}", "fi",
+    ]
+
+
+def _array(name: str, words: list[str]) -> list[str]:
+    return [f"{name}=(", *(f"    {' '.join(flag)}" for flag in by_flag(words)), ")"]
+
+
+def mock_data(model: Model) -> list[str]:
+    """Flags of random tokens, as many different ones as the model knows."""
+    return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
+
+
+def by_flag(words: list[str]) -> list[list[str]]:
+    """A command line's words, each flag with its values."""
+    flags: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            flags.append([])
+        flags[-1].append(word)
+    return flags
+
+
+def write(path: Path, text: str, flag: str = "--script") -> None:
+    """Write an executable file, whole or not at all; never over one that is there. PlanFileError names `flag`."""
+    path = Path(path)
+    if os.path.lexists(path):
+        raise PlanFileError(f"{flag} {path} exists; remove it or give another name")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(handle, "w") as file:
+                file.write(text)
+            os.chmod(temporary, 0o755)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise PlanFileError(f"{flag} {path} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,285 @@
+"""Pictures of plans (--report) and a trace of a plan's simulated timeline (--trace).
+
+Invariant: every bar, point and duration is a number of an Estimate or of the simulator; nothing is computed anew here
+but sums and the choice of the front. matplotlib is loaded when a picture is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.planner.cost.memory import GIB
+from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.schedules import B, F, REDUCE, W, Shape
+from megatron_2bw.timelines.simulator import Event, Times, makespan, simulate
+from megatron_2bw.timelines.picture import draw_events
+
+# Colours that differ for colour-blind readers too (Okabe and Ito).
+KINDS = {
+    "weights": "#0072b2", "gradients": "#56b4e9", "optimizer": "#009e73", "activations": "#e69f00",
+    "logits": "#cc79a7", "buffers": "#999999",
+}
+CAUSES = {
+    "compute": ("#0072b2", "computing"), "tensor": ("#56b4e9", "tensor parallelism's collectives"),
+    "pipeline": ("#e69f00", "messages between stages"), "data": ("#009e73", "gradients over replicas"),
+    "update": ("#cc79a7", "optimizer's step"), "bubble": ("#d0d0d0", "bubble"),
+}
+SCHEDULE_COLOURS = {
+    "2bw": "#d55e00", "pipedream-flush": "#0072b2", "gpipe": "#009e73", "no-pipelining": "#999999",
+    "megatron": "#cc79a7", "pipedream": "#f0c400",
+}
+MARKERS = dict(zip(RECOMPUTE, "o^s"))
+RANKED = 16  # plans that `splits` shows
+
+
+class ReportError(ValueError):
+    """A report or a trace that cannot be written, said in one line."""
+
+
+def timeline(cost: Cost, estimate: Estimate, path: Path) -> None:
+    """Write the plan's first two batches as a picture, in seconds; of a long one, a window around the first's end."""
+    plan, times = estimate.plan, cost.times(estimate.plan)
+    events = simulated(plan, times, 2 if plan.pipeline.flushes else 3)  # the third keeps the pipeline full
+    end = makespan(events) if plan.pipeline.flushes else reduced(events, 1)
+    begin, until = window(events, plan, times, end)
+    title = f"{plan.title}, {plan.microbatches} microbatches a batch: the first two batches, simulated"
+    if (begin, until) != (0.0, end):
+        title += f"\nONLY A WINDOW of {until - begin:.3g} s of their {end:.3g} s, around the end of the first batch"
+    title += f"\nin the steady state {estimate.seconds:.4g} s an iteration, {estimate.throughput:.4g} samples/s"
+    steps = not plan.pipeline.late_step
+    draw_events(events, plan.depth, plan.microbatches, path, title, span=(begin, until), steps=steps)
+
+
+def reduced(events: list[Event], batch: int) -> float:
+    """When the last stage has come to the reduction of `batch`."""
+    return max(event.end for event in events if event.action.kind == REDUCE and event.action.microbatch == batch)
+
+
+def simulated(plan: Plan, times: Times, iterations: int) -> list[Event]:
+    return simulate(plan.pipeline, Shape(plan.depth, plan.microbatches, 0, iterations), times)
+
+
+def window(events: list[Event], plan: Plan, times: Times, end: float) -> tuple[float, float]:
+    """The part of 0 ... end that is drawn: at most what the pipeline takes to empty and to fill, and some more."""
+    slot = max(f + b for f, b in zip(times.of("forward", plan.depth), times.of("backward", plan.depth)))
+    half = (plan.depth + 12) * slot
+    if end <= 2.5 * half:
+        return 0.0, end
+    begin = min(max(reduced(events, 0) - half, 0.0), end - 2 * half)
+    return begin, begin + 2 * half
+
+
+def memory_bars(estimate: Estimate, path: Path, device: float | None = None) -> None:
+    """Write a stacked bar a stage, in GiB, with the allowed bytes and, if given, the bytes of the `device`."""
+    depth = len(estimate.memory)
+    figure = _figure(min(3.5 + 0.55 * depth, 13), 4.5)
+    axis = figure.subplots()
+    bottoms = [0.0] * depth
+    for kind, colour in KINDS.items():
+        heights = [getattr(stage, kind) / GIB for stage in estimate.memory]
+        axis.bar(range(depth), heights, bottom=bottoms, color=colour, label=kind, width=0.8)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights)]
+    if depth <= 24:
+        for stage, top in enumerate(bottoms):
+            text = axis.text(stage, top, f"{top:.1f}", ha="center", va="bottom", fontsize=8)
+            text.set_bbox({"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.6})
+    allowed = estimate.capacity / GIB
+    axis.axhline(allowed, color="black", linestyle="--", linewidth=1.2, label=f"allowed: {allowed:.1f}")
+    if device is not None:
+        axis.axhline(device / GIB, color="#d00000", linewidth=1.2, label=f"device: {device / GIB:.1f}")
+    axis.set_xlim(-0.6, depth - 0.4)
+    axis.set_ylim(0, 1.08 * max(*bottoms, allowed, (device or 0) / GIB))
+    axis.set_xticks(range(0, depth, -(-depth // 32)))
+    axis.set_xlabel("stage")
+    axis.set_ylabel("GiB a GPU")
+    axis.set_title(f"{estimate.plan.title}:\nmemory of each stage", loc="left", fontsize=10)
+    handles, names = axis.get_legend_handles_labels()
+    order = [*reversed([i for i, name in enumerate(names) if name in KINDS])]  # as they lie in the bars
+    order = [i for i in range(len(names)) if i not in order] + order
+    figure.legend([handles[i] for i in order], [names[i] for i in order], loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the (memory, throughput) that no other point beats in one without losing in the other, by memory."""
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
+        if not front or points[index][1] > points[front[-1]][1]:
+            front.append(index)
+    return front
+
+
+def front(estimates: Sequence[Estimate], path: Path) -> None:
+    """Write throughput against the memory of the heaviest stage, a marker a plan, with the Pareto front.
+
+    Plans of more than twice the allowed memory are off the picture, and its title counts them.
+    """
+    figure = _figure(11, 5.5)
+    axis = figure.subplots()
+    points = [(estimate.heaviest / GIB, estimate.throughput) for estimate in estimates]
+    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for point, estimate in zip(points, estimates):
+        groups.setdefault((estimate.plan.schedule, estimate.plan.recompute), []).append(point)
+    for (schedule, recompute), own in groups.items():
+        colour = SCHEDULE_COLOURS.get(schedule, "black")
+        axis.scatter(*zip(*own), color=colour, marker=MARKERS[recompute], s=26, alpha=0.7, linewidths=0)
+    limit = estimates[0].capacity / GIB
+    shown = [point for point in points if point[0] <= 2 * limit] or points
+    best = [points[index] for index in pareto(points)]
+    axis.plot(*zip(*best), drawstyle="steps-post", color="black", linewidth=1, zorder=1, label="Pareto front")
+    axis.axvline(limit, color="#d00000", linewidth=1.2, linestyle="--", label=f"allowed: {limit:.1f} GiB")
+    low, high = min(throughput for _, throughput in shown), max(throughput for _, throughput in shown)
+    room = max(high - low, 0.05 * high)
+    axis.set_ylim(max(low - 0.08 * room, 0), high + 0.2 * room)
+    axis.set_xlim(0, 1.05 * max(limit, *(memory for memory, _ in shown)))
+    _name_winner(axis, estimates)
+    figure.legend(handles=_front_legend(axis, groups), loc="outside right upper", fontsize=8)
+    axis.set_xlabel("GiB of the heaviest stage")
+    axis.set_ylabel("samples/s")
+    beyond = f" ({len(points) - len(shown)} need more memory than is shown)" if len(shown) < len(points) else ""
+    axis.set_title(f"{len(estimates)} plans{beyond}", loc="left", fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _front_legend(axis, groups: Iterable[tuple[str, str]]) -> list:
+    from matplotlib.lines import Line2D
+
+    schedules = dict.fromkeys(schedule for schedule, _ in groups)
+    colours = [Line2D([], [], color=SCHEDULE_COLOURS.get(name, "black"), marker="o", linestyle="", label=name)
+               for name in schedules]
+    markers = [Line2D([], [], color="#444444", marker=marker, linestyle="", label=f"recompute: {name}")
+               for name, marker in MARKERS.items() if any(recompute == name for _, recompute in groups)]
+    return colours + markers + axis.get_legend_handles_labels()[0]
+
+
+def _name_winner(axis, estimates: Sequence[Estimate]) -> None:
+    fitting = [estimate for estimate in estimates if estimate.headroom >= 0]
+    text, box = "no plan fits", {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 2}
+    if not fitting:
+        axis.text(0.01, 0.97, text, transform=axis.transAxes, va="top", fontsize=9, bbox=box)
+        return
+    winner = max(fitting, key=lambda estimate: estimate.throughput)
+    at = winner.heaviest / GIB, winner.throughput
+    axis.scatter(*at, s=110, facecolors="none", edgecolors="black", linewidths=1.4, zorder=3)
+    text = f"{winner.plan.title}: {at[1]:.4g} samples/s in {at[0]:.3g} GiB"
+    axis.annotate(
+        text, at, xytext=(0.01, 0.97), textcoords="axes fraction", va="top", fontsize=9, bbox=box,
+        arrowprops={"arrowstyle": "-", "color": "black", "linewidth": 0.8, "shrinkB": 6},
+    )
+
+
+def splits(estimates: Sequence[Estimate], path: Path) -> None:
+    """Write what the time of the first RANKED plans is made of, in milliseconds a sample, a bar a plan."""
+    shown = list(estimates[:RANKED])
+    figure = _figure(12, 1.6 + 0.34 * len(shown))
+    axis = figure.subplots()
+    lefts = [0.0] * len(shown)
+    for cause, (colour, name) in CAUSES.items():
+        widths = [1e3 * max(getattr(e.split, cause), 0.0) / e.plan.global_batch for e in shown]
+        axis.barh(range(len(shown)), widths, left=lefts, color=colour, label=name, height=0.75)
+        lefts = [left + width for left, width in zip(lefts, widths)]
+    for row, (estimate, left) in enumerate(zip(shown, lefts)):
+        axis.text(left, row, f" {estimate.throughput:.4g} samples/s", va="center", fontsize=8)
+    names = [f"{estimate.plan.title}  {rank}" for rank, estimate in enumerate(shown, 1)]
+    axis.set_yticks(range(len(shown)), names, fontsize=8)
+    axis.set_xlim(0, 1.17 * max(lefts))
+    axis.invert_yaxis()
+    axis.set_xlabel("milliseconds a sample: the busiest stage's work, and what it waits for")
+    figure.legend(loc="outside upper center", ncols=len(CAUSES), fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _figure(width: float, height: float):
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_report(
+    cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Estimate], folder: Path
+) -> list[Path]:
+    """Write the pictures and index.md to `folder`, which is made; returns the files.
+
+    estimates  ranked, the best first, which the timeline and the memory are drawn of
+    cloud      more plans for the front
+    Raises ReportError where there is nothing to report or `folder` cannot be written.
+    """
+    if not estimates:
+        raise ReportError(f"--report {folder}: there is no plan to report")
+    if folder.exists() and not folder.is_dir():
+        raise ReportError(f"--report {folder}: it exists and is not a folder")
+    best, every = estimates[0], list({estimate.plan: estimate for estimate in (*cloud, *estimates)}.values())
+    pictures = {
+        "front.png": "Throughput against memory of the heaviest stage; the line is the Pareto front.",
+        "splits.png": "What the time of the ranked plans is made of.",
+        "timeline.png": "The best plan's timeline.",
+        "memory.png": "The best plan's memory, stage by stage.",
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        front(every, folder / "front.png")
+        splits(estimates, folder / "splits.png")
+        timeline(cost, best, folder / "timeline.png")
+        memory_bars(best, folder / "memory.png", cost.cluster.device.memory_gib * GIB)
+        index = folder / "index.md"
+        index.write_text(_index(cost, best, pictures), encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"--report {folder}: {error.strerror or error}") from None
+    return [index, *(folder / name for name in pictures)]
+
+
+def _index(cost: Cost, best: Estimate, pictures: dict[str, str]) -> str:
+    cluster = cost.cluster
+    lines = [
+        f"# {cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}", "",
+        f"Best: {best.plan.title}, {best.throughput:.4g} samples/s, {best.heaviest / GIB:.3g} GiB of "
+        f"{best.capacity / GIB:.3g} allowed.", "", "    " + " ".join(best.plan.flags(cost.precision)),
+    ]
+    for name, line in pictures.items():
+        lines += ["", line, "", f"![{line}]({name})"]
+    return "\n".join(lines) + "\n"
+
+
+def chrome_trace(cost: Cost, estimate: Estimate, path: Path, iterations: int = 2) -> None:
+    """Write the plan's simulated timeline for Perfetto: a process for the pipeline, a thread a stage, microseconds.
+
+    Events have the form of --two-bw-trace (trace.py), the waits between them included. The file appears whole or not
+    at all. Raises ReportError where it cannot be written.
+    """
+    plan = estimate.plan
+    events = list(_trace_events(plan, simulated(plan, cost.times(plan), iterations)))
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise ReportError(f"--trace {path}: {error.strerror or error}") from None
+
+
+def _trace_events(plan: Plan, events: list[Event]) -> Iterator[dict[str, Any]]:
+    yield {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"pipeline: {plan.title} (simulated)"}}
+    for stage in range(plan.depth):
+        yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
+    free = [0.0] * plan.depth
+    for stage, action, start, end in events:
+        place = {"ph": "X", "pid": 0, "tid": stage}
+        waited = max(start - free[stage], 0.0)
+        if waited > 1e-6:
+            yield {
+                "name": "wait", "cat": "wait", **place, "ts": free[stage] * 1e6, "dur": waited * 1e6, "cname": "grey",
+            }
+        kind, microbatch, version, chunk = action
+        args = {"kind": kind, "microbatch" if kind in (F, B, W) else "batch": microbatch, "version": version}
+        args |= {"chunk": chunk, "waited_ms": waited * 1e3}
+        yield {
+            "name": str(action), "cat": kind, **place, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args,
+        }
+        free[stage] = end

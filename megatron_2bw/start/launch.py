@@ -1,0 +1,157 @@
+"""From the command line to Megatron's `pretrain`: parse, validate, install, run.
+
+Invariant: every fault of the command line ends here, before any rank waits for another, with one line on
+standard error that names the flag, and exit status 2.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from typing import NoReturn
+
+from megatron_2bw import cpu
+from megatron_2bw.flags import parse as arguments
+from megatron_2bw.start import exits as faults
+from megatron_2bw.start import restart_store as rendezvous
+
+
+def launch(task: str) -> None:
+    """Train the task whose module is named `task`; it is imported once the command line is known to be good.
+
+    The module gives `model_config(args)` or `model_provider`, `datasets_provider` and `forward_step` (see `gpt.py`
+    and `bert.py`).
+    """
+    early = arguments.parse_early(sys.argv[1:], stop, task=task.rpartition(".")[2])
+    if cpu.wanted(early.device):
+        cpu.install()  # before Megatron is imported: some of its modules look for CUDA then
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_2bw.mcore import patches
+
+    args, parser = arguments.parse(early, stop)
+    if "MASTER_ADDR" not in os.environ:
+        stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
+    wanted = patches.repairs()
+    if cpu.installed():
+        wanted += patches.for_cpu()
+    runtime = None
+    if args.pipeline_schedule != "megatron":
+        runtime = make_runtime(args)
+        wanted += patches.for_schedule(runtime)
+        if runtime.schedule.late_step:
+            wanted += patches.for_late_step(runtime)
+    wanted += patches.for_checkpoints(runtime)
+    try:
+        patches.apply(wanted)
+    except patches.DriftError as error:
+        stop(str(error))
+    if args.exit_signal_handler:
+        atexit.register(_end_loader_workers)
+    module = importlib.import_module(task)
+    try:
+        config = pretrain_cfg_container_from_args(args, module.model_config(args))
+        try:
+            pretrain(
+                config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step,
+                getattr(module, "model_provider", None),  # for a task without a configuration
+                store=rendezvous.store(timedelta(minutes=args.distributed_timeout_minutes)),
+            )
+        except SystemExit as end:  # so Megatron leaves before the last iteration, and where it has only printed why
+            if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
+                sys.exit(end.code or 1)
+            if end.code in (None, 0):
+                _merge_trace(args, runtime)
+            raise
+        _merge_trace(args, runtime)
+    except Exception as error:
+        if hasattr(args, "curr_iteration") or faults.is_effect(error):  # training has begun
+            logbook = runtime.logbook if runtime is not None else None
+            alone = args.timing_log_level == 0 and not args.log_energy  # else a line needs the other ranks
+            faults.end(error, logbook.flush if logbook is not None and alone else None)
+        stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
+
+
+def _end_loader_workers() -> None:
+    """Before Python waits for the data loader's processes: it sends them a SIGTERM, and they have inherited Megatron's
+    handler, which only makes a note of it. So a run that has ended would never exit."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error about a worker that was killed
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+def _merge_trace(args, runtime) -> None:
+    """With --two-bw-trace: once all stages have written theirs, join and draw them."""
+    import torch.distributed as dist
+
+    from megatron_2bw.timelines import trace
+
+    if args.two_bw_trace is None:
+        return
+    runtime.close_trace()
+    if dist.is_initialized():
+        dist.barrier()
+    if args.rank == 0 and any(args.two_bw_trace.glob("stage-*")):
+        files = " and ".join(map(str, trace.merge(args.two_bw_trace)))
+        print(f"> --two-bw-trace: wrote {files}", flush=True)
+
+
+def make_runtime(args):
+    """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
+    from megatron_2bw.mcore.extrapolation import warning
+    from megatron_2bw.mcore.runtime import PipelineRuntime, Progress
+    from megatron_2bw.schedules import schedule_of
+    from megatron_2bw.timelines.trace import forget
+
+    if args.two_bw_trace is not None and args.rank == 0:
+        forget(args.two_bw_trace)
+    if args.rank == 0 and (line := warning(args)):
+        print(line, flush=True)
+    schedule = schedule_of(
+        args.pipeline_schedule, args.two_bw_gradient_slots, args.two_bw_extra_warmup, args.two_bw_sync_iterations
+    )
+    alarm = None
+    if schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins):
+        alarm = partial(_wants_to_end, args)
+    return PipelineRuntime(
+        schedule,
+        lambda: Progress(args.curr_iteration, args.train_iters),
+        transport=args.two_bw_exchange,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        timed=args.timing_log_level >= 2,
+        trace=args.two_bw_trace,
+        alarm=alarm,
+        factor=args.two_bw_correction_factor if args.two_bw_correction == "extrapolate" else None,
+    )
+
+
+def _wants_to_end(args) -> bool:
+    """Whether --exit-signal-handler or --exit-duration-in-mins ends the run, as far as this rank knows."""
+    from megatron.training import get_signal_handler, training
+
+    if args.exit_signal_handler and get_signal_handler()._signal_received:
+        return True
+    minutes = (time.time() - training._TRAIN_START_TIME) / 60
+    return bool(args.exit_duration_in_mins) and minutes > args.exit_duration_in_mins
+
+
+def stop(message: str) -> NoReturn:
+    """End this rank; the first rank of a job says why.
+
+    torchrun ends the others then. One that is still there some seconds later has a fault of its own, and says so.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(faults.PATIENCE)
+    line = " ".join(message.split())
+    print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(2)

@@ -1,0 +1,1 @@
+"""What Megatron asks of an entry script: models, datasets, forward steps."""

@@ -1,0 +1,178 @@
+"""What Megatron asks of a BERT entry script: model, datasets, forward step and loss.
+
+Imported by `launch` after the command line is checked and CUDA, if absent, is answered for. A masked language model,
+and with the binary head (left out by --bert-no-binary-head) a second loss: whether two spans of text are in their
+order. Every stage reads the data, since every layer needs the padding mask.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.models.bert.bert_layer_specs import (
+    bert_layer_local_spec,
+    get_bert_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.transformer.spec_utils import import_module
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_2bw.tasks.mock_bert import MockBertDataset
+from megatron_2bw.tasks.common import DataCheck, check_loss, masked_sum, micro_batch_size, report
+
+FIELDS = ("padding_mask", "text", "types", "labels", "loss_mask")  # [microbatch, sequence] each
+MASKED_WORDS = 3  # at most so many words in a row are masked together, as in Megatron's own BERT
+
+
+def model_config(args) -> None:
+    """Megatron 0.19 has no configuration class for BERT: `model_provider` builds it."""
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config=None,
+                   pg_collection=None) -> BertModel:
+    """This stage of the model, of Megatron's local layers or Transformer Engine's."""
+    args = get_args()
+    if args.spec is not None:
+        layer = import_module(args.spec)
+    elif args.transformer_impl == "local":
+        layer = bert_layer_local_spec
+    else:
+        layer = get_bert_layer_with_transformer_engine_spec()
+    return BertModel(
+        config=config or core_transformer_config_from_args(args), transformer_layer_spec=layer,
+        vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
+        num_tokentypes=2 if args.bert_binary_head else 0, add_binary_head=args.bert_binary_head,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor, parallel_output=True,
+        pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection,
+    )
+
+
+def forward_step(data_iterator, model):
+    """One forward of this stage on the next microbatch.
+
+    Returns the stage's output, [sequence, microbatch, hidden], or on the last stage the losses [microbatch, sequence]
+    and the binary head's logits [microbatch, 2] or None; and the function that turns these into Megatron's loss triple.
+    """
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, model.training, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    types = batch["types"] if get_args().bert_binary_head else None
+    output = model(batch["text"], batch["padding_mask"], tokentype_ids=types, lm_labels=batch["labels"])
+    return output, partial(loss, batch["loss_mask"], batch["is_random"])
+
+
+def get_batch(
+    data_iterator, training: bool = True, vp_stage: int | None = None
+) -> dict[str, torch.Tensor | None]:
+    """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the padding mask alone, else None.
+
+    vp_stage: the number of the model chunk on this rank, with Megatron's interleaved stages.
+    """
+    args = get_args()
+    ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()  # of any chunk, if stages are interleaved
+    names = FIELDS if ends else FIELDS[:1]
+    size = micro_batch_size(args, training)
+    parts = None
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        fields = next(data_iterator)
+        if training and not vp_stage:  # each chunk of a rank reads the same data
+            mask = fields["loss_mask"]
+            _DATA.check(fields["text"], fields["labels"] * mask, mask, args)  # labels are -1 where nothing is masked
+        parts = [fields[name] for name in names] + [fields["is_random"].view(-1, 1)]
+        parts = [part.cuda(non_blocking=True) for part in parts]
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        parts = _from_first_tensor_rank(parts, [args.seq_length] * len(names) + [1], size)
+    batch = dict.fromkeys(FIELDS) | dict(zip(names, parts))
+    return batch | {"is_random": parts[-1].view(-1)}
+
+
+def _from_first_tensor_rank(parts: list[torch.Tensor] | None, widths: list[int], size: int) -> list[torch.Tensor]:
+    """The parts, [size, width] each, on all tensor ranks: one message."""
+    if parts is not None:
+        message = torch.cat(parts, dim=1)
+    else:
+        message = torch.empty(size, sum(widths), dtype=torch.int64, device=torch.cuda.current_device())
+    torch.distributed.broadcast(
+        message, mpu.get_tensor_model_parallel_src_rank(), group=mpu.get_tensor_model_parallel_group()
+    )
+    return [part.contiguous() for part in message.split(widths, dim=1)]
+
+
+_DATA = DataCheck("look for documents without words")
+
+
+def loss(loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]):
+    """Megatron's loss triple: a sum over the masked tokens, their number, and the reports of both losses.
+
+    Divided by the number of masked tokens the sum is the mean loss of those tokens, plus the binary head's mean over
+    the microbatch's samples. With --calculate-per-token-loss the latter is weighted as its microbatch's tokens are
+    (one where there are none).
+    """
+    losses, order = output
+    total, tokens = masked_sum(losses, loss_mask)
+    reports = {"lm loss": report(total, tokens)}
+    if order is not None:
+        binary = torch.nn.functional.cross_entropy(order.float(), is_random)
+        samples = torch.full_like(tokens, is_random.numel())
+        reports["sop loss"] = report(binary * samples, samples)
+        total = total + binary * tokens.clamp(min=1)
+    check_loss(total)
+    return total, tokens, reports
+
+
+def datasets_provider(samples: list[int], vp_stage: int | None = None):
+    """Training, validation and test datasets with at least `samples` samples each."""
+    args = get_args()
+    kind = MockBertDataset if args.mock_data else BERTMaskedWordPieceDataset
+    if not args.mock_data:
+        check_tokenizer(get_tokenizer(), args.tokenizer_type)
+    # With --eval-iters 0 Megatron asks for none, which this dataset gives and Megatron's loader refuses.
+    samples = [count if count is None else max(count, 1) for count in samples]
+    print_rank_0(f"> building {kind.__name__} for training, validation and test ...")
+    return BlendedMegatronDatasetBuilder(
+        kind, samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, dataset_config(args)
+    ).build()
+
+
+datasets_provider.is_distributed = True  # Megatron calls it on every rank
+
+
+def check_tokenizer(tokenizer, name: str) -> None:
+    """A ValueError of one line if Megatron's dataset would fail with the tokenizer, or train on padding."""
+    for token in ("cls", "sep", "mask"):
+        try:
+            number = getattr(tokenizer, token)
+        except (AttributeError, NotImplementedError):
+            number = None
+        if number is None or number < 0:
+            raise ValueError(f"--tokenizer-type {name}: the tokenizer has no {token} token: give a WordPiece tokenizer")
+    if tokenizer.pad != 0:  # Megatron marks padding with the number of its token, and takes 0 for "do not look"
+        raise ValueError(
+            f"--tokenizer-type {name}: the padding token must be number 0 for Megatron's BERT dataset, not "
+            f"{tokenizer.pad}: use another tokenizer"
+        )
+
+
+def dataset_config(args) -> BERTMaskedWordPieceDatasetConfig:
+    """Megatron's dataset configuration from its own flags."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return BERTMaskedWordPieceDatasetConfig(
+        random_seed=args.seed, sequence_length=args.seq_length, blend=blend, blend_per_split=blend_per_split,
+        split=args.split, multiple_validation_sets=args.multiple_validation_sets, full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads, path_to_cache=args.data_cache_path,
+        tokenizer=get_tokenizer(), mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens, masking_probability=args.mask_prob,
+        short_sequence_probability=args.short_seq_prob, masking_max_ngram=MASKED_WORDS, masking_do_full_word=True,
+        masking_do_permutation=False, masking_use_longer_ngrams=False, masking_use_geometric_distribution=False,
+        classification_head=args.bert_binary_head,
+    )

@@ -1,0 +1,1 @@
+"""Schedules against times: simulated, drawn, traced."""

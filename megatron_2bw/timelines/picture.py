@@ -1,0 +1,162 @@
+"""Draws events of a schedule as the paper's figures do: a row a stage, time to the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_2bw.schedules import B, F, REDUCE, STEP, W, Schedule, Shape
+from megatron_2bw.timelines.simulator import Event, PerStage, Times, iteration_time, makespan, simulate
+
+# By batch, so that the eye finds where one batch ends and the next begins; the backward is the darker of a pair.
+FORWARD = ("#9ecae1", "#fdd0a2", "#c7e9c0")
+BACKWARD = ("#4292c6", "#fd8d3c", "#41ab5d")
+WEIGHT = ("#08519c", "#a63603", "#006d2c")
+UPDATE = "#b0b0b0"  # a stage's own time that goes into an update
+ROW, HIGHEST = 0.30, 9.0  # inches of a stage's row, and of all rows together
+
+
+def draw(
+    schedules: list[Schedule], stages: int, microbatches: int, iterations: int, path: Path, times: Times = Times()
+) -> None:
+    """Write a picture (the kind by the ending of `path`) with one timeline below the other, on one time axis."""
+    shape = Shape(stages, microbatches, 0, iterations)
+    draw_shapes([(schedule, shape) for schedule in schedules], path, times)
+
+
+def draw_shapes(
+    panels: Sequence[tuple[Schedule, Shape]], path: Path, times: Times = Times(), until: float | None = None,
+    versions: bool = False,
+) -> None:
+    """As `draw`, each schedule with a shape of its own.
+
+    until     where the time axis ends; by default with the last action
+    versions  below each microbatch the weights W(v) that it runs on
+    """
+    from matplotlib.figure import Figure
+
+    tall = 1.5 if versions else 1.0
+    inches = sum(row_height(shape.stages) * shape.stages * tall + 0.55 for _, shape in panels)
+    figure = Figure(figsize=(13, 0.62 + inches), layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    timelines = [simulate(schedule, shape, times) for schedule, shape in panels]
+    span = 0.0, until or max(map(makespan, timelines))
+    for axis, events, (schedule, shape) in zip(axes, timelines, panels):
+        draw_rows(axis, events, shape, span=span, versions=versions, steps=not schedule.late_step)
+        title = f"{schedule.name}: {schedule.summary} — stages busy {_busy(schedule, shape, times):.0%} of the time"
+        axis.set_title(title, loc="left", fontsize=10)
+    chunked = any(schedule.chunks > 1 for schedule, _ in panels)
+    axes[-1].set_xlabel(
+        f"time (forward {_of(times.forward)}, backward {_of(times.backward)}); "
+        f"numbers are microbatches, {'letters model chunks, ' if chunked else ''}colours batches, "
+        "black lines weight updates"
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _busy(schedule: Schedule, shape: Shape, times: Times) -> float:
+    """Share of the time in the steady state, over all stages."""
+    fields = (times.of(name, shape.stages) for name in ("forward", "backward", "weight"))
+    work = shape.microbatches * sum(map(sum, fields)) / shape.stages
+    return work / iteration_time(schedule, shape.stages, shape.microbatches, times)
+
+
+def _of(time: PerStage) -> str:
+    """A duration, or the range of those of the stages."""
+    if isinstance(time, (int, float)):
+        return f"{time:g}"
+    low, high = min(time), max(time)
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+
+
+def draw_events(
+    events: list[Event], stages: int, microbatches: int, path: Path, title: str,
+    span: tuple[float, float] | None = None, steps: bool = False,
+) -> None:
+    """Write a picture of one timeline, measured or simulated, with times in seconds; of the part in `span` if given.
+
+    steps  a stage works during a STEP; otherwise it waits there
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 1.2 + row_height(stages) * stages), layout="constrained")
+    axis = figure.subplots()
+    numbers = span is not None or microbatches * stages <= 64
+    draw_rows(axis, events, Shape(stages, microbatches), numbers, span, steps=steps)
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.set_xlabel(
+        "time (s); light: forward, dark: backward, colours: batches, black lines: weight updates (grey: their time)"
+    )
+    figure.savefig(path, dpi=150)
+
+
+def row_height(stages: int) -> float:
+    """Inches, less where many stages would make a picture higher than a screen."""
+    return min(ROW, HIGHEST / stages)
+
+
+def draw_rows(
+    axis, events: list[Event], shape: Shape, numbers: bool = True, span: tuple[float, float] | None = None,
+    versions: bool = False, steps: bool = False,
+) -> None:
+    """Draw onto an axis of a picture 13 inches wide: a collection of bars a stage, and numbers where they fit."""
+    begin, end = span or (min(event.start for event in events), max(event.end for event in events))
+    events = [event for event in events if event.end >= begin and event.start <= end]
+    chunks = 1 + max((event.action.chunk for event in events), default=0)
+    for stage in range(shape.stages):
+        row = shape.stages - 1 - stage
+        own = [event for event in events if event.stage == stage]
+        kinds = (REDUCE, STEP) if steps else (REDUCE,)
+        updates = [event for event in own if event.action.kind in kinds and event.end > event.start]
+        bars = [event for event in own if event.action.kind in (F, B, W)]
+        axis.broken_barh(
+            [(event.start, event.end - event.start) for event in updates], (row - 0.2, 0.4), facecolors=UPDATE
+        )
+        axis.broken_barh(
+            [(event.start, event.end - event.start) for event in bars], (row - 0.43, 0.86),
+            facecolors=[_colour(event, shape, chunks) for event in bars], edgecolors="white", linewidths=0.6,
+        )
+        for event in own:
+            if event.action.kind == STEP and begin < event.end <= end:
+                axis.plot([event.end, event.end], [row - 0.45, row + 0.45], color="black", linewidth=1.6)
+        for event in bars if numbers else ():
+            points = (event.end - event.start) / (end - begin) * 12 * 72
+            if begin <= event.start and event.end <= end * (1 + 1e-9):
+                _number(axis, event, row, points, chunks, _ink(_colour(event, shape, chunks)), versions)
+    names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
+    axis.set_yticks(range(shape.stages), names, fontsize=8 if shape.stages <= 32 else 5)
+    axis.set_facecolor("#eeeeee")
+    axis.set_xlim(begin, end)
+    axis.set_ylim(-0.52, shape.stages - 0.48)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def _colour(event: Event, shape: Shape, chunks: int) -> tuple[float, float, float]:
+    """By batch and kind; of several chunks, the later ones' forwards are lighter and their backwards darker."""
+    from matplotlib.colors import to_rgb
+
+    kind, microbatch, _, chunk = event.action
+    colours = {F: FORWARD, B: BACKWARD, W: WEIGHT}[kind]
+    plain = to_rgb(colours[shape.batch(microbatch) % len(colours)])
+    share = 0.5 * chunk / max(chunks - 1, 1)
+    to = 1.0 if kind == F else 0.0
+    return tuple((1 - share) * part + share * to for part in plain)
+
+
+def _ink(colour: tuple[float, float, float]) -> str:
+    """Of numbers that can be read on the colour."""
+    red, green, blue = colour
+    return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.6 else "white"
+
+
+def _number(axis, event: Event, row: int, points: float, chunks: int, ink: str, versions: bool) -> None:
+    """The microbatch's number, where a bar of that many points has room for it."""
+    text = str(event.action.microbatch + 1) + (chr(ord("A") + event.action.chunk) if chunks > 1 else "")
+    if points < 4.4 * len(text) + 2:
+        return
+    middle = (event.start + event.end) / 2
+    axis.text(middle, row + 0.14 * versions, text, ha="center", va="center", fontsize=6.5, color=ink)
+    if versions and points >= 15:
+        text = f"W({event.action.version})"
+        axis.text(middle, row - 0.24, text, ha="center", va="center", fontsize=5.5, color=ink)

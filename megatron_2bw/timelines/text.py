@@ -1,0 +1,162 @@
+"""Writes events of a schedule as text, as the paper's figures show them: a row a stage, time to the right. Pure Python.
+
+A forward is the microbatch's number, from 1, and blanks; a backward the number and b's. Each ends in a space. Dots
+are time in which a stage waits, | is a weight update, and u what one takes of the stage's time beside its batches.
+Where stages hold several model chunks, a capital letter tells the chunk.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from megatron_2bw.schedules import B, F, REDUCE, STEP, W
+from megatron_2bw.timelines.simulator import Event, makespan
+
+FILL = {F: " ", B: "b", W: "w"}
+UPDATE = "u"  # a stage's own time that goes into an update made beside its batches
+LEGEND = {F: "1 forward", B: "1b backward", W: "1w weights' part of a backward"}
+
+
+class _Scale(NamedTuple):
+    """`width` characters for each `unit` of time."""
+
+    unit: float
+    width: int
+
+    def column(self, time: float) -> int:
+        return round(time / self.unit * self.width)
+
+
+def render(
+    events: list[Event], stages: int, unit: float | None = None, columns: int = 160, versions: bool = False
+) -> str:
+    """The timeline of `events` (simulator.simulate) and a line with its length and how busy the stages are.
+
+    unit      time of one step to the right; by default the greatest in which all actions begin and end, or, where
+              there is no such step, the shortest action
+    columns   a line's greatest length; what does not fit is left out, and a line says so
+    versions  below each stage, the weights W(v) that an action runs on
+    """
+    chunked = any(event.action.chunk for event in events)
+    work = [event for event in events if event.action.kind in FILL]
+    scale = _scale(work, unit, chunked)
+    head = len(f"stage {stages - 1}  ")
+    end = scale.column(makespan(events))
+    room = max(columns - head, scale.width)
+    lines = [("time".ljust(head) + _ruler(scale, min(end, room))).rstrip()]
+    for stage in range(stages):
+        own = [event for event in events if event.stage == stage]
+        lines.append(f"stage {stage}".ljust(head) + _row(own, scale, end, chunked)[:room])
+        if versions:
+            lines.append(("   W(v)".ljust(head) + _versions(own, scale, end)[:room]).rstrip())
+    if end > room:
+        shown = room / scale.width * scale.unit
+        lines.append(f"cut at {columns} columns: time 0 to {shown:.4g} of {makespan(events):.4g} is shown")
+    kinds = {event.action.kind for event in work}
+    legend = [text for kind, text in LEGEND.items() if kind in kinds]
+    slow = any(event.action.kind == REDUCE and event.end > event.start for event in events)
+    legend += ["A, B, ... model chunk"] * chunked + [". idle", "| weight update"] + [f"{UPDATE} its time"] * slow
+    return "\n".join([*lines, ", ".join(legend), summary(events, stages)])
+
+
+def summary(events: list[Event], stages: int) -> str:
+    """One line: the last action's end, and the share of time in which the stages compute."""
+    share, steady = busy(events, stages)
+    where = "in the steady state" if steady else "of the whole run"
+    return f"makespan {makespan(events):.6g}; stages busy {share:.1%} {where}"
+
+
+def busy(events: list[Event], stages: int) -> tuple[float, bool]:
+    """Share of time in which the stages run forwards and backwards, and whether it is that of the steady state.
+
+    That is taken over the batches, from one reduction's start to the next, in which each stage runs as many forwards
+    as backwards. Where a stage has none such, as in a single batch, it is the share of the whole run.
+    """
+    windows = [_windows([event for event in events if event.stage == stage]) for stage in range(stages)]
+    steady = all(windows)
+    if steady:
+        spans = [span for own in windows for span in own]
+        return sum(work for work, _ in spans) / sum(length for _, length in spans), True
+    work = sum(event.end - event.start for event in events if event.action.kind in FILL)
+    return work / (stages * makespan(events)), False
+
+
+def _windows(events: list[Event]) -> list[tuple[float, float]]:
+    """(work, length) of the steady batches of one stage."""
+    found, begin, work, ahead = [], None, 0.0, 0
+    for event in events:
+        kind = event.action.kind
+        if kind in FILL:
+            work += event.end - event.start
+            ahead += {F: 1, B: -1, W: 0}[kind]
+        elif kind == REDUCE:
+            if begin is not None and ahead == 0 and work:
+                found.append((work, event.end - begin))
+            begin, work, ahead = event.end, 0.0, 0
+    return found
+
+
+def _scale(work: list[Event], unit: float | None, chunked: bool) -> _Scale:
+    """So wide that the label of every action that lasts a unit fits, a mark for a backward and a space behind it."""
+    timed = [event for event in work if event.end > event.start]
+    spare = 0
+    if unit is None:
+        unit = min((event.end - event.start for event in timed), default=1.0)
+        parts = next((k for k in range(1, 5) if _divides(unit / k, timed)), None)
+        unit, spare = unit / (parts or 1), 0 if parts else 1  # a rounded place may cost one character
+    needs = [
+        ceil((len(_label(event, chunked)) + (event.action.kind != F) + 1 + spare) / max(cells, 1))
+        for event in timed if (cells := round((event.end - event.start) / unit, 6)) >= 1
+    ]
+    return _Scale(unit, max(needs, default=2))
+
+
+def _divides(unit: float, events: list[Event]) -> bool:
+    times = {time / unit for event in events for time in (event.start, event.end)}
+    return all(abs(time - round(time)) < 1e-6 * max(time, 1) for time in times)
+
+
+def _label(event: Event, chunked: bool) -> str:
+    return str(event.action.microbatch + 1) + (chr(ord("A") + event.action.chunk) if chunked else "")
+
+
+def _row(events: list[Event], scale: _Scale, end: int, chunked: bool) -> str:
+    row = ["."] * end
+    for event in events:
+        kind, first = event.action.kind, scale.column(event.start)
+        if kind == REDUCE:
+            row[first : scale.column(event.end)] = UPDATE * (scale.column(event.end) - first)
+        elif kind in FILL and event.end > event.start:
+            length = max(scale.column(event.end) - first, 1)
+            label, fill = _label(event, chunked), FILL[kind]
+            marked = label + (fill if kind != F else "")
+            if length <= len(marked):  # no room for the number and a space
+                text = (fill.strip() or "f") * length
+            else:
+                text = label + fill * (length - 1 - len(label)) + " "
+            row[first : first + length] = text
+    for event in events:
+        if event.action.kind == STEP and event.end > 0:
+            row[scale.column(event.end) - 1] = "|"
+    return "".join(row)
+
+
+def _versions(events: list[Event], scale: _Scale, end: int) -> str:
+    row = [" "] * end
+    for event in events:
+        text, first = str(event.action.version), scale.column(event.start)
+        if event.action.kind in FILL and scale.column(event.end) - first > len(text):
+            row[first : first + len(text)] = text
+    return "".join(row).rstrip()
+
+
+def _ruler(scale: _Scale, length: int) -> str:
+    """Times at round numbers of units, at least ten characters apart."""
+    apart = next(step for power in range(12) for k in (1, 2, 5) if (step := k * 10**power) * scale.width >= 10)
+    row = ""
+    for place in range(0, -(-length // scale.width), apart):
+        text = f"{place * scale.unit:.4g}"
+        if place * scale.width + len(text) <= length:
+            row = row.ljust(place * scale.width) + text
+    return row
