@@ -64,8 +64,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("out/bench/delay_stability.json"))
     path = parser.parse_args().json
-    rows = [{"beta1": beta, "no delay": limit(beta, None)} | {f"factor {f:g}": limit(beta, f) for f in FACTORS}
-            for beta in BETAS]
+    rows = [
+        {"beta1": beta, "no delay": limit(beta, None)} | {f"factor {f:g}": limit(beta, f) for f in FACTORS}
+        for beta in BETAS
+    ]
     noise = [{"beta1": beta} | {f"factor {f:g}": distance(beta, f) for f in FACTORS} for beta in BETAS]
     print("largest stable learning rate x curvature")
     table(rows)

@@ -119,14 +119,20 @@ def train_with_torch(
 ) -> Observed:
     """Run a schedule of torch.distributed.pipelining on layers that sleep, with SGD and without clipping."""
     from torch.distributed.pipelining import (
-        PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble,
+        PipelineStage,
+        Schedule1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+        ScheduleZBVZeroBubble,
     )
 
     dist.init_process_group("gloo")
     observed, now, chunks, size = Observed(versions=1), [0], PEERS[schedule], 16
     kinds = {
-        "torch-gpipe": ScheduleGPipe, "torch-1f1b": Schedule1F1B,
-        "torch-interleaved-1f1b": ScheduleInterleaved1F1B, "torch-zbv": ScheduleZBVZeroBubble,
+        "torch-gpipe": ScheduleGPipe,
+        "torch-1f1b": Schedule1F1B,
+        "torch-interleaved-1f1b": ScheduleInterleaved1F1B,
+        "torch-zbv": ScheduleZBVZeroBubble,
     }
 
     def note(change: int) -> None:

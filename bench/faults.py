@@ -36,17 +36,18 @@ import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_2bw.checkpoints import folder as saved  # noqa: E402
-from tests.distributed.training import command  # noqa: E402
-from tests.distributed.world import free_port  # noqa: E402
-from tests.e2e.launcher import ROOT, kill_tree  # noqa: E402
+from megatron_2bw.checkpoints import folder as saved
+from tests.distributed.training import command
+from tests.distributed.world import free_port
+from tests.e2e.launcher import ROOT, kill_tree
 
 PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
 MOMENTS = {"start": 1, "iteration": 3, "save": 3, "evaluation": 3}  # how often each is drawn
 EVALUATED, SAVED = 5, 4  # iterations
 # What the run prints when such a moment comes, and the seconds within which the kill falls after that.
 SIGNS = {
-    "start": (None, 8.0), "iteration": (re.compile(r"iteration +\d+/"), 0.15),
+    "start": (None, 8.0),
+    "iteration": (re.compile(r"iteration +\d+/"), 0.15),
     "save": (re.compile(r"saving checkpoint at iteration"), 0.25),
     "evaluation": (re.compile(r"iteration +\d*[05]/"), 0.25),  # it begins after the line of every fifth iteration
 }
@@ -96,10 +97,31 @@ class Job:
         port = str(free_port())
         self.servers = [
             subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(servers), "--node-rank", str(number),
-                 "--nproc-per-node", str(ranks // servers), "--master-addr", "127.0.0.1", "--master-port", port,
-                 "--max-restarts", str(restarts), "--monitor-interval", "0.1", "pretrain_gpt_2bw.py", *argv],
-                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes",
+                    str(servers),
+                    "--node-rank",
+                    str(number),
+                    "--nproc-per-node",
+                    str(ranks // servers),
+                    "--master-addr",
+                    "127.0.0.1",
+                    "--master-port",
+                    port,
+                    "--max-restarts",
+                    str(restarts),
+                    "--monitor-interval",
+                    "0.1",
+                    "pretrain_gpt_2bw.py",
+                    *argv,
+                ],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
             )
             for number in range(servers)
@@ -167,9 +189,11 @@ class Job:
 def hit(lines: list[str]) -> str:
     """The moment in which a start of the job was killed that had printed `lines`."""
     signs = {
-        "started": re.escape(STARTED), "saving": "saving checkpoint at iteration",
+        "started": re.escape(STARTED),
+        "saving": "saving checkpoint at iteration",
         "saved": "successfully saved checkpoint",
-        "fifth": r"iteration +\d*[05]/", "evaluated": "validation loss at iteration",
+        "fifth": r"iteration +\d*[05]/",
+        "evaluated": "validation loss at iteration",
     }
     place = {
         name: max((number for number, line in enumerate(lines) if re.search(sign, line)), default=-1)
@@ -221,7 +245,8 @@ def disturbed(
             print(
                 f"kill {len(done):3} of {kills}: rank {done[-1].rank} ({done[-1].moment}) after iteration "
                 f"{done[-1].iteration}; goes on from {done[-1].latest}; the others ended in "
-                f"{done[-1].others_ended_s} s", flush=True,
+                f"{done[-1].others_ended_s} s",
+                flush=True,
             )
         while job.next() is not None:
             pass
@@ -282,7 +307,8 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     whole = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items() if hasattr(entry, "properties")
+        for name, entry in entries.items()
+        if hasattr(entry, "properties")
     }
     dcp.load(whole, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     return whole
@@ -305,10 +331,26 @@ def soak(
 
     def argv(where: Path) -> list[str]:
         return command(
-            ranks, ranks + 1, "2bw", "--fp16", "--save", str(where), "--load", str(where), *flags,
-            hidden_dropout=0.1, attention_dropout=0.1, train_iters=iterations, save_interval=SAVED,
-            eval_interval=EVALUATED, eval_iters=8, initial_loss_scale=65536, loss_scale_window=5,
-            lr_decay_style="constant", min_lr=None, weight_decay=0.1,
+            ranks,
+            ranks + 1,
+            "2bw",
+            "--fp16",
+            "--save",
+            str(where),
+            "--load",
+            str(where),
+            *flags,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
+            train_iters=iterations,
+            save_interval=SAVED,
+            eval_interval=EVALUATED,
+            eval_iters=8,
+            initial_loss_scale=65536,
+            loss_scale_window=5,
+            lr_decay_style="constant",
+            min_lr=None,
+            weight_decay=0.1,
         )
 
     peace = Job(argv(folder / "peace"), ranks, servers, restarts=0)
@@ -339,11 +381,20 @@ def soak(
     ended = sorted(each.others_ended_s for each in done) or [0.0]
     course = [(round(at, 2), int(match[1])) for at, line in job.lines if (match := LOSS.search(line))]
     return Report(
-        survived=len(done) - bool(stopped and done), kills=len(done), seed=seed,
-        hit=dict(Counter(each.moment for each in done)), checkpoints_lost=lost, differences=len(wrong), stopped=stopped,
-        iterations=iterations, iterations_skipped=sum("skipped iterations:   1" in line for line in calm),
-        iterations_run=len(course), seconds=round(time.monotonic() - begin, 1),
-        others_ended_s=[ended[len(ended) // 2], ended[-1]], course=course, each=done,
+        survived=len(done) - bool(stopped and done),
+        kills=len(done),
+        seed=seed,
+        hit=dict(Counter(each.moment for each in done)),
+        checkpoints_lost=lost,
+        differences=len(wrong),
+        stopped=stopped,
+        iterations=iterations,
+        iterations_skipped=sum("skipped iterations:   1" in line for line in calm),
+        iterations_run=len(course),
+        seconds=round(time.monotonic() - begin, 1),
+        others_ended_s=[ended[len(ended) // 2], ended[-1]],
+        course=course,
+        each=done,
     )
 
 
@@ -384,8 +435,13 @@ def main() -> int:
     flags = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore") if options.async_save else ()
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(
-            options.kills, options.seed, options.iterations or 5 * options.kills, Path(folder), options.ranks,
-            options.servers, flags,
+            options.kills,
+            options.seed,
+            options.iterations or 5 * options.kills,
+            Path(folder),
+            options.ranks,
+            options.servers,
+            flags,
         )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     result = asdict(report) | {"servers": options.servers, "async_save": options.async_save}

@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.emulated import iteration_seconds  # noqa: E402
-from bench.stage_probe import Probe, probe  # noqa: E402
-from tests.distributed.world import run_world  # noqa: E402
+from bench.emulated import iteration_seconds
+from bench.stage_probe import Probe, probe
+from tests.distributed.world import run_world
 
 SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "pipedream")
 # Bytes a parameter, design section 5: bf16 weights, fp32 gradients, main parameters and Adam.
@@ -34,15 +34,58 @@ EXPECTED = {"pipedream-flush": 18, "2bw with 1 slot": 20, "2bw": 24}
 def command(schedule: str, stages: int, layers: int, chosen: argparse.Namespace, *flags: str) -> list[str]:
     device = ["--device", "cpu"] if chosen.cpu else ["--distributed-backend", "gloo", "--transformer-impl", "local"]
     words = [
-        "--pipeline-schedule", schedule, "--pipeline-model-parallel-size", stages, "--num-layers", layers,
-        "--hidden-size", chosen.hidden, "--num-attention-heads", chosen.heads, "--seq-length", chosen.sequence,
-        "--max-position-embeddings", chosen.sequence, "--micro-batch-size", chosen.micro_batch_size,
-        "--global-batch-size", chosen.micro_batch_size * chosen.microbatches, "--train-iters", chosen.iterations,
-        "--lr", 1e-4, "--lr-decay-style", "constant", "--clip-grad", 1.0, "--bf16", "--mock-data",
-        "--tokenizer-type", "NullTokenizer", "--vocab-size", 1023, "--make-vocab-size-divisible-by", 128,
-        "--attention-dropout", 0, "--hidden-dropout", 0, "--num-workers", 0, "--eval-iters", 0,
-        "--eval-interval", 1000, "--log-interval", 1, "--split", "98,1,1",
-        "--no-gradient-accumulation-fusion", "--no-persist-layer-norm", *device, *flags,
+        "--pipeline-schedule",
+        schedule,
+        "--pipeline-model-parallel-size",
+        stages,
+        "--num-layers",
+        layers,
+        "--hidden-size",
+        chosen.hidden,
+        "--num-attention-heads",
+        chosen.heads,
+        "--seq-length",
+        chosen.sequence,
+        "--max-position-embeddings",
+        chosen.sequence,
+        "--micro-batch-size",
+        chosen.micro_batch_size,
+        "--global-batch-size",
+        chosen.micro_batch_size * chosen.microbatches,
+        "--train-iters",
+        chosen.iterations,
+        "--lr",
+        1e-4,
+        "--lr-decay-style",
+        "constant",
+        "--clip-grad",
+        1.0,
+        "--bf16",
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        1023,
+        "--make-vocab-size-divisible-by",
+        128,
+        "--attention-dropout",
+        0,
+        "--hidden-dropout",
+        0,
+        "--num-workers",
+        0,
+        "--eval-iters",
+        0,
+        "--eval-interval",
+        1000,
+        "--log-interval",
+        1,
+        "--split",
+        "98,1,1",
+        "--no-gradient-accumulation-fusion",
+        "--no-persist-layer-norm",
+        *device,
+        *flags,
     ]
     if schedule == "pipedream":
         words.append("--untie-embeddings-and-output-weights")
@@ -56,18 +99,26 @@ def one_stage(chosen: argparse.Namespace) -> list[dict]:
         argv = command(name.split()[0], 1, chosen.layers // 8, chosen, *flags)
         (run,) = run_world(1, probe, argv, timeout=1800)
         seconds = iteration_seconds([run])
-        rows.append({
-            "schedule": name, "iteration_ms": 1e3 * seconds, "flip_ms": 1e3 * run.flip_seconds,
-            "flip_share": run.flip_seconds / seconds, "late_step_ms": 1e3 * run.step_seconds,
-            "late_step_share": run.step_seconds / seconds, "parameters": run.parameters,
-            "bytes_per_parameter": run.static_bytes / run.parameters, "expected_bytes_per_parameter": EXPECTED[name],
-            "peak_gib": run.peak_bytes / 2**30,
-        })
+        rows.append(
+            {
+                "schedule": name,
+                "iteration_ms": 1e3 * seconds,
+                "flip_ms": 1e3 * run.flip_seconds,
+                "flip_share": run.flip_seconds / seconds,
+                "late_step_ms": 1e3 * run.step_seconds,
+                "late_step_share": run.step_seconds / seconds,
+                "parameters": run.parameters,
+                "bytes_per_parameter": run.static_bytes / run.parameters,
+                "expected_bytes_per_parameter": EXPECTED[name],
+                "peak_gib": run.peak_bytes / 2**30,
+            }
+        )
         row = rows[-1]
         print(
             f"{name:16s} iteration {row['iteration_ms']:8.1f} ms  flip {row['flip_share']:.4%}  late step "
             f"{row['late_step_share']:.4%}  {row['bytes_per_parameter']:.2f} bytes a parameter "
-            f"(design: {row['expected_bytes_per_parameter']})", flush=True,
+            f"(design: {row['expected_bytes_per_parameter']})",
+            flush=True,
         )
     return rows
 
@@ -102,7 +153,8 @@ def main() -> None:
     begun = time.monotonic()
     result = {
         "device": "cpu, tiny model: no figures" if chosen.cpu else torch.cuda.get_device_name(),
-        "one_stage": one_stage(chosen), "eight_stages": eight_stages(chosen),
+        "one_stage": one_stage(chosen),
+        "eight_stages": eight_stages(chosen),
     }
     result["seconds"] = round(time.monotonic() - begun)
     chosen.json.parent.mkdir(parents=True, exist_ok=True)

@@ -26,22 +26,29 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import zero_bubble  # noqa: E402
-from megatron_2bw.planner.describe import cluster, model  # noqa: E402
-from megatron_2bw.planner.measure import calibrate  # noqa: E402
-from megatron_2bw.planner.cost.simulated import Cost  # noqa: E402
-from megatron_2bw.planner.cost.memory import GIB  # noqa: E402
-from megatron_2bw.planner.describe.plan import Plan  # noqa: E402
-from megatron_2bw.planner.find.search import Search, Space  # noqa: E402
-from megatron_2bw.planner.find.search import best as fastest  # noqa: E402
-from megatron_2bw.planner.measure.trials import spearman  # noqa: E402
+from bench import zero_bubble
+from megatron_2bw.planner.cost.memory import GIB
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.find.search import Search, Space
+from megatron_2bw.planner.find.search import best as fastest
+from megatron_2bw.planner.measure import calibrate
+from megatron_2bw.planner.measure.trials import spearman
 
 MEASURED = Path(__file__).resolve().parent / "measured"
 # The paper's system: no tensor parallelism, no sharded optimizer, even stages, every layer recomputed or none, and
 # the warm-up of 1F1B.
 PAPER = Space(
-    512, schedules=("2bw",), tensor=(1,), recompute=("none", "full"), gradient_slots=(2,),
-    distributed_optimizer=(False,), virtual=(1,), uneven=False, extra_warmup=False,
+    512,
+    schedules=("2bw",),
+    tensor=(1,),
+    recompute=("none", "full"),
+    gradient_slots=(2,),
+    distributed_optimizer=(False,),
+    virtual=(1,),
+    uneven=False,
+    extra_warmup=False,
 )
 
 
@@ -102,18 +109,29 @@ def table1() -> list[Check]:
             width, depth = int(row["width"]), int(row["depth"])
             recompute = "full" if row["recompute"] == "true" else "none"
             plan = Plan(1, depth, width, int(row["microbatch"]), depth, recompute, "2bw")
-            out.append({
-                "(w, d)": f"({width}, {depth})", "b": plan.microbatch, "recompute": recompute,
-                "measured": float(row["throughput"]), "predicted samples/s": round(throughput(cost, plan), 1),
-                "fits": cost.fits(plan), "chosen": row["chosen"] == "true",
-            })
+            out.append(
+                {
+                    "(w, d)": f"({width}, {depth})",
+                    "b": plan.microbatch,
+                    "recompute": recompute,
+                    "measured": float(row["throughput"]),
+                    "predicted samples/s": round(throughput(cost, plan), 1),
+                    "fits": cost.fits(plan),
+                    "chosen": row["chosen"] == "true",
+                }
+            )
         by_time = sorted(out, key=lambda row: -row["predicted samples/s"])
         ordered = [row["measured"] for row in by_time] == sorted((row["measured"] for row in out), reverse=True)
-        checks.append(Check(
-            f"Table 1: {name} on {servers} servers of {gpu}", "arXiv 2006.09503, Table 1", "the winner, and the order",
-            ordered and by_time[0]["chosen"] and all(row["fits"] for row in out),
-            "the same order" if ordered else "another order", out,
-        ))
+        checks.append(
+            Check(
+                f"Table 1: {name} on {servers} servers of {gpu}",
+                "arXiv 2006.09503, Table 1",
+                "the winner, and the order",
+                ordered and by_time[0]["chosen"] and all(row["fits"] for row in out),
+                "the same order" if ordered else "another order",
+                out,
+            )
+        )
     return checks
 
 
@@ -128,13 +146,24 @@ def _depths() -> Check:
         for batch in (512, 1024, 2048):
             cost, space = paper_cost(name, 8), replace(PAPER, batch=batch)
             plan, own = best(cost, space), best(cost, replace(space, depth=(depth,)))
-            rows.append({"model": name, "batch": batch, "paper's depth": depth, "predicted": described(plan),
-                         "best of the paper's depth": f"{throughput(cost, own) / throughput(cost, plan):.2f} x",
-                         "same": plan.depth == depth})
+            rows.append(
+                {
+                    "model": name,
+                    "batch": batch,
+                    "paper's depth": depth,
+                    "predicted": described(plan),
+                    "best of the paper's depth": f"{throughput(cost, own) / throughput(cost, plan):.2f} x",
+                    "same": plan.depth == depth,
+                }
+            )
     wrong = [f"{row['model']} at {row['batch']}" for row in rows if not row["same"]]
     return Check(
-        "8 deep for GPT 2.2B and 16 deep for 3.8B on 64 V100", "section 5.2", "at batch 512, 1024 and 2048",
-        not wrong, f"another depth for {', '.join(wrong)}" if wrong else "the same", rows,
+        "8 deep for GPT 2.2B and 16 deep for 3.8B on 64 V100",
+        "section 5.2",
+        "at batch 512, 1024 and 2048",
+        not wrong,
+        f"another depth for {', '.join(wrong)}" if wrong else "the same",
+        rows,
     )
 
 
@@ -147,13 +176,22 @@ def _recompute() -> Check:
             fitting = [plan for plan in plans if cost.fits(plan)]
             top = max(fitting, key=lambda plan: throughput(cost, plan))
             found[recompute] = throughput(cost, top)
-            rows.append({"model": name, "recompute": recompute, "largest microbatch": fitting[-1].microbatch,
-                         "predicted samples/s": round(found[recompute], 1)})
+            rows.append(
+                {
+                    "model": name,
+                    "recompute": recompute,
+                    "largest microbatch": fitting[-1].microbatch,
+                    "predicted samples/s": round(found[recompute], 1),
+                }
+            )
         helps[name] = found["full"] / found["none"]
     return Check(
-        "recomputation helps GPT 2.2B and not 1.3B at (1, 8)", "section 5.4.2, Figure 10", "which of the two is faster",
+        "recomputation helps GPT 2.2B and not 1.3B at (1, 8)",
+        "section 5.4.2, Figure 10",
+        "which of the two is faster",
         helps["gpt-2.2b"] > 1 > helps["gpt-1.3b"],
-        ", ".join(f"{name} {ratio:.2f} x with recompute" for name, ratio in helps.items()), rows,
+        ", ".join(f"{name} {ratio:.2f} x with recompute" for name, ratio in helps.items()),
+        rows,
     )
 
 
@@ -164,13 +202,21 @@ def _gpipe() -> Check:
         for schedule in ("gpipe", "2bw", "pipedream-flush"):
             plans = [Plan(1, 8, 1, b, 64 // b, "full", schedule) for b in (1, 2, 4, 8)]
             fits[name, schedule] = any(cost.fits(plan) for plan in plans)
-            rows.append({"model": name, "schedule": schedule, "GiB at b = 1, 2, 4, 8":
-                         ", ".join(f"{cost.memory.heaviest(plan) / GIB:.1f}" for plan in plans),
-                         "fits": fits[name, schedule]})
+            rows.append(
+                {
+                    "model": name,
+                    "schedule": schedule,
+                    "GiB at b = 1, 2, 4, 8": ", ".join(f"{cost.memory.heaviest(plan) / GIB:.1f}" for plan in plans),
+                    "fits": fits[name, schedule],
+                }
+            )
     return Check(
-        "GPipe is out of memory at batch 64 on GPT 2.2B, not on BERT", "section 5.3, Figure 8", "fits or not",
+        "GPipe is out of memory at batch 64 on GPT 2.2B, not on BERT",
+        "section 5.3, Figure 8",
+        "fits or not",
         not fits["gpt-2.2b", "gpipe"] and all(ok for key, ok in fits.items() if key != ("gpt-2.2b", "gpipe")),
-        f"allowed: {paper_cost('gpt-2.2b', 1).capacity / GIB:.1f} GiB", rows,
+        f"allowed: {paper_cost('gpt-2.2b', 1).capacity / GIB:.1f} GiB",
+        rows,
     )
 
 
@@ -188,12 +234,22 @@ def _largest_model() -> Check:
             if cost.fits(plan) and (largest is None or shape.layers > largest[0].layers):
                 largest = shape, cost.memory.heaviest(plan)
         if largest is not None:
-            rows.append({"hidden": hidden, "layers": largest[0].layers, "GiB": round(largest[1] / GIB, 1),
-                         "billions": round(largest[0].parameters() / 1e9, 1)})
+            rows.append(
+                {
+                    "hidden": hidden,
+                    "layers": largest[0].layers,
+                    "GiB": round(largest[1] / GIB, 1),
+                    "billions": round(largest[0].parameters() / 1e9, 1),
+                }
+            )
     most = max(row["billions"] for row in rows)
     return Check(
-        "almost 30 billion parameters is the largest model on 64 x 16 GB", "section 5.5, Figure 11", "27 to 33 billion",
-        27 <= most <= 33, f"{most} billion", rows,
+        "almost 30 billion parameters is the largest model on 64 x 16 GB",
+        "section 5.5, Figure 11",
+        "27 to 33 billion",
+        27 <= most <= 33,
+        f"{most} billion",
+        rows,
     )
 
 
@@ -204,20 +260,32 @@ def _flush() -> Check:
         cost = paper_cost(name, 8)
         space = replace(PAPER, depth=(depth,), recompute=("full",))
         for batch in (64, 128, 256, 512, 1024, 2048):
-            ours, flush = (best(cost, replace(space, batch=batch, schedules=(schedule,), pipeline_inside=(False,)))
-                           for schedule in ("2bw", "pipedream-flush"))
-            rows.append({"model": name, "(w, d)": f"({width}, {depth})", "batch": batch, "b of 2bw": ours.microbatch,
-                         "b of flush": flush.microbatch,
-                         "2bw / flush": round(throughput(cost, ours) / throughput(cost, flush), 2)})
+            ours, flush = (
+                best(cost, replace(space, batch=batch, schedules=(schedule,), pipeline_inside=(False,)))
+                for schedule in ("2bw", "pipedream-flush")
+            )
+            rows.append(
+                {
+                    "model": name,
+                    "(w, d)": f"({width}, {depth})",
+                    "batch": batch,
+                    "b of 2bw": ours.microbatch,
+                    "b of flush": flush.microbatch,
+                    "2bw / flush": round(throughput(cost, ours) / throughput(cost, flush), 2),
+                }
+            )
     ratios = {name: [row["2bw / flush"] for row in rows if row["model"] == name] for name in ("gpt-2.2b", "gpt-3.8b")}
     falls = all(own == sorted(own, reverse=True) for own in ratios.values())
-    near = all(any(abs(ratio - 1.6) <= 0.05 for ratio in own[:3]) and abs(own[-1] - 1.15) <= 0.05
-               for own in ratios.values())
+    near = all(
+        any(abs(ratio - 1.6) <= 0.05 for ratio in own[:3]) and abs(own[-1] - 1.15) <= 0.05 for own in ratios.values()
+    )
     return Check(
-        "2BW over PipeDream-Flush: 1.6 x at a small batch, shrinking to 15 % at 2048", "section 5.2",
+        "2BW over PipeDream-Flush: 1.6 x at a small batch, shrinking to 15 % at 2048",
+        "section 5.2",
         "1.6 at a batch of at most 256 (the text names none), 1.15 at 2048, within 0.05, falling between",
         falls and near,
-        "; ".join(f"{name} {own[0]}, {own[1]}, {own[2]} ... {own[-1]}" for name, own in ratios.items()), rows,
+        "; ".join(f"{name} {own[0]}, {own[1]}, {own[2]} ... {own[-1]}" for name, own in ratios.items()),
+        rows,
     )
 
 
@@ -225,8 +293,9 @@ def _tensor_across_servers() -> Check:
     cost, rows = paper_cost("gpt-3.8b", 8), []
     spaces = {
         "2bw": replace(PAPER, depth=(16,)),
-        "16-way tensor parallelism": replace(PAPER, schedules=("megatron",), tensor=(16,), depth=(1,),
-                                             sequence_parallel=False),
+        "16-way tensor parallelism": replace(
+            PAPER, schedules=("megatron",), tensor=(16,), depth=(1,), sequence_parallel=False
+        ),
     }
     found = {}
     for batch in (512, 2048):
@@ -234,13 +303,24 @@ def _tensor_across_servers() -> Check:
             for recompute in ("none", "full"):
                 plan = best(cost, replace(space, batch=batch, recompute=(recompute,)))
                 found[name, batch, recompute] = throughput(cost, plan)
-                rows.append({"system": name, "batch": batch, "plan": described(plan),
-                             "predicted samples/s": round(throughput(cost, plan), 1)})
-    ratios = [found["2bw", b, r] / found["16-way tensor parallelism", b, r] for b in (512, 2048) for r in
-              ("none", "full")]
+                rows.append(
+                    {
+                        "system": name,
+                        "batch": batch,
+                        "plan": described(plan),
+                        "predicted samples/s": round(throughput(cost, plan), 1),
+                    }
+                )
+    ratios = [
+        found["2bw", b, r] / found["16-way tensor parallelism", b, r] for b in (512, 2048) for r in ("none", "full")
+    ]
     return Check(
-        "tensor parallelism across servers is about 20 x slower at GPT 3.8B", "section 5.2", "15 to 27 x, all cases",
-        all(15 <= ratio <= 27 for ratio in ratios), f"{min(ratios):.1f} to {max(ratios):.1f} x", rows,
+        "tensor parallelism across servers is about 20 x slower at GPT 3.8B",
+        "section 5.2",
+        "15 to 27 x, all cases",
+        all(15 <= ratio <= 27 for ratio in ratios),
+        f"{min(ratios):.1f} to {max(ratios):.1f} x",
+        rows,
     )
 
 
@@ -262,18 +342,27 @@ def vtrain(fits: int = 10) -> list[Check]:
                 ranks.append(spearman(real, guess))
                 regrets.append(real[guess.index(min(guess))] / min(real) - 1)
         errors = [abs(p / m - 1) for i, (p, m) in enumerate(zip(predicted, measured)) if i not in chosen]
-        rows.append({"seed": seed, "median Spearman": round(statistics.median(ranks), 3),
-                     "median top-1 regret": round(statistics.median(regrets), 4),
-                     "mean top-1 regret": round(statistics.mean(regrets), 3),
-                     "mean absolute error": round(statistics.mean(errors), 3)})
+        rows.append(
+            {
+                "seed": seed,
+                "median Spearman": round(statistics.median(ranks), 3),
+                "median top-1 regret": round(statistics.median(regrets), 4),
+                "mean top-1 regret": round(statistics.mean(regrets), 3),
+                "mean absolute error": round(statistics.mean(errors), 3),
+            }
+        )
     worst = min(row["median Spearman"] for row in rows), max(row["median top-1 regret"] for row in rows)
     mean = statistics.mean(row["mean absolute error"] for row in rows)
-    return [Check(
-        "1,440 runs of 1F1B on 2 to 8 A100", "vTrain, data/ground_truth_single.csv",
-        "median Spearman >= 0.9 and median top-1 regret <= 5 % in every draw of 20 rows",
-        worst[0] >= 0.9 and worst[1] <= 0.05,
-        f"worst draw: Spearman {worst[0]}, regret {worst[1]:.1%}; mean absolute error {mean:.1%}", rows,
-    )]
+    return [
+        Check(
+            "1,440 runs of 1F1B on 2 to 8 A100",
+            "vTrain, data/ground_truth_single.csv",
+            "median Spearman >= 0.9 and median top-1 regret <= 5 % in every draw of 20 rows",
+            worst[0] >= 0.9 and worst[1] <= 0.05,
+            f"worst draw: Spearman {worst[0]}, regret {worst[1]:.1%}; mean absolute error {mean:.1%}",
+            rows,
+        )
+    ]
 
 
 def zero_bubble_table() -> list[Check]:
@@ -282,24 +371,41 @@ def zero_bubble_table() -> list[Check]:
     for row in table("zero_bubble.csv"):
         stages, count, size = int(row["stages"]), int(row["microbatches"]), int(row["microbatch"])
         shape = model.Model(
-            row["model"], int(row["layers"]), int(row["hidden_size"]), int(row["heads"]),
+            row["model"],
+            int(row["layers"]),
+            int(row["hidden_size"]),
+            int(row["heads"]),
             sequence=int(row["seq_length"]),
         )
         cost = Cost(shape, cluster.preset("dgx-a100-80", -(-stages // 8)), "bf16", flash=False, old_exchange=True)
         each = (shape.layers + 2) // stages  # the first and the last stage have one layer fewer
-        plan = Plan(1, stages, 1, size, count, schedule="megatron", first=each - 1, last=each - 1,
-                    virtual=each if row["schedule"] == "1f1b-interleaved" else 1)
+        plan = Plan(
+            1,
+            stages,
+            1,
+            size,
+            count,
+            schedule="megatron",
+            first=each - 1,
+            last=each - 1,
+            virtual=each if row["schedule"] == "1f1b-interleaved" else 1,
+        )
         memory = cost.memory.heaviest(plan)
         if row["schedule"].startswith("zb"):
             seconds, memory = _zero_bubble(cost, plan, stages * (2 if row["schedule"] == "zb-2p" else 1))
         else:
             seconds = cost.seconds(plan)
-        rows.append({
-            "model": row["model"], "m": count, "schedule": row["schedule"],
-            "measured samples/GPU/s": float(row["samples_per_gpu_s"]),
-            "predicted": round(size * count / stages / seconds, 2), "measured GB": float(row["memory_gb"]),
-            "predicted GB": round(memory / GIB, 1),
-        })
+        rows.append(
+            {
+                "model": row["model"],
+                "m": count,
+                "schedule": row["schedule"],
+                "measured samples/GPU/s": float(row["samples_per_gpu_s"]),
+                "predicted": round(size * count / stages / seconds, 2),
+                "measured GB": float(row["memory_gb"]),
+                "predicted GB": round(memory / GIB, 1),
+            }
+        )
     base = {(row["model"], row["m"]): row for row in rows if row["schedule"] == "1f1b"}
     for row in rows:
         flush = base[row["model"], row["m"]]
@@ -308,10 +414,22 @@ def zero_bubble_table() -> list[Check]:
         row["memory's error"] = round(row["predicted GB"] / row["measured GB"] - 1, 3)
     ratio, memory = (max(abs(row[name]) for row in rows) for name in ("ratio's error", "memory's error"))
     return [
-        Check("zero-bubble's schedules against 1F1B", "arXiv 2401.10241, tables of section 5", "ratios within 5 %",
-              ratio <= 0.05, f"largest error {ratio:.1%}", rows),
-        Check("memory of zero-bubble's runs, GB read as 2^30 bytes", "the same", "within 10 %", memory <= 0.1,
-              f"largest error {memory:.1%}", []),
+        Check(
+            "zero-bubble's schedules against 1F1B",
+            "arXiv 2401.10241, tables of section 5",
+            "ratios within 5 %",
+            ratio <= 0.05,
+            f"largest error {ratio:.1%}",
+            rows,
+        ),
+        Check(
+            "memory of zero-bubble's runs, GB read as 2^30 bytes",
+            "the same",
+            "within 10 %",
+            memory <= 0.1,
+            f"largest error {memory:.1%}",
+            [],
+        ),
     ]
 
 
@@ -337,8 +455,9 @@ def megatron_2021() -> list[Check]:
     """A100-80GB; microbatch and chunks are not given, so the planner chooses them."""
     rows = []
     for row in table("megatron_2021.csv"):
-        shape = model.Model(f"{row['billions']}B", int(row["layers"]), int(row["hidden"]), int(row["heads"]),
-                            vocab=51200, sequence=2048)
+        shape = model.Model(
+            f"{row['billions']}B", int(row["layers"]), int(row["hidden"]), int(row["heads"]), vocab=51200, sequence=2048
+        )
         tensor, depth, gpus, batch = (int(row[name]) for name in ("tensor", "depth", "gpus", "batch"))
         cost = Cost(shape, cluster.preset("dgx-a100-80", gpus // 8), "bf16", flash=False, old_exchange=True)
         width, found = gpus // tensor // depth, []
@@ -354,37 +473,76 @@ def megatron_2021() -> list[Check]:
         h, layers = shape.hidden, shape.layers
         flops = 96 * batch * 2048 * layers * h * h * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
         predicted, measured = flops / gpus / seconds / 1e12, float(row["tflops"])
-        rows.append({"billions": row["billions"], "t": tensor, "d": depth, "GPUs": gpus, "b": plan.microbatch,
-                     "chunks": plan.virtual, "measured TFLOP/s": measured, "predicted": round(predicted, 1),
-                     "error": round(predicted / measured - 1, 3), "fitted to": not rows})
+        rows.append(
+            {
+                "billions": row["billions"],
+                "t": tensor,
+                "d": depth,
+                "GPUs": gpus,
+                "b": plan.microbatch,
+                "chunks": plan.virtual,
+                "measured TFLOP/s": measured,
+                "predicted": round(predicted, 1),
+                "error": round(predicted / measured - 1, 3),
+                "fitted to": not rows,
+            }
+        )
     worst = max(abs(row["error"]) for row in rows if not row["fitted to"])
-    return [Check("3.6 to 1008 billion parameters on 64 to 3072 A100 (1.7 billion is fitted to)",
-                  "arXiv 2104.04473, Table 1", "within 10 %", worst <= 0.1, f"largest error {worst:.1%}", rows)]
+    return [
+        Check(
+            "3.6 to 1008 billion parameters on 64 to 3072 A100 (1.7 billion is fitted to)",
+            "arXiv 2104.04473, Table 1",
+            "within 10 %",
+            worst <= 0.1,
+            f"largest error {worst:.1%}",
+            rows,
+        )
+    ]
 
 
 def korthikanti_2022() -> list[Check]:
     rows = []
     for row in table("korthikanti_2022.csv"):
-        shape = model.Model(row["model"], int(row["layers"]), int(row["hidden"]), int(row["heads"]), vocab=51200,
-                            sequence=2048)
+        shape = model.Model(
+            row["model"], int(row["layers"]), int(row["hidden"]), int(row["heads"]), vocab=51200, sequence=2048
+        )
         tensor, depth, batch, size = (int(row[name]) for name in ("tensor", "depth", "batch", "microbatch"))
         cost = Cost(shape, cluster.preset("dgx-a100-80", tensor * depth // 8), "bf16", flash=False, old_exchange=True)
         plan = Plan(tensor, depth, 1, size, batch // size, "full", "megatron", int(row["virtual"]))
-        for name, variant in (("full", plan), ("present",
-                              replace(plan, recompute="selective", sequence_parallel=True))):
+        for name, variant in (
+            ("full", plan),
+            ("present", replace(plan, recompute="selective", sequence_parallel=True)),
+        ):
             measured, predicted = float(row[f"{name}_seconds"]), cost.seconds(variant)
-            rows.append({"model": row["model"], "recompute": variant.recompute, "measured s": measured,
-                         "predicted s": round(predicted, 2), "error": round(predicted / measured - 1, 3)})
+            rows.append(
+                {
+                    "model": row["model"],
+                    "recompute": variant.recompute,
+                    "measured s": measured,
+                    "predicted s": round(predicted, 2),
+                    "error": round(predicted / measured - 1, 3),
+                }
+            )
     worst = max(abs(row["error"]) for row in rows)
-    return [Check("22 billion to a trillion parameters, full and selective recompute", "arXiv 2205.05198, Table 5",
-                  "within 10 %", worst <= 0.1, f"largest error {worst:.1%}", rows)]
+    return [
+        Check(
+            "22 billion to a trillion parameters, full and selective recompute",
+            "arXiv 2205.05198, Table 5",
+            "within 10 %",
+            worst <= 0.1,
+            f"largest error {worst:.1%}",
+            rows,
+        )
+    ]
 
 
 def search_time() -> list[Check]:
     rows = []
     for name, preset, servers, batch, limit in (
-        ("gpt-1.3b", "p3.16xlarge", 8, 512, 2), ("gpt-2.2b", "p3.16xlarge", 8, 512, 2),
-        ("gpt-3.8b", "p3.16xlarge", 8, 2048, 2), ("llama-8b", "dgx-h100", 8, 512, 2),
+        ("gpt-1.3b", "p3.16xlarge", 8, 512, 2),
+        ("gpt-2.2b", "p3.16xlarge", 8, 512, 2),
+        ("gpt-3.8b", "p3.16xlarge", 8, 2048, 2),
+        ("llama-8b", "dgx-h100", 8, 512, 2),
         ("gpt-175b", "dgx-a100-80", 512, 1536, 20),
         ("llama-70b", "dgx-h100", 512, 2048, 20),
     ):
@@ -392,18 +550,38 @@ def search_time() -> list[Check]:
         begun = time.process_time()
         search = Search(Cost(model.preset(name), device, "bf16" if device.device.bf16 else "fp16"), Space(batch))
         plans = [plan for _, plan in itertools.islice(search, 8)]
-        rows.append({"model": name, "GPUs": device.gpus, "batch": batch, "best": described(plans[0]),
-                     "simulated plans": search.examined, "seconds": round(time.process_time() - begun, 2),
-                     "limit": limit})
-    return [Check("the search itself, one core", "this run", "64 GPUs under 2 s, 4,096 under 20 s",
-                  all(row["seconds"] < row["limit"] for row in rows),
-                  f"at most {max(r['seconds'] for r in rows if r['limit'] == 2)} s and "
-                  f"{max(r['seconds'] for r in rows if r['limit'] == 20)} s", rows)]
+        rows.append(
+            {
+                "model": name,
+                "GPUs": device.gpus,
+                "batch": batch,
+                "best": described(plans[0]),
+                "simulated plans": search.examined,
+                "seconds": round(time.process_time() - begun, 2),
+                "limit": limit,
+            }
+        )
+    return [
+        Check(
+            "the search itself, one core",
+            "this run",
+            "64 GPUs under 2 s, 4,096 under 20 s",
+            all(row["seconds"] < row["limit"] for row in rows),
+            f"at most {max(r['seconds'] for r in rows if r['limit'] == 2)} s and "
+            f"{max(r['seconds'] for r in rows if r['limit'] == 20)} s",
+            rows,
+        )
+    ]
 
 
 SECTIONS: dict[str, Callable[[], list[Check]]] = {
-    "table1": table1, "section5": section5, "vtrain": vtrain, "zero-bubble": zero_bubble_table,
-    "megatron-2021": megatron_2021, "korthikanti-2022": korthikanti_2022, "search": search_time,
+    "table1": table1,
+    "section5": section5,
+    "vtrain": vtrain,
+    "zero-bubble": zero_bubble_table,
+    "megatron-2021": megatron_2021,
+    "korthikanti-2022": korthikanti_2022,
+    "search": search_time,
 }
 
 
@@ -440,10 +618,20 @@ def draw(checks: list[Check], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("out/bench/planner_accuracy.json"))
-    parser.add_argument("--sections", type=lambda text: text.split(","), default=list(SECTIONS), metavar="NAME,...",
-                        help=", ".join(SECTIONS))
-    parser.add_argument("--emulated", type=lambda text: [int(word) for word in text.split(",")], default=[],
-                        metavar="D,...", help="also run the emulated pipelines of schedule_efficiency.py, so deep")
+    parser.add_argument(
+        "--sections",
+        type=lambda text: text.split(","),
+        default=list(SECTIONS),
+        metavar="NAME,...",
+        help=", ".join(SECTIONS),
+    )
+    parser.add_argument(
+        "--emulated",
+        type=lambda text: [int(word) for word in text.split(",")],
+        default=[],
+        metavar="D,...",
+        help="also run the emulated pipelines of schedule_efficiency.py, so deep",
+    )
     options = parser.parse_args()
     unknown = set(options.sections) - set(SECTIONS)
     if unknown:
@@ -467,8 +655,7 @@ def main() -> int:
     part.replace(options.json)
     draw(checks, options.json.with_suffix(".png"))
     failed = sum(not check.holds for check in checks)
-    print(f"{len(checks) - failed} of {len(checks)} hold; wrote {options.json} and "
-          f"{options.json.with_suffix('.png')}")
+    print(f"{len(checks) - failed} of {len(checks)} hold; wrote {options.json} and {options.json.with_suffix('.png')}")
     return 1 if failed else 0
 
 

@@ -21,9 +21,7 @@ ITERATIONS = 9
 
 def emulated(depths: list[int]) -> list[Check]:
     """Every schedule at each depth, with as many microbatches as stages."""
-    chosen = argparse.Namespace(
-        forward_ms=FORWARD, backward_ms=BACKWARD, iterations=ITERATIONS, clip_grad=1.0, width=1
-    )
+    chosen = argparse.Namespace(forward_ms=FORWARD, backward_ms=BACKWARD, iterations=ITERATIONS, clip_grad=1.0, width=1)
     alone = measure("2bw", 1, 8, chosen, "").iteration_ms / 8 - FORWARD - BACKWARD
     print(f"one stage alone computes {alone:.1f} ms a microbatch beside its sleep", flush=True)
     rows = []
@@ -31,14 +29,28 @@ def emulated(depths: list[int]) -> list[Check]:
         for name, (schedule, flags) in CASES.items():
             measured = measure(schedule, depth, depth, chosen, flags).iteration_ms
             predicted = predict(name, depth, depth, alone)
-            rows.append({"schedule": name, "d": depth, "m": depth, "measured ms": measured,
-                         "predicted ms": round(predicted, 1), "error": round(predicted / measured - 1, 3)})
+            rows.append(
+                {
+                    "schedule": name,
+                    "d": depth,
+                    "m": depth,
+                    "measured ms": measured,
+                    "predicted ms": round(predicted, 1),
+                    "error": round(predicted / measured - 1, 3),
+                }
+            )
             print(f"  {name:22s} d {depth}  measured {measured:8.1f} ms  predicted {predicted:8.1f} ms", flush=True)
     worst = max(abs(row["error"]) for row in rows)
-    return [Check(
-        f"emulated pipelines run here, d = {', '.join(map(str, depths))}", "bench/schedule_efficiency.py", "within 5 %",
-        worst <= 0.05, f"largest error {worst:.1%}", rows,
-    )]
+    return [
+        Check(
+            f"emulated pipelines run here, d = {', '.join(map(str, depths))}",
+            "bench/schedule_efficiency.py",
+            "within 5 %",
+            worst <= 0.05,
+            f"largest error {worst:.1%}",
+            rows,
+        )
+    ]
 
 
 CASES = {name: (name, "") for name in (*OURS, "megatron-interleaved")} | {

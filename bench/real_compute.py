@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.emulated import Observed, iteration_seconds, train  # noqa: E402
-from tests.distributed.world import run_world  # noqa: E402
+from bench.emulated import Observed, iteration_seconds, train
+from tests.distributed.world import run_world
 
 SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 
@@ -49,14 +49,55 @@ def train_alone(rank: int, argv: list[str]) -> Observed:
 
 def command(schedule: str, chosen: argparse.Namespace) -> list[str]:
     words = [
-        "--pipeline-schedule", schedule, "--pipeline-model-parallel-size", 2, "--num-layers", chosen.layers,
-        "--hidden-size", chosen.hidden, "--num-attention-heads", 4, "--seq-length", chosen.sequence,
-        "--max-position-embeddings", chosen.sequence, "--micro-batch-size", 1,
-        "--global-batch-size", chosen.microbatches, "--train-iters", chosen.iterations, "--lr", 1e-4,
-        "--lr-decay-style", "constant", "--clip-grad", 1.0, "--mock-data", "--tokenizer-type", "NullTokenizer",
-        "--vocab-size", 255, "--make-vocab-size-divisible-by", 128, "--attention-dropout", 0, "--hidden-dropout", 0,
-        "--num-workers", 0, "--eval-iters", 0, "--eval-interval", 1000, "--log-interval", 100, "--split", "98,1,1",
-        "--device", "cpu",
+        "--pipeline-schedule",
+        schedule,
+        "--pipeline-model-parallel-size",
+        2,
+        "--num-layers",
+        chosen.layers,
+        "--hidden-size",
+        chosen.hidden,
+        "--num-attention-heads",
+        4,
+        "--seq-length",
+        chosen.sequence,
+        "--max-position-embeddings",
+        chosen.sequence,
+        "--micro-batch-size",
+        1,
+        "--global-batch-size",
+        chosen.microbatches,
+        "--train-iters",
+        chosen.iterations,
+        "--lr",
+        1e-4,
+        "--lr-decay-style",
+        "constant",
+        "--clip-grad",
+        1.0,
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        255,
+        "--make-vocab-size-divisible-by",
+        128,
+        "--attention-dropout",
+        0,
+        "--hidden-dropout",
+        0,
+        "--num-workers",
+        0,
+        "--eval-iters",
+        0,
+        "--eval-interval",
+        1000,
+        "--log-interval",
+        100,
+        "--split",
+        "98,1,1",
+        "--device",
+        "cpu",
     ]
     return [str(word) for word in words]
 
@@ -70,7 +111,10 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=14)
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=list(SCHEDULES), metavar="NAME,...")
     parser.add_argument(
-        "--flags", type=lambda text: [part.strip() for part in text.split(";")], default=[], metavar="FLAGS;...",
+        "--flags",
+        type=lambda text: [part.strip() for part in text.split(";")],
+        default=[],
+        metavar="FLAGS;...",
         help="more rows: 2bw with these flags of Megatron and of this project",
     )
     parser.add_argument("--json", type=Path, default=Path("out/bench/real_compute.json"))
@@ -91,7 +135,8 @@ def main() -> None:
         rows.append(Row(name, round(milliseconds, 1), round(tokens), round(limit / milliseconds, 4)))
         print(
             f"{name:16s} iteration {milliseconds:8.1f} ms   {tokens:7.0f} tokens/s   "
-            f"{rows[-1].of_limit:.3f} of the limit", flush=True,
+            f"{rows[-1].of_limit:.3f} of the limit",
+            flush=True,
         )
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     model = {key: getattr(chosen, key) for key in ("layers", "hidden", "sequence", "microbatches", "iterations")}

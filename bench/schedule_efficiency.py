@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.emulated import PEERS, iteration_seconds, train, train_with_torch  # noqa: E402
-from tests.distributed.world import WorldError, run_world  # noqa: E402
+from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
+from tests.distributed.world import WorldError, run_world
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)
@@ -49,7 +49,10 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=lambda text: [int(word) for word in text.split(",")], default=[8])
     parser.add_argument(
-        "--microbatches", type=lambda text: text.split(","), default=["1x"], metavar="M,...",
+        "--microbatches",
+        type=lambda text: text.split(","),
+        default=["1x"],
+        metavar="M,...",
         help="numbers, or multiples of the stages such as 1x,2x,4x",
     )
     parser.add_argument("--width", type=int, default=1, help="pipelines side by side")
@@ -59,7 +62,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=9)
     parser.add_argument("--clip-grad", type=float, default=1.0)
     parser.add_argument(
-        "--flags", type=lambda text: [part.strip() for part in text.split(";")], default=[""], metavar="FLAGS;...",
+        "--flags",
+        type=lambda text: [part.strip() for part in text.split(";")],
+        default=[""],
+        metavar="FLAGS;...",
         help="more flags of Megatron: a row for each part (write --flags=..., a part may be empty)",
     )
     parser.add_argument("--json", type=Path, default=Path("out/bench/schedule_efficiency.json"))
@@ -76,14 +82,58 @@ def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
     """The command line of a tiny GPT with a layer a stage (two if the stages are interleaved)."""
     interleaved = schedule == "megatron-interleaved"
     words = [
-        "--pipeline-schedule", "megatron" if interleaved else schedule, "--pipeline-model-parallel-size", stages,
-        "--num-layers", stages * (2 if interleaved else 1), "--hidden-size", 16, "--num-attention-heads", 2,
-        "--seq-length", 8, "--max-position-embeddings", 8, "--micro-batch-size", 1,
-        "--global-batch-size", microbatches * chosen.width, "--train-iters", chosen.iterations,
-        "--lr", 1e-3, "--lr-decay-style", "constant", "--clip-grad", chosen.clip_grad, "--fp16",
-        "--initial-loss-scale", 1024, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 63,
-        "--make-vocab-size-divisible-by", 32, "--attention-dropout", 0, "--hidden-dropout", 0, "--num-workers", 0,
-        "--eval-iters", 0, "--eval-interval", 1000, "--log-interval", 5, "--split", "98,1,1", "--device", "cpu",
+        "--pipeline-schedule",
+        "megatron" if interleaved else schedule,
+        "--pipeline-model-parallel-size",
+        stages,
+        "--num-layers",
+        stages * (2 if interleaved else 1),
+        "--hidden-size",
+        16,
+        "--num-attention-heads",
+        2,
+        "--seq-length",
+        8,
+        "--max-position-embeddings",
+        8,
+        "--micro-batch-size",
+        1,
+        "--global-batch-size",
+        microbatches * chosen.width,
+        "--train-iters",
+        chosen.iterations,
+        "--lr",
+        1e-3,
+        "--lr-decay-style",
+        "constant",
+        "--clip-grad",
+        chosen.clip_grad,
+        "--fp16",
+        "--initial-loss-scale",
+        1024,
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        63,
+        "--make-vocab-size-divisible-by",
+        32,
+        "--attention-dropout",
+        0,
+        "--hidden-dropout",
+        0,
+        "--num-workers",
+        0,
+        "--eval-iters",
+        0,
+        "--eval-interval",
+        1000,
+        "--log-interval",
+        5,
+        "--split",
+        "98,1,1",
+        "--device",
+        "cpu",
         *flags.split(),
     ]
     if interleaved:
@@ -105,10 +155,19 @@ def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
         runs = run_world(stages * chosen.width, train, words, forward, backward, timeout=limit)
     seconds = iteration_seconds(runs)
     return Row(
-        schedule, stages, microbatches, 1 if schedule in PEERS else chosen.width, chosen.forward_ms,
-        chosen.backward_ms, round(1e3 * seconds, 1), round(1e3 * ideal, 1), round(ideal / seconds, 4),
-        clip, max(run.peak_activations for run in runs),
-        max(run.versions for run in runs), "" if schedule in PEERS else flags,
+        schedule,
+        stages,
+        microbatches,
+        1 if schedule in PEERS else chosen.width,
+        chosen.forward_ms,
+        chosen.backward_ms,
+        round(1e3 * seconds, 1),
+        round(1e3 * ideal, 1),
+        round(ideal / seconds, 4),
+        clip,
+        max(run.peak_activations for run in runs),
+        max(run.versions for run in runs),
+        "" if schedule in PEERS else flags,
     )
 
 
@@ -117,6 +176,7 @@ def draw(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     shapes = list(dict.fromkeys((row.stages, row.microbatches) for row in rows))
+
     def label(row: Row) -> str:
         return f"{row.schedule} {row.flags}".strip()
 
@@ -159,7 +219,8 @@ def main() -> int:
                 row = rows[-1]
                 print(
                     f"{schedule:24s} d {stages:2d}  m {microbatches:3d}  iteration {row.iteration_ms:8.1f} ms  "
-                    f"efficiency {row.efficiency:.3f}   ({time.monotonic() - begun:.0f} s) {flags}", flush=True,
+                    f"efficiency {row.efficiency:.3f}   ({time.monotonic() - begun:.0f} s) {flags}",
+                    flush=True,
                 )
                 machine = {"cores": os.cpu_count(), "python": platform.python_version()}
                 result = {"machine": machine, "rows": [asdict(row) for row in rows], "failures": failures}

@@ -45,11 +45,22 @@ class Run:
             servers.start(
                 rank,
                 [sys.executable, "bench/server_rank.py", *map(str, (cores[rank % len(cores)], *sleep)), *argv],
-                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                env=os.environ | {
-                    "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                    "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE,
-                    "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1",
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ
+                | {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": "1",
+                    "MASTER_ADDR": ADDRESSES[0],
+                    "MASTER_PORT": "29500",
+                    "GLOO_SOCKET_IFNAME": INTERFACE,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONWARNINGS": "ignore",
+                    "PYTHONUNBUFFERED": "1",
                 },
             )
             for rank in (0, 1)

@@ -91,8 +91,23 @@ class Servers:
         """Let the link carry `megabits` Mbit/s in each direction from now on; None: as many as it can."""
         for name in self.names:
             if megabits is not None:
-                _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate",
-                     f"{megabits * 1e6:.0f}bit", "burst", str(BUCKET), "limit", str(QUEUE))
+                _run(
+                    "tc",
+                    "-n",
+                    name,
+                    "qdisc",
+                    "replace",
+                    "dev",
+                    INTERFACE,
+                    "root",
+                    "tbf",
+                    "rate",
+                    f"{megabits * 1e6:.0f}bit",
+                    "burst",
+                    str(BUCKET),
+                    "limit",
+                    str(QUEUE),
+                )
             elif b"tbf" in _run("tc", "-n", name, "qdisc", "show", "dev", INTERFACE):
                 _run("tc", "-n", name, "qdisc", "delete", "dev", INTERFACE, "root")
 

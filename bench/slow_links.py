@@ -8,7 +8,7 @@ path: tensor parallel, data parallel, and pipelines. The rate changes during the
 after each change --settle iterations are left out. iteration_ms is the median of the others, from end to end on server
 0; sent_mb what a server's interface counted in the median iteration, in the direction with more; theory_mb what the
 method has to send. slowdown is against the same method on the unlimited link. simulated_ms is what
-megatron_2bw/timelines/simulator.py says, from the same schedule's iteration on the unlimited link and the measured time of a
+the simulator says, from the same schedule's iteration on the unlimited link and the measured time of a
 message. 2bw-ahead is 2bw with --two-bw-extra-warmup 1.
 With --sleep-ms a server also sleeps in each microbatch's forward and backward, as long as a faster computer than these
 cores would compute: communication then finds a free core, as beside a GPU, and the figures hardly depend on what else
@@ -32,10 +32,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.server_run import Observed, Run, RunError  # noqa: E402
-from bench.servers import BUCKET, MTU, QUEUE, LinkError, Servers, missing  # noqa: E402
-from megatron_2bw.schedules import TwoBW  # noqa: E402
-from megatron_2bw.timelines.simulator import Times, iteration_time  # noqa: E402
+from bench.server_run import Observed, Run, RunError
+from bench.servers import BUCKET, MTU, QUEUE, LinkError, Servers, missing
+from megatron_2bw.schedules import TwoBW
+from megatron_2bw.timelines.simulator import Times, iteration_time
 
 AHEAD = {"2bw": 0, "2bw-ahead": 1}  # --two-bw-extra-warmup: more forwards ahead, so that messages are hidden
 PIPELINES = ("megatron", "pipedream-flush", *AHEAD)
@@ -114,7 +114,10 @@ class Row:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--rates", type=lambda text: text.split(","), default=["1000", "200", "50"], metavar="MBIT,...",
+        "--rates",
+        type=lambda text: text.split(","),
+        default=["1000", "200", "50"],
+        metavar="MBIT,...",
         help="Mbit/s in each direction; the unlimited link always comes first",
     )
     parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS), metavar="NAME,...")
@@ -127,8 +130,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=3, help="measured at each rate")
     parser.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
     parser.add_argument(
-        "--sleep-ms", type=lambda text: tuple(float(word) for word in text.split(",")), default=(0.0, 0.0),
-        metavar="F,B", help="that every microbatch's forward and backward sleep",
+        "--sleep-ms",
+        type=lambda text: tuple(float(word) for word in text.split(",")),
+        default=(0.0, 0.0),
+        metavar="F,B",
+        help="that every microbatch's forward and backward sleep",
     )
     parser.add_argument("--json", type=Path, default=Path("out/bench/slow_links.json"))
     chosen = parser.parse_args()
@@ -151,14 +157,53 @@ def options() -> argparse.Namespace:
 
 def command(model: Model, variant: str, iterations: int) -> list[str]:
     words = [
-        "--num-layers", model.layers, "--hidden-size", model.hidden, "--num-attention-heads", model.heads,
-        "--seq-length", model.sequence, "--max-position-embeddings", model.sequence,
-        "--micro-batch-size", model.microbatch, "--global-batch-size", model.microbatch * model.microbatches,
-        "--train-iters", iterations, "--lr", 1e-4, "--lr-decay-style", "constant", "--clip-grad", 1.0, "--mock-data",
-        "--tokenizer-type", "NullTokenizer", "--vocab-size", model.vocabulary - 1,
-        "--make-vocab-size-divisible-by", 32, "--untie-embeddings-and-output-weights", "--attention-dropout", 0,
-        "--hidden-dropout", 0, "--num-workers", 0, "--eval-iters", 0, "--eval-interval", 100000, "--log-interval", 1,
-        "--split", "98,1,1", "--device", "cpu", *VARIANTS[variant],
+        "--num-layers",
+        model.layers,
+        "--hidden-size",
+        model.hidden,
+        "--num-attention-heads",
+        model.heads,
+        "--seq-length",
+        model.sequence,
+        "--max-position-embeddings",
+        model.sequence,
+        "--micro-batch-size",
+        model.microbatch,
+        "--global-batch-size",
+        model.microbatch * model.microbatches,
+        "--train-iters",
+        iterations,
+        "--lr",
+        1e-4,
+        "--lr-decay-style",
+        "constant",
+        "--clip-grad",
+        1.0,
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        model.vocabulary - 1,
+        "--make-vocab-size-divisible-by",
+        32,
+        "--untie-embeddings-and-output-weights",
+        "--attention-dropout",
+        0,
+        "--hidden-dropout",
+        0,
+        "--num-workers",
+        0,
+        "--eval-iters",
+        0,
+        "--eval-interval",
+        100000,
+        "--log-interval",
+        1,
+        "--split",
+        "98,1,1",
+        "--device",
+        "cpu",
+        *VARIANTS[variant],
     ]
     return [str(word) for word in words]
 
@@ -167,7 +212,12 @@ def command(model: Model, variant: str, iterations: int) -> list[str]:
 
 
 def watch(
-    servers: Servers, model: Model, variant: str, rates: list[str], sleep_ms: tuple[float, float], settle: int,
+    servers: Servers,
+    model: Model,
+    variant: str,
+    rates: list[str],
+    sleep_ms: tuple[float, float],
+    settle: int,
     iterations: int,
 ) -> Observed:
     """One training run of `variant` over all rates, one after the other."""
@@ -216,11 +266,21 @@ def rows_of(
         bubble = [statistics.median(each) for each in zip(*shares)]
         seconds = statistics.median(took)
         unlimited = rows[0].iteration_ms if rows else 1e3 * seconds
-        rows.append(Row(
-            variant, link.rate, link.measured_mbit, round(1e3 * seconds, 1), round(1e3 * (max(took) - min(took)), 1),
-            round(1e3 * seconds / unlimited, 3), round(statistics.median(sent) / 1e6, 3),
-            round(model.theory(variant) / 1e6, 3), "", " / ".join(f"{share:.3f}" for share in bubble), "",
-        ))
+        rows.append(
+            Row(
+                variant,
+                link.rate,
+                link.measured_mbit,
+                round(1e3 * seconds, 1),
+                round(1e3 * (max(took) - min(took)), 1),
+                round(1e3 * seconds / unlimited, 3),
+                round(statistics.median(sent) / 1e6, 3),
+                round(model.theory(variant) / 1e6, 3),
+                "",
+                " / ".join(f"{share:.3f}" for share in bubble),
+                "",
+            )
+        )
     return rows
 
 
@@ -247,7 +307,11 @@ def simulated_ms(extra: int, cycle: float, message: float, microbatches: int) ->
 
 
 COLOURS = {
-    "tensor": "#d94801", "data": "#807dba", "megatron": "#969696", "pipedream-flush": "#74c476", "2bw": "#6baed6",
+    "tensor": "#d94801",
+    "data": "#807dba",
+    "megatron": "#969696",
+    "pipedream-flush": "#74c476",
+    "2bw": "#6baed6",
     "2bw-ahead": "#08306b",
 }
 
@@ -262,8 +326,9 @@ def draw(rows: list[Row], path: Path) -> None:
     names = list(dict.fromkeys(row.variant for row in rows))
     for name in names:
         own = [row for row in rows if row.variant == name]
-        left.plot([r.measured_mbit for r in own], [r.iteration_ms / 1e3 for r in own], "o-", color=COLOURS[name],
-                  label=name)
+        left.plot(
+            [r.measured_mbit for r in own], [r.iteration_ms / 1e3 for r in own], "o-", color=COLOURS[name], label=name
+        )
     links = {row.measured_mbit: row.rate for row in rows}
     left.set_xscale("log")
     left.set_xticks(list(links), list(links.values()))
@@ -309,8 +374,11 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
     for rate in rates:
         servers.limit(megabits(rate))
         links.append(Link(rate, *(round(x, 3) for x in servers.measure(model.message, megabits=megabits(rate)))))
-        print(f"link {rate:>9s} Mbit/s: {links[-1].measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's "
-              f"activations in {links[-1].message_ms:.2f} ms", flush=True)
+        print(
+            f"link {rate:>9s} Mbit/s: {links[-1].measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's "
+            f"activations in {links[-1].message_ms:.2f} ms",
+            flush=True,
+        )
     for variant in chosen.variants:
         begun = time.monotonic()
         try:
@@ -324,12 +392,18 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
         compare(rows, model, links)
         print("\n".join(map(show, own)) + f"   ({time.monotonic() - begun:.0f} s)", flush=True)
         machine["load_after"] = os.getloadavg()  # with the two ranks' own
-        write(chosen.json, {
-            "machine": machine,
-            "model": asdict(model) | {"parameters": model.parameters, "message_bytes": model.message},
-            "sleep_ms": chosen.sleep_ms, "link": {"mtu": MTU, "tbf_burst_bytes": BUCKET, "tbf_limit_bytes": QUEUE},
-            "links": [asdict(link) for link in links], "rows": [asdict(row) for row in rows], "failures": failures,
-        })
+        write(
+            chosen.json,
+            {
+                "machine": machine,
+                "model": asdict(model) | {"parameters": model.parameters, "message_bytes": model.message},
+                "sleep_ms": chosen.sleep_ms,
+                "link": {"mtu": MTU, "tbf_burst_bytes": BUCKET, "tbf_limit_bytes": QUEUE},
+                "links": [asdict(link) for link in links],
+                "rows": [asdict(row) for row in rows],
+                "failures": failures,
+            },
+        )
     if rows:
         draw(rows, chosen.json.with_suffix(".png"))
         print(f"wrote {chosen.json} and {chosen.json.with_suffix('.png')}")

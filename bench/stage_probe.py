@@ -25,8 +25,8 @@ def probe(rank: int, argv: list[str]) -> Probe:
     os.environ["LOCAL_RANK"] = "0"  # all ranks on the one GPU
     from megatron.training import training
 
-    from megatron_2bw.start.launch import launch
     from megatron_2bw.mcore.runtime import PipelineRuntime
+    from megatron_2bw.start.launch import launch
 
     found, runtimes, steps = Probe(), [], []
     step, execute = training.train_step, PipelineRuntime._execute

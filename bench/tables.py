@@ -16,8 +16,16 @@ def table(rows: list[dict]) -> str:
 
 def checks(entries: list[dict]) -> str:
     """A summary, then the rows of each check (planner_accuracy.py)."""
-    summary = [{"claim": check["name"], "source": check["source"], "bar": check["bar"],
-                "result": check["result"], "holds": "yes" if check["holds"] else "**no**"} for check in entries]
+    summary = [
+        {
+            "claim": check["name"],
+            "source": check["source"],
+            "bar": check["bar"],
+            "result": check["result"],
+            "holds": "yes" if check["holds"] else "**no**",
+        }
+        for check in entries
+    ]
     parts = [f"### {check['name']}\n\n{table(check['rows'])}" for check in entries if check["rows"]]
     return "\n\n".join([table(summary), *parts])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 
-from megatron_2bw.schedules import B, F, W, Action, Schedule
+from megatron_2bw.schedules import Action, B, F, Schedule, W
 from megatron_2bw.timelines.simulator import Times, simulate_lists
 
 

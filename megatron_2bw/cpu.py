@@ -40,16 +40,32 @@ FLAG_DEFAULTS: dict[str, Any] = {
 
 # What a host without CUDA cannot do: (attribute, is it asked for?, the flag as typed, why not).
 UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    ("distributed_backend", lambda v: v == "nccl", "--distributed-backend nccl",
-     "NCCL needs GPUs; leave the flag out or give gloo"),
-    ("transformer_impl", lambda v: v == "transformer_engine", "--transformer-impl transformer_engine",
-     "Transformer Engine needs GPUs; leave the flag out or give local"),
+    (
+        "distributed_backend",
+        lambda v: v == "nccl",
+        "--distributed-backend nccl",
+        "NCCL needs GPUs; leave the flag out or give gloo",
+    ),
+    (
+        "transformer_impl",
+        lambda v: v == "transformer_engine",
+        "--transformer-impl transformer_engine",
+        "Transformer Engine needs GPUs; leave the flag out or give local",
+    ),
     ("fp8", bool, "--fp8-format", "fp8 needs Transformer Engine on a GPU; use --bf16, --fp16 or fp32"),
     ("fp4", bool, "--fp4-format", "fp4 needs Transformer Engine on a GPU; use --bf16, --fp16 or fp32"),
-    ("sequence_parallel", bool, "--sequence-parallel",
-     "Megatron's local layers use torch's LayerNorm, which has no sequence parallelism; leave the flag out"),
-    ("attention_backend", lambda v: getattr(v, "name", v) in ("flash", "fused"), "--attention-backend",
-     "flash and fused attention need GPUs; leave the flag out"),
+    (
+        "sequence_parallel",
+        bool,
+        "--sequence-parallel",
+        "Megatron's local layers use torch's LayerNorm, which has no sequence parallelism; leave the flag out",
+    ),
+    (
+        "attention_backend",
+        lambda v: getattr(v, "name", v) in ("flash", "fused"),
+        "--attention-backend",
+        "flash and fused attention need GPUs; leave the flag out",
+    ),
     ("tp_comm_overlap", bool, "--tp-comm-overlap", "it needs Transformer Engine on a GPU; leave the flag out"),
     ("nccl_ub", bool, "--use-nccl-ub", "NCCL needs GPUs; leave the flag out"),
 )
@@ -140,16 +156,18 @@ def _peak_resident() -> int:
 def _memory_stats(device=None) -> dict[str, int]:
     now, peak = _resident(), _peak_resident()
     return {
-        "reserved_bytes.all.current": now, "reserved_bytes.all.peak": peak,
-        "allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak, "allocation.all.current": 0,
+        "reserved_bytes.all.current": now,
+        "reserved_bytes.all.peak": peak,
+        "allocated_bytes.all.current": now,
+        "allocated_bytes.all.peak": peak,
+        "allocation.all.current": 0,
     }
 
 
 def _properties(device=None) -> types.SimpleNamespace:
     # Major 8: below 9 and 10 Megatron turns on nothing by itself.
     return types.SimpleNamespace(
-        name="cpu", major=8, minor=0, total_memory=psutil.virtual_memory().total,
-        multi_processor_count=os.cpu_count(),
+        name="cpu", major=8, minor=0, total_memory=psutil.virtual_memory().total, multi_processor_count=os.cpu_count()
     )
 
 
@@ -165,20 +183,34 @@ _STREAM = _Stream()
 
 # The part of torch.cuda that Megatron 0.19 calls during training. Memory figures are those of the process.
 _TORCH_CUDA: dict[str, Any] = {
-    "current_device": lambda: 0, "device_count": lambda: 1, "set_device": lambda device: None,
-    "synchronize": lambda device=None: None, "empty_cache": lambda: None, "is_initialized": lambda: True,
-    "Stream": _Stream, "Event": _Event, "current_stream": lambda device=None: _STREAM,
-    "default_stream": lambda device=None: _STREAM, "set_stream": lambda stream: None,
-    "stream": lambda stream: contextlib.nullcontext(), "is_current_stream_capturing": lambda: False,
-    "memory_allocated": lambda device=None: _resident(), "memory_reserved": lambda device=None: _resident(),
+    "current_device": lambda: 0,
+    "device_count": lambda: 1,
+    "set_device": lambda device: None,
+    "synchronize": lambda device=None: None,
+    "empty_cache": lambda: None,
+    "is_initialized": lambda: True,
+    "Stream": _Stream,
+    "Event": _Event,
+    "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM,
+    "set_stream": lambda stream: None,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "is_current_stream_capturing": lambda: False,
+    "memory_allocated": lambda device=None: _resident(),
+    "memory_reserved": lambda device=None: _resident(),
     "max_memory_allocated": lambda device=None: _peak_resident(),
     "max_memory_reserved": lambda device=None: _peak_resident(),
-    "reset_peak_memory_stats": lambda device=None: None, "memory_stats": _memory_stats,
+    "reset_peak_memory_stats": lambda device=None: None,
+    "memory_stats": _memory_stats,
     "device_memory_used": lambda device=None: _resident(),
-    "get_device_properties": _properties, "get_device_name": lambda device=None: "cpu",
+    "get_device_properties": _properties,
+    "get_device_name": lambda device=None: "cpu",
     "get_device_capability": lambda device=None: (8, 0),
-    "manual_seed": torch.manual_seed, "get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state,
+    "manual_seed": torch.manual_seed,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
 }
+
 
 def _with_own_generator(original: Callable) -> Callable:
     """For DataLoader.__init__: seeds of its workers must not come from the generator that dropout draws from here.

@@ -62,7 +62,7 @@ def same(one: Sequence[str], other: Sequence[str]) -> bool:
 
 def _trains(words: Sequence[str]) -> list[str]:
     at = list(words).index("--nproc-per-node")
-    trains = [words[at + 1], Path(words[at + 2]).name, *words[at + 3:]]
+    trains = [words[at + 1], Path(words[at + 2]).name, *words[at + 3 :]]
     # The folder of its checkpoints is in the run's own, wherever that is.
     return [word for before, word in zip(["", *trains], trains) if before not in ("--save", "--load")]
 
@@ -70,8 +70,8 @@ def _trains(words: Sequence[str]) -> list[str]:
 def portable(words: Sequence[str]) -> list[str]:
     """A run's command as one would type it in any clone: without this machine's folders."""
     at = list(words).index("--nproc-per-node")
-    rest = (word.replace(str(Path.home()), "~") for word in words[at + 3:])
-    return ["python", *words[1:at + 2], Path(words[at + 2]).name, *rest]
+    rest = (word.replace(str(Path.home()), "~") for word in words[at + 3 :])
+    return ["python", *words[1 : at + 2], Path(words[at + 2]).name, *rest]
 
 
 def result_of(run: Run) -> dict[str, Any] | None:
@@ -84,8 +84,10 @@ def result_of(run: Run) -> dict[str, Any] | None:
         except ValueError:
             raise ConvergenceError(f"{run.folder / name}: not JSON; --fresh sets all runs aside") from None
         if not same(stored["command"], run.command) and (name == "result.json" or _checkpoints(run)):
-            raise ConvergenceError(f"{run.folder} holds a run of other flags; give another NAME, or --fresh, which "
-                                   "sets all runs aside and begins again")
+            raise ConvergenceError(
+                f"{run.folder} holds a run of other flags; give another NAME, or --fresh, which "
+                "sets all runs aside and begins again"
+            )
         if name == "result.json":
             return stored
     return None
@@ -134,8 +136,13 @@ class Job:
             self._log.seek(0, os.SEEK_END)
             self.first: int | None = None  # iteration that the process began with
             self.process = subprocess.Popen(
-                run.command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, pass_fds=(lock,),
+                run.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(lock,),
             )
 
     @property
@@ -176,12 +183,15 @@ class Board:
         """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512 (vanilla 4.498), 2:10 elapsed, about ..."""
         run = job.run
         self.losses[run, job.iteration] = job.loss
-        vanilla = next(other for other in self.runs
-                       if (other.variant, other.lr, other.seed) == ("vanilla", run.lr, run.seed))
+        vanilla = next(
+            other for other in self.runs if (other.variant, other.lr, other.seed) == ("vanilla", run.lr, run.seed)
+        )
         beside = self.losses.get((vanilla, job.iteration)) if vanilla != run else None
         beside = "" if beside is None else f" (vanilla {beside:.3f})"
-        return (f"{self.number(run)} {run.title}: iteration {job.iteration}/{self.iterations}, loss {job.loss:.3f}"
-                f"{beside}, {duration(time.monotonic() - self._begun)} elapsed{self._left([job, *others])}")
+        return (
+            f"{self.number(run)} {run.title}: iteration {job.iteration}/{self.iterations}, loss {job.loss:.3f}"
+            f"{beside}, {duration(time.monotonic() - self._begun)} elapsed{self._left([job, *others])}"
+        )
 
     def number(self, run: Run) -> str:
         return f"[{self.runs.index(run) + 1}/{len(self.runs)}]"
@@ -315,21 +325,45 @@ def report(board: Board, options) -> list[dict[str, Any]]:
     """Write runs.json, curves.png and report.md of the results that there are. Returns a row for each (lr, variant)."""
     results = {(run.lr, run.variant, run.seed): result for run, result in board.results.items()}
     seeds = [int(seed) for seed in options.seeds]
-    rows = [summarize(results, lr, variant, seeds, options.iterations)
-            for lr in options.lr for variant in options.variants]
+    rows = [
+        summarize(results, lr, variant, seeds, options.iterations) for lr in options.lr for variant in options.variants
+    ]
     rows = [row for row in rows if row["finished"]]
-    runs = [{"variant": run.variant, "lr": run.lr, "seed": run.seed, "folder": str(run.folder.relative_to(options.out)),
-             "failure": board.failures.get(run)} | board.results.get(run, {}) | {"command": portable(run.command)}
-            for run in board.runs]
-    write_json(options.out / "runs.json", {
-        "name": options.name, "again": options.again, "task": options.task, "vanilla": options.vanilla,
-        "iterations": options.iterations, "stages": options.stages, "width": options.width,
-        "variants": options.variants, "learning_rates": options.lr, "seeds": seeds, "flags": options.flags,
-        "summary": rows, "runs": runs,
-    })
+    runs = [
+        {
+            "variant": run.variant,
+            "lr": run.lr,
+            "seed": run.seed,
+            "folder": str(run.folder.relative_to(options.out)),
+            "failure": board.failures.get(run),
+        }
+        | board.results.get(run, {})
+        | {"command": portable(run.command)}
+        for run in board.runs
+    ]
+    write_json(
+        options.out / "runs.json",
+        {
+            "name": options.name,
+            "again": options.again,
+            "task": options.task,
+            "vanilla": options.vanilla,
+            "iterations": options.iterations,
+            "stages": options.stages,
+            "width": options.width,
+            "variants": options.variants,
+            "learning_rates": options.lr,
+            "seeds": seeds,
+            "flags": options.flags,
+            "summary": rows,
+            "runs": runs,
+        },
+    )
     if results:
-        write_whole(options.out / "curves.png", lambda part: draw(
-            results, options.lr, list(options.variants), seeds, options.iterations, part))
+        write_whole(
+            options.out / "curves.png",
+            lambda part: draw(results, options.lr, list(options.variants), seeds, options.iterations, part),
+        )
     else:
         (options.out / "curves.png").unlink(missing_ok=True)  # of runs that were set aside
     text = markdown(f"Convergence: {options.name}", facts(board, options), rows, troubles(board))
@@ -339,12 +373,18 @@ def report(board: Board, options) -> list[dict[str, Any]]:
 
 def facts(board: Board, options) -> list[str]:
     """What was run, for report.md."""
-    seeds = f"{len(options.seeds)} seeds ({', '.join(options.seeds)})" if len(options.seeds) > 1 else (
-        f"one seed ({options.seeds[0]})")
+    seeds = (
+        f"{len(options.seeds)} seeds ({', '.join(options.seeds)})"
+        if len(options.seeds) > 1
+        else (f"one seed ({options.seeds[0]})")
+    )
     return [
         f"{options.task.upper()}, {options.iterations} iterations, {options.stages} "
         f"{'stages' if options.stages > 1 else 'stage'} × width {options.width}, {seeds}; {len(board.results)} of "
-        f"{len(board.runs)} runs have ended. Again, or on from here:", "", f"    {options.again}", "",
+        f"{len(board.runs)} runs have ended. Again, or on from here:",
+        "",
+        f"    {options.again}",
+        "",
         f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`"
         + ("" if options.no_defaults or given(options.flags, "--min-lr") else ", `--min-lr` a tenth of `--lr`")
         + (", the built-in corpus and its tokenizer" if takes_corpus(options) else ""),
@@ -353,8 +393,11 @@ def facts(board: Board, options) -> list[str]:
 
 
 def troubles(board: Board) -> list[str]:
-    ended = [f"{run.title}: diverged by iteration {result.get('iteration', 0)}" for run, result in board.results.items()
-             if result["diverged"]]
+    ended = [
+        f"{run.title}: diverged by iteration {result.get('iteration', 0)}"
+        for run, result in board.results.items()
+        if result["diverged"]
+    ]
     return ended + [f"{run.title}: {why}" for run, why in board.failures.items()]
 
 
@@ -378,8 +421,10 @@ def work(options, lock: int) -> int:
     for run in board.runs:
         if result := result_of(run):
             board.take(run, result)
-    say(f"convergence.py: {len(board.runs)} runs of {options.iterations} iterations, {len(board.results)} of them are "
-        f"there; {options.out}")
+    say(
+        f"convergence.py: {len(board.runs)} runs of {options.iterations} iterations, {len(board.results)} of them are "
+        f"there; {options.out}"
+    )
     if not options.report_only:
         train(board, options, lock, lambda: report(board, options))
     rows = report(board, options)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, read_library, build_corpus
+from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, read_library
 from megatron_2bw.planner.describe.inputs import Parser
 from scripts.demo import PLAIN_TORCH, log_interval, write_whole
 
@@ -37,11 +37,17 @@ SPLIT = "--split 90,10,0".split()
 
 # What this script gives itself, and where the user says it.
 OWN = {
-    "--lr": "--lr before the --", "--seed": "--seeds before the --", "--device": "--device before the --",
-    "--pipeline-model-parallel-size": "--stages before the --", "--pipeline-schedule": "--vanilla or --variant",
-    "--two-bw-sync-iterations": "--sync-iterations or --variant", "--two-bw-correction": "--variants or --variant",
-    "--two-bw-correction-factor": "--correction-factor or --variant", "--save": "--save-interval alone",
-    "--load": "--save-interval alone", "--train-samples": "--train-iters",
+    "--lr": "--lr before the --",
+    "--seed": "--seeds before the --",
+    "--device": "--device before the --",
+    "--pipeline-model-parallel-size": "--stages before the --",
+    "--pipeline-schedule": "--vanilla or --variant",
+    "--two-bw-sync-iterations": "--sync-iterations or --variant",
+    "--two-bw-correction": "--variants or --variant",
+    "--two-bw-correction-factor": "--correction-factor or --variant",
+    "--save": "--save-interval alone",
+    "--load": "--save-interval alone",
+    "--train-samples": "--train-iters",
 }
 # With these the user has data or a tokenizer.
 SPLIT_DATA = ("--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path")
@@ -97,22 +103,44 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     words, flags = list(argv), []
     if "--" in words:
         at = words.index("--")
-        words, flags = words[:at], words[at + 1:]
-    parser = Parser(prog="convergence.py", description=DESCRIPTION, allow_abbrev=False,
-                    epilog="Words after -- are Megatron's flags for every run. A run that fails leaves the others "
-                           "alone; if the very first does not begin to train, no other is started.")
+        words, flags = words[:at], words[at + 1 :]
+    parser = Parser(
+        prog="convergence.py",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+        epilog="Words after -- are Megatron's flags for every run. A run that fails leaves the others "
+        "alone; if the very first does not begin to train, no other is started.",
+    )
     option = parser.add_argument
     option("name", metavar="NAME", help="of the experiment: the folder in out/convergence")
     option("--task", choices=("gpt", "bert"), default="gpt", help="default: %(default)s")
-    option("--vanilla", choices=("pipedream-flush", "megatron"), default="pipedream-flush",
-           help="the schedule that the others are compared with (default: %(default)s)")
-    option("--variants", type=_words, default=("vanilla", "2bw"), metavar="NAME,...",
-           help=f"of {', '.join(VARIANTS)} (default: vanilla,2bw)")
-    option("--variant", action="append", default=[], metavar="LABEL=FLAGS",
-           help='your own: 2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; may be repeated')
+    option(
+        "--vanilla",
+        choices=("pipedream-flush", "megatron"),
+        default="pipedream-flush",
+        help="the schedule that the others are compared with (default: %(default)s)",
+    )
+    option(
+        "--variants",
+        type=_words,
+        default=("vanilla", "2bw"),
+        metavar="NAME,...",
+        help=f"of {', '.join(VARIANTS)} (default: vanilla,2bw)",
+    )
+    option(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="LABEL=FLAGS",
+        help='your own: 2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; may be repeated',
+    )
     option("--sync-iterations", type=int, metavar="N", help="of 2bw+sync and 2bw+both (default: a fifth of the run)")
-    option("--correction-factor", type=float, metavar="F",
-           help="of 2bw+extrapolate and 2bw+both, 0 to 1 (default: the entry script's)")
+    option(
+        "--correction-factor",
+        type=float,
+        metavar="F",
+        help="of 2bw+extrapolate and 2bw+both, 0 to 1 (default: the entry script's)",
+    )
     option("--seeds", type=_words, default=("1234",), metavar="N,...", help="default: 1234")
     option("--lr", type=_words, default=("3e-4",), metavar="RATE,...", help="learning rates (default: 3e-4)")
     option("--stages", type=int, default=1, metavar="D", help="default: 1, for the losses do not depend on it")
@@ -220,8 +248,10 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
             raise ConvergenceError(f"--variants: {label or 'an empty word'} is not one of {', '.join(VARIANTS)}")
     if "vanilla" not in options.variants:
         raise ConvergenceError("--variants: vanilla must be one of them, the others are compared with it")
-    for flag, number, users in (("--sync-iterations", options.sync_iterations, SYNC),
-                                ("--correction-factor", options.correction_factor, EXTRAPOLATE)):
+    for flag, number, users in (
+        ("--sync-iterations", options.sync_iterations, SYNC),
+        ("--correction-factor", options.correction_factor, EXTRAPOLATE),
+    ):
         if number is not None and not set(users) & set(options.variants):
             raise ConvergenceError(f"{flag}: none of --variants uses it; add {users[0]}")
     sync = options.sync_iterations
@@ -229,8 +259,10 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
         raise ConvergenceError(f"--sync-iterations {sync}: it must be 1 to --train-iters {options.iterations}")
     sync = sync or max(1, options.iterations // 5)
     if sync == options.iterations and "2bw+both" in options.variants:
-        raise ConvergenceError(f"--sync-iterations {sync}: with 2bw+both it must be below --train-iters "
-                               f"{options.iterations}, or there is nothing to extrapolate")
+        raise ConvergenceError(
+            f"--sync-iterations {sync}: with 2bw+both it must be below --train-iters "
+            f"{options.iterations}, or there is nothing to extrapolate"
+        )
     factor = [] if options.correction_factor is None else ["--two-bw-correction-factor", f"{options.correction_factor}"]
     found = {"vanilla": ["--pipeline-schedule", options.vanilla]}
     for label in options.variants:
@@ -241,8 +273,9 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
     for text in options.variant:
         label, equals, flags = text.partition("=")
         if not equals or not re.fullmatch(r"\w[\w.+-]*", label) or label in VARIANTS or label in found:
-            raise ConvergenceError(f'--variant "{text}": give LABEL=FLAGS with a label of its own, of letters, digits '
-                                   "and . _ + -")
+            raise ConvergenceError(
+                f'--variant "{text}": give LABEL=FLAGS with a label of its own, of letters, digits and . _ + -'
+            )
         own = _split(text, flags)
         if flag := given(own, *COMMON):
             raise ConvergenceError(f'--variant "{text}": {flag} must be the same for all')
@@ -314,10 +347,27 @@ def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
 def command(options: argparse.Namespace, data: Sequence[str], variant: str, lr: str, seed: str, folder: Path) -> tuple:
     """The command of a run: torchrun, the entry script, the defaults, the user's flags, the variant's."""
     flags = [*options.flags, *options.variants[variant]]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-                "--nproc-per-node", str(processes(options, flags)), str(ROOT / f"pretrain_{options.task}_2bw.py")]
-    own = ["--pipeline-model-parallel-size", str(options.stages), "--device", options.device, "--seed", seed,
-           "--lr", lr]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(processes(options, flags)),
+        str(ROOT / f"pretrain_{options.task}_2bw.py"),
+    ]
+    own = [
+        "--pipeline-model-parallel-size",
+        str(options.stages),
+        "--device",
+        options.device,
+        "--seed",
+        seed,
+        "--lr",
+        lr,
+    ]
     if not options.no_defaults:
         own += ["--min-lr", f"{float(lr) / 10:g}"]
     if given(options.flags, "--save-interval"):
@@ -357,10 +407,24 @@ def sentences(corpus: Corpus) -> list[str]:
                 write_whole(text, lambda part: part.write_text("".join(lines)))
         except OSError as error:
             raise ConvergenceError(f"--task bert: {prefix.parent}: {error.strerror}") from error
-        made = subprocess.run([
-            sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), "--task", "bert", "--input", str(text),
-            "--output-prefix", str(prefix), "--train-tokenizer", "wordpiece", "--vocab-size", str(corpus.vocab_size),
-        ], stdout=subprocess.DEVNULL, check=False)
+        made = subprocess.run(
+            [
+                sys.executable,
+                str(ROOT / "scripts" / "preprocess_data.py"),
+                "--task",
+                "bert",
+                "--input",
+                str(text),
+                "--output-prefix",
+                str(prefix),
+                "--train-tokenizer",
+                "wordpiece",
+                "--vocab-size",
+                str(corpus.vocab_size),
+            ],
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
         if made.returncode:
             raise ConvergenceError(f"--task bert: no data in {prefix.parent}, see above")
     return ["--data-path", str(prefix), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]

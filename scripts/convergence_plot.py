@@ -18,8 +18,9 @@ COLOURS = ("#525252", "#d94801", "#2171b5", "#238b45", "#6a51a3", "#c51b8a", "#a
 TICKS = (0, *(sign * tick for tick in (0.25, 0.5, 0.75, 1, 2, 5, 10, 20, 50, 100) for sign in (1, -1)))
 
 
-def draw(results: Results, rates: Sequence[str], variants: Sequence[str], seeds: Sequence[int], iterations: int,
-         path: Path) -> None:
+def draw(
+    results: Results, rates: Sequence[str], variants: Sequence[str], seeds: Sequence[int], iterations: int, path: Path
+) -> None:
     """A column for each learning rate: the training losses, and below them what each variant has more than vanilla.
 
     Means over the seeds of the curves smoothed over a fiftieth (above) and a twentieth (below) of the iterations, in a
@@ -87,16 +88,22 @@ def _differences(axes, runs: Sequence[tuple[dict, dict | None]], iterations: int
     gaps = []
     for own, base in runs:
         losses = dict(base["validation"])
-        gaps.append([[iteration, percent(loss, losses[iteration])] for iteration, loss in own["validation"]
-                     if iteration in losses])
+        gaps.append(
+            [
+                [iteration, percent(loss, losses[iteration])]
+                for iteration, loss in own["validation"]
+                if iteration in losses
+            ]
+        )
     _points(axes, gaps, colour)
 
 
 def _band(axes, at: numpy.ndarray, curves: Sequence[numpy.ndarray], colour: str, label: str | None) -> None:
     axes.plot(at, numpy.mean(curves, axis=0), color=colour, linewidth=1.5, label=label)
     if len(curves) > 1:
-        axes.fill_between(at, numpy.min(curves, axis=0), numpy.max(curves, axis=0), color=colour, alpha=0.15,
-                          linewidth=0)
+        axes.fill_between(
+            at, numpy.min(curves, axis=0), numpy.max(curves, axis=0), color=colour, alpha=0.15, linewidth=0
+        )
 
 
 def _points(axes, runs: Sequence[Points], colour: str) -> None:

@@ -71,8 +71,11 @@ def parse_log(text: str) -> dict[str, Any]:
         elif match := re.search(rf"{VALIDATED} \| lm loss value: (\S+)", line):
             validation[int(match[1])] = float(match[2])
     seconds = statistics.median(map(float, times)) / 1e3 if times else None
-    return {"training": training, "validation": [list(pair) for pair in validation.items()],
-            "seconds_per_iteration": seconds}
+    return {
+        "training": training,
+        "validation": [list(pair) for pair in validation.items()],
+        "seconds_per_iteration": seconds,
+    }
 
 
 def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
@@ -81,7 +84,7 @@ def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
     Raises ConvergenceError if the run failed.
     """
     found = parse_log(text)
-    attempt = text[text.rindex(STARTED):].partition("\n")[2]
+    attempt = text[text.rindex(STARTED) :].partition("\n")[2]
     if diverged(found, attempt, code):
         said = re.search(r"iteration (\d+): (?:Unexpected|found)", attempt)
         last = int(said[1]) if said else found["training"][-1][0] if found["training"] else 0
@@ -89,11 +92,14 @@ def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
     if code:
         raise ConvergenceError(f"exit code {code}: {reason(attempt)}")
     if not found["training"]:
-        raise ConvergenceError("it ended, but its log holds no training loss: --log-interval is above --train-iters, "
-                               "or all steps were skipped")
+        raise ConvergenceError(
+            "it ended, but its log holds no training loss: --log-interval is above --train-iters, "
+            "or all steps were skipped"
+        )
     if not found["validation"] or found["validation"][-1][0] != iterations:
-        raise ConvergenceError("it ended, but its log holds no validation loss after the last iteration: does --split "
-                               "leave data for it?")
+        raise ConvergenceError(
+            "it ended, but its log holds no validation loss after the last iteration: does --split leave data for it?"
+        )
     return found | {"diverged": False}
 
 
@@ -128,16 +134,22 @@ def trend(points: Points) -> Points:
     ends = numpy.array([0.0, *(end for end, _ in points)])
     middles = numpy.log((ends[1:] + ends[:-1]) / 2)
     losses = [number(loss) for _, loss in points]
-    fit = numpy.polynomial.Polynomial.fit(middles, losses, min(6, (len(points) - 1) // 3 + 1)) if len(points) > 1 else (
-        lambda middles: numpy.array(losses))
+    fit = (
+        numpy.polynomial.Polynomial.fit(middles, losses, min(6, (len(points) - 1) // 3 + 1))
+        if len(points) > 1
+        else (lambda middles: numpy.array(losses))
+    )
     return [[end, loss] for end, loss in zip(ends[1:], fit(middles))]
 
 
 def mean(curves: Sequence[Points]) -> Points:
     """At the iterations that all of the curves have."""
     losses = [dict(points) for points in curves]
-    return [[end, statistics.fmean(number(curve[end]) for curve in losses)] for end, _ in curves[0]
-            if all(end in curve for curve in losses)]
+    return [
+        [end, statistics.fmean(number(curve[end]) for curve in losses)]
+        for end, _ in curves[0]
+        if all(end in curve for curve in losses)
+    ]
 
 
 def places(end: float, window: float) -> numpy.ndarray:
@@ -201,8 +213,10 @@ def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], ite
     seconds = [result["seconds_per_iteration"] for result in own.values() if result["seconds_per_iteration"]]
     gaps = {seed: percent(final[seed], validated(base[seed])) for seed in base}
     return {
-        "lr": lr, "variant": variant,
-        "finished": list(own), "diverged": [seed for seed, result in own.items() if result["diverged"]],
+        "lr": lr,
+        "variant": variant,
+        "finished": list(own),
+        "diverged": [seed for seed, result in own.items() if result["diverged"]],
         "validation_loss": spread(final),
         "gap_percent": spread(gaps) | {"of_means": _of_means(final, base)},
         "training_loss": spread(trained),
@@ -231,8 +245,9 @@ def _of_means(final: dict[int, float], base: dict[int, dict[str, Any]]) -> float
     return percent(statistics.fmean(final[s] for s in base), statistics.fmean(map(validated, base.values())))
 
 
-def too_large(rows: Sequence[dict[str, Any]], limit: float, rates: Sequence[str], of: Sequence[str], seeds: int
-              ) -> list[str]:
+def too_large(
+    rows: Sequence[dict[str, Any]], limit: float, rates: Sequence[str], of: Sequence[str], seeds: int
+) -> list[str]:
     """A line for each of the variants at each rate whose mean gap is above the limit, or not known for all seeds."""
     found, lines = {(row["lr"], row["variant"]): row for row in rows}, []
     for lr, variant in itertools.product(rates, of):
@@ -241,8 +256,10 @@ def too_large(rows: Sequence[dict[str, Any]], limit: float, rates: Sequence[str]
         if row and row["diverged"]:
             lines.append(f"{begin}: diverged")
         elif len(gaps["by_seed"]) < seeds:
-            lines.append(f"{begin}: the gap is known for {len(gaps['by_seed'])} of {seeds} seeds; runs are missing, or "
-                         "vanilla diverged")
+            lines.append(
+                f"{begin}: the gap is known for {len(gaps['by_seed'])} of {seeds} seeds; runs are missing, or "
+                "vanilla diverged"
+            )
         elif gaps["mean"] > limit:
             lines.append(f"{begin}: the gap {gaps['mean']:+.3g} % is above --max-gap {limit:g}")
     return lines
@@ -255,9 +272,13 @@ def markdown(title: str, facts: Sequence[str], rows: Sequence[dict[str, Any]], t
     """report.md: what was run, a table for each learning rate, the picture."""
     lines = [f"# {title}", "", *facts, ""]
     for lr in dict.fromkeys(row["lr"] for row in rows):
-        lines += [f"## Learning rate {lr}", "", "| variant | final validation loss | gap, % | lag, iterations | "
-                  "training loss at the end | training gap, % | s/iteration |",
-                  "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+        lines += [
+            f"## Learning rate {lr}",
+            "",
+            "| variant | final validation loss | gap, % | lag, iterations | "
+            "training loss at the end | training gap, % | s/iteration |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        ]
         lines += [_row(row) for row in rows if row["lr"] == lr] + [""]
     if troubles:
         lines += ["## What went wrong", "", *(f"- {trouble}" for trouble in troubles), ""]
@@ -279,8 +300,15 @@ def _row(row: dict[str, Any]) -> str:
         lags = row["lag_iterations"] | {"mean": row["lag_iterations"]["of_means"]}
         behind = ("≥ " if lags["mean"] >= row["lag_limit"] - 0.5 else "") + shown(lags, "{:.0f}")
     seconds = row["seconds_per_iteration"]
-    cells = [row["variant"], shown(row["validation_loss"], "{:.4f}"), gap, behind,
-             shown(row["training_loss"], "{:.4f}"), training_gap, "–" if math.isnan(seconds) else f"{seconds:.3g}"]
+    cells = [
+        row["variant"],
+        shown(row["validation_loss"], "{:.4f}"),
+        gap,
+        behind,
+        shown(row["training_loss"], "{:.4f}"),
+        training_gap,
+        "–" if math.isnan(seconds) else f"{seconds:.3g}",
+    ]
     return f"| {' | '.join(cells)} |"
 
 

@@ -127,8 +127,14 @@ def train(command: list[str], log: Path) -> str:
     environment.setdefault("OMP_NUM_THREADS", "1")  # a core per stage
     environment.setdefault("PYTHONWARNINGS", "ignore")  # each rank would list what is not installed
     process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True,
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
     try:
         with open(log, "w") as file:
@@ -237,11 +243,19 @@ def draw(path: Path, losses: Losses, summary: dict) -> None:
     axes = figure.add_subplot()
     axes.plot(losses.steps, losses.training, color="#1f5fa8", linewidth=1.8, label="training loss")
     axes.plot(
-        summary["iterations"], losses.validation, "o", color="#d1495b", markersize=7, clip_on=False, zorder=3,
+        summary["iterations"],
+        losses.validation,
+        "o",
+        color="#d1495b",
+        markersize=7,
+        clip_on=False,
+        zorder=3,
         label=f"validation loss {losses.validation:.2f}",
     )
-    axes.set_title(f"GPT of 3.4 million parameters: {summary['schedule']}, {STAGES} stages, "
-                   f"{MICROBATCHES} microbatches", fontsize=11)
+    axes.set_title(
+        f"GPT of 3.4 million parameters: {summary['schedule']}, {STAGES} stages, {MICROBATCHES} microbatches",
+        fontsize=11,
+    )
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss (nats per token)")
     axes.set_xlim(0, summary["iterations"])

@@ -7,10 +7,9 @@ python scripts/draw_schedules.py --figure all [--out docs]   docs/figure1.png ..
 import argparse
 from pathlib import Path
 
-from megatron_2bw.timelines.paper_figures import FIGURES, draw_figure, print_figure
 from megatron_2bw.schedules import SCHEDULES
+from megatron_2bw.timelines.paper_figures import FIGURES, draw_figure, print_figure
 from megatron_2bw.timelines.picture import draw
-
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -44,8 +44,12 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
 }
 
 WHEN = {
-    "any": "always", "ours": "with this project's schedules", "no flush": "with `2bw` and `pipedream`",
-    "cpu": "on the CPU", "local": "with Megatron's local layers", "bert": "for a BERT",
+    "any": "always",
+    "ours": "with this project's schedules",
+    "no flush": "with `2bw` and `pipedream`",
+    "cpu": "on the CPU",
+    "local": "with Megatron's local layers",
+    "bert": "for a BERT",
 }
 
 

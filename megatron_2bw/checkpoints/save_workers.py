@@ -25,7 +25,12 @@ def end_with_parent() -> None:
 
 
 def async_loop(
-    rank: int, queue: Any, preload_q: Any, comp_q: Any, log_level: int = logging.INFO, cpu_priority: int = 10,
+    rank: int,
+    queue: Any,
+    preload_q: Any,
+    comp_q: Any,
+    log_level: int = logging.INFO,
+    cpu_priority: int = 10,
     io_priority: int | None = None,
 ) -> None:
     """The worker of asynchronous saves: Megatron's, which would wait for ever once its rank is killed."""

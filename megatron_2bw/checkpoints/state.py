@@ -29,10 +29,10 @@ from megatron.training.async_utils import is_empty_async_queue
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_2bw.checkpoints import folder as saved
-from megatron_2bw.start.exits import Fault
+from megatron_2bw.checkpoints.optimizer_state import complete_optimizer, name_step_zero, own_steps
 from megatron_2bw.checkpoints.save_workers import root
 from megatron_2bw.flags.checks import value
-from megatron_2bw.checkpoints.optimizer_state import complete_optimizer, name_step_zero, own_steps
+from megatron_2bw.start.exits import Fault
 
 KEY = "two_bw"
 COPIES = ("shadow", "working")  # of the weights, that it may hold under KEY
@@ -72,7 +72,9 @@ class Checkpoints:
                 schedule = self._runtime.schedule
                 scale = None if values["args"].no_save_optim else self._runtime.loss_scale()
                 state[KEY] = {
-                    "schedule": schedule.name, "version": values["iteration"], "loss_scale": scale,
+                    "schedule": schedule.name,
+                    "version": values["iteration"],
+                    "loss_scale": scale,
                     "factor": self._runtime.factor if schedule.extrapolates(values["iteration"]) else None,
                     **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
                 }
@@ -198,7 +200,8 @@ class Checkpoints:
         names = {param: name for name, param in _parameters(model)}
         copies = {
             name: {param: tensors[names[param]] for param in self._runtime.trainable}
-            for name, tensors in self._tensors.items() if tensors and self._wants(name)
+            for name, tensors in self._tensors.items()
+            if tensors and self._wants(name)
         }
         scale = None
         if self._runtime.schedule.late_step and not get_args().no_load_optim:
@@ -271,8 +274,16 @@ def _causes(error: BaseException) -> str:
 
 # What two runs of one model have in common.
 _MODEL = (
-    "--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--kv-channels",
-    "--position-embedding-type", "--swiglu", "--normalization", "--untie-embeddings-and-output-weights", "--vocab-size",
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--ffn-hidden-size",
+    "--kv-channels",
+    "--position-embedding-type",
+    "--swiglu",
+    "--normalization",
+    "--untie-embeddings-and-output-weights",
+    "--vocab-size",
 )
 
 

@@ -157,9 +157,7 @@ class Inbox:
         return self._expected + len(self._posted)
 
     def _post_ahead(self) -> None:
-        while self._expected and (
-            (self.ahead and len(self._posted) < self.depth) or self.outstanding <= self._held
-        ):
+        while self._expected and ((self.ahead and len(self._posted) < self.depth) or self.outstanding <= self._held):
             self._post()
 
     def _post(self) -> None:

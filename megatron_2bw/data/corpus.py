@@ -62,9 +62,7 @@ class Corpus:
 
 
 def build_corpus(
-    cache_dir: Path | None = None,
-    vocab_size: int = DEFAULT_VOCAB_SIZE,
-    max_bytes: int = DEFAULT_MAX_BYTES,
+    cache_dir: Path | None = None, vocab_size: int = DEFAULT_VOCAB_SIZE, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> Corpus:
     """Return the corpus below `cache_dir`, built now if this is the first call for its key.
 

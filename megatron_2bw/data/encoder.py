@@ -18,7 +18,15 @@ from megatron_2bw.data.indexed import LONGEST_SENTENCE
 
 BATCH_CHARACTERS = 1_000_000  # tokenized in one call
 COUNTS = (
-    "documents", "sequences", "tokens", "bytes", "empty", "bad", "spelled", "single", "long"
+    "documents",
+    "sequences",
+    "tokens",
+    "bytes",
+    "empty",
+    "bad",
+    "spelled",
+    "single",
+    "long",
 )  # what is counted of a shard; bytes: of text in UTF-8
 
 
@@ -113,6 +121,7 @@ def plain(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
 
 def slow(tokenizer) -> Callable[[list[str]], list[list[int]]]:
     """`encode` of a transformers tokenizer that is written in Python."""
+
     def encode(texts: list[str]) -> list[list[int]]:
         if not texts:
             return []

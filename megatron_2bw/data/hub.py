@@ -52,8 +52,15 @@ def load_tokenizer(name: str, task: str) -> Loaded:
 
     try:
         ours = MegatronTokenizer.from_pretrained(
-            str(path), {"library": "huggingface"}, chat_template=None, vocab_file=None, merges_file=None,
-            additional_special_tokens=[], use_fast=True, trust_remote_code=False, include_special_tokens=True,
+            str(path),
+            {"library": "huggingface"},
+            chat_template=None,
+            vocab_file=None,
+            merges_file=None,
+            additional_special_tokens=[],
+            use_fast=True,
+            trust_remote_code=False,
+            include_special_tokens=True,
         )
     except Exception as error:  # of transformers, huggingface_hub, tokenizers
         raise DataError(f"--tokenizer-model {name}: {_reason(error, offline, path)}") from error

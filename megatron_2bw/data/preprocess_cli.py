@@ -39,36 +39,65 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(PROG, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
     group = made.add_argument_group("what is made")
     group.add_argument("--task", choices=("gpt", "bert"), required=True, help="gpt: documents; bert: sentences")
-    group.add_argument("--output-prefix", required=True, metavar="PREFIX",
-                       help="makes PREFIX.bin and PREFIX.idx; PREFIX is what --data-path takes")
+    group.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="makes PREFIX.bin and PREFIX.idx; PREFIX is what --data-path takes",
+    )
     group = made.add_argument_group("input: --input or --dataset")
     group.add_argument("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
-    group.add_argument("--input-format", choices=("auto", "text", "jsonl"),
-                       help="auto (default): JSON lines if the name ends in .jsonl, .json or .ndjson, else text")
-    group.add_argument("--text-documents", choices=("file", "blank-lines", "lines"),
-                       help="a document of a text file: all of it (default), what is between blank lines, or a line")
-    group.add_argument("--dataset", metavar="FOLDER|NAME",
-                       help="what save_to_disk wrote, a folder of data files (parquet, csv, …), or a name on the Hub")
+    group.add_argument(
+        "--input-format",
+        choices=("auto", "text", "jsonl"),
+        help="auto (default): JSON lines if the name ends in .jsonl, .json or .ndjson, else text",
+    )
+    group.add_argument(
+        "--text-documents",
+        choices=("file", "blank-lines", "lines"),
+        help="a document of a text file: all of it (default), what is between blank lines, or a line",
+    )
+    group.add_argument(
+        "--dataset",
+        metavar="FOLDER|NAME",
+        help="what save_to_disk wrote, a folder of data files (parquet, csv, …), or a name on the Hub",
+    )
     group.add_argument("--dataset-config", metavar="NAME", help="as in load_dataset")
     group.add_argument("--dataset-split", metavar="NAME", help="default: train")
-    group.add_argument("--json-keys", "--text-column", dest="key", metavar="NAME",
-                       help="the key, or the column, that holds the text (default: text)")
-    group.add_argument("--skip-bad-documents", action="store_true",
-                       help="count and leave out what is not text; without it the first one ends the work")
+    group.add_argument(
+        "--json-keys",
+        "--text-column",
+        dest="key",
+        metavar="NAME",
+        help="the key, or the column, that holds the text (default: text)",
+    )
+    group.add_argument(
+        "--skip-bad-documents",
+        action="store_true",
+        help="count and leave out what is not text; without it the first one ends the work",
+    )
     group = made.add_argument_group("tokenizer: one of the first three")
     group.add_argument("--tokenizer-model", metavar="FOLDER|NAME", help="any Hugging Face tokenizer")
     group.add_argument("--vocab-file", type=Path, metavar="FILE", help="BERT's vocab.txt; vocab.json with --merge-file")
     group.add_argument("--train-tokenizer", choices=("bpe", "wordpiece"), help="on the input; bpe is byte-level")
     group.add_argument("--merge-file", type=Path, metavar="FILE", help="GPT-2's merges.txt")
     group.add_argument("--vocab-size", type=int, metavar="N", help="of the trained tokenizer, with its special tokens")
-    group.add_argument("--train-tokenizer-mb", type=float, metavar="MB",
-                       help=f"text to train on, taken evenly from the input (default: {SAMPLE_MB:.0f})")
+    group.add_argument(
+        "--train-tokenizer-mb",
+        type=float,
+        metavar="MB",
+        help=f"text to train on, taken evenly from the input (default: {SAMPLE_MB:.0f})",
+    )
     group.add_argument("--cased", action="store_true", help="WordPiece keeps capital letters and accents")
     made.add_argument("--language", metavar="CODE", help="of the sentences, for bert: en (default), de, zh, …")
-    made.add_argument("--workers", type=int, metavar="N",
-                      help="processes (default: the cores that the job may use)")
-    made.add_argument("--shard-mb", type=float, default=SHARD_MB, metavar="MB",
-                      help="input that a worker takes at once: what an interruption loses (default: %(default)g)")
+    made.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores that the job may use)")
+    made.add_argument(
+        "--shard-mb",
+        type=float,
+        default=SHARD_MB,
+        metavar="MB",
+        help="input that a worker takes at once: what an interruption loses (default: %(default)g)",
+    )
     return made
 
 
@@ -80,11 +109,17 @@ def task_of(options: argparse.Namespace) -> Task:
         raise DataError(f"--output-prefix {options.output_prefix}: a folder; add the name that the files begin with")
     for name in options.input or ():
         if any(prefix.parent.resolve().is_relative_to(folder.resolve()) for folder, _ in walk(name)):
-            raise DataError(f"--output-prefix {options.output_prefix}: lies in --input {name}, and would be read as "
-                            "text; give another folder")
+            raise DataError(
+                f"--output-prefix {options.output_prefix}: lies in --input {name}, and would be read as "
+                "text; give another folder"
+            )
     source = source_of(options)
     return Task(
-        options.task, source, prefix, tokenizer_of(options), options.language or "en",
+        options.task,
+        source,
+        prefix,
+        tokenizer_of(options),
+        options.language or "en",
         len(os.sched_getaffinity(0)) if options.workers is None else options.workers,
         max(1, int(options.shard_mb * 1e6)),
     )
@@ -99,8 +134,10 @@ def check(options: argparse.Namespace) -> None:
             raise DataError(f"give one of {flags}" + (f", not {len(given)}" if given else ""))
     wordpiece = options.train_tokenizer == "wordpiece" or (options.vocab_file and not options.merge_file)
     for name, needs, met in (
-        ("input_format", "--input", options.input), ("text_documents", "--input", options.input),
-        ("dataset_config", "--dataset", options.dataset), ("dataset_split", "--dataset", options.dataset),
+        ("input_format", "--input", options.input),
+        ("text_documents", "--input", options.input),
+        ("dataset_config", "--dataset", options.dataset),
+        ("dataset_split", "--dataset", options.dataset),
         ("merge_file", "--vocab-file", options.vocab_file),
         ("vocab_size", "--train-tokenizer", options.train_tokenizer),
         ("train_tokenizer_mb", "--train-tokenizer", options.train_tokenizer),
@@ -141,9 +178,15 @@ def source_of(options: argparse.Namespace) -> Source:
 def input_files(name: str, form: str) -> list[str]:
     """The file, or the files below a folder in the order of their names, without hidden ones."""
     path = Path(name).expanduser()
-    found = [path] if path.is_file() else sorted(
-        file for folder, names in walk(name) for file in (folder / each for each in names)
-        if file.is_file() or file.is_symlink()
+    found = (
+        [path]
+        if path.is_file()
+        else sorted(
+            file
+            for folder, names in walk(name)
+            for file in (folder / each for each in names)
+            if file.is_file() or file.is_symlink()
+        )
     )
     if not found:
         raise DataError(f"--input {name}: " + ("no files in it" if path.is_dir() else "no such file or folder"))
@@ -163,6 +206,7 @@ def walk(name: str) -> Iterator[tuple[Path, list[str]]]:
 
     Raises DataError for one that may not be read.
     """
+
     def refuse(error: OSError) -> None:
         raise DataError(f"--input {error.filename}: cannot be read, {error.strerror}")
 
@@ -183,7 +227,9 @@ def tokenizer_of(options: argparse.Namespace) -> str | NewTokenizer:
             if path and not path.is_file():
                 raise DataError(f"{flag} {path}: no such file")
         return NewTokenizer(
-            "files", options.cased, vocab_file=options.vocab_file.absolute(),
+            "files",
+            options.cased,
+            vocab_file=options.vocab_file.absolute(),
             merge_file=options.merge_file and options.merge_file.absolute(),
         )
     kind, size = options.train_tokenizer, options.vocab_size
@@ -199,12 +245,18 @@ def report(task: Task, result: Result) -> None:
     """What was made, what was left out, and how fast, on stderr."""
     counts = result.counts
     for name, text in (
-        ("empty", "empty documents left out"), ("bad", "bad documents left out"),
+        ("empty", "empty documents left out"),
+        ("bad", "bad documents left out"),
         ("spelled", "tokens left out where the text spells out a special token"),
-        ("single", "documents of one sentence: passed over with the binary head, trained on with "
-                   "--bert-no-binary-head"),
-        ("long", f"documents with a sentence of more than {LONGEST_SENTENCE} tokens: Megatron's BERT dataset passes "
-                 "over them"),
+        (
+            "single",
+            "documents of one sentence: passed over with the binary head, trained on with --bert-no-binary-head",
+        ),
+        (
+            "long",
+            f"documents with a sentence of more than {LONGEST_SENTENCE} tokens: Megatron's BERT dataset passes "
+            "over them",
+        ),
     ):
         if counts[name]:
             say(f"{counts[name]:,} {text}")
@@ -214,8 +266,10 @@ def report(task: Task, result: Result) -> None:
     speed = f"{result.seconds:.1f} s, {result.fresh / 1e6 / max(result.seconds, 1e-3):.2f} MB/s"
     if result.fresh < counts["bytes"]:
         speed += f" (for {result.fresh / 1e6:,.1f} MB; an earlier call has done the rest)"
-    say(f"{counts['documents']:,} documents, {sentences}{counts['tokens']:,} tokens, {counts['bytes'] / 1e6:,.1f} MB "
-        f"of text, {speed}")
+    say(
+        f"{counts['documents']:,} documents, {sentences}{counts['tokens']:,} tokens, {counts['bytes'] / 1e6:,.1f} MB "
+        f"of text, {speed}"
+    )
 
 
 def _stop(number: int, _frame) -> None:

@@ -56,6 +56,7 @@ def read_counts(folder: Path, number: int) -> Counter[str]:
 
 def merge(folder: Path, shards: int, prefix: Path) -> None:
     """Write `prefix`.bin and .idx from the shards 0 to `shards` − 1."""
+
     def each(name: str):
         for number in range(shards):
             with numpy.load(shard_path(folder, number)) as arrays:

@@ -20,9 +20,7 @@ EOD = "<|endoftext|>"
 # By the name that transformers gives them, in the order of their ids. Megatron takes `eos_token` as its end of
 # document; its BERT dataset writes the padding's id into the padding mask, so that must be 0.
 GPT = {"eos_token": EOD}
-BERT = {
-    "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
-}
+BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 _LETTERS = 1000  # single characters in a WordPiece vocabulary; rarer ones are unknown, as in BERT's own
 
 

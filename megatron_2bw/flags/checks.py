@@ -28,7 +28,7 @@ def value(args: Args, flag: str):
 
 
 def task(args: Args) -> str | None:
-    """"gpt" or "bert"; None in a source checkout, whose entry scripts are Megatron's own."""
+    """ "gpt" or "bert"; None in a source checkout, whose entry scripts are Megatron's own."""
     return value(args, "--task")
 
 
@@ -39,7 +39,12 @@ def default_tokenizer(task: str | None) -> str:
 
 def _missing(args: Args) -> str | None:
     for flag in (
-        "--micro-batch-size", "--lr", "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length",
+        "--micro-batch-size",
+        "--lr",
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
         "--max-position-embeddings",
     ):
         if value(args, flag) is None:
@@ -53,14 +58,24 @@ def _missing(args: Args) -> str | None:
 
 # The first flag does nothing, or fails late, without the second.
 _NEEDS = (
-    ("--save", "--save-interval"), ("--save-params-interval", "--save"), ("--save-wgrads-interval", "--save"),
-    ("--save-activations-interval", "--save"), ("--save-dgrads-interval", "--save"), ("--log-progress", "--save"),
-    ("--save-retain-interval", "--save"), ("--exit-on-missing-checkpoint", "--load"),
-    ("--use-mp-args-from-checkpoint-args", "--use-checkpoint-args"), ("--async-save", "--use-persistent-ckpt-worker"),
-    ("--use-pytorch-profiler", "--profile"), ("--use-pytorch-profiler", "--tensorboard-dir"),
-    ("--multiple-validation-sets", "--full-validation"), ("--full-validation", "--multiple-validation-sets"),
-    ("--validation-set-names", "--multiple-validation-sets"), ("--sharp-enabled-group", "--use-sharp"),
-    ("--phase-transition-iterations", "--train-samples"), ("--dataloader-fast-cache-load", "--data-cache-path"),
+    ("--save", "--save-interval"),
+    ("--save-params-interval", "--save"),
+    ("--save-wgrads-interval", "--save"),
+    ("--save-activations-interval", "--save"),
+    ("--save-dgrads-interval", "--save"),
+    ("--log-progress", "--save"),
+    ("--save-retain-interval", "--save"),
+    ("--exit-on-missing-checkpoint", "--load"),
+    ("--use-mp-args-from-checkpoint-args", "--use-checkpoint-args"),
+    ("--async-save", "--use-persistent-ckpt-worker"),
+    ("--use-pytorch-profiler", "--profile"),
+    ("--use-pytorch-profiler", "--tensorboard-dir"),
+    ("--multiple-validation-sets", "--full-validation"),
+    ("--full-validation", "--multiple-validation-sets"),
+    ("--validation-set-names", "--multiple-validation-sets"),
+    ("--sharp-enabled-group", "--use-sharp"),
+    ("--phase-transition-iterations", "--train-samples"),
+    ("--dataloader-fast-cache-load", "--data-cache-path"),
     ("--dataloader-defer-npy-index-mmap", "--data-cache-path"),
 )
 
@@ -83,20 +98,58 @@ def _incomplete(args: Args) -> str | None:
 
 
 _POSITIVE = (
-    "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups",
-    "--kv-channels", "--seq-length", "--max-position-embeddings", "--vocab-size", "--make-vocab-size-divisible-by",
-    "--micro-batch-size", "--global-batch-size", "--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters",
-    "--train-samples", "--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size",
-    "--lr", "--lr-decay-iters", "--lr-decay-samples", "--log-interval", "--tensorboard-log-interval", "--eval-interval",
-    "--save-interval", "--exit-interval", "--recompute-num-layers", "--loss-scale", "--initial-loss-scale",
-    "--distributed-timeout-minutes", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--num-layers",
+    "--hidden-size",
+    "--ffn-hidden-size",
+    "--num-attention-heads",
+    "--num-query-groups",
+    "--kv-channels",
+    "--seq-length",
+    "--max-position-embeddings",
+    "--vocab-size",
+    "--make-vocab-size-divisible-by",
+    "--micro-batch-size",
+    "--global-batch-size",
+    "--eval-micro-batch-size",
+    "--eval-global-batch-size",
+    "--train-iters",
+    "--train-samples",
+    "--pipeline-model-parallel-size",
+    "--tensor-model-parallel-size",
+    "--context-parallel-size",
+    "--lr",
+    "--lr-decay-iters",
+    "--lr-decay-samples",
+    "--log-interval",
+    "--tensorboard-log-interval",
+    "--eval-interval",
+    "--save-interval",
+    "--exit-interval",
+    "--recompute-num-layers",
+    "--loss-scale",
+    "--initial-loss-scale",
+    "--distributed-timeout-minutes",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
 )
 _NOT_NEGATIVE = (
-    "--min-lr", "--weight-decay", "--clip-grad", "--eval-iters", "--num-workers", "--lr-warmup-iters",
-    "--lr-warmup-samples", "--seed", "--adam-eps",
+    "--min-lr",
+    "--weight-decay",
+    "--clip-grad",
+    "--eval-iters",
+    "--num-workers",
+    "--lr-warmup-iters",
+    "--lr-warmup-samples",
+    "--seed",
+    "--adam-eps",
 )
 _FRACTIONS = (
-    "--hidden-dropout", "--attention-dropout", "--adam-beta1", "--adam-beta2", "--sgd-momentum", "--lr-warmup-fraction",
+    "--hidden-dropout",
+    "--attention-dropout",
+    "--adam-beta1",
+    "--adam-beta2",
+    "--sgd-momentum",
+    "--lr-warmup-fraction",
 )
 
 
@@ -116,12 +169,21 @@ def _out_of_range(args: Args) -> str | None:
 
 
 _EXCLUSIVE = (
-    ("--fp16", "--bf16"), ("--train-iters", "--train-samples"), ("--mock-data", "--data-path"),
-    ("--mock-data", "--data-args-path"), ("--mock-data", "--train-data-path"), ("--data-path", "--train-data-path"),
-    ("--data-path", "--data-args-path"), ("--lr-warmup-fraction", "--lr-warmup-iters"),
-    ("--lr-warmup-fraction", "--lr-warmup-samples"), ("--train-iters", "--lr-warmup-samples"),
-    ("--train-iters", "--lr-decay-samples"), ("--train-samples", "--lr-warmup-iters"),
-    ("--train-samples", "--lr-decay-iters"), ("--swiglu", "--squared-relu"), ("--swiglu", "--quick-geglu"),
+    ("--fp16", "--bf16"),
+    ("--train-iters", "--train-samples"),
+    ("--mock-data", "--data-path"),
+    ("--mock-data", "--data-args-path"),
+    ("--mock-data", "--train-data-path"),
+    ("--data-path", "--train-data-path"),
+    ("--data-path", "--data-args-path"),
+    ("--lr-warmup-fraction", "--lr-warmup-iters"),
+    ("--lr-warmup-fraction", "--lr-warmup-samples"),
+    ("--train-iters", "--lr-warmup-samples"),
+    ("--train-iters", "--lr-decay-samples"),
+    ("--train-samples", "--lr-warmup-iters"),
+    ("--train-samples", "--lr-decay-iters"),
+    ("--swiglu", "--squared-relu"),
+    ("--swiglu", "--quick-geglu"),
 )
 
 
@@ -215,7 +277,7 @@ def _split_of_layers(args: Args) -> str | None:
     own = {flag: value(args, flag) for flag in flags if value(args, flag) is not None}
     extra = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     layers, stages = args.num_layers + extra - sum(own.values()), args.pipeline_model_parallel_size - len(own)
-    if (layers == 0 if stages == 0 else layers >= stages > 0 and layers % stages == 0):
+    if layers == 0 if stages == 0 else layers >= stages > 0 and layers % stages == 0:
         return None
     if own:
         given = " and ".join(f"{flag} {number}" for flag, number in own.items())
@@ -327,8 +389,10 @@ def _no_samples(args: Args, prefix: str, start: int, end: int) -> str | None:
 
 
 _TOKENIZER_PACKAGES = {
-    "SentencePieceTokenizer": "sentencepiece", "GPTSentencePieceTokenizer": "sentencepiece",
-    "Llama2Tokenizer": "sentencepiece", "TikTokenizer": "tiktoken",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "TikTokenizer": "tiktoken",
 }
 
 
@@ -392,9 +456,13 @@ def _fault_of_hub(model: str) -> str | None:
 
 # What the flag asks for is in a package that may not be there; Megatron would warn at most, or fail on one rank.
 _PACKAGES: tuple[tuple[str, str], ...] = (
-    ("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb"), ("--log-energy", "pynvml"),
-    ("--enable-ft-package", "nvidia_resiliency_ext"), ("--enable-msc", "multistorageclient"),
-    ("--run-workload-inspector-server", "workload_inspector"), ("--fault-injector-ranks", "nvidia_resiliency_ext"),
+    ("--tensorboard-dir", "tensorboard"),
+    ("--wandb-project", "wandb"),
+    ("--log-energy", "pynvml"),
+    ("--enable-ft-package", "nvidia_resiliency_ext"),
+    ("--enable-msc", "multistorageclient"),
+    ("--run-workload-inspector-server", "workload_inspector"),
+    ("--fault-injector-ranks", "nvidia_resiliency_ext"),
     ("--fault-injector-num-ranks", "nvidia_resiliency_ext"),
 )
 
@@ -426,8 +494,13 @@ def _installed(package: str) -> bool:
 
 def _paths(args: Args) -> str | None:
     for flag in (
-        "--data-args-path", "--per-split-data-args-path", "--per-dataset-sequences-path", "--te-precision-config-file",
-        "--heterogeneous-layers-config-path", "--nccl-communicator-config-path", "--tp-comm-overlap-cfg",
+        "--data-args-path",
+        "--per-split-data-args-path",
+        "--per-dataset-sequences-path",
+        "--te-precision-config-file",
+        "--heterogeneous-layers-config-path",
+        "--nccl-communicator-config-path",
+        "--tp-comm-overlap-cfg",
     ):
         if value(args, flag) and not Path(value(args, flag)).is_file():
             return f"{flag} {value(args, flag)}: there is no such file"
@@ -490,7 +563,9 @@ def _own_flags(args: Args) -> str | None:
                 return f"{flag} has no effect with --pipeline-schedule megatron: leave it out"
     if args.pipeline_schedule != "2bw":
         for flag, default in (
-            ("--two-bw-gradient-slots", 2), ("--two-bw-sync-iterations", 0), ("--two-bw-correction", "none"),
+            ("--two-bw-gradient-slots", 2),
+            ("--two-bw-sync-iterations", 0),
+            ("--two-bw-correction", "none"),
         ):
             if value(args, flag) != default:
                 return f"{flag} has no effect without --pipeline-schedule 2bw: leave it out"
@@ -520,7 +595,23 @@ def _own_flags(args: Args) -> str | None:
 
 
 MISTAKES: tuple[Callable[[Args], str | None], ...] = (
-    _missing, _out_of_range, _contradiction, _incomplete, _processes, _too_few_microbatches, _widths, _split_of_layers,
-    _recompute, _learning_rate, _paths, checkpoint, _data, _split, _empty_share, _tokenizer, _packages, _spec,
+    _missing,
+    _out_of_range,
+    _contradiction,
+    _incomplete,
+    _processes,
+    _too_few_microbatches,
+    _widths,
+    _split_of_layers,
+    _recompute,
+    _learning_rate,
+    _paths,
+    checkpoint,
+    _data,
+    _split,
+    _empty_share,
+    _tokenizer,
+    _packages,
+    _spec,
     _own_flags,
 )

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import folder as saved
-from megatron_2bw.flags.no_effect import idle_flag
 from megatron_2bw.flags.checks import MISTAKES, checkpoint, default_tokenizer, task, value
+from megatron_2bw.flags.no_effect import idle_flag
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, Schedule, extra_warmup, sync_iterations
 
 Stop = Callable[[str], NoReturn]
@@ -32,46 +32,68 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     group = parser.add_argument_group("pipeline schedule (megatron_2bw)")
     descriptions = "; ".join(f"{s.name}: {s.summary}" for s in SCHEDULES.values())
     group.add_argument(
-        "--pipeline-schedule", choices=SCHEDULE_NAMES, default="megatron",
+        "--pipeline-schedule",
+        choices=SCHEDULE_NAMES,
+        default="megatron",
         help=f"order of forwards, backwards and weight updates. megatron: Megatron's own, untouched; {descriptions}",
     )
     if device:
         group.add_argument(
-            "--device", choices=("auto", "cpu", "cuda"), default="auto",
+            "--device",
+            choices=("auto", "cpu", "cuda"),
+            default="auto",
             help="where to compute; auto: on GPUs if there are any, else on the CPU over gloo",
         )
     group.add_argument(
-        "--two-bw-exchange", choices=("auto", "nccl", "gloo"), default="auto",
+        "--two-bw-exchange",
+        choices=("auto", "nccl", "gloo"),
+        default="auto",
         help="transport between pipeline stages; auto: that of --distributed-backend; gloo stages GPU tensors "
         "through the host",
     )
     group.add_argument(
-        "--two-bw-gradient-slots", type=int, choices=(1, 2), default=2,
+        "--two-bw-gradient-slots",
+        type=int,
+        choices=(1, 2),
+        default=2,
         help="gradient buffers of 2bw; with 2 a batch accumulates while the one before is reduced and applied, with 1 "
         "it waits for that and saves their memory",
     )
     group.add_argument(
-        "--two-bw-extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]",
+        "--two-bw-extra-warmup",
+        type=extra_warmup,
+        default=(),
+        metavar="K[,K...]",
         help="more forwards that the stages of 2bw run ahead, for each boundary between stages, first to last, or one "
         "number for all: 1 hides messages that take up to half of a microbatch's time (slow links between servers), 2 "
         "up to all of it; each costs the activations of a microbatch on the stages before it",
     )
     group.add_argument(
-        "--two-bw-sync-iterations", type=sync_iterations, default=0, metavar="N",
+        "--two-bw-sync-iterations",
+        type=sync_iterations,
+        default=0,
+        metavar="N",
         help="the first N iterations of 2bw, in which the weights change most, run without gradient delay, with a "
         "flush; then the pipeline goes over without a stop",
     )
     group.add_argument(
-        "--two-bw-correction", choices=("none", "extrapolate"), default="none",
+        "--two-bw-correction",
+        choices=("none", "extrapolate"),
+        default="none",
         help="against the gradient delay of 2bw. extrapolate: a batch computes with W(j) + factor (W(j) - W(j-1)), so "
         "its gradients are taken near the weights that they change; evaluation and checkpoints have the true W(j)",
     )
     group.add_argument(
-        "--two-bw-correction-factor", type=float, default=1.0, metavar="FACTOR",
+        "--two-bw-correction-factor",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
         help="of --two-bw-correction extrapolate, between 0 (no correction) and 1 (a whole update)",
     )
     group.add_argument(
-        "--two-bw-trace", type=Path, metavar="DIR",
+        "--two-bw-trace",
+        type=Path,
+        metavar="DIR",
         help="record when every action of every stage ran and how long it waited: DIR/trace.json for Perfetto, "
         "DIR/timeline.png",
     )
@@ -271,13 +293,18 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--hybrid-context-parallel", f"sequences must have one length; {_OUT}", "any"),
     Refusal("--decoder-seq-length", f"GPT and BERT have one sequence length, --seq-length; {_OUT}", "any"),
     Refusal("--dataloader-inter-document-masking", "documents are not marked; use --reset-attention-mask", "any"),
-    Refusal("--dataloader-type", "the script gives Megatron datasets, not loaders; use single or cyclic", "any",
-            lambda a: a.dataloader_type == "external"),
+    Refusal(
+        "--dataloader-type",
+        "the script gives Megatron datasets, not loaders; use single or cyclic",
+        "any",
+        lambda a: a.dataloader_type == "external",
+    ),
     Refusal("--overlap-moe-expert-parallel-comm", f"the forward step gives no plan of its layers; {_OUT}", "any"),
     Refusal("--mtp-num-layers", f"the last stage reads no tokens; {_OUT}", "any"),
     Refusal("--log-straggler", f"the forward step feeds no straggler detector; {_OUT}", "any"),
-    Refusal("--inprocess-restart", "the script does not start again in its processes; use torchrun --max-restarts",
-            "any"),
+    Refusal(
+        "--inprocess-restart", "the script does not start again in its processes; use torchrun --max-restarts", "any"
+    ),
     Refusal("--adlr-autoresume", f"it needs a library that is not public; {_OUT}", "any"),
     Refusal("--lazy-mpu-init", f"nobody would finish the initialisation; {_OUT}", "any"),
     Refusal("--rampup-batch-size", _DROPPED, "any"),
@@ -285,46 +312,91 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--create-all-gather-group", _DROPPED, "any"),
     Refusal("--rope-scaling-factor", _DROPPED, "any", lambda a: a.rope_scaling_factor != 8.0),
     Refusal("--checkpoint-activations", "Megatron 0.19 no longer has it; use --recompute-granularity", "any"),
-    Refusal("--attention-backend", f"Megatron 0.19 ties it to a --spec that does not exist; {_OUT}", "any",
-            lambda a: _name(a.attention_backend) == "local"),
-    Refusal("--transformer-impl", "it is for inference; use transformer_engine or local", "any",
-            lambda a: a.transformer_impl == "inference_optimized"),
+    Refusal(
+        "--attention-backend",
+        f"Megatron 0.19 ties it to a --spec that does not exist; {_OUT}",
+        "any",
+        lambda a: _name(a.attention_backend) == "local",
+    ),
+    Refusal(
+        "--transformer-impl",
+        "it is for inference; use transformer_engine or local",
+        "any",
+        lambda a: a.transformer_impl == "inference_optimized",
+    ),
     Refusal("--init-method-xavier-uniform", _BROKEN, "any"),
     Refusal("--config-logger-dir", _BROKEN, "any"),
-    Refusal("--optimizer", "Megatron 0.19 fails at its first step; use muon", "any",
-            lambda a: a.optimizer == "adaptive_muon"),
-    Refusal("--fp16", "Megatron 0.19 has this --optimizer in fp32 and bf16; use --bf16", "any",
-            lambda a: a.fp16 and _emerging(a)),
-    Refusal("--loss-scale", f"Megatron 0.19 divides only some gradients by it with this --optimizer; {_OUT}", "any",
-            lambda a: a.loss_scale and _emerging(a)),
-    Refusal("--save", "Megatron 0.19 saves no state of --optimizer soap in this format; use --ckpt-format torch", "any",
-            lambda a: a.save and a.optimizer == "soap" and a.ckpt_format == "torch_dist" and not a.no_save_optim),
-    Refusal("--muon-fp32-matmul-prec", "torch has no such precision; use medium or high", "any",
-            lambda a: a.muon_fp32_matmul_prec == "low"),
+    Refusal(
+        "--optimizer",
+        "Megatron 0.19 fails at its first step; use muon",
+        "any",
+        lambda a: a.optimizer == "adaptive_muon",
+    ),
+    Refusal(
+        "--fp16",
+        "Megatron 0.19 has this --optimizer in fp32 and bf16; use --bf16",
+        "any",
+        lambda a: a.fp16 and _emerging(a),
+    ),
+    Refusal(
+        "--loss-scale",
+        f"Megatron 0.19 divides only some gradients by it with this --optimizer; {_OUT}",
+        "any",
+        lambda a: a.loss_scale and _emerging(a),
+    ),
+    Refusal(
+        "--save",
+        "Megatron 0.19 saves no state of --optimizer soap in this format; use --ckpt-format torch",
+        "any",
+        lambda a: a.save and a.optimizer == "soap" and a.ckpt_format == "torch_dist" and not a.no_save_optim,
+    ),
+    Refusal(
+        "--muon-fp32-matmul-prec",
+        "torch has no such precision; use medium or high",
+        "any",
+        lambda a: a.muon_fp32_matmul_prec == "low",
+    ),
     # Megatron's BERT, whatever the schedule. It would drop most of these without a word.
-    Refusal("--context-parallel-size", "its sequences cannot be split; use tensor or pipeline parallelism", "bert",
-            lambda a: a.context_parallel_size > 1),
-    Refusal("--position-embedding-type", "it has learned_absolute and rope", "bert",
-            lambda a: a.position_embedding_type not in ("learned_absolute", "rope")),
-    Refusal("--qk-layernorm", f"Megatron's local layers for it have none; {_OUT}", "bert",
-            lambda a: a.qk_layernorm and a.transformer_impl == "local"),
+    Refusal(
+        "--context-parallel-size",
+        "its sequences cannot be split; use tensor or pipeline parallelism",
+        "bert",
+        lambda a: a.context_parallel_size > 1,
+    ),
+    Refusal(
+        "--position-embedding-type",
+        "it has learned_absolute and rope",
+        "bert",
+        lambda a: a.position_embedding_type not in ("learned_absolute", "rope"),
+    ),
+    Refusal(
+        "--qk-layernorm",
+        f"Megatron's local layers for it have none; {_OUT}",
+        "bert",
+        lambda a: a.qk_layernorm and a.transformer_impl == "local",
+    ),
     Refusal("--qk-l2-norm", _NO_BERT, "bert"),
     Refusal("--multi-latent-attention", _NO_BERT, "bert"),
     Refusal("--experimental-attention-variant", _NO_BERT, "bert"),
     Refusal("--heterogeneous-layers-config-path", _NO_BERT, "bert"),
     Refusal("--use-mup", f"its logits would not be scaled; {_OUT}", "bert"),
-    Refusal("--attention-backend", f"its local layers choose by themselves; {_OUT}", "bert",
-            lambda a: a.transformer_impl == "local" and _name(a.attention_backend) not in ("auto", "local")),
+    Refusal(
+        "--attention-backend",
+        f"its local layers choose by themselves; {_OUT}",
+        "bert",
+        lambda a: a.transformer_impl == "local" and _name(a.attention_backend) not in ("auto", "local"),
+    ),
     Refusal("--sequence-parallel", _NEEDS_APEX, "bert", lambda a: a.sequence_parallel and not _has_apex()),
-    Refusal("--apply-layernorm-1p", _NEEDS_APEX, "bert",
-            lambda a: a.layernorm_zero_centered_gamma and not _has_apex()),
+    Refusal("--apply-layernorm-1p", _NEEDS_APEX, "bert", lambda a: a.layernorm_zero_centered_gamma and not _has_apex()),
     Refusal("--window-size", f"it attends to all words; {_OUT}", "bert"),
     Refusal("--num-experts", _EXPERTS, "bert"),
     # This project's schedules.
     Refusal("--num-layers-per-virtual-pipeline-stage", _ONE_CHUNK),
     Refusal("--num-virtual-stages-per-pipeline-rank", _ONE_CHUNK),
-    Refusal("--pipeline-model-parallel-layout",
-            "layouts are not supported yet; use --decoder-first-pipeline-num-layers for an uneven split"),
+    Refusal(
+        "--pipeline-model-parallel-layout",
+        "layouts are not supported yet; use --decoder-first-pipeline-num-layers for an uneven split",
+    ),
     Refusal("--cuda-graph-impl", _GRAPHS, asked=lambda a: a.cuda_graph_impl != "none"),
     Refusal("--enable-cuda-graph", _GRAPHS),
     Refusal("--external-cuda-graph", _GRAPHS),
@@ -344,27 +416,51 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--cpu-offloading-num-layers", _ORDER),
     Refusal("--optimizer-cpu-offload", _NOT_YET),
     Refusal("--step-batch-size-schedule", _BATCH_SIZE),
-    Refusal("--timing-log-level", "its barriers would hold all stages up; add --no-barrier-with-level-1-timing", "2bw",
-            lambda a: a.timing_log_level >= 1 and a.barrier_with_L1_time),
+    Refusal(
+        "--timing-log-level",
+        "its barriers would hold all stages up; add --no-barrier-with-level-1-timing",
+        "2bw",
+        lambda a: a.timing_log_level >= 1 and a.barrier_with_L1_time,
+    ),
     # Those of them whose microbatches cross iterations.
     Refusal("--decrease-batch-size-if-needed", _BATCH_SIZE, "no flush"),
     Refusal("--use-distributed-optimizer", f"its shards have one version; {_OUT}", "pipedream"),
-    Refusal("--num-distributed-optimizer-instances", _NOT_YET, "no flush",
-            lambda a: a.num_distributed_optimizer_instances > 1),
+    Refusal(
+        "--num-distributed-optimizer-instances",
+        _NOT_YET,
+        "no flush",
+        lambda a: a.num_distributed_optimizer_instances > 1,
+    ),
     Refusal("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET, "no flush"),
     Refusal("--use-precision-aware-optimizer", f"its kernel writes one weight store only; {_OUT}", "no flush"),
     Refusal("--overlap-param-gather-with-optimizer-step", f"the late step gathers by itself; {_OUT}", "2bw"),
-    Refusal("--optimizer", _WHOLE_MATRICES.format("use muon, without --use-distributed-optimizer"), "no flush",
-            lambda a: a.optimizer == "dist_muon" or getattr(a, "use_layer_wise_distributed_optimizer", False)),
-    Refusal("--use-distributed-optimizer", _WHOLE_MATRICES.format(f"with this --optimizer, so {_OUT}"), "no flush",
-            lambda a: a.use_distributed_optimizer and _emerging(a)),
-    Refusal("--muon-fp32-matmul-prec", "TF32 is a setting of the whole process, whose next batch runs beside the step; "
-            "use medium", "2bw", lambda a: a.muon_fp32_matmul_prec == "high"),
+    Refusal(
+        "--optimizer",
+        _WHOLE_MATRICES.format("use muon, without --use-distributed-optimizer"),
+        "no flush",
+        lambda a: a.optimizer == "dist_muon" or getattr(a, "use_layer_wise_distributed_optimizer", False),
+    ),
+    Refusal(
+        "--use-distributed-optimizer",
+        _WHOLE_MATRICES.format(f"with this --optimizer, so {_OUT}"),
+        "no flush",
+        lambda a: a.use_distributed_optimizer and _emerging(a),
+    ),
+    Refusal(
+        "--muon-fp32-matmul-prec",
+        "TF32 is a setting of the whole process, whose next batch runs beside the step; use medium",
+        "2bw",
+        lambda a: a.muon_fp32_matmul_prec == "high",
+    ),
     Refusal("--iterations-to-skip", f"{_IN_FLIGHT}none can be skipped", "no flush"),
     Refusal("--result-rejected-tracker-filename", f"{_IN_FLIGHT}none can be skipped", "no flush"),
     Refusal("--phase-transition-iterations", f"{_IN_FLIGHT}they would be of the old phase", "no flush"),
-    Refusal("--rerun-mode", f"{_IN_FLIGHT}none can be run again; use --rerun-mode disabled", "no flush",
-            lambda a: a.rerun_mode != "disabled"),
+    Refusal(
+        "--rerun-mode",
+        f"{_IN_FLIGHT}none can be run again; use --rerun-mode disabled",
+        "no flush",
+        lambda a: a.rerun_mode != "disabled",
+    ),
     Refusal("--save-activations-interval", _MIXED, "no flush"),
     Refusal("--save-dgrads-interval", _MIXED, "no flush"),
     Refusal("--save-wgrads-interval", _MIXED, "no flush"),
@@ -372,11 +468,18 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--logits-save-dir", _MIXED, "no flush"),
     Refusal("--log-max-attention-logit", _MIXED, "no flush"),
     Refusal("--qk-clip", f"it changes weights that microbatches in flight still read; {_OUT}", "no flush"),
-    Refusal("--fp16", "each stage would scale the loss by itself; add --loss-scale N, or use --bf16", "pipedream",
-            lambda a: a.fp16 and a.loss_scale is None),
-    Refusal("--untie-embeddings-and-output-weights",
-            "it must be given: each stage clips and steps alone, so tied embeddings would drift apart", "pipedream",
-            lambda a: a.pipeline_model_parallel_size > 1 and not a.untie_embeddings_and_output_weights),
+    Refusal(
+        "--fp16",
+        "each stage would scale the loss by itself; add --loss-scale N, or use --bf16",
+        "pipedream",
+        lambda a: a.fp16 and a.loss_scale is None,
+    ),
+    Refusal(
+        "--untie-embeddings-and-output-weights",
+        "it must be given: each stage clips and steps alone, so tied embeddings would drift apart",
+        "pipedream",
+        lambda a: a.pipeline_model_parallel_size > 1 and not a.untie_embeddings_and_output_weights,
+    ),
     # Megatron's local layers, and the CPU (see also cpu.UNSUPPORTED).
     Refusal("--tensor-parallel-num-weight-shards", _NEEDS_TE, "local", _sharded_weights),
     Refusal("--context-parallel-size", _NEEDS_TE, "local", lambda a: a.context_parallel_size > 1),
@@ -404,8 +507,12 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--gpu-sniff-test-interval", _NEEDS_GPU, "cpu"),
     Refusal("--record-memory-history", _NEEDS_GPU, "cpu"),
     Refusal("--log-device-memory-used", _NEEDS_GPU, "cpu"),
-    Refusal("--profile", "it profiles a GPU; add --use-pytorch-profiler", "cpu",
-            lambda a: a.profile and not a.use_pytorch_profiler),
+    Refusal(
+        "--profile",
+        "it profiles a GPU; add --use-pytorch-profiler",
+        "cpu",
+        lambda a: a.profile and not a.use_pytorch_profiler,
+    ),
 )
 
 

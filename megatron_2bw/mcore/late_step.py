@@ -30,16 +30,21 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from megatron_2bw.mcore.extrapolation import Extrapolation
-from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot, use_group
 from megatron_2bw.checkpoints.optimizer_state import is_emerging
-from megatron_2bw.mcore.proxies import (
-    BatchScaler, StandInModel, lists_of_parameters, own_matmul_precision, own_shards, rename_keys, shards_of_stand_ins,
-    stand_in_of,
-)
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.core.worker import Worker
-
+from megatron_2bw.mcore.extrapolation import Extrapolation
+from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot, use_group
+from megatron_2bw.mcore.proxies import (
+    BatchScaler,
+    StandInModel,
+    lists_of_parameters,
+    own_matmul_precision,
+    own_shards,
+    rename_keys,
+    shards_of_stand_ins,
+    stand_in_of,
+)
 
 # Seconds that the step's thread may hold Python's lock while the training thread wants to launch its next kernel.
 SWITCH_INTERVAL = 5e-4
@@ -87,7 +92,11 @@ class Groups:
     """
 
     def __init__(
-        self, megatron: Any, statistics: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None,
+        self,
+        megatron: Any,
+        statistics: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout: timedelta | None,
         parts: Sequence[Any] = (),
     ):
         def twin(group: dist.ProcessGroup | None, name: str, backend: str | None = None) -> dist.ProcessGroup:
@@ -147,12 +156,24 @@ class LateStep:
     """
 
     def __init__(
-        self, ddp: Any, optimizer: Any, scheduler: Any, stores: WeightStores, *, slots: int, increment: int,
-        groups: Any, first: int, timeout: timedelta | None = None, alarm: Callable[[], bool] | None = None,
-        loss_scale: float | None = None, saving: Callable[[], bool | None] | None = None,
-        factor: float | None = None, working: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+        self,
+        ddp: Any,
+        optimizer: Any,
+        scheduler: Any,
+        stores: WeightStores,
+        *,
+        slots: int,
+        increment: int,
+        groups: Any,
+        first: int,
+        timeout: timedelta | None = None,
+        alarm: Callable[[], bool] | None = None,
+        loss_scale: float | None = None,
+        saving: Callable[[], bool | None] | None = None,
+        factor: float | None = None,
+        working: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
     ):
-        self._parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+        self._parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         self._optimizer, self._stores = optimizer, stores
         self._increment, self._alarm, self._saving = increment, alarm, saving
         self._device = stores.params[0].device
@@ -164,8 +185,11 @@ class LateStep:
         self._gathering = _Gathering(ddp, self._groups.data)
         self._stand_ins = {param: stand_in_of(param) for param in stores.params}
         self._places = [
-            (places, index) for part in self._parts for places in lists_of_parameters(part)
-            for index, param in enumerate(places) if isinstance(param, torch.nn.Parameter) and param in self._stand_ins
+            (places, index)
+            for part in self._parts
+            for places in lists_of_parameters(part)
+            for index, param in enumerate(places)
+            if isinstance(param, torch.nn.Parameter) and param in self._stand_ins
         ]
         self._model = StandInModel(ddp, self._stand_ins)
         self._worker = Worker("2bw step", self._device)
@@ -232,7 +256,11 @@ class LateStep:
         return float(self._scales[version])
 
     def start(
-        self, batch: int, needed: set[int], tokens: torch.Tensor | None, report: Callable[[], StageReport],
+        self,
+        batch: int,
+        needed: set[int],
+        tokens: torch.Tensor | None,
+        report: Callable[[], StageReport],
         extrapolate: bool,
     ) -> None:
         """After the last backward of `batch`: start its reduction and step.
@@ -303,8 +331,16 @@ class LateStep:
     # The rest runs in the worker's thread.
 
     def _update(
-        self, batch: int, target: int, slot: Slot, tokens: torch.Tensor | None, scale: torch.Tensor,
-        report: Callable[[], StageReport], alarm: bool, extrapolate: bool, ready: torch.cuda.Event,
+        self,
+        batch: int,
+        target: int,
+        slot: Slot,
+        tokens: torch.Tensor | None,
+        scale: torch.Tensor,
+        report: Callable[[], StageReport],
+        alarm: bool,
+        extrapolate: bool,
+        ready: torch.cuda.Event,
     ) -> tuple[Outcome, torch.Tensor, torch.cuda.Event]:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
@@ -326,8 +362,15 @@ class LateStep:
                 self._megatron.schedule(increment=self._increment)
             scale = self._current_scale().clone()
             outcome = Outcome(
-                batch, bool(stepped), None if grad_norm is None else float(grad_norm), zeros, float(scale),
-                get_canonical_lr_for_logging(self._optimizer.param_groups), stages, alarm, written,
+                batch,
+                bool(stepped),
+                None if grad_norm is None else float(grad_norm),
+                zeros,
+                float(scale),
+                get_canonical_lr_for_logging(self._optimizer.param_groups),
+                stages,
+                alarm,
+                written,
             )
             done = torch.cuda.Event()
             done.record()

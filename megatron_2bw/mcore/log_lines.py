@@ -210,9 +210,12 @@ class LateLogbook(Logbook):
     def _write_one(self, entry: _Entry, outcome: Outcome) -> None:
         args = get_args()
         values = entry.values | {
-            "learning_rate": outcome.learning_rate, "loss_scale": outcome.loss_scale,
-            "grad_norm": outcome.grad_norm, "num_zeros_in_grad": outcome.zeros,
-            "skipped_iter": 0 if outcome.stepped else 1, "report_memory_flag": self._report_memory,
+            "learning_rate": outcome.learning_rate,
+            "loss_scale": outcome.loss_scale,
+            "grad_norm": outcome.grad_norm,
+            "num_zeros_in_grad": outcome.zeros,
+            "skipped_iter": 0 if outcome.stepped else 1,
+            "report_memory_flag": self._report_memory,
         }
         self._stages.append(outcome.stages)
         self._seconds += entry.seconds

@@ -121,7 +121,8 @@ def shards_of_stand_ins(part: Any, stand_ins: dict[torch.nn.Parameter, torch.Ten
     owners = {stand_in: param for param, stand_in in stand_ins.items()}
     original, ranges = part.model_param_gbuf_map, part._get_model_param_range_map
     part.model_param_gbuf_map = {
-        **original, **{stand_in: original[param] for stand_in, param in owners.items() if param in original},
+        **original,
+        **{stand_in: original[param] for stand_in, param in owners.items() if param in original},
     }
 
     def of_the_owner(param: torch.Tensor) -> dict:
@@ -146,7 +147,8 @@ def own_shards(part: Any) -> None:
     """
     shards = {
         shard: torch.nn.Parameter(shard.detach().clone(), requires_grad=False)
-        for group in getattr(part, "shard_fp32_groups", ()) for shard in group
+        for group in getattr(part, "shard_fp32_groups", ())
+        for shard in group
     }
     for shard, own in shards.items():
         own.__dict__.update(shard.__dict__)

@@ -28,7 +28,10 @@ class RandomState:
     def now(cls) -> RandomState:
         states = tensor_parallel.get_cuda_rng_tracker().get_states()
         return cls(
-            random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state(),
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(),
             {name: tensor_parallel.convert_cuda_rng_state(state) for name, state in states.items()},
         )
 
@@ -39,7 +42,9 @@ class RandomState:
         torch.cuda.set_rng_state(self.device)
         tracker: Any = tensor_parallel.get_cuda_rng_tracker()
         graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-        tracker.set_states({
-            name: tensor_parallel.convert_cuda_rng_state(state, to_graphable=graphable)
-            for name, state in self.tracker.items()
-        })
+        tracker.set_states(
+            {
+                name: tensor_parallel.convert_cuda_rng_state(state, to_graphable=graphable)
+                for name, state in self.tracker.items()
+            }
+        )

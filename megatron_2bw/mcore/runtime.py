@@ -23,13 +23,13 @@ from megatron.core.utils import get_model_config
 from megatron.training import print_rank_0
 
 from megatron_2bw.core.p2p import Exchange, connect
-from megatron_2bw.mcore.extrapolation import going_on
-from megatron_2bw.mcore.log_lines import LateLogbook, Logbook, PromptLogbook, Spent
-from megatron_2bw.mcore.late_step import LateStep, StageReport
-from megatron_2bw.mcore.rng_state import RandomState
-from megatron_2bw.schedules import B, F, REDUCE, STEP, Action, Schedule, Shape
-from megatron_2bw.timelines.trace import Recorder, TraceWriter
 from megatron_2bw.core.weights import WeightStores
+from megatron_2bw.mcore.extrapolation import going_on
+from megatron_2bw.mcore.late_step import LateStep, StageReport
+from megatron_2bw.mcore.log_lines import LateLogbook, Logbook, PromptLogbook, Spent
+from megatron_2bw.mcore.rng_state import RandomState
+from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule, Shape
+from megatron_2bw.timelines.trace import Recorder, TraceWriter
 
 # Iterations in which kernels are compiled, tuned and loaded at their first use, which may wait for the whole GPU.
 WARM_UP = 2
@@ -103,9 +103,15 @@ class PipelineRuntime:
     """
 
     def __init__(
-        self, schedule: Schedule, progress: Callable[[], Progress], transport: str = "auto",
-        timeout: timedelta | None = None, timed: bool = False, trace: Path | None = None,
-        alarm: Callable[[], bool] | None = None, factor: float | None = None,
+        self,
+        schedule: Schedule,
+        progress: Callable[[], Progress],
+        transport: str = "auto",
+        timeout: timedelta | None = None,
+        timed: bool = False,
+        trace: Path | None = None,
+        alarm: Callable[[], bool] | None = None,
+        factor: float | None = None,
     ):
         self.schedule, self.progress = schedule, progress
         self.transport, self.timeout, self.timed = transport, timeout, timed
@@ -151,10 +157,21 @@ class PipelineRuntime:
         self._scheduler = scheduler
 
     def forward_backward(
-        self, *, forward_step_func, data_iterator, model, num_microbatches: int, seq_length: int,
-        micro_batch_size: int, decoder_seq_length: int | None = None, forward_only: bool = False,
-        collect_non_loss_data: bool = False, first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Callable | None = None, p2p_communicator=None, pg_collection=None,
+        self,
+        *,
+        forward_step_func,
+        data_iterator,
+        model,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable | None = None,
+        p2p_communicator=None,
+        pg_collection=None,
         force_all_reduce: bool | None = False,
     ) -> list[dict[str, torch.Tensor]]:
         """One training iteration, with the signature of Megatron's schedules. Evaluation is Megatron's own.
@@ -164,25 +181,37 @@ class PipelineRuntime:
         if forward_only:
             self.finish()
             return megatron_schedules.get_forward_backward_func()(
-                forward_step_func=forward_step_func, data_iterator=data_iterator, model=model,
-                num_microbatches=num_microbatches, seq_length=seq_length, micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length, forward_only=True,
-                collect_non_loss_data=collect_non_loss_data, first_val_step=first_val_step,
-                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator,
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=num_microbatches,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                forward_only=True,
+                collect_non_loss_data=collect_non_loss_data,
+                first_val_step=first_val_step,
+                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+                p2p_communicator=p2p_communicator,
                 pg_collection=pg_collection,
             )
         (model,) = model if isinstance(model, list) else [model]
         config = get_model_config(model)
         _refuse(
-            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator,
+            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+            p2p_communicator=p2p_communicator,
             variable_seq_lengths=config.variable_seq_lengths,
             num_microbatches_with_partial_activation_checkpoints=(
                 config.num_microbatches_with_partial_activation_checkpoints
             ),
         )
         call = Call(
-            forward_step_func, data_iterator, model, config,
-            pg_collection or megatron_schedules._build_default_pg_collection(), bool(force_all_reduce),
+            forward_step_func,
+            data_iterator,
+            model,
+            config,
+            pg_collection or megatron_schedules._build_default_pg_collection(),
+            bool(force_all_reduce),
         )
         progress = self.progress()
         self._start(call, progress, num_microbatches, micro_batch_size)
@@ -291,12 +320,14 @@ class PipelineRuntime:
             self._shape = Shape(len(ranks), microbatches, progress.iteration, progress.end)
             self._exchange = connect(ranks, torch.distributed.get_rank(), self.transport, device, self.timeout)
             for outbox, sender in (
-                (self._exchange.activations_out, self._stage), (self._exchange.gradients_out, self._stage - 1),
+                (self._exchange.activations_out, self._stage),
+                (self._exchange.gradients_out, self._stage - 1),
             ):
                 if outbox is not None:
                     outbox.limit = self.schedule.max_in_flight(self._shape, sender) + 1
             for inbox, boundary in (
-                (self._exchange.activations_in, self._stage - 1), (self._exchange.gradients_in, self._stage),
+                (self._exchange.activations_in, self._stage - 1),
+                (self._exchange.gradients_in, self._stage),
             ):
                 if inbox is not None:
                     before, after = (self.schedule.ahead(self._shape, boundary + side) for side in (0, 1))
@@ -341,10 +372,20 @@ class PipelineRuntime:
                 "delay"
             )
         self.late = LateStep(
-            call.model, self._optimizer, self._scheduler, self.stores, slots=self.schedule.gradient_slots,
-            increment=samples * mpu.get_data_parallel_world_size(), groups=call.groups, first=progress.iteration,
-            timeout=self.timeout, alarm=self._alarm, loss_scale=self.loss_scale(), saving=self.saving,
-            factor=self._factor, working=working,
+            call.model,
+            self._optimizer,
+            self._scheduler,
+            self.stores,
+            slots=self.schedule.gradient_slots,
+            increment=samples * mpu.get_data_parallel_world_size(),
+            groups=call.groups,
+            first=progress.iteration,
+            timeout=self.timeout,
+            alarm=self._alarm,
+            loss_scale=self.loss_scale(),
+            saving=self.saving,
+            factor=self._factor,
+            working=working,
         )
         self.logbook = LateLogbook()
 
@@ -475,9 +516,17 @@ class PipelineRuntime:
         start = self._recorder.mark()
         self._bind(action)
         output, tokens = megatron_schedules.forward_step(
-            call.forward_step_func, call.data_iterator, call.model, self._shape.microbatches, received,
-            batch.losses, call.config, call.groups.cp.size(), is_first_microbatch=index == 0,
-            current_microbatch=index, is_last_stage=self._exchange.activations_out is None,
+            call.forward_step_func,
+            call.data_iterator,
+            call.model,
+            self._shape.microbatches,
+            received,
+            batch.losses,
+            call.config,
+            call.groups.cp.size(),
+            is_first_microbatch=index == 0,
+            current_microbatch=index,
+            is_last_stage=self._exchange.activations_out is None,
         )
         batch.tokens = batch.tokens + tokens
         if self._exchange.activations_out is not None:
@@ -508,7 +557,10 @@ class PipelineRuntime:
             to_come = Action(STEP, action.microbatch, action.version + 1)
             marks = self._recorder.cut()
             self.late.start(
-                action.microbatch, self._versions_still_read(to_come), tokens, partial(self._report, marks),
+                action.microbatch,
+                self._versions_still_read(to_come),
+                tokens,
+                partial(self._report, marks),
                 extrapolate=self.schedule.extrapolates(action.microbatch + 1),
             )
             return
@@ -529,8 +581,12 @@ class PipelineRuntime:
     ) -> torch.Tensor:
         """An empty tensor [sequence, microbatch, hidden] of the pipeline's dtype, for one boundary message."""
         (shape,) = megatron_schedules.get_tensor_shapes(
-            seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length,
-            config=call.config, tp_group=call.groups.tp, cp_group=call.groups.cp,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=call.config,
+            tp_group=call.groups.tp,
+            cp_group=call.groups.cp,
         )
         return torch.empty(shape, dtype=call.config.pipeline_dtype, device=torch.cuda.current_device())
 

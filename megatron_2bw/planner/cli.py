@@ -15,25 +15,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.planner.measure import calibrate as calibration
 from megatron_2bw.planner import tools
-from megatron_2bw.planner.measure import validate
-from megatron_2bw.planner.measure import blocks as measure
-from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report
 from megatron_2bw.planner.cost.closed_form import ClosedForm
+from megatron_2bw.planner.cost.simulated import MARGIN, Cost, Estimate
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.describe.cluster import ClusterError
-from megatron_2bw.planner.cost.simulated import MARGIN, Cost, Estimate
 from megatron_2bw.planner.describe.inputs import Parser, add_model_flags, cluster_of, model_of, numbers
 from megatron_2bw.planner.describe.model import ModelError
-from megatron_2bw.planner.measure.place import ValidateError
 from megatron_2bw.planner.describe.plan import RECOMPUTE
 from megatron_2bw.planner.describe.profile import ProfileError
 from megatron_2bw.planner.find.search import PLANNED, Search, Space
+from megatron_2bw.planner.measure import blocks as measure
+from megatron_2bw.planner.measure import calibrate as calibration
+from megatron_2bw.planner.measure import validate
+from megatron_2bw.planner.measure.place import ValidateError
+from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
 ERRORS = (
-    ModelError, ClusterError, ProfileError, ValidateError, calibration.RunsError, report.ReportError,
+    ModelError,
+    ClusterError,
+    ProfileError,
+    ValidateError,
+    calibration.RunsError,
+    report.ReportError,
     jobs.PlanFileError,
 )
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
@@ -42,7 +47,10 @@ EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {
-        "plan": run_plan, "profile": run_profile, "simulate": tools.run_simulate, "validate": run_validate,
+        "plan": run_plan,
+        "profile": run_profile,
+        "simulate": tools.run_simulate,
+        "validate": run_validate,
         "calibrate": tools.run_calibrate,
     }
     name = words.pop(0) if words and words[0] in commands else "plan"
@@ -67,27 +75,49 @@ def planning_parser(prog: str, description: str) -> Parser:
     group.add_argument("--gpus-per-server", type=int, help="fewer than the cluster's servers have")
     group.add_argument("--profile", type=Path, metavar="FILE.json", help="what `megatron-2bw-plan profile` measured")
     group = parser.add_argument_group("what may be chosen")
-    group.add_argument("--max-global-batch-size", type=int, required=True, metavar="N",
-                       help="the largest global batch, in samples, that is safe for convergence")
+    group.add_argument(
+        "--max-global-batch-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="the largest global batch, in samples, that is safe for convergence",
+    )
     group.add_argument("--schedules", type=lambda text: tuple(text.split(",")), default=PLANNED, metavar="NAME,...")
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--micro-batch-size"):
         group.add_argument(flag, type=numbers, metavar="N,...", help="default: all that are legal")
-    group.add_argument("--recompute", type=lambda text: tuple(text.split(",")), default=RECOMPUTE, metavar="NAME,...",
-                       help=f"of {', '.join(RECOMPUTE)}")
+    group.add_argument(
+        "--recompute",
+        type=lambda text: tuple(text.split(",")),
+        default=RECOMPUTE,
+        metavar="NAME,...",
+        help=f"of {', '.join(RECOMPUTE)}",
+    )
     group.add_argument("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
     group.add_argument("--no-extra-warmup", action="store_true", help="of 2bw, which hides messages on slow links")
-    group.add_argument("--extrapolate", action="store_true",
-                       help="2bw with --two-bw-correction extrapolate, for which a step needs more memory")
+    group.add_argument(
+        "--extrapolate",
+        action="store_true",
+        help="2bw with --two-bw-correction extrapolate, for which a step needs more memory",
+    )
     group.add_argument("--no-distributed-optimizer", action="store_true", help="by default both are tried")
     group.add_argument("--no-sequence-parallel", action="store_true", help="with tensor parallelism, as on the CPU")
     group.add_argument("--no-uneven-stages", action="store_true", help="by default first and last may differ")
     group = parser.add_argument_group("how it is judged")
     group.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16, or fp16 without it")
     group.add_argument("--attention", choices=("flash", "core"), help="default: flash where the GPU has it")
-    group.add_argument("--memory-margin", type=float, default=MARGIN, metavar="SHARE",
-                       help=f"of the memory that is left free (default: {MARGIN})")
-    group.add_argument("--cost", choices=("simulation", "closed-form"), default="simulation",
-                       help="closed-form: the paper's Appendix A")
+    group.add_argument(
+        "--memory-margin",
+        type=float,
+        default=MARGIN,
+        metavar="SHARE",
+        help=f"of the memory that is left free (default: {MARGIN})",
+    )
+    group.add_argument(
+        "--cost",
+        choices=("simulation", "closed-form"),
+        default="simulation",
+        help="closed-form: the paper's Appendix A",
+    )
     group.add_argument("--top", type=int, default=8, metavar="K", help="plans that are shown (default: 8)")
     return parser
 
@@ -111,10 +141,17 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
     flash = {None: False if on_cpu else None, "flash": True, "core": False}[options.attention]
     cost = kind(model, cluster, precision, flash, options.memory_margin)
     space = Space(
-        options.max_global_batch_size, options.schedules, options.tensor_model_parallel_size,
-        options.pipeline_model_parallel_size, options.micro_batch_size, options.recompute, options.gradient_slots,
-        (False,) if options.no_distributed_optimizer else (False, True), uneven=not options.no_uneven_stages,
-        sequence_parallel=not options.no_sequence_parallel and not on_cpu, extra_warmup=not options.no_extra_warmup,
+        options.max_global_batch_size,
+        options.schedules,
+        options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size,
+        options.micro_batch_size,
+        options.recompute,
+        options.gradient_slots,
+        (False,) if options.no_distributed_optimizer else (False, True),
+        uneven=not options.no_uneven_stages,
+        sequence_parallel=not options.no_sequence_parallel and not on_cpu,
+        extra_warmup=not options.no_extra_warmup,
         extrapolate=options.extrapolate,
     )
     return cost, space
@@ -122,7 +159,8 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
 
 def _check(options: argparse.Namespace, parser: Parser) -> None:
     for flag, given, known in (
-        ("--schedules", options.schedules, SCHEDULE_NAMES), ("--recompute", options.recompute, RECOMPUTE),
+        ("--schedules", options.schedules, SCHEDULE_NAMES),
+        ("--recompute", options.recompute, RECOMPUTE),
         ("--gradient-slots", options.gradient_slots, (1, 2)),
     ):
         wrong = [entry for entry in given if entry not in known]
@@ -164,8 +202,15 @@ def run_plan(words: list[str], prog: str) -> int:
     if result is None:
         return 1
     cost = result.cost
-    print(explain.table(result), explain.memory_table(result.estimates[0]), explain.reason(result),
-          rejections.rejections(result), explain.evidence(cost), explain.CAVEAT, sep="\n\n")
+    print(
+        explain.table(result),
+        explain.memory_table(result.estimates[0]),
+        explain.reason(result),
+        rejections.rejections(result),
+        explain.evidence(cost),
+        explain.CAVEAT,
+        sep="\n\n",
+    )
     best = result.estimates[0].plan
     print(f"\nFlags of the first plan:\n  {' '.join([*cost.model.flags(), *best.flags(cost.precision)])}")
     _write(options, result)
@@ -213,8 +258,13 @@ def run_validate(words: list[str], prog: str) -> int:
 
 
 def run_profile(words: list[str], prog: str) -> int:
-    parser = Parser(prog=prog, allow_abbrev=False, description=(
-        "Times one layer, the output layer, the optimizer and, under torchrun, the links of the machines at hand."))
+    parser = Parser(
+        prog=prog,
+        allow_abbrev=False,
+        description=(
+            "Times one layer, the output layer, the optimizer and, under torchrun, the links of the machines at hand."
+        ),
+    )
     add_model_flags(parser)
     measure.add_flags(parser)
     options = parser.parse_args(words)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.timelines import paper_figures
-from megatron_2bw.planner.measure import calibrate as calibration
-from megatron_2bw.planner.tell import report
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.describe.cluster import Cluster, from_yaml, to_yaml
 from megatron_2bw.planner.describe.cluster import preset as cluster_preset
 from megatron_2bw.planner.describe.inputs import Parser
+from megatron_2bw.planner.measure import calibrate as calibration
+from megatron_2bw.planner.tell import report
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, extra_warmup, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.timelines import paper_figures
 from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
 from megatron_2bw.timelines.text import render
 
@@ -30,8 +30,13 @@ def run_simulate(words: list[str], prog: str) -> int:
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--virtual", type=int, default=2, help="chunks a stage of megatron-interleaved")
     parser.add_argument("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
-    parser.add_argument("--extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]",
-                        help="of 2bw: more forwards ahead, for each boundary between stages or one number for all")
+    parser.add_argument(
+        "--extra-warmup",
+        type=extra_warmup,
+        default=(),
+        metavar="K[,K...]",
+        help="of 2bw: more forwards ahead, for each boundary between stages or one number for all",
+    )
     times = (("forward", 1.0), ("backward", 2.0), ("transfer", 0.0), ("reduce", 0.0), ("step", 0.0))
     for name, default in times:
         parser.add_argument(f"--{name}", type=float, default=default, help=f"time (default: {default:g})")
@@ -74,16 +79,19 @@ def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:
     least = schedule.min_microbatches(options.stages)
     if options.microbatches < least:
         more = " and --extra-warmup" if any(extra) else ""
-        parser.error(f"--microbatches {options.microbatches}: {options.schedule} needs {least} with {options.stages} "
-                     f"stages{more}")
+        parser.error(
+            f"--microbatches {options.microbatches}: {options.schedule} needs {least} with {options.stages} "
+            f"stages{more}"
+        )
     return schedule
 
 
 def _simulate(options: argparse.Namespace, schedule: Schedule) -> None:
     from megatron_2bw.timelines.picture import draw_shapes
 
-    times = Times(options.forward, options.backward, transfer=options.transfer, reduce=options.reduce,
-                  step=options.step)
+    times = Times(
+        options.forward, options.backward, transfer=options.transfer, reduce=options.reduce, step=options.step
+    )
     shape = Shape(options.stages, options.microbatches, 0, options.iterations)
     print(f"{options.schedule}, {options.stages} stages, {options.microbatches} microbatches a batch")
     print(render(simulate(schedule, shape, times), options.stages, columns=options.columns, versions=options.versions))
@@ -103,13 +111,23 @@ def _draw(path: Path | None, draw: Callable[[], object]) -> None:
 
 
 def run_calibrate(words: list[str], prog: str) -> int:
-    parser = Parser(prog=prog, allow_abbrev=False, description=(
-        "Fits a cluster's constants to measured runs. Columns of the CSV file: "
-        f"{', '.join(calibration.COLUMNS)}; optional: {', '.join(calibration.OPTIONAL)}."))
+    parser = Parser(
+        prog=prog,
+        allow_abbrev=False,
+        description=(
+            "Fits a cluster's constants to measured runs. Columns of the CSV file: "
+            f"{', '.join(calibration.COLUMNS)}; optional: {', '.join(calibration.OPTIONAL)}."
+        ),
+    )
     parser.add_argument("runs", type=Path, metavar="RUNS.csv", help="measured runs, one a row")
     parser.add_argument("--cluster", required=True, metavar="NAME|FILE.yaml")
-    parser.add_argument("--rows", type=int, default=20, help="that are fitted to, spread over the file (default: 20); "
-                        "the others are predicted. 0: none, the cluster as it is")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=20,
+        help="that are fitted to, spread over the file (default: 20); "
+        "the others are predicted. 0: none, the cluster as it is",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
     parser.add_argument("--predictions", type=Path, metavar="FILE.csv", help="the runs with their predicted seconds")
     options = parser.parse_args(words)
@@ -122,8 +140,10 @@ def run_calibrate(words: list[str], prog: str) -> int:
         cluster = calibration.calibrate(cluster, [runs[index] for index in sorted(chosen)])
     predicted = calibration.predict(cluster, runs)
     errors = [abs(p / run.seconds - 1) for i, (p, run) in enumerate(zip(predicted, runs)) if i not in chosen]
-    print(f"fitted to {len(chosen)} of {len(runs)} runs: {cluster.device}\n{cluster.inside} inside, {cluster.between} "
-          "between servers")
+    print(
+        f"fitted to {len(chosen)} of {len(runs)} runs: {cluster.device}\n{cluster.inside} inside, {cluster.between} "
+        "between servers"
+    )
     if errors:
         print(f"mean absolute error of the other {len(errors)}: {sum(errors) / len(errors):.1%}")
     if options.out:

@@ -1,6 +1,6 @@
 """Pipeline schedules as data: pure Python, no torch. One definition drives runtime, validator and pictures."""
 
-from megatron_2bw.schedules.action import B, F, REDUCE, STEP, W, Action, Shape, parse
+from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape, W, parse
 from megatron_2bw.schedules.base import Schedule
 from megatron_2bw.schedules.flush import GPipe, NoPipelining, PipeDreamFlush
 from megatron_2bw.schedules.pipedream import PipeDream
@@ -25,7 +25,22 @@ def schedule_of(
 
 
 __all__ = [
-    "B", "F", "REDUCE", "STEP", "W", "Action", "Shape", "Schedule", "ScheduleError", "SCHEDULES", "SCHEDULE_NAMES",
-    "TwoBW", "check_actions", "extra_warmup", "parse", "schedule_of",
-    "sync_iterations", "validate",
+    "B",
+    "F",
+    "REDUCE",
+    "STEP",
+    "W",
+    "Action",
+    "Shape",
+    "Schedule",
+    "ScheduleError",
+    "SCHEDULES",
+    "SCHEDULE_NAMES",
+    "TwoBW",
+    "check_actions",
+    "extra_warmup",
+    "parse",
+    "schedule_of",
+    "sync_iterations",
+    "validate",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_2bw.schedules.action import B, F, REDUCE, STEP, Action, Shape
+from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape
 
 
 class Schedule:

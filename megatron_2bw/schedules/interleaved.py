@@ -1,6 +1,6 @@
 """Megatron's interleaved 1F1B with a flush, for the planner: Megatron's own loop runs it, not our runtime."""
 
-from megatron_2bw.schedules.action import B, F, Action, Shape
+from megatron_2bw.schedules.action import Action, B, F, Shape
 from megatron_2bw.schedules.base import Schedule, finish, one_forward_one_backward
 
 

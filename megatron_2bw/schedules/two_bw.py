@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import replace
 
-from megatron_2bw.schedules.action import B, F, Action, Shape
+from megatron_2bw.schedules.action import Action, B, F, Shape
 from megatron_2bw.schedules.base import Schedule, reduce, step, with_flush, without_flush
 
 

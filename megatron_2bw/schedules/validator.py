@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_2bw.schedules.action import B, F, REDUCE, STEP, Action, Shape
+from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape
 from megatron_2bw.schedules.base import Schedule
 
 
@@ -168,6 +168,7 @@ def _fail(stages: list[_Stage], index: int, reason: str) -> None:
 
 def grid(actions: list[list[Action]], mark: tuple[int, int] | None = None) -> str:
     """The rank x step table of action lists as text; the action at `mark` = (stage, step) stands between > <."""
+
     def cell(stage: int, step: int) -> str:
         text = str(actions[stage][step]) if step < len(actions[stage]) else ""
         return f">{text}<" if (stage, step) == mark else text

@@ -62,7 +62,10 @@ def launch(task: str) -> None:
         config = pretrain_cfg_container_from_args(args, module.model_config(args))
         try:
             pretrain(
-                config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step,
+                config,
+                module.datasets_provider,
+                ModelType.encoder_or_decoder,
+                module.forward_step,
                 getattr(module, "model_provider", None),  # for a task without a configuration
                 store=rendezvous.store(timedelta(minutes=args.distributed_timeout_minutes)),
             )

@@ -24,8 +24,8 @@ from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_2bw.tasks.mock_bert import MockBertDataset
 from megatron_2bw.tasks.common import DataCheck, check_loss, masked_sum, micro_batch_size, report
+from megatron_2bw.tasks.mock_bert import MockBertDataset
 
 FIELDS = ("padding_mask", "text", "types", "labels", "loss_mask")  # [microbatch, sequence] each
 MASKED_WORDS = 3  # at most so many words in a row are masked together, as in Megatron's own BERT
@@ -35,8 +35,9 @@ def model_config(args) -> None:
     """Megatron 0.19 has no configuration class for BERT: `model_provider` builds it."""
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config=None,
-                   pg_collection=None) -> BertModel:
+def model_provider(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config=None, pg_collection=None
+) -> BertModel:
     """This stage of the model, of Megatron's local layers or Transformer Engine's."""
     args = get_args()
     if args.spec is not None:
@@ -46,13 +47,21 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     else:
         layer = get_bert_layer_with_transformer_engine_spec()
     return BertModel(
-        config=config or core_transformer_config_from_args(args), transformer_layer_spec=layer,
-        vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
-        num_tokentypes=2 if args.bert_binary_head else 0, add_binary_head=args.bert_binary_head,
+        config=config or core_transformer_config_from_args(args),
+        transformer_layer_spec=layer,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        num_tokentypes=2 if args.bert_binary_head else 0,
+        add_binary_head=args.bert_binary_head,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor, parallel_output=True,
-        pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        parallel_output=True,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
     )
 
 
@@ -71,9 +80,7 @@ def forward_step(data_iterator, model):
     return output, partial(loss, batch["loss_mask"], batch["is_random"])
 
 
-def get_batch(
-    data_iterator, training: bool = True, vp_stage: int | None = None
-) -> dict[str, torch.Tensor | None]:
+def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None) -> dict[str, torch.Tensor | None]:
     """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the padding mask alone, else None.
 
     vp_stage: the number of the model chunk on this rank, with Megatron's interleaved stages.
@@ -167,12 +174,24 @@ def dataset_config(args) -> BERTMaskedWordPieceDatasetConfig:
     """Megatron's dataset configuration from its own flags."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return BERTMaskedWordPieceDatasetConfig(
-        random_seed=args.seed, sequence_length=args.seq_length, blend=blend, blend_per_split=blend_per_split,
-        split=args.split, multiple_validation_sets=args.multiple_validation_sets, full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads, path_to_cache=args.data_cache_path,
-        tokenizer=get_tokenizer(), mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens, masking_probability=args.mask_prob,
-        short_sequence_probability=args.short_seq_prob, masking_max_ngram=MASKED_WORDS, masking_do_full_word=True,
-        masking_do_permutation=False, masking_use_longer_ngrams=False, masking_use_geometric_distribution=False,
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        tokenizer=get_tokenizer(),
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        masking_probability=args.mask_prob,
+        short_sequence_probability=args.short_seq_prob,
+        masking_max_ngram=MASKED_WORDS,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
         classification_head=args.bert_binary_head,
     )

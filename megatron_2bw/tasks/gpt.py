@@ -56,14 +56,20 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
         batch = {key: value.cuda(non_blocking=True) for key, value in fields.items()}
         batch.setdefault("attention_mask", None)
     batch = get_batch_on_this_tp_rank(
-        batch, has_cu_seqlens=False, is_hybrid_cp=False,
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
-        broadcast_group=mpu.get_tensor_model_parallel_group(), cp_size=args.context_parallel_size,
-        tp_rank=mpu.get_tensor_model_parallel_rank(), micro_batch_size=micro_batch_size(args, training),
-        seq_length=args.seq_length, mtp_on_this_rank=False,
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=micro_batch_size(args, training),
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=first, is_pipeline_last_stage=last,
+        is_pipeline_first_stage=first,
+        is_pipeline_last_stage=last,
     )
     batch = get_batch_on_this_cp_rank(
         {key: batch[key] for key in FIELDS}, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
@@ -105,22 +111,37 @@ def dataset_config(args) -> GPTDatasetConfig:
         with open(args.per_dataset_sequences_path) as file:
             sequences = json.load(file)
     options = dict(
-        random_seed=args.seed, sequence_length=args.seq_length, blend=blend, blend_per_split=blend_per_split,
-        split=args.split, multiple_validation_sets=args.multiple_validation_sets, full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads, path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files, tokenizer=get_tokenizer(), reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask, eod_mask_loss=args.eod_mask_loss,
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens, fast_cache_load=args.dataloader_fast_cache_load,
-        sequences_per_dataset=sequences, defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        sequences_per_dataset=sequences,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
     )
     if not args.fim_data:
         return GPTDatasetConfig(**options)
     return GPTFIMDatasetConfig(
-        **options, fim_rate=args.fim_rate, fim_spm_rate=args.fim_spm_rate, fim_split_sample=args.fim_split_sample,
-        fim_fragment_rate=args.fim_fragment_rate, fim_no_prefix=args.fim_no_prefix,
+        **options,
+        fim_rate=args.fim_rate,
+        fim_spm_rate=args.fim_spm_rate,
+        fim_split_sample=args.fim_split_sample,
+        fim_fragment_rate=args.fim_fragment_rate,
+        fim_no_prefix=args.fim_no_prefix,
         fim_extra_tokens={
             name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")
         },

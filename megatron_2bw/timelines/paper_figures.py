@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_2bw.schedules import SCHEDULES, Shape
+from megatron_2bw.timelines.picture import draw_shapes
 from megatron_2bw.timelines.simulator import simulate
 from megatron_2bw.timelines.text import render
-from megatron_2bw.timelines.picture import draw_shapes
 
 
 class Figure(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_2bw.schedules import B, F, REDUCE, STEP, W, Schedule, Shape
+from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape, W
 from megatron_2bw.timelines.simulator import Event, PerStage, Times, iteration_time, makespan, simulate
 
 # By batch, so that the eye finds where one batch ends and the next begins; the backward is the darker of a pair.
@@ -25,7 +25,10 @@ def draw(
 
 
 def draw_shapes(
-    panels: Sequence[tuple[Schedule, Shape]], path: Path, times: Times = Times(), until: float | None = None,
+    panels: Sequence[tuple[Schedule, Shape]],
+    path: Path,
+    times: Times = Times(),
+    until: float | None = None,
     versions: bool = False,
 ) -> None:
     """As `draw`, each schedule with a shape of its own.
@@ -70,8 +73,13 @@ def _of(time: PerStage) -> str:
 
 
 def draw_events(
-    events: list[Event], stages: int, microbatches: int, path: Path, title: str,
-    span: tuple[float, float] | None = None, steps: bool = False,
+    events: list[Event],
+    stages: int,
+    microbatches: int,
+    path: Path,
+    title: str,
+    span: tuple[float, float] | None = None,
+    steps: bool = False,
 ) -> None:
     """Write a picture of one timeline, measured or simulated, with times in seconds; of the part in `span` if given.
 
@@ -96,8 +104,13 @@ def row_height(stages: int) -> float:
 
 
 def draw_rows(
-    axis, events: list[Event], shape: Shape, numbers: bool = True, span: tuple[float, float] | None = None,
-    versions: bool = False, steps: bool = False,
+    axis,
+    events: list[Event],
+    shape: Shape,
+    numbers: bool = True,
+    span: tuple[float, float] | None = None,
+    versions: bool = False,
+    steps: bool = False,
 ) -> None:
     """Draw onto an axis of a picture 13 inches wide: a collection of bars a stage, and numbers where they fit."""
     begin, end = span or (min(event.start for event in events), max(event.end for event in events))
@@ -113,8 +126,11 @@ def draw_rows(
             [(event.start, event.end - event.start) for event in updates], (row - 0.2, 0.4), facecolors=UPDATE
         )
         axis.broken_barh(
-            [(event.start, event.end - event.start) for event in bars], (row - 0.43, 0.86),
-            facecolors=[_colour(event, shape, chunks) for event in bars], edgecolors="white", linewidths=0.6,
+            [(event.start, event.end - event.start) for event in bars],
+            (row - 0.43, 0.86),
+            facecolors=[_colour(event, shape, chunks) for event in bars],
+            edgecolors="white",
+            linewidths=0.6,
         )
         for event in own:
             if event.action.kind == STEP and begin < event.end <= end:

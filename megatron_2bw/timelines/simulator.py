@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_2bw.schedules import B, F, REDUCE, STEP, W, Action, Schedule, Shape
+from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule, Shape, W
 
 PerStage = float | Sequence[float]
 

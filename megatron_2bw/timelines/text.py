@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from megatron_2bw.schedules import B, F, REDUCE, STEP, W
+from megatron_2bw.schedules import REDUCE, STEP, B, F, W
 from megatron_2bw.timelines.simulator import Event, makespan
 
 FILL = {F: " ", B: "b", W: "w"}
@@ -107,7 +107,8 @@ def _scale(work: list[Event], unit: float | None, chunked: bool) -> _Scale:
         unit, spare = unit / (parts or 1), 0 if parts else 1  # a rounded place may cost one character
     needs = [
         ceil((len(_label(event, chunked)) + (event.action.kind != F) + 1 + spare) / max(cells, 1))
-        for event in timed if (cells := round((event.end - event.start) / unit, 6)) >= 1
+        for event in timed
+        if (cells := round((event.end - event.start) / unit, 6)) >= 1
     ]
     return _Scale(unit, max(needs, default=2))
 

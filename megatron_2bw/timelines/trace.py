@@ -103,15 +103,28 @@ class TraceWriter:
         for record in records:
             if record.start - record.asked > 1e-6:
                 self._emit(
-                    name="wait", cat="wait", ph="X", pid=self.pipeline, tid=self.stage,
-                    ts=record.asked * 1e6, dur=(record.start - record.asked) * 1e6, cname="grey",
+                    name="wait",
+                    cat="wait",
+                    ph="X",
+                    pid=self.pipeline,
+                    tid=self.stage,
+                    ts=record.asked * 1e6,
+                    dur=(record.start - record.asked) * 1e6,
+                    cname="grey",
                 )
             kind, microbatch, version, _ = record.action
             self._emit(
-                name=str(record.action), cat=kind, ph="X", pid=self.pipeline, tid=self.stage,
-                ts=record.start * 1e6, dur=(record.end - record.start) * 1e6,
+                name=str(record.action),
+                cat=kind,
+                ph="X",
+                pid=self.pipeline,
+                tid=self.stage,
+                ts=record.start * 1e6,
+                dur=(record.end - record.start) * 1e6,
                 args={
-                    "kind": kind, "microbatch" if kind in "FB" else "batch": microbatch, "version": version,
+                    "kind": kind,
+                    "microbatch" if kind in "FB" else "batch": microbatch,
+                    "version": version,
                     "waited_ms": (record.start - record.asked) * 1e3,
                 },
             )
@@ -156,8 +169,8 @@ def merge(directory: Path, batches: int = 4) -> list[Path]:
 
 
 def _draw(events: list[dict[str, Any]], batches: int, picture: Path) -> None:
-    from megatron_2bw.timelines.simulator import Event
     from megatron_2bw.timelines.picture import draw_events
+    from megatron_2bw.timelines.simulator import Event
 
     timed = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
     reduces = [event for event in timed if event["cat"] == "R"]
@@ -169,7 +182,8 @@ def _draw(events: list[dict[str, Any]], batches: int, picture: Path) -> None:
     begin = ends.get(first - 1, min(event["ts"] for event in timed))
     shown = [
         Event(e["tid"], parse(e["name"])[0], (e["ts"] - begin) / 1e6, (e["ts"] + e["dur"] - begin) / 1e6)
-        for e in timed if e["ts"] >= begin
+        for e in timed
+        if e["ts"] >= begin
     ]
     count = sum(e["cat"] == "B" and e["tid"] == 0 for e in timed)
     microbatches = count // max(1, len({e["args"]["batch"] for e in reduces if e["tid"] == 0}))

@@ -15,8 +15,11 @@ from megatron_2bw.planner.describe.plan import Plan
 
 # The figures' systems: the schedule, and whether the model is divided into stages or by tensor parallelism.
 SYSTEMS = {
-    "inter-layer MP": ("no-pipelining", True), "tensor MP": ("megatron", False), "GPipe": ("gpipe", True),
-    "PipeDream-Flush": ("pipedream-flush", True), "PipeDream-2BW": ("2bw", True),
+    "inter-layer MP": ("no-pipelining", True),
+    "tensor MP": ("megatron", False),
+    "GPipe": ("gpipe", True),
+    "PipeDream-Flush": ("pipedream-flush", True),
+    "PipeDream-2BW": ("2bw", True),
 }
 
 
@@ -35,9 +38,11 @@ class Panel:
 
 # Section 5.2: V100 servers of 8 GPUs, a sequence of 512. Each model at a small and a large batch.
 PANELS = [
-    Panel("6a", "gpt-2.2b", 1, 8, 8, (64, 256)), Panel("6b", "gpt-2.2b", 8, 8, 8, (512, 2048)),
+    Panel("6a", "gpt-2.2b", 1, 8, 8, (64, 256)),
+    Panel("6b", "gpt-2.2b", 8, 8, 8, (512, 2048)),
     Panel("6c", "gpt-3.8b", 8, 8, 16, (512, 2048)),
-    Panel("7a", "bert-2.2b", 1, 8, 8, (64, 256)), Panel("7b", "bert-2.2b", 8, 8, 8, (512, 2048)),
+    Panel("7a", "bert-2.2b", 1, 8, 8, (64, 256)),
+    Panel("7b", "bert-2.2b", 8, 8, 8, (512, 2048)),
     # 16 tensor ranks must divide the heads, as they do those of the GPT.
     Panel("7c", "bert-3.8b", 8, 8, 16, (512, 2048), ("--num-attention-heads", "32")),
 ]
@@ -71,16 +76,29 @@ class Run:
     def row(self) -> dict[str, Any]:
         plan = self.plan
         return {
-            "figure": self.panel.figure, "model": self.panel.model, "system": self.system, "schedule": plan.schedule,
-            "servers": self.panel.servers, "gpus": plan.gpus, "tensor": plan.tensor, "depth": plan.depth,
-            "width": plan.width, "microbatch": self.microbatch, "batch": self.batch,
+            "figure": self.panel.figure,
+            "model": self.panel.model,
+            "system": self.system,
+            "schedule": plan.schedule,
+            "servers": self.panel.servers,
+            "gpus": plan.gpus,
+            "tensor": plan.tensor,
+            "depth": plan.depth,
+            "width": plan.width,
+            "microbatch": self.microbatch,
+            "batch": self.batch,
         }
 
 
 def grid(panels: Sequence[Panel], systems: Sequence[str], microbatches: Sequence[int]) -> list[Run]:
     """All runs that are legal."""
-    runs = [Run(panel, system, batch, microbatch) for panel in panels for batch in panel.batches
-            for system in systems for microbatch in microbatches]
+    runs = [
+        Run(panel, system, batch, microbatch)
+        for panel in panels
+        for batch in panel.batches
+        for system in systems
+        for microbatch in microbatches
+    ]
     return [run for run in runs if run.plan is not None]
 
 
@@ -89,8 +107,11 @@ def measured(text: str, warm_up: int) -> dict[str, Any]:
 
     A line's milliseconds are those of each iteration since the line before it.
     """
-    lines = re.findall(r"iteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \(ms\): ([\d.]+) \|"
-                       r".*?global batch size: +(\d+) \|(.*)", text)
+    lines = re.findall(
+        r"iteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \(ms\): ([\d.]+) \|"
+        r".*?global batch size: +(\d+) \|(.*)",
+        text,
+    )
     times, batch, memory, before = [], 0, 0.0, 0
     for iteration, milliseconds, size, rest in lines:
         count = int(iteration) - before
@@ -103,8 +124,10 @@ def measured(text: str, warm_up: int) -> dict[str, Any]:
         return {}
     mean = sum(times) / len(times)
     return {
-        "samples_per_second": round(1000 * batch / mean, 3), "ms_per_iteration": round(mean, 3),
-        "iterations": len(times), "peak_memory_gib": memory or "",
+        "samples_per_second": round(1000 * batch / mean, 3),
+        "ms_per_iteration": round(mean, 3),
+        "iterations": len(times),
+        "peak_memory_gib": memory or "",
     }
 
 

@@ -18,10 +18,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_2bw.planner.tell.jobs import TRAINING, mock_data  # noqa: E402
 from megatron_2bw.planner.describe.model import PRESETS, Model  # noqa: E402
 from megatron_2bw.planner.describe.plan import Plan  # noqa: E402
-
+from megatron_2bw.planner.tell.jobs import TRAINING, mock_data  # noqa: E402
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -30,8 +29,7 @@ class JobError(Exception):
     """A variable of the job that cannot be used, said in one line."""
 
 
-def words(kind: str, model: str, plan: str, servers: int, processes: int, precision: str,
-          data: str = "") -> list[str]:
+def words(kind: str, model: str, plan: str, servers: int, processes: int, precision: str, data: str = "") -> list[str]:
     """The flags of the model, of the plan, of a first training and of the data (mock data if none are given).
 
     JobError says which variable is wrong.
@@ -106,12 +104,22 @@ def main() -> int:
     parser.add_argument("--processes", type=int, required=True, help="a server")
     parser.add_argument("--data", default="", metavar="FLAGS", help="instead of the mock data")
     parser.add_argument("--precision", default="", metavar="|".join(PRECISIONS))
-    parser.add_argument("--null", action="store_true", help="for job.sh: a NUL after each word, and after what is "
-                                                            "wrong, which is on stdout then too")
+    parser.add_argument(
+        "--null",
+        action="store_true",
+        help="for job.sh: a NUL after each word, and after what is wrong, which is on stdout then too",
+    )
     options = parser.parse_args()
     try:
-        found = words(options.kind, options.model, options.plan, options.servers, options.processes, options.precision,
-                      options.data)
+        found = words(
+            options.kind,
+            options.model,
+            options.plan,
+            options.servers,
+            options.processes,
+            options.precision,
+            options.data,
+        )
     except JobError as error:
         if options.null:
             _with_nulls([str(error)])

@@ -32,7 +32,8 @@ LEFT = re.compile(r"exiting program after receiving SIG")  # Megatron, saved
 SIGNALLED = re.compile(r"node\.sh: Slurm has sent SIGTERM")
 MEMORY = re.compile(
     r"out of memory|oom[-_ ]kill|cannot allocate memory|can't allocate memory|Signal 9 \(SIGKILL\)|exitcode *: -9\b",
-    re.IGNORECASE)
+    re.IGNORECASE,
+)
 
 
 class SlurmError(Exception):
@@ -88,8 +89,11 @@ def decide(facts: Facts) -> Outcome:
         if not facts.keeps:
             return Outcome("timeout", "its time was over; CHECKPOINTS=none, so it would start from the beginning")
         if facts.saved == facts.before and facts.idle + 1 >= IDLE_STARTS:
-            return Outcome("timeout", f"no iteration saved in {facts.idle + 1} starts: give it more time "
-                                      "(sbatch --time), or a longer notice (--signal=B:TERM@SECONDS)")
+            return Outcome(
+                "timeout",
+                f"no iteration saved in {facts.idle + 1} starts: give it more time "
+                "(sbatch --time), or a longer notice (--signal=B:TERM@SECONDS)",
+            )
         return Outcome("pending", f"saved: iteration {facts.saved}; queued again", requeue=True)
     if facts.exit_status == 0:
         return Outcome("completed", f"iteration {last} of {planned}, as its flags say" if lines else "nothing to train")
@@ -184,12 +188,19 @@ def end(options: argparse.Namespace) -> int:
         outcome = Outcome("failed", options.refused)
     else:
         logs = sorted(options.file.parent.glob(f"start-{options.start}-*.log"))
-        outcome = decide(Facts(
-            options.exit_status, "\n".join(map(tail, logs)),
-            signalled=options.signalled, cancelled=options.cancelled, requeued=options.requeued,
-            saved=saved_iteration(options.checkpoints), before=content.get("saved", 0), idle=content.get("idle", 0),
-            keeps=options.checkpoints != "none",
-        ))
+        outcome = decide(
+            Facts(
+                options.exit_status,
+                "\n".join(map(tail, logs)),
+                signalled=options.signalled,
+                cancelled=options.cancelled,
+                requeued=options.requeued,
+                saved=saved_iteration(options.checkpoints),
+                before=content.get("saved", 0),
+                idle=content.get("idle", 0),
+                keeps=options.checkpoints != "none",
+            )
+        )
     print("requeue" if outcome.requeue else outcome.word, flush=True)
     write(options.file, outcome, job=options.job)
     return 0

@@ -36,27 +36,56 @@ from scripts.slurm.figures import PANELS, SYSTEMS, Panel, Run, bars, draw, grid,
 
 AGAIN = ("failed", "timeout")  # out of memory is a result
 COLUMNS = (
-    "figure", "model", "system", "schedule", "servers", "gpus", "tensor", "depth", "width", "microbatch", "batch",
-    "status", "reason", "samples_per_second", "ms_per_iteration", "iterations", "peak_memory_gib", "job",
+    "figure",
+    "model",
+    "system",
+    "schedule",
+    "servers",
+    "gpus",
+    "tensor",
+    "depth",
+    "width",
+    "microbatch",
+    "batch",
+    "status",
+    "reason",
+    "samples_per_second",
+    "ms_per_iteration",
+    "iterations",
+    "peak_memory_gib",
+    "job",
 )
 
 
 def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     """(variables, command) of a job of its own: short, without checkpoints, ended by its first error."""
     variables = {
-        "MODEL": run.panel.model, "PLAN": "", "PRECISION": options.precision, "CHECKPOINTS": "none",
-        "PROCESSES_PER_NODE": str(run.panel.gpus_per_server), "RESTARTS": "0", "MEGATRON_2BW": str(ROOT),
+        "MODEL": run.panel.model,
+        "PLAN": "",
+        "PRECISION": options.precision,
+        "CHECKPOINTS": "none",
+        "PROCESSES_PER_NODE": str(run.panel.gpus_per_server),
+        "RESTARTS": "0",
+        "MEGATRON_2BW": str(ROOT),
         "LOGS": str(folder),
     }
     gpus = [] if options.cpu else [f"--gpus-per-node={run.panel.gpus_per_server}"]
-    training = [
-        "--train-iters", str(options.train_iters), "--lr", "1e-4", "--eval-iters", "0", "--log-interval", "1",
-    ]
+    training = ["--train-iters", str(options.train_iters), "--lr", "1e-4", "--eval-iters", "0", "--log-interval", "1"]
     return variables, [
-        "sbatch", "--parsable", f"--job-name={run.name}", f"--nodes={run.panel.servers}", *gpus,
-        f"--time={options.minutes}", "--no-requeue", f"--output={folder}/batch.log", *shlex.split(options.sbatch),
+        "sbatch",
+        "--parsable",
+        f"--job-name={run.name}",
+        f"--nodes={run.panel.servers}",
+        *gpus,
+        f"--time={options.minutes}",
+        "--no-requeue",
+        f"--output={folder}/batch.log",
+        *shlex.split(options.sbatch),
         str(ROOT / "scripts" / "slurm" / f"pretrain_{PRESETS[run.panel.model].kind}_2bw.sbatch"),
-        *run.plan.flags(options.precision), *training, *run.panel.flags, *options.flags,
+        *run.plan.flags(options.precision),
+        *training,
+        *run.panel.flags,
+        *options.flags,
     ]
 
 
@@ -93,7 +122,12 @@ def submit_one(run: Run, folder: Path, command: list[str], variables: dict[str, 
     set_aside(folder)
     status.write(folder / "status.json", status.Outcome("pending", "submitted"))
     done = subprocess.run(
-        command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, check=False,
+        command,
+        env=os.environ | variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
         start_new_session=True,  # a terminal's Ctrl-C does not reach it
     )
     if done.returncode:
@@ -110,8 +144,10 @@ def submit(options: argparse.Namespace) -> int:
     runs = grid(options.panels, options.systems, options.micro_batch_size)
     if not options.dry_run:
         if not shutil.which("sbatch"):
-            raise status.SlurmError("sbatch is not installed: run this on a host of the Slurm cluster; "
-                                    "--dry-run prints the commands anywhere")
+            raise status.SlurmError(
+                "sbatch is not installed: run this on a host of the Slurm cluster; "
+                "--dry-run prints the commands anywhere"
+            )
         _refresh(options.out)
     runs = [run for run in runs if wanted(options.out / run.name, options.again)]
     for number, run in enumerate(runs, 1):
@@ -195,7 +231,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     words, flags = list(words), []
     if "--" in words:
         at = words.index("--")
-        words, flags = words[:at], words[at + 1:]
+        words, flags = words[:at], words[at + 1 :]
     parser = Parser(prog="sweep.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(required=True)
     for name, function in (("submit", submit), ("status", show), ("collect", collect)):
@@ -223,29 +259,51 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--gpus-per-node", type=int, help="with --cpu: processes")
     command.add_argument("--model-parallel-size", type=int, help="GPUs for a copy of the model: stages or tensor ranks")
     command.add_argument("--batch-sizes", type=numbers, metavar="N,...", help="also instead of the figure's")
-    command.add_argument("--systems", type=lambda text: tuple(text.split(",")), default=tuple(SYSTEMS),
-                         metavar="NAME,...", help=", ".join(SYSTEMS))
-    command.add_argument("--micro-batch-size", type=numbers, default=(1, 2, 4, 8), metavar="N,...",
-                         help="the fastest makes the bar (default: 1,2,4,8)")
+    command.add_argument(
+        "--systems",
+        type=lambda text: tuple(text.split(",")),
+        default=tuple(SYSTEMS),
+        metavar="NAME,...",
+        help=", ".join(SYSTEMS),
+    )
+    command.add_argument(
+        "--micro-batch-size",
+        type=numbers,
+        default=(1, 2, 4, 8),
+        metavar="N,...",
+        help="the fastest makes the bar (default: 1,2,4,8)",
+    )
     command.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="fp16", help="default: the paper's")
     command.add_argument("--train-iters", type=int, default=30)
     command.add_argument("--minutes", type=int, default=15, help="time limit of a job")
     command.add_argument("--cpu", action="store_true", help="the nodes have no GPUs")
     command.add_argument("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
-    command.add_argument("--again", type=lambda text: tuple(text.split(",")), default=AGAIN, metavar="WORD,...",
-                         help=f"submit these again (default: {','.join(AGAIN)})")
+    command.add_argument(
+        "--again",
+        type=lambda text: tuple(text.split(",")),
+        default=AGAIN,
+        metavar="WORD,...",
+        help=f"submit these again (default: {','.join(AGAIN)})",
+    )
     command.add_argument("--dry-run", action="store_true", help="print the commands")
 
 
 def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
     """Set `panels`; one line for what does not go together."""
-    own = {"--model": options.model, "--nodes": options.nodes, "--gpus-per-node": options.gpus_per_node,
-           "--model-parallel-size": options.model_parallel_size}
+    own = {
+        "--model": options.model,
+        "--nodes": options.nodes,
+        "--gpus-per-node": options.gpus_per_node,
+        "--model-parallel-size": options.model_parallel_size,
+    }
     given = [flag for flag, value in own.items() if value is not None]
     if options.figure and given:
         parser.error(f"{given[0]}: --figure {options.figure} says it already; give one of them")
-    for flag, found, known in (("--systems", options.systems, tuple(SYSTEMS)), ("--again", options.again, status.WORDS),
-                               ("--panel", options.panel.split(","), ("a", "b", "c"))):
+    for flag, found, known in (
+        ("--systems", options.systems, tuple(SYSTEMS)),
+        ("--again", options.again, status.WORDS),
+        ("--panel", options.panel.split(","), ("a", "b", "c")),
+    ):
         wrong = [word for word in found if word not in known]
         if wrong:
             parser.error(f"{flag}: {wrong[0]} is not one of {', '.join(known)}")
@@ -260,10 +318,20 @@ def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
         if missing:
             parser.error(f"give --figure, or your own model and cluster ({missing[0]} is missing)")
         if options.nodes * options.gpus_per_node % options.model_parallel_size:
-            parser.error(f"--model-parallel-size {options.model_parallel_size} does not divide "
-                         f"{options.nodes * options.gpus_per_node} GPUs")
-        options.panels = [Panel("own", options.model, options.nodes, options.gpus_per_node,
-                                options.model_parallel_size, options.batch_sizes)]
+            parser.error(
+                f"--model-parallel-size {options.model_parallel_size} does not divide "
+                f"{options.nodes * options.gpus_per_node} GPUs"
+            )
+        options.panels = [
+            Panel(
+                "own",
+                options.model,
+                options.nodes,
+                options.gpus_per_node,
+                options.model_parallel_size,
+                options.batch_sizes,
+            )
+        ]
     if not grid(options.panels, options.systems, options.micro_batch_size):
         parser.error("--batch-sizes: no microbatch of --micro-batch-size divides them and fills the stages")
 

@@ -20,21 +20,21 @@ from megatron_2bw import cpu  # noqa: E402
 if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") != "cuda":
     cpu.install()
 
-import megatron.core.models.mimo.optimizer  # noqa: E402, F401
-import megatron.core.tokenizers.text.models  # noqa: E402, F401  (it imports transformers)
+import megatron.core.models.mimo.optimizer  # noqa: E402
+import megatron.core.tokenizers.text.models  # noqa: E402  (it imports transformers)
 import megatron.training.training  # noqa: E402, F401
 import torch._dynamo.trace_rules  # noqa: E402
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset  # noqa: E402
 from megatron.training.argument_utils import ArgumentGroupFactory  # noqa: E402
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
-import megatron_2bw.tasks.bert  # noqa: E402, F401
-import megatron_2bw.checkpoints.state  # noqa: E402, F401
+import megatron_2bw.checkpoints.optimizer_state  # noqa: E402
+import megatron_2bw.checkpoints.state  # noqa: E402
+import megatron_2bw.mcore.patches  # noqa: E402
+import megatron_2bw.mcore.runtime  # noqa: E402
+import megatron_2bw.start.launch  # noqa: E402
+import megatron_2bw.tasks.bert  # noqa: E402
 import megatron_2bw.tasks.gpt  # noqa: E402, F401
-import megatron_2bw.start.launch  # noqa: E402, F401
-import megatron_2bw.checkpoints.optimizer_state  # noqa: E402, F401
-import megatron_2bw.mcore.patches  # noqa: E402, F401
-import megatron_2bw.mcore.runtime  # noqa: E402, F401
 
 
 def remember_the_help() -> None:

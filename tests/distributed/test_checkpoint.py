@@ -44,23 +44,47 @@ CASES = {
     "one stage": (1, command(1, 2, "2bw", **DROPOUT)),
     "four stages, bf16, recompute": (4, command(4, 4, "2bw", "--bf16", *RECOMPUTE, **DROPOUT)),
     "bf16, distributed optimizer, recompute": (
-        4, command(2, 2, "2bw", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",
-                   "--recompute-activations", width=2, **DROPOUT)),
+        4,
+        command(
+            2,
+            2,
+            "2bw",
+            "--bf16",
+            "--use-distributed-optimizer",
+            "--overlap-grad-reduce",
+            "--recompute-activations",
+            width=2,
+            **DROPOUT,
+        ),
+    ),
     "fp32, distributed optimizer, fully reshardable": (
-        2, command(2, 2, "2bw", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", **DROPOUT)),
+        2,
+        command(2, 2, "2bw", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", **DROPOUT),
+    ),
     "tensor parallel": (4, command(2, 2, "2bw", tensor_model_parallel_size=2, **DROPOUT)),
     "torch format": (2, command(2, 2, "2bw", "--bf16", ckpt_format="torch", **DROPOUT)),
     "torch format, distributed optimizer": (
-        4, command(2, 2, "2bw", "--bf16", "--use-distributed-optimizer", width=2, ckpt_format="torch", **DROPOUT)),
+        4,
+        command(2, 2, "2bw", "--bf16", "--use-distributed-optimizer", width=2, ckpt_format="torch", **DROPOUT),
+    ),
     "asynchronous, with evaluations": (
-        2, command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **DROPOUT)),
+        2,
+        command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **DROPOUT),
+    ),
     "asynchronous, distributed optimizer": (
-        2, command(2, 3, "2bw", "--bf16", "--use-distributed-optimizer", *ASYNCHRONOUS, **DROPOUT)),
+        2,
+        command(2, 3, "2bw", "--bf16", "--use-distributed-optimizer", *ASYNCHRONOUS, **DROPOUT),
+    ),
     "sgd, one gradient slot": (
-        2, command(2, 2, "2bw", optimizer="sgd", sgd_momentum=0.9, lr=0.1, min_lr=0.01, two_bw_gradient_slots=1,
-                   **DROPOUT)),
+        2,
+        command(
+            2, 2, "2bw", optimizer="sgd", sgd_momentum=0.9, lr=0.1, min_lr=0.01, two_bw_gradient_slots=1, **DROPOUT
+        ),
+    ),
     "extra warm-up, with evaluations": (
-        2, command(2, 4, "2bw", "--bf16", two_bw_extra_warmup=2, eval_interval=1, eval_iters=1, **DROPOUT)),
+        2,
+        command(2, 4, "2bw", "--bf16", two_bw_extra_warmup=2, eval_interval=1, eval_iters=1, **DROPOUT),
+    ),
     "pipedream-flush": (2, command(2, 2, "pipedream-flush", **DROPOUT)),
 }
 
@@ -120,13 +144,17 @@ RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 EXTRAPOLATE = ("--two-bw-correction", "extrapolate")
 
 
-@pytest.mark.parametrize("flags, resumed", [
-    ((), [(2, dict(stages=4)), (4, dict(stages=1))]),
-    (RESHARDABLE, [(2, dict(stages=2, tensor_model_parallel_size=2))]),
-    (("--use-distributed-optimizer",), [(2, dict(stages=2, width=2))]),
-    (EXTRAPOLATE, [(2, dict(stages=4)), (4, dict(stages=1))]),
-    ((*RESHARDABLE, *EXTRAPOLATE), [(2, dict(stages=1, width=2))]),
-], ids=["stages 2 4 1", "tensor ranks 1 2", "pipelines 1 2", "extrapolated, stages 2 4 1", "extrapolated, sharded"])
+@pytest.mark.parametrize(
+    "flags, resumed",
+    [
+        ((), [(2, dict(stages=4)), (4, dict(stages=1))]),
+        (RESHARDABLE, [(2, dict(stages=2, tensor_model_parallel_size=2))]),
+        (("--use-distributed-optimizer",), [(2, dict(stages=2, width=2))]),
+        (EXTRAPOLATE, [(2, dict(stages=4)), (4, dict(stages=1))]),
+        ((*RESHARDABLE, *EXTRAPOLATE), [(2, dict(stages=1, width=2))]),
+    ],
+    ids=["stages 2 4 1", "tensor ranks 1 2", "pipelines 1 2", "extrapolated, stages 2 4 1", "extrapolated, sharded"],
+)
 def test_other_sizes(flags, resumed, tmp_path):
     """Sums are rounded in another order, nothing else."""
 

@@ -23,9 +23,10 @@ from tests.distributed.world import run_world
 EXTRAPOLATE = dict(two_bw_correction="extrapolate")
 
 
-@pytest.mark.parametrize("stages, microbatches, sync, more", [
-    (2, 4, 3, {}), (4, 5, 2, {}), (2, 3, 4, dict(two_bw_extra_warmup=1)), (1, 2, 3, {}),
-])
+@pytest.mark.parametrize(
+    "stages, microbatches, sync, more",
+    [(2, 4, 3, {}), (4, 5, 2, {}), (2, 3, 4, dict(two_bw_extra_warmup=1)), (1, 2, 3, {})],
+)
 def test_synchronous_start(stages, microbatches, sync, more):
     changes = dict(clip_grad=0 if stages == 4 else 1.0)
     argv = command(stages, microbatches, "2bw", UNTIED, two_bw_sync_iterations=sync, **more, **changes)
@@ -98,10 +99,23 @@ def test_a_skipped_step_with_the_distributed_optimizer_and_evaluations():
 CASES = {
     "fp32, tied": (2, command(2, 2, "2bw", **EXTRAPOLATE, **DROPOUT)),
     "bf16, distributed optimizer": (
-        4, command(2, 2, "2bw", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", width=2,
-                   **EXTRAPOLATE, **DROPOUT)),
+        4,
+        command(
+            2,
+            2,
+            "2bw",
+            "--bf16",
+            "--use-distributed-optimizer",
+            "--overlap-grad-reduce",
+            width=2,
+            **EXTRAPOLATE,
+            **DROPOUT,
+        ),
+    ),
     "asynchronous, with evaluations": (
-        2, command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **EXTRAPOLATE, **DROPOUT)),
+        2,
+        command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **EXTRAPOLATE, **DROPOUT),
+    ),
     "in the synchronous start": (2, command(2, 2, "2bw", two_bw_sync_iterations=5, **EXTRAPOLATE, **DROPOUT)),
     "torch format": (2, command(2, 2, "2bw", "--bf16", ckpt_format="torch", **EXTRAPOLATE, **DROPOUT)),
     "at its end": (2, command(2, 2, "2bw", two_bw_sync_iterations=SAVED, **EXTRAPOLATE, **DROPOUT)),

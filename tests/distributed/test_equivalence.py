@@ -49,7 +49,7 @@ def test_uneven_stages():
 
 LLAMA = (UNTIED, NO_BIAS, "--swiglu", "--group-query-attention")
 LLAMA_SIZES = dict(
-    normalization="RMSNorm", position_embedding_type="rope", num_query_groups=2, ffn_hidden_size=48, clip_grad=0,
+    normalization="RMSNorm", position_embedding_type="rope", num_query_groups=2, ffn_hidden_size=48, clip_grad=0
 )
 
 

@@ -12,9 +12,7 @@ import time
 import pytest
 import torch
 
-from tests.distributed.compare import (
-    UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference,
-)
+from tests.distributed.compare import UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference
 from tests.distributed.reference import Rule, reference
 from tests.distributed.training import Run, command, train
 from tests.distributed.world import run_world
@@ -97,9 +95,7 @@ def test_distributed_optimizer_with_clipping():
     assert sharded[0].grad_norms == pytest.approx(whole[0].grad_norms, rel=1e-6)
 
 
-@pytest.mark.parametrize("flags, microbatches", [
-    ((), 2), (FP16, 3), (("--use-distributed-optimizer", "--bf16"), 2),
-])
+@pytest.mark.parametrize("flags, microbatches", [((), 2), (FP16, 3), (("--use-distributed-optimizer", "--bf16"), 2)])
 def test_one_gradient_slot_equals_two(flags, microbatches):
     one = plain(*flags, "--two-bw-gradient-slots", "1", microbatches=microbatches, **SCALE)
     assert_same_runs(one[0::2], plain(*flags, microbatches=microbatches, **SCALE)[0::2], exact=True)
@@ -222,8 +218,15 @@ def test_sequence_parallelism(flags):
 # --- nobody waits --------------------------------------------------------------------------------------------------
 
 COLLECTIVES = (
-    "all_reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
-    "all_gather_object", "broadcast_object_list", "monitored_barrier",
+    "all_reduce",
+    "broadcast",
+    "barrier",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_gather_object",
+    "broadcast_object_list",
+    "monitored_barrier",
 )
 
 
@@ -336,17 +339,27 @@ def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
 
     PipelineRuntime._run_iteration = reseeded
     for owner, name in (
-        (PipelineRuntime, "_execute"), (Inbox, "take"), (Outbox, "put"), (LateStep, "_update"),
-        (LateStep, "_exchange"), (Slot, "finish_grad_sync"),
+        (PipelineRuntime, "_execute"),
+        (Inbox, "take"),
+        (Outbox, "put"),
+        (LateStep, "_update"),
+        (LateStep, "_exchange"),
+        (Slot, "finish_grad_sync"),
     ):
         delayed(owner, name)
     return train(rank, argv)
 
 
-@pytest.mark.parametrize("stages, microbatches, width, flags", [
-    (3, 3, 1, ()), (3, 5, 1, ("--two-bw-gradient-slots", "1", "--two-bw-extra-warmup", "1")), (4, 4, 1, FP16),
-    (2, 2, 2, ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")), (2, 3, 2, ()),
-])
+@pytest.mark.parametrize(
+    "stages, microbatches, width, flags",
+    [
+        (3, 3, 1, ()),
+        (3, 5, 1, ("--two-bw-gradient-slots", "1", "--two-bw-extra-warmup", "1")),
+        (4, 4, 1, FP16),
+        (2, 2, 2, ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")),
+        (2, 3, 2, ()),
+    ],
+)
 def test_fifty_random_timings_change_nothing(stages, microbatches, width, flags):
     """With the fewest microbatches and one more: no deadlock, the same losses and weights bit for bit."""
     layers = dict(num_layers=6) if stages == 3 else {}

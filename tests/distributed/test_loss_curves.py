@@ -36,8 +36,20 @@ BAND = 0.05  # of the recorded loss; one stage or two, which add in another orde
 def curve(variant: str) -> list[float]:
     stages, schedule, more = VARIANTS[variant]
     argv = command(
-        stages, 2, schedule, num_layers=2, hidden_size=64, seq_length=32, max_position_embeddings=32,
-        train_iters=100, lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_iters=WINDOW, log_interval=50, **more,
+        stages,
+        2,
+        schedule,
+        num_layers=2,
+        hidden_size=64,
+        seq_length=32,
+        max_position_embeddings=32,
+        train_iters=100,
+        lr=3e-3,
+        min_lr=3e-4,
+        lr_decay_style="cosine",
+        lr_warmup_iters=WINDOW,
+        log_interval=50,
+        **more,
     )
     losses = torch.stack(run_world(stages, train, argv)[-1].losses)
     return losses.view(-1, WINDOW).mean(dim=1).tolist()

@@ -23,11 +23,18 @@ MUON = ("--optimizer", "muon", "--muon-nesterov")
 LION_BESIDE_MUON = ("--optimizer", "muon", "--muon-scalar-optimizer", "lion")
 
 
-@pytest.mark.parametrize("flags, correction", [
-    (MUON, {}), ((*MUON, "--bf16"), EXTRAPOLATE), (LION_BESIDE_MUON, EXTRAPOLATE),
-    (("--optimizer", "lion", "--bf16"), {}), (("--optimizer", "soap"), EXTRAPOLATE),
-    (("--optimizer", "soap", "--bf16"), {}),
-], ids=lambda case: " ".join(case) if isinstance(case, tuple) else "extrapolate" if case else "")
+@pytest.mark.parametrize(
+    "flags, correction",
+    [
+        (MUON, {}),
+        ((*MUON, "--bf16"), EXTRAPOLATE),
+        (LION_BESIDE_MUON, EXTRAPOLATE),
+        (("--optimizer", "lion", "--bf16"), {}),
+        (("--optimizer", "soap"), EXTRAPOLATE),
+        (("--optimizer", "soap", "--bf16"), {}),
+    ],
+    ids=lambda case: " ".join(case) if isinstance(case, tuple) else "extrapolate" if case else "",
+)
 def test_2bw(flags, correction):
     runs = run_pipeline(command(2, 3, "2bw", UNTIED, *flags, **correction), 2)
     argv = command(1, 3, "2bw", UNTIED, *flags)

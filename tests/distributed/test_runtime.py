@@ -42,10 +42,19 @@ def observe(rank: int, argv: list[str]) -> Run:
     return run
 
 
-@pytest.mark.parametrize("schedule, stages, microbatches, extra", [
-    ("2bw", 2, 3, None), ("2bw", 4, 4, None), ("2bw", 2, 3, "1"), ("2bw", 4, 6, "0,2,0"), ("pipedream", 2, 1, None),
-    ("gpipe", 2, 3, None), ("pipedream-flush", 2, 3, None), ("no-pipelining", 2, 2, None),
-])
+@pytest.mark.parametrize(
+    "schedule, stages, microbatches, extra",
+    [
+        ("2bw", 2, 3, None),
+        ("2bw", 4, 4, None),
+        ("2bw", 2, 3, "1"),
+        ("2bw", 4, 6, "0,2,0"),
+        ("pipedream", 2, 1, None),
+        ("gpipe", 2, 3, None),
+        ("pipedream-flush", 2, 3, None),
+        ("no-pipelining", 2, 2, None),
+    ],
+)
 def test_executes_the_list(schedule, stages, microbatches, extra):
     argv = command(stages, microbatches, schedule, UNTIED, train_iters=4, two_bw_extra_warmup=extra)
     runs = run_world(stages, observe, argv)
@@ -135,17 +144,33 @@ def train_like_nccl(rank: int, argv: list[str]) -> Run:
 BARRIERLESS = "--no-barrier-with-level-1-timing"
 
 
-@pytest.mark.parametrize("schedule, stages, microbatches, extra", [
-    ("2bw", 2, 2, None), ("2bw", 4, 4, None), ("2bw", 2, 3, "1"), ("pipedream-flush", 2, 3, None),
-    ("gpipe", 2, 3, None), ("no-pipelining", 2, 2, None), ("pipedream", 2, 1, None),
-])
+@pytest.mark.parametrize(
+    "schedule, stages, microbatches, extra",
+    [
+        ("2bw", 2, 2, None),
+        ("2bw", 4, 4, None),
+        ("2bw", 2, 3, "1"),
+        ("pipedream-flush", 2, 3, None),
+        ("gpipe", 2, 3, None),
+        ("no-pipelining", 2, 2, None),
+        ("pipedream", 2, 1, None),
+    ],
+)
 def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches, extra):
     """--timing-log-level 2 on NCCL: no receive may be posted whose message this stage has yet to cause.
 
     So with two more forwards ahead the stages would wait for each other: arguments.py refuses that.
     """
-    argv = command(stages, microbatches, schedule, UNTIED, BARRIERLESS, train_iters=4, timing_log_level=2,
-                   two_bw_extra_warmup=extra)
+    argv = command(
+        stages,
+        microbatches,
+        schedule,
+        UNTIED,
+        BARRIERLESS,
+        train_iters=4,
+        timing_log_level=2,
+        two_bw_extra_warmup=extra,
+    )
     plain = run_world(stages, train, command(stages, microbatches, schedule, UNTIED, train_iters=4))
     runs = run_world(stages, train_like_nccl, argv, timeout=60)
     assert_same_runs(runs, plain, exact=True)

@@ -18,21 +18,39 @@ import torch
 BERT = "pretrain_bert_2bw.py"
 
 TINY = {
-    "--num-layers": 4, "--hidden-size": 32, "--num-attention-heads": 4, "--seq-length": 16,
-    "--max-position-embeddings": 16, "--micro-batch-size": 2, "--train-iters": 6, "--lr": 1e-2,
-    "--lr-decay-style": "linear", "--lr-warmup-iters": 2, "--min-lr": 1e-3, "--clip-grad": 1.0, "--weight-decay": 0.1,
-    "--attention-dropout": 0, "--hidden-dropout": 0, "--tokenizer-type": "NullTokenizer",
+    "--num-layers": 4,
+    "--hidden-size": 32,
+    "--num-attention-heads": 4,
+    "--seq-length": 16,
+    "--max-position-embeddings": 16,
+    "--micro-batch-size": 2,
+    "--train-iters": 6,
+    "--lr": 1e-2,
+    "--lr-decay-style": "linear",
+    "--lr-warmup-iters": 2,
+    "--min-lr": 1e-3,
+    "--clip-grad": 1.0,
+    "--weight-decay": 0.1,
+    "--attention-dropout": 0,
+    "--hidden-dropout": 0,
+    "--tokenizer-type": "NullTokenizer",
     "--vocab-size": 127,
-    "--make-vocab-size-divisible-by": 32, "--num-workers": 0, "--eval-iters": 0,
-    "--eval-interval": 1000, "--log-interval": 1, "--split": "98,1,1",
-    "--seed": 7, "--device": "cpu",
+    "--make-vocab-size-divisible-by": 32,
+    "--num-workers": 0,
+    "--eval-iters": 0,
+    "--eval-interval": 1000,
+    "--log-interval": 1,
+    "--split": "98,1,1",
+    "--seed": 7,
+    "--device": "cpu",
 }
 
 
 def command(stages: int, microbatches: int, schedule: str = "2bw", *flags: str, width: int = 1, **changes) -> list[str]:
     """The command line of a tiny GPT; `changes` are flags in snake case, None leaves a flag out."""
     options = TINY | {
-        "--pipeline-model-parallel-size": stages, "--pipeline-schedule": schedule,
+        "--pipeline-model-parallel-size": stages,
+        "--pipeline-schedule": schedule,
         "--global-batch-size": 2 * microbatches * width,
     }
     options |= {"--" + name.replace("_", "-"): value for name, value in changes.items()}

@@ -72,7 +72,11 @@ def _rank_main(rank: int, size: int, port: int, folder: str, function: Callable,
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
         WORLD_FOLDER=folder,
     )
     torch.set_num_threads(1)

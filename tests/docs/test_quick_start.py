@@ -20,10 +20,17 @@ LAPTOP = PAGE[PAGE.index("## On a laptop") : PAGE.index("## On one server")]
 def run(block: str, folder: Path) -> str:
     """One block of commands in a shell, in `folder`; what it printed."""
     process = subprocess.Popen(
-        ["bash", "-euo", "pipefail", "-c", block], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env=os.environ | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore", "PET_MASTER_PORT": str(free_port()),
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ
+        | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "PET_MASTER_PORT": str(free_port()),
         },
     )
     try:
@@ -54,7 +61,10 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", LAPTOP, re.S)
 
 def test_the_page_has_these_blocks():
     assert [block.split()[0:3:2] for block in BLOCKS] == [
-        ["mkdir", "out/mine"], ["python", "--task"], ["torchrun", "1"], ["python", "--task"],
+        ["mkdir", "out/mine"],
+        ["python", "--task"],
+        ["torchrun", "1"],
+        ["python", "--task"],
     ]
 
 

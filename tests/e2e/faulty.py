@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_2bw.start.launch import launch  # noqa: E402
+from megatron_2bw.start.launch import launch
 
 
 def fault(kind: str) -> None:

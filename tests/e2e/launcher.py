@@ -53,9 +53,21 @@ def _launch(rank: int, flags: list[str], documents: int, environment: dict[str, 
 def start(ranks: int, script: str, flags: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     """The processes of `torchrun`, started; `end` must follow."""
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-         "--master-port", str(free_port()), script, *map(str, flags)],
-        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "--master-port",
+            str(free_port()),
+            script,
+            *map(str, flags),
+        ],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | environment,
     )
 

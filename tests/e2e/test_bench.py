@@ -11,8 +11,19 @@ from bench import schedule_efficiency
 from tests.e2e.launcher import ROOT
 
 FIELDS = {
-    "schedule", "stages", "microbatches", "width", "forward_ms", "backward_ms", "iteration_ms", "ideal_ms",
-    "efficiency", "clip_grad", "peak_activations", "versions", "flags",
+    "schedule",
+    "stages",
+    "microbatches",
+    "width",
+    "forward_ms",
+    "backward_ms",
+    "iteration_ms",
+    "ideal_ms",
+    "efficiency",
+    "clip_grad",
+    "peak_activations",
+    "versions",
+    "flags",
 }
 
 
@@ -40,7 +51,10 @@ def test_schedule_efficiency(tmp_path: Path, monkeypatch):
 
 def test_wrong_options():
     run = subprocess.run(
-        [sys.executable, "bench/schedule_efficiency.py", "--schedules", "3bw"], cwd=ROOT, capture_output=True,
-        text=True, check=False,
+        [sys.executable, "bench/schedule_efficiency.py", "--schedules", "3bw"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 2 and "--schedules: 3bw is not one of 2bw" in run.stderr

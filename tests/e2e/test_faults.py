@@ -47,8 +47,9 @@ def test_a_fault_of_one_rank_ends_all_and_comes_first_in_the_log(kind, rank):
 
 
 def test_a_loss_of_nan_ends_the_run_as_in_megatron():
-    flags = command(2, 2, "2bw", train_iters=100, lr=1e30, min_lr=None, lr_decay_style="constant", lr_warmup_iters=None,
-                    clip_grad=0)
+    flags = command(
+        2, 2, "2bw", train_iters=100, lr=1e30, min_lr=None, lr_decay_style="constant", lr_warmup_iters=None, clip_grad=0
+    )
     with pytest.raises(WorldError) as failed:
         forked(2, flags)
     told = str(failed.value)
@@ -59,19 +60,31 @@ def test_a_loss_of_nan_ends_the_run_as_in_megatron():
 def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
     """The system lets no file grow beyond a size that the first checkpoint has not reached: writing fails as on a full
     disk, in the same call."""
+
     def flags(*more: str) -> list[str]:
         return command(1, 2, "2bw", "--load", tmp_path, *more, train_iters=8, save=tmp_path, save_interval=2)
 
     forked(1, flags("--exit-interval", "2"))
     assert saved.latest(tmp_path) == 2
     size = max(file.stat().st_size for file in (tmp_path / saved.name(2)).iterdir())
-    limited = ["prlimit", f"--fsize={size // 2}", sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc-per-node", "1", "pretrain_gpt_2bw.py", *map(str, flags())]
+    limited = [
+        "prlimit",
+        f"--fsize={size // 2}",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "pretrain_gpt_2bw.py",
+        *map(str, flags()),
+    ]
     run = end(subprocess.Popen(limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), SOON * 2)
     assert run.returncode != 0
     assert re.search(
         rf"error: --save {tmp_path}: the checkpoint could not be written: .*File too large.*; the last good one is "
-        "that of iteration 2", first_words(run.stderr),
+        "that of iteration 2",
+        first_words(run.stderr),
     ), run.stderr[-3000:]
     assert saved.latest(tmp_path) == 2 and saved.fault(tmp_path) is None
 

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from megatron_2bw.planner.measure import validate
-from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.measure import validate
 
 
 @pytest.mark.timeout(150)

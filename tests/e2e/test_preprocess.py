@@ -20,8 +20,12 @@ TEXTS = prose(300)
 
 def start(*flags) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "scripts/preprocess_data.py", *map(str, flags)], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "scripts/preprocess_data.py", *map(str, flags)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 
 

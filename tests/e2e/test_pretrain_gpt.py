@@ -47,8 +47,14 @@ def validation(output: str) -> dict[str, str]:
 
 def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path):
     options = dict(
-        train_iters=6, eval_interval=3, eval_iters=2, save=tmp_path / "model", save_interval=3, log_interval=2,
-        split="80,10,10", adam_beta2=0.95,
+        train_iters=6,
+        eval_interval=3,
+        eval_iters=2,
+        save=tmp_path / "model",
+        save_interval=3,
+        log_interval=2,
+        split="80,10,10",
+        adam_beta2=0.95,
     )
     trained = pretrain(2, command(2, 4, "2bw", **options), data)
     assert len(losses(trained)) == 4  # iteration 1, then every second
@@ -59,10 +65,21 @@ def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path
     # The same data is asked for, so a run that starts from its first sample evaluates the same ones: those of the
     # evaluation in the middle, with microbatches in flight, and those of the test set. To the last digit.
     for step, found, expected in (
-        (3, "iteration 0 on validation set", "iteration 3"), (6, "iteration 0 on test set", "iteration 6 on test set"),
+        (3, "iteration 0 on validation set", "iteration 3"),
+        (6, "iteration 0 on test set", "iteration 6 on test set"),
     ):
-        flags = command(2, 4, "megatron", "--finetune", "--skip-train", "--no-load-optim", "--no-load-rng",
-                        load=tmp_path / "model", ckpt_step=step, **options | dict(save=None, save_interval=None))
+        flags = command(
+            2,
+            4,
+            "megatron",
+            "--finetune",
+            "--skip-train",
+            "--no-load-optim",
+            "--no-load-rng",
+            load=tmp_path / "model",
+            ckpt_step=step,
+            **options | dict(save=None, save_interval=None),
+        )
         assert validation(forked(2, on(data, flags)))[found] == seen[expected]
 
 
@@ -80,8 +97,17 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
 
     With loader processes, as by default: they have inherited Megatron's handler, and must not outlive the run.
     """
-    flags = command(2, 2, "2bw", "--exit-signal-handler", train_iters=100_000, save=tmp_path / "model",
-                    save_interval=100_000, split="100,0,0", num_workers=2)
+    flags = command(
+        2,
+        2,
+        "2bw",
+        "--exit-signal-handler",
+        train_iters=100_000,
+        save=tmp_path / "model",
+        save_interval=100_000,
+        split="100,0,0",
+        num_workers=2,
+    )
     process = start(2, "pretrain_gpt_2bw.py", flags)
     seen = ""
     try:
@@ -114,8 +140,10 @@ def test_the_line_and_the_trace_show_how_busy_the_stages_are(tmp_path):
         assert 0 <= float(mean) <= float(most) < 100 and all(0.1 < float(value) < 10 for value in memory)
     assert (tmp_path / "trace" / "timeline.png").stat().st_size > 1000
     events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
-    actions = {stage: [e["name"] for e in events if e.get("tid") == stage and e.get("cat") in ("F", "B", "R", "S")]
-               for stage in (0, 1)}
+    actions = {
+        stage: [e["name"] for e in events if e.get("tid") == stage and e.get("cat") in ("F", "B", "R", "S")]
+        for stage in (0, 1)
+    }
     shape = Shape(2, 3, 0, 4)
     for stage, found in actions.items():
         expected = [str(action) for j in range(4) for action in SCHEDULES["2bw"].actions(shape, stage, j)]

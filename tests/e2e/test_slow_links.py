@@ -24,8 +24,11 @@ def servers_can_be_made():
 
 def start(*words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "bench/slow_links.py", *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
+        [sys.executable, "bench/slow_links.py", *map(str, words)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -49,8 +52,24 @@ def test_the_link_has_the_rate_that_it_is_told():
 def test_a_run(tmp_path: Path):
     path = tmp_path / "slow_links.json"
     process = start(
-        "--rates", 10, "--variants", "2bw", "--iterations", 2, "--layers", 2, "--hidden", 64, "--heads", 2,
-        "--sequence", 128, "--microbatches", 4, "--json", path,
+        "--rates",
+        10,
+        "--variants",
+        "2bw",
+        "--iterations",
+        2,
+        "--layers",
+        2,
+        "--hidden",
+        64,
+        "--heads",
+        2,
+        "--sequence",
+        128,
+        "--microbatches",
+        4,
+        "--json",
+        path,
     )
     run = end(process, 200)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]

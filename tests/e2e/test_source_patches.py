@@ -39,9 +39,19 @@ pretrain(config, gpt.datasets_provider, ModelType.encoder_or_decoder, gpt.forwar
 
 # On a host without CUDA `pretrain_gpt_2bw.py` sets these; an entry script of a checkout is given them.
 CPU_FLAGS = (
-    "--distributed-backend", "gloo", "--transformer-impl", "local", "--use-cpu-initialization",
-    "--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope-fusion",
-    "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--rerun-mode", "disabled",
+    "--distributed-backend",
+    "gloo",
+    "--transformer-impl",
+    "local",
+    "--use-cpu-initialization",
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+    "--no-rope-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-dropout-fusion",
+    "--rerun-mode",
+    "disabled",
 )
 
 
@@ -84,7 +94,11 @@ def test_two_iterations_of_2bw_in_the_patched_tree(tree):
 def test_wrong_flags_are_refused_in_the_patched_tree(tree):
     """By the first of two ranks, which waits for no other."""
     result = subprocess.run(
-        [sys.executable, "pretrain.py", *native(2, 1, "2bw")], cwd=tree, capture_output=True, text=True, timeout=100,
+        [sys.executable, "pretrain.py", *native(2, 1, "2bw")],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=100,
         env=os.environ | {"PYTHONPATH": f"{tree}:{ROOT}", "WORLD_SIZE": "2", "RANK": "0", "OMP_NUM_THREADS": "1"},
     )
     errors = [line for line in result.stderr.splitlines() if "error:" in line]

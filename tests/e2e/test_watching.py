@@ -18,8 +18,11 @@ from tests.e2e.launcher import forked
 
 NUMBER = r"([-+.\dE]+)"
 FIELDS = {
-    "lm loss": f"lm loss: {NUMBER}", "grad-norm": f"grad norm: {NUMBER}", "tokens per second": f"tokens/s: {NUMBER}",
-    "bubble/mean": f"bubble: {NUMBER}%", "bubble/max": f"bubble: [^/]*/{NUMBER}%",
+    "lm loss": f"lm loss: {NUMBER}",
+    "grad-norm": f"grad norm: {NUMBER}",
+    "tokens per second": f"tokens/s: {NUMBER}",
+    "bubble/mean": f"bubble: {NUMBER}%",
+    "bubble/max": f"bubble: [^/]*/{NUMBER}%",
     "peak memory (GiB)/stage 0": rf"by stage \(GiB\): {NUMBER}",
     "peak memory (GiB)/stage 1": rf"by stage \(GiB\): \S+ {NUMBER}",
 }

@@ -27,8 +27,9 @@ from megatron_2bw.flags.parse import REFUSED
 from tests.distributed.training import BERT, command
 from tests.distributed.world import run_world
 from tests.e2e.launcher import ROOT, torchrun
-from tests.unit.test_saved import DAMAGES as BROKEN, distributed
 from tests.unit.test_arguments import CPU_CASES, DAMAGES, MISTAKEN, damage, dataset, refused_command
+from tests.unit.test_saved import DAMAGES as BROKEN
+from tests.unit.test_saved import distributed
 
 LIMIT = 30.0  # seconds in which every wrong command line must end
 GPT = "pretrain_gpt_2bw.py"
@@ -152,8 +153,12 @@ def found_elsewhere() -> Iterator[Case]:
     yield case("--num-layers: invalid int value: 'four'", num_layers="four")
     yield case("--lr: expected one argument", "--lr")
     yield case("--cuda-graph-modules: invalid value: 'nonsense'", "--cuda-graph-modules", "nonsense")
-    yield case("--tokenizer-model no/such: there is no such folder", tokenizer_type="HuggingFaceTokenizer",
-               tokenizer_model="no/such", vocab_size=None)
+    yield case(
+        "--tokenizer-model no/such: there is no such folder",
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model="no/such",
+        vocab_size=None,
+    )
     # Megatron's validation.
     yield case("--batch-size argument is no longer valid, use --micro-batch-size", batch_size=4)
     yield case("it must be that --start-weight-decay is None", start_weight_decay=0.1)
@@ -210,8 +215,17 @@ def ended(tmp_path_factory) -> dict[str, tuple[Case, Ending]]:
     return {case.name: (case, ending) for case, ending in zip(cases, found)}
 
 
-@pytest.mark.parametrize("name", [*(case.name for case in CASES), *DAMAGES, "checkpoint", "checkpoint cut short",
-                                  "checkpoint not finished", "checkpoint of another kind"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(case.name for case in CASES),
+        *DAMAGES,
+        "checkpoint",
+        "checkpoint cut short",
+        "checkpoint not finished",
+        "checkpoint of another kind",
+    ],
+)
 def test_one_line_names_the_flag(name, ended):
     case, ending = ended[name]
     ending.check(case.expected)
@@ -229,7 +243,11 @@ TYPED = {
 def python(argv: list[str]) -> Ending:
     start = time.monotonic()
     run = subprocess.run(
-        [sys.executable, "pretrain_gpt_2bw.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT + 10,
+        [sys.executable, "pretrain_gpt_2bw.py", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT + 10,
         env=os.environ | {"WORLD_SIZE": "2", "RANK": "0", "PYTHONWARNINGS": "ignore"},
     )
     return Ending(run.returncode, run.stdout + run.stderr, time.monotonic() - start)

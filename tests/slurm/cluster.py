@@ -93,8 +93,13 @@ class Cluster:
 
     def try_call(self, *words: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            list(map(str, words)), cwd=cwd, env=self.environment | environment, capture_output=True, text=True,
-            timeout=60, check=False,
+            list(map(str, words)),
+            cwd=cwd,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
 
     @property
@@ -112,15 +117,28 @@ class Cluster:
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
-        nodes = [f"NodeName={name} NodeHostname={os.uname().nodename} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2"
-                 for name in NODES]
-        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(
-            host=os.uname().nodename.split(".")[0], port=free_port(), user=getpass.getuser(), folder=self.folder,
-            kill_wait=self.kill_wait, nodes="\n".join(nodes),
-        ))
+        nodes = [
+            f"NodeName={name} NodeHostname={os.uname().nodename} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2"
+            for name in NODES
+        ]
+        (self.folder / "slurm.conf").write_text(
+            CONFIGURATION.format(
+                host=os.uname().nodename.split(".")[0],
+                port=free_port(),
+                user=getpass.getuser(),
+                folder=self.folder,
+                kill_wait=self.kill_wait,
+                nodes="\n".join(nodes),
+            )
+        )
         self._daemon(
-            "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.socket",
-            f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={self.folder}/munge.socket",
+            f"--pid-file={self.folder}/munged.pid",
+            f"--log-file={self.folder}/munged.log",
             f"--seed-file={self.folder}/munge.seed",
         )
         self._await("munged", lambda: (self.folder / "munge.socket").exists())
@@ -131,9 +149,11 @@ class Cluster:
 
     def _daemon(self, name: str, *words: str) -> None:
         with open(self.folder / f"{name}.out", "a") as out:
-            self.daemons.append(subprocess.Popen(
-                [find(name), *words], env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-            ))
+            self.daemons.append(
+                subprocess.Popen(
+                    [find(name), *words], env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                )
+            )
 
     def _states(self) -> set[str]:
         return set(self.try_call("sinfo", "--noheader", "--Node", "--format=%T").stdout.split())

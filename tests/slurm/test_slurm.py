@@ -18,21 +18,44 @@ import psutil
 import pytest
 
 from megatron_2bw.planner.describe.cluster import preset
-from megatron_2bw.planner.tell.jobs import sbatch_script
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.tell.jobs import sbatch_script
 from tests.distributed.world import free_port
 from tests.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[2]
 ITERATIONS = 40
 SHAPE = [
-    "--num-layers", 4, "--hidden-size", 32, "--num-attention-heads", 4, "--seq-length", 16,
-    "--max-position-embeddings", 16, "--vocab-size", 127, "--num-workers", 0,
+    "--num-layers",
+    4,
+    "--hidden-size",
+    32,
+    "--num-attention-heads",
+    4,
+    "--seq-length",
+    16,
+    "--max-position-embeddings",
+    16,
+    "--vocab-size",
+    127,
+    "--num-workers",
+    0,
 ]
 TINY = [
-    *SHAPE, "--micro-batch-size", 2, "--global-batch-size", 8, "--train-iters", ITERATIONS, "--lr", "1e-3",
-    "--eval-iters", 0, "--log-interval", 1,
+    *SHAPE,
+    "--micro-batch-size",
+    2,
+    "--global-batch-size",
+    8,
+    "--train-iters",
+    ITERATIONS,
+    "--lr",
+    "1e-3",
+    "--eval-iters",
+    0,
+    "--log-interval",
+    1,
 ]
 MODELS = {"gpt": "gpt-355m", "bert": "bert-24"}  # made tiny by the caller's flags, which win
 
@@ -83,8 +106,16 @@ class Job:
 
     def told(self) -> str:
         batch = self.folder / "batch.log"
-        return "\n".join([json.dumps(self.status(), indent=1), batch.read_text() if batch.exists() else "",
-                          self.log(0)[-3000:], self.log(1)[-3000:], self.cluster.call("squeue"), self.cluster.logs()])
+        return "\n".join(
+            [
+                json.dumps(self.status(), indent=1),
+                batch.read_text() if batch.exists() else "",
+                self.log(0)[-3000:],
+                self.log(1)[-3000:],
+                self.cluster.call("squeue"),
+                self.cluster.logs(),
+            ]
+        )
 
     def ranks(self) -> list[psutil.Process]:
         """The job's training processes."""
@@ -104,12 +135,23 @@ def submit(cluster: Cluster, folder: Path, kind: str, *options: str, flags: list
     """sbatch of the script for `kind` on both nodes, a rank each: a pipeline of two stages."""
     folder.mkdir()
     variables = {
-        "MODEL": MODELS[kind], "PROCESSES_PER_NODE": "1", "CHECKPOINTS": str(folder / "checkpoints"),
-        "LOGS": str(folder / "logs"), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "MODEL": MODELS[kind],
+        "PROCESSES_PER_NODE": "1",
+        "CHECKPOINTS": str(folder / "checkpoints"),
+        "LOGS": str(folder / "logs"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
     }
     number = cluster.call(
-        "sbatch", "--parsable", "--nodes=2", f"--output={folder}/batch.log", *options,
-        f"scripts/slurm/pretrain_{kind}_2bw.sbatch", *flags, cwd=ROOT, **variables | environment,
+        "sbatch",
+        "--parsable",
+        "--nodes=2",
+        f"--output={folder}/batch.log",
+        *options,
+        f"scripts/slurm/pretrain_{kind}_2bw.sbatch",
+        *flags,
+        cwd=ROOT,
+        **variables | environment,
     )
     return Job(cluster, folder, number)
 
@@ -183,8 +225,18 @@ def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_
     script = tmp_path / "job.sbatch"
     script.write_text(sbatch_script(Plan(1, 2, 1, 2, 4), model, host, "fp32", "tiny"))
     number = slurm.call(
-        "sbatch", "--parsable", f"--output={tmp_path}/batch.log", script, "--log-interval", 1, "--eval-iters", 0,
-        cwd=ROOT, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), LOGS=str(tmp_path / "logs"),
+        "sbatch",
+        "--parsable",
+        f"--output={tmp_path}/batch.log",
+        script,
+        "--log-interval",
+        1,
+        "--eval-iters",
+        0,
+        cwd=ROOT,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        LOGS=str(tmp_path / "logs"),
         CHECKPOINTS=str(tmp_path / "checkpoints"),
     )
     job = Job(slurm, tmp_path, number)
@@ -203,11 +255,29 @@ def test_a_sweep_measures_and_tells_what_does_not_fit(slurm, tmp_path):
 
     def sweep(command: str, *words: object) -> str:
         # Each job has a port of its own, by its number.
-        return slurm.call(sys.executable, "scripts/slurm/sweep.py", command, "--out", out, *words, cwd=ROOT,
-                          MASTER_ADDR="127.0.0.1")
+        return slurm.call(
+            sys.executable, "scripts/slurm/sweep.py", command, "--out", out, *words, cwd=ROOT, MASTER_ADDR="127.0.0.1"
+        )
 
-    own = ["--model", MODELS["gpt"], "--cpu", "--nodes", 2, "--gpus-per-node", 1, "--model-parallel-size", 2,
-           "--batch-sizes", 8, "--micro-batch-size", 2, "--precision", "fp32", "--train-iters", 8]
+    own = [
+        "--model",
+        MODELS["gpt"],
+        "--cpu",
+        "--nodes",
+        2,
+        "--gpus-per-node",
+        1,
+        "--model-parallel-size",
+        2,
+        "--batch-sizes",
+        8,
+        "--micro-batch-size",
+        2,
+        "--precision",
+        "fp32",
+        "--train-iters",
+        8,
+    ]
     sweep("submit", *own, "--systems", "GPipe,PipeDream-2BW", "--", *SHAPE)
     # More than a process can address: no machine tries to find that memory.
     sweep("submit", *own, "--systems", "PipeDream-Flush", "--", *SHAPE, "--ffn-hidden-size", 4 * 10**12)

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_2bw import cpu
 from megatron_2bw.flags import checks as mistakes
-from megatron_2bw.flags.parse import REFUSED, Refusal, check, explain, name_flags, parse_early, prepare, processes
 from megatron_2bw.flags.no_effect import IDLE, idle_flag
+from megatron_2bw.flags.parse import REFUSED, Refusal, check, explain, name_flags, parse_early, prepare, processes
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 from tests.distributed.training import BERT, command
 
@@ -84,25 +84,50 @@ def dataset(prefix: Path, lengths: tuple[int, ...] = (5, 7, 3), code: int = 4, w
 
 # What to type, where the flag alone does not ask for the feature. "{}" is a folder.
 VALUES: dict[str, str] = {
-    "--num-layers-per-virtual-pipeline-stage": "1", "--num-virtual-stages-per-pipeline-rank": "2",
-    "--yaml-cfg": "{}/run.yaml", "--hybrid-layer-pattern": "M*M*", "--hybrid-override-pattern": "M*M*",
-    "--logits-load-dir": "{}", "--logits-save-dir": "{}", "--decoder-seq-length": "8", "--dataloader-type": "external",
-    "--mtp-num-layers": "1", "--rampup-batch-size": "2 2 8", "--rope-scaling-factor": "4",
-    "--attention-backend": "local", "--transformer-impl": "inference_optimized", "--config-logger-dir": "{}",
+    "--num-layers-per-virtual-pipeline-stage": "1",
+    "--num-virtual-stages-per-pipeline-rank": "2",
+    "--yaml-cfg": "{}/run.yaml",
+    "--hybrid-layer-pattern": "M*M*",
+    "--hybrid-override-pattern": "M*M*",
+    "--logits-load-dir": "{}",
+    "--logits-save-dir": "{}",
+    "--decoder-seq-length": "8",
+    "--dataloader-type": "external",
+    "--mtp-num-layers": "1",
+    "--rampup-batch-size": "2 2 8",
+    "--rope-scaling-factor": "4",
+    "--attention-backend": "local",
+    "--transformer-impl": "inference_optimized",
+    "--config-logger-dir": "{}",
     "--cuda-graph-impl": "local",
-    "--tensor-parallel-num-weight-shards": "2", "--num-experts": "4", "--fp8-format": "e4m3", "--fp4-format": "e2m1",
-    "--pipeline-model-parallel-comm-backend": "nccl", "--cpu-offloading-num-layers": "1",
-    "--step-batch-size-schedule": "8:4", "--timing-log-level": "1", "--optimizer": "dist_muon",
+    "--tensor-parallel-num-weight-shards": "2",
+    "--num-experts": "4",
+    "--fp8-format": "e4m3",
+    "--fp4-format": "e2m1",
+    "--pipeline-model-parallel-comm-backend": "nccl",
+    "--cpu-offloading-num-layers": "1",
+    "--step-batch-size-schedule": "8:4",
+    "--timing-log-level": "1",
+    "--optimizer": "dist_muon",
     "--muon-fp32-matmul-prec": "high",
     "--iterations-to-skip": "2 3",
-    "--result-rejected-tracker-filename": "{}/rejected", "--phase-transition-iterations": "2,4",
-    "--rerun-mode": "validate_results", "--save-activations-interval": "2", "--save-dgrads-interval": "2",
-    "--num-distributed-optimizer-instances": "2", "--ddp-param-name-patterns-for-fp32-local-accumulation": "all",
+    "--result-rejected-tracker-filename": "{}/rejected",
+    "--phase-transition-iterations": "2,4",
+    "--rerun-mode": "validate_results",
+    "--save-activations-interval": "2",
+    "--save-dgrads-interval": "2",
+    "--num-distributed-optimizer-instances": "2",
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": "all",
     "--save-wgrads-interval": "2",
-    "--save-params-interval": "2", "--context-parallel-size": "2",
-    "--nccl-communicator-config-path": "{}/nccl.yaml", "--gpu-sniff-test-interval": "2",
-    "--flash-attention-version": "2", "--symmetric-ar-type": "two_shot", "--position-embedding-type": "relative",
-    "--experimental-attention-variant": "dsa", "--heterogeneous-layers-config-path": "{}/layers.json",
+    "--save-params-interval": "2",
+    "--context-parallel-size": "2",
+    "--nccl-communicator-config-path": "{}/nccl.yaml",
+    "--gpu-sniff-test-interval": "2",
+    "--flash-attention-version": "2",
+    "--symmetric-ar-type": "two_shot",
+    "--position-embedding-type": "relative",
+    "--experimental-attention-variant": "dsa",
+    "--heterogeneous-layers-config-path": "{}/layers.json",
     "--window-size": "8,0",
 }
 
@@ -174,7 +199,11 @@ def test_a_flag_is_refused_in_its_scope_only(refusal, monkeypatch):
         chosen = SCHEDULES.get(schedule)
         argv[argv.index("--pipeline-schedule") + 1] = schedule
         expected = {
-            "any": True, "local": True, "bert": True, "cpu": False, "ours": chosen is not None,
+            "any": True,
+            "local": True,
+            "bert": True,
+            "cpu": False,
+            "ours": chosen is not None,
             "no flush": chosen is not None and not chosen.flushes,
         }.get(refusal.scope, refusal.scope == schedule)
         assert bool(refusal.message(parse(argv, world), chosen)) == expected, schedule
@@ -187,20 +216,32 @@ def test_what_only_a_bert_refuses(refusal):
 
 
 @pytest.mark.parametrize("schedule", FLUSH)
-@pytest.mark.parametrize("flags", [
-    ["--use-distributed-optimizer"], ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
-    ["--iterations-to-skip", "2"], ["--rerun-mode", "validate_results"], ["--decrease-batch-size-if-needed"],
-    ["--fp16"],
-    ["--save-params-interval", "2", "--save", "folder", "--save-interval", "4"],
-    ["--save-wgrads-interval", "2", "--save", "folder", "--save-interval", "4"],
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--use-distributed-optimizer"],
+        ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+        ["--iterations-to-skip", "2"],
+        ["--rerun-mode", "validate_results"],
+        ["--decrease-batch-size-if-needed"],
+        ["--fp16"],
+        ["--save-params-interval", "2", "--save", "folder", "--save-interval", "4"],
+        ["--save-wgrads-interval", "2", "--save", "folder", "--save-interval", "4"],
+    ],
+    ids=" ".join,
+)
 def test_flush_schedules_allow_what_needs_an_empty_pipeline(schedule, flags):
     assert complaint(command(2, 2, schedule, *flags), 2) is None
 
 
 CPU_CASES = {
-    "--distributed-backend": ["nccl"], "--transformer-impl": ["transformer_engine"], "--fp8-format": ["hybrid"],
-    "--fp4-format": ["e2m1"], "--sequence-parallel": [], "--attention-backend": ["flash"], "--tp-comm-overlap": [],
+    "--distributed-backend": ["nccl"],
+    "--transformer-impl": ["transformer_engine"],
+    "--fp8-format": ["hybrid"],
+    "--fp4-format": ["e2m1"],
+    "--sequence-parallel": [],
+    "--attention-backend": ["flash"],
+    "--tp-comm-overlap": [],
     "--use-nccl-ub": [],
 }
 
@@ -248,77 +289,133 @@ MISTAKEN = [
     line("--no-initialization needs --load", "--no-initialization"),
     line("--no-pad-vocab-size needs --padded-vocab-size", "--no-pad-vocab-size"),
     line("--wandb-project needs --wandb-save-dir", wandb_project="project"),
-    line("--num-distributed-optimizer-instances needs --use-dist", schedule="gpipe",
-         num_distributed_optimizer_instances=2),
+    line(
+        "--num-distributed-optimizer-instances needs --use-dist",
+        schedule="gpipe",
+        num_distributed_optimizer_instances=2,
+    ),
     line("--pipeline-model-parallel-size 3 needs a multiple of 3 processes, but there are 2", stages=3, microbatches=3),
     line("--tensor-model-parallel-size 2 needs a multiple of 4 processes", tensor_model_parallel_size=2),
     line("--global-batch-size 5 is not a multiple of --micro-batch-size 2 x 1 pipelines", global_batch_size=5),
-    line("--train-samples 3 is less than one --global-batch-size 4", train_iters=None, lr_warmup_iters=None,
-         train_samples=3),
-    line("--eval-micro-batch-size 1 must equal --micro-batch-size 2", world=4, tensor_model_parallel_size=2,
-         eval_micro_batch_size=1),
+    line(
+        "--train-samples 3 is less than one --global-batch-size 4",
+        train_iters=None,
+        lr_warmup_iters=None,
+        train_samples=3,
+    ),
+    line(
+        "--eval-micro-batch-size 1 must equal --micro-batch-size 2",
+        world=4,
+        tensor_model_parallel_size=2,
+        eval_micro_batch_size=1,
+    ),
     line("--full-validation takes one sample at a time", "--full-validation", "--multiple-validation-sets"),
     line("--window-size takes two numbers", window_size=2),
     line("--padded-vocab-size 100 is less than --vocab-size 127", padded_vocab_size=100),
     line("--num-attention-heads 5 does not divide --hidden-size 32", num_attention_heads=5),
     line("--num-query-groups 3 does not divide --num-attention-heads 4", "--group-query-attention", num_query_groups=3),
-    line("--tensor-model-parallel-size 8 does not divide --num-attention-heads 4", world=16,
-         tensor_model_parallel_size=8),
+    line(
+        "--tensor-model-parallel-size 8 does not divide --num-attention-heads 4", world=16, tensor_model_parallel_size=8
+    ),
     line("--seq-length 32 is more than --max-position-embeddings 16", seq_length=32),
     line("--num-layers 5 cannot be split over --pipeline-model-parallel-size 2", num_layers=5),
-    line("--decoder-first-pipeline-num-layers 2: 3 other stages cannot share the other 2 of --num-layers 4", world=4,
-         stages=4, microbatches=4, decoder_first_pipeline_num_layers=2),
+    line(
+        "--decoder-first-pipeline-num-layers 2: 3 other stages cannot share the other 2 of --num-layers 4",
+        world=4,
+        stages=4,
+        microbatches=4,
+        decoder_first_pipeline_num_layers=2,
+    ),
     line("--recompute-granularity full needs --recompute-method", recompute_granularity="full"),
     line("--recompute-method uniform needs --recompute-granularity full", recompute_method="uniform"),
-    line("--recompute-method block needs --recompute-num-layers", recompute_granularity="full",
-         recompute_method="block"),
+    line(
+        "--recompute-method block needs --recompute-num-layers", recompute_granularity="full", recompute_method="block"
+    ),
     line("--min-lr 0.1 is more than --lr 0.01", min_lr=0.1),
     line("--lr-warmup-init 0.1 is more than --lr 0.01", lr_warmup_init=0.1),
     line("--lr-warmup-iters 6 must be less than --lr-decay-iters 6", lr_warmup_iters=6),
     line("--lr-decay-style WSD needs --lr-wsd-decay-iters", lr_decay_style="WSD"),
     line("--load no/such: there is no checkpoint", load="no/such"),
-    line("--load new: there is no checkpoint", "--exit-on-missing-checkpoint", load="new", save="./new",
-         save_interval=2),
+    line(
+        "--load new: there is no checkpoint", "--exit-on-missing-checkpoint", load="new", save="./new", save_interval=2
+    ),
     line("--save /dev/null/x: /dev/null is not a folder", save="/dev/null/x", save_interval=2),
     line("--split 98,x,1: give three shares", split="98,x,1"),
     line("--split 0,0,100 leaves nothing to train on", split="0,0,100"),
     line("--tokenizer-type NullTokenizer needs --vocab-size", vocab_size=None),
     line("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file", tokenizer_type=None),
     line("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model", tokenizer_type="HuggingFaceTokenizer"),
-    line("--tokenizer-model ./no/such: there is no such", tokenizer_type="HuggingFaceTokenizer",
-         tokenizer_model="./no/such"),
-    line("--vocab-file no.json: there is no such", tokenizer_type="GPT2BPETokenizer", vocab_file="no.json",
-         merge_file="no.txt"),
+    line(
+        "--tokenizer-model ./no/such: there is no such",
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model="./no/such",
+    ),
+    line(
+        "--vocab-file no.json: there is no such",
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file="no.json",
+        merge_file="no.txt",
+    ),
     line("--spec no.module layer: No module named", "--spec", "no.module", "layer"),
     line("--spec one: give a module", "--spec", "one"),
     line("--two-bw-exchange nccl needs --distributed-backend nccl", two_bw_exchange="nccl"),
-    line("--two-bw-exchange has no effect with --pipeline-schedule megatron", schedule="megatron",
-         two_bw_exchange="gloo"),
+    line(
+        "--two-bw-exchange has no effect with --pipeline-schedule megatron", schedule="megatron", two_bw_exchange="gloo"
+    ),
     line("--two-bw-trace has no effect with --pipeline-schedule megatron", schedule="megatron", two_bw_trace="folder"),
     line("--two-bw-trace /proc/version/trace: /proc/version is not a folder", two_bw_trace="/proc/version/trace"),
-    line("--two-bw-gradient-slots has no effect without --pipeline-schedule 2bw", schedule="gpipe",
-         two_bw_gradient_slots=1),
-    line("--two-bw-sync-iterations has no effect without --pipeline-schedule 2bw", schedule="pipedream-flush",
-         two_bw_sync_iterations=3),
+    line(
+        "--two-bw-gradient-slots has no effect without --pipeline-schedule 2bw",
+        schedule="gpipe",
+        two_bw_gradient_slots=1,
+    ),
+    line(
+        "--two-bw-sync-iterations has no effect without --pipeline-schedule 2bw",
+        schedule="pipedream-flush",
+        two_bw_sync_iterations=3,
+    ),
     line("--two-bw-sync-iterations: -1: must be a whole number", two_bw_sync_iterations=-1),
     line("--two-bw-sync-iterations: 1.5: must be a whole number", two_bw_sync_iterations=1.5),
-    line("--two-bw-correction has no effect without --pipeline-schedule 2bw", schedule="megatron",
-         two_bw_correction="extrapolate"),
-    line("--two-bw-correction-factor has no effect without --two-bw-correction extrapolate",
-         two_bw_correction_factor=0.5),
-    line("--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations 6 is not below --train-iters 6",
-         two_bw_correction="extrapolate", two_bw_sync_iterations=6),
-    line("--two-bw-correction-factor 1.5 must be between 0 and 1", two_bw_correction="extrapolate",
-         two_bw_correction_factor=1.5),
-    line("--two-bw-correction-factor nan must be between 0 and 1", two_bw_correction="extrapolate",
-         two_bw_correction_factor="nan"),
-    line("--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages", schedule="gpipe",
-         two_bw_extra_warmup=1),
+    line(
+        "--two-bw-correction has no effect without --pipeline-schedule 2bw",
+        schedule="megatron",
+        two_bw_correction="extrapolate",
+    ),
+    line(
+        "--two-bw-correction-factor has no effect without --two-bw-correction extrapolate", two_bw_correction_factor=0.5
+    ),
+    line(
+        "--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations 6 is not below --train-iters 6",
+        two_bw_correction="extrapolate",
+        two_bw_sync_iterations=6,
+    ),
+    line(
+        "--two-bw-correction-factor 1.5 must be between 0 and 1",
+        two_bw_correction="extrapolate",
+        two_bw_correction_factor=1.5,
+    ),
+    line(
+        "--two-bw-correction-factor nan must be between 0 and 1",
+        two_bw_correction="extrapolate",
+        two_bw_correction_factor="nan",
+    ),
+    line(
+        "--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages",
+        schedule="gpipe",
+        two_bw_extra_warmup=1,
+    ),
     line("--two-bw-extra-warmup has no effect without", stages=1, world=1, two_bw_extra_warmup=1),
-    line("--two-bw-extra-warmup has 2 numbers: give one, or one for each of the 1 boundaries", microbatches=8,
-         two_bw_extra_warmup="1,1"),
-    line("gives 3 microbatches on each of 1 pipeline, but --pipeline-schedule 2bw with --two-bw-extra-warmup needs 4: "
-         "use --global-batch-size 8 or more", microbatches=3, two_bw_extra_warmup="2"),
+    line(
+        "--two-bw-extra-warmup has 2 numbers: give one, or one for each of the 1 boundaries",
+        microbatches=8,
+        two_bw_extra_warmup="1,1",
+    ),
+    line(
+        "gives 3 microbatches on each of 1 pipeline, but --pipeline-schedule 2bw with --two-bw-extra-warmup needs 4: "
+        "use --global-batch-size 8 or more",
+        microbatches=3,
+        two_bw_extra_warmup="2",
+    ),
     line("use --global-batch-size 4 or more", microbatches=1),
     line("--rotary-percent has no effect without --position-embedding-type rope", rotary_percent=0.5),
     line("--save-interval has no effect without --save", save_interval=2),
@@ -335,24 +432,53 @@ def test_a_mistake_is_answered_with_its_flag(argv, world, expected):
 
 # What does work, and must stay accepted.
 ACCEPTED = [
-    ["--bf16"], ["--fp16", "--loss-scale", "128"], [UNTIED], ["--calculate-per-token-loss"], ["--overlap-grad-reduce"],
-    ["--recompute-granularity", "selective"], ["--recompute-activations"],
+    ["--bf16"],
+    ["--fp16", "--loss-scale", "128"],
+    [UNTIED],
+    ["--calculate-per-token-loss"],
+    ["--overlap-grad-reduce"],
+    ["--recompute-granularity", "selective"],
+    ["--recompute-activations"],
     ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
-    ["--position-embedding-type", "rope", "--rotary-percent", "0.5", "--normalization", "RMSNorm", "--swiglu",
-     "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "2"],
-    ["--save", "folder", "--save-interval", "2", "--load", "folder"], ["--exit-interval", "3"],
-    ["--exit-signal-handler"], ["--exit-duration-in-mins", "5"], ["--dataloader-type", "cyclic"],
-    ["--decoder-first-pipeline-num-layers", "3"], ["--skip-train"], ["--log-params-norm", "--log-num-zeros-in-grad"],
-    ["--timing-log-level", "2", "--no-barrier-with-level-1-timing", "--log-throughput"], ["--use-mcore-models"],
-    ["--optimizer", "sgd", "--sgd-momentum", "0.5"], ["--optimizer", "muon", "--muon-tp-mode", "duplicated"],
-    ["--optimizer", "muon", "--bf16"], ["--optimizer", "lion", "--adam-beta1", "0.8"],
-    ["--check-weight-hash-across-dp-replicas-interval", "2"], ["--attention-softmax-in-fp32"], ["--manual-gc"],
-    ["--distributed-backend", "gloo", "--transformer-impl", "local"], ["--rerun-mode", "disabled"],
+    [
+        "--position-embedding-type",
+        "rope",
+        "--rotary-percent",
+        "0.5",
+        "--normalization",
+        "RMSNorm",
+        "--swiglu",
+        "--disable-bias-linear",
+        "--group-query-attention",
+        "--num-query-groups",
+        "2",
+    ],
+    ["--save", "folder", "--save-interval", "2", "--load", "folder"],
+    ["--exit-interval", "3"],
+    ["--exit-signal-handler"],
+    ["--exit-duration-in-mins", "5"],
+    ["--dataloader-type", "cyclic"],
+    ["--decoder-first-pipeline-num-layers", "3"],
+    ["--skip-train"],
+    ["--log-params-norm", "--log-num-zeros-in-grad"],
+    ["--timing-log-level", "2", "--no-barrier-with-level-1-timing", "--log-throughput"],
+    ["--use-mcore-models"],
+    ["--optimizer", "sgd", "--sgd-momentum", "0.5"],
+    ["--optimizer", "muon", "--muon-tp-mode", "duplicated"],
+    ["--optimizer", "muon", "--bf16"],
+    ["--optimizer", "lion", "--adam-beta1", "0.8"],
+    ["--check-weight-hash-across-dp-replicas-interval", "2"],
+    ["--attention-softmax-in-fp32"],
+    ["--manual-gc"],
+    ["--distributed-backend", "gloo", "--transformer-impl", "local"],
+    ["--rerun-mode", "disabled"],
     ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"],
 ]
 
 ACCEPTED_BY_2BW = [
-    ["--two-bw-sync-iterations", "3"], ["--two-bw-sync-iterations", "1000"], ["--two-bw-correction", "none"],
+    ["--two-bw-sync-iterations", "3"],
+    ["--two-bw-sync-iterations", "1000"],
+    ["--two-bw-correction", "none"],
     ["--two-bw-correction", "extrapolate", "--two-bw-correction-factor", "0.9", "--two-bw-sync-iterations", "3"],
 ]
 
@@ -369,8 +495,18 @@ DISTRIBUTED = ["--use-distributed-optimizer"]
 OVERLAPPED = [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"]
 
 
-@pytest.mark.parametrize("flags", [DISTRIBUTED, OVERLAPPED, *ACCEPTED_BY_2BW, ["--two-bw-gradient-slots", "1"],
-                                   ["--two-bw-trace", "folder"], ["--two-bw-exchange", "gloo"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        DISTRIBUTED,
+        OVERLAPPED,
+        *ACCEPTED_BY_2BW,
+        ["--two-bw-gradient-slots", "1"],
+        ["--two-bw-trace", "folder"],
+        ["--two-bw-exchange", "gloo"],
+    ],
+    ids=" ".join,
+)
 def test_flags_of_2bw_are_accepted(flags):
     assert complaint(command(2, 2, "2bw", *flags), 2) is None
 
@@ -391,9 +527,10 @@ def test_all_shapes_of_the_world_are_accepted(schedule, stages, width, tensor):
     assert complaint(argv, stages * width * tensor) is None
 
 
-@pytest.mark.parametrize("stages, width, micro, batch, needed", [
-    (2, 1, 2, 2, 4), (4, 1, 2, 6, 8), (4, 3, 2, 18, 24), (2, 2, 1, None, 4), (4, 1, 5, 5, 20),
-])
+@pytest.mark.parametrize(
+    "stages, width, micro, batch, needed",
+    [(2, 1, 2, 2, 4), (4, 1, 2, 6, 8), (4, 3, 2, 18, 24), (2, 2, 1, None, 4), (4, 1, 5, 5, 20)],
+)
 def test_too_few_microbatches_says_which_batch_would_do(stages, width, micro, batch, needed):
     def answer(size, schedule="2bw"):
         changes = dict(micro_batch_size=micro, global_batch_size=size)
@@ -433,9 +570,12 @@ def damage(prefix: Path, how: str) -> None:
 
 
 DAMAGES = {
-    "garbage": "is not an index of Megatron's", "short": "is not an index of Megatron's", "cut": "is damaged",
+    "garbage": "is not an index of Megatron's",
+    "short": "is not an index of Megatron's",
+    "cut": "is damaged",
     "documents": "its documents end at sequence 0 of 3",
-    "tokens cut": "but its index describes 60", "of another dataset": "but its index describes 60",
+    "tokens cut": "but its index describes 60",
+    "of another dataset": "but its index describes 60",
     "gone": "there is no file",
 }
 
@@ -452,10 +592,17 @@ def test_a_damaged_dataset_is_found_before_training(how, tmp_path):
     assert str(bad) in with_data("--data-args-path", tmp_path / "list")
 
 
-@pytest.mark.parametrize("split, empty", [
-    ("98,1,1", "validation"), ("1,1,1", None), ("2,1,0", None), ("1,100,100", "training"), ("100,0,0", None),
-    ("60,39,1", "test"),
-])
+@pytest.mark.parametrize(
+    "split, empty",
+    [
+        ("98,1,1", "validation"),
+        ("1,1,1", None),
+        ("2,1,0", None),
+        ("1,100,100", "training"),
+        ("100,0,0", None),
+        ("60,39,1", "test"),
+    ],
+)
 def test_a_split_that_leaves_a_share_without_documents(split, empty, tmp_path):
     """Megatron 0.19 would look for its first token for ever."""
     data = dataset(tmp_path / "data")  # three documents
@@ -468,15 +615,26 @@ def test_a_split_that_leaves_a_share_without_documents(split, empty, tmp_path):
         )
 
 
-@pytest.mark.parametrize("flags, expected", [
-    ([], "--data-path {} has no document for training of 2 sentences or more, each of 512 tokens or fewer: prepare it "
-         "with scripts/preprocess_data.py for BERT, or add --bert-no-binary-head"),
-    (["--bert-no-binary-head"], None),
-    (["--bert-no-binary-head", "--split", "98,1,1"],
-     "--split 98,1,1 leaves no document of --data-path {} for validation, it has 3: give that share 0 or more"),
-    (["--bert-no-binary-head", "--tokenizer-type", "NullTokenizer"],
-     "--tokenizer-type NullTokenizer has no words to mask: give the WordPiece tokenizer of --data-path"),
-], ids=lambda case: " ".join(case) if isinstance(case, list) else None)
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (
+            [],
+            "--data-path {} has no document for training of 2 sentences or more, each of 512 tokens or fewer: prepare it "  # noqa: E501
+            "with scripts/preprocess_data.py for BERT, or add --bert-no-binary-head",
+        ),
+        (["--bert-no-binary-head"], None),
+        (
+            ["--bert-no-binary-head", "--split", "98,1,1"],
+            "--split 98,1,1 leaves no document of --data-path {} for validation, it has 3: give that share 0 or more",
+        ),
+        (
+            ["--bert-no-binary-head", "--tokenizer-type", "NullTokenizer"],
+            "--tokenizer-type NullTokenizer has no words to mask: give the WordPiece tokenizer of --data-path",
+        ),
+    ],
+    ids=lambda case: " ".join(case) if isinstance(case, list) else None,
+)
 def test_data_that_a_bert_finds_no_sentences_in(flags, expected, tmp_path):
     """Three documents of a sentence each; Megatron 0.19 would look through them two thousand million times."""
     data, vocabulary = dataset(tmp_path / "data"), tmp_path / "vocab.txt"
@@ -499,12 +657,16 @@ def test_megatrons_own_datasets_are_accepted(tmp_path):
         assert with_data("--data-path", tmp_path / "data") is None
 
 
-@pytest.mark.parametrize("flags, expected", [
-    ([], "--data-path is missing (or --mock-data)"),
-    (["--data-path", "no/such"], "--data-path no/such: there is no file no/such.idx"),
-    (["--data-args-path", "no/such"], "--data-args-path no/such: there is no such file"),
-    (["--per-split-data-args-path", "no/such"], "--per-split-data-args-path no/such: there is no such file"),
-], ids=lambda case: " ".join(case) if isinstance(case, list) else None)
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ([], "--data-path is missing (or --mock-data)"),
+        (["--data-path", "no/such"], "--data-path no/such: there is no file no/such.idx"),
+        (["--data-args-path", "no/such"], "--data-args-path no/such: there is no such file"),
+        (["--per-split-data-args-path", "no/such"], "--per-split-data-args-path no/such: there is no such file"),
+    ],
+    ids=lambda case: " ".join(case) if isinstance(case, list) else None,
+)
 def test_missing_data(flags, expected):
     assert with_data(*flags) == expected
 
@@ -515,8 +677,10 @@ def test_missing_data(flags, expected):
 @pytest.mark.parametrize("names, read, when", IDLE, ids=[f"{row[0].split()[0]} {row[2]}" for row in IDLE])
 def test_flags_without_effect_are_refused_when_typed(names, read, when):
     argv = command(2, 2, tokenizer_type=None)
-    argv += {"with --optimizer sgd": ["--optimizer", "sgd"], "with --muon-scalar-optimizer lion": [
-        "--optimizer", "muon", "--muon-scalar-optimizer", "lion"]}.get(when, [])
+    argv += {
+        "with --optimizer sgd": ["--optimizer", "sgd"],
+        "with --muon-scalar-optimizer lion": ["--optimizer", "muon", "--muon-scalar-optimizer", "lion"],
+    }.get(when, [])
     parser, args = parser_of("2bw", "gpt"), parse([BERT, *argv] if "BERT" in when else argv, 2)
     assert not read(args)
     for name in names.split():
@@ -528,42 +692,68 @@ def test_flags_without_effect_are_refused_when_typed(names, read, when):
             assert message == idle_flag(args, [f"{flag}=1"])
 
 
-@pytest.mark.parametrize("flags", [
-    ["--position-embedding-type", "rope", "--rotary-base", "100"], ["--optimizer", "sgd", "--sgd-momentum", "0.5"],
-    ["--optimizer", "muon", "--muon-momentum", "0.8", "--adam-beta2", "0.95"],
-    ["--optimizer", "muon", "--muon-scalar-optimizer", "lion", "--lion-beta1", "0.9"],
-    ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2"], ["--use-mup", "--mup-base-hidden-size", "16"],
-    ["--recompute-activations", "--recompute-modules", "core_attn"], ["--manual-gc", "--manual-gc-interval", "2"],
-    ["--null-tokenizer-pad-id", "3"], ["--reset-position-ids", "--eod-mask-loss"],
-    ["--rotary-percent=0.5", "--use-rotary-position-embeddings"],
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--position-embedding-type", "rope", "--rotary-base", "100"],
+        ["--optimizer", "sgd", "--sgd-momentum", "0.5"],
+        ["--optimizer", "muon", "--muon-momentum", "0.8", "--adam-beta2", "0.95"],
+        ["--optimizer", "muon", "--muon-scalar-optimizer", "lion", "--lion-beta1", "0.9"],
+        ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2"],
+        ["--use-mup", "--mup-base-hidden-size", "16"],
+        ["--recompute-activations", "--recompute-modules", "core_attn"],
+        ["--manual-gc", "--manual-gc-interval", "2"],
+        ["--null-tokenizer-pad-id", "3"],
+        ["--reset-position-ids", "--eod-mask-loss"],
+        ["--rotary-percent=0.5", "--use-rotary-position-embeddings"],
+    ],
+    ids=" ".join,
+)
 def test_flags_with_effect_are_accepted(flags):
     assert complaint(command(2, 2, "2bw", *flags), 2) is None
 
 
-@pytest.mark.parametrize("flags, expected", [
-    (["--mask-prob", "0"], "--mask-prob 0.0: it must be greater than 0 and less than 1"),
-    (["--short-seq-prob", "1.5"], "--short-seq-prob 1.5: it must be at least 0 and at most 1"),
-], ids=lambda case: " ".join(case) if isinstance(case, list) else None)
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--mask-prob", "0"], "--mask-prob 0.0: it must be greater than 0 and less than 1"),
+        (["--short-seq-prob", "1.5"], "--short-seq-prob 1.5: it must be at least 0 and at most 1"),
+    ],
+    ids=lambda case: " ".join(case) if isinstance(case, list) else None,
+)
 def test_probabilities_of_a_bert(flags, expected):
     assert complaint([BERT, *command(2, 2, "2bw", *flags)], 2) == expected
 
 
-@pytest.mark.parametrize("extra, level, backend, fits", [
-    (2, 2, "nccl", False), (1, 2, "nccl", True), (2, 1, "nccl", True), (2, 2, "gloo", True),
-])
+@pytest.mark.parametrize(
+    "extra, level, backend, fits",
+    [(2, 2, "nccl", False), (1, 2, "nccl", True), (2, 1, "nccl", True), (2, 2, "gloo", True)],
+)
 def test_timers_that_wait_for_the_gpu_allow_one_more_forward_ahead(extra, level, backend, fits, monkeypatch):
     monkeypatch.setattr(cpu, "installed", lambda: False)
-    argv = command(2, 6, "2bw", "--no-barrier-with-level-1-timing", two_bw_extra_warmup=extra,
-                   timing_log_level=level, distributed_backend=backend)
+    argv = command(
+        2,
+        6,
+        "2bw",
+        "--no-barrier-with-level-1-timing",
+        two_bw_extra_warmup=extra,
+        timing_log_level=level,
+        distributed_backend=backend,
+    )
     message = complaint(argv, 2)
     assert message is None if fits else message.startswith("--two-bw-extra-warmup of 2 or more does not work with")
 
 
-@pytest.mark.parametrize("flags", [
-    ["--bert-no-binary-head"], ["--mask-prob", "0.2", "--short-seq-prob", "0"],
-    ["--position-embedding-type", "rope", "--rotary-percent", "0.5"], ["--swiglu", "--normalization", "RMSNorm"],
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--bert-no-binary-head"],
+        ["--mask-prob", "0.2", "--short-seq-prob", "0"],
+        ["--position-embedding-type", "rope", "--rotary-percent", "0.5"],
+        ["--swiglu", "--normalization", "RMSNorm"],
+    ],
+    ids=" ".join,
+)
 def test_flags_with_effect_in_a_bert_are_accepted(flags):
     assert complaint([BERT, *command(2, 2, "2bw", *flags)], 2) is None
 
@@ -571,16 +761,19 @@ def test_flags_with_effect_in_a_bert_are_accepted(flags):
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("num_layers (5) must be divisible", "--num-layers (5) must be divisible"),
-    ("args.fp16 and not args.bf16", "--fp16 and not --bf16"),
-    ("self.num_layers and config.hidden_size", "--num-layers and --hidden-size"),
-    ("expected seq-length to be a multiple", "expected --seq-length to be a multiple"),
-    ("--num-layers is a flag, save and load are words", "--num-layers is a flag, save and load are words"),
-    ("masked_softmax_fusion fails", "--no-masked-softmax-fusion fails"),
-    ("fp8 needs fp8_format", "fp8 needs fp8_format"),
-    ("unknown_name stays", "unknown_name stays"),
-])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("num_layers (5) must be divisible", "--num-layers (5) must be divisible"),
+        ("args.fp16 and not args.bf16", "--fp16 and not --bf16"),
+        ("self.num_layers and config.hidden_size", "--num-layers and --hidden-size"),
+        ("expected seq-length to be a multiple", "expected --seq-length to be a multiple"),
+        ("--num-layers is a flag, save and load are words", "--num-layers is a flag, save and load are words"),
+        ("masked_softmax_fusion fails", "--no-masked-softmax-fusion fails"),
+        ("fp8 needs fp8_format", "fp8 needs fp8_format"),
+        ("unknown_name stays", "unknown_name stays"),
+    ],
+)
 def test_name_flags(text, expected):
     assert name_flags(text, parser_of("2bw", "gpt")) == expected
     assert name_flags(text, None) == text
@@ -599,13 +792,21 @@ def test_explain_names_the_flag_of_a_value_that_megatron_cannot_convert():
     assert explain(error, parser_of("2bw", "gpt")) == "argument --cuda-graph-modules: invalid value: 'nonsense'"
 
 
-@pytest.mark.parametrize("flags, start, end", [
-    (["--fp16-lm-cross-entropy"], "lm cross entropy in fp16", "it must be that --fp16)"),
-    (["--weight-decay-incr-style", "linear"], "Megatron refuses", "it must be that --start-weight-decay is not None)"),
-    (["--distribute-saved-activations"], "can distribute", "it must be that --tensor-model-parallel-size > 1)"),
-    (["--overlap-param-gather"], "--overlap-param-gather only supported with", "dist_muon"),
-    (["--fp32-residual-connection"], "residual connection", "it must be that --fp16 or --bf16)"),
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags, start, end",
+    [
+        (["--fp16-lm-cross-entropy"], "lm cross entropy in fp16", "it must be that --fp16)"),
+        (
+            ["--weight-decay-incr-style", "linear"],
+            "Megatron refuses",
+            "it must be that --start-weight-decay is not None)",
+        ),
+        (["--distribute-saved-activations"], "can distribute", "it must be that --tensor-model-parallel-size > 1)"),
+        (["--overlap-param-gather"], "--overlap-param-gather only supported with", "dist_muon"),
+        (["--fp32-residual-connection"], "residual connection", "it must be that --fp16 or --bf16)"),
+    ],
+    ids=" ".join,
+)
 def test_explain_names_a_flag_in_megatrons_errors(flags, start, end):
     from megatron.training.arguments import validate_args
 
@@ -621,14 +822,20 @@ def test_explain_says_where_an_error_comes_from_that_names_no_flag():
     assert explain(error, parser_of("2bw", "gpt")).endswith(f"(TypeError in test_arguments.py:{line_number})")
 
 
-@pytest.mark.parametrize("flags, expected", [
-    (["--pipeline-schedle", "2bw"],
-     "unrecognized arguments: --pipeline-schedle 2bw (did you mean --pipeline-schedule?)"),
-    (["--num-layer", "4"], "unrecognized arguments: --num-layer 4 (did you mean --num-layers?)"),
-    (["--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
-    (["--num-layers"], "argument --num-layers: expected one argument"),
-    (["--ckpt-format", "zip"], "argument --ckpt-format: invalid choice: 'zip'"),
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (
+            ["--pipeline-schedle", "2bw"],
+            "unrecognized arguments: --pipeline-schedle 2bw (did you mean --pipeline-schedule?)",
+        ),
+        (["--num-layer", "4"], "unrecognized arguments: --num-layer 4 (did you mean --num-layers?)"),
+        (["--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
+        (["--num-layers"], "argument --num-layers: expected one argument"),
+        (["--ckpt-format", "zip"], "argument --ckpt-format: invalid choice: 'zip'"),
+    ],
+    ids=" ".join,
+)
 def test_argparse_errors_are_one_line(flags, expected):
     with pytest.raises(Stopped) as stopped:
         parse([*command(2, 2), *flags], 2)
@@ -640,14 +847,18 @@ def test_help_can_be_printed():
     assert "--pipeline-schedule" in text and "--bert-no-binary-head" in text
 
 
-@pytest.mark.parametrize("flags, expected", [
-    (["--pipeline-schedule", "3bw"], "argument --pipeline-schedule: invalid choice: '3bw'"),
-    (["--pipeline-schedule"], "argument --pipeline-schedule: expected one argument"),
-    (["--two-bw-extra-warmup", "1,x"], "argument --two-bw-extra-warmup: 1,x: must be whole numbers of 0 or more"),
-    (["--two-bw-extra-warmup", "1,-1"], "argument --two-bw-extra-warmup: 1,-1: must be whole numbers of 0 or more"),
-    (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
-    (["--device", "cuda"], "--device cuda: no GPU is visible to torch; use --device cpu"),
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--pipeline-schedule", "3bw"], "argument --pipeline-schedule: invalid choice: '3bw'"),
+        (["--pipeline-schedule"], "argument --pipeline-schedule: expected one argument"),
+        (["--two-bw-extra-warmup", "1,x"], "argument --two-bw-extra-warmup: 1,x: must be whole numbers of 0 or more"),
+        (["--two-bw-extra-warmup", "1,-1"], "argument --two-bw-extra-warmup: 1,-1: must be whole numbers of 0 or more"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--device", "cuda"], "--device cuda: no GPU is visible to torch; use --device cpu"),
+    ],
+    ids=" ".join,
+)
 def test_flags_of_this_project_are_checked_before_megatron_is_imported(flags, expected):
     with pytest.raises(Stopped, match=expected.replace("?", r"\?")):  # the CPU answers for CUDA here
         parse_early(flags, stop)
@@ -663,7 +874,8 @@ def test_number_of_processes():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(mistakes, "_installed", lambda package: False)
     for flags, package in (
-        (["--tensorboard-dir", "folder"], "tensorboard"), (["--log-energy"], "pynvml"),
+        (["--tensorboard-dir", "folder"], "tensorboard"),
+        (["--log-energy"], "pynvml"),
         (["--wandb-project", "p", "--wandb-save-dir", "folder"], "wandb"),
         (["--optimizer", "muon"], "emerging_optimizers"),
         (["--async-save", "--use-persistent-ckpt-worker"], "nvidia_resiliency_ext"),
@@ -676,18 +888,23 @@ def test_a_missing_package_is_named(monkeypatch):
     assert message.startswith("--transformer-impl transformer_engine") and "--transformer-impl local" in message
 
 
-@pytest.mark.parametrize("vocabulary, merges, expected", [
-    ('{"a": 0, "b": 1, "ab": 2}', "#version: 0.2\na b\n", None),
-    ('{"a": 0, "b": 1, "ab": 2}', "#version: 0.2\na b\nb b\n", "line 3, 'b b', makes no token of it"),
-    ('{"a": 0, "b": 1, "ab": 2}', "a b\nthree words here\n", "line 2, 'three words here', makes no token of it"),
-    ("not JSON", "a b\n", "it is no vocabulary"), ("[]", "a b\n", "it is no vocabulary"),
-])
+@pytest.mark.parametrize(
+    "vocabulary, merges, expected",
+    [
+        ('{"a": 0, "b": 1, "ab": 2}', "#version: 0.2\na b\n", None),
+        ('{"a": 0, "b": 1, "ab": 2}', "#version: 0.2\na b\nb b\n", "line 3, 'b b', makes no token of it"),
+        ('{"a": 0, "b": 1, "ab": 2}', "a b\nthree words here\n", "line 2, 'three words here', makes no token of it"),
+        ("not JSON", "a b\n", "it is no vocabulary"),
+        ("[]", "a b\n", "it is no vocabulary"),
+    ],
+)
 def test_a_vocabulary_and_merges_that_do_not_fit(vocabulary, merges, expected, tmp_path):
     names = tmp_path / "vocab.json", tmp_path / "merges.txt"
     for name, text in zip(names, (vocabulary, merges)):
         name.write_text(text)
-    message = complaint(command(2, 2, tokenizer_type="GPT2BPETokenizer", vocab_size=None, vocab_file=names[0],
-                                merge_file=names[1]), 2)
+    message = complaint(
+        command(2, 2, tokenizer_type="GPT2BPETokenizer", vocab_size=None, vocab_file=names[0], merge_file=names[1]), 2
+    )
     assert message is None if expected is None else expected in message
 
 
@@ -698,6 +915,7 @@ def test_a_checkpoint_that_is_cut_short_is_found_before_training(tmp_path):
     assert expected in complaint(command(2, 2, load=tmp_path), 2)
     assert expected in complaint(command(2, 2, load=tmp_path, save=tmp_path, save_interval=2), 2)
     assert f"--load {tmp_path}: there is no iter_0000002" in complaint(command(2, 2, load=tmp_path, ckpt_step=2), 2)
-    message = complaint(command(2, 2, "2bw", "--use-distributed-optimizer", load=tmp_path, ckpt_format="torch",
-                                ckpt_step=2), 2)
+    message = complaint(
+        command(2, 2, "2bw", "--use-distributed-optimizer", load=tmp_path, ckpt_format="torch", ckpt_step=2), 2
+    )
     assert message.startswith("--ckpt-step does not work with --ckpt-format torch and --use-distributed-optimizer")

@@ -12,9 +12,14 @@ def line(iteration: int, loss: str | None) -> str:
 
 
 PEACE = [
-    START, line(1, "4.000000E+00"), line(2, "3.900000E+00"), line(3, "3.600000E+00"), line(4, "0.000000E+00"),
+    START,
+    line(1, "4.000000E+00"),
+    line(2, "3.900000E+00"),
+    line(3, "3.600000E+00"),
+    line(4, "0.000000E+00"),
     " validation loss at iteration 4 | lm loss value: 3.500000E+00 | lm loss PPL: 1",
-    line(5, "3.200000E+00"), line(6, "3.000000E+00"),
+    line(5, "3.200000E+00"),
+    line(6, "3.000000E+00"),
 ]
 
 
@@ -32,13 +37,16 @@ def test_no_difference():
 
 def test_differences():
     assert different_losses(resumed(line(3, "3.600001E+00"), *PEACE[4:]), PEACE) == [
-        "iteration 3: lm loss 3.600001E+00", "iteration 4: lm loss 0.000000E+00",
+        "iteration 3: lm loss 3.600001E+00",
+        "iteration 4: lm loss 0.000000E+00",
     ]
     rest = [*PEACE[:5], PEACE[5].replace("3.500000", "3.500001"), *PEACE[6:]]
     assert different_losses(rest, PEACE) == ["iteration 4: validation loss 3.500001E+00"]
     assert different_losses(PEACE[:-1], PEACE) == ["iteration 6 was never printed"]
     assert different_losses(resumed(line(5, "3.200000E+00"), line(6, "3.000000E+00")), PEACE) == [
-        "iteration 6: lm loss 3.000000E+00", "iteration 3 was never printed", "iteration 4 was never printed",
+        "iteration 6: lm loss 3.000000E+00",
+        "iteration 3 was never printed",
+        "iteration 4 was never printed",
         "iteration 4: no validation loss",
     ]
 

@@ -12,8 +12,8 @@ from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
-from megatron_2bw.tasks import bert
 from megatron_2bw.data import indexed
+from megatron_2bw.tasks import bert
 from megatron_2bw.tasks.mock_bert import CLS, MASK, PAD, SEP, WORDS, MockBertDataset
 
 
@@ -55,9 +55,18 @@ def test_a_microbatch_without_masked_words_still_trains_the_binary_head():
 def mock(sequence: int = 32, vocabulary: int = 100, head: bool = True, seed: int = 7, split=Split.train):
     tokenizer = SimpleNamespace(vocab_size=vocabulary, unique_identifiers={}, pad=0, eod=1)
     config = BERTMaskedWordPieceDatasetConfig(
-        random_seed=seed, sequence_length=sequence, split="98,1,1", tokenizer=tokenizer, masking_probability=0.15,
-        short_sequence_probability=0.1, masking_max_ngram=3, masking_do_full_word=True, masking_do_permutation=False,
-        masking_use_longer_ngrams=False, masking_use_geometric_distribution=False, classification_head=head,
+        random_seed=seed,
+        sequence_length=sequence,
+        split="98,1,1",
+        tokenizer=tokenizer,
+        masking_probability=0.15,
+        short_sequence_probability=0.1,
+        masking_max_ngram=3,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=head,
     )
     return MockBertDataset(range(1000), None, numpy.arange(1000), 500, split, config)
 
@@ -92,8 +101,15 @@ def test_mock_samples_depend_on_seed_split_and_number_alone():
         return mock(**changes)[index]["text"].tolist()
 
     assert text(3) == text(3)
-    assert len({tuple(text(*key[:1], **key[1])) for key in (
-        (3, {}), (4, {}), (3, dict(seed=8)), (3, dict(split=Split.valid)))}) == 4
+    assert (
+        len(
+            {
+                tuple(text(*key[:1], **key[1]))
+                for key in ((3, {}), (4, {}), (3, dict(seed=8)), (3, dict(split=Split.valid)))
+            }
+        )
+        == 4
+    )
     assert 0.3 < sum(mock()[i]["is_random"] for i in range(300)) / 300 < 0.7
 
 
@@ -109,12 +125,15 @@ def test_a_tokenizer_that_megatrons_dataset_can_use():
     bert.check_tokenizer(SimpleNamespace(cls=2, sep=3, mask=4, pad=0), "HuggingFaceTokenizer")
 
 
-@pytest.mark.parametrize("tokens, expected", [
-    (dict(cls=2, sep=3, mask=None, pad=0), "has no mask token"),
-    (dict(cls=-1, sep=3, mask=4, pad=0), "has no cls token"),
-    (dict(cls=2, mask=4, pad=0), "has no sep token"),
-    (dict(cls=0, sep=2, mask=4, pad=1), "padding token must be number 0 for Megatron's BERT dataset, not 1"),
-])
+@pytest.mark.parametrize(
+    "tokens, expected",
+    [
+        (dict(cls=2, sep=3, mask=None, pad=0), "has no mask token"),
+        (dict(cls=-1, sep=3, mask=4, pad=0), "has no cls token"),
+        (dict(cls=2, mask=4, pad=0), "has no sep token"),
+        (dict(cls=0, sep=2, mask=4, pad=1), "padding token must be number 0 for Megatron's BERT dataset, not 1"),
+    ],
+)
 def test_a_tokenizer_that_it_cannot_use(tokens, expected):
     with pytest.raises(ValueError, match=f"--tokenizer-type X: the .*{expected}"):
         bert.check_tokenizer(SimpleNamespace(**tokens), "X")

@@ -81,9 +81,20 @@ def test_a_common_step_of_zero_is_saved():
 # --- which checkpoints are refused -----------------------------------------------------------------------------------
 
 SAVED = dict(
-    num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=127, max_position_embeddings=16, swiglu=False,
-    position_embedding_type="learned_absolute", fp16=False, bf16=True, use_distributed_optimizer=True,
-    optimizer="adam", tensor_model_parallel_size=1, pipeline_model_parallel_size=2, no_save_optim=None,
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    vocab_size=127,
+    max_position_embeddings=16,
+    swiglu=False,
+    position_embedding_type="learned_absolute",
+    fp16=False,
+    bf16=True,
+    use_distributed_optimizer=True,
+    optimizer="adam",
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=2,
+    no_save_optim=None,
 )
 RUN = dict(SAVED, load="folder", finetune=False, no_load_optim=None)
 DISTRIBUTED = {"distrib_optim_sharding_type": "dp_reshardable"}
@@ -99,31 +110,43 @@ def refusal(run: dict | None = None, then: dict | None = None, metadata: dict | 
     return None
 
 
-@pytest.mark.parametrize("run, then, expected", [
-    (dict(num_layers=8), {}, "it was saved with --num-layers 4, but this run is with --num-layers 8"),
-    (dict(hidden_size=64), {}, "with --hidden-size 32, but"), (dict(vocab_size=500), {}, "with --vocab-size 127, but"),
-    (dict(max_position_embeddings=32), {}, "with --max-position-embeddings 16, but"),
-    (dict(swiglu=True), {}, "it was saved without --swiglu, but this run is with --swiglu"),
-    (dict(bf16=False), {}, "its optimizer state was saved with --bf16 or --fp16, but this run is in fp32"),
-    (dict(use_distributed_optimizer=False), {}, "with --use-distributed-optimizer, but this run is without"),
-    (dict(optimizer="sgd"), {}, "with --optimizer adam, but this run is with --optimizer sgd"),
-    (dict(pipeline_model_parallel_size=4), {}, "with --pipeline-model-parallel-size 2, and cannot be split otherwise"),
-    (dict(tensor_model_parallel_size=2), {}, "--dist-ckpt-optim-fully-reshardable can change its sizes"),
-])
+@pytest.mark.parametrize(
+    "run, then, expected",
+    [
+        (dict(num_layers=8), {}, "it was saved with --num-layers 4, but this run is with --num-layers 8"),
+        (dict(hidden_size=64), {}, "with --hidden-size 32, but"),
+        (dict(vocab_size=500), {}, "with --vocab-size 127, but"),
+        (dict(max_position_embeddings=32), {}, "with --max-position-embeddings 16, but"),
+        (dict(swiglu=True), {}, "it was saved without --swiglu, but this run is with --swiglu"),
+        (dict(bf16=False), {}, "its optimizer state was saved with --bf16 or --fp16, but this run is in fp32"),
+        (dict(use_distributed_optimizer=False), {}, "with --use-distributed-optimizer, but this run is without"),
+        (dict(optimizer="sgd"), {}, "with --optimizer adam, but this run is with --optimizer sgd"),
+        (
+            dict(pipeline_model_parallel_size=4),
+            {},
+            "with --pipeline-model-parallel-size 2, and cannot be split otherwise",
+        ),
+        (dict(tensor_model_parallel_size=2), {}, "--dist-ckpt-optim-fully-reshardable can change its sizes"),
+    ],
+)
 def test_a_checkpoint_that_does_not_fit(run, then, expected):
     message = refusal(run, then, DISTRIBUTED)
     assert message is not None and expected in message
     assert ("--no-load-optim" in message) == ("optimizer" in message)
 
 
-@pytest.mark.parametrize("run, then, metadata", [
-    ({}, {}, DISTRIBUTED), (dict(no_load_optim=True, bf16=False), {}, DISTRIBUTED),
-    (dict(finetune=True, vocab_size=500, optimizer="sgd", num_layers=2), {}, DISTRIBUTED),
-    (dict(bf16=False, fp16=True), {}, DISTRIBUTED),
-    (dict(optimizer="sgd"), dict(no_save_optim=True), DISTRIBUTED),
-    (dict(pipeline_model_parallel_size=4), {}, {"distrib_optim_sharding_type": "fully_reshardable"}),
-    (dict(position_embedding_type="rope", max_position_embeddings=64), dict(position_embedding_type="rope"), None),
-])
+@pytest.mark.parametrize(
+    "run, then, metadata",
+    [
+        ({}, {}, DISTRIBUTED),
+        (dict(no_load_optim=True, bf16=False), {}, DISTRIBUTED),
+        (dict(finetune=True, vocab_size=500, optimizer="sgd", num_layers=2), {}, DISTRIBUTED),
+        (dict(bf16=False, fp16=True), {}, DISTRIBUTED),
+        (dict(optimizer="sgd"), dict(no_save_optim=True), DISTRIBUTED),
+        (dict(pipeline_model_parallel_size=4), {}, {"distrib_optim_sharding_type": "fully_reshardable"}),
+        (dict(position_embedding_type="rope", max_position_embeddings=64), dict(position_embedding_type="rope"), None),
+    ],
+)
 def test_a_checkpoint_that_fits(run, then, metadata):
     assert refusal(run, then, metadata) is None
 

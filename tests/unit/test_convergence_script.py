@@ -28,16 +28,24 @@ def validation(iteration: int, loss: str, where: str = "") -> str:
 
 
 LOG = (
-    f"{STARTED} torchrun\n" + line(1, " lm loss: 8.4E+00 |", 900.0) + line(10, " lm loss: 8.000001E+00 |")
-    + validation(12, "7.500000E+00") + line(20, " lm loss: 6.5E+00 |", 120.0)
-    + validation(20, "6.250000E+00", " on validation set") + validation(20, "9.0E+00", " on test set")
+    f"{STARTED} torchrun\n"
+    + line(1, " lm loss: 8.4E+00 |", 900.0)
+    + line(10, " lm loss: 8.000001E+00 |")
+    + validation(12, "7.500000E+00")
+    + line(20, " lm loss: 6.5E+00 |", 120.0)
+    + validation(20, "6.250000E+00", " on validation set")
+    + validation(20, "9.0E+00", " on test set")
 )
 
 
 def result(training=((10, 8.0), (20, 4.0)), final=5.0, diverged=False, seconds=0.1):
     """What result.json holds."""
-    return {"training": [list(pair) for pair in training], "validation": [[12, 6.0], [20, final]],
-            "seconds_per_iteration": seconds, "diverged": diverged}
+    return {
+        "training": [list(pair) for pair in training],
+        "validation": [[12, 6.0], [20, final]],
+        "seconds_per_iteration": seconds,
+        "diverged": diverged,
+    }
 
 
 # --- logs -----------------------------------------------------------------------------------------------------------
@@ -78,23 +86,37 @@ def test_a_run_that_ended_well():
     assert outcome(LOG, 0, 20) == parse_log(LOG) | {"diverged": False}
 
 
-@pytest.mark.parametrize("log, code, reason", [
-    (f"{STARTED} torchrun\nx.py: error: --lr is missing\nChildFailedError: \n", 1, "exit code 1: x.py: error: --lr"),
-    (LOG + f"\n{STARTED} torchrun\nValueError: new\n", 1, "ValueError: new"),
-    (f"{STARTED} torchrun\n" + line(1), 0, "--log-interval"),
-    (LOG.replace("iteration 20 on", "iteration 19 on"), 0, "--split"),
-])
+@pytest.mark.parametrize(
+    "log, code, reason",
+    [
+        (
+            f"{STARTED} torchrun\nx.py: error: --lr is missing\nChildFailedError: \n",
+            1,
+            "exit code 1: x.py: error: --lr",
+        ),
+        (LOG + f"\n{STARTED} torchrun\nValueError: new\n", 1, "ValueError: new"),
+        (f"{STARTED} torchrun\n" + line(1), 0, "--log-interval"),
+        (LOG.replace("iteration 20 on", "iteration 19 on"), 0, "--split"),
+    ],
+)
 def test_a_run_that_failed_has_a_reason_of_one_line(log, code, reason):
     with pytest.raises(ConvergenceError) as error:
         outcome(log, code, 20)
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("log, code, iteration", [
-    (LOG + "RuntimeError: Rank 0, iteration 14: Unexpected result nan (message='found NaN in local grad norm')", 1, 14),
-    (LOG.replace(" lm loss: 6.5E+00 |", ""), 0, 20),  # so Megatron logs a mean that is no number
-    (LOG.replace("6.250000E+00", "NAN"), 0, 20),
-])
+@pytest.mark.parametrize(
+    "log, code, iteration",
+    [
+        (
+            LOG + "RuntimeError: Rank 0, iteration 14: Unexpected result nan (message='found NaN in local grad norm')",
+            1,
+            14,
+        ),
+        (LOG.replace(" lm loss: 6.5E+00 |", ""), 0, 20),  # so Megatron logs a mean that is no number
+        (LOG.replace("6.250000E+00", "NAN"), 0, 20),
+    ],
+)
 def test_a_run_that_diverged_is_a_result(log, code, iteration):
     found = outcome(log, code, 20)
     assert found["diverged"] is True and found["iteration"] == iteration
@@ -174,8 +196,10 @@ def test_a_run_that_no_longer_steps_lags():
 
 def test_gaps_are_of_runs_with_the_same_seed():
     results = {
-        ("1e-3", "vanilla", 1): result(final=4.0), ("1e-3", "vanilla", 2): result(final=5.0),
-        ("1e-3", "2bw", 1): result([(10, 8.0), (20, 4.4)], 4.1), ("1e-3", "2bw", 2): result(final=5.0, seconds=0.3),
+        ("1e-3", "vanilla", 1): result(final=4.0),
+        ("1e-3", "vanilla", 2): result(final=5.0),
+        ("1e-3", "2bw", 1): result([(10, 8.0), (20, 4.4)], 4.1),
+        ("1e-3", "2bw", 2): result(final=5.0, seconds=0.3),
         ("1e-3", "2bw", 3): result(final=9.0),  # vanilla is still to come
     }
     row = summarize(results, "1e-3", "2bw", [1, 2, 3, 4], 20)
@@ -196,8 +220,11 @@ def test_the_training_loss_is_the_mean_of_the_last_tenth():
 
 def diverging(*who):
     """Rows of both variants of two seeds; those named have diverged."""
-    results = {("1", variant, seed): result(final=4.0, diverged=(variant, seed) in who)
-               for variant in ("vanilla", "2bw") for seed in (1, 2)}
+    results = {
+        ("1", variant, seed): result(final=4.0, diverged=(variant, seed) in who)
+        for variant in ("vanilla", "2bw")
+        for seed in (1, 2)
+    }
     return [summarize(results, "1", variant, [1, 2], 20) for variant in ("vanilla", "2bw")]
 
 
@@ -221,13 +248,23 @@ def test_the_table_by_hand():
     assert "| 2bw | 4.1000 | +2.50 | 0 | 4.0000 | +0.00 | 0.1 |" in text and "(curves.png)" in text
 
 
-@pytest.mark.parametrize("limit, of, seeds, count", [
-    (2.5, ["2bw"], 1, 0), (2.4, ["2bw"], 1, 1), (1, ["own"], 1, 0), (1, ["2bw", "own"], 1, 1), (5, ["2bw"], 2, 1),
-    (5, ["new"], 1, 1),  # nothing has run
-])
+@pytest.mark.parametrize(
+    "limit, of, seeds, count",
+    [
+        (2.5, ["2bw"], 1, 0),
+        (2.4, ["2bw"], 1, 1),
+        (1, ["own"], 1, 0),
+        (1, ["2bw", "own"], 1, 1),
+        (5, ["2bw"], 2, 1),
+        (5, ["new"], 1, 1),  # nothing has run
+    ],
+)
 def test_the_threshold(limit, of, seeds, count):
-    results = {("1e-3", "vanilla", 1): result(final=4.0), ("1e-3", "2bw", 1): result(final=4.1),
-               ("1e-3", "own", 1): result(final=3.9)}
+    results = {
+        ("1e-3", "vanilla", 1): result(final=4.0),
+        ("1e-3", "2bw", 1): result(final=4.1),
+        ("1e-3", "own", 1): result(final=3.9),
+    }
     rows = [summarize(results, "1e-3", variant, [1], 20) for variant in ("vanilla", "2bw", "own")]
     lines = too_large(rows, limit, ["1e-3"], of, seeds)
     assert len(lines) == count and all(one.startswith(f"{of[0]} at lr 1e-3: ") for one in lines)
@@ -239,8 +276,12 @@ def test_the_threshold_does_not_hold_for_what_diverged(who, says):
 
 
 def test_the_picture_is_a_png(tmp_path):
-    results = {(lr, variant, seed): result(final=4.0, diverged=(lr, variant) == ("1e-2", "2bw"))
-               for lr in ("1e-3", "1e-2") for variant in ("vanilla", "2bw") for seed in (1, 2)}
+    results = {
+        (lr, variant, seed): result(final=4.0, diverged=(lr, variant) == ("1e-2", "2bw"))
+        for lr in ("1e-3", "1e-2")
+        for variant in ("vanilla", "2bw")
+        for seed in (1, 2)
+    }
     del results["1e-3", "vanilla", 2]
     convergence_plot.draw(results, ["1e-3", "1e-2"], ["vanilla", "2bw", "later"], [1, 2], 20, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -260,12 +301,25 @@ def test_all_runs_of_a_comparison_differ_in_the_variant_alone():
     vanilla, ours = (list(run.command) for run in runs[:2])
     differ = [(one, other) for one, other in zip(vanilla, ours, strict=True) if one != other]
     assert differ == [(str(runs[0].folder / "checkpoints"), str(runs[1].folder / "checkpoints"))] * 2 + [
-        ("pipedream-flush", "2bw")]
+        ("pipedream-flush", "2bw")
+    ]
 
 
 def test_the_users_flags_come_after_the_defaults_and_the_variants_after_them():
-    (_, _, own) = runs_of("name", "--variant", "mine=--two-bw-extra-warmup 1 --lr 1", "--stages", "2", "--",
-                          "--hidden-size", "64", "--train-iters", "30", "--seq-length", "64")
+    (_, _, own) = runs_of(
+        "name",
+        "--variant",
+        "mine=--two-bw-extra-warmup 1 --lr 1",
+        "--stages",
+        "2",
+        "--",
+        "--hidden-size",
+        "64",
+        "--train-iters",
+        "30",
+        "--seq-length",
+        "64",
+    )
     assert value(own.command, "--hidden-size") == "64" and value(own.command, "--lr") == "1"
     assert own.command.count("--hidden-size") == 2 and own.command[-2:] == ("--lr", "1")
     assert own.command[own.command.index("--nproc-per-node") + 1] == "2"
@@ -279,33 +333,71 @@ def test_without_defaults_there_are_only_the_users_flags():
     words = ["--variants", "vanilla", "--no-defaults", "--lr", "1e-3", "--", "--train-iters", "5"]
     (vanilla,) = runs_of("name", *words, data=())
     at = next(i for i, word in enumerate(vanilla.command) if word.endswith("pretrain_gpt_2bw.py"))
-    assert vanilla.command[at + 1:] == (
-        "--pipeline-model-parallel-size", "1", "--device", "auto", "--seed", "1234", "--lr", "1e-3",
-        "--train-iters", "5", "--pipeline-schedule", "pipedream-flush")
+    assert vanilla.command[at + 1 :] == (
+        "--pipeline-model-parallel-size",
+        "1",
+        "--device",
+        "auto",
+        "--seed",
+        "1234",
+        "--lr",
+        "1e-3",
+        "--train-iters",
+        "5",
+        "--pipeline-schedule",
+        "pipedream-flush",
+    )
 
 
 def test_the_variants_flags():
-    options = parse(["name", "--vanilla", "megatron", "--variants", ",".join(convergence_options.VARIANTS),
-                     "--sync-iterations", "7", "--correction-factor", "0.5",
-                     "--variant", "g=--pipeline-schedule gpipe"])
+    options = parse(
+        [
+            "name",
+            "--vanilla",
+            "megatron",
+            "--variants",
+            ",".join(convergence_options.VARIANTS),
+            "--sync-iterations",
+            "7",
+            "--correction-factor",
+            "0.5",
+            "--variant",
+            "g=--pipeline-schedule gpipe",
+        ]
+    )
     sync = ["--two-bw-sync-iterations", "7"]
     correction = ["--two-bw-correction", "extrapolate", "--two-bw-correction-factor", "0.5"]
     ours = ["--pipeline-schedule", "2bw"]
     assert options.variants == {
-        "vanilla": ["--pipeline-schedule", "megatron"], "2bw": ours, "2bw+sync": ours + sync,
-        "2bw+extrapolate": ours + correction, "2bw+both": ours + sync + correction,
+        "vanilla": ["--pipeline-schedule", "megatron"],
+        "2bw": ours,
+        "2bw+sync": ours + sync,
+        "2bw+extrapolate": ours + correction,
+        "2bw+both": ours + sync + correction,
         "g": ["--pipeline-schedule", "gpipe"],
     }
     assert parse(["name", "--variants", "vanilla,2bw+both"]).variants["2bw+both"] == [
-        *ours, "--two-bw-sync-iterations", "300", "--two-bw-correction", "extrapolate"]
+        *ours,
+        "--two-bw-sync-iterations",
+        "300",
+        "--two-bw-correction",
+        "extrapolate",
+    ]
 
 
-@pytest.mark.parametrize("options, flags, ranks, micro, batch", [
-    ([], [], 1, 4, 4), (["--stages", "2"], [], 2, 2, 4), (["--stages", "3"], [], 3, 1, 4),
-    (["--width", "2"], [], 2, 2, 4), (["--stages", "2", "--width", "3"], [], 6, 1, 6), (["--width", "3"], [], 3, 1, 6),
-    (["--stages", "2", "--width", "2"], ["--tensor-model-parallel-size", "2"], 8, 1, 4),
-    ([], ["--context-parallel-size=2", "--tensor-model-parallel-size", "2"], 4, 4, 4),
-])
+@pytest.mark.parametrize(
+    "options, flags, ranks, micro, batch",
+    [
+        ([], [], 1, 4, 4),
+        (["--stages", "2"], [], 2, 2, 4),
+        (["--stages", "3"], [], 3, 1, 4),
+        (["--width", "2"], [], 2, 2, 4),
+        (["--stages", "2", "--width", "3"], [], 6, 1, 6),
+        (["--width", "3"], [], 3, 1, 6),
+        (["--stages", "2", "--width", "2"], ["--tensor-model-parallel-size", "2"], 8, 1, 4),
+        ([], ["--context-parallel-size=2", "--tensor-model-parallel-size", "2"], 4, 4, 4),
+    ],
+)
 def test_processes_and_batches(options, flags, ranks, micro, batch):
     words = runs_of("name", *options, "--", *flags)[1].command
     found = [value(words, flag) for flag in ("--nproc-per-node", "--micro-batch-size", "--global-batch-size")]
@@ -334,53 +426,63 @@ def test_the_users_data_or_tokenizer_takes_the_place_of_the_corpus(monkeypatch):
     corpus = SimpleNamespace(flags=lambda: ["built in"])
     monkeypatch.setattr(convergence_options, "build_corpus", lambda: corpus)
     assert convergence_options.built_in(parse(["name"])) == ["built in"]
-    for flags in ("--data-path mine", "--data-path=mine", "--mock-data", "--tokenizer-type NullTokenizer",
-                  "--train-data-path mine", "--data-args-path list", "--per-split-data-args-path list"):
+    for flags in (
+        "--data-path mine",
+        "--data-path=mine",
+        "--mock-data",
+        "--tokenizer-type NullTokenizer",
+        "--train-data-path mine",
+        "--data-args-path list",
+        "--per-split-data-args-path list",
+    ):
         assert convergence_options.built_in(parse(["name", "--", *flags.split()])) == []
     assert convergence_options.built_in(parse(["name", "--no-defaults", "--", "--train-iters", "5"])) == []
 
 
-@pytest.mark.parametrize("words, named", [
-    (["--lr", "fast"], "--lr: fast"),
-    (["--lr", "1e-3,0.001"], "--lr 1e-3,0.001"),
-    (["--lr", "nan"], "--lr: nan"),
-    (["--lr", "0"], "--lr: 0"),
-    (["--seeds", "1,"], "--seeds: an empty word"),
-    (["--seeds", "-1"], "--seeds"),
-    (["--seeds", "0"], "--seeds: 0 is not a whole number from 1 on"),  # Megatron's rule
-    (["--width", "0"], "--width 0"),
-    (["--stages", "0"], "--stages 0"),
-    (["--jobs", "0"], "--jobs 0"),
-    (["--variants", "2bw"], "--variants: vanilla"),
-    (["--variants", "vanilla,3bw"], "--variants: 3bw"),
-    (["--variant", "2bw=--x"], '--variant "2bw=--x"'),
-    (["--variant", "no flags"], '--variant "no flags"'),
-    (["--variant", 'a="'], "--variant"),
-    (["--variant", "a=--train-iters 3"], "--train-iters"),
-    (["--sync-iterations", "5"], "--sync-iterations"),
-    (["--variants", "vanilla,2bw+sync", "--sync-iterations", "1501"], "--sync-iterations 1501"),
-    (["--variants", "vanilla,2bw+both", "--sync-iterations", "1500"], "--sync-iterations 1500: with 2bw+both"),
-    (["--variants", "vanilla,2bw+both", "--", "--train-iters", "1"], "--sync-iterations 1: with 2bw+both"),
-    (["--", "--lr", "1", "--seed", "2"], "after the --: --lr (give --lr before the --), --seed (give --seeds"),
-    (["--correction-factor", "0.5"], "--correction-factor"),
-    (["--variants", "vanilla,2bw+both", "--correction-factor", "1.5"], "--correction-factor 1.5"),
-    (["--max-gap-of", "2bw"], "--max-gap-of"),
-    (["--max-gap", "1", "--max-gap-of", "vanilla"], "--max-gap-of: vanilla"),
-    (["--max-gap", "1", "--variants", "vanilla"], "--max-gap"),
-    (["--max-gap", "nan"], "--max-gap nan"),
-    (["--fresh", "--report-only"], "--fresh"),
-    (["--no-defaults"], "--train-iters is missing"),
-    (["--speed"], "--speed"),
-    (["--", "--seed=1"], "after the --: --seed (give --seeds before the --)"),
-    (["--", "--pipeline-schedule", "gpipe"], "--variant"),
-    (["--", "--save", "x"], "--save-interval"),
-    (["--", "--train-iters", "0"], "--train-iters 0"),
-    (["--", "--tensor-model-parallel-size", "two"], "--tensor-model-parallel-size two"),
-    (["--", "--train-iters", "many"], "--train-iters many"),
-    (["--", "--eval-iters", "0"], "--eval-iters 0"),
-    (["--", "--lr-warmup-iters", "1500"], "--lr-warmup-iters 1500"),
-    (["--lr", "1e-3,1e-5", "--", "--min-lr", "1e-4"], "--min-lr 1e-4"),
-])
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["--lr", "fast"], "--lr: fast"),
+        (["--lr", "1e-3,0.001"], "--lr 1e-3,0.001"),
+        (["--lr", "nan"], "--lr: nan"),
+        (["--lr", "0"], "--lr: 0"),
+        (["--seeds", "1,"], "--seeds: an empty word"),
+        (["--seeds", "-1"], "--seeds"),
+        (["--seeds", "0"], "--seeds: 0 is not a whole number from 1 on"),  # Megatron's rule
+        (["--width", "0"], "--width 0"),
+        (["--stages", "0"], "--stages 0"),
+        (["--jobs", "0"], "--jobs 0"),
+        (["--variants", "2bw"], "--variants: vanilla"),
+        (["--variants", "vanilla,3bw"], "--variants: 3bw"),
+        (["--variant", "2bw=--x"], '--variant "2bw=--x"'),
+        (["--variant", "no flags"], '--variant "no flags"'),
+        (["--variant", 'a="'], "--variant"),
+        (["--variant", "a=--train-iters 3"], "--train-iters"),
+        (["--sync-iterations", "5"], "--sync-iterations"),
+        (["--variants", "vanilla,2bw+sync", "--sync-iterations", "1501"], "--sync-iterations 1501"),
+        (["--variants", "vanilla,2bw+both", "--sync-iterations", "1500"], "--sync-iterations 1500: with 2bw+both"),
+        (["--variants", "vanilla,2bw+both", "--", "--train-iters", "1"], "--sync-iterations 1: with 2bw+both"),
+        (["--", "--lr", "1", "--seed", "2"], "after the --: --lr (give --lr before the --), --seed (give --seeds"),
+        (["--correction-factor", "0.5"], "--correction-factor"),
+        (["--variants", "vanilla,2bw+both", "--correction-factor", "1.5"], "--correction-factor 1.5"),
+        (["--max-gap-of", "2bw"], "--max-gap-of"),
+        (["--max-gap", "1", "--max-gap-of", "vanilla"], "--max-gap-of: vanilla"),
+        (["--max-gap", "1", "--variants", "vanilla"], "--max-gap"),
+        (["--max-gap", "nan"], "--max-gap nan"),
+        (["--fresh", "--report-only"], "--fresh"),
+        (["--no-defaults"], "--train-iters is missing"),
+        (["--speed"], "--speed"),
+        (["--", "--seed=1"], "after the --: --seed (give --seeds before the --)"),
+        (["--", "--pipeline-schedule", "gpipe"], "--variant"),
+        (["--", "--save", "x"], "--save-interval"),
+        (["--", "--train-iters", "0"], "--train-iters 0"),
+        (["--", "--tensor-model-parallel-size", "two"], "--tensor-model-parallel-size two"),
+        (["--", "--train-iters", "many"], "--train-iters many"),
+        (["--", "--eval-iters", "0"], "--eval-iters 0"),
+        (["--", "--lr-warmup-iters", "1500"], "--lr-warmup-iters 1500"),
+        (["--lr", "1e-3,1e-5", "--", "--min-lr", "1e-4"], "--min-lr 1e-4"),
+    ],
+)
 def test_a_wrong_option_is_one_line(words, named, capsys):
     with pytest.raises(SystemExit) as ended:
         convergence.main(["name", *words])
@@ -416,7 +518,7 @@ def experiment(tmp_path, monkeypatch):
 
     def fake(*arguments):
         words = list(real(*arguments))
-        return (sys.executable, str(script), *words[words.index("--nproc-per-node"):])
+        return (sys.executable, str(script), *words[words.index("--nproc-per-node") :])
 
     monkeypatch.setattr(convergence_options, "command", fake)
     monkeypatch.setattr(convergence, "draw", lambda *arguments: arguments[-1].write_bytes(b""))  # it takes a second
@@ -441,7 +543,12 @@ def test_runs_side_by_side_and_only_those_that_are_missing(experiment, capsys):
     assert content["summary"][0]["validation_loss"]["by_seed"] == {"1": 1.25, "2": 2.25}
     assert content["runs"][0]["training"] == [[10, 1.5], [20, 1.5]]
     assert sorted(path.name for path in experiment.out.iterdir()) == [
-        ".lock", "curves.png", "report.md", "runs", "runs.json"]
+        ".lock",
+        "curves.png",
+        "report.md",
+        "runs",
+        "runs.json",
+    ]
     assert experiment("--seeds", "1,2,3") == (0, 6)  # two are new
     assert experiment("--seeds", "1,2,3", "--report-only") == (0, 6)
     text = (experiment.out / "report.md").read_text()
@@ -467,8 +574,9 @@ def test_checkpoints_of_other_flags_are_not_gone_on_from(experiment, capsys):
     assert experiment(flags=("--save-interval", "5")) == (0, 3)
     (folder / "result.json").unlink()
     (folder / "checkpoints").mkdir()
-    assert experiment("--seeds", "1234", "--sync-iterations", "3", "--variants", "vanilla,2bw+sync",
-                      flags=("--save-interval", "5")) == (0, 4)
+    assert experiment(
+        "--seeds", "1234", "--sync-iterations", "3", "--variants", "vanilla,2bw+sync", flags=("--save-interval", "5")
+    ) == (0, 4)
     stored = json.loads((folder / "command.json").read_text())
     (folder / "command.json").write_text(json.dumps({"command": [*stored["command"], "--bf16"]}))
     assert experiment(flags=("--save-interval", "5"))[0] == 1 and "other flags" in capsys.readouterr().err
@@ -478,8 +586,9 @@ def test_a_run_that_fails_leaves_the_others_alone(experiment, capsys):
     assert experiment("--variant", "bad=--fail", "--max-gap", "5") == (1, 2)
     captured = capsys.readouterr()
     assert "[3/3] bad lr 3e-4 seed 1234: failed, exit code 1: ValueError: as asked" in captured.out
-    assert captured.err == ("convergence.py: bad at lr 3e-4: the gap is known for 0 of 1 seeds; runs are missing, or "
-                            "vanilla diverged\n")
+    assert captured.err == (
+        "convergence.py: bad at lr 3e-4: the gap is known for 0 of 1 seeds; runs are missing, or vanilla diverged\n"
+    )
     assert "- bad lr 3e-4 seed 1234: exit code 1" in (experiment.out / "report.md").read_text()
     assert experiment("--variant", "bad=--fail", "--max-gap", "5", "--max-gap-of", "2bw") == (1, 2)  # it is tried again
 
@@ -497,8 +606,9 @@ def test_nothing_more_is_started_if_the_first_has_not_trained(experiment, capsys
 
 
 def test_a_variant_that_cannot_start_beside_one_that_trains_stops_nothing(experiment):
-    assert experiment("--jobs", "2", "--seeds", "1,2", "--variants", "vanilla", "--variant", "bad=--fail",
-                      flags=("--slow",)) == (1, 2)
+    assert experiment(
+        "--jobs", "2", "--seeds", "1,2", "--variants", "vanilla", "--variant", "bad=--fail", flags=("--slow",)
+    ) == (1, 2)
 
 
 def test_the_reports_flags_are_all_of_them(experiment):
@@ -535,17 +645,28 @@ def test_the_clone_may_move():
     assert convergence.same(*saving) and not convergence.same(saving[0], saving[1][:-1])
 
 
-@pytest.mark.parametrize("slot, ranks, most, gpus, expected", [
-    (0, 1, 1, "", None), (0, 1, 1, "a", None), (0, 1, 1, "abcd", "a"), (3, 1, 1, "abcd", "d"), (5, 1, 1, "abcd", "b"),
-    (1, 2, 2, "abcd", "c,d"), (0, 4, 4, "abcd", None), (1, 1, 2, "abcd", "c"), (1, 2, 2, "abcde", "c,d"),
-])
+@pytest.mark.parametrize(
+    "slot, ranks, most, gpus, expected",
+    [
+        (0, 1, 1, "", None),
+        (0, 1, 1, "a", None),
+        (0, 1, 1, "abcd", "a"),
+        (3, 1, 1, "abcd", "d"),
+        (5, 1, 1, "abcd", "b"),
+        (1, 2, 2, "abcd", "c,d"),
+        (0, 4, 4, "abcd", None),
+        (1, 1, 2, "abcd", "c"),
+        (1, 2, 2, "abcde", "c,d"),
+    ],
+)
 def test_runs_side_by_side_share_the_gpus_out(slot, ranks, most, gpus, expected):
     assert convergence.gpus_of(slot, ranks, most, list(gpus)) == expected
 
 
-@pytest.mark.parametrize("jobs, device, visible, expected", [
-    (2, "auto", "3,5", ["3", "5"]), (1, "auto", "3,5", []), (2, "cpu", "3,5", []), (2, "cuda", "", []),
-])
+@pytest.mark.parametrize(
+    "jobs, device, visible, expected",
+    [(2, "auto", "3,5", ["3", "5"]), (1, "auto", "3,5", []), (2, "cpu", "3,5", []), (2, "cuda", "", [])],
+)
 def test_gpus_that_slurm_gives_are_dealt_out(jobs, device, visible, expected, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert convergence.gpus_to_deal(SimpleNamespace(jobs=jobs, device=device)) == expected
@@ -566,7 +687,8 @@ def test_the_time_that_is_left(monkeypatch):
     now[0] += 40
     # 20 iterations in 40 s; 25 of this run and 2 times 50 are left.
     assert board.line(job, []) == (
-        "[2/4] 2bw lr 1 seed 1: iteration 25/50, loss 7.100 (vanilla 7.000), 0:40 elapsed, about 4:10 left")
+        "[2/4] 2bw lr 1 seed 1: iteration 25/50, loss 7.100 (vanilla 7.000), 0:40 elapsed, about 4:10 left"
+    )
 
 
 def test_bert_gets_the_corpus_as_sentences_once(tmp_path, monkeypatch):
@@ -598,9 +720,27 @@ def test_the_window_of_the_smoothed_curve_is_trailing():
 
 
 def test_runs_json_names_no_folder_of_the_machine():
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "/some/clone/pretrain_gpt_2bw.py",
-             "--data-path", f"{Path.home()}/.cache/corpus", "--lr", "1"]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "/some/clone/pretrain_gpt_2bw.py",
+        "--data-path",
+        f"{Path.home()}/.cache/corpus",
+        "--lr",
+        "1",
+    ]
     assert convergence.portable(words) == [
-        "python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain_gpt_2bw.py", "--data-path",
-        "~/.cache/corpus", "--lr", "1",
+        "python",
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "pretrain_gpt_2bw.py",
+        "--data-path",
+        "~/.cache/corpus",
+        "--lr",
+        "1",
     ]

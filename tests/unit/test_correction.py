@@ -7,8 +7,8 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron_2bw.mcore.extrapolation import Extrapolation, going_on, warning
 from megatron_2bw.core.weights import WeightStores
+from megatron_2bw.mcore.extrapolation import Extrapolation, going_on, warning
 
 
 class MixedPrecision:
@@ -51,8 +51,9 @@ def step(stores, part, correction, extrapolate: bool, update: float = 0.5) -> li
     return views
 
 
-@pytest.mark.parametrize("factor, low, full", [(1.0, [0.0, 1.0], [3.0]), (0.5, [0.25, 1.25], [3.25]),
-                                               (0.0, [0.5, 1.5], [3.5])])
+@pytest.mark.parametrize(
+    "factor, low, full", [(1.0, [0.0, 1.0], [3.0]), (0.5, [0.25, 1.25], [3.25]), (0.0, [0.5, 1.5], [3.5])]
+)
 def test_the_store_is_ahead_by_the_factor_of_the_update_and_the_main_parameters_are_not(factor, low, full):
     stores, part, _, _ = stage()
     correction = Extrapolation([part], stores, factor)
@@ -99,27 +100,34 @@ def test_the_update_is_taken_in_fp32():
     assert views[0][0] == torch.tensor(1 - 2.0**-8 * 1.5).bfloat16() != torch.tensor(1 - 2.0**-9 * 1.5).bfloat16()
 
 
-@pytest.mark.parametrize("then, now, text", [
-    (None, None, ""), (0.5, 0.5, ""),
-    (None, 1.0, ": not extrapolated at first, extrapolated by 1 of an update from then on"),
-    (1.0, None, ": extrapolated by 1 of an update at first, not extrapolated from then on"),
-    (1.0, 0.5, ": extrapolated by 1 of an update at first, extrapolated by 0.5 of an update from then on"),
-])
+@pytest.mark.parametrize(
+    "then, now, text",
+    [
+        (None, None, ""),
+        (0.5, 0.5, ""),
+        (None, 1.0, ": not extrapolated at first, extrapolated by 1 of an update from then on"),
+        (1.0, None, ": extrapolated by 1 of an update at first, not extrapolated from then on"),
+        (1.0, 0.5, ": extrapolated by 1 of an update at first, extrapolated by 0.5 of an update from then on"),
+    ],
+)
 def test_the_log_tells_a_resumed_run_whose_first_weights_differ(then, now, text):
     assert going_on(then, now) == text
 
 
-@pytest.mark.parametrize("named, expected", [
-    (dict(optimizer="adam", adam_beta1=0.49), "--adam-beta1 0.49"),
-    (dict(optimizer="sgd", sgd_momentum=0.0), "--sgd-momentum 0"),
-    (dict(optimizer="muon", muon_momentum=0.3), "--two-bw-correction-factor 0.3"),
-    (dict(optimizer="sgd", sgd_momentum=0.0, adam_beta1=0.9), "--sgd-momentum 0"),  # Adam's has no say in it
-    (dict(optimizer="adam", adam_beta1=0.5), None),
-    (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction_factor=0.6), None),
-    (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction="none"), None),
-    (dict(optimizer="soap", adam_beta1=0.1), "--adam-beta1 0.1"),
-    (dict(optimizer="lion", adam_beta1=0.1), None),  # its update is a sign, and another mean's
-])
+@pytest.mark.parametrize(
+    "named, expected",
+    [
+        (dict(optimizer="adam", adam_beta1=0.49), "--adam-beta1 0.49"),
+        (dict(optimizer="sgd", sgd_momentum=0.0), "--sgd-momentum 0"),
+        (dict(optimizer="muon", muon_momentum=0.3), "--two-bw-correction-factor 0.3"),
+        (dict(optimizer="sgd", sgd_momentum=0.0, adam_beta1=0.9), "--sgd-momentum 0"),  # Adam's has no say in it
+        (dict(optimizer="adam", adam_beta1=0.5), None),
+        (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction_factor=0.6), None),
+        (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction="none"), None),
+        (dict(optimizer="soap", adam_beta1=0.1), "--adam-beta1 0.1"),
+        (dict(optimizer="lion", adam_beta1=0.1), None),  # its update is a sign, and another mean's
+    ],
+)
 def test_too_little_momentum_is_told(named, expected):
     line = warning(Namespace(**(dict(two_bw_correction="extrapolate", two_bw_correction_factor=1.0) | named)))
     assert (line is None) if expected is None else (expected in line and "\n" not in line)

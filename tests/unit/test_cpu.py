@@ -27,9 +27,14 @@ def state() -> dict:
 
 def test_tensors_asked_for_on_cuda_are_on_the_cpu(layer):
     for tensor in (
-        torch.zeros(2, device="cuda"), torch.tensor([1.0], device=torch.cuda.current_device()),
-        torch.empty(2, device=torch.device("cuda", 0)), torch.ones(2).cuda(), torch.ones(2).to("cuda:0"),
-        torch.ones(2).to(device="cuda"), torch.zeros_like(torch.ones(2), device="cuda"), torch.arange(3, device="cuda"),
+        torch.zeros(2, device="cuda"),
+        torch.tensor([1.0], device=torch.cuda.current_device()),
+        torch.empty(2, device=torch.device("cuda", 0)),
+        torch.ones(2).cuda(),
+        torch.ones(2).to("cuda:0"),
+        torch.ones(2).to(device="cuda"),
+        torch.zeros_like(torch.ones(2), device="cuda"),
+        torch.arange(3, device="cuda"),
     ):
         assert tensor.device.type == "cpu"
     assert torch.ones(2).to(torch.float16).dtype == torch.float16
@@ -103,7 +108,10 @@ def test_nothing_changes_on_a_cuda_host(monkeypatch):
 def test_cuda_asked_for_and_not_there():
     """--device cuda on a host without a GPU: one line, before anything is imported that takes long."""
     run = subprocess.run(
-        [sys.executable, "pretrain_gpt_2bw.py", "--device", "cuda"], capture_output=True, text=True, timeout=60,
+        [sys.executable, "pretrain_gpt_2bw.py", "--device", "cuda"],
+        capture_output=True,
+        text=True,
+        timeout=60,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     assert run.returncode == 2 and run.stdout == ""

@@ -49,8 +49,14 @@ def test_the_last_iteration_is_logged(iterations, interval):
 def test_the_summary_has_the_promised_keys_and_is_json():
     summary = demo.summarize(demo.parse_log(LOG), "2bw", 20, 12.345)
     assert json.loads(json.dumps(summary)) == {
-        "schedule": "2bw", "stages": 2, "microbatches": 4, "iterations": 20,
-        "first_loss": 8.4, "last_loss": 6.5, "validation_loss": 6.25, "seconds": 12.3,
+        "schedule": "2bw",
+        "stages": 2,
+        "microbatches": 4,
+        "iterations": 20,
+        "first_loss": 8.4,
+        "last_loss": 6.5,
+        "validation_loss": 6.25,
+        "seconds": 12.3,
     }
 
 
@@ -86,12 +92,21 @@ def test_the_list_of_arguments_becomes_one_line():
     assert list(demo.fold_arguments(arguments)) == folded
 
 
-@pytest.mark.parametrize("log, expected", [
-    ("x\npretrain_gpt_2bw.py: error: --lr is missing\nfailed (exitcode: 2)\nChildFailedError: \n", "--lr is missing"),
-    ("[rank1]: Traceback:\n[rank1]: torch.OutOfMemoryError: full\nRuntimeError: peer gone\n", "OutOfMemoryError: full"),
-    ("started\nkilled\n\n", "killed"),
-    ("", "no output"),
-])
+@pytest.mark.parametrize(
+    "log, expected",
+    [
+        (
+            "x\npretrain_gpt_2bw.py: error: --lr is missing\nfailed (exitcode: 2)\nChildFailedError: \n",
+            "--lr is missing",
+        ),
+        (
+            "[rank1]: Traceback:\n[rank1]: torch.OutOfMemoryError: full\nRuntimeError: peer gone\n",
+            "OutOfMemoryError: full",
+        ),
+        ("started\nkilled\n\n", "killed"),
+        ("", "no output"),
+    ],
+)
 def test_the_reason_of_a_failure_is_its_first_error(log, expected):
     assert expected in demo.reason(log)
 
@@ -108,8 +123,9 @@ def test_a_failed_training_leaves_its_log_and_gives_one_line(tmp_path, capsys):
 def test_stop_ends_workers_in_sessions_of_their_own():
     worker = "[sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True"
     start = f"import subprocess, sys, time; subprocess.Popen({worker})"
-    process = subprocess.Popen([sys.executable, "-c", f"{start}; print('up', flush=True); time.sleep(60)"],
-                               stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{start}; print('up', flush=True); time.sleep(60)"], stdout=subprocess.PIPE
+    )
     process.stdout.readline()
     (child,) = psutil.Process(process.pid).children()
     began = time.monotonic()
@@ -146,12 +162,15 @@ def test_files_are_whole_or_absent(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"] and path.read_text() == "new"
 
 
-@pytest.mark.parametrize("words, named", [
-    (["--iterations", "0"], "--iterations 0"),
-    (["--iterations", "many"], "--iterations"),
-    (["--schedule", "zigzag"], "zigzag"),
-    (["--speed"], "--speed"),
-])
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["--iterations", "0"], "--iterations 0"),
+        (["--iterations", "many"], "--iterations"),
+        (["--schedule", "zigzag"], "zigzag"),
+        (["--speed"], "--speed"),
+    ],
+)
 def test_a_wrong_option_is_one_line(words, named, capsys):
     with pytest.raises(SystemExit) as ended:
         demo.main(words)

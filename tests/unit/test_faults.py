@@ -24,17 +24,23 @@ EFFECTS = [
     dist.DistNetworkError("The client socket has failed to connect to any network address of (host, 29500)."),
     dist.DistNetworkError("The client socket has timed out"),
     dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"),
-    RuntimeError("[Rank 1] Watchdog caught collective operation timeout"), faults.Fault("told by another", told=True),
+    RuntimeError("[Rank 1] Watchdog caught collective operation timeout"),
+    faults.Fault("told by another", told=True),
 ]
 CAUSES = [
-    ValueError("a fault of this stage alone"), RuntimeError("found NaN in local forward loss calculation"),
-    faults.Fault("--save x: the checkpoint could not be written"), RuntimeError("CUDA out of memory"),
-    FileNotFoundError(2, "No such file or directory"), AssertionError("closed"), KeyError("step"),
+    ValueError("a fault of this stage alone"),
+    RuntimeError("found NaN in local forward loss calculation"),
+    faults.Fault("--save x: the checkpoint could not be written"),
+    RuntimeError("CUDA out of memory"),
+    FileNotFoundError(2, "No such file or directory"),
+    AssertionError("closed"),
+    KeyError("step"),
     RuntimeError("no free weight store: versions [1, 2] are all in use"),
     dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:77, invalid usage: Duplicate GPU detected"),
     dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error: Cuda failure 2 'out of memory'"),
     dist.DistNetworkError("The server socket has failed to listen on any local network address. port: 29500"),
-    BrokenPipeError(32, "Broken pipe"), ConnectionResetError(104, "Connection reset by peer"),
+    BrokenPipeError(32, "Broken pipe"),
+    ConnectionResetError(104, "Connection reset by peer"),
     RuntimeError("DataLoader timed out after 60 seconds"),
     OSError("HTTPSConnectionPool: Max retries exceeded: Connection refused"),
 ]
@@ -53,6 +59,7 @@ def test_causes(error):
 @pytest.fixture
 def said(monkeypatch, capfd):
     """End with an error; what was said, and for how long it was not."""
+
     def end(error: Exception) -> tuple[str, list[float]]:
         waited: list[float] = []
         monkeypatch.setattr(faults.time, "sleep", waited.append)

@@ -19,12 +19,18 @@ def wrapper():
     second.buckets = [types.SimpleNamespace(offset=0, grad_data=second.grad_data)]
     groups = []
     for bucket, param in zip((*first.buckets, *second.buckets), params):
-        groups.append(types.SimpleNamespace(
-            buckets=[bucket], params={param}, param_to_bucket={param: bucket}, data_parallel_group="megatron's",
-            previous_grad_reduce_bucket_group=groups[-1] if groups else None,
-            golden_per_param_grad_ready_counts={param: 1}, per_param_grad_ready_counts={param: 1},
-            cached_grad_buffer_shard_list=["cached"],
-        ))
+        groups.append(
+            types.SimpleNamespace(
+                buckets=[bucket],
+                params={param},
+                param_to_bucket={param: bucket},
+                data_parallel_group="megatron's",
+                previous_grad_reduce_bucket_group=groups[-1] if groups else None,
+                golden_per_param_grad_ready_counts={param: 1},
+                per_param_grad_ready_counts={param: 1},
+                cached_grad_buffer_shard_list=["cached"],
+            )
+        )
     ddp = types.SimpleNamespace(buffers=[first, second], bucket_groups=groups, param_to_bucket_group={})
 
     def zero():

@@ -17,7 +17,7 @@ def world(monkeypatch):
     from megatron_2bw.mcore import log_lines as logbook
 
     args = types.SimpleNamespace(
-        consumed_train_samples=0, skipped_train_samples=0, log_interval=2, global_batch_size=8, seq_length=16,
+        consumed_train_samples=0, skipped_train_samples=0, log_interval=2, global_batch_size=8, seq_length=16
     )
     timer = types.SimpleNamespace(elapsed=lambda reset=True, barrier=False: 1.5)
     monkeypatch.setattr(logbook, "get_args", lambda: args)
@@ -105,8 +105,13 @@ def test_the_stages_values_go_to_tensorboard_and_wandb(late):
     late.book.settled(outcome(0))
     late.book.flush()
     expected = {
-        "bubble/mean": 0.2, "bubble/max": 0.3, "bubble/stage 0": 0.1, "bubble/stage 1": 0.3,
-        "peak memory (GiB)/stage 0": 2.0, "peak memory (GiB)/stage 1": 4.0, "tokens per second": 8 * 16 / 1.5,
+        "bubble/mean": 0.2,
+        "bubble/max": 0.3,
+        "bubble/stage 0": 0.1,
+        "bubble/stage 1": 0.3,
+        "peak memory (GiB)/stage 0": 2.0,
+        "peak memory (GiB)/stage 1": 4.0,
+        "tokens per second": 8 * 16 / 1.5,
     }
     assert late.scalars[1] == pytest.approx(expected) and late.scalars["wandb", 1] == pytest.approx(expected)
 

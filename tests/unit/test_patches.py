@@ -42,7 +42,10 @@ class Runtime:
 def all_patches() -> list[patches.Patch]:
     runtime = Runtime()
     return [
-        *patches.repairs(), *patches.for_cpu(), *patches.for_schedule(runtime), *patches.for_late_step(runtime),
+        *patches.repairs(),
+        *patches.for_cpu(),
+        *patches.for_schedule(runtime),
+        *patches.for_late_step(runtime),
         *patches.for_checkpoints(runtime),
     ]
 
@@ -66,8 +69,11 @@ def test_apply_and_undo():
 
 def drifted(**changes) -> patches.Patch:
     good = dict(
-        module="megatron.training.training", name="get_forward_backward_func",
-        signature=("pp_size", "vp_size", "schedule_pg_collection"), reason="test", replace=lambda original: original,
+        module="megatron.training.training",
+        name="get_forward_backward_func",
+        signature=("pp_size", "vp_size", "schedule_pg_collection"),
+        reason="test",
+        replace=lambda original: original,
     )
     return patches.Patch(**(good | changes))
 

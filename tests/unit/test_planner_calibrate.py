@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster as clusters
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure.calibrate import (
     COLUMNS,
     DEVICE,
@@ -20,18 +23,22 @@ from megatron_2bw.planner.measure.calibrate import (
     read_runs,
     write_predictions,
 )
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan
 
 PRESET = clusters.preset("dgx-a100-80", 1)
 SMALL, LARGE = Model("small", 12, 1024, 16, sequence=1024), Model("large", 24, 4096, 32, sequence=2048)
 SHAPES = [  # tensor, depth, width, microbatch, microbatches of a batch, recompute, schedule
-    (1, 1, 8, 4, 4, "none", "megatron"), (1, 1, 1, 1, 1, "none", "megatron"), (1, 4, 2, 1, 8, "none", "2bw"),
-    (1, 4, 2, 4, 8, "none", "megatron"), (2, 2, 2, 1, 8, "full", "megatron"),
+    (1, 1, 8, 4, 4, "none", "megatron"),
+    (1, 1, 1, 1, 1, "none", "megatron"),
+    (1, 4, 2, 1, 8, "none", "2bw"),
+    (1, 4, 2, 4, 8, "none", "megatron"),
+    (2, 2, 2, 1, 8, "full", "megatron"),
     (4, 1, 2, 2, 4, "none", "pipedream-flush"),
-    (8, 1, 1, 1, 1, "none", "megatron"), (2, 4, 1, 1, 16, "none", "2bw"), (1, 4, 4, 1, 8, "none", "megatron"),
-    (8, 2, 1, 2, 8, "selective", "megatron"), (1, 2, 8, 1, 4, "none", "2bw"), (8, 1, 2, 1, 4, "none", "megatron"),
+    (8, 1, 1, 1, 1, "none", "megatron"),
+    (2, 4, 1, 1, 16, "none", "2bw"),
+    (1, 4, 4, 1, 8, "none", "megatron"),
+    (8, 2, 1, 2, 8, "selective", "megatron"),
+    (1, 2, 8, 1, 4, "none", "2bw"),
+    (8, 1, 2, 1, 4, "none", "megatron"),
 ]
 
 
@@ -59,7 +66,7 @@ def errors(cluster: clusters.Cluster, runs: list[Run]) -> list[float]:
 
 def test_a_known_cluster_is_recovered():
     truth = changed(
-        PRESET, gemm_efficiency=0.75, memory_efficiency=1.1, layer_launch_us=1.25, inside_gb_s=0.85, between_gb_s=0.8,
+        PRESET, gemm_efficiency=0.75, memory_efficiency=1.1, layer_launch_us=1.25, inside_gb_s=0.85, between_gb_s=0.8
     )
     runs = runs_on(truth)
     before = errors(PRESET, runs)
@@ -81,12 +88,13 @@ def test_a_known_cluster_is_recovered():
 def test_runs_of_the_preset_leave_it_as_it_is():
     fitted = calibrate(PRESET, runs_on(PRESET))
     assert replace(fitted, device=replace(fitted.device, calibration="")) == replace(
-        PRESET, device=replace(PRESET.device, calibration=""))
+        PRESET, device=replace(PRESET.device, calibration="")
+    )
 
 
 def test_constants_that_runs_say_nothing_about_stay():
     truth = changed(
-        PRESET, gemm_efficiency=0.7, inside_gb_s=0.5, between_gb_s=0.1, exchange_us=5, collective_launch_us=9,
+        PRESET, gemm_efficiency=0.7, inside_gb_s=0.5, between_gb_s=0.1, exchange_us=5, collective_launch_us=9
     )
     alone = [(1, 1, 1, *rest, "megatron") for rest in ((1, 4, "none"), (8, 2, "none"), (2, 1, "full"))]
     fitted = calibrate(PRESET, runs_on(truth, alone))
@@ -94,7 +102,7 @@ def test_constants_that_runs_say_nothing_about_stay():
     for name in ("collective_launch_us", "exchange_us"):
         assert getattr(fitted.device, name) == getattr(PRESET.device, name)
     assert (fitted.inside, fitted.between) == (PRESET.inside, PRESET.between)
-    unfitted = {name: None for name in (*DEVICE, "calibration")}
+    unfitted = dict.fromkeys((*DEVICE, "calibration"))
     assert replace(fitted.device, **unfitted) == replace(PRESET.device, **unfitted)
     # In one server nothing is told of the network; in two it is.
     inside = [shape for shape in SHAPES if shape[0] * shape[1] * shape[2] <= 8]
@@ -121,8 +129,18 @@ def test_predictions_are_the_costs_of_as_many_servers_as_a_run_has():
 
 # --- the table of runs -----------------------------------------------------------------------------------------------
 
-ROW = dict(layers=8, hidden=1024, heads=16, sequence=512, tensor=1, depth=2, width=2, microbatch=2, global_batch=32,
-           seconds=0.5)
+ROW = dict(
+    layers=8,
+    hidden=1024,
+    heads=16,
+    sequence=512,
+    tensor=1,
+    depth=2,
+    width=2,
+    microbatch=2,
+    global_batch=32,
+    seconds=0.5,
+)
 assert tuple(ROW) == COLUMNS
 
 
@@ -134,17 +152,36 @@ def table(path: Path, *rows: dict, leave_out: str = "") -> Path:
 
 
 def test_rows_are_read(tmp_path):
-    path = table(tmp_path / "runs.csv", ROW, ROW | dict(
-        vocab=1000, recompute="full", schedule="2bw", precision="fp16", flash=1, ffn=2048, groups=4, gated=1,
-        sequence_parallel=1, distributed_optimizer=1, pipeline_inside=1, seconds=1.25, tensor=2,
-    ))
+    path = table(
+        tmp_path / "runs.csv",
+        ROW,
+        ROW
+        | dict(
+            vocab=1000,
+            recompute="full",
+            schedule="2bw",
+            precision="fp16",
+            flash=1,
+            ffn=2048,
+            groups=4,
+            gated=1,
+            sequence_parallel=1,
+            distributed_optimizer=1,
+            pipeline_inside=1,
+            seconds=1.25,
+            tensor=2,
+        ),
+    )
     first, second = read_runs(path)  # an empty cell is the default
     assert first == Run(
-        Model("run", 8, 1024, 16, sequence=512), Plan(1, 2, 2, 2, 8, schedule="megatron"), 0.5, "bf16", False)
+        Model("run", 8, 1024, 16, sequence=512), Plan(1, 2, 2, 2, 8, schedule="megatron"), 0.5, "bf16", False
+    )
     assert second == Run(
         Model("run", 8, 1024, 16, vocab=1000, sequence=512, ffn=2048, groups=4, gated=True),
         Plan(2, 2, 2, 2, 8, "full", "2bw", distributed_optimizer=True, pipeline_inside=True, sequence_parallel=True),
-        1.25, "fp16", True,
+        1.25,
+        "fp16",
+        True,
     )
     path.write_text("\ufeff" + path.read_text())  # as spreadsheets write it
     assert read_runs(path) == [first, second]
@@ -159,20 +196,38 @@ def test_missing_columns(name, tmp_path):
 
 
 # The changed cells and the words that name what is wrong.
-@pytest.mark.parametrize("cells, words", [
-    ({"depth": "two"}, "depth is 'two', not a number"), ({"seconds": "fast"}, "seconds is 'fast', not a number"),
-    ({"seconds": ""}, "seconds is '', not a number"), ({"layers": "8.5"}, "layers is '8.5', not a number"),
-    ({"flash": "yes"}, "flash is 'yes', not a number"),
-    ({"seconds": 0}, "seconds must be positive"), ({"seconds": -1}, "seconds must be positive"),
-    ({"global_batch": 31}, "a multiple of microbatch × width"),
-    ({"layers": 0}, "layers must be positive"), ({"heads": 3}, "--num-attention-heads 3"),
-    ({"groups": 3}, "--num-query-groups 3"),
-    ({"seconds": "nan"}, "seconds"), ({"seconds": "inf"}, "seconds"),
-    ({"global_batch": 0}, "global_batch"), ({"width": 0}, "width"), ({"width": -2}, "width"),
-    ({"microbatch": 0}, "microbatch"), ({"tensor": 0}, "tensor"), ({"depth": 0}, "depth"), ({"virtual": 0}, "virtual"),
-    ({"recompute": "half"}, "half"), ({"schedule": "1f1b"}, "1f1b"), ({"precision": "int8"}, "int8"),
-    ({"kind": "rnn"}, "rnn"), ({"depth": 16}, "layers"), ({"depth": 3}, "layers"),
-], ids=str)
+@pytest.mark.parametrize(
+    "cells, words",
+    [
+        ({"depth": "two"}, "depth is 'two', not a number"),
+        ({"seconds": "fast"}, "seconds is 'fast', not a number"),
+        ({"seconds": ""}, "seconds is '', not a number"),
+        ({"layers": "8.5"}, "layers is '8.5', not a number"),
+        ({"flash": "yes"}, "flash is 'yes', not a number"),
+        ({"seconds": 0}, "seconds must be positive"),
+        ({"seconds": -1}, "seconds must be positive"),
+        ({"global_batch": 31}, "a multiple of microbatch × width"),
+        ({"layers": 0}, "layers must be positive"),
+        ({"heads": 3}, "--num-attention-heads 3"),
+        ({"groups": 3}, "--num-query-groups 3"),
+        ({"seconds": "nan"}, "seconds"),
+        ({"seconds": "inf"}, "seconds"),
+        ({"global_batch": 0}, "global_batch"),
+        ({"width": 0}, "width"),
+        ({"width": -2}, "width"),
+        ({"microbatch": 0}, "microbatch"),
+        ({"tensor": 0}, "tensor"),
+        ({"depth": 0}, "depth"),
+        ({"virtual": 0}, "virtual"),
+        ({"recompute": "half"}, "half"),
+        ({"schedule": "1f1b"}, "1f1b"),
+        ({"precision": "int8"}, "int8"),
+        ({"kind": "rnn"}, "rnn"),
+        ({"depth": 16}, "layers"),
+        ({"depth": 3}, "layers"),
+    ],
+    ids=str,
+)
 def test_rows_that_cannot_be_used(cells, words, tmp_path):
     path = table(tmp_path / "runs.csv", ROW, ROW | cells)
     with pytest.raises(RunsError) as error:
@@ -181,11 +236,18 @@ def test_rows_that_cannot_be_used(cells, words, tmp_path):
     assert line.startswith(f"{path}, line 3: ") and words in line and "\n" not in line
 
 
-@pytest.mark.parametrize("text, words", [
-    (b"", "no rows; expected a header with layers"), (",".join(COLUMNS).encode() + b"\n", "no rows"),
-    (",".join([*COLUMNS, "colour"]).encode() + b"\n" + b"1," * 10 + b"red\n", "unknown column colour (known: layers"),
-    (b"\xff\xfe\x00\x81", "not a readable"),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (b"", "no rows; expected a header with layers"),
+        (",".join(COLUMNS).encode() + b"\n", "no rows"),
+        (
+            ",".join([*COLUMNS, "colour"]).encode() + b"\n" + b"1," * 10 + b"red\n",
+            "unknown column colour (known: layers",
+        ),
+        (b"\xff\xfe\x00\x81", "not a readable"),
+    ],
+)
 def test_files_that_cannot_be_used(text, words, tmp_path):
     path = tmp_path / "runs.csv"
     path.write_bytes(text)
@@ -217,7 +279,8 @@ def test_predictions_are_written_beside_the_runs(tmp_path):
         rows = list(csv.DictReader(file))
     with open(path, newline="") as file:
         assert [{name: cell for name, cell in row.items() if name != "predicted_seconds"} for row in rows] == list(
-            csv.DictReader(file))
+            csv.DictReader(file)
+        )
     assert [float(row["predicted_seconds"]) for row in rows] == pytest.approx(seconds, rel=1e-5)
     assert list(rows[0])[-1] == "predicted_seconds"
     with pytest.raises(RunsError, match="^--predictions .*: Is a directory$"):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.cli import main
+from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.cluster import Cluster, ClusterError, Device, Link, from_yaml, to_yaml
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.planner.describe.profile import BlockTime, Profile
@@ -22,18 +22,45 @@ SHAPE = ["--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "
 TINY = [*SHAPE, "--seq-length", "128", "--vocab-size", "1000"]
 FOUR = ["--cluster", "dgx-a100-80", "--gpus-per-server", "4", "--max-global-batch-size", "16"]
 DESCRIBED = {
-    "name": "my cluster", "servers": 2, "gpus_per_server": 4,
+    "name": "my cluster",
+    "servers": 2,
+    "gpus_per_server": 4,
     "gpu": {"name": "mine", "memory_gib": 40, "tflops": 100, "memory_gb_s": 1000, "bf16": False, "units": 64},
-    "inside": {"gb_s": 100, "latency_us": 5}, "between": {"gb_s": 10, "latency_us": 20, "rails": 4},
+    "inside": {"gb_s": 100, "latency_us": 5},
+    "between": {"gb_s": 10, "latency_us": 20, "rails": 4},
 }
 PROFILE = Profile(
-    device="cpu", precision="fp32", architecture="gpt", hidden=64, heads=4, ffn=256, groups=4, head_size=16,
-    sequence=32, gated=False, dropout=True, vocab=100, blocks=(BlockTime(1, 1e-3, 2e-3),),
-    output=(BlockTime(1, 1e-3, 2e-3),), optimizer_seconds_per_parameter=1e-9, optimizer="Adam", threads=1,
+    device="cpu",
+    precision="fp32",
+    architecture="gpt",
+    hidden=64,
+    heads=4,
+    ffn=256,
+    groups=4,
+    head_size=16,
+    sequence=32,
+    gated=False,
+    dropout=True,
+    vocab=100,
+    blocks=(BlockTime(1, 1e-3, 2e-3),),
+    output=(BlockTime(1, 1e-3, 2e-3),),
+    optimizer_seconds_per_parameter=1e-9,
+    optimizer="Adam",
+    threads=1,
     made_with="by hand",
 )
-PROFILED = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32",
-            "--vocab-size", "100"]
+PROFILED = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "32",
+    "--vocab-size",
+    "100",
+]
 
 
 @dataclass
@@ -96,15 +123,50 @@ def test_a_plan_is_printed(call):
     assert ended.out.count("Flags of the first plan:") == 1
 
 
-@pytest.mark.parametrize("words, precision", [
-    ([*TINY, *FOUR], "bf16"),
-    ([*TINY, *FOUR, "--precision", "fp32", "--schedules", "gpipe", "--pipeline-model-parallel-size", "2"], "fp32"),
-    ([*TINY, *FOUR, "--schedules", "megatron", "--tensor-model-parallel-size", "2"], "bf16"),
-    (["--model", "llama-8b", "--cluster", "dgx-h100", "--servers", "2", "--max-global-batch-size", "64", "--top", "1",
-      "--tensor-model-parallel-size", "4,8", "--micro-batch-size", "1"], "bf16"),
-    ([*TINY, "--cluster", "p3.16xlarge", "--max-global-batch-size", "32", "--recompute", "full", "--gradient-slots",
-      "1", "--schedules", "2bw"], "fp16"),
-], ids=["tiny", "gpipe fp32", "megatron t2", "llama", "one slot fp16"])
+@pytest.mark.parametrize(
+    "words, precision",
+    [
+        ([*TINY, *FOUR], "bf16"),
+        ([*TINY, *FOUR, "--precision", "fp32", "--schedules", "gpipe", "--pipeline-model-parallel-size", "2"], "fp32"),
+        ([*TINY, *FOUR, "--schedules", "megatron", "--tensor-model-parallel-size", "2"], "bf16"),
+        (
+            [
+                "--model",
+                "llama-8b",
+                "--cluster",
+                "dgx-h100",
+                "--servers",
+                "2",
+                "--max-global-batch-size",
+                "64",
+                "--top",
+                "1",
+                "--tensor-model-parallel-size",
+                "4,8",
+                "--micro-batch-size",
+                "1",
+            ],
+            "bf16",
+        ),
+        (
+            [
+                *TINY,
+                "--cluster",
+                "p3.16xlarge",
+                "--max-global-batch-size",
+                "32",
+                "--recompute",
+                "full",
+                "--gradient-slots",
+                "1",
+                "--schedules",
+                "2bw",
+            ],
+            "fp16",
+        ),
+    ],
+    ids=["tiny", "gpipe fp32", "megatron t2", "llama", "one slot fp16"],
+)
 def test_the_printed_flags_are_megatrons_and_the_plans(words, precision, call, tmp_path):
     path = tmp_path / "plan.json"
     ended = call(*words, "--json", path)
@@ -125,8 +187,15 @@ def test_the_printed_flags_are_megatrons_and_the_plans(words, precision, call, t
 
 def test_what_may_be_chosen_is_kept_to(call, write, tmp_path):
     path = tmp_path / "plan.json"
-    slow = write(DESCRIBED | {"servers": 4, "gpus_per_server": 1, "gpu": DESCRIBED["gpu"] | {"bf16": True},
-                              "between": {"gb_s": 0.05, "latency_us": 20}})
+    slow = write(
+        DESCRIBED
+        | {
+            "servers": 4,
+            "gpus_per_server": 1,
+            "gpu": DESCRIBED["gpu"] | {"bf16": True},
+            "between": {"gb_s": 0.05, "latency_us": 20},
+        }
+    )
 
     def plans(*words) -> list[dict]:
         where = [] if "--cluster" in words else FOUR
@@ -143,8 +212,18 @@ def test_what_may_be_chosen_is_kept_to(call, write, tmp_path):
     assert not any(plan["sequence_parallel"] for plan in plans("--no-sequence-parallel"))
     assert not any(plan["first"] or plan["last"] for plan in plans("--no-uneven-stages"))
     assert {plan["gradient_slots"] for plan in plans("--gradient-slots", "1") if plan["schedule"] == "2bw"} == {1}
-    ahead = ["--cluster", slow, "--max-global-batch-size", "16", "--schedules", "2bw", "--micro-batch-size", "1",
-             "--pipeline-model-parallel-size", "4"]
+    ahead = [
+        "--cluster",
+        slow,
+        "--max-global-batch-size",
+        "16",
+        "--schedules",
+        "2bw",
+        "--micro-batch-size",
+        "1",
+        "--pipeline-model-parallel-size",
+        "4",
+    ]
     assert any(plan["extra_warmup"] for plan in plans(*ahead))
     assert not any(plan["extra_warmup"] for plan in plans(*ahead, "--no-extra-warmup"))
     corrected = plans("--extrapolate")
@@ -169,7 +248,12 @@ def test_files_that_are_asked_for_appear(call, tmp_path):
     events = json.loads(paths["trace"].read_text())["traceEvents"]
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"F", "B"}
     assert {path.name for path in paths["report"].iterdir()} == {
-        "index.md", "front.png", "splits.png", "timeline.png", "memory.png"}
+        "index.md",
+        "front.png",
+        "splits.png",
+        "timeline.png",
+        "memory.png",
+    }
 
 
 def test_where_nothing_fits_one_line_says_so(call):
@@ -193,14 +277,18 @@ def test_a_measured_profile(call, write, tmp_path):
 MODEL = ["--model", "gpt-355m"]
 P3 = ["--cluster", "p3.16xlarge", "--max-global-batch-size", "64"]
 BAD = [
-    (["--model", "gpt-2b", *P3], "--model gpt-2b"), (["--model", "none.json", *P3], "--model none.json"),
+    (["--model", "gpt-2b", *P3], "--model gpt-2b"),
+    (["--model", "none.json", *P3], "--model none.json"),
     ([*MODEL, "--cluster", "p4", "--max-global-batch-size", "64"], "--cluster p4"),
     (["--num-layers", "4", "--num-attention-heads", "4", *P3], "--hidden-size is missing"),
-    (["--hidden-size", "4", *P3], "--num-layers is missing"), (P3, "give --model NAME"),
+    (["--hidden-size", "4", *P3], "--num-layers is missing"),
+    (P3, "give --model NAME"),
     ([*MODEL, *P3, "--num-layers", "4"], "--num-layers: --model gpt-355m says it already"),
-    ([*MODEL, *P3, "--swiglu"], "--swiglu: --model"), ([*MODEL, *P3, "--normalization", "RMSNorm"], "--normalization"),
+    ([*MODEL, *P3, "--swiglu"], "--swiglu: --model"),
+    ([*MODEL, *P3, "--normalization", "RMSNorm"], "--normalization"),
     ([*MODEL, *P3, "--normalization", "BatchNorm"], "--normalization"),
-    ([*MODEL, *P3, "--schedules", "1f1b"], "--schedules: 1f1b"), ([*MODEL, *P3, "--schedules", ""], "--schedules"),
+    ([*MODEL, *P3, "--schedules", "1f1b"], "--schedules: 1f1b"),
+    ([*MODEL, *P3, "--schedules", ""], "--schedules"),
     ([*MODEL, *P3, "--recompute", "half"], "--recompute: half"),
     ([*MODEL, *P3, "--gradient-slots", "3"], "--gradient-slots: 3"),
     ([*MODEL, *P3, "--gradient-slots", "0"], "--gradient-slots"),
@@ -208,27 +296,34 @@ BAD = [
     ([*MODEL, *P3, "--memory-margin", "nan"], "--memory-margin"),
     ([*MODEL, *P3, "--memory-margin", "-0.1"], "--memory-margin"),
     ([*MODEL, *P3, "--memory-margin", "x"], "--memory-margin"),
-    ([*MODEL, *P3, "--top", "0"], "--top"), ([*MODEL, *P3, "--fast"], "--fast"),
+    ([*MODEL, *P3, "--top", "0"], "--top"),
+    ([*MODEL, *P3, "--fast"], "--fast"),
     ([*MODEL, *P3, "--serv", "2"], "--serv"),
-    ([*MODEL, *P3, "--servers", "0"], "--servers"), ([*MODEL, *P3, "--servers", "two"], "--servers"),
+    ([*MODEL, *P3, "--servers", "0"], "--servers"),
+    ([*MODEL, *P3, "--servers", "two"], "--servers"),
     ([*MODEL, *P3, "--gpus-per-server", "0"], "--gpus-per-server"),
     ([*MODEL, *P3, "--gpus-per-server", "9"], "--gpus-per-server 9"),
     ([*MODEL, *P3, "--max-global-batch-size", "0"], "--max-global-batch-size"),
-    ([*MODEL, "--cluster", "p3.16xlarge"], "--max-global-batch-size"), ([*MODEL], "--cluster"),
+    ([*MODEL, "--cluster", "p3.16xlarge"], "--max-global-batch-size"),
+    ([*MODEL], "--cluster"),
     ([*MODEL, *P3, "--micro-batch-size", "0"], "--micro-batch-size"),
     ([*MODEL, *P3, "--micro-batch-size", "1,x"], "--micro-batch-size"),
-    ([*MODEL, *P3, "--precision", "bf16"], "--precision bf16"), ([*MODEL, *P3, "--precision", "fp8"], "--precision"),
+    ([*MODEL, *P3, "--precision", "bf16"], "--precision bf16"),
+    ([*MODEL, *P3, "--precision", "fp8"], "--precision"),
     ([*MODEL, *P3, "--seq-length", "0"], "--seq-length"),
     ([*MODEL, *P3, "--profile", "none.json"], "--profile none.json"),
-    ([*MODEL, *P3, "--cost", "guess"], "--cost"), ([*MODEL, *P3, "--attention", "linear"], "--attention"),
+    ([*MODEL, *P3, "--cost", "guess"], "--cost"),
+    ([*MODEL, *P3, "--attention", "linear"], "--attention"),
     ([*SHAPE, *P3, "--num-attention-heads", "3"], "--num-attention-heads 3"),
     ([*SHAPE, *P3, "--num-query-groups", "2"], "--group-query-attention"),
     ([*SHAPE, *P3, "--group-query-attention", "--num-query-groups", "3"], "--num-query-groups 3"),
     ([*SHAPE, *P3, "--group-query-attention", "--num-query-groups", "0"], "--num-query-groups"),
-    ([*SHAPE, *P3, "--vocab-size", "0"], "--vocab-size"), ([*SHAPE, *P3, "--vocab-size", "-1"], "--vocab-size"),
+    ([*SHAPE, *P3, "--vocab-size", "0"], "--vocab-size"),
+    ([*SHAPE, *P3, "--vocab-size", "-1"], "--vocab-size"),
     ([*SHAPE, *P3, "--ffn-hidden-size", "0"], "--ffn-hidden-size"),
     ([*SHAPE, *P3, "--ffn-hidden-size", "-8"], "--ffn-hidden-size"),
-    ([*SHAPE, *P3, "--kv-channels", "0"], "--kv-channels"), ([*SHAPE, *P3, "--kv-channels", "-4"], "--kv-channels"),
+    ([*SHAPE, *P3, "--kv-channels", "0"], "--kv-channels"),
+    ([*SHAPE, *P3, "--kv-channels", "-4"], "--kv-channels"),
     ([*SHAPE, *P3, "--num-layers", "4.5"], "--num-layers"),
 ]
 
@@ -265,8 +360,10 @@ def inside(**entries) -> dict:
 
 # What the file holds and the words that name what is wrong.
 BAD_CLUSTERS = {
-    **{f"no {name}": (without(DESCRIBED, name), f"the entry {name} is missing")
-       for name in ("servers", "gpus_per_server", "gpu", "inside", "between")},
+    **{
+        f"no {name}": (without(DESCRIBED, name), f"the entry {name} is missing")
+        for name in ("servers", "gpus_per_server", "gpu", "inside", "between")
+    },
     "no gb_s": (DESCRIBED | {"inside": {"latency_us": 5}}, "inside: the entry gb_s is missing"),
     "no tflops": (DESCRIBED | {"gpu": without(DESCRIBED["gpu"], "tflops")}, "gpu: the entry tflops is missing"),
     "unknown": (DESCRIBED | {"colour": "red"}, "unknown entry colour"),
@@ -281,13 +378,18 @@ BAD_CLUSTERS = {
     "not a number": (inside(gb_s=float("nan")), "gb_s must be a positive number, not nan"),
     "unknown gpu": (DESCRIBED | {"gpu": "B300"}, "gpu 'B300' is not one of V100-16GB"),
     "a list for a gpu": (DESCRIBED | {"gpu": [1]}, "gpu: expected entries such as"),
-    "a list": ([1, 2], "expected entries such as"), "words": ("just words", "expected entries such as"),
-    "nothing": ("", "expected entries such as"), "not YAML": ("a: [1\nb: }", "not a readable YAML file"),
+    "a list": ([1, 2], "expected entries such as"),
+    "words": ("just words", "expected entries such as"),
+    "nothing": ("", "expected entries such as"),
+    "not YAML": ("a: [1\nb: }", "not a readable YAML file"),
     "a tab": ("a:\n\t- b", "not a readable YAML file"),
     "bytes": (b"\xff\xfe\x00\x81", "not a readable YAML file"),
-    "a word for a link": (inside(gb_s="fast"), "gb_s"), "a list for a link": (inside(latency_us=[5]), "latency_us"),
-    "true for a link": (inside(gb_s=True), "gb_s"), "nothing for memory": (gpu(memory_gib=None), "memory_gib"),
-    "a word for bf16": (gpu(bf16="no"), "bf16"), "half a card": (inside(rails=1.5), "rails"),
+    "a word for a link": (inside(gb_s="fast"), "gb_s"),
+    "a list for a link": (inside(latency_us=[5]), "latency_us"),
+    "true for a link": (inside(gb_s=True), "gb_s"),
+    "nothing for memory": (gpu(memory_gib=None), "memory_gib"),
+    "a word for bf16": (gpu(bf16="no"), "bf16"),
+    "half a card": (inside(rails=1.5), "rails"),
     "more than the peak": (gpu(gemm_efficiency=3), "gemm_efficiency"),
     "endless": (gpu(tflops=float("inf")), "tflops"),
     "no profile there": (DESCRIBED | {"profile": "none.json"}, "none.json: not a readable JSON file"),
@@ -325,17 +427,22 @@ def test_files_that_cannot_be_written(flag, call, write):
 
 def test_a_yaml_file_is_the_cluster_that_it_describes(write):
     assert from_yaml(write(DESCRIBED)) == Cluster(
-        "my cluster", 2, 4, Device("mine", 40, 100, 1000, bf16=False, units=64), Link(100, 5), Link(10, 20, rails=4))
+        "my cluster", 2, 4, Device("mine", 40, 100, 1000, bf16=False, units=64), Link(100, 5), Link(10, 20, rails=4)
+    )
     named = from_yaml(write(without(DESCRIBED, "name") | {"gpu": "H100-80GB", "profile": "p.json"}))
     assert named.device == clusters.PRESETS["dgx-h100"].device and named.name.endswith("cluster.yaml")
     assert named.profile == Path(named.name).parent / "p.json"
     assert from_yaml(write(without(DESCRIBED, "gpu") | {"gpu": without(DESCRIBED["gpu"], "name")})).device.name == "gpu"
 
 
-@pytest.mark.parametrize("cluster", [
-    *clusters.PRESETS.values(),
-    Cluster("mine", 3, 5, Device("small", 10.5, 7, 300), Link(1.5, 2, measured=True), Link(0.1, 100.5, rails=2)),
-], ids=lambda cluster: cluster.name)
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        *clusters.PRESETS.values(),
+        Cluster("mine", 3, 5, Device("small", 10.5, 7, 300), Link(1.5, 2, measured=True), Link(0.1, 100.5, rails=2)),
+    ],
+    ids=lambda cluster: cluster.name,
+)
 def test_a_cluster_comes_back_from_its_file(cluster, tmp_path):
     path = tmp_path / "new" / "cluster.yaml"
     to_yaml(cluster, path)
@@ -376,8 +483,10 @@ def test_a_schedule_is_drawn_as_text(call):
     assert ended.out.splitlines()[-1] == "an iteration takes 16.5"  # half of the bubble of 9
     assert call(*SIMULATE, "--forward", "2", "--backward", "2").out.endswith("takes 16\n")
     slow = ["--microbatches", "8", "--transfer", "0.5"]
-    takes = [call(*SIMULATE, *slow, *more).out.splitlines()[-1].removeprefix("an iteration takes ")
-             for more in ([], ["--extra-warmup", "0,1,0"], ["--extra-warmup", "1"])]
+    takes = [
+        call(*SIMULATE, *slow, *more).out.splitlines()[-1].removeprefix("an iteration takes ")
+        for more in ([], ["--extra-warmup", "0,1,0"], ["--extra-warmup", "1"])
+    ]
     assert takes == ["30", "28", "24"]  # 8 microbatches of 3 + 2 3/4 0.5; of (2 3 + 2 0.5) / 2; of 3
     narrow = call(*SIMULATE, "--columns", "40").out.splitlines()
     assert max(len(line) for line in narrow if line.startswith("stage")) <= 40 < max(map(len, lines))
@@ -393,19 +502,26 @@ def test_a_schedule_is_drawn_as_a_picture(call, tmp_path):
 BAD_SIMULATIONS = [
     (["--microbatches", "3"], "--microbatches 3: 2bw needs 4 with 4 stages"),
     (["--microbatches", "0"], "--microbatches"),
-    (["--stages", "0"], "--stages"), (["--stages", "x"], "--stages"), (["--schedule", "3bw"], "--schedule"),
+    (["--stages", "0"], "--stages"),
+    (["--stages", "x"], "--stages"),
+    (["--schedule", "3bw"], "--schedule"),
     (["--schedule", "megatron-interleaved", "--microbatches", "6"], "--microbatches must be a multiple of --stages"),
-    (["--iterations", "0"], "--iterations"), (["--virtual", "0"], "--virtual"), (["--columns", "0"], "--columns"),
-    (["--gradient-slots", "3"], "--gradient-slots"), (["--forward", "-1"], "--forward"),
+    (["--iterations", "0"], "--iterations"),
+    (["--virtual", "0"], "--virtual"),
+    (["--columns", "0"], "--columns"),
+    (["--gradient-slots", "3"], "--gradient-slots"),
+    (["--forward", "-1"], "--forward"),
     (["--reduce", "x"], "--reduce"),
     (["--extra-warmup", "1,x"], "--extra-warmup: 1,x: must be whole numbers of 0 or more, with commas between"),
-    (["--extra-warmup", "-1"], "--extra-warmup"), (["--extra-warmup", ""], "--extra-warmup"),
+    (["--extra-warmup", "-1"], "--extra-warmup"),
+    (["--extra-warmup", ""], "--extra-warmup"),
     (["--extra-warmup", "1,1"], "--extra-warmup: give one number, or one for each of the 3 boundaries"),
     (["--extra-warmup", "1", "--microbatches", "6"], "--microbatches 6: 2bw needs 7 with 4 stages and --extra-warmup"),
     (["--extra-warmup", "1", "--schedule", "gpipe"], "--extra-warmup has no effect without --schedule 2bw"),
     (["--extra-warmup", "1", "--stages", "1"], "--extra-warmup has no effect without"),
     (["--chunks", "2"], "--chunks"),
-    (["--forward", "nan"], "--forward"), (["--transfer", "inf"], "--transfer"),
+    (["--forward", "nan"], "--forward"),
+    (["--transfer", "inf"], "--transfer"),
     (["--forward", "0", "--backward", "0"], "--forward"),
 ]
 
@@ -485,7 +601,10 @@ BAD_CALIBRATIONS = {
     "no cluster": (RUNS, [], "--cluster"),
     "an unknown flag": (RUNS, [*CALIBRATE, "--fast"], "--fast"),
     "an unknown schedule": (
-        RUNS.replace("seconds", "seconds,schedule", 1).replace("0.5", "0.5,1f1b"), CALIBRATE, "1f1b"),
+        RUNS.replace("seconds", "seconds,schedule", 1).replace("0.5", "0.5,1f1b"),
+        CALIBRATE,
+        "1f1b",
+    ),
     "no pipelines": (RUNS.replace("1,1,4,2", "1,1,0,2"), CALIBRATE, "width"),
 }
 

@@ -10,23 +10,33 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.cost.closed_form import ClosedForm
-from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.cost.compute import Compute, Work
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.planner.cost.links import Group, all_reduce, half, layout, message
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe import cluster as clusters
+from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.describe.profile import BlockTime, Profile
+from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.timelines.simulator import Times
 
 GPT = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
 # Round numbers: 10¹² operations and 10¹¹ bytes a second, one unit, and a host that takes no time.
 DEVICE = Device(
-    "round", 80, 2.0, 200, tflops_fp32=1.0, units=1, gemm_efficiency=0.5, memory_efficiency=0.5, layer_launch_us=0.0,
-    collective_launch_us=0.0, exchange_us=0.0, step_us=0.0,
+    "round",
+    80,
+    2.0,
+    200,
+    tflops_fp32=1.0,
+    units=1,
+    gemm_efficiency=0.5,
+    memory_efficiency=0.5,
+    layer_launch_us=0.0,
+    collective_launch_us=0.0,
+    exchange_us=0.0,
+    step_us=0.0,
 )
 CLUSTER = Cluster("round", 2, 8, DEVICE, Link(100, 10), Link(25, 50))
 PLAN = Plan(1, 4, 2, 2, 8)
@@ -49,9 +59,7 @@ def groups(tensor: int, depth: int, width: int, inside: bool) -> dict[str, list[
 def described(kind: list[list[int]], per_server: int) -> Group:
     """The group of rank 0, and how many of its kind leave one server at once."""
     places = [{rank // per_server for rank in ranks} for ranks in kind]
-    sharing = [
-        sum(server in servers and len(servers) > 1 for servers in places) for server in set().union(*places)
-    ]
+    sharing = [sum(server in servers and len(servers) > 1 for servers in places) for server in set().union(*places)]
     return Group(len(kind[0]), len(places[0]), max(max(sharing), 1))
 
 
@@ -66,7 +74,8 @@ def leaving(pipelines: list[list[int]], stage: int, per_server: int) -> int:
 
 
 SIZES = [
-    sizes for sizes in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8))
+    sizes
+    for sizes in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8))
     if sizes[0] * sizes[1] * sizes[2] <= 64
 ]
 
@@ -151,8 +160,14 @@ LAST_FORWARD = 2**15 * (1024 + 1024 + 1024 + 4096)  # operations in which half o
 LAST_BACKWARD = 2**15 * (3072 + 1024 + 4096 + 1024 + 4 * 1024)
 
 
-def layer(device: Device = DEVICE, precision: str = "bf16", flash: bool = True, model: Model = GPT,
-          cluster: Cluster = CLUSTER, **plan) -> Work:
+def layer(
+    device: Device = DEVICE,
+    precision: str = "bf16",
+    flash: bool = True,
+    model: Model = GPT,
+    cluster: Cluster = CLUSTER,
+    **plan,
+) -> Work:
     return Compute(model, replace(cluster, device=device), precision, flash).layer(replace(PLAN, **plan))
 
 
@@ -165,8 +180,7 @@ def test_a_layers_roofline_by_hand():
     assert more.forward - work.forward == pytest.approx(99 * LAST_FORWARD / 1e12)
     assert layer(flash=False).forward - work.forward == pytest.approx(2 * (5 * 16 * 512**2 * 2 - 65536) / 1e11)
     single = layer(precision="fp32")  # half the peak, and 66 bytes instead of 34
-    assert single.forward - work.forward == pytest.approx(
-        (ARITHMETIC + LAST_FORWARD) / 1e12 + 2 * 32 * 2**20 / 1e11)
+    assert single.forward - work.forward == pytest.approx((ARITHMETIC + LAST_FORWARD) / 1e12 + 2 * 32 * 2**20 / 1e11)
 
 
 def test_the_host_bounds_a_short_layer():
@@ -203,9 +217,23 @@ def test_tensor_parallelism_divides_a_layer_and_adds_two_all_reduces_a_pass():
 
 
 PROFILE = Profile(
-    device="round", precision="bf16", architecture="gpt", hidden=1024, heads=16, ffn=4096, groups=16, head_size=64,
-    sequence=512, gated=False, dropout=True, vocab=50304, blocks=(BlockTime(1, 1.0, 2.0), BlockTime(4, 2.5, 5.0)),
-    output=(BlockTime(2, 8.0, 12.0),), optimizer_seconds_per_parameter=1e-9, optimizer="Adam", threads=1,
+    device="round",
+    precision="bf16",
+    architecture="gpt",
+    hidden=1024,
+    heads=16,
+    ffn=4096,
+    groups=16,
+    head_size=64,
+    sequence=512,
+    gated=False,
+    dropout=True,
+    vocab=50304,
+    blocks=(BlockTime(1, 1.0, 2.0), BlockTime(4, 2.5, 5.0)),
+    output=(BlockTime(2, 8.0, 12.0),),
+    optimizer_seconds_per_parameter=1e-9,
+    optimizer="Adam",
+    threads=1,
     made_with="by hand",
 )
 
@@ -261,7 +289,8 @@ def test_what_the_simulator_is_given_by_hand():
     assert times.reduce[1] == pytest.approx(4 * parameters / 100e9 + 2 * 10e-6)  # of 4 bytes, 2 · 1/2 of them sent
     words = all_reduce(CLUSTER, Group(2, 1, 1), 50304 * h * 4)
     assert times.reduce[0] == pytest.approx(
-        all_reduce(CLUSTER, Group(2, 1, 1), 4 * (parameters + 50304 * h + 512 * h)) + words)
+        all_reduce(CLUSTER, Group(2, 1, 1), 4 * (parameters + 50304 * h + 512 * h)) + words
+    )
     assert times.sending == 0 and times.step == 0
     assert times.burden[1] == pytest.approx(34 * parameters / 1e11)
     flush = cost.times(replace(PLAN, schedule="pipedream-flush"))
@@ -309,11 +338,24 @@ def random_plans() -> list[tuple[Plan, Cost]]:
         schedule = dice.choice(["2bw", "2bw", "pipedream-flush", "gpipe", "megatron", "no-pipelining"])
         virtual = dice.choice([1, 2]) if schedule == "megatron" and depth > 1 else 1
         microbatches = dice.choice([1, 2, 4]) * depth
-        plan = Plan(
-            tensor, depth, width, dice.choice([1, 2, 4]), microbatches, dice.choice(RECOMPUTE), schedule, virtual,
-            dice.choice([1, 2]) if schedule == "2bw" else 2, dice.random() < 0.5,
-            pipeline_inside=dice.random() < 0.5, sequence_parallel=tensor > 1 and dice.random() < 0.5,
-        ) if width else None
+        plan = (
+            Plan(
+                tensor,
+                depth,
+                width,
+                dice.choice([1, 2, 4]),
+                microbatches,
+                dice.choice(RECOMPUTE),
+                schedule,
+                virtual,
+                dice.choice([1, 2]) if schedule == "2bw" else 2,
+                dice.random() < 0.5,
+                pipeline_inside=dice.random() < 0.5,
+                sequence_parallel=tensor > 1 and dice.random() < 0.5,
+            )
+            if width
+            else None
+        )
         cost = dice.choice(costs)
         if plan and is_legal(plan, cost.model, 16, "fp16"):
             found.append((plan, cost))
@@ -370,8 +412,11 @@ def test_the_bubble_of_a_flush_by_hand():
 def test_where_the_time_goes_follows_the_links():
     cost = Cost(GPT, CLUSTER, flash=True)
     before = cost.estimate(replace(PLAN, schedule="pipedream-flush")).split
-    slow = Cost(GPT, replace(CLUSTER, inside=Link(0.1, 10)), flash=True).estimate(
-        replace(PLAN, schedule="pipedream-flush")).split
+    slow = (
+        Cost(GPT, replace(CLUSTER, inside=Link(0.1, 10)), flash=True)
+        .estimate(replace(PLAN, schedule="pipedream-flush"))
+        .split
+    )
     assert (slow.compute, slow.bubble) == pytest.approx((before.compute, before.bubble))
     assert slow.data > 100 * before.data and slow.pipeline > 10 * before.pipeline
 
@@ -423,26 +468,27 @@ WORKS = [(1.0, 2.0), (1.0, 3.0), (1.0, 2.0)]
 THREE = Plan(1, 3, 2, 1, 6)
 
 
-@pytest.mark.parametrize("transfer, reduce, schedule, expected", [
-    (0.0, 0.0, "2bw", 6 * 4.0),
-    (0.5, 0.0, "2bw", 6 * (4.0 + 2 * 2 * 0.5)),  # compute and messages add up: to and from both neighbours
-    (9.0, 0.0, "2bw", 6 * (4.0 + 2 * 2 * 9.0)),  # max(compute, messages), as printed, would be 6 · 36
-    (0.0, 20.0, "2bw", 6 * 4.0),  # a sixth of the exchange a microbatch; all of it, as printed, would be 6 · 20
-    (0.0, 30.0, "2bw", 30.0),  # once 30/6 is more than 4
-    (0.5, 30.0, "2bw", 6 * 6.0),
-    (0.0, 0.0, "pipedream-flush", (6 + 2) * 4.0),
-    (0.0, 30.0, "pipedream-flush", (6 + 2) * 5.0),
-    (0.0, 0.0, "no-pipelining", 6 * (3.0 + 4.0 + 3.0)),
-    (0.5, 0.0, "no-pipelining", 6 * (10.0 + 2 * 4 * 0.5)),
-    (0.0, 21.0, "no-pipelining", 6 * (3.5 + 4.0 + 3.5)),  # each stage's own maximum
-])
+@pytest.mark.parametrize(
+    "transfer, reduce, schedule, expected",
+    [
+        (0.0, 0.0, "2bw", 6 * 4.0),
+        (0.5, 0.0, "2bw", 6 * (4.0 + 2 * 2 * 0.5)),  # compute and messages add up: to and from both neighbours
+        (9.0, 0.0, "2bw", 6 * (4.0 + 2 * 2 * 9.0)),  # max(compute, messages), as printed, would be 6 · 36
+        (0.0, 20.0, "2bw", 6 * 4.0),  # a sixth of the exchange a microbatch; all of it, as printed, would be 6 · 20
+        (0.0, 30.0, "2bw", 30.0),  # once 30/6 is more than 4
+        (0.5, 30.0, "2bw", 6 * 6.0),
+        (0.0, 0.0, "pipedream-flush", (6 + 2) * 4.0),
+        (0.0, 30.0, "pipedream-flush", (6 + 2) * 5.0),
+        (0.0, 0.0, "no-pipelining", 6 * (3.0 + 4.0 + 3.0)),
+        (0.5, 0.0, "no-pipelining", 6 * (10.0 + 2 * 4 * 0.5)),
+        (0.0, 21.0, "no-pipelining", 6 * (3.5 + 4.0 + 3.5)),  # each stage's own maximum
+    ],
+)
 def test_appendix_a_by_hand(transfer, reduce, schedule, expected):
     assert closed(replace(THREE, schedule=schedule), WORKS, transfer, reduce) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("extra, expected", [
-    ((0, 0), 8.0), ((1, 0), 6.0), ((0, 1), 6.0), ((1,), 4.0), ((2, 2), 4.0),
-])
+@pytest.mark.parametrize("extra, expected", [((0, 0), 8.0), ((1, 0), 6.0), ((0, 1), 6.0), ((1,), 4.0), ((2, 2), 4.0)])
 def test_extra_warmup_in_the_closed_forms(extra, expected):
     """Each boundary adds 2 to the stage between them; one forward ahead hides up to 4, the slowest stage's time."""
     assert closed(replace(THREE, extra_warmup=extra), WORKS, 1.0, 0.0) == pytest.approx(6 * expected)
@@ -470,7 +516,8 @@ def test_closed_memory_by_hand():
         assert len(estimate.memory) == 4 and len(set(estimate.memory)) == 1
         stage = estimate.memory[0]
         assert (stage.weights, stage.gradients, stage.optimizer) == pytest.approx(
-            (4 * parameters, 8 * parameters, 12 * parameters))
+            (4 * parameters, 8 * parameters, 12 * parameters)
+        )
         assert stage.activations == pytest.approx(microbatches * layers + 4 * 2 * tokens * h)
         assert form.fits(PLAN) and estimate.headroom == form.capacity - stage.total
     one = form.estimate(replace(PLAN, gradient_slots=1)).memory[0]

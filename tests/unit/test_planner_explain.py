@@ -9,20 +9,30 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from megatron_2bw.planner.describe import cluster as clusters
-from megatron_2bw.planner.tell import rejections as left_out
-from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
-from megatron_2bw.planner.tell.explain import (
-    CAVEAT, ESTIMATED, KINDS, MEASURED, TERMS, Result, evidence, memory_table, reason, table, terms,
-)
-from megatron_2bw.planner.tell.jobs import by_flag
-from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.planner.cost.memory import GIB, StageMemory
+from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
+from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.find.legality import is_legal
+from megatron_2bw.planner.find.search import Search, Space, best
+from megatron_2bw.planner.tell import rejections as left_out
+from megatron_2bw.planner.tell.explain import (
+    CAVEAT,
+    ESTIMATED,
+    KINDS,
+    MEASURED,
+    TERMS,
+    Result,
+    evidence,
+    memory_table,
+    reason,
+    table,
+    terms,
+)
+from megatron_2bw.planner.tell.jobs import by_flag
 from megatron_2bw.planner.tell.json_out import as_json
 from megatron_2bw.planner.tell.rejections import changed_flags, changes, nearest, nothing_fits, rejections
-from megatron_2bw.planner.find.search import Search, Space, best
 
 GPT, LARGER = PRESETS["gpt-355m"], PRESETS["gpt-1.3b"]
 P3 = clusters.preset("p3.16xlarge", 1)
@@ -68,7 +78,7 @@ def rows(text: str, first: str) -> list[dict[str, str]]:
     lines = text.splitlines()
     head = next(number for number, line in enumerate(lines) if re.match(rf" *{first} ", line))
     names = re.split(r" {2,}", lines[head].strip())
-    body = itertools.takewhile(lambda line: re.match(r" *\d[\d-]* ", line), lines[head + 1:])
+    body = itertools.takewhile(lambda line: re.match(r" *\d[\d-]* ", line), lines[head + 1 :])
     found = [re.split(r" {2,}", line.strip()) for line in body]
     assert found and all(len(cells) == len(names) for cells in found)
     return [dict(zip(names, cells)) for cells in found]
@@ -87,11 +97,19 @@ def test_every_number_of_the_table_is_the_estimates(result):
     for rank, (row, estimate) in enumerate(zip(rows(plans, "#"), result.estimates, strict=True), 1):
         plan, each = estimate.plan, estimate.throughput / 8 / result.cost.cluster.servers
         assert row["#"] == str(rank) and row["schedule"] == plan.schedule_name and row["recompute"] == plan.recompute
-        for column, number in (("t", plan.tensor), ("d", plan.depth), ("w", plan.width), ("b", plan.microbatch),
-                               ("m", plan.microbatches), ("batch", plan.global_batch)):
+        for column, number in (
+            ("t", plan.tensor),
+            ("d", plan.depth),
+            ("w", plan.width),
+            ("b", plan.microbatch),
+            ("m", plan.microbatches),
+            ("batch", plan.global_batch),
+        ):
             assert row[column] == str(number)
         assert (row["optim."], row["ranks"]) == (
-            "sharded" if plan.distributed_optimizer else "whole", "pp-dp" if plan.pipeline_inside else "dp-pp")
+            "sharded" if plan.distributed_optimizer else "whole",
+            "pp-dp" if plan.pipeline_inside else "dp-pp",
+        )
         layers = plan.layers_of(result.cost.model)
         named = [int(number) for number in row["layers"].split("/")]
         assert named == layers[:1] if len(set(layers)) == 1 else set(named) == set(layers)
@@ -107,8 +125,18 @@ def test_every_number_of_the_table_is_the_estimates(result):
 
 def test_the_tables_of_the_tests_show_every_choice(small, tight, apart):
     plans = [estimate.plan for found in (small, tight, apart) for estimate in found.estimates]
-    for name in ("schedule", "tensor", "depth", "width", "microbatch", "gradient_slots", "distributed_optimizer",
-                 "first", "global_batch", "extra_warmup"):
+    for name in (
+        "schedule",
+        "tensor",
+        "depth",
+        "width",
+        "microbatch",
+        "gradient_slots",
+        "distributed_optimizer",
+        "first",
+        "global_batch",
+        "extra_warmup",
+    ):
         assert len({getattr(plan, name) for plan in plans}) > 1, name
     assert list(TERMS) == [field.name for field in fields(Split)]
     assert list(KINDS) == [field.name for field in fields(StageMemory)]
@@ -119,14 +147,19 @@ def test_the_plans_are_ranked(result):
     assert rates == sorted(rates, reverse=True) and len(rates) == len(result.estimates)
 
 
-@pytest.mark.parametrize("plan, name", [
-    (Plan(1, 4, 2, 1, 8), "2bw"), (Plan(1, 4, 2, 1, 8, gradient_slots=1), "2bw 1 slot"),
-    (Plan(1, 4, 2, 1, 8, schedule="megatron", virtual=3), "megatron x3"),
-    (Plan(1, 4, 2, 1, 8, schedule="pipedream-flush"), "pipedream-flush"),
-    (Plan(1, 4, 2, 1, 8, extra_warmup=(0, 2, 1)), "2bw +3"), (Plan(1, 4, 2, 1, 8, extra_warmup=(1,)), "2bw +3"),
-    (Plan(1, 4, 2, 1, 8, gradient_slots=1, extra_warmup=(1,)), "2bw 1 slot +3"),
-    (Plan(1, 4, 2, 1, 8, extra_warmup=(0,)), "2bw"),
-])
+@pytest.mark.parametrize(
+    "plan, name",
+    [
+        (Plan(1, 4, 2, 1, 8), "2bw"),
+        (Plan(1, 4, 2, 1, 8, gradient_slots=1), "2bw 1 slot"),
+        (Plan(1, 4, 2, 1, 8, schedule="megatron", virtual=3), "megatron x3"),
+        (Plan(1, 4, 2, 1, 8, schedule="pipedream-flush"), "pipedream-flush"),
+        (Plan(1, 4, 2, 1, 8, extra_warmup=(0, 2, 1)), "2bw +3"),
+        (Plan(1, 4, 2, 1, 8, extra_warmup=(1,)), "2bw +3"),
+        (Plan(1, 4, 2, 1, 8, gradient_slots=1, extra_warmup=(1,)), "2bw 1 slot +3"),
+        (Plan(1, 4, 2, 1, 8, extra_warmup=(0,)), "2bw"),
+    ],
+)
 def test_schedules_are_named_with_chunks_slots_and_extra_warmup(plan, name):
     assert plan.schedule_name == name and plan.title == f"{name} t1 d4 w2 b1"
 
@@ -148,8 +181,14 @@ def far() -> Result:
 
 def test_no_line_is_longer_than_a_terminal(small, tight, apart, far):
     for found in (small, tight, apart, far):
-        for text in (table(found), reason(found), rejections(found), evidence(found.cost), CAVEAT,
-                     *(memory_table(estimate) for estimate in found.estimates)):
+        for text in (
+            table(found),
+            reason(found),
+            rejections(found),
+            evidence(found.cost),
+            CAVEAT,
+            *(memory_table(estimate) for estimate in found.estimates),
+        ):
             assert max(map(len, text.splitlines())) <= 120, text
             assert text == text.strip("\n") and text.isascii()
 
@@ -216,16 +255,20 @@ def test_the_reason_counts_by_sample_for_batches_may_differ():
 
 
 def test_the_reason_says_what_the_winner_pays():
-    text = told(estimated(TWO_BW, 0.8, 0.1, 0, 0, 0, 0), estimated(replace(TWO_BW, depth=4), 0.5, 0.1, 0.4, 0, 0, 0),
-                schedules=("2bw",))
+    text = told(
+        estimated(TWO_BW, 0.8, 0.1, 0, 0, 0, 0),
+        estimated(replace(TWO_BW, depth=4), 0.5, 0.1, 0.4, 0, 0, 0),
+        schedules=("2bw",),
+    )
     assert "the best plan of another shape, 2bw t1 d4 w1 b1" in text
     assert "takes less for messages between stages (40 % there, 0 % here), but more for compute (50 % there, 8" in text
     assert "tensor" not in text and "flush" not in text
 
 
 def test_the_reason_blames_a_flush_only_where_there_is_one():
-    waits = told(estimated(TWO_BW, 1, 0, 0, 0, 0, 0), estimated(replace(TWO_BW, depth=4), 1, 0, 0, 0, 0, 0.5),
-                 schedules=("2bw",))
+    waits = told(
+        estimated(TWO_BW, 1, 0, 0, 0, 0, 0), estimated(replace(TWO_BW, depth=4), 1, 0, 0, 0, 0, 0.5), schedules=("2bw",)
+    )
     assert "waiting for other stages (33 % there, 0 % here)" in waits and "flush" not in waits
     reverse = told(estimated(FLUSH, 0.5, 0, 0, 0, 0, 0.1), estimated(TWO_BW, 0.5, 0, 0, 0, 0, 0.5))
     assert "waiting for other stages (50 % there, 10 % here)" in reverse and "no stage waits" not in reverse
@@ -297,11 +340,17 @@ def test_the_nearest_change_is_the_fastest_single_one_that_is_legal_and_fits(tig
     assert told_
 
 
-@pytest.mark.parametrize("plan", [
-    Plan(2, 2, 2, 4, 8, sequence_parallel=True), Plan(1, 2, 4, 4, 8, "selective", first=11, last=13),
-    Plan(2, 4, 1, 1, 8, "full", "gpipe", distributed_optimizer=True, sequence_parallel=True),
-    Plan(1, 4, 2, 2, 8, schedule="megatron", virtual=2), Plan(1, 4, 2, 2, 8, extra_warmup=(0, 1, 0)),
-], ids=lambda plan: plan.title)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(2, 2, 2, 4, 8, sequence_parallel=True),
+        Plan(1, 2, 4, 4, 8, "selective", first=11, last=13),
+        Plan(2, 4, 1, 1, 8, "full", "gpipe", distributed_optimizer=True, sequence_parallel=True),
+        Plan(1, 4, 2, 2, 8, schedule="megatron", virtual=2),
+        Plan(1, 4, 2, 2, 8, extra_warmup=(0, 1, 0)),
+    ],
+    ids=lambda plan: plan.title,
+)
 def test_changes_keep_the_gpus_and_the_batch_and_their_flags_say_what_to_type(plan):
     found = list(changes(plan))
     assert len(set(found)) == len(found) >= 2 and plan not in found
@@ -321,8 +370,11 @@ def test_every_kind_of_change_is_tried():
     assert texts == {
         "--recompute-granularity selective",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--use-distributed-optimizer", "--two-bw-gradient-slots 1", "--pipeline-schedule pipedream-flush",
-        "--micro-batch-size 2", "--pipeline-model-parallel-size 4",
+        "--use-distributed-optimizer",
+        "--two-bw-gradient-slots 1",
+        "--pipeline-schedule pipedream-flush",
+        "--micro-batch-size 2",
+        "--pipeline-model-parallel-size 4",
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 without --sequence-parallel",
     }
     ahead = replace(plan, extra_warmup=(1,))
@@ -335,7 +387,8 @@ def test_every_kind_of_change_is_tried():
     }
     corrected = replace(plan, extrapolate=True)
     assert {changed_flags(corrected, change, "bf16") for change in changes(corrected)} - texts == {
-        "without --two-bw-correction", "--pipeline-schedule pipedream-flush without --two-bw-correction",
+        "without --two-bw-correction",
+        "--pipeline-schedule pipedream-flush without --two-bw-correction",
     }
 
 
@@ -376,8 +429,9 @@ def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
 
 
 def test_what_the_search_was_told_to_leave_out_may_help():
-    text, cost, _ = failed(LARGER, P3, Space(64, recompute=("none",), depth=(1,), tensor=(1,),
-                                             distributed_optimizer=(False,)))
+    text, cost, _ = failed(
+        LARGER, P3, Space(64, recompute=("none",), depth=(1,), tensor=(1,), distributed_optimizer=(False,))
+    )
     flags = re.search(r"told to leave out: (--\S.*?); or|told to leave out: (--\S.*?)\.$", text)
     words = (flags[1] or flags[2]).split()
     assert "servers" not in text
@@ -420,20 +474,26 @@ def profiled():
 
 
 def measured(cluster, inside: bool, between: bool):
-    return replace(cluster, inside=replace(cluster.inside, measured=inside),
-                   between=replace(cluster.between, measured=between))
+    return replace(
+        cluster, inside=replace(cluster.inside, measured=inside), between=replace(cluster.between, measured=between)
+    )
 
 
 LINKED = ("tensor", "pipeline", "data")
 
 
-@pytest.mark.parametrize("cluster, found", [
-    (P3, set()), (profiled(), {"compute", "update"}),
-    (measured(P3, True, False), set(LINKED)), (measured(P3, False, True), set()),
-    (measured(replace(P3, servers=2), True, False), set()),
-    (measured(replace(P3, servers=2), True, True), set(LINKED)),
-    (measured(profiled(), True, True), {"compute", "update", *LINKED}),
-])
+@pytest.mark.parametrize(
+    "cluster, found",
+    [
+        (P3, set()),
+        (profiled(), {"compute", "update"}),
+        (measured(P3, True, False), set(LINKED)),
+        (measured(P3, False, True), set()),
+        (measured(replace(P3, servers=2), True, False), set()),
+        (measured(replace(P3, servers=2), True, True), set(LINKED)),
+        (measured(profiled(), True, True), {"compute", "update", *LINKED}),
+    ],
+)
 def test_every_term_says_whether_it_was_measured(cluster, found):
     cost = Cost(GPT, cluster, "fp16")
     tags = {term: tag for term, (tag, _) in terms(cost).items()}

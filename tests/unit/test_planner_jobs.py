@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.planner.describe import cluster as clusters
+from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell.jobs import (
     SBATCH,
     PlanFileError,
@@ -23,8 +25,6 @@ from megatron_2bw.planner.tell.jobs import (
     torchrun_script,
     write,
 )
-from megatron_2bw.planner.describe.model import PRESETS
-from megatron_2bw.planner.describe.plan import Plan
 from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,11 @@ def run(text: str, folder: Path, *flags: str, stub: str = STUB, **environment: s
         path.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if name == "HOME"}
     return subprocess.run(
-        ["bash", "script", *flags], cwd=folder, capture_output=True, text=True, check=False,
+        ["bash", "script", *flags],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
         env=kept | {"PATH": f"{folder}:{os.environ['PATH']}"} | environment,
     )
 
@@ -67,15 +71,19 @@ def words_of(text: str, folder: Path, *flags: str, **environment: str) -> tuple[
     assert done.returncode == 0, done.stderr
     command, *words = (folder / "words").read_text().splitlines()
     if command.endswith("srun"):
-        words = words[words.index("torch.distributed.run") + 1:]
+        words = words[words.index("torch.distributed.run") + 1 :]
     at = next(number for number, word in enumerate(words) if word.endswith(".py"))
     return words[:at], words[at:]
 
 
 NODE = {"NODE_RANK": "1", "MASTER_ADDR": "first"}
 SLURM = {
-    "SLURM_JOB_ID": "71234", "SLURM_JOB_NAME": "job", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]",
-    "MEGATRON_2BW": str(ROOT), "PYTHON": sys.executable,
+    "SLURM_JOB_ID": "71234",
+    "SLURM_JOB_NAME": "job",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "node-[a-b]",
+    "MEGATRON_2BW": str(ROOT),
+    "PYTHON": sys.executable,
 }
 
 
@@ -98,17 +106,23 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan_from_the_script
     assert (args.vocab_size, args.mock_data, args.lr) == (model.vocab, True, 1e-3)
     assert (args.fp16, args.bf16) == (precision == "fp16", precision == "bf16")
     assert (args.use_distributed_optimizer, args.use_tp_pp_dp_mapping) == (
-        plan.distributed_optimizer, plan.pipeline_inside)
+        plan.distributed_optimizer,
+        plan.pipeline_inside,
+    )
     assert (args.decoder_first_pipeline_num_layers or 0, args.two_bw_gradient_slots) == (
-        plan.first, plan.gradient_slots)
+        plan.first,
+        plan.gradient_slots,
+    )
     saved = str(tmp_path / "checkpoints" / "job") if kind == "job.sbatch" else None
     assert args.save == args.load == saved and args.exit_signal_handler == (kind == "job.sbatch")
 
 
 @pytest.mark.parametrize("plan, model, cluster, precision", CASES)
 def test_bash_reads_the_scripts_and_each_flag_has_a_line(plan, model, cluster, precision, tmp_path):
-    for text in (torchrun_script(plan, model, cluster, precision),
-                 sbatch_script(plan, model, cluster, precision, "job")):
+    for text in (
+        torchrun_script(plan, model, cluster, precision),
+        sbatch_script(plan, model, cluster, precision, "job"),
+    ):
         path = tmp_path / "script"
         path.write_text(text)
         read = subprocess.run(["bash", "-n", path], capture_output=True, text=True, check=False)
@@ -184,16 +198,20 @@ def test_data_args_are_split_as_by_a_shell(kind, tmp_path):
 
 
 def test_the_callers_flags_come_last(tmp_path):
-    for text, variables in ((torchrun_script(LINE, GPT, P3, "fp16"), {}),
-                            (sbatch_script(LINE, GPT, P3, "fp16", "job"), SLURM)):
+    for text, variables in (
+        (torchrun_script(LINE, GPT, P3, "fp16"), {}),
+        (sbatch_script(LINE, GPT, P3, "fp16", "job"), SLURM),
+    ):
         _, words = words_of(text, tmp_path, "--train-iters", "7", "--x", "two words", **variables)
         assert words[-4:] == ["--train-iters", "7", "--x", "two words"]
 
 
 def test_one_queue_of_kernels_with_tensor_parallelism_alone(tmp_path):
     for plan, cluster, expected in ((LINE, P3, ""), (SQUARE, H100, "1")):
-        for text, variables in ((torchrun_script(plan, GPT, cluster, "bf16"), NODE),
-                                (sbatch_script(plan, GPT, cluster, "bf16", "job"), SLURM)):
+        for text, variables in (
+            (torchrun_script(plan, GPT, cluster, "bf16"), NODE),
+            (sbatch_script(plan, GPT, cluster, "bf16", "job"), SLURM),
+        ):
             words_of(text, tmp_path, **variables)
             assert (tmp_path / "connections").read_text().strip() == expected
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from megatron_2bw import cpu
 from megatron_2bw.flags import checks as mistakes
 from megatron_2bw.flags.parse import check, parse_early, prepare
-from megatron_2bw.planner.find.legality import FIELDS, RULES, is_legal, violations
 from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.find.legality import FIELDS, RULES, is_legal, violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
 
@@ -51,8 +51,9 @@ GPT = PRESETS["gpt-1.3b"]  # 24 layers, 16 heads, sequence 512
 LEGAL = Plan(tensor=2, depth=4, width=2, microbatch=1, microbatches=8)
 
 
-def broken(cause: str, words: str, model: Model = GPT, gpus: int = 16, precision: str = "bf16", bf16: bool = True,
-           **plan):
+def broken(
+    cause: str, words: str, model: Model = GPT, gpus: int = 16, precision: str = "bf16", bf16: bool = True, **plan
+):
     """A plan that breaks one rule, its cause, and words of the message: flags and values."""
     return pytest.param(cause, words, (replace(LEGAL, **plan), model, gpus, precision, bf16), id=f"{cause}: {words}")
 
@@ -64,91 +65,216 @@ CASES = [
     broken("a size is not a positive whole number", "--micro-batch-size: 1.5", microbatch=1.5),
     broken("a size is not a positive whole number", "--global-batch-size: True", microbatches=True),
     broken("a size is not a positive whole number", "--num-virtual-stages-per-pipeline-rank: 0", virtual=0),
-    broken("layers of the first or last stage are not a positive whole number",
-           "--decoder-first-pipeline-num-layers -1", first=-1),
-    broken("layers of the first or last stage are not a positive whole number",
-           "--decoder-last-pipeline-num-layers 2.0", last=2.0),
+    broken(
+        "layers of the first or last stage are not a positive whole number",
+        "--decoder-first-pipeline-num-layers -1",
+        first=-1,
+    ),
+    broken(
+        "layers of the first or last stage are not a positive whole number",
+        "--decoder-last-pipeline-num-layers 2.0",
+        last=2.0,
+    ),
     broken("unknown schedule", "--pipeline-schedule 3bw", schedule="3bw"),
     broken("unknown recompute granularity", "--recompute-granularity half", recompute="half"),
     broken("unknown precision", "--fp8", precision="fp8"),
-    broken("sizes do not use every GPU", "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 4 x 1",
-           width=1),
+    broken(
+        "sizes do not use every GPU", "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 4 x 1", width=1
+    ),
     broken("sizes do not use every GPU", "but there are 17", gpus=17),
-    broken("heads not divisible by tensor size",
-           "--tensor-model-parallel-size 4 does not divide --num-attention-heads 18",
-           model=replace(GPT, heads=18, groups=2, head_size=64), tensor=4, width=1),
-    broken("query groups neither multiple nor divisor of tensor size", "--num-query-groups 6 is neither",
-           model=replace(GPT, heads=24, groups=6, head_size=128), tensor=4, width=1),
-    broken("keys and values not divisible by tensor size", "--num-query-groups 1 x --kv-channels 3",
-           model=replace(GPT, groups=1, head_size=3), tensor=4, width=1),
-    broken("feed-forward size not divisible by tensor size", "does not divide --ffn-hidden-size 8193",
-           model=replace(GPT, ffn=8193)),
-    broken("sequence not divisible by tensor size", "--sequence-parallel does not divide --seq-length 511",
-           model=replace(GPT, sequence=511), sequence_parallel=True),
-    broken("sequence parallelism with one tensor rank",
-           "--sequence-parallel has no effect with --tensor-model-parallel-size",
-           sequence_parallel=True, tensor=1, width=4),
-    broken("more stages than layers", "--pipeline-model-parallel-size 4 is more than --num-layers 3",
-           model=replace(GPT, layers=3)),
+    broken(
+        "heads not divisible by tensor size",
+        "--tensor-model-parallel-size 4 does not divide --num-attention-heads 18",
+        model=replace(GPT, heads=18, groups=2, head_size=64),
+        tensor=4,
+        width=1,
+    ),
+    broken(
+        "query groups neither multiple nor divisor of tensor size",
+        "--num-query-groups 6 is neither",
+        model=replace(GPT, heads=24, groups=6, head_size=128),
+        tensor=4,
+        width=1,
+    ),
+    broken(
+        "keys and values not divisible by tensor size",
+        "--num-query-groups 1 x --kv-channels 3",
+        model=replace(GPT, groups=1, head_size=3),
+        tensor=4,
+        width=1,
+    ),
+    broken(
+        "feed-forward size not divisible by tensor size",
+        "does not divide --ffn-hidden-size 8193",
+        model=replace(GPT, ffn=8193),
+    ),
+    broken(
+        "sequence not divisible by tensor size",
+        "--sequence-parallel does not divide --seq-length 511",
+        model=replace(GPT, sequence=511),
+        sequence_parallel=True,
+    ),
+    broken(
+        "sequence parallelism with one tensor rank",
+        "--sequence-parallel has no effect with --tensor-model-parallel-size",
+        sequence_parallel=True,
+        tensor=1,
+        width=4,
+    ),
+    broken(
+        "more stages than layers",
+        "--pipeline-model-parallel-size 4 is more than --num-layers 3",
+        model=replace(GPT, layers=3),
+    ),
     broken("more stages than layers", "is more than --num-layers 3", model=replace(GPT, layers=3), first=1, last=1),
-    broken("layers not divisible by stages",
-           "--num-layers 26 cannot be split evenly over --pipeline-model-parallel-size 4",
-           model=replace(GPT, layers=26)),
-    broken("uneven split leaves no equal middle stages", "--decoder-first-pipeline-num-layers 5: 3 other stages",
-           first=5),
-    broken("uneven split leaves no equal middle stages", "--decoder-last-pipeline-num-layers 7: 3 other stages",
-           last=7),
-    broken("uneven split leaves no equal middle stages",
-           "first-pipeline-num-layers 12 and --decoder-last-pipeline-num-layer", first=12, last=12),
+    broken(
+        "layers not divisible by stages",
+        "--num-layers 26 cannot be split evenly over --pipeline-model-parallel-size 4",
+        model=replace(GPT, layers=26),
+    ),
+    broken(
+        "uneven split leaves no equal middle stages", "--decoder-first-pipeline-num-layers 5: 3 other stages", first=5
+    ),
+    broken(
+        "uneven split leaves no equal middle stages", "--decoder-last-pipeline-num-layers 7: 3 other stages", last=7
+    ),
+    broken(
+        "uneven split leaves no equal middle stages",
+        "first-pipeline-num-layers 12 and --decoder-last-pipeline-num-layer",
+        first=12,
+        last=12,
+    ),
     broken("uneven split leaves no equal middle stages", "cannot share the other -2", first=13, last=13),
-    broken("uneven split leaves no equal middle stages", "0 other stages of --pipeline-model-parallel-size 2",
-           first=11, last=11, depth=2, width=4),
-    broken("uneven split leaves no equal middle stages", "--pipeline-model-parallel-size 1: the only stage has all",
-           first=12, depth=1, width=8),
-    broken("uneven split leaves no equal middle stages", "--decoder-last-pipeline-num-layers 24 with --pipeline-model-",
-           last=24, depth=1, width=8),
-    broken("too few microbatches for the schedule",
-           "--pipeline-schedule 2bw with --pipeline-model-parallel-size 4 needs 4: use --global-batch-size 8 or more",
-           microbatches=3),
-    broken("virtual stages only with Megatron's schedule", "--pipeline-schedule 2bw, whose stages are one model chunk",
-           virtual=2),
-    broken("virtual stages with one pipeline stage", "needs --pipeline-model-parallel-size 2 or more",
-           virtual=2, depth=1, width=8, schedule="megatron"),
-    broken("layers of a stage not divisible by virtual stages",
-           "--num-virtual-stages-per-pipeline-rank 4 does not divide the 6 layers",
-           virtual=4, schedule="megatron"),
-    broken("layers of a stage not divisible by virtual stages", "does not divide the 3 or 7 layers",
-           virtual=7, schedule="megatron", first=3),
-    broken("microbatches not divisible by stages with virtual stages",
-           "--global-batch-size 20 gives 10 microbatches a pipeline, but --num-virtual",
-           virtual=2, schedule="megatron", microbatches=10),
-    broken("microbatches not divisible by stages with virtual stages", "use a multiple of --global-batch-size 8",
-           virtual=2, schedule="megatron", microbatches=2),
+    broken(
+        "uneven split leaves no equal middle stages",
+        "0 other stages of --pipeline-model-parallel-size 2",
+        first=11,
+        last=11,
+        depth=2,
+        width=4,
+    ),
+    broken(
+        "uneven split leaves no equal middle stages",
+        "--pipeline-model-parallel-size 1: the only stage has all",
+        first=12,
+        depth=1,
+        width=8,
+    ),
+    broken(
+        "uneven split leaves no equal middle stages",
+        "--decoder-last-pipeline-num-layers 24 with --pipeline-model-",
+        last=24,
+        depth=1,
+        width=8,
+    ),
+    broken(
+        "too few microbatches for the schedule",
+        "--pipeline-schedule 2bw with --pipeline-model-parallel-size 4 needs 4: use --global-batch-size 8 or more",
+        microbatches=3,
+    ),
+    broken(
+        "virtual stages only with Megatron's schedule",
+        "--pipeline-schedule 2bw, whose stages are one model chunk",
+        virtual=2,
+    ),
+    broken(
+        "virtual stages with one pipeline stage",
+        "needs --pipeline-model-parallel-size 2 or more",
+        virtual=2,
+        depth=1,
+        width=8,
+        schedule="megatron",
+    ),
+    broken(
+        "layers of a stage not divisible by virtual stages",
+        "--num-virtual-stages-per-pipeline-rank 4 does not divide the 6 layers",
+        virtual=4,
+        schedule="megatron",
+    ),
+    broken(
+        "layers of a stage not divisible by virtual stages",
+        "does not divide the 3 or 7 layers",
+        virtual=7,
+        schedule="megatron",
+        first=3,
+    ),
+    broken(
+        "microbatches not divisible by stages with virtual stages",
+        "--global-batch-size 20 gives 10 microbatches a pipeline, but --num-virtual",
+        virtual=2,
+        schedule="megatron",
+        microbatches=10,
+    ),
+    broken(
+        "microbatches not divisible by stages with virtual stages",
+        "use a multiple of --global-batch-size 8",
+        virtual=2,
+        schedule="megatron",
+        microbatches=2,
+    ),
     broken("bf16 not on this GPU", "--bf16: the GPU has no bfloat16; use --fp16", bf16=False),
-    broken("gradient slots only with 2bw", "--two-bw-gradient-slots 1 with --pipeline-schedule gpipe: it has no effect",
-           schedule="gpipe", gradient_slots=1),
-    broken("gradient slots only with 2bw", "--two-bw-gradient-slots 3 with --pipeline-schedule 2bw: use 1 or 2",
-           gradient_slots=3),
-    broken("extra warm-up is not whole numbers", "--two-bw-extra-warmup 1,-1,0: give whole numbers",
-           extra_warmup=(1, -1, 0)),
+    broken(
+        "gradient slots only with 2bw",
+        "--two-bw-gradient-slots 1 with --pipeline-schedule gpipe: it has no effect",
+        schedule="gpipe",
+        gradient_slots=1,
+    ),
+    broken(
+        "gradient slots only with 2bw",
+        "--two-bw-gradient-slots 3 with --pipeline-schedule 2bw: use 1 or 2",
+        gradient_slots=3,
+    ),
+    broken(
+        "extra warm-up is not whole numbers",
+        "--two-bw-extra-warmup 1,-1,0: give whole numbers",
+        extra_warmup=(1, -1, 0),
+    ),
     broken("extra warm-up is not whole numbers", "--two-bw-extra-warmup 0.5", extra_warmup=(0.5,)),
-    broken("extrapolation only with 2bw", "--two-bw-correction extrapolate has no effect", schedule="gpipe",
-           extrapolate=True),
-    broken("extra warm-up only with 2bw, for each boundary", "--two-bw-extra-warmup 1 has no effect without",
-           schedule="gpipe", extra_warmup=(1,)),
-    broken("extra warm-up only with 2bw, for each boundary", "and several stages: leave it out", depth=1, width=8,
-           extra_warmup=(1,)),
-    broken("extra warm-up only with 2bw, for each boundary", "0,1: give one number, or one for each of the 3 bound",
-           extra_warmup=(0, 1)),
-    broken("too few microbatches for the schedule",
-           "--pipeline-model-parallel-size 4 and --two-bw-extra-warmup 0,2,0 needs 6: use --global-batch-size 12 or m",
-           microbatches=5, extra_warmup=(0, 2, 0)),
-    broken("pipedream with the distributed optimizer",
-           "--use-distributed-optimizer does not work with --pipeline-schedule",
-           model=replace(GPT, tied=False), schedule="pipedream", distributed_optimizer=True),
+    broken(
+        "extrapolation only with 2bw",
+        "--two-bw-correction extrapolate has no effect",
+        schedule="gpipe",
+        extrapolate=True,
+    ),
+    broken(
+        "extra warm-up only with 2bw, for each boundary",
+        "--two-bw-extra-warmup 1 has no effect without",
+        schedule="gpipe",
+        extra_warmup=(1,),
+    ),
+    broken(
+        "extra warm-up only with 2bw, for each boundary",
+        "and several stages: leave it out",
+        depth=1,
+        width=8,
+        extra_warmup=(1,),
+    ),
+    broken(
+        "extra warm-up only with 2bw, for each boundary",
+        "0,1: give one number, or one for each of the 3 bound",
+        extra_warmup=(0, 1),
+    ),
+    broken(
+        "too few microbatches for the schedule",
+        "--pipeline-model-parallel-size 4 and --two-bw-extra-warmup 0,2,0 needs 6: use --global-batch-size 12 or m",
+        microbatches=5,
+        extra_warmup=(0, 2, 0),
+    ),
+    broken(
+        "pipedream with the distributed optimizer",
+        "--use-distributed-optimizer does not work with --pipeline-schedule",
+        model=replace(GPT, tied=False),
+        schedule="pipedream",
+        distributed_optimizer=True,
+    ),
     broken("pipedream with tied embeddings", "add --untie-embeddings-and-output-weights", schedule="pipedream"),
-    broken("pipedream with fp16 and dynamic loss scale", "--fp16 with --pipeline-schedule pipedream",
-           model=replace(GPT, tied=False), precision="fp16", schedule="pipedream"),
+    broken(
+        "pipedream with fp16 and dynamic loss scale",
+        "--fp16 with --pipeline-schedule pipedream",
+        model=replace(GPT, tied=False),
+        precision="fp16",
+        schedule="pipedream",
+    ),
 ]
 
 
@@ -169,23 +295,38 @@ def test_every_rule_has_a_case_and_a_cause_of_its_own():
 def test_all_broken_rules_are_told():
     plan = replace(LEGAL, tensor=3, depth=5, microbatches=4, first=2, gradient_slots=0, sequence_parallel=True)
     assert [violation.rule for violation in violations(plan, GPT, 64, bf16=False)] == [
-        "sizes do not use every GPU", "heads not divisible by tensor size",
-        "feed-forward size not divisible by tensor size", "sequence not divisible by tensor size",
-        "uneven split leaves no equal middle stages", "too few microbatches for the schedule", "bf16 not on this GPU",
+        "sizes do not use every GPU",
+        "heads not divisible by tensor size",
+        "feed-forward size not divisible by tensor size",
+        "sequence not divisible by tensor size",
+        "uneven split leaves no equal middle stages",
+        "too few microbatches for the schedule",
+        "bf16 not on this GPU",
         "gradient slots only with 2bw",
     ]
 
 
-@pytest.mark.parametrize("plan", [
-    LEGAL, replace(LEGAL, first=3), replace(LEGAL, first=2, last=4),
-    replace(LEGAL, depth=2, width=4, first=5, last=19), replace(LEGAL, depth=1, width=8),
-    replace(LEGAL, microbatches=4), replace(LEGAL, gradient_slots=1),
-    replace(LEGAL, microbatches=7, extra_warmup=(1,)), replace(LEGAL, microbatches=6, extra_warmup=(0, 2, 0)),
-    replace(LEGAL, schedule="pipedream-flush", microbatches=1),
-    replace(LEGAL, schedule="megatron", microbatches=3), replace(LEGAL, schedule="megatron", virtual=3),
-    replace(LEGAL, schedule="megatron", virtual=2, first=4, last=8), replace(LEGAL, tensor=16, depth=1, width=1),
-    replace(LEGAL, sequence_parallel=True),
-], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        LEGAL,
+        replace(LEGAL, first=3),
+        replace(LEGAL, first=2, last=4),
+        replace(LEGAL, depth=2, width=4, first=5, last=19),
+        replace(LEGAL, depth=1, width=8),
+        replace(LEGAL, microbatches=4),
+        replace(LEGAL, gradient_slots=1),
+        replace(LEGAL, microbatches=7, extra_warmup=(1,)),
+        replace(LEGAL, microbatches=6, extra_warmup=(0, 2, 0)),
+        replace(LEGAL, schedule="pipedream-flush", microbatches=1),
+        replace(LEGAL, schedule="megatron", microbatches=3),
+        replace(LEGAL, schedule="megatron", virtual=3),
+        replace(LEGAL, schedule="megatron", virtual=2, first=4, last=8),
+        replace(LEGAL, tensor=16, depth=1, width=1),
+        replace(LEGAL, sequence_parallel=True),
+    ],
+    ids=str,
+)
 def test_limits_are_legal(plan):
     assert violations(plan, GPT, 16) == [] and is_legal(plan, GPT, 16)
 
@@ -193,8 +334,23 @@ def test_limits_are_legal(plan):
 # --- Megatron's parser and checks ------------------------------------------------------------------------------------
 
 RUN = [
-    "--mock-data", "--tokenizer-type", "NullTokenizer", "--train-iters", "10", "--lr", "1e-4", "--min-lr", "1e-5",
-    "--eval-iters", "0", "--eval-interval", "100", "--num-workers", "0", "--device", "cuda",
+    "--mock-data",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--train-iters",
+    "10",
+    "--lr",
+    "1e-4",
+    "--min-lr",
+    "1e-5",
+    "--eval-iters",
+    "0",
+    "--eval-interval",
+    "100",
+    "--num-workers",
+    "0",
+    "--device",
+    "cuda",
 ]
 
 
@@ -351,18 +507,29 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
     args = parsed(words_of(plan, model, precision), plan.gpus)
     recompute = {"none": (None, None, None), "selective": ("selective", None, None), "full": ("full", "uniform", 1)}
     expected = {
-        "pipeline_schedule": plan.schedule, "tensor_model_parallel_size": plan.tensor,
-        "pipeline_model_parallel_size": plan.depth, "data_parallel_size": plan.width,
-        "micro_batch_size": plan.microbatch, "global_batch_size": plan.global_batch,
-        "decoder_first_pipeline_num_layers": plan.first or None, "decoder_last_pipeline_num_layers": plan.last or None,
+        "pipeline_schedule": plan.schedule,
+        "tensor_model_parallel_size": plan.tensor,
+        "pipeline_model_parallel_size": plan.depth,
+        "data_parallel_size": plan.width,
+        "micro_batch_size": plan.microbatch,
+        "global_batch_size": plan.global_batch,
+        "decoder_first_pipeline_num_layers": plan.first or None,
+        "decoder_last_pipeline_num_layers": plan.last or None,
         "virtual_pipeline_model_parallel_size": plan.virtual if plan.virtual > 1 else None,
-        "sequence_parallel": plan.sequence_parallel, "two_bw_gradient_slots": plan.gradient_slots,
+        "sequence_parallel": plan.sequence_parallel,
+        "two_bw_gradient_slots": plan.gradient_slots,
         "two_bw_correction": "extrapolate" if plan.extrapolate else "none",
-        "two_bw_extra_warmup": () if not any(plan.extra) else
-        plan.extra[:1] if len(set(plan.extra)) == 1 else plan.extra,
-        "use_distributed_optimizer": plan.distributed_optimizer, "use_tp_pp_dp_mapping": plan.pipeline_inside,
-        "fp16": precision == "fp16", "bf16": precision == "bf16",
-        "untie_embeddings_and_output_weights": not model.tied, "seq_length": model.sequence,
+        "two_bw_extra_warmup": ()
+        if not any(plan.extra)
+        else plan.extra[:1]
+        if len(set(plan.extra)) == 1
+        else plan.extra,
+        "use_distributed_optimizer": plan.distributed_optimizer,
+        "use_tp_pp_dp_mapping": plan.pipeline_inside,
+        "fp16": precision == "fp16",
+        "bf16": precision == "bf16",
+        "untie_embeddings_and_output_weights": not model.tied,
+        "seq_length": model.sequence,
     } | dict(zip(("recompute_granularity", "recompute_method", "recompute_num_layers"), recompute[plan.recompute]))
     assert {name: getattr(args, name) for name in expected} == expected
     config = configuration(args)
@@ -376,17 +543,31 @@ def test_the_round_trip_covers_every_field():
     plans, models, precisions = (Counter(param.values[i] for param in ROUND_TRIP) for i in range(3))
     assert len(ROUND_TRIP) >= 40 and set(precisions) == {"bf16", "fp16", "fp32"}
     assert {plan.schedule for plan in plans} == set(SCHEDULE_NAMES) and {model.kind for model in models} == {
-        "gpt", "bert"}
-    for name, least in (("tensor", 4), ("depth", 6), ("virtual", 5), ("recompute", 3), ("gradient_slots", 2),
-                        ("distributed_optimizer", 2), ("pipeline_inside", 2), ("sequence_parallel", 2),
-                        ("first", 4), ("last", 4), ("extrapolate", 2)):
+        "gpt",
+        "bert",
+    }
+    for name, least in (
+        ("tensor", 4),
+        ("depth", 6),
+        ("virtual", 5),
+        ("recompute", 3),
+        ("gradient_slots", 2),
+        ("distributed_optimizer", 2),
+        ("pipeline_inside", 2),
+        ("sequence_parallel", 2),
+        ("first", 4),
+        ("last", 4),
+        ("extrapolate", 2),
+    ):
         assert len({getattr(plan, name) for plan in plans}) >= least, name
 
 
 # Rules of this project's schedules.
 OURS = {
-    "too few microbatches for the schedule", "virtual stages only with Megatron's schedule",
-    "pipedream with the distributed optimizer", "pipedream with tied embeddings",
+    "too few microbatches for the schedule",
+    "virtual stages only with Megatron's schedule",
+    "pipedream with the distributed optimizer",
+    "pipedream with tied embeddings",
     "pipedream with fp16 and dynamic loss scale",
 }
 
@@ -408,14 +589,24 @@ def configured(plan: Plan, model: Model):
 
     full = plan.recompute == "full"
     return TransformerConfig(
-        num_layers=model.layers, hidden_size=model.hidden, num_attention_heads=model.heads, ffn_hidden_size=model.ffn,
-        num_query_groups=model.groups, kv_channels=model.head_size, bf16=True, params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16, tensor_model_parallel_size=plan.tensor, sequence_parallel=plan.sequence_parallel,
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        ffn_hidden_size=model.ffn,
+        num_query_groups=model.groups,
+        kv_channels=model.head_size,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        tensor_model_parallel_size=plan.tensor,
+        sequence_parallel=plan.sequence_parallel,
         pipeline_model_parallel_size=plan.depth,
         virtual_pipeline_model_parallel_size=plan.virtual if plan.virtual > 1 else None,
-        num_layers_in_first_pipeline_stage=plan.first or None, num_layers_in_last_pipeline_stage=plan.last or None,
+        num_layers_in_first_pipeline_stage=plan.first or None,
+        num_layers_in_last_pipeline_stage=plan.last or None,
         recompute_granularity=None if plan.recompute == "none" else plan.recompute,
-        recompute_method="uniform" if full else None, recompute_num_layers=1 if full else None,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=1 if full else None,
     )
 
 
@@ -438,36 +629,70 @@ def plans(draw) -> tuple[Plan, Model]:
     tensor, depth = draw(st.sampled_from((1, 1, 1, 2, 2, 3, 4, 8))), draw(st.integers(1, 6))
     virtual = draw(st.sampled_from((1, 1, 2, 3))) if depth > 1 else 1
     first, last = (draw(st.sampled_from((0, 0, 0, 1, 2, 3, 4, 6))) if depth > 1 else 0 for _ in range(2))
-    layers = draw(st.one_of(
-        st.integers(1, 24), st.integers(1, 4).map(lambda k: max(1, k * virtual * depth)),
-        st.integers(1, 4).map(lambda k: max(1, k * virtual * (depth - (first > 0) - (last > 0)) + first + last)),
-    ))
+    layers = draw(
+        st.one_of(
+            st.integers(1, 24),
+            st.integers(1, 4).map(lambda k: max(1, k * virtual * depth)),
+            st.integers(1, 4).map(lambda k: max(1, k * virtual * (depth - (first > 0) - (last > 0)) + first + last)),
+        )
+    )
     groups = draw(st.sampled_from((1, 2, 3, 4, 6, 8)))
     heads = groups * draw(st.sampled_from((4, 8, 1, 2, 3)))
     model = Model(
-        "drawn", layers, 96, heads, sequence=48, groups=groups, head_size=draw(st.sampled_from((1, 3, 16, 64))),
-        ffn=draw(st.sampled_from((384, 384, 384, 384, 100, 97))), tied=draw(st.booleans()),
+        "drawn",
+        layers,
+        96,
+        heads,
+        sequence=48,
+        groups=groups,
+        head_size=draw(st.sampled_from((1, 3, 16, 64))),
+        ffn=draw(st.sampled_from((384, 384, 384, 384, 100, 97))),
+        tied=draw(st.booleans()),
     )
     schedule = "megatron" if virtual > 1 else draw(st.sampled_from(SCHEDULE_NAMES))
     microbatches = depth * draw(st.integers(1, 3)) if virtual > 1 else draw(st.integers(1, 12))
     plan = Plan(
-        tensor, depth, draw(st.integers(1, 3)), draw(st.integers(1, 4)), microbatches, virtual=virtual, first=first,
-        last=last, schedule=schedule, sequence_parallel=draw(st.sampled_from((False, True, tensor > 1))),
-        recompute=draw(st.sampled_from(("none", "selective", "full"))), distributed_optimizer=draw(st.booleans()),
+        tensor,
+        depth,
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+        microbatches,
+        virtual=virtual,
+        first=first,
+        last=last,
+        schedule=schedule,
+        sequence_parallel=draw(st.sampled_from((False, True, tensor > 1))),
+        recompute=draw(st.sampled_from(("none", "selective", "full"))),
+        distributed_optimizer=draw(st.booleans()),
         pipeline_inside=draw(st.booleans()),
     )
     return plan, model
 
 
 BOUNDED = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None,
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 # Rules between plan and model that Megatron holds a configuration or its layers to.
-BUILDING = {cause for cause, rule in RULES if rule.__name__ in {
-    "_heads", "_groups", "_keys", "_ffn", "_sequence_ranks", "_layer_a_stage", "_even_split", "_uneven_split",
-    "_whole_chunks",
-}}
+BUILDING = {
+    cause
+    for cause, rule in RULES
+    if rule.__name__
+    in {
+        "_heads",
+        "_groups",
+        "_keys",
+        "_ffn",
+        "_sequence_ranks",
+        "_layer_a_stage",
+        "_even_split",
+        "_uneven_split",
+        "_whole_chunks",
+    }
+}
 
 
 @BOUNDED
@@ -534,8 +759,12 @@ def test_megatrons_interleaved_schedule_starts_with_the_legal_numbers_of_microba
         chunk.config, chunk.model_type = config, None
         try:
             schedules.forward_backward_pipelining_with_interleaving(
-                forward_step_func=None, data_iterator=[None] * 2, model=[chunk] * 2, num_microbatches=microbatches,
-                seq_length=512, micro_batch_size=1,
+                forward_step_func=None,
+                data_iterator=[None] * 2,
+                model=[chunk] * 2,
+                num_microbatches=microbatches,
+                seq_length=512,
+                micro_batch_size=1,
                 p2p_communicator=SimpleNamespace(config=config, pp_group=Group(depth)),
                 pg_collection=SimpleNamespace(tp=Group(1), cp=Group(1)),
             )

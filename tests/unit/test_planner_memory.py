@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.planner.cost.memory import BYTES, Memory, layer_activations, score_activations
 from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.schedules import B, F, Shape
 
 GPT = Model("gpt", 16, 1024, 16, vocab=50257, sequence=512)
@@ -74,7 +74,8 @@ def test_a_layers_activations_by_hand_beyond_the_paper():
 
 # Megatron's docs/dist_optimizer.md; with 2bw a version more and, with two slots, a slot of gradients more.
 TABLE = [
-    ("bf16", 18, lambda d: 6 + 12 / d, 2, 4), ("fp16", 20, lambda d: 4 + 16 / d, 2, 2),
+    ("bf16", 18, lambda d: 6 + 12 / d, 2, 4),
+    ("fp16", 20, lambda d: 4 + 16 / d, 2, 2),
     ("fp32", 16, lambda d: 8 + 8 / d, 4, 4),
 ]
 
@@ -90,9 +91,9 @@ def test_bytes_a_parameter(precision, whole, sharded, version, slot):
             assert sum(each.a_parameter(2, slots, d)) == pytest.approx(expected, rel=1e-15)
 
 
-@pytest.mark.parametrize("slots, distributed, expected", [
-    (1, False, 20), (2, False, 24), (1, True, 8 + 12 / 4), (2, True, 12 + 12 / 4),
-])
+@pytest.mark.parametrize(
+    "slots, distributed, expected", [(1, False, 20), (2, False, 24), (1, True, 8 + 12 / 4), (2, True, 12 + 12 / 4)]
+)
 def test_2bws_bytes_a_parameter_in_a_stage(slots, distributed, expected):
     plan = Plan(2, 2, 4, 1, 8, gradient_slots=slots, distributed_optimizer=distributed)
     memory = Memory(GPT, "bf16", False)
@@ -182,10 +183,16 @@ def test_gpipe_keeps_the_logits_of_all_microbatches():
         assert last(m, "pipedream-flush") == last(m, "2bw" if m >= 4 else "no-pipelining") == last(1, "gpipe")
 
 
-@pytest.mark.parametrize("schedule, expected", [
-    ("2bw", [4, 3, 2, 1]), ("pipedream-flush", [4, 3, 2, 1]), ("gpipe", [8] * 4), ("no-pipelining", [1] * 4),
-    ("megatron", [4, 3, 2, 1]),
-])
+@pytest.mark.parametrize(
+    "schedule, expected",
+    [
+        ("2bw", [4, 3, 2, 1]),
+        ("pipedream-flush", [4, 3, 2, 1]),
+        ("gpipe", [8] * 4),
+        ("no-pipelining", [1] * 4),
+        ("megatron", [4, 3, 2, 1]),
+    ],
+)
 def test_microbatches_in_flight(schedule, expected):
     memory = Memory(replace(GPT, dropout=False), "bf16", False)
     plan = replace(FLUSH, schedule=schedule)
@@ -194,7 +201,7 @@ def test_microbatches_in_flight(schedule, expected):
 
 
 INTERLEAVED = pytest.mark.parametrize(
-    "depth, virtual, microbatches", [(2, 2, 4), (4, 2, 8), (8, 2, 16), (4, 4, 4), (8, 4, 24)],
+    "depth, virtual, microbatches", [(2, 2, 4), (4, 2, 8), (8, 2, 16), (4, 4, 4), (8, 4, 24)]
 )
 
 
@@ -254,14 +261,24 @@ def plans(draw) -> tuple[Plan, Model, str, bool]:
     microbatches = draw(st.integers(1, 5)) * depth if virtual > 1 else draw(st.integers(1, 40))
     uneven = (draw(st.integers(0, 6)), draw(st.integers(0, 6))) if draw(st.booleans()) else (0, 0)
     plan = Plan(
-        tensor, depth, width, draw(st.sampled_from([1, 2, 8])), microbatches, draw(st.sampled_from(RECOMPUTE)),
-        schedule, virtual, draw(st.sampled_from([1, 2])) if schedule == "2bw" else 2,
-        draw(st.booleans()) and schedule != "pipedream", *uneven,
+        tensor,
+        depth,
+        width,
+        draw(st.sampled_from([1, 2, 8])),
+        microbatches,
+        draw(st.sampled_from(RECOMPUTE)),
+        schedule,
+        virtual,
+        draw(st.sampled_from([1, 2])) if schedule == "2bw" else 2,
+        draw(st.booleans()) and schedule != "pipedream",
+        *uneven,
         sequence_parallel=tensor > 1 and draw(st.booleans()),
     )
     precision = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
-    assume(is_legal(plan, model, plan.gpus) or (schedule == "pipedream" and is_legal(
-        replace(plan, schedule="pipedream-flush"), model, plan.gpus)))
+    assume(
+        is_legal(plan, model, plan.gpus)
+        or (schedule == "pipedream" and is_legal(replace(plan, schedule="pipedream-flush"), model, plan.gpus))
+    )
     assume(min(plan.layers_of(model)) >= 2 * virtual)
     return plan, model, precision, draw(st.booleans())
 

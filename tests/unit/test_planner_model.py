@@ -10,29 +10,50 @@ from dataclasses import replace
 import pytest
 
 from megatron_2bw import cpu
-from megatron_2bw.planner.describe.inputs import add_model_flags, model_of
 from megatron_2bw.planner.cost.memory import Memory
 from megatron_2bw.planner.describe.hugging_face import from_hugging_face
+from megatron_2bw.planner.describe.inputs import add_model_flags, model_of
 from megatron_2bw.planner.describe.model import PRESETS, Model, ModelError, preset
 from megatron_2bw.planner.describe.plan import Plan
 
 GPT = Model("gpt", 2, 64, 4, vocab=1000, sequence=32)
-LLAMA = Model("llama", 2, 64, 8, vocab=1000, sequence=32, ffn=192, groups=4, gated=True, rms_norm=True, rotary=True,
-              rotary_base=500000, tied=False, bias=False, dropout=False)
+LLAMA = Model(
+    "llama",
+    2,
+    64,
+    8,
+    vocab=1000,
+    sequence=32,
+    ffn=192,
+    groups=4,
+    gated=True,
+    rms_norm=True,
+    rotary=True,
+    rotary_base=500000,
+    tied=False,
+    bias=False,
+    dropout=False,
+)
 QWEN2 = replace(LLAMA, name="qwen2", qkv_bias=True, tied=True)
 BERT = replace(GPT, name="bert", kind="bert")
-TINY = {model.name: model for model in (
-    GPT, LLAMA, QWEN2, BERT,
-    replace(GPT, name="gpt untied", tied=False),
-    replace(GPT, name="gpt gated with biases", gated=True, ffn=128),
-    replace(GPT, name="gpt with both biases", qkv_bias=True),
-    replace(GPT, name="gpt with wide heads", head_size=32),
-    replace(GPT, name="gpt with 256 tokens", vocab=256),
-    replace(LLAMA, name="llama with narrow heads", head_size=4),
-    replace(LLAMA, name="llama with scaled positions", rope_scaling=True, norm_epsilon=1e-6),
-    replace(LLAMA, name="llama whose ffn is 4h", ffn=256),
-    replace(BERT, name="bert untied", tied=False),
-)}
+TINY = {
+    model.name: model
+    for model in (
+        GPT,
+        LLAMA,
+        QWEN2,
+        BERT,
+        replace(GPT, name="gpt untied", tied=False),
+        replace(GPT, name="gpt gated with biases", gated=True, ffn=128),
+        replace(GPT, name="gpt with both biases", qkv_bias=True),
+        replace(GPT, name="gpt with wide heads", head_size=32),
+        replace(GPT, name="gpt with 256 tokens", vocab=256),
+        replace(LLAMA, name="llama with narrow heads", head_size=4),
+        replace(LLAMA, name="llama with scaled positions", rope_scaling=True, norm_epsilon=1e-6),
+        replace(LLAMA, name="llama whose ffn is 4h", ffn=256),
+        replace(BERT, name="bert untied", tied=False),
+    )
+}
 RUN = (
     "--mock-data --tokenizer-type NullTokenizer --micro-batch-size 1 --train-iters 1 --lr 1 --min-lr 0 "
     "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
@@ -86,8 +107,11 @@ def stage_of(parse):
         config = core_transformer_config_from_args(args)
         vocab = calculate_padded_vocab_size(model.vocab, args.make_vocab_size_divisible_by, tensor)
         given = dict(
-            vocab_size=vocab, max_sequence_length=args.max_position_embeddings, pre_process=stage == 0,
-            post_process=stage == depth - 1, position_embedding_type=args.position_embedding_type,
+            vocab_size=vocab,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=stage == 0,
+            post_process=stage == depth - 1,
+            position_embedding_type=args.position_embedding_type,
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         )
         dist.init_process_group("fake", store=FakeStore(), rank=stage * tensor, world_size=tensor * depth)
@@ -156,7 +180,11 @@ def test_megatron_reads_the_flags_as_they_are_meant(name, parse):
     model = TINY[name]
     args = parse(model)
     assert (args.num_layers, args.hidden_size, args.num_attention_heads, args.seq_length) == (
-        model.layers, model.hidden, model.heads, model.sequence)
+        model.layers,
+        model.hidden,
+        model.heads,
+        model.sequence,
+    )
     assert args.max_position_embeddings == model.sequence
     assert (args.ffn_hidden_size, args.kv_channels) == (model.ffn, model.head_size)
     assert (args.num_query_groups if args.group_query_attention else args.num_attention_heads) == model.groups
@@ -246,16 +274,25 @@ def test_what_the_flags_leave_out_is_megatrons_default():
     assert model_of(parser.parse_args([*shape, "--bert"])).vocab == 30522
 
 
-@pytest.mark.parametrize("changes, flag", [
-    ({"layers": 0}, "--num-layers must be positive, not 0"), ({"hidden": -64}, "--hidden-size must be positive"),
-    ({"heads": 0}, "--num-attention-heads must be positive"), ({"vocab": 0}, "--vocab-size must be positive"),
-    ({"sequence": 0}, "--seq-length must be positive"), ({"ffn": -1}, "--ffn-hidden-size must be positive"),
-    ({"groups": -1}, "--num-query-groups must be positive"),
-    ({"head_size": -16}, "--kv-channels must be positive"),
-    ({"heads": 5, "groups": 5, "head_size": 0},
-     "--hidden-size 64 is not a multiple of --num-attention-heads 5; give --kv-channels"),
-    ({"groups": 3}, "--num-attention-heads 4 is not a multiple of --num-query-groups 3"),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes, flag",
+    [
+        ({"layers": 0}, "--num-layers must be positive, not 0"),
+        ({"hidden": -64}, "--hidden-size must be positive"),
+        ({"heads": 0}, "--num-attention-heads must be positive"),
+        ({"vocab": 0}, "--vocab-size must be positive"),
+        ({"sequence": 0}, "--seq-length must be positive"),
+        ({"ffn": -1}, "--ffn-hidden-size must be positive"),
+        ({"groups": -1}, "--num-query-groups must be positive"),
+        ({"head_size": -16}, "--kv-channels must be positive"),
+        (
+            {"heads": 5, "groups": 5, "head_size": 0},
+            "--hidden-size 64 is not a multiple of --num-attention-heads 5; give --kv-channels",
+        ),
+        ({"groups": 3}, "--num-attention-heads 4 is not a multiple of --num-query-groups 3"),
+    ],
+    ids=str,
+)
 def test_models_that_cannot_be(changes, flag):
     with pytest.raises(ModelError, match=f"^{re.escape(flag)}") as error:
         replace(GPT, **changes)
@@ -266,28 +303,62 @@ def test_models_that_cannot_be(changes, flag):
 
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 BERT_BASE = {
-    "model_type": "bert", "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 30522,
-    "intermediate_size": 3072, "max_position_embeddings": 512, "hidden_dropout_prob": 0.1,
+    "model_type": "bert",
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "vocab_size": 30522,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+    "hidden_dropout_prob": 0.1,
 }
 LLAMA3 = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "attention_bias": False, "rms_norm_eps": 1e-5,
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-5,
 }
 LLAMA31_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 QWEN2_SMALL = {
-    "model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14,
-    "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0, "tie_word_embeddings": True,
+    "model_type": "qwen2",
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
 }
 MISTRAL = LLAMA3 | {"model_type": "mistral", "vocab_size": 32000, "rope_theta": 10000.0}
 QWEN3_SMALL = {
-    "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "head_dim": 128, "rope_theta": 1000000, "tie_word_embeddings": True, "attention_bias": False,
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "head_dim": 128,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
 }
 
 
@@ -305,13 +376,16 @@ def written(tmp_path):
 
 
 # The published models' parameters, and those that Megatron's padding of their vocabulary adds.
-@pytest.mark.parametrize("config, parameters, padding", [
-    pytest.param(GPT2, 124_439_808, 47 * 768, id="gpt2"),
-    pytest.param(BERT_BASE, 110_106_428, 70 * (768 + 1), id="bert-base"),  # with both heads
-    pytest.param(LLAMA3, 8_030_261_248, 0, id="llama-3-8b"),
-    pytest.param(MISTRAL, 7_241_732_096, 0, id="mistral-7b"),
-    pytest.param(QWEN2_SMALL, 494_032_768, 0, id="qwen2-0.5b"),
-])
+@pytest.mark.parametrize(
+    "config, parameters, padding",
+    [
+        pytest.param(GPT2, 124_439_808, 47 * 768, id="gpt2"),
+        pytest.param(BERT_BASE, 110_106_428, 70 * (768 + 1), id="bert-base"),  # with both heads
+        pytest.param(LLAMA3, 8_030_261_248, 0, id="llama-3-8b"),
+        pytest.param(MISTRAL, 7_241_732_096, 0, id="mistral-7b"),
+        pytest.param(QWEN2_SMALL, 494_032_768, 0, id="qwen2-0.5b"),
+    ],
+)
 def test_published_models_have_their_parameters(config, parameters, padding, written):
     model = written(config)
     assert model.parameters() == parameters + padding
@@ -357,10 +431,17 @@ def flag_of(model: Model, flag: str) -> str | None:
     return words[words.index(flag) + 1] if flag in words else None
 
 
-@pytest.mark.parametrize("config, entry, default", [
-    (GPT2, "layer_norm_epsilon", 1e-5), (BERT_BASE, "layer_norm_eps", 1e-12), (LLAMA3, "rms_norm_eps", 1e-6),
-    (MISTRAL, "rms_norm_eps", 1e-6), (QWEN2_SMALL, "rms_norm_eps", 1e-6),
-], ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value))
+@pytest.mark.parametrize(
+    "config, entry, default",
+    [
+        (GPT2, "layer_norm_epsilon", 1e-5),
+        (BERT_BASE, "layer_norm_eps", 1e-12),
+        (LLAMA3, "rms_norm_eps", 1e-6),
+        (MISTRAL, "rms_norm_eps", 1e-6),
+        (QWEN2_SMALL, "rms_norm_eps", 1e-6),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
+)
 def test_the_norms_epsilon(config, entry, default, written):
     """Where the entry is missing, it is transformers' default for the kind of model."""
     assert written(config | {entry: None}).norm_epsilon == default
@@ -369,65 +450,100 @@ def test_the_norms_epsilon(config, entry, default, written):
     assert flag_of(written(config | {entry: 1e-5}), "--norm-epsilon") is None  # Megatron's default
 
 
-@pytest.mark.parametrize("scaled", [
-    {"rope_scaling": LLAMA31_ROPE},
-    {"rope_scaling": {"type" if name == "rope_type" else name: entry for name, entry in LLAMA31_ROPE.items()}},
-    {"rope_parameters": LLAMA31_ROPE | {"rope_theta": 500000.0}, "rope_theta": None},
-    {"rope_parameters": LLAMA31_ROPE, "rope_scaling": LLAMA31_ROPE},
-], ids=["rope_scaling", "type", "rope_parameters", "both"])
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        {"rope_scaling": LLAMA31_ROPE},
+        {"rope_scaling": {"type" if name == "rope_type" else name: entry for name, entry in LLAMA31_ROPE.items()}},
+        {"rope_parameters": LLAMA31_ROPE | {"rope_theta": 500000.0}, "rope_theta": None},
+        {"rope_parameters": LLAMA31_ROPE, "rope_scaling": LLAMA31_ROPE},
+    ],
+    ids=["rope_scaling", "type", "rope_parameters", "both"],
+)
 def test_llama_31s_rotary_positions(scaled, written):
     model = written(LLAMA3 | {"max_position_embeddings": 131072} | scaled)
     assert model == replace(written(LLAMA3), sequence=131072, rope_scaling=True)
     assert "--use-rope-scaling" in model.flags() and model.rotary_base == 500000
 
 
-@pytest.mark.parametrize("config", [
-    {"rope_scaling": None}, {"rope_scaling": {"rope_type": "default"}}, {"rope_parameters": {"rope_theta": 500000}},
-    {"rope_parameters": {"rope_theta": 500000, "rope_type": "default"}, "rope_theta": None},
-], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": 500000}},
+        {"rope_parameters": {"rope_theta": 500000, "rope_type": "default"}, "rope_theta": None},
+    ],
+    ids=str,
+)
 def test_rotary_positions_without_scaling(config, written):
     assert written(LLAMA3 | config) == written(LLAMA3)
     assert "--use-rope-scaling" not in written(LLAMA3).flags()
 
 
 def test_a_window_as_long_as_the_sequence_is_none(written, tmp_path):
-    for entries in ({"sliding_window": None}, {"sliding_window": 8192}, {"sliding_window": 9000},
-                    {"sliding_window": 4096, "use_sliding_window": False}):
+    for entries in (
+        {"sliding_window": None},
+        {"sliding_window": 8192},
+        {"sliding_window": 9000},
+        {"sliding_window": 4096, "use_sliding_window": False},
+    ):
         assert written(MISTRAL | entries) == written(MISTRAL)
     assert written(QWEN2_SMALL | {"sliding_window": 4096}) == written(QWEN2_SMALL)  # off unless it is asked for
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL | {"sliding_window": 4096}))
     assert from_hugging_face(tmp_path / "config.json", 4096).sequence == 4096
 
 
-@pytest.mark.parametrize("config", [
-    *(GPT2 | {"activation_function": name} for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", None)),
-    BERT_BASE | {"hidden_act": "gelu"}, LLAMA3 | {"hidden_act": "silu"}, QWEN2_SMALL | {"hidden_act": "silu"},
-], ids=lambda config: f"{config['model_type']} {config.get('hidden_act', config.get('activation_function'))}")
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(GPT2 | {"activation_function": name} for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", None)),
+        BERT_BASE | {"hidden_act": "gelu"},
+        LLAMA3 | {"hidden_act": "silu"},
+        QWEN2_SMALL | {"hidden_act": "silu"},
+    ],
+    ids=lambda config: f"{config['model_type']} {config.get('hidden_act', config.get('activation_function'))}",
+)
 def test_activations_that_megatron_has(config, written):
     kept = {name: entry for name, entry in config.items() if name not in ("hidden_act", "activation_function")}
     assert written(config) == written(kept)
 
 
-@pytest.mark.parametrize("config, words", [
-    (GPT2 | {"activation_function": "relu"}, "the entry 'activation_function' must be gelu_new or gelu or "),
-    (BERT_BASE | {"hidden_act": "gelu_new"}, "the entry 'hidden_act' must be gelu, which"),
-    (LLAMA3 | {"hidden_act": "gelu"}, "the entry 'hidden_act' must be silu, which Megatron has, not 'gelu'"),
-    (MISTRAL | {"hidden_act": "relu"}, "the entry 'hidden_act' must be silu"),
-    (QWEN2_SMALL | {"hidden_act": ["silu"]}, "the entry 'hidden_act' must be silu"),
-    (MISTRAL | {"sliding_window": 4096}, "the entry 'sliding_window' is 4096, less than the sequence's 8192 tokens"),
-    (QWEN2_SMALL | {"sliding_window": 4096, "use_sliding_window": True}, "the entry 'sliding_window' is 4096"),
-    (LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"factor": 32.0}}, "the entry 'rope_scaling.factor' must be 8, as in "),
-    (LLAMA3 | {"rope_parameters": LLAMA31_ROPE | {"factor": 4}}, "the entry 'rope_parameters.factor' must be 8"),
-    (LLAMA3 | {"rope_scaling": {"rope_type": "llama3"}}, "the entry 'rope_scaling.factor' must be 8"),
-    (LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"original_max_position_embeddings": 4096}},
-     "the entry 'rope_scaling.original_max_position_embeddings' must be 8192"),
-    (LLAMA3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "the entry 'rope_scaling' is of type 'linear'"),
-    (QWEN2_SMALL | {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "the entry 'rope_scaling' is of type 'yarn'"),
-    (LLAMA3 | {"rope_parameters": {"rope_type": "dynamic"}}, "the entry 'rope_parameters' is of type 'dynamic'"),
-    (LLAMA3 | {"rope_scaling": 8.0}, "the entry 'rope_scaling' must be null or an object, not 8.0"),
-    (LLAMA3 | {"rope_theta": 10000.5}, "the entry 'rope_theta' must be a whole number"),
-    (LLAMA3 | {"rms_norm_eps": "1e-5"}, "the entry 'rms_norm_eps' must be a number, not '1e-5'"),
-], ids=lambda value: "" if isinstance(value, dict) else value[:40])
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (GPT2 | {"activation_function": "relu"}, "the entry 'activation_function' must be gelu_new or gelu or "),
+        (BERT_BASE | {"hidden_act": "gelu_new"}, "the entry 'hidden_act' must be gelu, which"),
+        (LLAMA3 | {"hidden_act": "gelu"}, "the entry 'hidden_act' must be silu, which Megatron has, not 'gelu'"),
+        (MISTRAL | {"hidden_act": "relu"}, "the entry 'hidden_act' must be silu"),
+        (QWEN2_SMALL | {"hidden_act": ["silu"]}, "the entry 'hidden_act' must be silu"),
+        (
+            MISTRAL | {"sliding_window": 4096},
+            "the entry 'sliding_window' is 4096, less than the sequence's 8192 tokens",
+        ),
+        (QWEN2_SMALL | {"sliding_window": 4096, "use_sliding_window": True}, "the entry 'sliding_window' is 4096"),
+        (
+            LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"factor": 32.0}},
+            "the entry 'rope_scaling.factor' must be 8, as in ",
+        ),
+        (LLAMA3 | {"rope_parameters": LLAMA31_ROPE | {"factor": 4}}, "the entry 'rope_parameters.factor' must be 8"),
+        (LLAMA3 | {"rope_scaling": {"rope_type": "llama3"}}, "the entry 'rope_scaling.factor' must be 8"),
+        (
+            LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"original_max_position_embeddings": 4096}},
+            "the entry 'rope_scaling.original_max_position_embeddings' must be 8192",
+        ),
+        (LLAMA3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "the entry 'rope_scaling' is of type 'linear'"),
+        (
+            QWEN2_SMALL | {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "the entry 'rope_scaling' is of type 'yarn'",
+        ),
+        (LLAMA3 | {"rope_parameters": {"rope_type": "dynamic"}}, "the entry 'rope_parameters' is of type 'dynamic'"),
+        (LLAMA3 | {"rope_scaling": 8.0}, "the entry 'rope_scaling' must be null or an object, not 8.0"),
+        (LLAMA3 | {"rope_theta": 10000.5}, "the entry 'rope_theta' must be a whole number"),
+        (LLAMA3 | {"rms_norm_eps": "1e-5"}, "the entry 'rms_norm_eps' must be a number, not '1e-5'"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:40],
+)
 def test_what_megatron_would_build_as_another_model(config, words, written):
     with pytest.raises(ModelError, match=rf"^--model \S+/config.json: {re.escape(words)}") as error:
         written(config)
@@ -442,8 +558,19 @@ def test_another_sequence_length(tmp_path):
 NEEDED = [
     *((GPT2, entry) for entry in GPT2 if entry != "model_type"),
     *((BERT_BASE, entry) for entry in BERT_BASE if entry not in ("model_type", "hidden_dropout_prob")),
-    *((LLAMA3, entry) for entry in LLAMA3 if entry not in (
-        "model_type", "num_key_value_heads", "rope_theta", "tie_word_embeddings", "attention_bias", "rms_norm_eps")),
+    *(
+        (LLAMA3, entry)
+        for entry in LLAMA3
+        if entry
+        not in (
+            "model_type",
+            "num_key_value_heads",
+            "rope_theta",
+            "tie_word_embeddings",
+            "attention_bias",
+            "rms_norm_eps",
+        )
+    ),
 ]
 
 
@@ -454,14 +581,22 @@ def test_missing_entries(config, entry, written):
         written(left)
 
 
-@pytest.mark.parametrize("config, words", [
-    ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported; use gpt2, bert"),
-    ({}, "model_type None is not supported"), ([1], "model_type None is not supported"),
-    ("{", "not a readable JSON file"), ("", "not a readable JSON file"),
-    ({"model_type": ["gpt2"]}, "is not supported"),
-    (GPT2 | {"n_layer": "12"}, "n_layer"), (GPT2 | {"n_layer": None}, "n_layer"), (GPT2 | {"n_layer": 2.5}, "n_layer"),
-    (LLAMA3 | {"hidden_size": [4096]}, "hidden_size"),
-], ids=lambda value: json.dumps(value)[:40])
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported; use gpt2, bert"),
+        ({}, "model_type None is not supported"),
+        ([1], "model_type None is not supported"),
+        ("{", "not a readable JSON file"),
+        ("", "not a readable JSON file"),
+        ({"model_type": ["gpt2"]}, "is not supported"),
+        (GPT2 | {"n_layer": "12"}, "n_layer"),
+        (GPT2 | {"n_layer": None}, "n_layer"),
+        (GPT2 | {"n_layer": 2.5}, "n_layer"),
+        (LLAMA3 | {"hidden_size": [4096]}, "hidden_size"),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
 def test_files_that_cannot_be_used(config, words, written):
     with pytest.raises(ModelError) as error:
         written(config)

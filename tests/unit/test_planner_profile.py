@@ -10,19 +10,33 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner.measure import blocks as measure
 from megatron_2bw.planner.describe import profile as module
 from megatron_2bw.planner.describe.cluster import Link
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.profile import BlockTime, Profile, ProfileError
+from megatron_2bw.planner.measure import blocks as measure
 
 MODEL = Model("tiny", 2, 64, 4, vocab=100, sequence=32)
 PROFILE = Profile(
-    device="cpu", precision="fp32", architecture="gpt", hidden=64, heads=4, ffn=256, groups=4, head_size=16,
-    sequence=32, gated=False, dropout=True, vocab=100,
+    device="cpu",
+    precision="fp32",
+    architecture="gpt",
+    hidden=64,
+    heads=4,
+    ffn=256,
+    groups=4,
+    head_size=16,
+    sequence=32,
+    gated=False,
+    dropout=True,
+    vocab=100,
     blocks=(BlockTime(2, 1.0, 2.0), BlockTime(4, 1.5, 3.5), BlockTime(8, 3.5, 7.5)),
-    output=(BlockTime(2, 0.25, 0.5),), optimizer_seconds_per_parameter=1e-9, optimizer="Adam", threads=1,
-    made_with="by hand", inside=Link(100.0, 10.0, measured=True),
+    output=(BlockTime(2, 0.25, 0.5),),
+    optimizer_seconds_per_parameter=1e-9,
+    optimizer="Adam",
+    threads=1,
+    made_with="by hand",
+    inside=Link(100.0, 10.0, measured=True),
 )
 
 
@@ -38,7 +52,10 @@ def test_the_file_says_of_each_term_where_it_is_from(tmp_path):
     PROFILE.save(tmp_path / "p")
     terms = json.loads((tmp_path / "p").read_text())["terms"]
     assert {name for name, word in terms.items() if word == "MEASURED"} == {
-        "blocks", "output", "optimizer_seconds_per_parameter", "inside"
+        "blocks",
+        "output",
+        "optimizer_seconds_per_parameter",
+        "inside",
     }
     assert terms["between"].startswith("ESTIMATED")
     assert replace(PROFILE, inside=Link(100.0, 10.0)).terms["inside"].startswith("ESTIMATED")
@@ -88,26 +105,35 @@ def test_a_file_of_a_version_with_fewer_entries(tmp_path):
 POINT = {"microbatch": 1, "forward": 1.0, "backward": 1.0}
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"heads": None}, "heads must be of type int, not null"),
-    ({"heads": True}, "heads must be of type int, not true"),
-    ({"heads": 4.0}, "heads must be of type int, not 4.0"),
-    ({"gated": 1}, "gated must be of type bool, not 1"),
-    ({"device": 1}, "device must be of type str, not 1"),
-    ({"vocab": 0}, "vocab must be positive, not 0"),
-    ({"optimizer_seconds_per_parameter": float("nan")}, "optimizer_seconds_per_parameter must be positive, not nan"),
-    ({"optimizer_seconds_per_parameter": float("inf")}, "optimizer_seconds_per_parameter must be positive, not inf"),
-    ({"speed": 1}, "unknown entry speed"),
-    ({"blocks": []}, "blocks: expected a list of times by microbatch"),
-    ({"output": 3}, "output: expected a list of times by microbatch"),
-    ({"blocks": [1]}, "blocks: expected the entries microbatch, forward, backward"),
-    ({"blocks": [{"microbatch": 1, "forward": 1.0}]}, "blocks: the entry backward is missing"),
-    ({"blocks": [POINT | {"forward": -1}]}, "blocks: forward must be positive, not -1"),
-    ({"blocks": [POINT, POINT]}, "blocks: the microbatches must ascend"),
-    ({"inside": 3}, "inside: expected the entries gb_s, latency_us, rails, measured"),
-    ({"between": {"gb_s": 1, "measured": True}}, "between: the entry latency_us is missing"),
-    ({"between": {"gb_s": 1, "latency_us": 1, "measured": 1}}, "between: measured must be of type bool, not 1"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"heads": None}, "heads must be of type int, not null"),
+        ({"heads": True}, "heads must be of type int, not true"),
+        ({"heads": 4.0}, "heads must be of type int, not 4.0"),
+        ({"gated": 1}, "gated must be of type bool, not 1"),
+        ({"device": 1}, "device must be of type str, not 1"),
+        ({"vocab": 0}, "vocab must be positive, not 0"),
+        (
+            {"optimizer_seconds_per_parameter": float("nan")},
+            "optimizer_seconds_per_parameter must be positive, not nan",
+        ),
+        (
+            {"optimizer_seconds_per_parameter": float("inf")},
+            "optimizer_seconds_per_parameter must be positive, not inf",
+        ),
+        ({"speed": 1}, "unknown entry speed"),
+        ({"blocks": []}, "blocks: expected a list of times by microbatch"),
+        ({"output": 3}, "output: expected a list of times by microbatch"),
+        ({"blocks": [1]}, "blocks: expected the entries microbatch, forward, backward"),
+        ({"blocks": [{"microbatch": 1, "forward": 1.0}]}, "blocks: the entry backward is missing"),
+        ({"blocks": [POINT | {"forward": -1}]}, "blocks: forward must be positive, not -1"),
+        ({"blocks": [POINT, POINT]}, "blocks: the microbatches must ascend"),
+        ({"inside": 3}, "inside: expected the entries gb_s, latency_us, rails, measured"),
+        ({"between": {"gb_s": 1, "measured": True}}, "between: the entry latency_us is missing"),
+        ({"between": {"gb_s": 1, "latency_us": 1, "measured": 1}}, "between: measured must be of type bool, not 1"),
+    ],
+)
 def test_wrong_entries(changes, message, tmp_path):
     path = tmp_path / "profile.json"
     PROFILE.save(path)
@@ -126,12 +152,19 @@ def test_missing_entries(name, tmp_path):
         Profile.load(path)
 
 
-@pytest.mark.parametrize("microbatch, expected", [
-    (2, (1.0, 2.0)), (4, (1.5, 3.5)), (8, (3.5, 7.5)),  # as measured
-    (3, (1.25, 2.75)), (6, (2.5, 5.5)),  # between
-    (12, (5.5, 11.5)), (16, (7.5, 15.5)),  # on the line through the last two
-    (1, (0.75, 1.25)),  # on the line through the first two
-])
+@pytest.mark.parametrize(
+    "microbatch, expected",
+    [
+        (2, (1.0, 2.0)),
+        (4, (1.5, 3.5)),
+        (8, (3.5, 7.5)),  # as measured
+        (3, (1.25, 2.75)),
+        (6, (2.5, 5.5)),  # between
+        (12, (5.5, 11.5)),
+        (16, (7.5, 15.5)),  # on the line through the last two
+        (1, (0.75, 1.25)),  # on the line through the first two
+    ],
+)
 def test_times_of_a_layer(microbatch, expected):
     assert PROFILE.layer(microbatch) == pytest.approx(expected)
 
@@ -152,16 +185,22 @@ def test_a_profile_fits_its_model():
     assert PROFILE.fits(MODEL, "bf16") == expected
 
 
-@pytest.mark.parametrize("changes, expected", [
-    ({"hidden": 128, "ffn": 256, "head_size": 16}, "--hidden-size: the profile was measured with 64, and tiny has 128"),
-    ({"heads": 2, "groups": 2}, "--num-attention-heads: the profile was measured with 4, and tiny has 2"),
-    ({"ffn": 512}, "--ffn-hidden-size: the profile was measured with 256, and tiny has 512"),
-    ({"groups": 2}, "--num-query-groups: the profile was measured with 4, and tiny has 2"),
-    ({"head_size": 32}, "--kv-channels: the profile was measured with 16, and tiny has 32"),
-    ({"sequence": 64}, "--seq-length: the profile was measured with 32, and tiny has 64"),
-    ({"gated": True}, "--swiglu: the profile was measured with off, and tiny has on"),
-    ({"dropout": False}, "--hidden-dropout: the profile was measured with on, and tiny has off"),
-])
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (
+            {"hidden": 128, "ffn": 256, "head_size": 16},
+            "--hidden-size: the profile was measured with 64, and tiny has 128",
+        ),
+        ({"heads": 2, "groups": 2}, "--num-attention-heads: the profile was measured with 4, and tiny has 2"),
+        ({"ffn": 512}, "--ffn-hidden-size: the profile was measured with 256, and tiny has 512"),
+        ({"groups": 2}, "--num-query-groups: the profile was measured with 4, and tiny has 2"),
+        ({"head_size": 32}, "--kv-channels: the profile was measured with 16, and tiny has 32"),
+        ({"sequence": 64}, "--seq-length: the profile was measured with 32, and tiny has 64"),
+        ({"gated": True}, "--swiglu: the profile was measured with off, and tiny has on"),
+        ({"dropout": False}, "--hidden-dropout: the profile was measured with on, and tiny has off"),
+    ],
+)
 def test_a_profile_of_other_layers(changes, expected):
     assert PROFILE.fits(replace(MODEL, **changes)) == expected
 
@@ -185,12 +224,15 @@ def alone(monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--microbatches", "1,x"], "--microbatches 1,x: expected positive whole numbers such as 1,2,4,8"),
-    (["--microbatches", "0"], "--microbatches 0: expected positive whole numbers"),
-    (["--microbatches", ""], "--microbatches : expected positive whole numbers"),
-    (["--repeats", "0"], "--repeats must be positive, not 0"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--microbatches", "1,x"], "--microbatches 1,x: expected positive whole numbers such as 1,2,4,8"),
+        (["--microbatches", "0"], "--microbatches 0: expected positive whole numbers"),
+        (["--microbatches", ""], "--microbatches : expected positive whole numbers"),
+        (["--repeats", "0"], "--repeats must be positive, not 0"),
+    ],
+)
 def test_wrong_flags(words, message, tmp_path, alone, capsys):
     assert measure.run(options(tmp_path / "p", *words), MODEL) == 2
     error = capsys.readouterr().err
@@ -206,7 +248,9 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path, alone,
 
 
 def test_reading_needs_no_torch():
-    code = "import sys, megatron_2bw.planner.measure.blocks; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    code = (
+        "import sys, megatron_2bw.planner.measure.blocks; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -236,10 +280,13 @@ def test_a_real_measurement(tmp_path, alone, capsys):
     assert not cpu.installed() and not dist.is_initialized()
 
 
-@pytest.mark.parametrize("precision, model", [
-    ("bf16", replace(MODEL, gated=True, rms_norm=True, rotary=True, groups=2, bias=False, dropout=False)),
-    ("fp16", replace(MODEL, kind="bert", qkv_bias=True)),
-])
+@pytest.mark.parametrize(
+    "precision, model",
+    [
+        ("bf16", replace(MODEL, gated=True, rms_norm=True, rotary=True, groups=2, bias=False, dropout=False)),
+        ("fp16", replace(MODEL, kind="bert", qkv_bias=True)),
+    ],
+)
 def test_other_layers(precision, model, alone):
     profile = measure.measure_block(model, precision, [1], "cpu", repeats=1)
     assert profile.fits(model, precision) is None and profile.architecture == model.kind

@@ -11,19 +11,20 @@ import pytest
 from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
 
-from megatron_2bw.planner.describe import cluster, model
-from megatron_2bw.planner.tell import report
-from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.cost.memory import GIB
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe import cluster, model
 from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.tell import report
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines.simulator import Times, simulate
 from megatron_2bw.timelines.picture import draw_shapes
+from megatron_2bw.timelines.simulator import Times, simulate
 
 COST = Cost(model.preset("gpt-355m"), cluster.preset("p3.16xlarge", 1), "fp16")
 PLANS = [
-    Plan(1, 4, 2, 1, 4), Plan(1, 4, 2, 1, 4, schedule="gpipe", recompute="full"),
+    Plan(1, 4, 2, 1, 4),
+    Plan(1, 4, 2, 1, 4, schedule="gpipe", recompute="full"),
     Plan(1, 4, 2, 1, 8, schedule="megatron", virtual=2),
     Plan(1, 1, 8, 1, 1, schedule="megatron", recompute="selective"),
 ]
@@ -225,7 +226,10 @@ def test_figures_of_the_paper(tmp_path, monkeypatch, capsys, figure):
     texts = [text.get_text() for text in figure().axes[0].texts]
     pairs = {(number, weights) for number, weights in zip(texts[::2], texts[1::2])}
     assert {pair for pair in pairs if pair[0] in ("8", "9", "12", "13")} == {
-        ("8", "W(0)"), ("9", "W(1)"), ("12", "W(1)"), ("13", "W(2)")
+        ("8", "W(0)"),
+        ("9", "W(1)"),
+        ("12", "W(1)"),
+        ("13", "W(2)"),
     }
     printed = capsys.readouterr().out.splitlines()
     number, version = next((a, b) for a, b in zip(printed, printed[1:]) if a.startswith("stage 0"))

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw.planner.describe import cluster, model
 from megatron_2bw.planner.cost.closed_form import ClosedForm
-from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
-from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.cost.links import layout
-from megatron_2bw.planner.find.legality import is_legal
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.planner.find.search import Search, Space, best
 from megatron_2bw.schedules import Shape, TwoBW
 from megatron_2bw.timelines.simulator import iteration_time, simulate
@@ -52,7 +52,8 @@ def every_split(layers: int, depth: int) -> list[tuple[int, ...]]:
         return [(first, layers - first) for first in range(1, layers)] if depth == 2 else [(layers,)]
     ends = itertools.product(range(1, layers), repeat=2)
     return [
-        (first, *[(layers - first - last) // (depth - 2)] * (depth - 2), last) for first, last in ends
+        (first, *[(layers - first - last) // (depth - 2)] * (depth - 2), last)
+        for first, last in ends
         if first + last < layers and (layers - first - last) % (depth - 2) == 0
     ]
 
@@ -75,22 +76,37 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
             continue
         splits = [stages for stages in every_split(layers, depth) if all_splits or is_looked_at(stages, layers)]
         for microbatch, recompute, schedule, virtual, slots, distributed, inside, stages in itertools.product(
-            space.microbatch or (2**k for k in range(12)), space.recompute, space.schedules,
+            space.microbatch or (2**k for k in range(12)),
+            space.recompute,
+            space.schedules,
             (1, *(space.virtual or range(2, layers + 1))),
-            {2, *space.gradient_slots}, space.distributed_optimizer, space.pipeline_inside, splits,
+            {2, *space.gradient_slots},
+            space.distributed_optimizer,
+            space.pipeline_inside,
+            splits,
         ):
             even = len(set(stages)) == 1
-            if (not even and not space.uneven) or (
-                schedule == "2bw" and slots not in space.gradient_slots
-            ):
+            if (not even and not space.uneven) or (schedule == "2bw" and slots not in space.gradient_slots):
                 continue
             microbatches = space.batch // (microbatch * width)
             if virtual > 1:
                 microbatches = microbatches // depth * depth
             first, last = (0, 0) if even else (stages[0], stages[-1])
             plan = Plan(
-                tensor, depth, width, microbatch, microbatches, recompute, schedule, virtual, slots, distributed,
-                first, last, inside, sequence_parallel=space.sequence_parallel and tensor > 1,
+                tensor,
+                depth,
+                width,
+                microbatch,
+                microbatches,
+                recompute,
+                schedule,
+                virtual,
+                slots,
+                distributed,
+                first,
+                last,
+                inside,
+                sequence_parallel=space.sequence_parallel and tensor > 1,
             )
             if legal(cost, plan):
                 yield plan
@@ -165,17 +181,20 @@ SPACES = {
     "4 layers, 2 servers of 3, an odd batch": (Cost(tiny(4), slow(2, 3), "bf16"), Space(17)),
     "6 layers, 4 servers": (Cost(tiny(6), slow(4), "bf16"), Space(16, microbatch=(1, 2), recompute=("none", "full"))),
     "8 layers, 4 servers of one": (
-        Cost(tiny(8), slow(4, 1), "bf16"), Space(11, ("2bw",), microbatch=(1, 2), recompute=("none", "full")),
+        Cost(tiny(8), slow(4, 1), "bf16"),
+        Space(11, ("2bw",), microbatch=(1, 2), recompute=("none", "full")),
     ),
     "12 layers, 6 servers, batch and memory that allow few ahead": (
         Cost(tiny(12, hidden=512, sequence=256), slow(6, 1, memory_gib=0.4), "bf16"),
         Space(32, ("2bw",), microbatch=(1, 2, 4), uneven=False),
     ),
     "6 layers, 2 servers, the warm-up of 1F1B": (
-        Cost(tiny(6), slow(2), "bf16"), Space(16, recompute=("none",), extra_warmup=False),
+        Cost(tiny(6), slow(2), "bf16"),
+        Space(16, recompute=("none",), extra_warmup=False),
     ),
     "pipedream, untied": (
-        Cost(tiny(4, tied=False), slow(2), "bf16"), Space(16, schedules=("pipedream", "2bw", "megatron")),
+        Cost(tiny(4, tied=False), slow(2), "bf16"),
+        Space(16, schedules=("pipedream", "2bw", "megatron")),
     ),
     "even splits, pipeline inside": (
         Cost(tiny(8, hidden=512), slow(2, 4), "bf16"),
@@ -260,35 +279,43 @@ def test_nothing_fits():
 # --- all splits of the layers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cost, space", [
-    pytest.param(Cost(tiny(5), slow(2), "bf16"), Space(24, microbatch=(1,)), id="5 layers, 2 servers"),
-    pytest.param(Cost(tiny(6), slow(2), "bf16"), Space(16, microbatch=(2, 4)), id="6 layers, 2 servers"),
-    pytest.param(
-        Cost(tiny(7), slow(2), "bf16"), Space(24, microbatch=(1,), recompute=("none",)), id="7 layers, 2 servers"
-    ),
-    pytest.param(
-        Cost(GPT, P3_HALF, "fp16"), Space(32, ("2bw", "megatron"), microbatch=(4,), recompute=("none",)), id="gpt-355m"
-    ),
-])
+@pytest.mark.parametrize(
+    "cost, space",
+    [
+        pytest.param(Cost(tiny(5), slow(2), "bf16"), Space(24, microbatch=(1,)), id="5 layers, 2 servers"),
+        pytest.param(Cost(tiny(6), slow(2), "bf16"), Space(16, microbatch=(2, 4)), id="6 layers, 2 servers"),
+        pytest.param(
+            Cost(tiny(7), slow(2), "bf16"), Space(24, microbatch=(1,), recompute=("none",)), id="7 layers, 2 servers"
+        ),
+        pytest.param(
+            Cost(GPT, P3_HALF, "fp16"),
+            Space(32, ("2bw", "megatron"), microbatch=(4,), recompute=("none",)),
+            id="gpt-355m",
+        ),
+    ],
+)
 def test_no_other_split_is_faster(cost, space):
     known = min(sample_seconds(cost, p) for p in everything(cost, space, all_splits=True) if cost.fits(p))
     assert next(iter(Search(cost, space)))[0] <= known * 1.01
 
 
-@pytest.mark.parametrize("cost, shape", [
-    # 4, 3, ..., 3, 2: the output layer is worth four of this model's layers. 16 % faster
-    pytest.param(Cost(GPT, P3, "fp16"), Plan(1, 8, 1, 2, 16), id="gpt-355m, 2bw"),
-    # 5, 3, ..., 3, 1: 21 % faster
-    pytest.param(Cost(GPT, P3, "fp16"), Plan(1, 8, 1, 2, 16, schedule="pipedream-flush"), id="gpt-355m, flush"),
-    # 4, 3, ..., 3, 2: the fastest of all plans for a batch of 512, 7 % faster than what the search finds
-    pytest.param(Cost(model.preset("gpt-1.3b"), replace(P3, servers=4), "fp16"), Plan(1, 8, 4, 8, 16), id="gpt-1.3b"),
-    # 2, 1, 1, 2: only one message at a time can be on its way between the two in the middle. 4 % faster
-    pytest.param(Cost(tiny(6), slow(4), "bf16"), Plan(1, 4, 2, 2, 4), id="6 layers, slow network"),
-])
+@pytest.mark.parametrize(
+    "cost, shape",
+    [
+        # 4, 3, ..., 3, 2: the output layer is worth four of this model's layers. 16 % faster
+        pytest.param(Cost(GPT, P3, "fp16"), Plan(1, 8, 1, 2, 16), id="gpt-355m, 2bw"),
+        # 5, 3, ..., 3, 1: 21 % faster
+        pytest.param(Cost(GPT, P3, "fp16"), Plan(1, 8, 1, 2, 16, schedule="pipedream-flush"), id="gpt-355m, flush"),
+        # 4, 3, ..., 3, 2: the fastest of all plans for a batch of 512, 7 % faster than what the search finds
+        pytest.param(
+            Cost(model.preset("gpt-1.3b"), replace(P3, servers=4), "fp16"), Plan(1, 8, 4, 8, 16), id="gpt-1.3b"
+        ),
+        # 2, 1, 1, 2: only one message at a time can be on its way between the two in the middle. 4 % faster
+        pytest.param(Cost(tiny(6), slow(4), "bf16"), Plan(1, 4, 2, 2, 4), id="6 layers, slow network"),
+    ],
+)
 def test_no_other_split_of_a_shape_is_faster(cost, shape):
-    space = Space(
-        shape.global_batch, (shape.schedule,), (shape.tensor,), (shape.depth,), (shape.microbatch,),
-    )
+    space = Space(shape.global_batch, (shape.schedule,), (shape.tensor,), (shape.depth,), (shape.microbatch,))
     known = []
     for stages in every_split(cost.model.layers, shape.depth):
         if max(stages) <= 2 * cost.model.layers // shape.depth:
@@ -302,12 +329,22 @@ def test_no_other_split_of_a_shape_is_faster(cost, shape):
 # --- properties ------------------------------------------------------------------------------------------------------
 
 MODELS = st.builds(
-    tiny, st.sampled_from([4, 5, 6, 8]), hidden=st.sampled_from([128, 512, 2048]), vocab=st.sampled_from([500, 50000]),
-    sequence=st.sampled_from([64, 512]), tied=st.booleans(), kind=st.sampled_from(["gpt", "bert"]),
+    tiny,
+    st.sampled_from([4, 5, 6, 8]),
+    hidden=st.sampled_from([128, 512, 2048]),
+    vocab=st.sampled_from([500, 50000]),
+    sequence=st.sampled_from([64, 512]),
+    tied=st.booleans(),
+    kind=st.sampled_from(["gpt", "bert"]),
 )
 DEVICES = st.builds(
-    Device, st.just("any"), st.sampled_from([0.5, 2, 1000]), st.sampled_from([10, 300]), st.sampled_from([200, 2000]),
-    layer_launch_us=st.sampled_from([1, 500]), step_us=st.sampled_from([1, 5000]),
+    Device,
+    st.just("any"),
+    st.sampled_from([0.5, 2, 1000]),
+    st.sampled_from([10, 300]),
+    st.sampled_from([200, 2000]),
+    layer_launch_us=st.sampled_from([1, 500]),
+    step_us=st.sampled_from([1, 5000]),
 )
 BETWEEN = st.builds(Link, st.sampled_from([0.1, 1, 100]), st.just(50), st.sampled_from([1, 2]))
 
@@ -319,10 +356,18 @@ def clusters(draw) -> Cluster:
 
 
 COSTS = st.builds(Cost, MODELS, clusters(), st.sampled_from(["bf16", "fp32"]))
-SCHEDULED = st.sampled_from([
-    ("2bw", 2, 1), ("2bw", 1, 1), ("pipedream-flush", 2, 1), ("gpipe", 2, 1), ("no-pipelining", 2, 1),
-    ("megatron", 2, 1), ("megatron", 2, 2), ("pipedream", 2, 1),
-])
+SCHEDULED = st.sampled_from(
+    [
+        ("2bw", 2, 1),
+        ("2bw", 1, 1),
+        ("pipedream-flush", 2, 1),
+        ("gpipe", 2, 1),
+        ("no-pipelining", 2, 1),
+        ("megatron", 2, 1),
+        ("megatron", 2, 2),
+        ("pipedream", 2, 1),
+    ]
+)
 
 
 @st.composite
@@ -342,10 +387,21 @@ def planned(draw, schedules=SCHEDULED, rounds: int = 3, ahead: bool = False) -> 
         extra = draw(st.sampled_from([(), (1,), (2,), tuple(draw(st.integers(0, 2)) for _ in range(depth - 1))]))
         more += sum(extra) * (depth - 1 if len(extra) == 1 else 1)
     plan = Plan(
-        tensor, depth, gpus // (tensor * depth), draw(st.sampled_from([1, 4, 16])),
-        depth * draw(st.integers(1, rounds)) + more, draw(st.sampled_from(RECOMPUTE)), schedule, virtual, slots,
-        draw(st.booleans()), 0 if even else stages[0], 0 if even else stages[-1], draw(st.booleans()),
-        sequence_parallel=tensor > 1 and draw(st.booleans()), extra_warmup=extra,
+        tensor,
+        depth,
+        gpus // (tensor * depth),
+        draw(st.sampled_from([1, 4, 16])),
+        depth * draw(st.integers(1, rounds)) + more,
+        draw(st.sampled_from(RECOMPUTE)),
+        schedule,
+        virtual,
+        slots,
+        draw(st.booleans()),
+        0 if even else stages[0],
+        0 if even else stages[-1],
+        draw(st.booleans()),
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+        extra_warmup=extra,
     )
     assume(legal(cost, plan))
     return cost, plan
@@ -354,7 +410,10 @@ def planned(draw, schedules=SCHEDULED, rounds: int = 3, ahead: bool = False) -> 
 def property_of(examples: int):
     """Hypothesis's settings: the same examples in every run, as many as the file's time allows."""
     return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None,
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
         suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
     )
 
@@ -376,7 +435,9 @@ def test_bounds(case):
     cost, plan = case
     search = Search(cost, Space(plan.global_batch))
     bounds = [
-        search._shape_bound(plan), search._split_bound(plan), cost.lower_bound(plan) / plan.global_batch,
+        search._shape_bound(plan),
+        search._split_bound(plan),
+        cost.lower_bound(plan) / plan.global_batch,
         simulated(cost, plan) / plan.global_batch,
     ]
     assert all(below <= above * (1 + 1e-6) for below, above in itertools.pairwise(bounds)), bounds
@@ -503,7 +564,6 @@ def test_more_microbatches_never_slow_2bw_down(case, rounds):
     cost, plan = case
     more = replace(plan, microbatches=plan.microbatches + rounds * plan.depth)
     assert sample_seconds(cost, more) <= sample_seconds(cost, plan) * (1 + 1e-6)
-
 
 
 def test_one_more_microbatch():

@@ -11,14 +11,14 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from megatron_2bw.planner.measure import place as places
-from megatron_2bw.planner.measure import trials, validate
-from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.measure.place import Place, ValidateError, command, refusal, split
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.describe.profile import BlockTime, Profile
+from megatron_2bw.planner.measure import place as places
+from megatron_2bw.planner.measure import trials, validate
+from megatron_2bw.planner.measure.place import Place, ValidateError, command, refusal, split
 from megatron_2bw.planner.measure.trials import Trial
 
 MIB, GIB = 2**20, 2**30
@@ -38,10 +38,18 @@ def lines(milliseconds: list[float], suffix: str = "") -> str:
     )
 
 
-@pytest.mark.parametrize("count, flushes, expected", [
-    (8, True, [4, 5, 6, 7, 8]), (8, False, [4, 5, 6, 7]), (7, False, [4, 5, 6]), (6, True, [3, 4, 5, 6]),
-    (5, False, [3, 4]), (4, True, [3, 4]), (4, False, [3]),
-])
+@pytest.mark.parametrize(
+    "count, flushes, expected",
+    [
+        (8, True, [4, 5, 6, 7, 8]),
+        (8, False, [4, 5, 6, 7]),
+        (7, False, [4, 5, 6]),
+        (6, True, [3, 4, 5, 6]),
+        (5, False, [3, 4]),
+        (4, True, [3, 4]),
+        (4, False, [3]),
+    ],
+)
 def test_the_iterations_that_count(count, flushes, expected):
     log = lines([1000.0 * number for number in range(1, count + 1)])
     assert trials.steady_seconds(log, count, flushes) == tuple(expected)
@@ -67,19 +75,33 @@ def test_memory_by_stage():
     assert trials.stage_memory(log.replace("[Rank 2]", "").replace("[Rank 3]", ""), two) == ()
 
 
-@pytest.mark.parametrize("log, expected", [
-    ("Traceback (most recent call last):\n  File x\n[rank1]: ValueError: the cause\n[rank0]: RuntimeError: closed\n",
-     ("failed", "ValueError: the cause")),
-    ("pretrain_gpt_2bw.py: error: --hidden-size: too odd\nx.errors.ChildFailedError: \n====\n",
-     ("failed", "pretrain_gpt_2bw.py: error: --hidden-size: too odd")),
-    ("RuntimeError: NCCL\n[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n",
-     ("out of memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")),
-    ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried\n",
-     ("out of memory", "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried")),
-    ("x\n  traceback : Signal 9 (SIGKILL) received by PID 12\nlast\n",
-     ("failed", "traceback : Signal 9 (SIGKILL) received by PID 12")),
-    ("only\nwords\n\n", ("failed", "words")), ("", ("failed", "no output")),
-])
+@pytest.mark.parametrize(
+    "log, expected",
+    [
+        (
+            "Traceback (most recent call last):\n  File x\n[rank1]: ValueError: the cause\n[rank0]: RuntimeError: closed\n",  # noqa: E501
+            ("failed", "ValueError: the cause"),
+        ),
+        (
+            "pretrain_gpt_2bw.py: error: --hidden-size: too odd\nx.errors.ChildFailedError: \n====\n",
+            ("failed", "pretrain_gpt_2bw.py: error: --hidden-size: too odd"),
+        ),
+        (
+            "RuntimeError: NCCL\n[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n",
+            ("out of memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
+        ),
+        (
+            "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried\n",
+            ("out of memory", "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried"),
+        ),
+        (
+            "x\n  traceback : Signal 9 (SIGKILL) received by PID 12\nlast\n",
+            ("failed", "traceback : Signal 9 (SIGKILL) received by PID 12"),
+        ),
+        ("only\nwords\n\n", ("failed", "words")),
+        ("", ("failed", "no output")),
+    ],
+)
 def test_why_a_run_failed(log, expected):
     assert trials.failure(log) == expected
 
@@ -112,8 +134,10 @@ def test_order_is_by_samples_a_second():
 
 
 def test_the_table():
-    rows = [trial("2bw", 0.1, 0.125, measured_memory=(GIB, 1.5 * GIB)),
-            trial("gpipe", 0.2, None, status="out of memory", error="x")]
+    rows = [
+        trial("2bw", 0.1, 0.125, measured_memory=(GIB, 1.5 * GIB)),
+        trial("gpipe", 0.2, None, status="out of memory", error="x"),
+    ]
     head, first, second = trials.table(rows, memory=True).splitlines()
     assert head.split("  ")[0] == "plan" and head.endswith("GiB predicted  measured")
     assert first.split() == "2bw t1 d2 w1 b2 m2 100.0 125.0 0.80 32.0 2.00 1.50".split()
@@ -122,9 +146,17 @@ def test_the_table():
 
 
 def test_labels_differ_where_plans_do():
-    variants = [dict(), dict(recompute="full"), dict(gradient_slots=1), dict(first=1, last=2), dict(virtual=2),
-                dict(distributed_optimizer=True), dict(pipeline_inside=True), dict(sequence_parallel=True),
-                dict(microbatches=5)]
+    variants = [
+        dict(),
+        dict(recompute="full"),
+        dict(gradient_slots=1),
+        dict(first=1, last=2),
+        dict(virtual=2),
+        dict(distributed_optimizer=True),
+        dict(pipeline_inside=True),
+        dict(sequence_parallel=True),
+        dict(microbatches=5),
+    ]
     assert len({trials.label(replace(PLAN, **changes)) for changes in variants}) == len(variants)
 
 
@@ -175,8 +207,14 @@ def test_commands(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "41234")
     there = command(words, replace(PLAN, width=8), 8, Place("cuda", 2, 8, "node1"), script, 3)
     assert there[:3] == ["srun", "--nodes", "2"] and "--nodelist" not in there
-    for flag, expected in (("--ntasks-per-node", "1"), ("--nnodes", "2"), ("--nproc-per-node", "8"),
-                           ("--rdzv-backend", "c10d"), ("--rdzv-endpoint", "node1:21237"), ("--rdzv-id", "41234-3")):
+    for flag, expected in (
+        ("--ntasks-per-node", "1"),
+        ("--nnodes", "2"),
+        ("--nproc-per-node", "8"),
+        ("--rdzv-backend", "c10d"),
+        ("--rdzv-endpoint", "node1:21237"),
+        ("--rdzv-id", "41234-3"),
+    ):
         assert there[there.index(flag) + 1] == expected
     one = command(words, PLAN, 8, Place("cuda", 2, 8, "node1"), script, 1)
     assert one[one.index("--nodelist") + 1] == "node1" and one[one.index("--nnodes") + 1] == "1"
@@ -205,8 +243,15 @@ def test_ranks_on_the_cpu_have_one_thread(monkeypatch):
 
 def test_flags():
     words = validate.flags(COST, PLAN, 5, "cpu")
-    for flag, value in (("--vocab-size", "127"), ("--train-iters", "5"), ("--log-interval", "1"), ("--device", "cpu"),
-                        ("--pipeline-schedule", "2bw"), ("--global-batch-size", "8"), ("--num-workers", "0")):
+    for flag, value in (
+        ("--vocab-size", "127"),
+        ("--train-iters", "5"),
+        ("--log-interval", "1"),
+        ("--device", "cpu"),
+        ("--pipeline-schedule", "2bw"),
+        ("--global-batch-size", "8"),
+        ("--num-workers", "0"),
+    ):
         assert words[words.index(flag) + 1] == value
     assert "--initial-loss-scale" in validate.flags(Cost(MODEL, COST.cluster, "fp16"), PLAN, 5, "cpu")
     assert "--num-workers" not in validate.flags(COST, PLAN, 5, "cuda")
@@ -218,17 +263,18 @@ def test_notes_on_predictions_of_something_else():
     profile = Profile(
         "cpu", "fp32", "gpt", 32, 4, 128, 4, 8, 32, False, True, 127, times, times, 1e-9, "Adam", 2, "by hand"
     )
-    note, = validate.notes(Cost(MODEL, replace(COST.cluster, profile=profile), "fp32"), HERE)
+    (note,) = validate.notes(Cost(MODEL, replace(COST.cluster, profile=profile), "fp32"), HERE)
     assert note.startswith("the profile was measured with 2 threads")
     other = Cost(replace(MODEL, sequence=64), replace(COST.cluster, profile=replace(profile, threads=1)), "fp32")
     assert validate.notes(other, HERE) == ["--seq-length: the profile was measured with 32, and tiny has 64"]
-    note, = validate.notes(Cost(MODEL, replace(COST.cluster, device=replace(CPU, name="H100")), "fp32"), HERE)
+    (note,) = validate.notes(Cost(MODEL, replace(COST.cluster, device=replace(CPU, name="H100")), "fp32"), HERE)
     assert note.startswith("--cluster cpu has GPUs")
 
 
-@pytest.mark.parametrize("device, flash, engine, expected", [
-    ("cuda", True, False, 1), ("cuda", True, True, 0), ("cuda", False, False, 0), ("cpu", True, False, 0),
-])
+@pytest.mark.parametrize(
+    "device, flash, engine, expected",
+    [("cuda", True, False, 1), ("cuda", True, True, 0), ("cuda", False, False, 0), ("cpu", True, False, 0)],
+)
 def test_a_note_where_the_attention_scores_are_kept_after_all(device, flash, engine, expected, monkeypatch):
     monkeypatch.setattr(validate, "_installed", lambda name: engine)
     assert validate.notes(Cost(MODEL, COST.cluster, "fp32", flash), Place(device, 1, 8)) == expected * [
@@ -273,8 +319,10 @@ def test_a_plan_that_fails_stops_no_other(pretend, tmp_path, capsys):
     folder = tmp_path / "new"
     done = validate.run(COST, [COST.estimate(plan) for plan in plans], options(folder, "--timeout", "1.5"))
     assert [(trial.status, trial.error.split(":")[0]) for trial in done] == [
-        ("failed", "ValueError"), ("timeout", "0 of 5 iterations in 1.5 s"),
-        ("failed", "it ended well, but its log lacks iterations"), ("ok", ""),
+        ("failed", "ValueError"),
+        ("timeout", "0 of 5 iterations in 1.5 s"),
+        ("failed", "it ended well, but its log lacks iterations"),
+        ("ok", ""),
         ("refused", "--sequence-parallel does not work on the CPU, where tensor parallelism works without it only"),
     ]
     assert done[3].measured == pytest.approx(0.055) and done[3].steady == (0.05, 0.06) and 0 <= done[3].others <= 1
@@ -312,9 +360,11 @@ def test_a_time_limit_ends_what_was_started(stubborn, tmp_path, monkeypatch):
     """Ranks have sessions of their own under torchrun; here one that even ignores SIGTERM."""
     ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if stubborn else ""
     child = f"{ignore}import time; print('up', flush=True); time.sleep(60)"
-    code = ("import subprocess, sys, time\n"
-            f"child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
-            "print(child.pid, flush=True)\ntime.sleep(60)\n")
+    code = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
+        "print(child.pid, flush=True)\ntime.sleep(60)\n"
+    )
     if stubborn:
         waits = psutil.wait_procs
         monkeypatch.setattr(psutil, "wait_procs", lambda members, timeout: waits(members, timeout=0.5))

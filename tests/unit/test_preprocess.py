@@ -26,7 +26,7 @@ WORDS = "the a Dr. model stage pipeline of weights gradient é 日本 batch upda
 def prose(documents: int) -> list[str]:
     """Texts of one to seven sentences."""
     random = np.random.default_rng(1)
-    sentences = lambda count: " ".join(" ".join(random.choice(WORDS, 9)).capitalize() + "." for _ in range(count))  # noqa: E731
+    sentences = lambda count: " ".join(" ".join(random.choice(WORDS, 9)).capitalize() + "." for _ in range(count))
     return [sentences(random.integers(1, 8)) for _ in range(documents)]
 
 
@@ -94,7 +94,7 @@ def test_documents_are_what_the_tokenizer_makes_of_them(tmp_path, source, task, 
     assert out == f"--data-path {tmp_path}/out --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}\n"
     assert not (tmp_path / "out.unfinished").exists() and fault(str(tmp_path / "out")) is None
     tokenizer, (documents, dtype) = hugging_face(folder), written(tmp_path / "out")
-    ids = lambda text: tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]  # noqa: E731
+    ids = lambda text: tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     texts = [text for text in TEXTS if text.strip()]
     if task == "gpt":
         expected = [[[*ids(text), tokenizer.eos_token_id]] for text in texts]
@@ -437,10 +437,20 @@ def bert_samples(prefix, folder, binary_head: bool) -> list[dict]:
 
     tokenizer = MegatronTokenizer.from_pretrained(str(folder), {"library": "huggingface"})
     config = BERTMaskedWordPieceDatasetConfig(
-        random_seed=1, sequence_length=64, blend=([str(prefix)], None), split="1,0,0", tokenizer=tokenizer,
-        masking_probability=0.15, short_sequence_probability=0.1, masking_max_ngram=3, masking_do_full_word=True,
-        masking_do_permutation=False, masking_use_longer_ngrams=False, masking_use_geometric_distribution=False,
-        classification_head=binary_head, path_to_cache=str(folder.parent / f"cache-{binary_head}"),
+        random_seed=1,
+        sequence_length=64,
+        blend=([str(prefix)], None),
+        split="1,0,0",
+        tokenizer=tokenizer,
+        masking_probability=0.15,
+        short_sequence_probability=0.1,
+        masking_max_ngram=3,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=binary_head,
+        path_to_cache=str(folder.parent / f"cache-{binary_head}"),
     )
     data = IndexedDataset(str(prefix))
     documents = np.arange(len(data.document_indices) - 1, dtype=np.int32)

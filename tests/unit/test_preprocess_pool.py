@@ -30,7 +30,8 @@ def test_pool():
         pids = set(done.values())
         assert os.getpid() not in pids and len(pids) <= 2
         for task, kind, line in (
-            (100, DataError, "this will not do"), (300, WorkError, "/no/such/file: No such file or directory"),
+            (100, DataError, "this will not do"),
+            (300, WorkError, "/no/such/file: No such file or directory"),
             (400, WorkError, "a worker failed with ZeroDivisionError: one$"),
             (200, WorkError, "was killed, perhaps for memory: fewer --workers need less"),
         ):

@@ -68,9 +68,12 @@ def test_a_shard_is_of_bounded_size(tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "Expecting"), (b"[1]", "not a JSON object"),
+        (b"{", "Expecting"),
+        (b"[1]", "not a JSON object"),
         (b'{"txt": "a"}', "no key 'text', only txt: give --json-keys"),
-        (b'{"text": null}', "the text is null"), (b'{"text": 3}', "the text is int"), (b'{"text": "\xff"}', "UTF-8"),
+        (b'{"text": null}', "the text is null"),
+        (b'{"text": 3}', "the text is int"),
+        (b'{"text": "\xff"}', "UTF-8"),
         (b'{"text": "\\ud800"}', "UTF-8"),
     ],
 )

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_2bw.tasks import gpt
-from megatron_2bw.tasks import common as pretraining
 from megatron_2bw.start.exits import Fault
+from megatron_2bw.tasks import common as pretraining
+from megatron_2bw.tasks import gpt
 
 ARGS = SimpleNamespace(padded_vocab_size=128, tokenizer_type="NullTokenizer")
 

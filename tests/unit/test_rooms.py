@@ -19,9 +19,7 @@ PACKAGE = "megatron_2bw"
 PURE = {"schedules": set(), "core": {"torch", "megatron_2bw.schedules"}}
 AT_IMPORT = {"planner": {"megatron", "torch", "wandb", "datasets", "transformers"}}  # not before they are used
 
-KNOWN = {
-    "megatron_2bw.schedules.two_bw imports argparse", "megatron_2bw.core.worker imports megatron_2bw.cpu",
-}
+KNOWN = {"megatron_2bw.schedules.two_bw imports argparse", "megatron_2bw.core.worker imports megatron_2bw.cpu"}
 
 
 def modules() -> dict[str, Path]:
@@ -31,6 +29,7 @@ def modules() -> dict[str, Path]:
 
 def imports(path: Path, at_import: bool = False) -> Iterator[str]:
     """The dotted names that a file imports; at_import: outside of functions only."""
+
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         for child in ast.iter_child_nodes(node):
             if at_import and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -80,7 +79,7 @@ def test_no_import_cycle():
     done: set[str] = set()
 
     def visit(module: str, way: tuple[str, ...]) -> None:
-        assert module not in way, " -> ".join((*way[way.index(module):], module))
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
         if module not in done:
             for other in edges[module]:
                 visit(other, (*way, module))
@@ -90,11 +89,16 @@ def test_no_import_cycle():
         visit(module, ())
 
 
-@pytest.mark.parametrize("line, names", [
-    ("import torch.nn", ["torch.nn"]), ("from torch import nn, optim", ["torch.nn", "torch.optim"]),
-    ("def f():\n    import torch", []), ("class A:\n    import torch", ["torch"]),
-    ("if TYPE_CHECKING:\n    import torch", []),
-])
+@pytest.mark.parametrize(
+    "line, names",
+    [
+        ("import torch.nn", ["torch.nn"]),
+        ("from torch import nn, optim", ["torch.nn", "torch.optim"]),
+        ("def f():\n    import torch", []),
+        ("class A:\n    import torch", ["torch"]),
+        ("if TYPE_CHECKING:\n    import torch", []),
+    ],
+)
 def test_what_is_imported_is_found(line, names, tmp_path):
     path = tmp_path / "module.py"
     path.write_text(line)

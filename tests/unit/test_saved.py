@@ -164,10 +164,17 @@ def test_a_link_is_left_alone(tmp_path):
     assert (tmp_path / saved.name(4)).is_symlink()
 
 
-@pytest.mark.parametrize("one, other, expected", [
-    ("a", "./a/", True), ("/proc/self/cwd", ".", True),
-    ("a", "b", False), ("a", None, False), (None, None, False), ("msc://a", "msc://a", False),
-])
+@pytest.mark.parametrize(
+    "one, other, expected",
+    [
+        ("a", "./a/", True),
+        ("/proc/self/cwd", ".", True),
+        ("a", "b", False),
+        ("a", None, False),
+        (None, None, False),
+        ("msc://a", "msc://a", False),
+    ],
+)
 def test_one_folder(one, other, expected):
     assert saved.same(one, other) == expected
 
@@ -227,8 +234,10 @@ DAMAGES = {
     "index gone": (lambda c: (c / ".metadata").unlink(), "is damaged (.metadata: FileNotFoundError)"),
     "index cut short": (lambda c: cut(c / ".metadata", 20), "is damaged (.metadata: "),
     "garbage": (lambda c: (c / "metadata.json").write_text("{"), "is damaged (metadata.json)"),
-    "of another kind": (lambda c: (c / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
-                        "is of another kind (sharded_backend 'zarr')"),
+    "of another kind": (
+        lambda c: (c / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        "is of another kind (sharded_backend 'zarr')",
+    ),
     "a list": (lambda c: (c / "metadata.json").write_text("[]"), "is of another kind (sharded_backend None)"),
 }
 

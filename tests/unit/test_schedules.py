@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from megatron_2bw.schedules import (
-    SCHEDULE_NAMES, SCHEDULES, Action, Schedule, ScheduleError, Shape, TwoBW, check_actions, parse, validate,
+    SCHEDULE_NAMES,
+    SCHEDULES,
+    Action,
+    Schedule,
+    ScheduleError,
+    Shape,
+    TwoBW,
+    check_actions,
+    parse,
+    validate,
 )
 from megatron_2bw.schedules.validator import grid
 
@@ -118,7 +127,9 @@ def test_pipedream_with_one_microbatch_is_the_papers():
 @pytest.mark.parametrize(
     "name, versions, in_flight",
     [
-        ("2bw", 2, [4, 3, 2, 1]), ("pipedream-flush", 1, [4, 3, 2, 1]), ("gpipe", 1, [6] * 4),
+        ("2bw", 2, [4, 3, 2, 1]),
+        ("pipedream-flush", 1, [4, 3, 2, 1]),
+        ("gpipe", 1, [6] * 4),
         ("no-pipelining", 1, [1] * 4),
     ],
 )
@@ -131,6 +142,7 @@ def test_limits(name, versions, in_flight):
 def test_limits_are_reached():
     """The limits are not merely upper bounds: one less and the validator objects."""
     for name in SCHEDULES:
+
         class Tighter(type(SCHEDULES[name])):
             def max_in_flight(self, shape, stage):
                 return super().max_in_flight(shape, stage) - 1
@@ -155,7 +167,8 @@ GOOD = ("F0@0 F1@0 B0@0 B1@0 R0@0 S0@1", "F0@0 B0@0 F1@0 B1@0 R0@0 S0@1")
 FAULTS = {
     "deadlock": (("F0@0 B0@0 F1@0 B1@0 R0@0 S0@1", "F0@0 F1@0 B0@0 B1@0 R0@0 S0@1"), "deadlock: B0@0 waits"),
     "step before the last backward": (
-        ("F0@0 F1@0 B0@0 R0@0 S0@1 B1@0", GOOD[1]), "R0@0 before the backward of microbatch 1"
+        ("F0@0 F1@0 B0@0 R0@0 S0@1 B1@0", GOOD[1]),
+        "R0@0 before the backward of microbatch 1",
     ),
     "step without a reduction": (("F0@0 F1@0 B0@0 B1@0 S0@1 R0@0", GOOD[1]), "deadlock: S0@1 waits"),
     "messages out of order": ((GOOD[0], "F1@0 B1@0 F0@0 B0@0 R0@0 S0@1"), "activations of microbatch 0"),
@@ -294,6 +307,10 @@ def test_2bw_that_is_synchronous_to_its_end_is_1f1b_with_a_flush():
 def test_versions_that_are_read_late_only_are_extrapolated(sync):
     schedule, shape = TwoBW(sync_iterations=sync), Shape(2, 2, 0, 7)
     for version in range(6):
-        readers = {shape.batch(a.microbatch) for row in lists(schedule, shape) for a in row
-                   if a.kind == "F" and a.version == version}
+        readers = {
+            shape.batch(a.microbatch)
+            for row in lists(schedule, shape)
+            for a in row
+            if a.kind == "F" and a.version == version
+        }
         assert readers and schedule.extrapolates(version) == (readers == {version + 1})

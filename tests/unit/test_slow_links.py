@@ -31,10 +31,11 @@ def test_what_each_method_has_to_send():
 def observed(settle: int, seconds: list[list[float]], sent: list[list[int]]) -> Observed:
     """Two loading iterations, then for each rate `settle` long ones and those given; the last empties the pipeline."""
     found, now, bytes_sent = Observed(), 0.0, [0, 0]
-    for took, count in [(50.0, 9999), (50.0, 9999)] + [
-        step for times, counts in zip(seconds, sent)
-        for step in [(30.0, 7777)] * settle + list(zip(times, counts))
-    ] + [(40.0, 8888)]:
+    for took, count in (
+        [(50.0, 9999), (50.0, 9999)]
+        + [step for times, counts in zip(seconds, sent) for step in [(30.0, 7777)] * settle + list(zip(times, counts))]
+        + [(40.0, 8888)]
+    ):
         now += took
         bytes_sent = [bytes_sent[0] + count, bytes_sent[1] + 2 * count]
         for rank in (0, 1):
@@ -77,15 +78,18 @@ def test_lines_of_the_ranks():
     assert run.output == ([], [LINE.format(3, 6.25, 12.5)])
 
 
-@pytest.mark.parametrize("words, said", [
-    (["--rates", "50,fast"], "--rates: fast is not a number"),
-    (["--rates", "0.5"], "--rates: 0.5 is not"),
-    (["--variants", "2bw,zero"], "--variants: zero is not one of tensor"),
-    (["--sleep-ms", "5"], "--sleep-ms takes two numbers"),
-    (["--settle", "0"], "--settle must be 1"),
-    (["--microbatches", "2"], "--microbatches must be 4 at least"),
-    (["--microbatches", "5"], "--layers, --microbatches and --heads must be even"),
-])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--rates", "50,fast"], "--rates: fast is not a number"),
+        (["--rates", "0.5"], "--rates: 0.5 is not"),
+        (["--variants", "2bw,zero"], "--variants: zero is not one of tensor"),
+        (["--sleep-ms", "5"], "--sleep-ms takes two numbers"),
+        (["--settle", "0"], "--settle must be 1"),
+        (["--microbatches", "2"], "--microbatches must be 4 at least"),
+        (["--microbatches", "5"], "--layers, --microbatches and --heads must be even"),
+    ],
+)
 def test_wrong_options(words: list[str], said: str, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["slow_links.py", *words])
     with pytest.raises(SystemExit) as end:
@@ -93,10 +97,13 @@ def test_wrong_options(words: list[str], said: str, monkeypatch, capsys):
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("user, found, said", [
-    (1000, "/usr/sbin/ip", "network namespaces need root: run this with sudo"),
-    (0, None, "the command ip is not there: install iproute2"),
-])
+@pytest.mark.parametrize(
+    "user, found, said",
+    [
+        (1000, "/usr/sbin/ip", "network namespaces need root: run this with sudo"),
+        (0, None, "the command ip is not there: install iproute2"),
+    ],
+)
 def test_without_root_or_commands_one_line_says_so(user: int, found: str | None, said: str, monkeypatch, capsys):
     monkeypatch.setattr(servers.os, "geteuid", lambda: user)
     monkeypatch.setattr(servers.shutil, "which", lambda name: found)

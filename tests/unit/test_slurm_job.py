@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.planner.tell.jobs import SBATCH, TRAINING
 from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.planner.tell.jobs import SBATCH, TRAINING
 from scripts.slurm import flags, status
 from scripts.slurm.status import IDLE_STARTS, OPEN, WORDS, Facts, Outcome, decide
 
@@ -22,38 +22,62 @@ WHOLE = HALF + " iteration       10/      10 | consumed samples: 80 | lm loss: 3
 LEFT = HALF + "[exiting program after receiving SIGTERM.] datetime: 2026-01-01\n"
 
 
-@pytest.mark.parametrize("facts, word, requeue", [
-    pytest.param(Facts(0, WHOLE, saved=10), "completed", False, id="all iterations"),
-    pytest.param(Facts(0, WHOLE, signalled=True, saved=10), "completed", False, id="all iterations, then the signal"),
-    pytest.param(Facts(1, WHOLE, signalled=True, saved=10), "completed", False, id="ended by the signal, all saved"),
-    pytest.param(Facts(0, WHOLE, signalled=True, saved=5), "pending", True, id="killed in its last save"),
-    pytest.param(Facts(0, WHOLE, keeps=False), "completed", False, id="all iterations, nothing saved"),
-    pytest.param(Facts(0, HALF + "exiting program at iteration 5", saved=5), "completed", False, id="--exit-interval"),
-    pytest.param(Facts(0, "", saved=10, before=10), "completed", False, id="nothing to train"),
-    pytest.param(Facts(0, LEFT, signalled=True, saved=5), "pending", True, id="the time limit"),
-    pytest.param(Facts(0, LEFT, saved=5), "pending", True, id="preempted: only the steps are signalled"),
-    pytest.param(Facts(143, HALF, signalled=True, saved=5), "pending", True, id="the signal comes before training"),
-    pytest.param(Facts(0, HALF, signalled=True, saved=5, before=5), "pending", True, id="nothing saved, once"),
-    pytest.param(Facts(0, HALF, signalled=True, saved=5, before=5, idle=IDLE_STARTS - 1), "timeout", False,
-                 id="nothing saved, again"),
-    pytest.param(Facts(137, HALF + "Signal 9 (SIGKILL)", signalled=True, saved=5), "pending", True,
-                 id="torchrun kills a rank after the signal"),
-    pytest.param(Facts(0, LEFT, signalled=True, keeps=False), "timeout", False, id="nothing is to be saved"),
-    pytest.param(Facts(0, LEFT, cancelled=True, saved=5), "failed", False, id="scancel"),
-    pytest.param(Facts(0, "node.sh: Slurm has sent SIGTERM"), "pending", True, id="preempted before training"),
-    pytest.param(Facts(1, HALF + "node.sh: Slurm has sent SIGTERM\n"), "failed", False, id="srun ends the other nodes"),
-    pytest.param(Facts(143, HALF, requeued=True, saved=5), "pending", False, id="preempted at once"),
-    pytest.param(Facts(1, HALF + "torch.OutOfMemoryError: CUDA out of memory. "), "out of memory", False, id="GPU"),
-    pytest.param(Facts(137, HALF), "out of memory", False, id="killed"),
-    pytest.param(Facts(1, "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0"), "out of memory", False,
-                 id="cgroup"),
-    pytest.param(Facts(1, "  exitcode  : -9 (pid: 71)"), "out of memory", False, id="a rank is killed"),
-    pytest.param(Facts(1, "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory"), "out of memory",
-                 False, id="host"),
-    pytest.param(Facts(2, "pretrain_gpt_2bw.py: error: --lr x\n"), "failed", False, id="a wrong flag"),
-    pytest.param(Facts(1, HALF, saved=5), "failed", False, id="an error after a save"),
-    pytest.param(Facts(0, HALF + "CUDA out of memory"[::-1], saved=5), "completed", False, id="status 0"),
-])
+@pytest.mark.parametrize(
+    "facts, word, requeue",
+    [
+        pytest.param(Facts(0, WHOLE, saved=10), "completed", False, id="all iterations"),
+        pytest.param(
+            Facts(0, WHOLE, signalled=True, saved=10), "completed", False, id="all iterations, then the signal"
+        ),
+        pytest.param(
+            Facts(1, WHOLE, signalled=True, saved=10), "completed", False, id="ended by the signal, all saved"
+        ),
+        pytest.param(Facts(0, WHOLE, signalled=True, saved=5), "pending", True, id="killed in its last save"),
+        pytest.param(Facts(0, WHOLE, keeps=False), "completed", False, id="all iterations, nothing saved"),
+        pytest.param(
+            Facts(0, HALF + "exiting program at iteration 5", saved=5), "completed", False, id="--exit-interval"
+        ),
+        pytest.param(Facts(0, "", saved=10, before=10), "completed", False, id="nothing to train"),
+        pytest.param(Facts(0, LEFT, signalled=True, saved=5), "pending", True, id="the time limit"),
+        pytest.param(Facts(0, LEFT, saved=5), "pending", True, id="preempted: only the steps are signalled"),
+        pytest.param(Facts(143, HALF, signalled=True, saved=5), "pending", True, id="the signal comes before training"),
+        pytest.param(Facts(0, HALF, signalled=True, saved=5, before=5), "pending", True, id="nothing saved, once"),
+        pytest.param(
+            Facts(0, HALF, signalled=True, saved=5, before=5, idle=IDLE_STARTS - 1),
+            "timeout",
+            False,
+            id="nothing saved, again",
+        ),
+        pytest.param(
+            Facts(137, HALF + "Signal 9 (SIGKILL)", signalled=True, saved=5),
+            "pending",
+            True,
+            id="torchrun kills a rank after the signal",
+        ),
+        pytest.param(Facts(0, LEFT, signalled=True, keeps=False), "timeout", False, id="nothing is to be saved"),
+        pytest.param(Facts(0, LEFT, cancelled=True, saved=5), "failed", False, id="scancel"),
+        pytest.param(Facts(0, "node.sh: Slurm has sent SIGTERM"), "pending", True, id="preempted before training"),
+        pytest.param(
+            Facts(1, HALF + "node.sh: Slurm has sent SIGTERM\n"), "failed", False, id="srun ends the other nodes"
+        ),
+        pytest.param(Facts(143, HALF, requeued=True, saved=5), "pending", False, id="preempted at once"),
+        pytest.param(Facts(1, HALF + "torch.OutOfMemoryError: CUDA out of memory. "), "out of memory", False, id="GPU"),
+        pytest.param(Facts(137, HALF), "out of memory", False, id="killed"),
+        pytest.param(
+            Facts(1, "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0"), "out of memory", False, id="cgroup"
+        ),
+        pytest.param(Facts(1, "  exitcode  : -9 (pid: 71)"), "out of memory", False, id="a rank is killed"),
+        pytest.param(
+            Facts(1, "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            "out of memory",
+            False,
+            id="host",
+        ),
+        pytest.param(Facts(2, "pretrain_gpt_2bw.py: error: --lr x\n"), "failed", False, id="a wrong flag"),
+        pytest.param(Facts(1, HALF, saved=5), "failed", False, id="an error after a save"),
+        pytest.param(Facts(0, HALF + "CUDA out of memory"[::-1], saved=5), "completed", False, id="status 0"),
+    ],
+)
 def test_how_a_start_has_ended(facts, word, requeue):
     outcome = decide(facts)
     assert (outcome.word, outcome.requeue) == (word, requeue) and outcome.reason
@@ -66,11 +90,22 @@ def test_reasons():
     assert decide(Facts(0, LEFT, signalled=True, saved=5)).reason == "saved: iteration 5; queued again"
 
 
-@pytest.mark.parametrize("state, word", [
-    ("PENDING", None), ("RUNNING", None), ("COMPLETING", None), ("TIMEOUT", "timeout"), ("DEADLINE", "timeout"),
-    ("OUT_OF_MEMORY", "out of memory"), ("CANCELLED by 0", "failed"), ("CANCELLED+", "failed"), ("NODE_FAIL", "failed"),
-    ("COMPLETED", "failed"), ("", "failed"),
-])
+@pytest.mark.parametrize(
+    "state, word",
+    [
+        ("PENDING", None),
+        ("RUNNING", None),
+        ("COMPLETING", None),
+        ("TIMEOUT", "timeout"),
+        ("DEADLINE", "timeout"),
+        ("OUT_OF_MEMORY", "out of memory"),
+        ("CANCELLED by 0", "failed"),
+        ("CANCELLED+", "failed"),
+        ("NODE_FAIL", "failed"),
+        ("COMPLETED", "failed"),
+        ("", "failed"),
+    ],
+)
 def test_a_job_that_died_without_a_word(state, word):
     """COMPLETED: its script would have written a word."""
     for before in OPEN:
@@ -86,7 +121,9 @@ def test_the_file_is_replaced_whole_and_keeps_its_history(tmp_path, monkeypatch)
     status.write(path, Outcome("pending", "b"))
     assert status.read(path)["job"] == "7" and status.read(path)["status"] == "pending"
     assert [(entry["status"], entry["reason"]) for entry in status.read(path)["history"]] == [
-        ("running", "a"), ("pending", "b")]
+        ("running", "a"),
+        ("pending", "b"),
+    ]
     before = path.read_text()
     monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError):
@@ -114,15 +151,32 @@ def test_show_of_a_queued_run_and_of_other_files(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out.startswith(f"{tmp_path / 'queued'}: pending, submitted (") and out.count("\n") == 1
     assert err.splitlines() == [
-        *(f"status.py: error: {tmp_path / name}: not a status file of a job"
-          for name in ("a.log", "b.json", "c.json", "d.bin")),
-        f"status.py: error: {tmp_path / 'no'}: no such file or folder"]
+        *(
+            f"status.py: error: {tmp_path / name}: not a status file of a job"
+            for name in ("a.log", "b.json", "c.json", "d.bin")
+        ),
+        f"status.py: error: {tmp_path / 'no'}: no such file or folder",
+    ]
 
 
 def call(monkeypatch, folder: Path, command: str, start: int, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", [
-        "status.py", command, "--file", str(folder / "status.json"), "--job", "7", "--start", str(start),
-        "--checkpoints", str(folder), *words])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "status.py",
+            command,
+            "--file",
+            str(folder / "status.json"),
+            "--job",
+            "7",
+            "--start",
+            str(start),
+            "--checkpoints",
+            str(folder),
+            *words,
+        ],
+    )
     return status.main()
 
 
@@ -170,9 +224,9 @@ def test_a_job_whose_nodes_fail_again_and_again_ends(tmp_path, monkeypatch, caps
     assert status.read(tmp_path / "status.json")["status"] == "failed"
 
 
-@pytest.mark.parametrize("flag, word", [
-    ("--signalled", "timeout"), ("--requeued", "pending"), ("--cancelled", "failed"),
-])
+@pytest.mark.parametrize(
+    "flag, word", [("--signalled", "timeout"), ("--requeued", "pending"), ("--cancelled", "failed")]
+)
 def test_the_file_is_right_if_the_kill_comes_first(flag, word, tmp_path, monkeypatch):
     call(monkeypatch, tmp_path, "start", 0)
     call(monkeypatch, tmp_path, "late", 0, flag)
@@ -194,25 +248,39 @@ def test_only_the_logs_of_this_start_count(tmp_path, monkeypatch, capsys):
 
 
 PLAN = {
-    "model": {"name": "gpt-2.2b", "layers": 32, "hidden": 2304, "heads": 24, "sequence": 512}, "precision": "fp16",
-    "cluster": {"servers": 2, "gpus_per_server": 8}, "plans": [{"flags": ["--pipeline-schedule", "2bw", "--fp16"]}],
+    "model": {"name": "gpt-2.2b", "layers": 32, "hidden": 2304, "heads": 24, "sequence": 512},
+    "precision": "fp16",
+    "cluster": {"servers": 2, "gpus_per_server": 8},
+    "plans": [{"flags": ["--pipeline-schedule", "2bw", "--fp16"]}],
 }
 
 
 def test_flags_of_a_model():
     model = PRESETS["bert-2.2b"]
     words = flags.words("bert", model.name, "", 2, 8, "bf16")
-    plan = ["--pipeline-schedule", "2bw", "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "16",
-            "--micro-batch-size", "1", "--global-batch-size", "16", "--bf16"]
+    plan = [
+        "--pipeline-schedule",
+        "2bw",
+        "--tensor-model-parallel-size",
+        "1",
+        "--pipeline-model-parallel-size",
+        "16",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "16",
+        "--bf16",
+    ]
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "30522"]
     assert words == [*model.flags(), *plan, *TRAINING, *data]
     own = flags.words("bert", model.name, "", 2, 8, "fp32", "--data-path 'my text'")
     assert own == [*model.flags(), *plan[:-1], *TRAINING, "--data-path", "my text"]
 
 
-@pytest.mark.parametrize("name, ranks, depth", [
-    ("gpt-2.2b", 8, 8), ("gpt-2.2b", 64, 32), ("gpt-3.8b", 64, 16), ("gpt-355m", 1, 1), ("gpt-355m", 7, 1),
-])
+@pytest.mark.parametrize(
+    "name, ranks, depth",
+    [("gpt-2.2b", 8, 8), ("gpt-2.2b", 64, 32), ("gpt-3.8b", 64, 16), ("gpt-355m", 1, 1), ("gpt-355m", 7, 1)],
+)
 def test_default_sizes_fill_the_stages(name, ranks, depth):
     plan = flags.default_plan(PRESETS[name], ranks)
     assert (plan.depth, plan.gpus, plan.microbatches) == (depth, ranks, depth)
@@ -229,20 +297,30 @@ def test_flags_of_a_plan(tmp_path):
     assert words == flags.words("gpt", "gpt-2.2b", str(path), 2, 8, "fp16")
 
 
-@pytest.mark.parametrize("kind, model, plan, nodes, precision, line", [
-    ("gpt", "gpt-9b", None, (1, 8), "bf16", "MODEL=gpt-9b: not one of gpt-355m, "),
-    ("gpt", "", None, (1, 8), "bf16", "give MODEL or PLAN=plan.json; MODEL is one of gpt-355m, "),
-    ("bert", "gpt-2.2b", None, (1, 8), "bf16", "gpt-2.2b is a GPT: submit pretrain_gpt_2bw.sbatch"),
-    ("bert", "", PLAN, (2, 8), "", "gpt-2.2b is a GPT: submit pretrain_gpt_2bw.sbatch"),
-    ("gpt", "", PLAN, (4, 8), "", "is for 2 nodes with 8 GPUs each, the job has 4 with 8: give sbatch --nodes=2 "),
-    ("gpt", "", PLAN, (4, 4), "", "the job has 4 with 4: give sbatch --nodes=2 --gpus-per-node=8, or plan for these"),
-    ("gpt", "gpt-355m", PLAN, (2, 8), "", "is for gpt-2.2b; give one of them"),
-    ("gpt", "", PLAN, (2, 8), "bf16", "PRECISION=bf16: PLAN="),
-    ("gpt", "", {"plans": []}, (2, 8), "", "holds no plan; write it with megatron-2bw-plan ... --json "),
-    ("gpt", "", [], (2, 8), "", "holds no plan"),
-    ("gpt", "", "no JSON", (2, 8), "", "cannot be read: "),
-    ("gpt", "", "", (2, 8), "", "cannot be read: No such file"),
-])
+@pytest.mark.parametrize(
+    "kind, model, plan, nodes, precision, line",
+    [
+        ("gpt", "gpt-9b", None, (1, 8), "bf16", "MODEL=gpt-9b: not one of gpt-355m, "),
+        ("gpt", "", None, (1, 8), "bf16", "give MODEL or PLAN=plan.json; MODEL is one of gpt-355m, "),
+        ("bert", "gpt-2.2b", None, (1, 8), "bf16", "gpt-2.2b is a GPT: submit pretrain_gpt_2bw.sbatch"),
+        ("bert", "", PLAN, (2, 8), "", "gpt-2.2b is a GPT: submit pretrain_gpt_2bw.sbatch"),
+        ("gpt", "", PLAN, (4, 8), "", "is for 2 nodes with 8 GPUs each, the job has 4 with 8: give sbatch --nodes=2 "),
+        (
+            "gpt",
+            "",
+            PLAN,
+            (4, 4),
+            "",
+            "the job has 4 with 4: give sbatch --nodes=2 --gpus-per-node=8, or plan for these",
+        ),
+        ("gpt", "gpt-355m", PLAN, (2, 8), "", "is for gpt-2.2b; give one of them"),
+        ("gpt", "", PLAN, (2, 8), "bf16", "PRECISION=bf16: PLAN="),
+        ("gpt", "", {"plans": []}, (2, 8), "", "holds no plan; write it with megatron-2bw-plan ... --json "),
+        ("gpt", "", [], (2, 8), "", "holds no plan"),
+        ("gpt", "", "no JSON", (2, 8), "", "cannot be read: "),
+        ("gpt", "", "", (2, 8), "", "cannot be read: No such file"),
+    ],
+)
 def test_wrong_variables_are_told_in_one_line(kind, model, plan, nodes, precision, line, tmp_path):
     path = tmp_path / "plan.json"
     if plan != "":
@@ -262,13 +340,26 @@ def test_the_scripts_ask_slurm_for_the_same_as_the_planners(kind):
 
 
 SLURM = {
-    "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a",
-    "MODEL": "gpt-355m", "PROCESSES_PER_NODE": "2", "MEGATRON_2BW": str(ROOT), "PYTHON": sys.executable,
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "job",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_NODELIST": "a",
+    "MODEL": "gpt-355m",
+    "PROCESSES_PER_NODE": "2",
+    "MEGATRON_2BW": str(ROOT),
+    "PYTHON": sys.executable,
 }
 
 
-def batch(folder: Path, *words: str, srun: str = "true", squeue: str = "", job: str = "", scancel: str = "true",
-          **changes: str | None):
+def batch(
+    folder: Path,
+    *words: str,
+    srun: str = "true",
+    squeue: str = "",
+    job: str = "",
+    scancel: str = "true",
+    **changes: str | None,
+):
     """The GPT script under bash, with stand-ins for Slurm's commands that write down what they are given."""
     scontrol = f'echo "scontrol $*" >> called; [[ $* = *hostnames* ]] && echo a || echo "{job}"'
     stubs = {"srun": srun, "squeue": squeue, "scontrol": scontrol, "scancel": scancel}
@@ -277,8 +368,13 @@ def batch(folder: Path, *words: str, srun: str = "true", squeue: str = "", job: 
         (folder / name).chmod(0o755)
     variables = {name: value for name, value in (SLURM | changes).items() if value is not None}
     return subprocess.run(
-        ["bash", SCRIPTS / "pretrain_gpt_2bw.sbatch", *words], cwd=folder, capture_output=True, text=True, check=False,
-        env={"PATH": f"{folder}:{os.environ['PATH']}"} | variables, timeout=60,
+        ["bash", SCRIPTS / "pretrain_gpt_2bw.sbatch", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": f"{folder}:{os.environ['PATH']}"} | variables,
+        timeout=60,
     )
 
 
@@ -310,10 +406,15 @@ def test_flags_are_the_words_whatever_the_interpreter_says(tmp_path):
     assert content(tmp_path)["status"] == "failed"
 
 
-@pytest.mark.parametrize("words, expected", [
-    (("--tensor-model-parallel-size", "8"), "1"), (("--tensor-model-parallel-size=8",), "1"), ((), ""),
-    (("--tensor-model-parallel-size=8", "--tensor-model-parallel-size", "1"), ""),
-])
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (("--tensor-model-parallel-size", "8"), "1"),
+        (("--tensor-model-parallel-size=8",), "1"),
+        ((), ""),
+        (("--tensor-model-parallel-size=8", "--tensor-model-parallel-size", "1"), ""),
+    ],
+)
 def test_one_queue_of_kernels_with_tensor_parallelism(words, expected, tmp_path):
     assert batch(tmp_path, *words, srun="printenv CUDA_DEVICE_MAX_CONNECTIONS > connections; true").returncode == 0
     assert (tmp_path / "connections").read_text().strip() == expected
@@ -327,17 +428,29 @@ def python(folder: Path, line: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("words, changes, line", [
-    ((), dict(PROCESSES_PER_NODE=None), "no GPUs in this allocation: give sbatch --gpus-per-node=N, or PROCESSES_PER"),
-    (("--save", "x"), {}, "--save: give CHECKPOINTS=folder"), (("--load=x",), {}, "--load: give CHECKPOINTS=folder"),
-    ((), dict(DATA_ARGS="--data-path 'a"), "DATA_ARGS=--data-path 'a: No closing quotation"),
-    ((), dict(DATA_ARGS="--data-path\n'a"), "DATA_ARGS=--data-path 'a: No closing quotation"),
-    ((), dict(SLURM_ARRAY_JOB_ID="7", job="JobState=RUNNING ArrayJobId=7"),
-     "sbatch --array: a job of an array cannot queue itself again"),
-    ((), dict(PROCESSES_PER_NODE="all"), "PROCESSES_PER_NODE=all: give a number"),
-    ((), dict(PRECISION="fp8"), "PRECISION=fp8: not one of bf16, fp16, fp32"),
-    ((), dict(MODEL="x"), "MODEL=x: not one of "), ((), dict(PLAN="x.json"), "PLAN=x.json cannot be read: No such"),
-])
+@pytest.mark.parametrize(
+    "words, changes, line",
+    [
+        (
+            (),
+            dict(PROCESSES_PER_NODE=None),
+            "no GPUs in this allocation: give sbatch --gpus-per-node=N, or PROCESSES_PER",
+        ),
+        (("--save", "x"), {}, "--save: give CHECKPOINTS=folder"),
+        (("--load=x",), {}, "--load: give CHECKPOINTS=folder"),
+        ((), dict(DATA_ARGS="--data-path 'a"), "DATA_ARGS=--data-path 'a: No closing quotation"),
+        ((), dict(DATA_ARGS="--data-path\n'a"), "DATA_ARGS=--data-path 'a: No closing quotation"),
+        (
+            (),
+            dict(SLURM_ARRAY_JOB_ID="7", job="JobState=RUNNING ArrayJobId=7"),
+            "sbatch --array: a job of an array cannot queue itself again",
+        ),
+        ((), dict(PROCESSES_PER_NODE="all"), "PROCESSES_PER_NODE=all: give a number"),
+        ((), dict(PRECISION="fp8"), "PRECISION=fp8: not one of bf16, fp16, fp32"),
+        ((), dict(MODEL="x"), "MODEL=x: not one of "),
+        ((), dict(PLAN="x.json"), "PLAN=x.json cannot be read: No such"),
+    ],
+)
 def test_a_refused_job_says_why_in_one_line(words, changes, line, tmp_path):
     done = batch(tmp_path, *words, **changes)
     assert done.returncode == 2 and done.stderr.startswith(f"job: error: {line}") and done.stderr.count("\n") == 1
@@ -381,12 +494,17 @@ def test_a_folder_is_not_taken_while_slurm_does_not_say_whose_it_is(tmp_path):
     assert done.returncode == 0 and owner.read_text() == "7\n"
 
 
-@pytest.mark.parametrize("job, word, requeued", [
-    ("JobState=RUNNING Reason=None Restarts=0", "pending", True),
-    ("JobState=COMPLETING Reason=TimeLimit Restarts=0", "pending", True),
-    ("JobState=COMPLETING Reason=None Restarts=0", "failed", False),
-    ("JobState=COMPLETING Reason=None Restarts=1", "pending", False), ("", "pending", True),
-], ids=["the notice of the time limit", "the limit itself", "scancel", "preempted at once", "Slurm does not answer"])
+@pytest.mark.parametrize(
+    "job, word, requeued",
+    [
+        ("JobState=RUNNING Reason=None Restarts=0", "pending", True),
+        ("JobState=COMPLETING Reason=TimeLimit Restarts=0", "pending", True),
+        ("JobState=COMPLETING Reason=None Restarts=0", "failed", False),
+        ("JobState=COMPLETING Reason=None Restarts=1", "pending", False),
+        ("", "pending", True),
+    ],
+    ids=["the notice of the time limit", "the limit itself", "scancel", "preempted at once", "Slurm does not answer"],
+)
 def test_a_signal_to_the_batch_shell(job, word, requeued, tmp_path):
     save_it = "mkdir -p checkpoints/gpt-355m; echo 5 > checkpoints/gpt-355m/latest_checkpointed_iteration.txt"
     done = batch(tmp_path, srun=f"{save_it}; kill -TERM $PPID; sleep 1", job=job)
@@ -408,11 +526,16 @@ def test_a_scancel_that_fails_does_not_end_the_batch_shell(tmp_path):
     assert "scontrol requeue 7" in (tmp_path / "called").read_text() and content(tmp_path)["status"] == "pending"
 
 
-@pytest.mark.parametrize("command, job, saves, requeued", [
-    ("end", NOTICE, True, True), ("end", NOTICE, False, False),
-    ("end", "JobState=COMPLETING Reason=None Restarts=0", True, False),
-    ("late", "JobState=COMPLETING Reason=TimeLimit Restarts=0", True, True),
-], ids=["saved", "nothing saved", "cancelled", "late"])
+@pytest.mark.parametrize(
+    "command, job, saves, requeued",
+    [
+        ("end", NOTICE, True, True),
+        ("end", NOTICE, False, False),
+        ("end", "JobState=COMPLETING Reason=None Restarts=0", True, False),
+        ("late", "JobState=COMPLETING Reason=TimeLimit Restarts=0", True, True),
+    ],
+    ids=["saved", "nothing saved", "cancelled", "late"],
+)
 def test_a_status_file_that_cannot_be_written_does_not_end_the_batch_shell(command, job, saves, requeued, tmp_path):
     failing = python(tmp_path, f"[[ $* != *'status.py {command} '* ]] || {{ echo 'no space' >&2; exit 1; }}")
     srun = f"kill -TERM $PPID; sleep 1; {SAVED if saves else 'true'}; touch whole"

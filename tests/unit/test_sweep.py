@@ -16,8 +16,20 @@ from scripts.slurm import status, sweep
 from scripts.slurm.figures import PANELS, SYSTEMS, Panel, Run, bars, draw, grid, measured
 from scripts.slurm.status import Outcome
 
-OWN = ["--model", "gpt-355m", "--nodes", "1", "--gpus-per-node", "8", "--model-parallel-size", "8",
-       "--batch-sizes", "64", "--micro-batch-size", "2,4"]
+OWN = [
+    "--model",
+    "gpt-355m",
+    "--nodes",
+    "1",
+    "--gpus-per-node",
+    "8",
+    "--model-parallel-size",
+    "8",
+    "--batch-sizes",
+    "64",
+    "--micro-batch-size",
+    "2,4",
+]
 
 
 def test_the_figures_are_the_papers():
@@ -56,7 +68,8 @@ def sbatch(tmp_path, monkeypatch) -> Path:
     """A stand-in for sbatch, which writes its words down, and a Slurm that knows no job."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "sbatch").write_text(
-        f'#!/bin/bash\necho "$MODEL $CHECKPOINTS $LOGS $*" >> {tmp_path}/called\nwc -l < {tmp_path}/called\n')
+        f'#!/bin/bash\necho "$MODEL $CHECKPOINTS $LOGS $*" >> {tmp_path}/called\nwc -l < {tmp_path}/called\n'
+    )
     (tmp_path / "bin" / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setattr(status, "slurm_state", lambda job: "PENDING")
@@ -69,8 +82,25 @@ def call(*words: object, monkeypatch) -> int:
 
 
 def test_a_dry_run_prints_what_a_shell_can_run(tmp_path, monkeypatch, capsys):
-    assert call("submit", "--figure", 7, "--panel", "c", "--out", tmp_path / "o", "--dry-run", "--sbatch",
-                "--partition=gpu --account=me", "--", "--data-path", "a b", monkeypatch=monkeypatch) == 0
+    assert (
+        call(
+            "submit",
+            "--figure",
+            7,
+            "--panel",
+            "c",
+            "--out",
+            tmp_path / "o",
+            "--dry-run",
+            "--sbatch",
+            "--partition=gpu --account=me",
+            "--",
+            "--data-path",
+            "a b",
+            monkeypatch=monkeypatch,
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 40 and not (tmp_path / "o").exists()
     for line in lines:
@@ -93,7 +123,7 @@ def test_it_submits_each_run_once_and_again_what_has_failed(tmp_path, monkeypatc
         status.write(folder / "status.json", Outcome(word, "x"))
         (folder / "start-0-node-0-a.log").write_text("old")
     assert call(*submit, monkeypatch=monkeypatch) == 0
-    again = sbatch.read_text().splitlines()[len(first):]
+    again = sbatch.read_text().splitlines()[len(first) :]
     assert {line.split()[2] for line in again} == {str(folder) for _, _, folder in runs[:2]} and len(again) == 2
     for _, _, folder in runs[:2]:  # the earlier try lies aside, whole
         assert (folder.with_name(f"{folder.name}.1") / "start-0-node-0-a.log").read_text() == "old"
@@ -122,8 +152,11 @@ def test_ctrl_c_while_it_submits_loses_no_run_and_doubles_none(tmp_path, monkeyp
     assert "the same command goes on" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) is handler
     assert len(sweep.stored(tmp_path / "out")) == 3  # the third has its job
     # What a kill leaves behind between the word and the job.
-    lost = next(run.name for run in sweep.grid([Panel("own", "gpt-355m", 1, 8, 8, (64,))], tuple(SYSTEMS), (2, 4))
-                if not (tmp_path / "out" / run.name).exists())
+    lost = next(
+        run.name
+        for run in sweep.grid([Panel("own", "gpt-355m", 1, 8, 8, (64,))], tuple(SYSTEMS), (2, 4))
+        if not (tmp_path / "out" / run.name).exists()
+    )
     status.write(tmp_path / "out" / lost / "status.json", Outcome("pending", "submitted"))
     stub.write_text(text)
     assert call(*submit, "--again", "timeout", monkeypatch=monkeypatch) == 0
@@ -137,12 +170,18 @@ def log(*milliseconds: float, every: int = 1, batch: int = 64) -> str:
     return "".join(
         f" [2026-01-01] iteration {every * n:8}/     100 | elapsed time per iteration (ms): {ms} |"
         f" learning rate: 1.0E-04 | global batch size: {batch:5} | lm loss: 4.0E+00 |"
-        f" bubble: 1.0%/2.0% | peak memory by stage (GiB): {n}.50 0.25 |\n" for n, ms in enumerate(milliseconds, 1))
+        f" bubble: 1.0%/2.0% | peak memory by stage (GiB): {n}.50 0.25 |\n"
+        for n, ms in enumerate(milliseconds, 1)
+    )
 
 
 def test_the_speed_is_that_after_the_warm_up():
     assert measured(log(9000, 500, 200, 100, 300), 2) == {
-        "samples_per_second": 320.0, "ms_per_iteration": 200.0, "iterations": 3, "peak_memory_gib": 5.5}
+        "samples_per_second": 320.0,
+        "ms_per_iteration": 200.0,
+        "iterations": 3,
+        "peak_memory_gib": 5.5,
+    }
     assert measured(log(500, 200, every=5), 5)["iterations"] == 5  # a line stands for all since the one before
     assert measured(log(500, 200), 2) == measured("", 0) == {}
     assert measured(log(500.0).replace("peak memory", "no memory"), 0)["peak_memory_gib"] == ""
@@ -188,8 +227,13 @@ def test_bars_are_drawn_with_words_where_nothing_was_measured(tmp_path, monkeypa
     monkeypatch.setattr(matplotlib.axes.Axes, "text", lambda self, x, y, text, **_: texts.append(text.strip()))
     monkeypatch.setattr(matplotlib.axes.Axes, "bar", lambda self, x, y, *words, **_: heights.append(y))
     entry = {"figure": "6a", "model": "gpt-2.2b", "gpus": 8, "batch": 64}
-    draw([entry | {"system": "GPipe", "samples_per_second": "", "status": "out of memory"},
-          entry | {"system": "PipeDream-2BW", "samples_per_second": 12.5, "status": "completed"}], tmp_path / "a.png")
+    draw(
+        [
+            entry | {"system": "GPipe", "samples_per_second": "", "status": "out of memory"},
+            entry | {"system": "PipeDream-2BW", "samples_per_second": 12.5, "status": "completed"},
+        ],
+        tmp_path / "a.png",
+    )
     assert heights == [0, 12.5] and texts == ["OOM", "12.5"]
 
 
@@ -201,17 +245,20 @@ def test_a_word_gives_way_to_a_speed():
     assert bars([entry | none]) == {("", "m", 8): {("GPipe", 64): "failed"}}
 
 
-@pytest.mark.parametrize("words, line", [
-    ([], "give --figure, or your own model and cluster (--model is missing)"),
-    (["--figure", "6", "--nodes", "2"], "--nodes: --figure 6 says it already; give one of them"),
-    (OWN[:-4], "give --figure, or your own model and cluster (--batch-sizes is missing)"),
-    ([*OWN, "--model-parallel-size", "3"], "--model-parallel-size 3 does not divide 8 GPUs"),
-    ([*OWN, "--systems", "GPipe,x"], "--systems: x is not one of inter-layer MP, tensor MP, GPipe, "),
-    ([*OWN, "--again", "x"], "--again: x is not one of pending, running, "),
-    (["--figure", "6", "--panel", "d"], "--panel: d is not one of a, b, c"),
-    ([*OWN, "--batch-sizes", "7"], "--batch-sizes: no microbatch of --micro-batch-size divides them"),
-    ([*OWN, "--model", "x"], "argument --model: invalid choice: 'x'"),
-])
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ([], "give --figure, or your own model and cluster (--model is missing)"),
+        (["--figure", "6", "--nodes", "2"], "--nodes: --figure 6 says it already; give one of them"),
+        (OWN[:-4], "give --figure, or your own model and cluster (--batch-sizes is missing)"),
+        ([*OWN, "--model-parallel-size", "3"], "--model-parallel-size 3 does not divide 8 GPUs"),
+        ([*OWN, "--systems", "GPipe,x"], "--systems: x is not one of inter-layer MP, tensor MP, GPipe, "),
+        ([*OWN, "--again", "x"], "--again: x is not one of pending, running, "),
+        (["--figure", "6", "--panel", "d"], "--panel: d is not one of a, b, c"),
+        ([*OWN, "--batch-sizes", "7"], "--batch-sizes: no microbatch of --micro-batch-size divides them"),
+        ([*OWN, "--model", "x"], "argument --model: invalid choice: 'x'"),
+    ],
+)
 def test_wrong_flags_are_told_in_one_line(words, line, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         call("submit", "--out", tmp_path / "out", *words, monkeypatch=monkeypatch)

@@ -29,9 +29,7 @@ class ThreeOps(torch.nn.Module):
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        new = lambda *shape, dtype=torch.float32: torch.nn.Parameter(  # noqa: E731
-            torch.randn(*shape, generator=generator).to(dtype)
-        )
+        new = lambda *shape, dtype=torch.float32: torch.nn.Parameter(torch.randn(*shape, generator=generator).to(dtype))
         self.leaf, self.linear, self.scale = new(4, 4), new(4, 4), new(4, 2)
         self.low = new(4, dtype=torch.bfloat16)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_2bw.planner.cost.compute import ELEMENT, Work
-from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
 from megatron_2bw.planner.cost.memory import BYTES, StageMemory
+from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
 from megatron_2bw.planner.describe.plan import Plan
 
 # c_extra: a forward again before each backward, which takes twice as long (section 4.1).
@@ -52,8 +52,10 @@ class ClosedForm(Cost):
         # Both ways over each boundary, and over none before the first stage and behind the last.
         sent = [max(2 * t - k * slowest, 0.0) for t, k in zip(times.of("transfer", plan.depth), plan.extra)]
         neighbours = (before + after for before, after in zip([0.0, *sent], [*sent, 0.0]))
-        return [max(work.total + both, seconds / plan.microbatches)
-                for work, both, seconds in zip(works, neighbours, reduce)]
+        return [
+            max(work.total + both, seconds / plan.microbatches)
+            for work, both, seconds in zip(works, neighbours, reduce)
+        ]
 
     def fits(self, plan: Plan) -> bool:
         return self._memory(plan).total <= self.capacity
@@ -66,8 +68,10 @@ class ClosedForm(Cost):
         schedule, shape = plan.pipeline, plan.shape
         in_flight = schedule.max_in_flight(shape, 0) / plan.virtual
         each = BYTES[self.precision].a_parameter(
-            schedule.max_versions(shape, 0), plan.gradient_slots if schedule.late_step else 1,
-            plan.width if plan.distributed_optimizer else 1, plan.extrapolate,
+            schedule.max_versions(shape, 0),
+            plan.gradient_slots if schedule.late_step else 1,
+            plan.width if plan.distributed_optimizer else 1,
+            plan.extrapolate,
         )
         parameters = self.model.parameters() / plan.depth / plan.tensor
         whole = self.memory.layer(replace(plan, recompute="none"))[0] * self.model.layers / plan.depth

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.cost.links import all_reduce, layout
 from megatron_2bw.planner.cost.memory import layer_activations, score_activations
+from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
 

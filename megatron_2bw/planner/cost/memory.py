@@ -123,8 +123,10 @@ class Memory:
         if plan.tensor not in self._parts:
             words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor
             self._parts[plan.tensor] = (
-                self.model.layer_parameters(plan.tensor), self.model.embedding_parameters(plan.tensor),
-                self.model.output_parameters(plan.tensor), words if self.model.tied else 0.0,
+                self.model.layer_parameters(plan.tensor),
+                self.model.embedding_parameters(plan.tensor),
+                self.model.output_parameters(plan.tensor),
+                words if self.model.tied else 0.0,
             )
         layer, embedding, output, twice = self._parts[plan.tensor]
         count = layers * layer

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
-from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.cost.compute import ELEMENT, Compute, Work
 from megatron_2bw.planner.cost.links import all_reduce, half, layout, message
 from megatron_2bw.planner.cost.memory import BYTES, GIB, Memory, StageMemory
+from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
@@ -87,8 +87,13 @@ class Cost:
     method = "simulation"
 
     def __init__(
-        self, model: Model, cluster: Cluster, precision: str = "bf16", flash: bool | None = None,
-        margin: float = MARGIN, old_exchange: bool = False,
+        self,
+        model: Model,
+        cluster: Cluster,
+        precision: str = "bf16",
+        flash: bool | None = None,
+        margin: float = MARGIN,
+        old_exchange: bool = False,
     ):
         self.old_exchange = old_exchange
         self._works: dict[tuple, list[Work]] = {}
@@ -127,16 +132,27 @@ class Cost:
         # What a late step hides beside the next batch is nobody's waiting time.
         update = min(times.step + max(times.of("burden", plan.depth)), max(alone - work, 0.0))
         split = Split(
-            plan.microbatches * (busiest.total - busiest.tensor), plan.microbatches * busiest.tensor,
-            max(no_reduce - alone, 0.0), max(seconds - no_reduce, 0.0), update, max(alone - work - update, 0.0),
+            plan.microbatches * (busiest.total - busiest.tensor),
+            plan.microbatches * busiest.tensor,
+            max(no_reduce - alone, 0.0),
+            max(seconds - no_reduce, 0.0),
+            update,
+            max(alone - work - update, 0.0),
         )
         return Estimate(plan, seconds, split, tuple(self.memory.stages(plan)), self.capacity)
 
     def stages(self, plan: Plan) -> list[Work]:
         """Work of one microbatch on each stage."""
         key = (
-            plan.tensor, plan.depth, plan.width, plan.microbatch, plan.recompute, plan.sequence_parallel,
-            plan.pipeline_inside, plan.first, plan.last,
+            plan.tensor,
+            plan.depth,
+            plan.width,
+            plan.microbatch,
+            plan.recompute,
+            plan.sequence_parallel,
+            plan.pipeline_inside,
+            plan.first,
+            plan.last,
         )
         works = self._works.get(key)
         if works is None:
@@ -175,8 +191,15 @@ class Cost:
         if plan.schedule != "2bw":
             return None
         key = (
-            plan.tensor, plan.depth, plan.width, plan.microbatch, plan.recompute, plan.sequence_parallel,
-            plan.pipeline_inside, plan.first, plan.last,
+            plan.tensor,
+            plan.depth,
+            plan.width,
+            plan.microbatch,
+            plan.recompute,
+            plan.sequence_parallel,
+            plan.pipeline_inside,
+            plan.first,
+            plan.last,
         )
         if key not in self._slow:
             self._slow[key] = next(self._warmups(plan), None) is not None
@@ -240,7 +263,12 @@ class Cost:
 
     def _step(self, plan: Plan) -> _Step:
         key = (
-            plan.tensor, plan.depth, plan.width, plan.pipeline_inside, plan.distributed_optimizer, plan.first,
+            plan.tensor,
+            plan.depth,
+            plan.width,
+            plan.pipeline_inside,
+            plan.distributed_optimizer,
+            plan.first,
             plan.last,
         )
         step = self._steps.get(key)

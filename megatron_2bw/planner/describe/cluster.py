@@ -94,6 +94,7 @@ A100_80 = Device("A100-80GB", 79.2, 312, 2039, tflops_fp32=19.5, units=108)
 H100 = Device("H100-80GB", 79.2, 989, 3350, tflops_fp32=67, units=132)
 H200 = Device("H200-141GB", 139.8, 989, 4800, tflops_fp32=67, units=132)
 
+
 def _calibrated(device: Device, source: str, **constants: float) -> Device:
     return replace(device, calibration=source, **constants)
 
@@ -150,10 +151,16 @@ def from_dict(text: Any, where: str) -> Cluster:
         names = {entry.name for entry in fields(Device)}
         given = _take(gpu, f"{where}: gpu", {"memory_gib", "tflops", "memory_gb_s"}, names)
         device = Device(**({"name": "gpu"} | given))
-    links = {name: Link(**_take(top[name], f"{where}: {name}", {"gb_s", "latency_us"}, {"measured", "rails"}))
-             for name in ("inside", "between")}
+    links = {
+        name: Link(**_take(top[name], f"{where}: {name}", {"gb_s", "latency_us"}, {"measured", "rails"}))
+        for name in ("inside", "between")
+    }
     cluster = Cluster(
-        str(top.get("name", where)), top["servers"], top["gpus_per_server"], device, **links,
+        str(top.get("name", where)),
+        top["servers"],
+        top["gpus_per_server"],
+        device,
+        **links,
         profile=_beside(top.get("profile"), where),
     )
     return cluster
@@ -169,8 +176,12 @@ def to_yaml(cluster: Cluster, path: Path) -> None:
     import yaml
 
     text = {
-        "name": cluster.name, "servers": cluster.servers, "gpus_per_server": cluster.gpus_per_server,
-        "gpu": asdict(cluster.device), "inside": asdict(cluster.inside), "between": asdict(cluster.between),
+        "name": cluster.name,
+        "servers": cluster.servers,
+        "gpus_per_server": cluster.gpus_per_server,
+        "gpu": asdict(cluster.device),
+        "inside": asdict(cluster.inside),
+        "between": asdict(cluster.between),
     }
     if isinstance(cluster.profile, Path):
         text["profile"] = str(cluster.profile.resolve())

@@ -66,19 +66,31 @@ class _Entries:
 def _from_gpt2(config: _Entries, name: str, sequence: int | None) -> Model:
     config.one_of("activation_function", "gelu_new", "gelu", "gelu_pytorch_tanh")
     return Model(
-        name, config.count("n_layer"), config.count("n_embd"), config.count("n_head"),
-        vocab=config.count("vocab_size"), sequence=sequence or config.count("n_positions"),
-        ffn=config.count("n_inner", 0), tied=config.flag("tie_word_embeddings", True),
-        dropout=config.number("resid_pdrop", 0.1) > 0, norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
+        name,
+        config.count("n_layer"),
+        config.count("n_embd"),
+        config.count("n_head"),
+        vocab=config.count("vocab_size"),
+        sequence=sequence or config.count("n_positions"),
+        ffn=config.count("n_inner", 0),
+        tied=config.flag("tie_word_embeddings", True),
+        dropout=config.number("resid_pdrop", 0.1) > 0,
+        norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
     )
 
 
 def _from_bert(config: _Entries, name: str, sequence: int | None) -> Model:
     config.one_of("hidden_act", "gelu")
     return Model(
-        name, config.count("num_hidden_layers"), config.count("hidden_size"), config.count("num_attention_heads"),
-        vocab=config.count("vocab_size"), sequence=sequence or config.count("max_position_embeddings"), kind="bert",
-        ffn=config.count("intermediate_size"), dropout=config.number("hidden_dropout_prob", 0.1) > 0,
+        name,
+        config.count("num_hidden_layers"),
+        config.count("hidden_size"),
+        config.count("num_attention_heads"),
+        vocab=config.count("vocab_size"),
+        sequence=sequence or config.count("max_position_embeddings"),
+        kind="bert",
+        ffn=config.count("intermediate_size"),
+        dropout=config.number("hidden_dropout_prob", 0.1) > 0,
         norm_epsilon=config.number("layer_norm_eps", 1e-12),
     )
 
@@ -91,15 +103,31 @@ def _from_llama(config: _Entries, name: str, sequence: int | None) -> Model:
             raise ModelError(f"{entry} is true; Megatron has no flag for biases in those layers alone")
     window = config.count("sliding_window", sequence)
     if window < sequence and config.flag("use_sliding_window", kind != "qwen2"):  # false is Qwen2's own default
-        raise ModelError(f"the entry 'sliding_window' is {window}, less than the sequence's {sequence} tokens, all of "
-                         f"which Megatron would attend to; give --seq-length {window} or less")
+        raise ModelError(
+            f"the entry 'sliding_window' is {window}, less than the sequence's {sequence} tokens, all of "
+            f"which Megatron would attend to; give --seq-length {window} or less"
+        )
     base, scaled = _rope(config)
     return Model(
-        name, config.count("num_hidden_layers"), config.count("hidden_size"), config.count("num_attention_heads"),
-        vocab=config.count("vocab_size"), sequence=sequence, ffn=config.count("intermediate_size"),
-        groups=config.count("num_key_value_heads", 0), head_size=config.count("head_dim", 0), gated=True, rms_norm=True,
-        rotary=True, rotary_base=base, tied=config.flag("tie_word_embeddings", False), bias=False,
-        qkv_bias=kind == "qwen2", dropout=False, norm_epsilon=config.number("rms_norm_eps", 1e-6), rope_scaling=scaled,
+        name,
+        config.count("num_hidden_layers"),
+        config.count("hidden_size"),
+        config.count("num_attention_heads"),
+        vocab=config.count("vocab_size"),
+        sequence=sequence,
+        ffn=config.count("intermediate_size"),
+        groups=config.count("num_key_value_heads", 0),
+        head_size=config.count("head_dim", 0),
+        gated=True,
+        rms_norm=True,
+        rotary=True,
+        rotary_base=base,
+        tied=config.flag("tie_word_embeddings", False),
+        bias=False,
+        qkv_bias=kind == "qwen2",
+        dropout=False,
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        rope_scaling=scaled,
     )
 
 
@@ -127,6 +155,4 @@ def _rope(config: _Entries) -> tuple[int, bool]:
     return int(base), scaled
 
 
-_READERS = {
-    "gpt2": _from_gpt2, "bert": _from_bert, "llama": _from_llama, "mistral": _from_llama, "qwen2": _from_llama,
-}
+_READERS = {"gpt2": _from_gpt2, "bert": _from_bert, "llama": _from_llama, "mistral": _from_llama, "qwen2": _from_llama}

@@ -37,16 +37,31 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model: a name, a file, or Megatron's flags")
     group.add_argument("--model", metavar="NAME|config.json", help=", ".join(models.PRESETS))
     meaning = "as Megatron's"
-    for flag in ("--seq-length", "--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size",
-                 "--kv-channels", "--num-query-groups", "--vocab-size"):
+    for flag in (
+        "--seq-length",
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--ffn-hidden-size",
+        "--kv-channels",
+        "--num-query-groups",
+        "--vocab-size",
+    ):
         group.add_argument(flag, type=int, help=meaning)
     group.add_argument("--bert", action="store_true", help="a BERT, not a GPT")
-    for flag in ("--group-query-attention", "--swiglu", "--use-rope-scaling", "--untie-embeddings-and-output-weights",
-                 "--disable-bias-linear", "--add-qkv-bias"):
+    for flag in (
+        "--group-query-attention",
+        "--swiglu",
+        "--use-rope-scaling",
+        "--untie-embeddings-and-output-weights",
+        "--disable-bias-linear",
+        "--add-qkv-bias",
+    ):
         group.add_argument(flag, action="store_true", help=meaning)
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm", help=meaning)
-    group.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute",
-                       help=meaning)
+    group.add_argument(
+        "--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute", help=meaning
+    )
     group.add_argument("--rotary-base", type=int, default=10000, help=meaning)
     for flag, default in (("--norm-epsilon", 1e-5), ("--attention-dropout", 0.1), ("--hidden-dropout", 0.1)):
         group.add_argument(flag, type=float, default=default, help=meaning)
@@ -76,25 +91,48 @@ def model_of(options: argparse.Namespace) -> Model:
     if options.num_query_groups and not options.group_query_attention:
         raise ModelError("--num-query-groups needs --group-query-attention, as in Megatron")
     return Model(
-        "bert" if options.bert else "gpt", options.num_layers, options.hidden_size, options.num_attention_heads,
-        vocab=options.vocab_size or (30522 if options.bert else 50257), sequence=options.seq_length or 1024,
-        kind="bert" if options.bert else "gpt", ffn=options.ffn_hidden_size or _ffn(options),
+        "bert" if options.bert else "gpt",
+        options.num_layers,
+        options.hidden_size,
+        options.num_attention_heads,
+        vocab=options.vocab_size or (30522 if options.bert else 50257),
+        sequence=options.seq_length or 1024,
+        kind="bert" if options.bert else "gpt",
+        ffn=options.ffn_hidden_size or _ffn(options),
         groups=options.num_query_groups or (1 if options.group_query_attention else 0),
-        head_size=options.kv_channels or 0, gated=options.swiglu, rms_norm=options.normalization == "RMSNorm",
-        rotary=options.position_embedding_type == "rope", rotary_base=options.rotary_base,
-        tied=not options.untie_embeddings_and_output_weights, bias=not options.disable_bias_linear,
-        norm_epsilon=options.norm_epsilon, rope_scaling=options.use_rope_scaling, qkv_bias=options.add_qkv_bias,
+        head_size=options.kv_channels or 0,
+        gated=options.swiglu,
+        rms_norm=options.normalization == "RMSNorm",
+        rotary=options.position_embedding_type == "rope",
+        rotary_base=options.rotary_base,
+        tied=not options.untie_embeddings_and_output_weights,
+        bias=not options.disable_bias_linear,
+        norm_epsilon=options.norm_epsilon,
+        rope_scaling=options.use_rope_scaling,
+        qkv_bias=options.add_qkv_bias,
         dropout=options.attention_dropout > 0 or options.hidden_dropout > 0,
     )
 
 
 def _typed(options: argparse.Namespace) -> str | None:
     """A flag of a model that was typed beside --model."""
-    switches = ("bert", "group_query_attention", "swiglu", "untie_embeddings_and_output_weights", "disable_bias_linear",
-                "add_qkv_bias", "use_rope_scaling")
-    defaults = {"norm_epsilon": 1e-5, "normalization": "LayerNorm", "rotary_base": 10000,
-                "position_embedding_type": "learned_absolute",
-                "attention_dropout": 0.1, "hidden_dropout": 0.1}
+    switches = (
+        "bert",
+        "group_query_attention",
+        "swiglu",
+        "untie_embeddings_and_output_weights",
+        "disable_bias_linear",
+        "add_qkv_bias",
+        "use_rope_scaling",
+    )
+    defaults = {
+        "norm_epsilon": 1e-5,
+        "normalization": "LayerNorm",
+        "rotary_base": 10000,
+        "position_embedding_type": "learned_absolute",
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+    }
     given = [name for name in ONLY_WITHOUT_MODEL if getattr(options, name) is not None]
     given += [name for name in switches if getattr(options, name)]
     given += [name for name, default in defaults.items() if getattr(options, name) != default]

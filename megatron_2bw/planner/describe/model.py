@@ -63,8 +63,9 @@ class Model:
                 )
             object.__setattr__(self, "head_size", self.hidden // self.heads)
         if self.heads % self.groups:
-            raise ModelError(f"--num-attention-heads {self.heads} is not a multiple of "
-                             f"--num-query-groups {self.groups}")
+            raise ModelError(
+                f"--num-attention-heads {self.heads} is not a multiple of --num-query-groups {self.groups}"
+            )
 
     @property
     def query_size(self) -> int:
@@ -119,16 +120,15 @@ class Model:
     def layer_flops(self, microbatch: int, tensor: int = 1) -> tuple[float, float]:
         """(matrices, attention scores) of one layer's forward on `microbatch` samples, on one of `tensor` ranks."""
         tokens = microbatch * self.sequence
-        return (
-            2 * tokens * self.matrix_parameters() / tensor,
-            4 * tokens * self.sequence * self.query_size / tensor,
-        )
+        return (2 * tokens * self.matrix_parameters() / tensor, 4 * tokens * self.sequence * self.query_size / tensor)
 
     def matrix_sides(self, tensor: int = 1) -> list[tuple[float, float]]:
         """(inputs, outputs) of one layer's four matrix products on one of `tensor` ranks."""
         return [
-            (self.hidden, (self.query_size + 2 * self.key_size) / tensor), (self.query_size / tensor, self.hidden),
-            (self.hidden, self.ffn * (2 if self.gated else 1) / tensor), (self.ffn / tensor, self.hidden),
+            (self.hidden, (self.query_size + 2 * self.key_size) / tensor),
+            (self.query_size / tensor, self.hidden),
+            (self.hidden, self.ffn * (2 if self.gated else 1) / tensor),
+            (self.ffn / tensor, self.hidden),
         ]
 
     def output_flops(self, microbatch: int, tensor: int = 1) -> float:
@@ -144,8 +144,16 @@ class Model:
     def flags(self) -> list[str]:
         """Megatron's flags of the architecture."""
         words = [
-            "--num-layers", self.layers, "--hidden-size", self.hidden, "--num-attention-heads", self.heads,
-            "--seq-length", self.sequence, "--max-position-embeddings", self.sequence,
+            "--num-layers",
+            self.layers,
+            "--hidden-size",
+            self.hidden,
+            "--num-attention-heads",
+            self.heads,
+            "--seq-length",
+            self.sequence,
+            "--max-position-embeddings",
+            self.sequence,
         ]
         if self.gated or self.ffn != 4 * self.hidden:  # Megatron's default with --swiglu is another
             words += ["--ffn-hidden-size", self.ffn]
@@ -175,8 +183,13 @@ class Model:
 
 
 FLAGS = {
-    "layers": "--num-layers", "hidden": "--hidden-size", "heads": "--num-attention-heads", "vocab": "--vocab-size",
-    "sequence": "--seq-length", "ffn": "--ffn-hidden-size", "groups": "--num-query-groups",
+    "layers": "--num-layers",
+    "hidden": "--hidden-size",
+    "heads": "--num-attention-heads",
+    "vocab": "--vocab-size",
+    "sequence": "--seq-length",
+    "ffn": "--ffn-hidden-size",
+    "groups": "--num-query-groups",
     "head_size": "--kv-channels",
 }
 
@@ -191,8 +204,21 @@ def _bert(name: str, layers: int, hidden: int, heads: int, sequence: int = 512) 
 
 def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int) -> Model:
     return Model(
-        name, layers, hidden, heads, vocab=128256, sequence=8192, ffn=ffn, groups=8, gated=True, rms_norm=True,
-        rotary=True, rotary_base=500000, tied=False, bias=False, dropout=False,
+        name,
+        layers,
+        hidden,
+        heads,
+        vocab=128256,
+        sequence=8192,
+        ffn=ffn,
+        groups=8,
+        gated=True,
+        rms_norm=True,
+        rotary=True,
+        rotary_base=500000,
+        tied=False,
+        bias=False,
+        dropout=False,
     )
 
 
@@ -202,11 +228,19 @@ def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int) -> Model:
 PRESETS: dict[str, Model] = {
     model.name: model
     for model in (
-        _gpt("gpt-355m", 24, 1024, 16), _gpt("gpt-1.3b", 24, 2048, 16), _gpt("gpt-2.2b", 32, 2304, 24),
-        _gpt("gpt-3.8b", 48, 2560, 32), _gpt("gpt-28.3b", 64, 6048, 36), _gpt("gpt-175b", 96, 12288, 96, 2048),
-        _bert("bert-24", 24, 1024, 16), _bert("bert-48", 48, 1024, 16), _bert("bert-192", 192, 1024, 16),
-        _bert("bert-2.2b", 32, 2304, 24), _bert("bert-3.8b", 48, 2560, 40),
-        _llama("llama-8b", 32, 4096, 32, 14336), _llama("llama-70b", 80, 8192, 64, 28672),
+        _gpt("gpt-355m", 24, 1024, 16),
+        _gpt("gpt-1.3b", 24, 2048, 16),
+        _gpt("gpt-2.2b", 32, 2304, 24),
+        _gpt("gpt-3.8b", 48, 2560, 32),
+        _gpt("gpt-28.3b", 64, 6048, 36),
+        _gpt("gpt-175b", 96, 12288, 96, 2048),
+        _bert("bert-24", 24, 1024, 16),
+        _bert("bert-48", 48, 1024, 16),
+        _bert("bert-192", 192, 1024, 16),
+        _bert("bert-2.2b", 32, 2304, 24),
+        _bert("bert-3.8b", 48, 2560, 40),
+        _llama("llama-8b", 32, 4096, 32, 14336),
+        _llama("llama-70b", 80, 8192, 64, 28672),
     )
 }
 

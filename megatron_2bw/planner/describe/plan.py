@@ -116,9 +116,16 @@ class Plan:
     def flags(self, precision: str = "bf16") -> list[str]:
         """Megatron's and this project's flags of the configuration."""
         words = [
-            "--pipeline-schedule", self.schedule,
-            "--tensor-model-parallel-size", self.tensor, "--pipeline-model-parallel-size", self.depth,
-            "--micro-batch-size", self.microbatch, "--global-batch-size", self.global_batch,
+            "--pipeline-schedule",
+            self.schedule,
+            "--tensor-model-parallel-size",
+            self.tensor,
+            "--pipeline-model-parallel-size",
+            self.depth,
+            "--micro-batch-size",
+            self.microbatch,
+            "--global-batch-size",
+            self.global_batch,
         ]
         if self.first:
             words += ["--decoder-first-pipeline-num-layers", self.first]

@@ -133,10 +133,12 @@ class Profile:
         profile = _build(cls, entries, where)
         links = {
             name: _build(Link, entries[name], f"{where}: {name}")
-            for name in ("inside", "between") if entries.get(name) is not None
+            for name in ("inside", "between")
+            if entries.get(name) is not None
         }
-        return replace(profile, **{name: _points(entries[name], f"{where}: {name}") for name in ("blocks", "output")},
-                       **links)
+        return replace(
+            profile, **{name: _points(entries[name], f"{where}: {name}") for name in ("blocks", "output")}, **links
+        )
 
 
 def _build(cls: type, entries: Any, where: str) -> Any:

@@ -68,9 +68,12 @@ def _sizes(plan: Plan, model: Model, host: Host) -> str | None:
     if {*map(type, numbers)} == {int} and min(numbers) > 0:
         return None
     names = (
-        "--tensor-model-parallel-size", "--pipeline-model-parallel-size",
+        "--tensor-model-parallel-size",
+        "--pipeline-model-parallel-size",
         "the data-parallel size (GPUs / (--tensor-model-parallel-size x --pipeline-model-parallel-size))",
-        "--micro-batch-size", "the microbatches of a --global-batch-size", "--num-virtual-stages-per-pipeline-rank",
+        "--micro-batch-size",
+        "the microbatches of a --global-batch-size",
+        "--num-virtual-stages-per-pipeline-rank",
     )
     name, number = next((n, x) for n, x in zip(names, numbers) if type(x) is not int or x < 1)
     return f"{name}: {number!r} is not a whole number of 1 or more; use one"
@@ -89,9 +92,7 @@ def _ends(plan: Plan, model: Model, host: Host) -> str | None:
 def _warmup(plan: Plan, model: Model, host: Host) -> str | None:
     if {*map(type, plan.extra_warmup)} <= {int} and min(plan.extra_warmup, default=0) >= 0:
         return None
-    return (
-        f"--two-bw-extra-warmup {_listed(plan.extra_warmup)}: give whole numbers of 0 or more, or leave the flag out"
-    )
+    return f"--two-bw-extra-warmup {_listed(plan.extra_warmup)}: give whole numbers of 0 or more, or leave the flag out"
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
@@ -346,9 +347,7 @@ def _pipedream_ties(plan: Plan, model: Model, host: Host) -> str | None:
 def _pipedream_scales(plan: Plan, model: Model, host: Host) -> str | None:
     if plan.schedule != "pipedream" or host.precision != "fp16":
         return None
-    return (
-        "--fp16 with --pipeline-schedule pipedream: each stage would scale the loss by itself; use --bf16, or fp32"
-    )
+    return "--fp16 with --pipeline-schedule pipedream: each stage would scale the loss by itself; use --bf16, or fp32"
 
 
 # The rules that a search breaks most often come first.

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cost.bounds import work_bound
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.legality import is_legal, violations
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.memory import BYTES
+from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.find.legality import is_legal, violations
 from megatron_2bw.schedules import SCHEDULES
 
 # pipedream's delays differ by stage, so it is planned only when it is asked for.
@@ -135,7 +135,8 @@ class Search:
         """The choices of the space that hold fewest weights, gradients and optimizer states."""
         schedules = sorted(self.space.schedules, key=lambda name: name in ("2bw", "pipedream"))
         return shape.changed(
-            schedule=schedules[0], gradient_slots=min(self.space.gradient_slots),
+            schedule=schedules[0],
+            gradient_slots=min(self.space.gradient_slots),
             distributed_optimizer=max(self.space.distributed_optimizer) and shape.width > 1,
         )
 
@@ -170,8 +171,11 @@ class Search:
         key = (split.tensor, split.depth, split.width, split.microbatch, split.first, split.last)
         least = self._least.get(key)
         if least is None:
-            plans = [split.changed(pipeline_inside=inside, distributed_optimizer=distributed)
-                     for inside in self.space.pipeline_inside for distributed in self.space.distributed_optimizer]
+            plans = [
+                split.changed(pipeline_inside=inside, distributed_optimizer=distributed)
+                for inside in self.space.pipeline_inside
+                for distributed in self.space.distributed_optimizer
+            ]
             costs = [self.cost.waits(plan) for plan in plans]
             least = self._least[key] = tuple(min(column) for column in zip(*costs))
         return least
@@ -200,7 +204,14 @@ class Search:
             self.rejected["more stages than the layers divide into"] += 1
             return None
         plan = Plan(
-            tensor, depth, width, microbatch, microbatches, schedule="megatron", first=split[0], last=split[1],
+            tensor,
+            depth,
+            width,
+            microbatch,
+            microbatches,
+            schedule="megatron",
+            first=split[0],
+            last=split[1],
             sequence_parallel=self.space.sequence_parallel and tensor > 1,
         )
         return plan if self._legal(plan) else None
@@ -233,8 +244,11 @@ class Search:
             return found + [(first, layers - first) for first in firsts if 2 * first != layers]
         for middle in range(max(layers // depth - 1, 1), longest + 1):
             ends = layers - middle * (depth - 2)
-            found += [(first, ends - first) for first in range(max(ends - longest, 1), min(longest, ends - 1) + 1)
-                      if (first, ends - first) != (middle, middle)]
+            found += [
+                (first, ends - first)
+                for first in range(max(ends - longest, 1), min(longest, ends - 1) + 1)
+                if (first, ends - first) != (middle, middle)
+            ]
         return found
 
     def scheduled(self, split: Plan) -> Iterator[Plan]:
@@ -249,7 +263,10 @@ class Search:
         if not microbatches:
             return None
         plan = split.changed(
-            schedule=schedule, gradient_slots=slots, virtual=virtual, microbatches=microbatches,
+            schedule=schedule,
+            gradient_slots=slots,
+            virtual=virtual,
+            microbatches=microbatches,
             extrapolate=self.space.extrapolate and schedule == "2bw",
         )
         return plan if self._legal(plan) else None

@@ -20,9 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.planner.measure.links import WARM_UP, links_of_job
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.profile import MEASURED, BlockTime, Profile, ProfileError
+from megatron_2bw.planner.measure.links import WARM_UP, links_of_job
 
 
 def measure_block(model: Model, precision: str, microbatches: Iterable[int], device: str, repeats: int = 10) -> Profile:
@@ -45,12 +45,27 @@ def measure_block(model: Model, precision: str, microbatches: Iterable[int], dev
         step, optimizer = _time_optimizer(layer, precision, device, repeats)
         del layer
         gc.collect()  # Megatron's hooks and buffers refer to each other
-        output = _sweep("output layer", _stage(model, precision, device, implementation, last=True), model, sizes,
-                        device, repeats)
+        output = _sweep(
+            "output layer", _stage(model, precision, device, implementation, last=True), model, sizes, device, repeats
+        )
         return Profile(
-            torch.cuda.get_device_name() if device == "cuda" else "cpu", precision, model.kind, model.hidden,
-            model.heads, model.ffn, model.groups, model.head_size, model.sequence, model.gated, model.dropout,
-            model.vocab, blocks, output, step, optimizer, torch.get_num_threads(),
+            torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            precision,
+            model.kind,
+            model.hidden,
+            model.heads,
+            model.ffn,
+            model.groups,
+            model.head_size,
+            model.sequence,
+            model.gated,
+            model.dropout,
+            model.vocab,
+            blocks,
+            output,
+            step,
+            optimizer,
+            torch.get_num_threads(),
             f"torch {torch.__version__}, megatron-core {__version__}, {implementation} layers",
         )
 
@@ -97,12 +112,18 @@ def _stage(model: Model, precision: str, device: str, implementation: str, last:
     else:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     stage = GPTModel(
-        config, spec, model.padded_vocab(), model.sequence, pre_process=False, post_process=last,
-        position_embedding_type="rope" if model.rotary else "learned_absolute", rotary_base=model.rotary_base,
+        config,
+        spec,
+        model.padded_vocab(),
+        model.sequence,
+        pre_process=False,
+        post_process=last,
+        position_embedding_type="rope" if model.rotary else "learned_absolute",
+        rotary_base=model.rotary_base,
     )
     stage = stage.to(device=device, dtype=config.params_dtype)
     return DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=precision == "bf16"), stage,
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=precision == "bf16"), stage
     )
 
 
@@ -118,14 +139,28 @@ def _config(model: Model, precision: str, device: str, implementation: str) -> A
         return gpu and importlib.util.find_spec(module) is not None
 
     return TransformerConfig(
-        num_layers=1, hidden_size=model.hidden, num_attention_heads=model.heads, num_query_groups=model.groups,
-        kv_channels=model.head_size, ffn_hidden_size=model.ffn, gated_linear_unit=model.gated,
+        num_layers=1,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        num_query_groups=model.groups,
+        kv_channels=model.head_size,
+        ffn_hidden_size=model.ffn,
+        gated_linear_unit=model.gated,
         activation_func=torch.nn.functional.silu if model.gated else torch.nn.functional.gelu,
-        normalization="RMSNorm" if model.rms_norm else "LayerNorm", add_bias_linear=model.bias,
-        add_qkv_bias=model.bias or model.qkv_bias, hidden_dropout=dropout, attention_dropout=dropout,
-        bf16=precision == "bf16", fp16=precision == "fp16", params_dtype=dtype, pipeline_dtype=dtype,
-        use_cpu_initialization=not gpu, attention_softmax_in_fp32=False, transformer_impl=implementation,
-        bias_activation_fusion=gpu and (model.gated or model.bias), bias_dropout_fusion=gpu,
+        normalization="RMSNorm" if model.rms_norm else "LayerNorm",
+        add_bias_linear=model.bias,
+        add_qkv_bias=model.bias or model.qkv_bias,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=not gpu,
+        attention_softmax_in_fp32=False,
+        transformer_impl=implementation,
+        bias_activation_fusion=gpu and (model.gated or model.bias),
+        bias_dropout_fusion=gpu,
         masked_softmax_fusion=compiled("scaled_masked_softmax_cuda"),
         gradient_accumulation_fusion=compiled("fused_weight_gradient_mlp_cuda"),
     )
@@ -143,8 +178,10 @@ def _sweep(name: str, stage: Any, model: Model, sizes: list[int], device: str, r
             print(f"{name}, microbatch {size}: does not fit the GPU's memory", flush=True)
             break
         points.append(BlockTime(size, forward, backward))
-        print(f"{name}, microbatch {size}: forward {1e3 * forward:.3f} ms, backward {1e3 * backward:.3f} ms {MEASURED}",
-              flush=True)
+        print(
+            f"{name}, microbatch {size}: forward {1e3 * forward:.3f} ms, backward {1e3 * backward:.3f} ms {MEASURED}",
+            flush=True,
+        )
     if not points:
         raise ProfileError(f"--microbatches {sizes[0]}: the {name} does not fit the GPU's memory")
     return tuple(points)
@@ -184,7 +221,7 @@ def _medians(work: Callable[[Callable[[], None]], None], repeats: int, device: s
     for _ in range(WARM_UP[device] + repeats):
         marks: list[Any] = []
 
-        def mark() -> None:
+        def mark(marks: list[Any] = marks) -> None:
             marks.append(torch.cuda.Event(enable_timing=True) if device == "cuda" else time.perf_counter())
             if device == "cuda":
                 marks[-1].record()
@@ -195,7 +232,7 @@ def _medians(work: Callable[[Callable[[], None]], None], repeats: int, device: s
             rounds.append([1e-3 * before.elapsed_time(after) for before, after in pairwise(marks)])
         else:
             rounds.append([after - before for before, after in pairwise(marks)])
-    return [statistics.median(part) for part in zip(*rounds[WARM_UP[device]:], strict=True)]
+    return [statistics.median(part) for part in zip(*rounds[WARM_UP[device] :], strict=True)]
 
 
 def _time_optimizer(stage: Any, precision: str, device: str, repeats: int) -> tuple[float, str]:
@@ -203,8 +240,14 @@ def _time_optimizer(stage: Any, precision: str, device: str, repeats: int) -> tu
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(
-        optimizer="adam", lr=1e-4, min_lr=0.0, weight_decay=0.01, clip_grad=1.0, bf16=precision == "bf16",
-        fp16=precision == "fp16", params_dtype=stage.config.params_dtype,
+        optimizer="adam",
+        lr=1e-4,
+        min_lr=0.0,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        params_dtype=stage.config.params_dtype,
     )
     optimizer = get_megatron_optimizer(config, [stage], use_gloo_process_groups=False)
 
@@ -228,8 +271,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `megatron-2bw-plan profile`, without those of the model."""
     parser.add_argument("--json", type=Path, required=True, metavar="PATH", help="the profile that is written")
     parser.add_argument("--microbatches", default="1,2,4,8", help="sizes to measure at (default: 1,2,4,8)")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"),
-                        help="default: fp32 on a CPU, bf16 on a GPU that has it, fp16 on others")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="default: fp32 on a CPU, bf16 on a GPU that has it, fp16 on others",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--repeats", type=int, default=10, help="rounds of which the median counts (default: 10)")
 

@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.legality import violations
+from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model, ModelError
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.find.legality import violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
-DEVICE = (
-    "gemm_efficiency", "memory_efficiency", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us",
-)
+DEVICE = ("gemm_efficiency", "memory_efficiency", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us")
 LINK = ("gb_s", "latency_us")
 NOISE, PRIOR = 0.1, 0.5  # spread of a time about the model's, and of a constant about the preset's (logarithms)
 SHARE_LIMIT = 0.95  # of the peak and of the bandwidth
@@ -92,12 +90,20 @@ def calibrate(cluster: Cluster, runs: Sequence[Run], iterations: int = 15) -> Cl
     return replace(fitted, device=replace(fitted.device, calibration=f"fitted to {len(runs)} measured runs"))
 
 
-COLUMNS = (
-    "layers", "hidden", "heads", "sequence", "tensor", "depth", "width", "microbatch", "global_batch", "seconds",
-)
+COLUMNS = ("layers", "hidden", "heads", "sequence", "tensor", "depth", "width", "microbatch", "global_batch", "seconds")
 OPTIONAL = {
-    "vocab": 50257, "recompute": "none", "schedule": "megatron", "virtual": 1, "precision": "bf16", "flash": 0,
-    "kind": "gpt", "ffn": 0, "groups": 0, "gated": 0, "sequence_parallel": 0, "distributed_optimizer": 0,
+    "vocab": 50257,
+    "recompute": "none",
+    "schedule": "megatron",
+    "virtual": 1,
+    "precision": "bf16",
+    "flash": 0,
+    "kind": "gpt",
+    "ffn": 0,
+    "groups": 0,
+    "gated": 0,
+    "sequence_parallel": 0,
+    "distributed_optimizer": 0,
     "pipeline_inside": 0,
 }
 
@@ -133,8 +139,15 @@ def _run(row: dict[str, str], where: str) -> Run:
     shape = {f.name: values[f.name] for f in fields(Model) if f.name in values}
     flags = {name: bool(values[name]) for name in ("sequence_parallel", "distributed_optimizer", "pipeline_inside")}
     plan = Plan(
-        values["tensor"], values["depth"], values["width"], values["microbatch"], values["global_batch"] // each,
-        values["recompute"], values["schedule"], values["virtual"], **flags,
+        values["tensor"],
+        values["depth"],
+        values["width"],
+        values["microbatch"],
+        values["global_batch"] // each,
+        values["recompute"],
+        values["schedule"],
+        values["virtual"],
+        **flags,
     )
     try:
         model = Model("run", **{name: bool(value) if name == "gated" else value for name, value in shape.items()})
@@ -147,7 +160,10 @@ def _run(row: dict[str, str], where: str) -> Run:
 
 
 WORDS = {
-    "recompute": RECOMPUTE, "schedule": SCHEDULE_NAMES, "precision": ("bf16", "fp16", "fp32"), "kind": ("gpt", "bert"),
+    "recompute": RECOMPUTE,
+    "schedule": SCHEDULE_NAMES,
+    "precision": ("bf16", "fp16", "fp32"),
+    "kind": ("gpt", "bert"),
 }
 
 

@@ -34,8 +34,12 @@ def links_of_job(device: str) -> tuple[Link | None, Link | None]:
     links = measure_links(int(os.environ.get("GROUP_RANK", "0")), device)
     if rank == 0:
         for name, link in zip(("inside a server", "between servers"), links):
-            print(f"link {name}: {link.gb_s:.2f} GB/s, {link.latency_us:.0f} us {MEASURED}" if link else
-                  f"link {name}: nothing to measure", flush=True)
+            print(
+                f"link {name}: {link.gb_s:.2f} GB/s, {link.latency_us:.0f} us {MEASURED}"
+                if link
+                else f"link {name}: nothing to measure",
+                flush=True,
+            )
     dist.destroy_process_group()
     return links
 
@@ -94,4 +98,4 @@ def _one_way(peer: int, leads: bool, size: int, rounds: int, device: str) -> flo
         if device == "cuda":
             torch.cuda.synchronize()
         spent.append((time.perf_counter() - begun) / 2)
-    return statistics.median(spent[WARM_UP[device]:])
+    return statistics.median(spent[WARM_UP[device] :])

@@ -68,16 +68,22 @@ def split(plan: Plan, per_server: int, place: Place) -> tuple[int, int]:
 def refusal(plan: Plan, per_server: int, place: Place) -> str | None:
     """One line that names the flag if the plan cannot run here, or None."""
     if place.device == "cpu" and plan.sequence_parallel:
-        return ("--sequence-parallel does not work on the CPU, where tensor parallelism works without it only: "
-                "plan with --no-sequence-parallel")
+        return (
+            "--sequence-parallel does not work on the CPU, where tensor parallelism works without it only: "
+            "plan with --no-sequence-parallel"
+        )
     servers, ranks = split(plan, per_server, place)
     if servers <= place.servers and ranks <= place.ranks and servers * ranks == plan.gpus:
         return None
-    sizes = (f"--tensor-model-parallel-size {plan.tensor} x --pipeline-model-parallel-size {plan.depth} x "
-             f"{plan.width} pipelines")
+    sizes = (
+        f"--tensor-model-parallel-size {plan.tensor} x --pipeline-model-parallel-size {plan.depth} x "
+        f"{plan.width} pipelines"
+    )
     if place.device == "cpu":
-        return (f"{sizes} are {plan.gpus} processes, more than {place.servers * place.ranks} ({CROWD} a core): plan "
-                "for a smaller --cluster")
+        return (
+            f"{sizes} are {plan.gpus} processes, more than {place.servers * place.ranks} ({CROWD} a core): plan "
+            "for a smaller --cluster"
+        )
     there = f"{place.ranks}" if place.servers == 1 else f"{place.servers} servers with {place.ranks}"
     return f"{sizes} need {plan.gpus} GPUs, but there are {there}: plan for a --cluster like that, or give --device cpu"
 
@@ -91,11 +97,27 @@ def command(words: list[str], plan: Plan, per_server: int, place: Place, script:
     job = int(os.environ["SLURM_JOB_ID"])
     hosts = [] if servers > 1 else ["--nodelist", place.host]
     return [
-        "srun", "--nodes", str(servers), "--ntasks", str(servers), "--ntasks-per-node", "1", *hosts,
+        "srun",
+        "--nodes",
+        str(servers),
+        "--ntasks",
+        str(servers),
+        "--ntasks-per-node",
+        "1",
+        *hosts,
         "--kill-on-bad-exit=1",
-        *torchrun, "--nnodes", str(servers), "--rdzv-backend", "c10d", "--rdzv-id", f"{job}-{number}",
+        *torchrun,
+        "--nnodes",
+        str(servers),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        f"{job}-{number}",
         # Of its own for each plan, for the one before may still hold its; below those that Linux gives out.
-        "--rdzv-endpoint", f"{place.host}:{20000 + (job + number) % 10000}", str(script), *words,
+        "--rdzv-endpoint",
+        f"{place.host}:{20000 + (job + number) % 10000}",
+        str(script),
+        *words,
     ]
 
 

@@ -67,10 +67,15 @@ def label(plan: Plan) -> str:
         words.append(f"{plan.recompute} recompute")
     if plan.first or plan.last:
         words.append(f"layers {plan.first}..{plan.last}")
-    words += [word for word, given in (
-        ("sequence-parallel", plan.sequence_parallel),
-        ("distributed optimizer", plan.distributed_optimizer), ("tp-pp-dp", plan.pipeline_inside),
-    ) if given]
+    words += [
+        word
+        for word, given in (
+            ("sequence-parallel", plan.sequence_parallel),
+            ("distributed optimizer", plan.distributed_optimizer),
+            ("tp-pp-dp", plan.pipeline_inside),
+        )
+        if given
+    ]
     return " ".join(words)
 
 
@@ -174,16 +179,20 @@ def table(trials: Sequence[Trial], memory: bool) -> str:
     for trial in trials:
         row = [label(trial.plan), f"{1e3 * trial.predicted:.1f}", "", "", ""]
         if trial.measured:
-            row[2:] = [f"{1e3 * trial.measured:.1f}", f"{trial.ratio:.2f}",
-                       f"{trial.plan.global_batch / trial.measured:.1f}"]
+            row[2:] = [
+                f"{1e3 * trial.measured:.1f}",
+                f"{trial.ratio:.2f}",
+                f"{trial.plan.global_batch / trial.measured:.1f}",
+            ]
         if memory:
             both = (trial.predicted_memory, trial.measured_memory)
             row += [f"{max(stages) / GIB:.2f}" if stages else "" for stages in both]
         rows.append([*row, trial.status if trial.status != OK else ""])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(word.rjust(width) for word, width in zip(row[1:-1], widths[1:-1])),
-                   row[-1]]).rstrip()
+        "  ".join(
+            [row[0].ljust(widths[0]), *(word.rjust(width) for word, width in zip(row[1:-1], widths[1:-1])), row[-1]]
+        ).rstrip()
         for row in rows
     )
 
@@ -199,8 +208,13 @@ def draw(trials: Sequence[Trial], path: Path) -> None:
         ("predicted", -0.2, [trial.predicted for trial in done], "#8fb3d9"),
         ("measured", 0.2, [trial.measured for trial in done], "#1f5fa8"),
     ):
-        bars = axis.bar([place + shift for place in range(len(done))], [1e3 * height for height in heights], 0.38,
-                        label=name, color=color)
+        bars = axis.bar(
+            [place + shift for place in range(len(done))],
+            [1e3 * height for height in heights],
+            0.38,
+            label=name,
+            color=color,
+        )
         axis.bar_label(bars, fmt="%.3g", fontsize=8)
     names = [label(trial.plan).replace(" ", "\n", 1) + f"\nbatch {trial.plan.global_batch}" for trial in done]
     axis.set_xticks(range(len(done)), names, fontsize=8)

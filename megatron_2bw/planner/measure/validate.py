@@ -22,13 +22,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_2bw.planner.measure import trials as reading
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.tell.jobs import entry_script
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.measure.place import Place, ValidateError, command, environment, find_place, refusal
 from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.measure import trials as reading
+from megatron_2bw.planner.measure.place import Place, ValidateError, command, environment, find_place, refusal
 from megatron_2bw.planner.measure.trials import FAILED, OK, REFUSED, TIMEOUT, Trial
+from megatron_2bw.planner.tell.jobs import entry_script
 
 ROOT = Path(__file__).resolve().parents[3]
 BUSY = 0.1  # share of the cores that others take, above which measured times say little
@@ -38,11 +38,20 @@ FILES = ("trials.jsonl", "validate.json", "validate.png")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `megatron-2bw-plan validate`, without those of the planner."""
     parser.add_argument("--iterations", type=int, default=8, help="of each plan (default: 8)")
-    parser.add_argument("--out", type=Path, default=Path("out/validate"), metavar="DIR",
-                        help="folder of trials.jsonl, validate.json, validate.png and logs (default: out/validate)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/validate"),
+        metavar="DIR",
+        help="folder of trials.jsonl, validate.json, validate.png and logs (default: out/validate)",
+    )
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of each plan (default: 600)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto: GPUs, or the CPU if the cluster's device is named cpu")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: GPUs, or the CPU if the cluster's device is named cpu",
+    )
 
 
 def run(cost: Cost, estimates: list[Estimate], options: argparse.Namespace) -> list[Trial]:
@@ -112,10 +121,29 @@ def script_path(model: Model) -> Path:
 def flags(cost: Cost, plan: Plan, iterations: int, device: str) -> list[str]:
     """The command line of the entry script: the model, the plan, mock data, and a line for each iteration."""
     words = [
-        *cost.model.flags(), *plan.flags(cost.precision), "--device", device,
-        "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", cost.model.vocab,
-        "--train-iters", iterations, "--lr", 1e-4, "--lr-decay-style", "constant", "--clip-grad", 1.0,
-        "--eval-iters", 0, "--eval-interval", iterations + 1, "--log-interval", 1,
+        *cost.model.flags(),
+        *plan.flags(cost.precision),
+        "--device",
+        device,
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        cost.model.vocab,
+        "--train-iters",
+        iterations,
+        "--lr",
+        1e-4,
+        "--lr-decay-style",
+        "constant",
+        "--clip-grad",
+        1.0,
+        "--eval-iters",
+        0,
+        "--eval-interval",
+        iterations + 1,
+        "--log-interval",
+        1,
     ]
     if cost.precision == "fp16":  # from Megatron's 2^32 on the first steps would all be skipped
         words += ["--initial-loss-scale", 1024]
@@ -147,8 +175,13 @@ def _try(
     """One plan, run to its end or to its time limit."""
     plan, iterations, log = estimate.plan, options.iterations, options.out / f"trial-{number}.log"
     words = flags(cost, plan, iterations, place.device)
-    known = dict(plan=plan, flags=tuple(words), predicted=estimate.seconds, log=str(log),
-                 predicted_memory=tuple(stage.total for stage in estimate.memory))
+    known = dict(
+        plan=plan,
+        flags=tuple(words),
+        predicted=estimate.seconds,
+        log=str(log),
+        predicted_memory=tuple(stage.total for stage in estimate.memory),
+    )
     if refused:
         return Trial(**known | {"log": ""}, status=REFUSED, error=refused)
     line = command(words, plan, cost.cluster.gpus_per_server, place, script_path(cost.model), number)
@@ -188,8 +221,9 @@ def _seconds_of_others() -> float:
 def execute(line: list[str], log: Path, variables: dict[str, str], timeout: float) -> int | None:
     """Run a command, its output in `log`; its exit code, or None if it outlasts `timeout` seconds. OSError."""
     with open(log, "wb") as file:
-        process = subprocess.Popen(line, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                                   start_new_session=True)
+        process = subprocess.Popen(
+            line, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -240,14 +274,17 @@ def notes(cost: Cost, place: Place) -> list[str]:
     if place.device == "cpu" and cost.cluster.device.name != "cpu":
         found.append(f"--cluster {cost.cluster.name} has GPUs, the plans run on the CPU: their order may be another")
     if place.device == "cuda" and cost.memory.flash and not _installed("transformer_engine"):
-        found.append("Transformer Engine is missing: its local layers keep the attention scores; plan with --attention "
-                     "core")
+        found.append(
+            "Transformer Engine is missing: its local layers keep the attention scores; plan with --attention core"
+        )
     if profile is None:
         return found
     found.append(profile.fits(cost.model, cost.precision))
     if place.device == "cpu" and profile.threads != 1:
-        found.append(f"the profile was measured with {profile.threads} threads, and each rank here has one: measure it "
-                     "again with OMP_NUM_THREADS=1")
+        found.append(
+            f"the profile was measured with {profile.threads} threads, and each rank here has one: measure it "
+            "again with OMP_NUM_THREADS=1"
+        )
     return [note for note in found if note]
 
 
@@ -270,11 +307,16 @@ def _summarize(
     profile = cost.cluster.profile
     result = {
         "kind": "megatron-2bw validation",
-        "model": asdict(cost.model), "cluster": cost.cluster.name, "precision": cost.precision,
+        "model": asdict(cost.model),
+        "cluster": cost.cluster.name,
+        "precision": cost.precision,
         "times": f"MEASURED on {profile.device}, {profile.made_with}" if profile else "ESTIMATED",
-        "place": asdict(place), "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
-        "iterations": options.iterations, "notes": said,
-        "spearman": reading.rank_correlation(done), "order": reading.order(done),
+        "place": asdict(place),
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
+        "iterations": options.iterations,
+        "notes": said,
+        "spearman": reading.rank_correlation(done),
+        "order": reading.order(done),
         "trials": [trial.entries() for trial in done],
     }
     part = folder / "validate.json.part"

@@ -9,16 +9,20 @@ import textwrap
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_2bw.planner.describe.cluster import Link
-from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.cost.memory import GIB
+from megatron_2bw.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.planner.describe.cluster import Link
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.search import Search, Space
 
 MEASURED, ESTIMATED = "MEASURED", "ESTIMATED"
 TERMS = {
-    "compute": "compute", "tensor": "tensor-parallel collectives", "pipeline": "messages between stages",
-    "data": "the reduction of gradients", "update": "the optimizer's step", "bubble": "waiting for other stages",
+    "compute": "compute",
+    "tensor": "tensor-parallel collectives",
+    "pipeline": "messages between stages",
+    "data": "the reduction of gradients",
+    "update": "the optimizer's step",
+    "bubble": "waiting for other stages",
 }
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 DEEP = 12  # stages that are listed one by one
@@ -93,26 +97,60 @@ def table(result: Result) -> str:
     for rank, estimate in enumerate(result.estimates, 1):
         plan, split = estimate.plan, estimate.split
         each = estimate.throughput / plan.gpus
-        plans.append([
-            str(rank), plan.schedule_name,
-            *map(str, (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches)), plan.recompute,
-            "sharded" if plan.distributed_optimizer else "whole", "pp-dp" if plan.pipeline_inside else "dp-pp",
-            _layers(plan, cost.model.layers), str(plan.global_batch), f"{estimate.throughput:.1f}",
-            f"{each * cost.model.sequence:.0f}", f"{each * cost.model.sample_flops() / 1e12:.1f}",
-        ])
-        times.append([
-            str(rank), f"{1e3 * estimate.seconds:.1f} ms",
-            *(_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS),
-            f"{estimate.heaviest / GIB:.2f} GiB", f"{estimate.headroom / GIB:.2f} GiB",
-        ])
-    head = ["#", "schedule", "t", "d", "w", "b", "m", "recompute", "optim.", "ranks", "layers", "batch", "samples/s",
-            "tok/s/GPU", "TF/s/GPU"]
+        plans.append(
+            [
+                str(rank),
+                plan.schedule_name,
+                *map(str, (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches)),
+                plan.recompute,
+                "sharded" if plan.distributed_optimizer else "whole",
+                "pp-dp" if plan.pipeline_inside else "dp-pp",
+                _layers(plan, cost.model.layers),
+                str(plan.global_batch),
+                f"{estimate.throughput:.1f}",
+                f"{each * cost.model.sequence:.0f}",
+                f"{each * cost.model.sample_flops() / 1e12:.1f}",
+            ]
+        )
+        times.append(
+            [
+                str(rank),
+                f"{1e3 * estimate.seconds:.1f} ms",
+                *(_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS),
+                f"{estimate.heaviest / GIB:.2f} GiB",
+                f"{estimate.headroom / GIB:.2f} GiB",
+            ]
+        )
+    head = [
+        "#",
+        "schedule",
+        "t",
+        "d",
+        "w",
+        "b",
+        "m",
+        "recompute",
+        "optim.",
+        "ranks",
+        "layers",
+        "batch",
+        "samples/s",
+        "tok/s/GPU",
+        "TF/s/GPU",
+    ]
     first = _aligned(head, plans, {"schedule", "recompute", "optim.", "ranks", "layers"})
     second = _aligned(["#", "iteration", *TERMS, "heaviest", "headroom"], times, set())
-    return "\n".join([
-        f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first (ESTIMATED)", _judged(cost), *first,
-        *LEGEND, "", f"Where an iteration's time goes, and memory ({_tags(cost)})", *second,
-    ])
+    return "\n".join(
+        [
+            f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first (ESTIMATED)",
+            _judged(cost),
+            *first,
+            *LEGEND,
+            "",
+            f"Where an iteration's time goes, and memory ({_tags(cost)})",
+            *second,
+        ]
+    )
 
 
 def _judged(cost: Cost) -> str:
@@ -143,10 +181,12 @@ def memory_table(estimate: Estimate) -> str:
         else:
             rows.append((number, number, cells))
     lines = [[str(first) if first == last else f"{first}-{last}", *cells] for first, last, cells in rows]
-    return "\n".join([
-        f"Memory of a GPU of each stage of {estimate.plan.title}, in GiB ({ESTIMATED})",
-        *_aligned(["stage", *KINDS, "total", "headroom"], lines, {"stage"}),
-    ])
+    return "\n".join(
+        [
+            f"Memory of a GPU of each stage of {estimate.plan.title}, in GiB ({ESTIMATED})",
+            *_aligned(["stage", *KINDS, "total", "headroom"], lines, {"stage"}),
+        ]
+    )
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -184,8 +224,11 @@ def _against(winner: Estimate, rival: Estimate) -> str:
         text = f"{words} ({_percent(there)} there, {_percent(here)} here{why})"
         if abs(there - here) >= SMALL:
             (saved if there > here else paid).append((abs(there - here), text))
-    parts = [f"{verb} {_listed([text for _, text in sorted(differences, reverse=True)[:3]])}"
-             for verb, differences in (("less for", saved), ("more for", paid)) if differences]
+    parts = [
+        f"{verb} {_listed([text for _, text in sorted(differences, reverse=True)[:3]])}"
+        for verb, differences in (("less for", saved), ("more for", paid))
+        if differences
+    ]
     split = f"Of that plan's time a sample it takes {', but '.join(parts)}."
     if not parts:
         split = f"No term differs by {_percent(SMALL)}."
@@ -208,8 +251,11 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     compute = (ESTIMATED, f"{device.name}, {device.calibration}")
     update = (ESTIMATED, f"{device.name}'s memory bandwidth")
     if profile is not None:
-        compute = (MEASURED, f"profile of a layer and the output layer on {profile.device}; {ESTIMATED} from it: the "
-                             "embedding, selective recompute, tensor sizes above 1")
+        compute = (
+            MEASURED,
+            f"profile of a layer and the output layer on {profile.device}; {ESTIMATED} from it: the "
+            "embedding, selective recompute, tensor sizes above 1",
+        )
         update = (MEASURED, f"profile of the optimizer on {profile.device}; {device.step_us / 1e3:g} ms {ESTIMATED}")
     links = [("inside servers", cost.cluster.inside)]
     if cost.cluster.servers > 1:
@@ -219,8 +265,13 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     simulated = (ESTIMATED, "the schedule, simulated with the terms above")
     memory = (ESTIMATED, f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free")
     return {
-        "compute": compute, "tensor": network, "pipeline": network, "data": network, "update": update,
-        "bubble": simulated, "memory": memory,
+        "compute": compute,
+        "tensor": network,
+        "pipeline": network,
+        "data": network,
+        "update": update,
+        "bubble": simulated,
+        "memory": memory,
     }
 
 
@@ -229,8 +280,9 @@ def _link(where: str, link: Link) -> str:
 
 
 def _tags(cost: Cost) -> str:
-    tags = {tag: ", ".join(term for term, found in terms(cost).items() if found[0] == tag)
-            for tag in (MEASURED, ESTIMATED)}
+    tags = {
+        tag: ", ".join(term for term, found in terms(cost).items() if found[0] == tag) for tag in (MEASURED, ESTIMATED)
+    }
     return "; ".join(f"{tag}: {names}" for tag, names in tags.items() if names)
 
 

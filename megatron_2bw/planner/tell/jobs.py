@@ -17,14 +17,37 @@ from megatron_2bw.planner.describe.plan import Plan
 
 # Defaults of a first run. A warm-up in per cent stays possible when the caller gives fewer --train-iters.
 TRAINING = [
-    "--train-iters", "100000", "--lr", "1.5e-4", "--min-lr", "1.5e-5", "--lr-decay-style", "cosine",
-    "--lr-warmup-fraction", "0.01", "--weight-decay", "0.1", "--clip-grad", "1.0", "--eval-interval", "1000",
-    "--eval-iters", "10", "--log-interval", "10", "--log-throughput",
+    "--train-iters",
+    "100000",
+    "--lr",
+    "1.5e-4",
+    "--min-lr",
+    "1.5e-5",
+    "--lr-decay-style",
+    "cosine",
+    "--lr-warmup-fraction",
+    "0.01",
+    "--weight-decay",
+    "0.1",
+    "--clip-grad",
+    "1.0",
+    "--eval-interval",
+    "1000",
+    "--eval-iters",
+    "10",
+    "--log-interval",
+    "10",
+    "--log-throughput",
 ]
 
 # Of every job script, those of scripts/slurm too. The signal goes to the script, 120 s before the time is over.
 SBATCH = [
-    "--ntasks-per-node=1", "--exclusive", "--time=24:00:00", "--signal=B:TERM@120", "--requeue", "--open-mode=append",
+    "--ntasks-per-node=1",
+    "--exclusive",
+    "--time=24:00:00",
+    "--signal=B:TERM@120",
+    "--requeue",
+    "--open-mode=append",
     "--output=%x-%j.log",
 ]
 
@@ -41,20 +64,38 @@ def torchrun_script(plan: Plan, model: Model, cluster: Cluster, precision: str) 
     if several:  # with defaults each server would wait for itself
         last = cluster.servers - 1
         usage = f"MASTER_ADDR=HOST NODE_RANK=N ./run.sh [FLAGS]   on each server; HOST is the first, N is 0 to {last}"
-        first = [f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}",
-                 "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}"]
-    return "\n".join([
-        "#!/usr/bin/env bash", *_about(plan, model, cluster), "#", f"#   {usage}", "#", *_NOTES,
-        "set -euo pipefail", "",
-        f"NNODES=${{NNODES:-{cluster.servers}}}", *first, "MASTER_PORT=${MASTER_PORT:-29500}",
-        *_environment(plan), "",
-        *_arrays(plan, model, precision, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}'), "",
-        "exec torchrun \\", '    --nnodes "$NNODES" \\', '    --node-rank "$NODE_RANK" \\',
-        f"    --nproc-per-node {cluster.gpus_per_server} \\",
-        '    --master-addr "$MASTER_ADDR" \\', '    --master-port "$MASTER_PORT" \\',
-        f'    "$MEGATRON_2BW/{entry}" \\',
-        '    "${model[@]}" "${plan[@]}" "${training[@]}" "${data[@]}" "$@"', "",
-    ])
+        first = [
+            f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}",
+            "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}",
+        ]
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *_about(plan, model, cluster),
+            "#",
+            f"#   {usage}",
+            "#",
+            *_NOTES,
+            "set -euo pipefail",
+            "",
+            f"NNODES=${{NNODES:-{cluster.servers}}}",
+            *first,
+            "MASTER_PORT=${MASTER_PORT:-29500}",
+            *_environment(plan),
+            "",
+            *_arrays(plan, model, precision, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}'),
+            "",
+            "exec torchrun \\",
+            '    --nnodes "$NNODES" \\',
+            '    --node-rank "$NODE_RANK" \\',
+            f"    --nproc-per-node {cluster.gpus_per_server} \\",
+            '    --master-addr "$MASTER_ADDR" \\',
+            '    --master-port "$MASTER_PORT" \\',
+            f'    "$MEGATRON_2BW/{entry}" \\',
+            '    "${model[@]}" "${plan[@]}" "${training[@]}" "${data[@]}" "$@"',
+            "",
+        ]
+    )
 
 
 def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, job_name: str) -> str:
@@ -63,19 +104,34 @@ def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, jo
     name = re.sub(r"[^\w.-]+", "-", job_name).strip("-") or "megatron-2bw"
     gpus = [f"--gpus-per-node={cluster.gpus_per_server}"] if cluster.device.name != "cpu" else []
     head = [f"--job-name={name}", f"--nodes={cluster.servers}", *gpus, *SBATCH]
-    return "\n".join([
-        "#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in head), "",
-        *_about(plan, model, cluster), "#", "#   sbatch job.sbatch [FLAGS]", "#",
-        "# Before its time is over, and when it is preempted, it saves and queues itself again; it goes on from the",
-        "# folder CHECKPOINTS. scripts/slurm/job.sh has the variables, docs/slurm.md tells the rest.", *_NOTES,
-        "set -euo pipefail", "",
-        f"CHECKPOINTS=${{CHECKPOINTS:-$PWD/checkpoints/{name}}}",
-        f"PROCESSES_PER_NODE={cluster.gpus_per_server}", _CLONE,
-        'source "$MEGATRON_2BW/scripts/slurm/job.sh" || {',
-        '    echo "submit from the clone, or give MEGATRON_2BW=the clone" >&2', "    exit 2", "}", "",
-        *_arrays(plan, model, precision, f'fail "{_WRONG_DATA}"'), "",
-        f'run_job {entry} "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"', "",
-    ])
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *(f"#SBATCH {option}" for option in head),
+            "",
+            *_about(plan, model, cluster),
+            "#",
+            "#   sbatch job.sbatch [FLAGS]",
+            "#",
+            "# Before its time is over, and when it is preempted, it saves and is queued again. It resumes from the",
+            "# folder CHECKPOINTS. scripts/slurm/job.sh has the variables, docs/slurm.md tells the rest.",
+            *_NOTES,
+            "set -euo pipefail",
+            "",
+            f"CHECKPOINTS=${{CHECKPOINTS:-$PWD/checkpoints/{name}}}",
+            f"PROCESSES_PER_NODE={cluster.gpus_per_server}",
+            _CLONE,
+            'source "$MEGATRON_2BW/scripts/slurm/job.sh" || {',
+            '    echo "submit from the clone, or give MEGATRON_2BW=the clone" >&2',
+            "    exit 2",
+            "}",
+            "",
+            *_arrays(plan, model, precision, f'fail "{_WRONG_DATA}"'),
+            "",
+            f'run_job {entry} "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"',
+            "",
+        ]
+    )
 
 
 def entry_script(model: Model) -> str:
@@ -131,7 +187,10 @@ def _arrays(plan: Plan, model: Model, precision: str, refuse: str) -> list[str]:
     quoted = ([shlex.quote(word) for word in words] for words in kinds)
     return [
         *(line for name, words in zip(("model", "plan", "training", "data"), quoted) for line in _array(name, words)),
-        "if [[ ${DATA_ARGS:-} == *[![:space:]]* ]]; then", *_SPLIT, f"    wait $! || {refuse}", "fi",
+        "if [[ ${DATA_ARGS:-} == *[![:space:]]* ]]; then",
+        *_SPLIT,
+        f"    wait $! || {refuse}",
+        "fi",
     ]
 
 

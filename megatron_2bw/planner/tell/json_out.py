@@ -14,29 +14,45 @@ def as_json(result: Result) -> dict[str, Any]:
     """All of it in plain types: seconds, bytes, samples."""
     cost, search = result.cost, result.search
     large, change = too_large(result)
-    return _plain({
-        "model": asdict(cost.model),
-        "cluster": asdict(replace(cost.cluster, profile=None)) | {"profile": cost.cluster.profile is not None},
-        "space": asdict(result.space), "precision": cost.precision, "flash": cost.memory.flash, "margin": cost.margin,
-        "plans": [_estimate(cost, estimate) for estimate in result.estimates],
-        "rejected": dict(search.rejected), "examples": dict(search.examples), "cost": cost.method,
-        "too_large": {
-            "count": len(search.too_large), "fastest": large and _estimate(cost, large),
-            "nearest": change and _estimate(cost, change),
-        },
-        "evidence": {term: {"tag": tag, "source": source} for term, (tag, source) in terms(cost).items()},
-        "caveat": CAVEAT, "search_seconds": result.seconds, "examined": search.examined,
-    })
+    return _plain(
+        {
+            "model": asdict(cost.model),
+            "cluster": asdict(replace(cost.cluster, profile=None)) | {"profile": cost.cluster.profile is not None},
+            "space": asdict(result.space),
+            "precision": cost.precision,
+            "flash": cost.memory.flash,
+            "margin": cost.margin,
+            "plans": [_estimate(cost, estimate) for estimate in result.estimates],
+            "rejected": dict(search.rejected),
+            "examples": dict(search.examples),
+            "cost": cost.method,
+            "too_large": {
+                "count": len(search.too_large),
+                "fastest": large and _estimate(cost, large),
+                "nearest": change and _estimate(cost, change),
+            },
+            "evidence": {term: {"tag": tag, "source": source} for term, (tag, source) in terms(cost).items()},
+            "caveat": CAVEAT,
+            "search_seconds": result.seconds,
+            "examined": search.examined,
+        }
+    )
 
 
 def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
     plan = estimate.plan
     return asdict(plan) | {
-        "name": plan.title, "flags": plan.flags(cost.precision), "layers": plan.layers_of(cost.model),
-        "global_batch": plan.global_batch, "seconds": estimate.seconds, "samples_per_second": estimate.throughput,
-        "tokens_per_second": estimate.throughput * cost.model.sequence, "split": asdict(estimate.split),
+        "name": plan.title,
+        "flags": plan.flags(cost.precision),
+        "layers": plan.layers_of(cost.model),
+        "global_batch": plan.global_batch,
+        "seconds": estimate.seconds,
+        "samples_per_second": estimate.throughput,
+        "tokens_per_second": estimate.throughput * cost.model.sequence,
+        "split": asdict(estimate.split),
         "memory": [asdict(stage) | {"total": stage.total} for stage in estimate.memory],
-        "capacity": estimate.capacity, "headroom": estimate.headroom,
+        "capacity": estimate.capacity,
+        "headroom": estimate.headroom,
     }
 
 

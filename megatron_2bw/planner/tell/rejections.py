@@ -7,13 +7,13 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.find.legality import is_legal
+from megatron_2bw.planner.find.search import Search, Space
 from megatron_2bw.planner.tell.explain import ESTIMATED, Result, wrapped
 from megatron_2bw.planner.tell.jobs import by_flag
-from megatron_2bw.planner.find.legality import is_legal
-from megatron_2bw.planner.cost.memory import GIB
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
-from megatron_2bw.planner.find.search import Search, Space
 
 LOOKED_AT = 1000  # plans that do not fit, for one that a single change lets in
 
@@ -23,8 +23,10 @@ def rejections(result: Result) -> str:
     cost, search = result.cost, result.search
     lines = ["Not legal, by cause, with what the smallest of them would have to change:"]
     lines += _counted(search) or ["  none"]
-    lines.append(f"Too large for {cost.capacity / GIB:.1f} GiB ({ESTIMATED}), though perhaps faster than plans of the "
-                 f"table: {len(search.too_large)}")
+    lines.append(
+        f"Too large for {cost.capacity / GIB:.1f} GiB ({ESTIMATED}), though perhaps faster than plans of the "
+        f"table: {len(search.too_large)}"
+    )
     large, change = too_large(result)
     if large is None:
         return "\n".join(lines)
@@ -65,7 +67,7 @@ def too_large(result: Result) -> tuple[Estimate | None, Estimate | None]:
 
 def changes(plan: Plan) -> Iterator[Plan]:
     """Plans with less memory on a GPU that differ from `plan` in one choice, the global batch being the same."""
-    yield from (replace(plan, recompute=kind) for kind in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1:])
+    yield from (replace(plan, recompute=kind) for kind in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :])
     if not plan.distributed_optimizer:
         yield replace(plan, distributed_optimizer=True)
     if plan.schedule == "2bw" and plan.gradient_slots == 2:
@@ -91,7 +93,8 @@ def nearest(cost: Cost, plan: Plan) -> Estimate | None:
     """The fastest of the `changes` that is legal and fits."""
     cluster = cost.cluster
     fitting = (
-        cost.estimate(change) for change in changes(plan)
+        cost.estimate(change)
+        for change in changes(plan)
         if is_legal(change, cost.model, cluster.gpus, cost.precision, cluster.device.bf16) and cost.fits(change)
     )
     return max(fitting, key=lambda estimate: estimate.throughput, default=None)
@@ -108,8 +111,13 @@ def changed_flags(before: Plan, after: Plan, precision: str) -> str:
 def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
     """Why a search has found nothing, with the smallest need, and what would help: other choices, memory, GPUs."""
     if not search.too_large:
-        causes = "; ".join(f"{cause} ({count}; {search.examples.get(cause, 'no other size')})"
-                           for cause, count in search.rejected.most_common()) or "nothing to try"
+        causes = (
+            "; ".join(
+                f"{cause} ({count}; {search.examples.get(cause, 'no other size')})"
+                for cause, count in search.rejected.most_common()
+            )
+            or "nothing to try"
+        )
         return f"No plan is legal on {cost.cluster.gpus} GPUs with a global batch of {space.batch}: {causes}."
     smallest = min(search.too_large, key=cost.memory.heaviest)
     need, device = cost.memory.heaviest(smallest), cost.cluster.device
@@ -141,11 +149,17 @@ def _more_servers(cost: Cost, space: Space) -> list[str]:
 def _fitting(cost: Cost, space: Space) -> Plan | None:
     """Any plan that fits, of those of the space that need least."""
     lean = replace(
-        space, microbatch=(min(space.microbatch or (1,)),), gradient_slots=(min(space.gradient_slots),),
-        distributed_optimizer=(max(space.distributed_optimizer),), pipeline_inside=space.pipeline_inside[:1],
+        space,
+        microbatch=(min(space.microbatch or (1,)),),
+        gradient_slots=(min(space.gradient_slots),),
+        distributed_optimizer=(max(space.distributed_optimizer),),
+        pipeline_inside=space.pipeline_inside[:1],
     )
     search = Search(cost, lean)
-    splits = (replace(shape, first=first, last=last)
-              for shape in search.shapes() for first, last in search.splits(shape.depth))
+    splits = (
+        replace(shape, first=first, last=last)
+        for shape in search.shapes()
+        for first, last in search.splits(shape.depth)
+    )
     plans = (plan for split in splits for scheduled in search.scheduled(split) for plan in search.variants(scheduled))
     return next((plan for plan in plans if cost.fits(plan)), None)

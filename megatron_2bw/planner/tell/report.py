@@ -13,26 +13,37 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.cost.memory import GIB
+from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
-from megatron_2bw.schedules import B, F, REDUCE, W, Shape
-from megatron_2bw.timelines.simulator import Event, Times, makespan, simulate
+from megatron_2bw.schedules import REDUCE, B, F, Shape, W
 from megatron_2bw.timelines.picture import draw_events
+from megatron_2bw.timelines.simulator import Event, Times, makespan, simulate
 
 # Colours that differ for colour-blind readers too (Okabe and Ito).
 KINDS = {
-    "weights": "#0072b2", "gradients": "#56b4e9", "optimizer": "#009e73", "activations": "#e69f00",
-    "logits": "#cc79a7", "buffers": "#999999",
+    "weights": "#0072b2",
+    "gradients": "#56b4e9",
+    "optimizer": "#009e73",
+    "activations": "#e69f00",
+    "logits": "#cc79a7",
+    "buffers": "#999999",
 }
 CAUSES = {
-    "compute": ("#0072b2", "computing"), "tensor": ("#56b4e9", "tensor parallelism's collectives"),
-    "pipeline": ("#e69f00", "messages between stages"), "data": ("#009e73", "gradients over replicas"),
-    "update": ("#cc79a7", "optimizer's step"), "bubble": ("#d0d0d0", "bubble"),
+    "compute": ("#0072b2", "computing"),
+    "tensor": ("#56b4e9", "tensor parallelism's collectives"),
+    "pipeline": ("#e69f00", "messages between stages"),
+    "data": ("#009e73", "gradients over replicas"),
+    "update": ("#cc79a7", "optimizer's step"),
+    "bubble": ("#d0d0d0", "bubble"),
 }
 SCHEDULE_COLOURS = {
-    "2bw": "#d55e00", "pipedream-flush": "#0072b2", "gpipe": "#009e73", "no-pipelining": "#999999",
-    "megatron": "#cc79a7", "pipedream": "#f0c400",
+    "2bw": "#d55e00",
+    "pipedream-flush": "#0072b2",
+    "gpipe": "#009e73",
+    "no-pipelining": "#999999",
+    "megatron": "#cc79a7",
+    "pipedream": "#f0c400",
 }
 MARKERS = dict(zip(RECOMPUTE, "o^s"))
 RANKED = 16  # plans that `splits` shows
@@ -151,10 +162,15 @@ def _front_legend(axis, groups: Iterable[tuple[str, str]]) -> list:
     from matplotlib.lines import Line2D
 
     schedules = dict.fromkeys(schedule for schedule, _ in groups)
-    colours = [Line2D([], [], color=SCHEDULE_COLOURS.get(name, "black"), marker="o", linestyle="", label=name)
-               for name in schedules]
-    markers = [Line2D([], [], color="#444444", marker=marker, linestyle="", label=f"recompute: {name}")
-               for name, marker in MARKERS.items() if any(recompute == name for _, recompute in groups)]
+    colours = [
+        Line2D([], [], color=SCHEDULE_COLOURS.get(name, "black"), marker="o", linestyle="", label=name)
+        for name in schedules
+    ]
+    markers = [
+        Line2D([], [], color="#444444", marker=marker, linestyle="", label=f"recompute: {name}")
+        for name, marker in MARKERS.items()
+        if any(recompute == name for _, recompute in groups)
+    ]
     return colours + markers + axis.get_legend_handles_labels()[0]
 
 
@@ -169,7 +185,13 @@ def _name_winner(axis, estimates: Sequence[Estimate]) -> None:
     axis.scatter(*at, s=110, facecolors="none", edgecolors="black", linewidths=1.4, zorder=3)
     text = f"{winner.plan.title}: {at[1]:.4g} samples/s in {at[0]:.3g} GiB"
     axis.annotate(
-        text, at, xytext=(0.01, 0.97), textcoords="axes fraction", va="top", fontsize=9, bbox=box,
+        text,
+        at,
+        xytext=(0.01, 0.97),
+        textcoords="axes fraction",
+        va="top",
+        fontsize=9,
+        bbox=box,
         arrowprops={"arrowstyle": "-", "color": "black", "linewidth": 0.8, "shrinkB": 6},
     )
 
@@ -201,9 +223,7 @@ def _figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def write_report(
-    cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Estimate], folder: Path
-) -> list[Path]:
+def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Estimate], folder: Path) -> list[Path]:
     """Write the pictures and index.md to `folder`, which is made; returns the files.
 
     estimates  ranked, the best first, which the timeline and the memory are drawn of
@@ -237,9 +257,12 @@ def write_report(
 def _index(cost: Cost, best: Estimate, pictures: dict[str, str]) -> str:
     cluster = cost.cluster
     lines = [
-        f"# {cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}", "",
+        f"# {cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}",
+        "",
         f"Best: {best.plan.title}, {best.throughput:.4g} samples/s, {best.heaviest / GIB:.3g} GiB of "
-        f"{best.capacity / GIB:.3g} allowed.", "", "    " + " ".join(best.plan.flags(cost.precision)),
+        f"{best.capacity / GIB:.3g} allowed.",
+        "",
+        "    " + " ".join(best.plan.flags(cost.precision)),
     ]
     for name, line in pictures.items():
         lines += ["", line, "", f"![{line}]({name})"]
@@ -274,12 +297,15 @@ def _trace_events(plan: Plan, events: list[Event]) -> Iterator[dict[str, Any]]:
         waited = max(start - free[stage], 0.0)
         if waited > 1e-6:
             yield {
-                "name": "wait", "cat": "wait", **place, "ts": free[stage] * 1e6, "dur": waited * 1e6, "cname": "grey",
+                "name": "wait",
+                "cat": "wait",
+                **place,
+                "ts": free[stage] * 1e6,
+                "dur": waited * 1e6,
+                "cname": "grey",
             }
         kind, microbatch, version, chunk = action
         args = {"kind": kind, "microbatch" if kind in (F, B, W) else "batch": microbatch, "version": version}
         args |= {"chunk": chunk, "waited_ms": waited * 1e3}
-        yield {
-            "name": str(action), "cat": kind, **place, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args,
-        }
+        yield {"name": str(action), "cat": kind, **place, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
         free[stage] = end
