@@ -67,5 +67,5 @@ def predict(name: str, depth: int, microbatches: int, alone: float) -> float:
     elif name == "2bw, one slot":
         pipeline = TwoBW(1)
     computed = alone * chunks / 2
-    times = Times(FORWARD + computed, BACKWARD + computed, together=name == "pipedream")
+    times = Times(FORWARD + computed, BACKWARD + computed, joint_step=name == "pipedream")
     return iteration_time(pipeline, depth, microbatches, times)

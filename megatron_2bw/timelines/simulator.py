@@ -27,8 +27,8 @@ class Times:
     sending             of a message, what it takes from its sender's own time
     reduce              of the gradients over the stage's replicas
     step                of the optimizer's step, once all stages have reduced
-    together            stages that step alone still compare their norms after each batch, as Megatron's loop does
-    burden              what a step made beside the computation takes from the stage's own time
+    joint_step          stages that step alone still compare their norms after each batch, as Megatron's loop does
+    overlap_cost        what a step that overlaps the computation takes from the stage's own time
     """
 
     forward: PerStage = 1.0
@@ -39,8 +39,8 @@ class Times:
     sending: PerStage = 0.0
     reduce: PerStage = 0.0
     step: float = 0.0
-    together: bool = False
-    burden: PerStage = 0.0
+    joint_step: bool = False
+    overlap_cost: PerStage = 0.0
 
     def of(self, name: str, stages: int) -> list[float]:
         """The field `name` as a list, one a stage."""
@@ -112,10 +112,10 @@ class _Run:
         self.took = {
             kind: [time / schedule.chunks for time in times.of(name, self.stages)] for kind, name in computed.items()
         }
-        self.transfer, self.occupied, self.sending, self.reduce, self.burden = (
-            times.of(name, self.stages) for name in ("transfer", "occupied", "sending", "reduce", "burden")
+        self.transfer, self.occupied, self.sending, self.reduce, self.overlap_cost = (
+            times.of(name, self.stages) for name in ("transfer", "occupied", "sending", "reduce", "overlap_cost")
         )
-        self.step, self.common = times.step, schedule.global_step or times.together
+        self.step, self.common = times.step, schedule.global_step or times.joint_step
         self.position, self.free = [0] * self.stages, [0.0] * self.stages
         self.arrived: dict[tuple[str, int, int], float] = {}
         self.link_free = {F: [0.0] * self.stages, B: [0.0] * self.stages}
@@ -181,7 +181,7 @@ class _Run:
             ends.append(free + self.reduce[stage])
             if len(ends) == self.stages:
                 runnable += self.waiting.pop((STEP, batch), [])
-            return free, free + self.burden[stage]
+            return free, free + self.overlap_cost[stage]
         if not self.common:
             ready = free + self.reduce[stage] + self.step
         elif len(self.reduced.get(batch, ())) == self.stages:

@@ -292,9 +292,9 @@ def test_what_the_simulator_is_given_by_hand():
         all_reduce(CLUSTER, Group(2, 1, 1), 4 * (parameters + 50304 * h + 512 * h)) + words
     )
     assert times.sending == 0 and times.step == 0
-    assert times.burden[1] == pytest.approx(34 * parameters / 1e11)
+    assert times.overlap_cost[1] == pytest.approx(34 * parameters / 1e11)
     flush = cost.times(replace(PLAN, schedule="pipedream-flush"))
-    assert flush.burden == 0 and flush.step == max(times.burden) and flush.reduce == times.reduce
+    assert flush.overlap_cost == 0 and flush.step == max(times.overlap_cost) and flush.reduce == times.reduce
     untied = Cost(replace(GPT, tied=False), CLUSTER, flash=True).times(PLAN)
     assert times.reduce[0] - untied.reduce[0] == pytest.approx(words) and untied.reduce[1] == times.reduce[1]
 
@@ -322,7 +322,7 @@ def test_the_distributed_optimizer_halves_the_reduction_and_gathers():
     assert sharded.reduce == pytest.approx([seconds / 2 for seconds in whole.reduce])
     most = max(cost.memory.parameters(PLAN, stage, 2) for stage in range(4))
     assert sharded.step - whole.step == pytest.approx(half(CLUSTER, Group(4, 1, 1), 2 * most))
-    assert sharded.burden[1] == pytest.approx((28 / 4 + 6) / 34 * whole.burden[1])
+    assert sharded.overlap_cost[1] == pytest.approx((28 / 4 + 6) / 34 * whole.overlap_cost[1])
 
 
 @functools.cache

@@ -461,7 +461,7 @@ def test_the_extra_warmup_hides_messages(case):
     cost, plan = case
     extra = next(cost._warmups(plan), ())
     assume(extra)
-    times = replace(cost.times(plan), reduce=0.0, step=0.0, burden=0.0)
+    times = replace(cost.times(plan), reduce=0.0, step=0.0, overlap_cost=0.0)
     cycle = 1.02 * max(*(work.total for work in cost.stages(plan)), *times.occupied[: plan.depth - 1])
     microbatches = 2 * (plan.depth + sum(extra))
 

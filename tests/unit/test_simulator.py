@@ -69,7 +69,8 @@ def test_pipedream_has_no_bubble(stages):
 def test_pipedream_in_megatrons_loop(stages):
     """The loop compares the stages' norms after each batch, which costs (d - 1)t_b; measured so by
     bench/planner_emulated.py."""
-    assert iteration_time(SCHEDULES["pipedream"], stages, stages, Times(together=True)) == 3 * stages + 2 * (stages - 1)
+    times = Times(joint_step=True)
+    assert iteration_time(SCHEDULES["pipedream"], stages, stages, times) == 3 * stages + 2 * (stages - 1)
 
 
 def test_transfers_and_steps_take_time():
@@ -117,10 +118,10 @@ def own(events: list[Event], stage: int, kinds: str = "FB") -> list[tuple[float,
 
 
 def test_a_number_or_a_list_are_the_same_times():
-    every = Times([1, 1, 1], [2, 2, 2], transfer=[0.5] * 3, reduce=[1, 1, 1], burden=[0.25] * 3)
+    every = Times([1, 1, 1], [2, 2, 2], transfer=[0.5] * 3, reduce=[1, 1, 1], overlap_cost=[0.25] * 3)
     for schedule in SCHEDULES.values():
         assert simulate(schedule, Shape(3, 4, 0, 3), every) == simulate(
-            schedule, Shape(3, 4, 0, 3), Times(1, 2, transfer=0.5, reduce=1, burden=0.25)
+            schedule, Shape(3, 4, 0, 3), Times(1, 2, transfer=0.5, reduce=1, overlap_cost=0.25)
         )
 
 
@@ -238,7 +239,7 @@ def test_messages_are_taken_in_the_order_of_sending(schedule):
     assert sent == taken and len(sent) >= 4
 
 
-# --- reduce, step, burden --------------------------------------------------------------------------------------------
+# --- reduce, step, overlap cost --------------------------------------------------------------------------------------
 
 
 def test_the_step_waits_for_the_slowest_reduction():
@@ -280,11 +281,11 @@ def test_one_gradient_slot_waits_for_reduce_and_step(stages, microbatches):
         assert iteration_time(TwoBW(1), stages, microbatches, times) == alone + reduce + step
 
 
-def test_the_burden_is_the_stages_own_time():
-    for burden in (0.5, [0.5, 0.5], [0.5, 0]):
-        assert iteration_time(SCHEDULES["2bw"], 2, 4, Times(1, 2, burden=burden)) == 4 * 3 + 0.5
-    for burden, expected in [([0, 5], 5), ([1, 0], 0), ([5, 0], 4)]:  # stage 1, the busiest, is ahead of stage 0 by one
-        assert iteration_time(SCHEDULES["2bw"], 2, 4, Times([1, 2], 2, burden=burden)) == 4 * 4 + expected
+def test_the_overlap_cost_is_the_stages_own_time():
+    for cost in (0.5, [0.5, 0.5], [0.5, 0]):
+        assert iteration_time(SCHEDULES["2bw"], 2, 4, Times(1, 2, overlap_cost=cost)) == 4 * 3 + 0.5
+    for cost, expected in [([0, 5], 5), ([1, 0], 0), ([5, 0], 4)]:  # stage 1, the busiest, is ahead of stage 0 by one
+        assert iteration_time(SCHEDULES["2bw"], 2, 4, Times([1, 2], 2, overlap_cost=cost)) == 4 * 4 + expected
 
 
 # --- chunks, and weights apart ---------------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ def random_case(schedule: Schedule, number: int, most: int) -> tuple[Schedule, i
             sending=each(0, pick.choice([0, 0.3])),
             reduce=pick.uniform(0, update),
             step=pick.uniform(0, update),
-            burden=each(0, 1) if schedule.late_step else 0.0,
+            overlap_cost=each(0, 1) if schedule.late_step else 0.0,
         ),
     )
 
@@ -379,7 +380,7 @@ def test_iteration_time_is_the_rate_of_many(schedule):
 @pytest.mark.parametrize(
     "name, stages, microbatches, times",
     [
-        ("2bw", 2, 2, Times(1, 1, transfer=3, burden=[1, 0])),
+        ("2bw", 2, 2, Times(1, 1, transfer=3, overlap_cost=[1, 0])),
         ("2bw", 3, 4, Times(1, 2, transfer=4, reduce=4)),
         ("pipedream", 4, 5, Times(1, 1, transfer=4, occupied=4)),
     ],

@@ -52,7 +52,7 @@ def test_numbers_of_two_digits_widen_the_step():
 
 
 def test_update_beside_the_batches_takes_the_stages_time():
-    text = rows(SCHEDULES["2bw"], Shape(1, 1, 0, 2), Times(burden=1))
+    text = rows(SCHEDULES["2bw"], Shape(1, 1, 0, 2), Times(overlap_cost=1))
     assert text[1] == "stage 0  1 1bb uu2|2bb u|"
     assert text[2].endswith("u its time")
 

@@ -70,7 +70,7 @@ def _without_flush(plan: Plan, times: Times) -> float:
     pairs = [(work[s] + work[s + 1] + 2 * transfer[s]) / (ahead[s] - ahead[s + 1] + 1) for s in range(d - 1)]
     whole = (sum(work) + 2 * sum(transfer[: d - 1])) / (ahead[0] + 1)
     period = max([*pairs, whole, *times.of("occupied", d)[: d - 1]])
-    bound = max([m * period, *(m * w + burden for w, burden in zip(work, times.of("burden", d)))])
+    bound = max([m * period, *(m * w + cost for w, cost in zip(work, times.of("overlap_cost", d)))])
     if not plan.pipeline.late_step:
         return bound
     # What follows a step that all stages wait for; it is complete when the last of them has reduced.

@@ -130,7 +130,7 @@ class Cost:
         busiest = max(self.stages(plan), key=lambda work: work.total)
         work = plan.microbatches * busiest.total
         # What a late step hides beside the next batch is nobody's waiting time.
-        update = min(times.step + max(times.of("burden", plan.depth)), max(alone - work, 0.0))
+        update = min(times.step + max(times.of("overlap_cost", plan.depth)), max(alone - work, 0.0))
         split = Split(
             plan.microbatches * (busiest.total - busiest.tensor),
             plan.microbatches * busiest.tensor,
@@ -175,8 +175,8 @@ class Cost:
             sending=self._sending(plan, messages),
             reduce=self._reduce(plan, works, messages, step),
             step=self._gather(plan, works, step.gather) + (0.0 if late else max(step.update)),
-            together=plan.schedule == "pipedream",
-            burden=step.update if late else 0.0,
+            joint_step=plan.schedule == "pipedream",
+            overlap_cost=step.update if late else 0.0,
         )
 
     def waits(self, plan: Plan) -> tuple[float, float, float, float]:
