@@ -16,8 +16,8 @@ W = "W"  # the weights' part of a backward, where a schedule splits it (bench/ze
 class Action(NamedTuple):
     """What a stage does next.
 
-    kind        F (forward), B (backward; of the inputs alone where W, the weights', is apart), R (start of the
-                data-parallel reduction), S (optimizer step)
+    kind        F (forward), B (backward; of the inputs alone in schedules with a separate W, the weights' part),
+                R (start of the data-parallel reduction), S (optimizer step)
     microbatch  the microbatch of F and B, counted from the start of training (batch j holds microbatches
                 jm ... (j+1)m - 1); for R and S the number j of the batch
     version     F, B: the microbatch runs on W(version); R: the version its gradients belong to;
@@ -50,7 +50,7 @@ def parse(text: str) -> list[Action]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The pipeline that a schedule is asked about.
+    """The pipeline and the range of iterations that a schedule fills.
 
     stages        d, the pipeline depth
     microbatches  m, microbatches per batch and pipeline
@@ -68,4 +68,5 @@ class Shape:
         return self.stages - 1 - stage
 
     def batch(self, microbatch: int) -> int:
+        """The batch of `microbatch`."""
         return microbatch // self.microbatches

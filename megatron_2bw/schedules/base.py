@@ -1,4 +1,4 @@
-"""What every schedule answers, and the two orders of actions that the six schedules are made of. Pure Python."""
+"""The interface of a schedule, and the two orders of actions that all schedules are built from. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape
 class Schedule:
     """A pipeline schedule: for a stage, the list of its actions in an iteration.
 
-    Subclasses give `actions` and the limits that the validator holds them to. One iteration is one batch
-    is one weight update.
+    Subclasses define `actions` and the limits that the validator enforces. One iteration is one batch is one weight
+    update. Subclasses are frozen dataclasses: schedules with equal options are equal and hash alike.
     """
 
     name: str
     summary: str
-    flushes = True  # the pipeline is empty between iterations
-    global_step = True  # the step's gradient norm and inf flag span all stages
-    same_version_everywhere = True  # a microbatch runs on the same W on every stage
-    chunks = 1  # parts of the model that a stage holds
-    late_step = False  # a batch's update is made beside the next batch, between its REDUCE and its STEP
-    sync_iterations = 0  # batches at the start that run without delay, in a schedule that delays the others
+    flushes: bool = True  # the pipeline is empty between iterations
+    global_step: bool = True  # the step's gradient norm and inf flag span all stages
+    same_version_everywhere: bool = True  # a microbatch runs on the same W on every stage
+    chunks: int = 1  # parts of the model that a stage holds
+    late_step: bool = False  # a batch's optimizer step overlaps the next batch, between its REDUCE and its STEP
+    sync_iterations: int = 0  # batches at the start without gradient delay, in a schedule that delays the others
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         """The actions of `stage` in `iteration`, in order.
 
-        STEP is where the update must be there: at the end of the batch's own iteration, or, with `late_step`, in
-        the next one.
+        At STEP the update must be complete: at the end of the batch's own iteration, or, with `late_step`, in the
+        next one.
         """
         raise NotImplementedError
 
+    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
+        """The weight version of `microbatch`, forward and backward; here its own batch's, so without gradient delay."""
+        return shape.batch(microbatch)
+
     def ahead(self, shape: Shape, stage: int) -> int:
-        """Forwards before the first backward, the one that alternates with it left out."""
+        """Forwards before the first backward, not counting the one that alternates with it."""
         return shape.warmup(stage)
 
     def extrapolates(self, version: int) -> bool:
@@ -56,7 +60,7 @@ def reduce(iteration: int) -> Action:
 
 
 def step(iteration: int) -> Action:
-    """The step of batch `iteration`, which makes W(iteration + 1)."""
+    """The step of batch `iteration`, which writes W(iteration + 1)."""
     return Action(STEP, iteration, iteration + 1)
 
 
@@ -66,7 +70,7 @@ def finish(iteration: int) -> list[Action]:
 
 
 def one_forward_one_backward(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then forward and backward in turn, then the backwards that are left (1F1B)."""
+    """`ahead` forwards, then forward and backward in turn, then the remaining backwards (1F1B)."""
     order, rest = forwards[:ahead], forwards[ahead:]
     for index, backward in enumerate(backwards):
         order += rest[index : index + 1]
@@ -75,7 +79,7 @@ def one_forward_one_backward(forwards: list[Action], backwards: list[Action], ah
 
 
 def with_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) -> list[Action]:
-    """An iteration that runs on its batch's newest weights, and empties the pipeline before it steps."""
+    """An iteration on the newest weights that empties the pipeline before its step."""
     batch = range(iteration * shape.microbatches, (iteration + 1) * shape.microbatches)
     order = one_forward_one_backward(
         [Action(F, x, iteration) for x in batch], [Action(B, x, iteration) for x in batch], schedule.ahead(shape, stage)
@@ -88,8 +92,7 @@ def without_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) 
 
     Forwards run w = `schedule.ahead(shape, stage)` microbatches ahead of the backwards all through training: for
     k = 0 ... m-1, F(jm + w + k) and B(jm + k). Only the first iteration fills the pipeline, only the last planned one
-    empties it.
-    `schedule.version(shape, stage, microbatch)` names the weights of a microbatch.
+    drains it.
     """
     start = iteration * shape.microbatches
     ahead = schedule.ahead(shape, stage)

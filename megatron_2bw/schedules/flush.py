@@ -1,14 +1,19 @@
-"""The schedules that empty the pipeline at every batch: one weight version, no gradient delay.
+"""The schedules that drain the pipeline at every batch: one weight version, no gradient delay.
 
-They differ in how many forwards a stage runs ahead of its backwards. Backwards run in the order of the
-microbatches in all of them, so all add the gradients in the same order and give the same bits.
+They differ in how many forwards a stage runs ahead of its backwards. Backwards run in the order of the microbatches in
+all of them, so all add the gradients in the same order and give the same bits.
 """
+
+from dataclasses import dataclass
 
 from megatron_2bw.schedules.action import Action, Shape
 from megatron_2bw.schedules.base import Schedule, with_flush
 
 
+@dataclass(frozen=True)
 class Flush(Schedule):
+    """The common part of the schedules with a flush."""
+
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         return with_flush(self, shape, stage, iteration)
 
@@ -16,6 +21,7 @@ class Flush(Schedule):
         return min(self.ahead(shape, stage) + 1, shape.microbatches)
 
 
+@dataclass(frozen=True)
 class PipeDreamFlush(Flush):
     """1F1B with a flush (paper, section 3.2; Megatron's own schedule without interleaving)."""
 
@@ -23,6 +29,7 @@ class PipeDreamFlush(Flush):
     summary = "1F1B with a flush, one weight version"
 
 
+@dataclass(frozen=True)
 class GPipe(Flush):
     """All forwards, then all backwards (paper, Figure 1)."""
 
@@ -33,6 +40,7 @@ class GPipe(Flush):
         return shape.microbatches
 
 
+@dataclass(frozen=True)
 class NoPipelining(Flush):
     """Inter-layer model parallelism: one microbatch at a time in the whole pipeline (paper, section 5.2)."""
 

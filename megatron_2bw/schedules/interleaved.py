@@ -1,21 +1,23 @@
 """Megatron's interleaved 1F1B with a flush, for the planner: Megatron's own loop runs it, not our runtime."""
 
+from dataclasses import dataclass
+
 from megatron_2bw.schedules.action import Action, B, F, Shape
 from megatron_2bw.schedules.base import Schedule, finish, one_forward_one_backward
 
 
+@dataclass(frozen=True)
 class Interleaved(Schedule):
-    """Each stage holds `virtual` model chunks; chunk c of stage s is part c·d + s of the model.
+    """Each stage holds `chunks` model chunks; chunk c of stage s is part c·d + s of the model.
 
-    Microbatches go through the chunks in groups of d (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; Megatron's
+    Microbatches pass the chunks in groups of d (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; Megatron's
     schedules.py, get_schedule_table).
     """
 
     name = "megatron-interleaved"
     summary = "Megatron's 1F1B with several model chunks a stage, with a flush"
 
-    def __init__(self, virtual: int):
-        self.chunks = virtual
+    chunks: int
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         order = self._order(shape, iteration)

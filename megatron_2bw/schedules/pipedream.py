@@ -1,11 +1,14 @@
 """PipeDream: no flush, each stage's newest weights at a forward, kept for its backward (paper, section 2)."""
 
+from dataclasses import dataclass
+
 from megatron_2bw.schedules.action import Action, Shape
 from megatron_2bw.schedules.base import Schedule, finish, without_flush
 
 
+@dataclass(frozen=True)
 class PipeDream(Schedule):
-    """A stage steps alone after every m backwards, so the gradient delay depends on the stage; m = 1 is the paper's."""
+    """Each stage steps after m backwards of its own, so the gradient delay differs by stage; m = 1 is the paper's."""
 
     name = "pipedream"
     summary = "no flush, each stage's newest weights at a forward, gradient delay by stage"
@@ -14,7 +17,7 @@ class PipeDream(Schedule):
     same_version_everywhere = False
 
     def version(self, shape: Shape, stage: int, microbatch: int) -> int:
-        """Updates that `stage` has made when the forward of `microbatch` runs."""
+        """Updates that `stage` has completed when the forward of `microbatch` runs."""
         return max((microbatch - shape.warmup(stage)) // shape.microbatches, shape.first)
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:

@@ -1,7 +1,7 @@
 """PipeDream-2BW: no flush, two weight versions, gradients delayed by one update (paper, section 3.1)."""
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_2bw.schedules.action import Action, B, F, Shape
 from megatron_2bw.schedules.base import Schedule, reduce, step, with_flush, without_flush
@@ -21,23 +21,24 @@ def sync_iterations(text: str) -> int:
     return int(text)
 
 
+@dataclass(frozen=True)
 class TwoBW(Schedule):
     """Every microbatch of batch j runs on W(max(j-1, 0)), forward and backward, on every stage.
 
-    The step of batch j stands in the list of iteration j + 1, at the last moment: before this stage's first forward of
-    batch j + 2, which reads W(j + 1), and before the last backward of batch j + 1, which starts the next reduction.
-    When a stage gets there, stage 0, the last to finish batch j, has done so: m - 1 - w >= 0 pairs of F and B and one
-    forward ago at least, with w its forwards ahead (d - 1 without extra warm-up). So the step's global quantities
-    arrive before anybody asks for them.
+    The step of batch j stands in the list of iteration j + 1, at the last possible place: before this stage's first
+    forward of batch j + 2, which reads W(j + 1), and before the last backward of batch j + 1, which starts the next
+    reduction. Stage 0 finishes batch j last. When any stage reaches the step, stage 0 finished that batch at least
+    m - 1 - w >= 0 pairs of F and B and one forward earlier, with w its forwards ahead (d - 1 without extra warm-up).
+    So the step's global quantities arrive before a stage needs them.
 
     gradient_slots  2: batch j + 1 accumulates while batch j is reduced and clipped. 1: the first backward of batch
                     j + 1 needs the memory of batch j's gradients, so it waits for the step.
     extra_warmup    k for each boundary between stages, first to last (one number stands for all): the stages before it
                     run k more forwards ahead. A microbatch crosses a boundary twice, F down and B up, between a
-                    stage's F and its B; with k = 0 both messages add themselves to every microbatch's time, with k they
-                    are hidden up to k / 2 of it each. For slow links; it costs the activations of k microbatches.
+                    stage's F and its B. With k = 0 both messages add to every microbatch's time; with k each is hidden
+                    up to k / 2 of that time. For slow links; it costs the activations of k microbatches.
     sync_iterations the first n batches run on W(j), with a flush after each but the last of them, whose backwards
-                    already overlap with the forwards of batch n on the same W(n-1). So 0 and 1 are the same.
+                    already overlap the forwards of batch n on the same W(n-1). So 0 and 1 are the same.
     """
 
     name = "2bw"
@@ -45,10 +46,9 @@ class TwoBW(Schedule):
     flushes = False
     late_step = True
 
-    def __init__(self, gradient_slots: int = 2, extra_warmup: tuple[int, ...] = (), sync_iterations: int = 0):
-        self.gradient_slots = gradient_slots
-        self.extra_warmup = extra_warmup
-        self.sync_iterations = sync_iterations
+    gradient_slots: int = 2
+    extra_warmup: tuple[int, ...] = ()
+    sync_iterations: int = 0
 
     def ahead(self, shape: Shape, stage: int) -> int:
         return self._ahead(shape.stages, stage)
@@ -66,7 +66,7 @@ class TwoBW(Schedule):
         return version >= max(self.sync_iterations, 1)
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
-        filled = max(shape.first, self.sync_iterations - 1)  # the iteration that fills the pipeline for good
+        filled = max(shape.first, self.sync_iterations - 1)  # the last iteration that fills the pipeline
         if iteration < filled:
             return with_flush(self, shape, stage, iteration)
         order = without_flush(self, replace(shape, first=filled), stage, iteration)
@@ -78,7 +78,7 @@ class TwoBW(Schedule):
         return order
 
     def _latest(self, order: list[Action], iteration: int) -> int:
-        """The place of the step of batch `iteration - 1`, which makes W(iteration), in `order`."""
+        """The index in `order` for the step of batch `iteration - 1`, which writes W(iteration)."""
         backwards = [place for place, action in enumerate(order) if action.kind == B]
         if self.gradient_slots == 1:
             return backwards[0]

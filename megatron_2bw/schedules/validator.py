@@ -1,7 +1,7 @@
-"""Runs a schedule's action lists on paper and says what is wrong with them. Pure Python.
+"""Dry run of a schedule's action lists that reports the first broken rule. Pure Python.
 
 Invariant: lists that pass can be executed in any timing by a neighbour exchange whose receives block and whose sends
-do not: no stage waits for something that never comes, and no weights are overwritten while a microbatch in flight
+do not: no stage waits for a message that is never sent, and no weights are overwritten while a microbatch in flight
 still reads them.
 """
 
@@ -19,7 +19,7 @@ class ScheduleError(ValueError):
 
 @dataclass
 class _Stage:
-    """What one stage has done so far."""
+    """The progress of one stage."""
 
     actions: list[Action]
     position: int = 0
@@ -35,7 +35,7 @@ class _Stage:
         return self.actions[self.position] if self.position < len(self.actions) else None
 
     def kept(self) -> set[int]:
-        """Versions that a step must leave alone: those in flight and those that later forwards still name."""
+        """Versions that a step must not overwrite: those in flight and those that later forwards still read."""
         later = (a.version for a in self.actions[self.position :] if a.kind == F and a.version <= self.newest)
         return {*self.in_flight.values(), *later}
 
@@ -56,15 +56,15 @@ def validate(schedule: Schedule, shape: Shape) -> None:
 
 
 def check_actions(actions: list[list[Action]], schedule: Schedule, shape: Shape) -> None:
-    """Check action lists, one a stage, against the rules and the limits of `schedule`. Raises ScheduleError."""
+    """Check action lists, one per stage, against the rules and the limits of `schedule`. Raises ScheduleError."""
     stages = [_Stage(list(own), newest=shape.first) for own in actions]
     for stage in stages:  # a resumed 2BW run starts with W(first) and the shadow weights W(first - 1)
         stage.held = {shape.first, *stage.kept()}
     while any(stage.next for stage in stages):
         progressed = False
         for index, stage in enumerate(stages):
-            while stage.next and _ready(stages, index, schedule):
-                _run(stages, index, schedule, shape)
+            while (action := stage.next) and _ready(stages, index, action, schedule):
+                _run(stages, index, action, schedule, shape)
                 progressed = True
         if not progressed:
             index = next(i for i, stage in enumerate(stages) if stage.next)
@@ -73,9 +73,9 @@ def check_actions(actions: list[list[Action]], schedule: Schedule, shape: Shape)
         _check_complete(stages, index, shape)
 
 
-def _ready(stages: list[_Stage], index: int, schedule: Schedule) -> bool:
-    """Whether the next action's inputs have arrived. Messages of a boundary arrive in the order they were sent."""
-    stage, action = stages[index], stages[index].next
+def _ready(stages: list[_Stage], index: int, action: Action, schedule: Schedule) -> bool:
+    """Whether the inputs of a stage's next action have arrived. Messages of a boundary arrive in the order sent."""
+    stage = stages[index]
     if action.kind == F and index > 0:
         return len(stages[index - 1].forwards) > len(stage.forwards)
     if action.kind == B and index < len(stages) - 1:
@@ -89,18 +89,17 @@ def _has_reduced(stage: _Stage, batch: int) -> bool:
     return any(a.kind == REDUCE and a.microbatch == batch for a in reversed(stage.actions[: stage.position]))
 
 
-def _run(stages: list[_Stage], index: int, schedule: Schedule, shape: Shape) -> None:
-    stage, action = stages[index], stages[index].next
+def _run(stages: list[_Stage], index: int, action: Action, schedule: Schedule, shape: Shape) -> None:
     if action.kind == F:
         _run_forward(stages, index, action, schedule, shape)
     elif action.kind == B:
         _run_backward(stages, index, action)
     else:
         _run_update(stages, index, action, schedule, shape)
-    stage.position += 1
+    stages[index].position += 1
 
 
-def _run_forward(stages, index, action, schedule, shape) -> None:
+def _run_forward(stages: list[_Stage], index: int, action: Action, schedule: Schedule, shape: Shape) -> None:
     stage, x = stages[index], action.microbatch
     if x in stage.forwards:
         _fail(stages, index, f"microbatch {x} runs forward twice")
@@ -119,7 +118,7 @@ def _run_forward(stages, index, action, schedule, shape) -> None:
         _fail(stages, index, f"{len(stage.in_flight)} microbatches in flight, at most {limit} allowed")
 
 
-def _run_backward(stages, index, action) -> None:
+def _run_backward(stages: list[_Stage], index: int, action: Action) -> None:
     stage, x = stages[index], action.microbatch
     if x not in stage.in_flight:
         _fail(stages, index, f"microbatch {x} runs backward without its forward")
@@ -132,7 +131,7 @@ def _run_backward(stages, index, action) -> None:
     stage.backwards.append(x)
 
 
-def _run_update(stages, index, action, schedule, shape) -> None:
+def _run_update(stages: list[_Stage], index: int, action: Action, schedule: Schedule, shape: Shape) -> None:
     stage, batch = stages[index], action.microbatch
     of_batch = range(batch * shape.microbatches, (batch + 1) * shape.microbatches)
     missing = [x for x in of_batch if x not in stage.backwards]

@@ -214,7 +214,7 @@ def iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Ti
 
 def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
     """The events of `simulate`, in any order; the lists of one shape are made once."""
-    key = (type(schedule), schedule.chunks, shape, *vars(schedule).values())
+    key = (schedule, shape)
     lists = _made.get(key)
     if lists is None:
         if len(_made) > 64:
@@ -227,7 +227,7 @@ def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
     return run.events
 
 
-_made: dict[tuple, list[list[_Prepared]]] = {}
+_made: dict[tuple[Schedule, Shape], list[list[_Prepared]]] = {}
 
 
 def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Times = Times()) -> float:

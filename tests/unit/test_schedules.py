@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+
 import pytest
 
 from megatron_2bw.schedules import (
@@ -16,6 +18,7 @@ from megatron_2bw.schedules import (
     parse,
     validate,
 )
+from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.schedules.validator import grid
 
 TWO_BW = SCHEDULES["2bw"]
@@ -30,6 +33,15 @@ def lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
 
 def text(actions: list[Action]) -> str:
     return " ".join(map(str, actions))
+
+
+def test_schedules_with_equal_options_are_equal_and_none_changes():
+    same = {TwoBW(), TwoBW(2, (), 0), TWO_BW, type(SCHEDULES["gpipe"])(), *SCHEDULES.values(), Interleaved(2)}
+    assert len(same) == len(SCHEDULES) + 1
+    assert len({TwoBW(), TwoBW(1), TwoBW(extra_warmup=(1,)), TwoBW(sync_iterations=2)}) == 4
+    assert Interleaved(2) == Interleaved(2) != Interleaved(3)
+    with pytest.raises(FrozenInstanceError):
+        TWO_BW.gradient_slots = 1
 
 
 def test_names():
