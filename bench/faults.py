@@ -37,9 +37,9 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_2bw.checkpoints import folder as saved
+from megatron_2bw.processes import free_port, stop_tree
 from tests.distributed.training import command
-from tests.distributed.world import free_port
-from tests.e2e.launcher import ROOT, kill_tree
+from tests.e2e.launcher import ROOT
 
 PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
 MOMENTS = {"start": 1, "iteration": 3, "save": 3, "evaluation": 3}  # how often each is drawn
@@ -140,7 +140,7 @@ class Job:
 
     def end(self) -> None:
         for server in self.servers:
-            kill_tree(server.pid)
+            stop_tree(server.pid)
 
     def next(self, timeout: float = PATIENCE) -> str | None:
         """The next line, None at the end; TimeoutError if none comes."""

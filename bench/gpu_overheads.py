@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.emulated import iteration_seconds
 from bench.stage_probe import Probe, probe
-from tests.distributed.world import run_world
+from megatron_2bw.local_ranks import run_world
 
 SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "pipedream")
 # Bytes a parameter, design section 5: bf16 weights, fp32 gradients, main parameters and Adam.

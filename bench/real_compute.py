@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.emulated import Observed, iteration_seconds, train
-from tests.distributed.world import run_world
+from megatron_2bw.local_ranks import run_world
 
 SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 

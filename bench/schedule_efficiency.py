@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
-from tests.distributed.world import WorldError, run_world
+from megatron_2bw.local_ranks import WorldError, run_world
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)

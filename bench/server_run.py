@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from bench.server_rank import PREFIX
 from bench.servers import ADDRESSES, INTERFACE, Servers
-from tests.e2e.launcher import ROOT, kill_tree
+from megatron_2bw.processes import stop_tree
+from tests.e2e.launcher import ROOT
 
 BUBBLE = re.compile(r"iteration +(\d+)/.* bubble: ([\d.]+)%/([\d.]+)%")
 
@@ -110,5 +111,5 @@ class Run:
 
     def end(self) -> None:
         for process in self.processes:
-            kill_tree(process.pid)
+            stop_tree(process.pid)
             process.wait()

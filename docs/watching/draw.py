@@ -10,7 +10,6 @@ and prints a line of each log and the shares' means.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -21,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
 from bench.emulated import train  # noqa: E402
-from tests.distributed.world import run_world  # noqa: E402
+from megatron_2bw.local_ranks import own_output, run_world  # noqa: E402
 
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 16
 FORWARD, BACKWARD = 0.05, 0.1  # seconds
@@ -82,7 +81,7 @@ def command(schedule: str, folder: Path) -> list[str]:
 def run(rank: int, argv: list[str]) -> str:
     """Train; what this rank printed."""
     train(rank, argv, FORWARD, BACKWARD)
-    return Path(os.environ["WORLD_FOLDER"], f"log{rank}").read_text()
+    return own_output()
 
 
 def scalars(folder: Path, name: str) -> tuple[list[int], list[float]]:

@@ -6,22 +6,15 @@ and the job's output, so that whoever reads that waits for ever.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import queue
-import signal
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
+from megatron_2bw.processes import end_with_parent
 
 _queue: Any = None
-
-
-def end_with_parent() -> None:
-    """Let the kernel end this process when the thread that has started it is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def async_loop(

@@ -14,12 +14,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megatron_2bw.data.errors import DataError, WorkError
+from megatron_2bw.processes import end_with_parent
 
 
 def _work(connection: Connection, job: Callable[[Any], Any]) -> None:
     """A worker: answers each task with (True, result) or (False, error)."""
-    from megatron_2bw.checkpoints.save_workers import end_with_parent
-
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the pool ends its workers
     while True:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron_2bw.local_ranks import run_world
 from tests.distributed.reference import Rule, reference
 from tests.distributed.training import Run, full_weights, train
-from tests.distributed.world import run_world
 
 UNTIED = "--untie-embeddings-and-output-weights"
 SGD = dict(optimizer="sgd", sgd_momentum=0.9, lr=0.1, min_lr=0.01)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_2bw.local_ranks import run_world
 from tests.distributed.compare import UNTIED, assert_same_runs, run_pipeline
 from tests.distributed.test_late_step import poison
 from tests.distributed.training import Run, command, train
-from tests.distributed.world import run_world
 
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron_2bw.local_ranks import run_world
 from tests.distributed.compare import SGD, UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference
 from tests.distributed.test_checkpoint import ASYNCHRONOUS, DROPOUT, SAVED, assert_goes_on, interrupted
 from tests.distributed.test_late_step import OVERLAP
 from tests.distributed.test_update_rule import POISONED, poison
 from tests.distributed.training import Run, command, train
-from tests.distributed.world import run_world
 
 EXTRAPOLATE = dict(two_bw_correction="extrapolate")
 

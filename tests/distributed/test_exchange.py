@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_2bw.core import p2p as communication
-from tests.distributed.world import run_world
+from megatron_2bw.local_ranks import run_world
 
 
 def connected(rank: int, pipeline: list[int], staged: bool) -> communication.Exchange:

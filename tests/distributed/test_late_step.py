@@ -12,10 +12,10 @@ import time
 import pytest
 import torch
 
+from megatron_2bw.local_ranks import run_world
 from tests.distributed.compare import UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference
 from tests.distributed.reference import Rule, reference
 from tests.distributed.training import Run, command, train
-from tests.distributed.world import run_world
 
 POISONED = 3
 FP16 = ("--fp16",)

@@ -13,8 +13,8 @@ import functools
 import pytest
 import torch
 
+from megatron_2bw.local_ranks import run_world
 from tests.distributed.training import command, train
-from tests.distributed.world import run_world
 
 WINDOW = 20  # iterations that a number of a curve is the mean of
 VARIANTS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from megatron_2bw.local_ranks import run_world
 from megatron_2bw.planner.measure.links import measure_links
-from tests.distributed.world import run_world
 
 MESSAGES = (1 << 18, 1 << 20)
 

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
+from megatron_2bw.local_ranks import run_world
 from megatron_2bw.schedules import Shape, extra_warmup, schedule_of
 from tests.distributed.compare import UNTIED, assert_same_runs
 from tests.distributed.training import Run, command, train
-from tests.distributed.world import run_world
 
 
 def observe(rank: int, argv: list[str]) -> Run:

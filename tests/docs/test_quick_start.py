@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.world import free_port
-from tests.e2e.launcher import ROOT, kill_tree
+from megatron_2bw.processes import free_port, stop_tree
+from tests.e2e.launcher import ROOT
 
 PAGE = (ROOT / "docs" / "quick_start.md").read_text()
 LAPTOP = PAGE[PAGE.index("## On a laptop") : PAGE.index("## On one server")]
@@ -36,7 +36,7 @@ def run(block: str, folder: Path) -> str:
     try:
         output, _ = process.communicate(timeout=200)
     except subprocess.TimeoutExpired:
-        kill_tree(process.pid)
+        stop_tree(process.pid)
         raise
     assert process.returncode == 0, output[-4000:]
     return output

@@ -11,9 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
-
-from tests.distributed.world import free_port, run_world
+from megatron_2bw.local_ranks import own_output, run_world
+from megatron_2bw.processes import free_port, stop_tree
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +46,7 @@ def _launch(rank: int, flags: list[str], documents: int, environment: dict[str, 
     except SystemExit as end:
         if end.code:
             os._exit(1)  # what there is to say has been printed
-    return Path(os.environ["WORLD_FOLDER"], f"log{rank}").read_text()
+    return own_output()
 
 
 def start(ranks: int, script: str, flags: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
@@ -77,20 +76,7 @@ def end(process: subprocess.Popen[str], timeout: float = 150) -> subprocess.Comp
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        kill_tree(process.pid)
+        stop_tree(process.pid)
         out, err = process.communicate()
         raise AssertionError(f"{process.args} ran for more than {timeout} s\n{out[-2000:]}\n{err[-2000:]}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def kill_tree(pid: int) -> None:
-    """Kill `pid` and all its descendants, by their ids."""
-    try:
-        parent = psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return
-    for process in [*parent.children(recursive=True), parent]:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            pass

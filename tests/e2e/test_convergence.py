@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_2bw.processes import stop_tree
 from scripts import convergence
-from tests.e2e.launcher import ROOT, kill_tree
+from tests.e2e.launcher import ROOT
 
 MEGATRON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 32 --split 90,10,0
@@ -38,7 +39,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=200)
     finally:
-        kill_tree(process.pid)
+        stop_tree(process.pid)
     return process.returncode, out, err
 
 
@@ -53,7 +54,7 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
         children = psutil.Process(first.pid).children(recursive=True)
         os.kill(first.pid, signal.SIGTERM)
     except BaseException:
-        kill_tree(first.pid)
+        stop_tree(first.pid)
         raise
     code, _, err = finish(first)
     assert code == 128 + signal.SIGTERM, err

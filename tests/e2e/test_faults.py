@@ -11,8 +11,8 @@ import time
 import pytest
 
 from megatron_2bw.checkpoints import folder as saved
+from megatron_2bw.local_ranks import WorldError
 from tests.distributed.training import command
-from tests.distributed.world import WorldError
 from tests.e2e.launcher import ROOT, end, forked, torchrun
 from tests.unit.test_arguments import dataset
 

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from megatron_2bw.data import preprocess, preprocess_cli
-from tests.e2e.launcher import ROOT, end, kill_tree
+from megatron_2bw.processes import stop_tree
+from tests.e2e.launcher import ROOT, end
 from tests.unit.test_preprocess import OneProcess, bert_samples, check_bert_samples, prose, written
 
 TEXTS = prose(300)
@@ -41,7 +42,7 @@ def kill_in_the_middle(process: subprocess.Popen, folder, shards: int) -> None:
         assert end(process, 60).returncode == -signal.SIGKILL
         assert len(children) >= 3 and not psutil.wait_procs(children, timeout=20)[1]
     finally:
-        kill_tree(process.pid)
+        stop_tree(process.pid)
 
 
 @pytest.mark.timeout(280)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench.emulated import train
+from megatron_2bw.local_ranks import own_output, run_world
 from tests.distributed.training import command
-from tests.distributed.world import run_world
 from tests.e2e.launcher import forked
 
 NUMBER = r"([-+.\dE]+)"
@@ -113,7 +113,7 @@ def watched(rank: int, argv: list[str], forward: float, backward: float) -> str:
     """Train on stages that also sleep; what the rank printed."""
     os.environ["WANDB_MODE"] = "offline"
     train(rank, argv, forward, backward)
-    return Path(os.environ["WORLD_FOLDER"], f"log{rank}").read_text()
+    return own_output()
 
 
 def test_wandb_alone_and_the_bubble_of_a_flush(tmp_path):

@@ -24,8 +24,8 @@ import torch
 
 from megatron_2bw import cpu
 from megatron_2bw.flags.parse import REFUSED
+from megatron_2bw.local_ranks import run_world
 from tests.distributed.training import BERT, command
-from tests.distributed.world import run_world
 from tests.e2e.launcher import ROOT, torchrun
 from tests.unit.test_arguments import CPU_CASES, DAMAGES, MISTAKEN, damage, dataset, refused_command
 from tests.unit.test_saved import DAMAGES as BROKEN

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.distributed.world import free_port
-from tests.e2e.launcher import kill_tree
+from megatron_2bw.processes import free_port, stop_tree
 
 PACKAGES = "slurm-wlm munge"
 NODES = ("n1", "n2")
@@ -80,10 +79,10 @@ class Cluster:
             try:
                 daemon.wait(5)
             except subprocess.TimeoutExpired:
-                kill_tree(daemon.pid)
+                stop_tree(daemon.pid)
                 daemon.wait()
         for process in self._strays():  # a slurmstepd is no child of its slurmd any more
-            kill_tree(process.pid)
+            stop_tree(process.pid)
 
     def call(self, *words: object, cwd: Path | None = None, **environment: str) -> str:
         """What a command of Slurm prints. AssertionError with its stderr if it fails."""

@@ -21,7 +21,7 @@ from megatron_2bw.planner.describe.cluster import preset
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell.jobs import sbatch_script
-from tests.distributed.world import free_port
+from megatron_2bw.processes import free_port
 from tests.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,7 @@
-"""Imported once by the fork server: torch and Megatron, with the CPU answering for CUDA (not for a bench on a GPU).
+"""What the server of local_ranks imports once: torch, Megatron and this project; each rank is forked from that.
 
-What every rank would work out anew, always with the same result, is worked out here too.
+It also computes here what every rank would compute again with the same result. The CPU stands in for CUDA, unless
+MEGATRON_2BW_WORLD_DEVICE is cuda.
 """
 
 import argparse
@@ -37,7 +38,7 @@ import megatron_2bw.tasks.bert  # noqa: E402
 import megatron_2bw.tasks.gpt  # noqa: E402, F401
 
 
-def remember_the_help() -> None:
+def cache_the_help() -> None:
     """Megatron's parser takes its help from the sources of its classes, which it reads and parses each time."""
     read = ArgumentGroupFactory._get_field_docstrings
     read_once = functools.cache(lambda source: read(object.__new__(ArgumentGroupFactory), source))
@@ -45,11 +46,11 @@ def remember_the_help() -> None:
     add_megatron_arguments(argparse.ArgumentParser())
 
 
-remember_the_help()
+cache_the_help()
 MockGPTLowLevelDataset.size = 2000  # documents; building the index of 100,000 costs a second a run
 if cpu.installed():  # nothing is compiled then, yet what torch.compile has wrapped asks for this map
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     torch._dynamo.trace_rules.clear_lru_cache = lambda: None  # init_process_group's, for what is compiled
 gc.collect()
-gc.freeze()  # a rank's collections need not look at all of this again, nor write to the pages that it lies on
+gc.freeze()  # the ranks' collections then neither scan these objects nor copy their pages
 atexit.register(gc.unfreeze)

@@ -1,13 +1,12 @@
-"""Starts real ranks for the tests: processes forked from one server that has imported torch and Megatron already.
+"""Several ranks on this machine, forked from one server that has imported what they need: for tests and benchmarks.
 
-Every world has a time limit and a port of its own; its processes are killed by their ids when it is over.
+Invariant: a world has a time limit, a port and a folder of its own, and none of its processes outlives it.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -18,19 +17,25 @@ from pathlib import Path
 
 import torch
 
+from megatron_2bw.processes import free_port
+
+MEGATRON = "megatron_2bw.start.preload"
+
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.distributed.preload"])
 
 
 class WorldError(AssertionError):
     """A rank failed or the world ran out of time; the message holds the ends of the ranks' logs."""
 
 
-def run_world(size: int, function: Callable, *args, timeout: float = 120.0) -> list:
+def run_world(size: int, function: Callable, *args, timeout: float = 120.0, preload: str = MEGATRON) -> list:
     """Run `function(rank, *args)` on `size` ranks (environment set as torchrun does); return their results.
 
     Results travel through torch.save. Raises WorldError when a rank raises, exits or outlasts `timeout` seconds.
+
+    preload: the module that the server imports. One server serves a process, so the first call decides.
     """
+    _context.set_forkserver_preload([preload])
     with tempfile.TemporaryDirectory(prefix="world_") as folder:
         port = free_port()
         ranks = [
@@ -49,6 +54,11 @@ def run_world(size: int, function: Callable, *args, timeout: float = 120.0) -> l
         if failed:
             raise WorldError(f"{failed}\n" + "\n".join(_log_end(folder, rank) for rank in range(size)))
         return [torch.load(Path(folder, f"result{rank}.pt"), weights_only=False) for rank in range(size)]
+
+
+def own_output() -> str:
+    """What the calling rank has printed so far."""
+    return Path(os.environ["WORLD_FOLDER"], f"log{os.environ['RANK']}").read_text()
 
 
 def _wait(ranks: list, deadline: float) -> str | None:
@@ -80,36 +90,21 @@ def _rank_main(rank: int, size: int, port: int, folder: str, function: Callable,
         WORLD_FOLDER=folder,
     )
     torch.set_num_threads(1)
-    # An asynchronous save starts processes, which a daemon may not. They end by themselves when the rank does.
+    # An asynchronous save starts processes, which a daemon may not. They end with the rank (processes.end_with_parent).
     multiprocessing.current_process()._config["daemon"] = False
     try:
         torch.save(function(rank, *args), Path(folder, f"result{rank}.pt"))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    # A rank that leaves takes its ends of the connections along, and rank 0 the store: leave together.
+    # A rank that exits closes its connections, and rank 0 closes the store: exit together.
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not all(Path(folder, f"result{other}.pt").exists() for other in range(size)):
         time.sleep(0.01)
-    os._exit(0)  # without the teardown of groups whose peers are gone already
+    os._exit(0)  # without the teardown of groups whose peers have exited already
 
 
 def _log_end(folder: str, rank: int, lines: int = 60) -> str:
     path = Path(folder, f"log{rank}")
     text = path.read_text().splitlines() if path.exists() else []
     return "\n".join([f"--- rank {rank}", *text[-lines:]])
-
-
-def free_port() -> int:
-    """A port that the kernel gives to nobody else for a minute, but lets a server take that sets SO_REUSEADDR.
-
-    So do torch's stores and Slurm's daemons. A connection that was closed on this side keeps its port in TIME_WAIT;
-    a port that was only seen to be free may be another process's, or a gloo socket's, before its server is there.
-    """
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", 0))
-        server.listen(1)
-        with socket.create_connection(server.getsockname()):
-            server.accept()[0].close()  # first on this side
-            return server.getsockname()[1]

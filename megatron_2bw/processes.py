@@ -1,0 +1,69 @@
+"""Child processes: none outlives its parent, a tree ends as a whole, a port stays free until its server starts."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+
+import psutil
+
+PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_on_signals() -> None:
+    """SIGTERM and SIGHUP raise SystemExit, so that `finally` blocks stop the children; nohup's SIGHUP stays ignored."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+
+
+def stop_tree(pid: int, patience: float = 0.0) -> None:
+    """Stop a process and all its descendants: SIGTERM, and SIGKILL after `patience` seconds; at once if that is 0.
+
+    By process id, and by the groups that the tree has made: torchrun's ranks lead groups of their own, and a group
+    also holds the processes whose parents have ended. Reaps nothing: the caller still waits for its own child.
+    """
+    members = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(pid)
+        members = [leader, *leader.children(recursive=True)]
+    for number, seconds in [(signal.SIGTERM, patience)] * (patience > 0) + [(signal.SIGKILL, 5.0)]:
+        for member in members:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                member.send_signal(number)  # refuses an id that another process has by now
+                if (group := os.getpgid(member.pid)) != os.getpgrp():
+                    os.killpg(group, number)
+        deadline = time.monotonic() + seconds
+        while (members := [member for member in members if _runs(member)]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def free_port() -> int:
+    """A port that the kernel gives to no other process for a minute, but to a server that sets SO_REUSEADDR.
+
+    Torch's stores and Slurm's daemons set it. A connection that was closed on this side keeps its port in TIME_WAIT; a
+    port that was only seen to be free may be another process's, or a gloo socket's, before its server starts.
+    """
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        with socket.create_connection(server.getsockname()):
+            server.accept()[0].close()  # first on this side
+            return server.getsockname()[1]

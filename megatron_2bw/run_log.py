@@ -1,0 +1,78 @@
+"""Megatron's log as records: the one parser of its lines.
+
+A line of iteration N gives means over the iterations since the line before it: of the loss without skipped iterations,
+of the time with them. Caveat: the first line of each start of a run is one more than --log-interval asks for, and
+Megatron does not begin new means after it, so the next line's means include the first iteration again. With
+--log-interval 1 the line of iteration 2 shows the mean of 1 and 2. No line comes after the last whole interval.
+
+Megatron prints no loss if its mean is not above 0: for NaN, and at first where all steps were skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+_TRAINING = re.compile(r"\biteration +(\d+)/ *(\d+) \|(.*)")
+_VALIDATION = re.compile(r"\bvalidation loss at iteration (\d+)(?: on ([\w ]+?))? \|(.*)")
+_FIELD = re.compile(r" *([^|:]+): *([^|]*?) *\|")  # whole ones: the last may be cut off
+_ERROR = re.compile(r"([\w.]+: error|[\w.]*(Error|Exception)): \S")
+_KILLED = re.compile(r"Signal \d+ \(SIG\w+\) received by")  # torchrun
+
+
+class Record(NamedTuple):
+    """A line about an iteration that has ended.
+
+    planned  iterations of the whole run; 0 in a validation's line
+    dataset  of a validation: "validation set", "test set" or ""
+    fields   the values as printed, by name
+    """
+
+    iteration: int
+    planned: int
+    dataset: str
+    fields: dict[str, str]
+
+    @property
+    def loss(self) -> float | None:
+        """Of training or of a validation, nats per token."""
+        text = self.fields.get("lm loss") or self.fields.get("lm loss value")
+        return float(text) if text else None
+
+    @property
+    def milliseconds(self) -> float | None:
+        """Mean time of an iteration."""
+        text = self.fields.get("elapsed time per iteration (ms)")
+        return float(text) if text else None
+
+    @property
+    def skipped(self) -> int:
+        """Iterations since the line before whose step was skipped, for inf or nan gradients."""
+        return int(self.fields.get("number of skipped iterations", 0))
+
+    @property
+    def stage_memory(self) -> list[float]:
+        """GiB at most on each stage, in the lines of this project's schedules; else empty."""
+        return [float(word) for word in self.fields.get("peak memory by stage (GiB)", "").split()]
+
+
+def training(log: str | Iterable[str]) -> Iterator[Record]:
+    """The lines of iterations, of a text or of its lines."""
+    for line in log.splitlines() if isinstance(log, str) else log:
+        if match := _TRAINING.search(line):
+            yield Record(int(match[1]), int(match[2]), "", dict(_FIELD.findall(match[3])))
+
+
+def validations(log: str | Iterable[str]) -> Iterator[Record]:
+    """The lines of validations, of a text or of its lines."""
+    for line in log.splitlines() if isinstance(log, str) else log:
+        if match := _VALIDATION.search(line):
+            yield Record(int(match[1]), 0, match[2] or "", dict(_FIELD.findall(match[3])))
+
+
+def cause(log: str) -> str:
+    """The line that says why a run failed: the first error (the others are its consequences), a signal, the last."""
+    lines = [re.sub(r"^\[rank\d+\]: *", "", line.strip()) for line in log.splitlines() if line.strip()]
+    found = (line for sign in (_ERROR.match, _KILLED.search) for line in lines if sign(line))
+    return next(found, lines[-1] if lines else "no output")

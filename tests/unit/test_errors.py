@@ -1,0 +1,39 @@
+"""One line for the user."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from megatron_2bw.errors import Parser, UserError, report, usage_error
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (UserError("--lr 0:\n  above 0"), "--lr 0: above 0"),
+        (FileNotFoundError(2, "No such file or directory", "a/b"), "a/b: No such file or directory"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (ChildProcessError("a worker was killed"), "a worker was killed"),
+    ],
+)
+def test_an_error_is_one_line(error, line, capsys):
+    report("prog.py", error)
+    assert capsys.readouterr() == ("", f"prog.py: error: {line}\n")
+
+
+@pytest.mark.parametrize(
+    "fail", [lambda: usage_error("prog.py", "--x"), lambda: Parser(prog="prog.py").parse_args(["--x"])]
+)
+def test_a_wrong_command_line_ends_with_status_2(fail, capsys):
+    with pytest.raises(SystemExit) as end:
+        fail()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("prog.py: error: ") and "--x" in line
+
+
+def test_an_error_passes_between_processes():
+    error = pickle.loads(pickle.dumps(UserError("why", reported_elsewhere=True)))
+    assert str(error) == "why" and error.reported_elsewhere

@@ -1,0 +1,66 @@
+"""Child processes and ports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megatron_2bw.processes import free_port, stop_tree
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("patience", [0, 5])
+def test_a_tree_is_stopped_with_its_sessions(patience):
+    worker = f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
+    script = f"import subprocess, sys, time; print({worker}.pid, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    child = int(process.stdout.readline())
+    stop_tree(process.pid, patience)
+    assert process.wait(5) == -(signal.SIGTERM if patience else signal.SIGKILL)
+    assert gone(child)
+    stop_tree(process.pid)  # nothing left: no error
+
+
+def test_what_ignores_sigterm_is_killed():
+    script = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); {SLEEP}"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    stop_tree(process.pid, 0.1)
+    assert process.wait(5) == -signal.SIGKILL
+
+
+def test_a_child_whose_parent_has_ended_is_stopped_with_its_group():
+    """The worker leads a group; its first child has ended and left a grandchild, which is now a child of init."""
+    orphan = f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}])"
+    middle = f"import subprocess, sys; print({orphan}.pid, flush=True)"
+    script = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {middle!r}]); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    left = int(process.stdout.readline())
+    deadline = time.monotonic() + 10
+    while psutil.Process(left).ppid() not in (1, os.getpid()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stop_tree(process.pid)
+    process.wait(5)
+    while not gone(left) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone(left)
+
+
+def test_a_port_is_kept_for_a_server_that_reuses_addresses():
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))  # what is refused by name is not given by the kernel's choice either
+    with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(server.getsockname()):
+        assert server.getsockname()[1] == port
