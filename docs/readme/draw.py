@@ -1,0 +1,61 @@
+"""Draws the README's two pictures, at the size at which it shows them.
+
+    python docs/readme/draw.py
+
+schedules.png is simulated from the lists of actions that the runtime executes; results.png shows
+docs/bench/all_schedules.json, which docs/efficiency.md tells how to measure.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from megatron_2bw.schedules import SCHEDULES, Shape
+from megatron_2bw.timelines.picture import draw_rows
+from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
+
+HERE = Path(__file__).resolve().parent
+HEIGHT = 2.7  # inches, 100 pixels of a page each
+PANELS = {"2bw": "2bw: no flush", "pipedream-flush": "1F1B with a flush"}
+STAGES, MICROBATCHES, ITERATIONS, UNTIL = 4, 4, 4, 44
+NAMES = {"megatron": "megatron (1F1B)"}
+
+
+def draw_schedules(path: Path) -> None:
+    figure = Figure(figsize=(4.8, HEIGHT), layout="constrained")
+    axes = figure.subplots(len(PANELS), 1, sharex=True)
+    shape = Shape(STAGES, MICROBATCHES, 0, ITERATIONS)
+    for axis, (name, title) in zip(axes, PANELS.items()):
+        events = simulate(SCHEDULES[name], shape, Times())
+        draw_rows(axis, events, shape, numbers=False, span=(0, UNTIL), steps=name != "2bw")
+        busy = MICROBATCHES * 3 / iteration_time(SCHEDULES[name], STAGES, MICROBATCHES, Times())
+        axis.set_title(f"{title}, stages busy {busy:.0%} of the time", loc="left", fontsize=8.5)
+        axis.tick_params(labelsize=7.5)
+    axes[-1].set_xlabel("light: forward, dark: backward, colours: batches, lines: updates", fontsize=7.5)
+    axes[-1].set_xticks([])
+    figure.savefig(path, dpi=300)
+
+
+def draw_results(measured: Path, path: Path) -> None:
+    rows = sorted(json.loads(measured.read_text())["rows"], key=lambda row: row["efficiency"])
+    figure = Figure(figsize=(3.6, HEIGHT), layout="constrained")
+    axis = figure.subplots()
+    colours = ["#4292c6" if row["schedule"] == "2bw" else "#bdbdbd" for row in rows]
+    names = [NAMES.get(row["schedule"], row["schedule"]) for row in rows]
+    bars = axis.barh(names, [row["efficiency"] for row in rows], color=colours)
+    axis.bar_label(bars, [f"{row['efficiency']:.0%}" for row in rows], padding=2, fontsize=7.5)
+    axis.set_xlim(0, 1.12)
+    axis.set_xticks([])
+    axis.tick_params(axis="y", length=0, labelsize=7.5)
+    axis.set_title("time in which stages compute, d = m = 8", loc="right", fontsize=8.5)
+    for side in ("top", "right", "bottom"):
+        axis.spines[side].set_visible(False)
+    figure.savefig(path, dpi=300)
+
+
+if __name__ == "__main__":
+    draw_schedules(HERE / "schedules.png")
+    draw_results(HERE.parent / "bench" / "all_schedules.json", HERE / "results.png")
