@@ -140,7 +140,7 @@ class Job:
 
     def end(self) -> None:
         for server in self.servers:
-            stop_tree(server.pid)
+            stop_tree(server)
 
     def next(self, timeout: float = PATIENCE) -> str | None:
         """The next line, None at the end; TimeoutError if none comes."""

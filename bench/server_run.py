@@ -111,5 +111,5 @@ class Run:
 
     def end(self) -> None:
         for process in self.processes:
-            stop_tree(process.pid)
+            stop_tree(process)
             process.wait()

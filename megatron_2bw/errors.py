@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 
@@ -18,19 +20,29 @@ class UserError(RuntimeError):
         self.reported_elsewhere = reported_elsewhere
 
 
-def report(prog: str, error: object) -> None:
-    """Print "prog: error: line" on standard error. The line of a file's OSError is "file: reason"."""
+def report(prog: str, error: object, remedy: str = "") -> None:
+    """Print "prog: error: line; remedy" on standard error. The line of a file's OSError is "file: reason"."""
     sys.stdout.flush()
     line = str(error)
     if isinstance(error, OSError) and error.strerror:
         line = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    print(f"{prog}: error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    line = " ".join(line.split()) + (remedy and f"; {remedy}")
+    print(f"{prog}: error: {line}", file=sys.stderr, flush=True)
 
 
 def usage_error(prog: str, line: object) -> NoReturn:
     """Report the line and exit with status 2, as argparse does."""
     report(prog, line)
     sys.exit(2)
+
+
+@contextlib.contextmanager
+def file_errors(what: str) -> Iterator[None]:
+    """Raise an OSError of the block as a UserError: `what`, such as a flag with its path, and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}") from None
 
 
 class Parser(argparse.ArgumentParser):

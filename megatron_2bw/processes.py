@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 
@@ -27,15 +28,17 @@ def exit_on_signals() -> None:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
-def stop_tree(pid: int, patience: float = 0.0) -> None:
-    """Stop a process and all its descendants: SIGTERM, and SIGKILL after `patience` seconds; at once if that is 0.
+def stop_tree(process: subprocess.Popen | psutil.Process, patience: float = 0.0) -> None:
+    """Stop a process and all its descendants: SIGTERM, and after `patience` seconds, or at once, SIGKILL.
 
     By process id, and by the groups that the tree has made: torchrun's ranks lead groups of their own, and a group
-    also holds the processes whose parents have ended. Reaps nothing: the caller still waits for its own child.
+    also holds the processes whose parents have ended. Waits for the process.
     """
+    if isinstance(process, subprocess.Popen) and process.poll() is not None:
+        return
     members = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        leader = psutil.Process(pid)
+        leader = psutil.Process(process.pid)
         members = [leader, *leader.children(recursive=True)]
     for number, seconds in [(signal.SIGTERM, patience)] * (patience > 0) + [(signal.SIGKILL, 5.0)]:
         for member in members:
@@ -46,6 +49,8 @@ def stop_tree(pid: int, patience: float = 0.0) -> None:
         deadline = time.monotonic() + seconds
         while (members := [member for member in members if _runs(member)]) and time.monotonic() < deadline:
             time.sleep(0.02)
+    with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
+        process.wait(5)
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -3,13 +3,13 @@
     python scripts/convergence.py NAME --lr 3e-4,3e-3 --seeds 1234,1235,1236
     python scripts/convergence.py NAME --variants vanilla,2bw,2bw+sync --max-gap 1 -- --num-layers 8 --train-iters 3000
 
-Every run goes through the entry script and has a folder of its own in out/convergence/NAME/runs, with its log. Words
-after -- are Megatron's flags for all of them and win over the defaults: a GPT of 5.3 million parameters on the built-in
-corpus. After each run runs.json, curves.png and report.md are written again. Ended by whatever, the same command goes
-on with the runs that are missing, and with --save-interval N after -- in their middle. A run that fails leaves the
-others alone; if the very first does not begin to train, no other is started.
+Every run uses the entry script and has a folder of its own in out/convergence/NAME/runs, with its log. Words after --
+are Megatron's flags for all runs and override the defaults: a GPT of 5.3 million parameters on the built-in corpus.
+runs.json, curves.png and report.md are rewritten after each run. If the script ends early, the same command runs what
+is missing; with --save-interval N after -- a run continues from its checkpoint. A run that fails does not stop the
+others; if the very first run does not train, no other is started.
 
-Invariant: result.json in a run's folder is that of a run that ended by itself, and holds its command; no run is
+Invariant: result.json in a run's folder holds the run's command and the result of a run that ended normally; no run is
 compared with one of another command.
 """
 
@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -30,40 +29,33 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_2bw.data.corpus import CorpusError  # noqa: E402
-from scripts.convergence_options import (  # noqa: E402
-    ConvergenceError,
-    Run,
-    built_in,
-    defaults,
-    given,
-    grid,
-    parse,
-    takes_corpus,
-    value,
-)
-from scripts.convergence_plot import draw  # noqa: E402
-from scripts.convergence_report import STARTED, markdown, outcome, summarize, too_large  # noqa: E402
-from scripts.demo import leave_on_signals, stop, write_whole  # noqa: E402
+from megatron_2bw import errors, run_log
+from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.files import set_aside, write_json, write_whole
+from megatron_2bw.processes import exit_on_signals, stop_tree
+from megatron_2bw.start.torchrun import environment
+from scripts.convergence_options import Run, built_in, defaults, given, grid, parse, takes_corpus, value
+from scripts.convergence_plot import draw
+from scripts.convergence_report import STARTED, markdown, number, outcome, summarize, too_large
 
 EVERY = 5.0  # seconds between two lines of a run
+CONTINUE = "the same command continues from here"
 
 
 # --- results --------------------------------------------------------------------------------------------------------
 
 
 def same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two commands train the same: whatever the interpreter and the folder of the clone."""
+    """Whether two commands train the same; the interpreter and the folder of the clone do not matter."""
     return _trains(one) == _trains(other)
 
 
 def _trains(words: Sequence[str]) -> list[str]:
     at = list(words).index("--nproc-per-node")
     trains = [words[at + 1], Path(words[at + 2]).name, *words[at + 3 :]]
-    # The folder of its checkpoints is in the run's own, wherever that is.
+    # The folder of the checkpoints is in the run's own folder.
     return [word for before, word in zip(["", *trains], trains) if before not in ("--save", "--load")]
 
 
@@ -75,16 +67,16 @@ def portable(words: Sequence[str]) -> list[str]:
 
 
 def result_of(run: Run) -> dict[str, Any] | None:
-    """The stored result. Raises ConvergenceError if it, or checkpoints to go on from, are of another command."""
+    """The stored result. Raises UserError if it, or the checkpoints to continue from, are of another command."""
     for name in ("result.json", "command.json"):
         try:
             stored = json.loads((run.folder / name).read_text())
         except FileNotFoundError:
             continue
         except ValueError:
-            raise ConvergenceError(f"{run.folder / name}: not JSON; --fresh sets all runs aside") from None
+            raise UserError(f"{run.folder / name}: not JSON; --fresh sets all runs aside") from None
         if not same(stored["command"], run.command) and (name == "result.json" or _checkpoints(run)):
-            raise ConvergenceError(
+            raise UserError(
                 f"{run.folder} holds a run of other flags; give another NAME, or --fresh, which "
                 "sets all runs aside and begins again"
             )
@@ -97,36 +89,18 @@ def _checkpoints(run: Run) -> bool:
     return (run.folder / "checkpoints").exists()
 
 
-def write_json(path: Path, content: Any) -> None:
-    write_whole(path, lambda part: part.write_text(json.dumps(finite(content), allow_nan=False) + "\n"))
-
-
-def finite(content: Any) -> Any:
-    """The content with None for numbers that JSON does not have."""
-    if isinstance(content, dict):
-        return {key: finite(entry) for key, entry in content.items()}
-    if isinstance(content, list):
-        return [finite(entry) for entry in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
-
-
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
 class Job:
-    """A run's process. It writes to the log by itself; `read` follows."""
+    """A run's process, which writes the log; `read` follows the log."""
 
     def __init__(self, run: Run, lock: int, gpus: str | None):
         run.folder.mkdir(parents=True, exist_ok=True)
-        write_json(run.folder / "command.json", {"command": run.command})
-        if run.log.exists() and not _checkpoints(run):  # it begins again, perhaps with other flags
-            number = next(n for n in itertools.count(1) if not run.log.with_suffix(f".{n}.log").exists())
-            run.log.rename(run.log.with_suffix(f".{number}.log"))
-        environment = dict(os.environ)
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        environment.setdefault("PYTHONWARNINGS", "ignore")  # each rank would list what is not installed
-        if gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus
+        write_json(run.folder / "command.json", {"command": run.command}, indent=None)
+        if run.log.exists() and not _checkpoints(run):  # it starts again, perhaps with other flags
+            names = (run.log.with_suffix(f".{number}.log") for number in itertools.count(1))
+            run.log.rename(next(name for name in names if not name.exists()))
         self.run, self.iteration, self.loss, self.said, self._rest = run, 0, math.nan, 0.0, ""
         self._begun = time.monotonic()
         with open(run.log, "a") as log:
@@ -137,7 +111,7 @@ class Job:
             self.first: int | None = None  # iteration that the process began with
             self.process = subprocess.Popen(
                 run.command,
-                env=environment,
+                env=environment(**({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -150,23 +124,22 @@ class Job:
         return time.monotonic() - self._begun
 
     def read(self) -> bool:
-        """Take in what the log has more of. Returns whether it says how far the run is."""
+        """Read the log's new lines. Returns whether they report a new iteration."""
         lines = (self._rest + self._log.read()).split("\n")
         self._rest = lines.pop()
         before = self.iteration
-        for line in lines:
-            if match := re.search(r"\biteration +(\d+)/ *\d+ \|(?:.*\blm loss: (\S+) \|)?", line):
-                self.iteration, self.loss = int(match[1]), float(match[2] or math.nan)
-                self.first = self.iteration if self.first is None else self.first
+        for line in run_log.training(lines):
+            self.iteration, self.loss = line.iteration, number(line.loss)
+            self.first = self.iteration if self.first is None else self.first
         return self.iteration != before
 
     def end(self) -> None:
-        stop(self.process)
+        stop_tree(self.process, 5)
         self._log.close()
 
 
 class Board:
-    """What is known of all runs, and the lines that say so."""
+    """Results and progress of all runs, and the lines that report them."""
 
     def __init__(self, runs: list[Run], iterations: int):
         self.runs, self.iterations = runs, iterations
@@ -177,20 +150,19 @@ class Board:
 
     def take(self, run: Run, result: dict[str, Any]) -> None:
         self.results[run] = result
-        self.losses |= {(run, int(end)): math.nan if loss is None else loss for end, loss in result["training"]}
+        self.losses |= {(run, int(end)): number(loss) for end, loss in result["training"]}
 
     def line(self, job: Job, others: Sequence[Job]) -> str:
         """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512 (vanilla 4.498), 2:10 elapsed, about ..."""
         run = job.run
         self.losses[run, job.iteration] = job.loss
-        vanilla = next(
-            other for other in self.runs if (other.variant, other.lr, other.seed) == ("vanilla", run.lr, run.seed)
-        )
-        beside = self.losses.get((vanilla, job.iteration)) if vanilla != run else None
-        beside = "" if beside is None else f" (vanilla {beside:.3f})"
+        same_seed = (other for other in self.runs if (other.lr, other.seed) == (run.lr, run.seed) and other != run)
+        vanilla = next((other for other in same_seed if other.variant == "vanilla"), None)
+        loss = self.losses.get((vanilla, job.iteration))
+        compared = "" if loss is None else f" (vanilla {loss:.3f})"
         return (
             f"{self.number(run)} {run.title}: iteration {job.iteration}/{self.iterations}, loss {job.loss:.3f}"
-            f"{beside}, {duration(time.monotonic() - self._begun)} elapsed{self._left([job, *others])}"
+            f"{compared}, {duration(time.monotonic() - self._begun)} elapsed{self._left([job, *others])}"
         )
 
     def number(self, run: Run) -> str:
@@ -204,9 +176,7 @@ class Board:
         pending = len(self.runs) - len(self.results) - len(self.failures)
         left = pending * self.iterations - sum(job.iteration for job in jobs)
         done = self._done + now
-        if not done:
-            return ""
-        return f", about {duration(left * (time.monotonic() - self._begun) / done)} left"
+        return f", about {duration(left * (time.monotonic() - self._begun) / done)} left" if done else ""
 
 
 def duration(seconds: float) -> str:
@@ -217,18 +187,14 @@ def duration(seconds: float) -> str:
 
 
 def gpus_of(slot: int, ranks: int, most: int, gpus: Sequence[str]) -> str | None:
-    """CUDA_VISIBLE_DEVICES of the slot-th of the runs side by side, of `most` ranks at most; None to leave it."""
+    """CUDA_VISIBLE_DEVICES of the slot-th of the concurrent runs of at most `most` ranks; None to leave it."""
     if len(gpus) <= ranks:
         return None
     return ",".join(gpus[(slot * most + rank) % len(gpus)] for rank in range(ranks))
 
 
-def ranks_of(run: Run) -> int:
-    return int(value(run.command, "--nproc-per-node"))
-
-
 def gpus_to_deal(options) -> list[str]:
-    """Those that this script was given, as Slurm does; none if only one run at a time is to use them."""
+    """The GPUs of this process (Slurm sets them); none if runs are not concurrent."""
     if options.jobs == 1 or options.device == "cpu":
         return []
     if "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -239,17 +205,21 @@ def gpus_to_deal(options) -> list[str]:
 
 
 def train(board: Board, options, lock: int, after: Callable[[], None]) -> None:
-    """Run what is missing, `options.jobs` side by side; `after` each that ended. Failures are on the board."""
+    """Run what is missing, `options.jobs` at a time; call `after` after each. Failures are on the board."""
+
+    def ranks(run: Run) -> int:
+        return int(value(run.command, "--nproc-per-node"))
+
     waiting = [run for run in board.runs if run not in board.results]
     gpus, jobs = gpus_to_deal(options), {}
-    most = max(map(ranks_of, waiting), default=1)
+    most = max(map(ranks, waiting), default=1)
     try:
         while waiting or jobs:
-            # One after the other until each has begun: runs with the same seed write the same index of the data.
+            # The next starts when the others train: runs with the same seed write the same index of the data.
             if waiting and len(jobs) < options.jobs and all(job.iteration for job in jobs.values()):
                 slot = next(slot for slot in range(options.jobs) if slot not in jobs)
                 run = waiting.pop(0)
-                jobs[slot] = Job(run, lock, gpus_of(slot, ranks_of(run), most, gpus))
+                jobs[slot] = Job(run, lock, gpus_of(slot, ranks(run), most, gpus))
                 say(f"{board.number(jobs[slot].run)} {jobs[slot].run.title}: starts")
             for slot, job in list(jobs.items()):
                 code = job.process.poll()
@@ -260,13 +230,13 @@ def train(board: Board, options, lock: int, after: Callable[[], None]) -> None:
                 if code is not None:
                     del jobs[slot]
                     finish(board, job, code)
-                    # Neither one that trains beside it, nor one that has: so it is what all have in common.
+                    # No other run trains or has trained: the cause is one that all runs share.
                     if waiting and not jobs and len(board.failures) == 1 and not board.results and not job.iteration:
                         say("convergence.py: no other run is started, for the first has not trained")
                         waiting.clear()
                     try:
                         after()
-                    except OSError as error:  # what is lost can be written again, the runs that go on cannot
+                    except OSError as error:  # the next report may succeed; the runs continue
                         say(f"convergence.py: the report could not be written: {error}")
             time.sleep(0.2)
     finally:
@@ -275,17 +245,17 @@ def train(board: Board, options, lock: int, after: Callable[[], None]) -> None:
 
 
 def finish(board: Board, job: Job, code: int) -> None:
-    """Store a run's result, or say why there is none."""
+    """Store a run's result, or report why there is none."""
     run, begin = job.run, f"{board.number(job.run)} {job.run.title}:"
     job.end()
     board.ended(job)
     try:
         result = outcome(run.log.read_text(errors="replace"), code, board.iterations)
-    except ConvergenceError as error:
+    except UserError as error:
         board.failures[run] = str(error)
         say(f"{begin} failed, {error} (log: {run.log})")
         return
-    write_json(run.folder / "result.json", {"command": run.command, "seconds": round(job.seconds, 1)} | result)
+    write_json(run.folder / "result.json", {"command": run.command, "seconds": round(job.seconds, 1)} | result, None)
     board.take(run, result)
     loss = "diverged" if result["diverged"] else f"validation loss {result['validation'][-1][1]:.4f}"
     say(f"{begin} ended after {duration(job.seconds)}, {loss}")
@@ -300,29 +270,21 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """A lock on the folder, which the runs hold too: one that outlives this script keeps others out."""
-    try:
+    """A lock on the folder. The runs hold it too: while one outlives this script, no other call enters."""
+    with file_errors(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise ConvergenceError(f"--out {folder}: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield lock
     except BlockingIOError:
-        raise ConvergenceError(f"{folder} is in use by another convergence.py, or by a run that it has left") from None
+        raise UserError(f"{folder} is in use by another convergence.py, or by a run that it left") from None
     finally:
         os.close(lock)
 
 
-def set_aside(folder: Path) -> None:
-    if folder.exists():
-        number = next(n for n in range(1, 1000) if not folder.with_name(f"{folder.name}.{n}").exists())
-        folder.rename(folder.with_name(f"{folder.name}.{number}"))
-
-
 def report(board: Board, options) -> list[dict[str, Any]]:
-    """Write runs.json, curves.png and report.md of the results that there are. Returns a row for each (lr, variant)."""
+    """Write runs.json, curves.png and report.md from the results so far. Returns a row for each (lr, variant)."""
     results = {(run.lr, run.variant, run.seed): result for run, result in board.results.items()}
     seeds = [int(seed) for seed in options.seeds]
     rows = [
@@ -341,47 +303,26 @@ def report(board: Board, options) -> list[dict[str, Any]]:
         | {"command": portable(run.command)}
         for run in board.runs
     ]
-    write_json(
-        options.out / "runs.json",
-        {
-            "name": options.name,
-            "again": options.again,
-            "task": options.task,
-            "vanilla": options.vanilla,
-            "iterations": options.iterations,
-            "stages": options.stages,
-            "width": options.width,
-            "variants": options.variants,
-            "learning_rates": options.lr,
-            "seeds": seeds,
-            "flags": options.flags,
-            "summary": rows,
-            "runs": runs,
-        },
-    )
+    names = ("name", "again", "task", "vanilla", "iterations", "stages", "width", "variants")
+    content = {name: getattr(options, name) for name in names}
+    content |= {"learning_rates": options.lr, "seeds": seeds, "flags": options.flags, "summary": rows, "runs": runs}
+    write_json(options.out / "runs.json", content, indent=None)
     if results:
-        write_whole(
-            options.out / "curves.png",
-            lambda part: draw(results, options.lr, list(options.variants), seeds, options.iterations, part),
-        )
+        draw(results, options.lr, list(options.variants), seeds, options.iterations, options.out / "curves.png")
     else:
         (options.out / "curves.png").unlink(missing_ok=True)  # of runs that were set aside
     text = markdown(f"Convergence: {options.name}", facts(board, options), rows, troubles(board))
-    write_whole(options.out / "report.md", lambda part: part.write_text(text))
+    write_whole(options.out / "report.md", text)
     return rows
 
 
 def facts(board: Board, options) -> list[str]:
     """What was run, for report.md."""
-    seeds = (
-        f"{len(options.seeds)} seeds ({', '.join(options.seeds)})"
-        if len(options.seeds) > 1
-        else (f"one seed ({options.seeds[0]})")
-    )
+    count = f"{len(options.seeds)} seeds" if len(options.seeds) > 1 else "one seed"
     return [
         f"{options.task.upper()}, {options.iterations} iterations, {options.stages} "
-        f"{'stages' if options.stages > 1 else 'stage'} × width {options.width}, {seeds}; {len(board.results)} of "
-        f"{len(board.runs)} runs have ended. Again, or on from here:",
+        f"{'stages' if options.stages > 1 else 'stage'} × width {options.width}, {count} ({', '.join(options.seeds)}); "
+        f"{len(board.results)} of {len(board.runs)} runs have ended. The command that repeats or continues them:",
         "",
         f"    {options.again}",
         "",
@@ -402,7 +343,7 @@ def troubles(board: Board) -> list[str]:
 
 
 def judge(rows: Sequence[dict[str, Any]], options) -> int:
-    """The exit code of --max-gap, with a line for each variant that is above, or one that says that none is."""
+    """The exit code of --max-gap; prints a line for each variant above it, or one line if there is none."""
     if options.max_gap is None:
         return 0
     of = options.max_gap_of or [label for label in options.variants if label != "vanilla"]
@@ -438,18 +379,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with locked(options.out) as lock:
             return work(options, lock)
-    except (ConvergenceError, CorpusError) as error:
-        print(f"convergence.py: error: {error}", file=sys.stderr)
+    except UserError as error:
+        errors.report("convergence.py", error)
         return 1
     except OSError as error:
-        place = error.filename or options.out
-        print(f"convergence.py: error: {place}: {error.strerror}; the same command goes on from here", file=sys.stderr)
+        errors.report("convergence.py", f"{error.filename or options.out}: {error.strerror}", CONTINUE)
         return 1
     except KeyboardInterrupt:
-        print("convergence.py: stopped; the same command goes on from here", file=sys.stderr)
+        print(f"convergence.py: stopped; {CONTINUE}", file=sys.stderr)
         return 130
 
 
 if __name__ == "__main__":
-    leave_on_signals()
+    exit_on_signals()
     sys.exit(main())

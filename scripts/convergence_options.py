@@ -1,8 +1,8 @@
 """The command line of scripts/convergence.py, and the commands of the runs that it asks for.
 
-Invariant: what is wrong raises ConvergenceError with one line that names the flag; nothing is run or written here, but
-for the built-in corpus. The commands of two variants with the same seed and learning rate differ in the variant's flags
-and the folder for checkpoints alone.
+Invariant: a wrong option raises UserError, one line that names the flag; nothing runs here, and only the built-in
+corpus is written. The commands of two variants with the same seed and learning rate differ only in the variant's flags
+and the folder of checkpoints.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import re
 import shlex
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, read_library
-from megatron_2bw.planner.describe.inputs import Parser
-from scripts.demo import PLAIN_TORCH, log_interval, write_whole
+from megatron_2bw.errors import Parser, UserError, file_errors
+from megatron_2bw.files import write_whole
+from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, log_interval, torchrun
 
-ROOT = Path(__file__).resolve().parent.parent
 DESCRIPTION = "Trains one configuration with and without 2BW's late gradients."
 ITERATIONS, SEQUENCE, WARM_UP = 1500, 128, 100
 BATCH = {"gpt": 4, "bert": 16}  # sequences; a BERT learns from 15 % of their tokens
@@ -35,7 +34,7 @@ OPTIMIZER = "--clip-grad 1.0 --weight-decay 0.1".split()
 EVALUATION = "--eval-iters 25".split()
 SPLIT = "--split 90,10,0".split()
 
-# What this script gives itself, and where the user says it.
+# Flags that this script sets, and where the user sets them.
 OWN = {
     "--lr": "--lr before the --",
     "--seed": "--seeds before the --",
@@ -49,16 +48,12 @@ OWN = {
     "--load": "--save-interval alone",
     "--train-samples": "--train-iters",
 }
-# With these the user has data or a tokenizer.
+# Flags that bring data or a tokenizer.
 SPLIT_DATA = ("--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path")
 OWN_DATA = ("--data-path", "--data-args-path", "--mock-data", "--tokenizer-type", *SPLIT_DATA)
 COMMON = ("--train-iters", "--seed", "--device", "--pipeline-model-parallel-size", "--save", "--load")
 SYNC, EXTRAPOLATE = ("2bw+sync", "2bw+both"), ("2bw+extrapolate", "2bw+both")
 VARIANTS = ("vanilla", "2bw", "2bw+sync", "2bw+extrapolate", "2bw+both")
-
-
-class ConvergenceError(Exception):
-    """It cannot go on; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ class Run:
 
 
 def value(words: Sequence[str], flag: str) -> str | None:
-    """What `words` give to a flag: the last word after it, or behind its =."""
+    """The value of a flag in `words`: the last word after it, or after its =."""
     found = None
     for place, word in enumerate(words):
         if word == flag and place + 1 < len(words):
@@ -108,8 +103,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="convergence.py",
         description=DESCRIPTION,
         allow_abbrev=False,
-        epilog="Words after -- are Megatron's flags for every run. A run that fails leaves the others "
-        "alone; if the very first does not begin to train, no other is started.",
+        epilog="Words after -- are Megatron's flags for every run. A run that fails does not stop the others; "
+        "if the very first does not train, no other is started.",
     )
     option = parser.add_argument
     option("name", metavar="NAME", help="of the experiment: the folder in out/convergence")
@@ -143,9 +138,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     option("--seeds", type=_words, default=("1234",), metavar="N,...", help="default: 1234")
     option("--lr", type=_words, default=("3e-4",), metavar="RATE,...", help="learning rates (default: 3e-4)")
-    option("--stages", type=int, default=1, metavar="D", help="default: 1, for the losses do not depend on it")
+    option("--stages", type=int, default=1, metavar="D", help="default: 1; the losses do not depend on it")
     option("--width", type=int, default=1, metavar="W", help="data-parallel size of every run (default: 1)")
-    option("--jobs", type=int, default=1, metavar="J", help="runs side by side (default: 1)")
+    option("--jobs", type=int, default=1, metavar="J", help="concurrent runs (default: 1)")
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="as the entry script's")
     option("--max-gap", type=float, metavar="PERCENT", help="exit with 1 if a variant's gap to vanilla is larger")
     option("--max-gap-of", type=_words, metavar="VARIANT,...", help="that --max-gap is for (default: all)")
@@ -161,7 +156,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         _check(options)
         _check_flags(options)
         options.variants = variants(options)
-    except ConvergenceError as error:
+    except UserError as error:
         parser.error(str(error))
     return options
 
@@ -171,11 +166,11 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """This script's own options. Raises ConvergenceError; sets `out`."""
+    """This script's own options. Raises UserError; sets `out`."""
     if not re.fullmatch(r"[\w.+-]+", options.name):
-        raise ConvergenceError(f"NAME {options.name}: letters, digits and . _ + - only; --out takes a folder")
+        raise UserError(f"NAME {options.name}: letters, digits and . _ + - only; --out takes a folder")
     if options.fresh and options.report_only:
-        raise ConvergenceError("--fresh: with --report-only there would be nothing to report on; leave one out")
+        raise UserError("--fresh: with --report-only there would be nothing to report on; leave one out")
     options.out = (options.out or ROOT / "out" / "convergence" / options.name).absolute()
     for flag, found, convert, fault in (
         ("--seeds", options.seeds, _seed, "not a whole number from 1 on"),
@@ -183,9 +178,9 @@ def _check(options: argparse.Namespace) -> None:
     ):
         wrong = [word for word in found if convert(word) is None]
         if wrong:
-            raise ConvergenceError(f"{flag}: {wrong[0] or 'an empty word'} is {fault}")
+            raise UserError(f"{flag}: {wrong[0] or 'an empty word'} is {fault}")
         if len(set(map(convert, found))) < len(found):
-            raise ConvergenceError(f"{flag} {','.join(found)}: one of them stands there twice")
+            raise UserError(f"{flag} {','.join(found)}: one of them is given twice")
     for flag, number, good, bounds in (
         ("--stages", options.stages, options.stages >= 1, "1 at least"),
         ("--width", options.width, options.width >= 1, "1 at least"),
@@ -194,7 +189,7 @@ def _check(options: argparse.Namespace) -> None:
         ("--max-gap", options.max_gap, math.isfinite(options.max_gap or 0), "a number of percent"),
     ):
         if not good:
-            raise ConvergenceError(f"{flag} {number}: it must be {bounds}")
+            raise UserError(f"{flag} {number}: it must be {bounds}")
 
 
 def _seed(word: str) -> int | None:
@@ -211,55 +206,55 @@ def _rate(word: str) -> float | None:
 
 
 def _check_flags(options: argparse.Namespace) -> None:
-    """Megatron's flags, as far as this script's own meet them. Raises ConvergenceError; sets `iterations`."""
+    """Those of Megatron's flags that this script's depend on. Raises UserError; sets `iterations`."""
     flags = options.flags
     if wrong := [f"{flag} (give {OWN[flag]})" for flag in OWN if given(flags, flag)]:
-        raise ConvergenceError(f"after the --: {', '.join(wrong)}")
+        raise UserError(f"after the --: {', '.join(wrong)}")
     options.iterations = _number(flags, "--train-iters", None if options.no_defaults else ITERATIONS)
     if options.iterations < 1:
-        raise ConvergenceError(f"--train-iters {options.iterations}: it must be at least 1")
+        raise UserError(f"--train-iters {options.iterations}: it must be at least 1")
     if _number(flags, "--eval-iters", 1) < 1:
-        raise ConvergenceError("--eval-iters 0: there must be a validation loss to compare; leave it out")
+        raise UserError("--eval-iters 0: there must be a validation loss to compare; leave it out")
     processes(options, flags)  # are they numbers?
     warm_up = _number(flags, "--lr-warmup-iters", 0)
     if warm_up >= options.iterations:
-        raise ConvergenceError(f"--lr-warmup-iters {warm_up}: it must be below --train-iters {options.iterations}")
+        raise UserError(f"--lr-warmup-iters {warm_up}: it must be below --train-iters {options.iterations}")
     least = value(flags, "--min-lr")
     if least is not None:
         for rate in options.lr:
             if _rate(least) is None or _rate(least) > _rate(rate):
-                raise ConvergenceError(f"--min-lr {least}: it must be a number and not above --lr {rate}")
+                raise UserError(f"--min-lr {least}: it must be a number and not above --lr {rate}")
 
 
 def _number(flags: Sequence[str], flag: str, default: int | None) -> int:
     word = value(flags, flag)
     if word is None and default is None:
-        raise ConvergenceError(f"{flag} is missing after the --")
+        raise UserError(f"{flag} is missing after the --")
     try:
         return default if word is None else int(word)
     except ValueError:
-        raise ConvergenceError(f"{flag} {word}: not a whole number") from None
+        raise UserError(f"{flag} {word}: not a whole number") from None
 
 
 def variants(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Label to flags of all variants. Raises ConvergenceError."""
+    """Label to flags of all variants. Raises UserError."""
     for label in options.variants:
         if label not in VARIANTS:
-            raise ConvergenceError(f"--variants: {label or 'an empty word'} is not one of {', '.join(VARIANTS)}")
+            raise UserError(f"--variants: {label or 'an empty word'} is not one of {', '.join(VARIANTS)}")
     if "vanilla" not in options.variants:
-        raise ConvergenceError("--variants: vanilla must be one of them, the others are compared with it")
+        raise UserError("--variants: vanilla must be one of them, the others are compared with it")
     for flag, number, users in (
         ("--sync-iterations", options.sync_iterations, SYNC),
         ("--correction-factor", options.correction_factor, EXTRAPOLATE),
     ):
         if number is not None and not set(users) & set(options.variants):
-            raise ConvergenceError(f"{flag}: none of --variants uses it; add {users[0]}")
+            raise UserError(f"{flag}: none of --variants uses it; add {users[0]}")
     sync = options.sync_iterations
     if sync is not None and not 1 <= sync <= options.iterations:
-        raise ConvergenceError(f"--sync-iterations {sync}: it must be 1 to --train-iters {options.iterations}")
+        raise UserError(f"--sync-iterations {sync}: it must be 1 to --train-iters {options.iterations}")
     sync = sync or max(1, options.iterations // 5)
     if sync == options.iterations and "2bw+both" in options.variants:
-        raise ConvergenceError(
+        raise UserError(
             f"--sync-iterations {sync}: with 2bw+both it must be below --train-iters "
             f"{options.iterations}, or there is nothing to extrapolate"
         )
@@ -273,22 +268,22 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
     for text in options.variant:
         label, equals, flags = text.partition("=")
         if not equals or not re.fullmatch(r"\w[\w.+-]*", label) or label in VARIANTS or label in found:
-            raise ConvergenceError(
+            raise UserError(
                 f'--variant "{text}": give LABEL=FLAGS with a label of its own, of letters, digits and . _ + -'
             )
         own = _split(text, flags)
         if flag := given(own, *COMMON):
-            raise ConvergenceError(f'--variant "{text}": {flag} must be the same for all')
+            raise UserError(f'--variant "{text}": {flag} must be the same for all')
         found[label] = own if given(own, "--pipeline-schedule") else ["--pipeline-schedule", "2bw", *own]
     others = [label for label in found if label != "vanilla"]
     if options.max_gap_of is not None:
         if options.max_gap is None:
-            raise ConvergenceError("--max-gap-of: it needs --max-gap PERCENT")
+            raise UserError("--max-gap-of: it needs --max-gap PERCENT")
         wrong = [label for label in options.max_gap_of if label not in others]
         if wrong:
-            raise ConvergenceError(f"--max-gap-of: {wrong[0] or 'an empty word'} is not one of {', '.join(others)}")
+            raise UserError(f"--max-gap-of: {wrong[0] or 'an empty word'} is not one of {', '.join(others)}")
     if options.max_gap is not None and not others:
-        raise ConvergenceError("--max-gap: there is nothing but vanilla; add to --variants")
+        raise UserError("--max-gap: there is nothing but vanilla; add to --variants")
     return found
 
 
@@ -296,14 +291,14 @@ def _split(text: str, flags: str) -> list[str]:
     try:
         return shlex.split(flags)
     except ValueError as error:
-        raise ConvergenceError(f'--variant "{text}": {error}') from None
+        raise UserError(f'--variant "{text}": {error}') from None
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
 def eval_interval(iterations: int) -> int:
-    """About ten validations. No divisor: Megatron validates after the last iteration anyway, and would do so twice."""
+    """About ten validations. Not a divisor: Megatron also validates after the last iteration, and would do so twice."""
     interval = max(2, math.ceil(iterations / 10))
     while iterations % interval == 0:
         interval += 1
@@ -317,7 +312,7 @@ def processes(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Megatron's flags that the user need not give; `flags`, the user's, come later and win."""
+    """Default flags; the user's `flags` come later and override them."""
     if options.no_defaults:
         return []
     batch = BATCH[options.task]
@@ -340,39 +335,21 @@ def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     adam = value(flags, "--optimizer") != "sgd" and value(flags, "--muon-scalar-optimizer") != "lion"
     model = [*MODEL, *(GPT if options.task == "gpt" else [])]
     decay = ["--lr-decay-style", "cosine"]
-    split = [] if given(flags, *SPLIT_DATA) else SPLIT  # Megatron takes one or the other
+    split = [] if given(flags, *SPLIT_DATA) else SPLIT  # Megatron takes one of them
     return [*words, *model, *PLAIN_TORCH, *decay, *(ADAM if adam else []), *OPTIMIZER, *split, *EVALUATION]
 
 
 def command(options: argparse.Namespace, data: Sequence[str], variant: str, lr: str, seed: str, folder: Path) -> tuple:
     """The command of a run: torchrun, the entry script, the defaults, the user's flags, the variant's."""
     flags = [*options.flags, *options.variants[variant]]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc-per-node",
-        str(processes(options, flags)),
-        str(ROOT / f"pretrain_{options.task}_2bw.py"),
-    ]
-    own = [
-        "--pipeline-model-parallel-size",
-        str(options.stages),
-        "--device",
-        options.device,
-        "--seed",
-        seed,
-        "--lr",
-        lr,
-    ]
+    launcher = torchrun(processes(options, flags), options.task)
+    own = ["--pipeline-model-parallel-size", str(options.stages), "--device", options.device]
+    own += ["--seed", seed, "--lr", lr]
     if not options.no_defaults:
         own += ["--min-lr", f"{float(lr) / 10:g}"]
     if given(options.flags, "--save-interval"):
         own += ["--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")]
-    return (*torchrun, *defaults(options, flags), *data, *own, *flags)
+    return (*launcher, *defaults(options, flags), *data, *own, *flags)
 
 
 def takes_corpus(options: argparse.Namespace) -> bool:
@@ -381,57 +358,38 @@ def takes_corpus(options: argparse.Namespace) -> bool:
 
 
 def built_in(options: argparse.Namespace) -> list[str]:
-    """The flags of the built-in corpus, made at the first call; none if the user has data or a tokenizer."""
+    """The flags of the built-in corpus, built at the first call; none if the user has data or a tokenizer."""
     if not takes_corpus(options):
         return []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's import lists what is not installed
-        corpus = build_corpus()
+    corpus = build_corpus()
     return corpus.flags() if options.task == "gpt" else sentences(corpus)
 
 
 def sentences(corpus: Corpus) -> list[str]:
-    """The flags of the same text as sentences with a WordPiece vocabulary, made at the first call beside the corpus.
+    """The flags of the same text as sentences with a WordPiece vocabulary, built next to the corpus at the first call.
 
-    The data preparation writes the .idx last: it is there only if all is, and a call that is ended is gone on with.
+    The data preparation writes the .idx last, so all is there if it is; a call that was ended can be repeated.
     """
     folder = corpus.prefix.parent
     prefix = folder.with_name(f"{folder.name}-sentences") / "corpus"
     tokenizer = prefix.with_name("corpus-tokenizer")
     if not prefix.with_suffix(".idx").exists():
-        try:
+        with file_errors(f"--task bert: {prefix.parent}"):
             prefix.parent.mkdir(exist_ok=True)
             text = prefix.with_name("text.jsonl")
             if not text.exists():
                 lines = [json.dumps({"text": document}) + "\n" for document in read_library(DEFAULT_MAX_BYTES)]
-                write_whole(text, lambda part: part.write_text("".join(lines)))
-        except OSError as error:
-            raise ConvergenceError(f"--task bert: {prefix.parent}: {error.strerror}") from error
-        made = subprocess.run(
-            [
-                sys.executable,
-                str(ROOT / "scripts" / "preprocess_data.py"),
-                "--task",
-                "bert",
-                "--input",
-                str(text),
-                "--output-prefix",
-                str(prefix),
-                "--train-tokenizer",
-                "wordpiece",
-                "--vocab-size",
-                str(corpus.vocab_size),
-            ],
-            stdout=subprocess.DEVNULL,
-            check=False,
-        )
-        if made.returncode:
-            raise ConvergenceError(f"--task bert: no data in {prefix.parent}, see above")
+                write_whole(text, "".join(lines))
+        command = [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), "--task", "bert"]
+        command += ["--input", str(text), "--output-prefix", str(prefix)]
+        command += ["--train-tokenizer", "wordpiece", "--vocab-size", str(corpus.vocab_size)]
+        if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+            raise UserError(f"--task bert: no data in {prefix.parent}, see above")
     return ["--data-path", str(prefix), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
 
 
 def grid(options: argparse.Namespace, data: Sequence[str]) -> list[Run]:
-    """All runs, in an order in which whole comparisons come early: seed by seed, vanilla first."""
+    """All runs, ordered for early comparisons: seed by seed, vanilla first."""
     runs = []
     for seed in options.seeds:
         for lr in options.lr:

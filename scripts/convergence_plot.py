@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy
 
+from megatron_2bw.files import write_figure
 from scripts.convergence_report import Points, Results, mean, percent, places, smooth
 
 COLOURS = ("#525252", "#d94801", "#2171b5", "#238b45", "#6a51a3", "#c51b8a", "#a6761d", "#17becf")  # vanilla first
@@ -56,7 +57,7 @@ def draw(
         upper.legend(frameon=False, fontsize=9)
     grid[0, 0].set_ylabel("loss (nats per token)\nline: training, points: validation")
     grid[1, 0].set_ylabel("loss above vanilla's (%)\nlinear to 1 %, then logarithmic")
-    figure.savefig(path, format="png")
+    write_figure(path, figure)
 
 
 def _pair(results: Results, lr: str, variant: str, seed: int) -> tuple[dict, dict | None] | None:

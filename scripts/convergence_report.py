@@ -1,7 +1,7 @@
-"""What scripts/convergence.py makes of the runs: curves from logs, gaps and lags, the table and the words.
+"""The results of scripts/convergence.py: curves from logs, gaps, lags, the table and the text.
 
-Invariant: pure functions of logs and results. A loss that is not a finite number makes a run "diverged"; it never makes
-a figure that looks like one.
+Invariant: pure functions of logs and results. A loss that is not finite makes a run "diverged" and gives no finite
+figure.
 
 final validation loss   after the last iteration
 gap                     that loss above vanilla's with the same seed, in percent of vanilla's
@@ -9,11 +9,11 @@ training loss           the mean of the last tenth of the iterations
 lag                     iterations by which a variant is behind vanilla at the same loss: the end less the iteration at
                         which vanilla's loss was what the variant's is at the end; negative if it is ahead
 
-The lag is taken on the training loss, a trailing mean over a tenth of the iterations, not on the few and small
-validations. The batches' noise is the same for both at the same iteration, but not at two; it would be as large as what
-is measured. So the other iteration is looked up in a smooth fit to vanilla's curve, at the fit's own end plus the
-difference of the two trailing means at the end. Equal curves lag by exactly 0. With a learning rate that decays,
-vanilla was at that loss while its rate was still higher: a run that is shorter by the lag would end lower.
+The lag uses the training loss, a trailing mean over a tenth of the iterations; validations are few and small. The
+batches' noise is the same for both runs at one iteration, but not at two, where it is as large as the difference. So
+the other iteration is looked up in a smooth fit to vanilla's curve, at the fit's own end plus the difference of the two
+trailing means at the end. Equal curves lag by exactly 0. With a decaying learning rate, vanilla had that loss while its
+rate was still higher: a run that is shorter by the lag would end lower.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from typing import Any
 
 import numpy
 
-from scripts.convergence_options import ConvergenceError
-from scripts.demo import reason
+from megatron_2bw import run_log
+from megatron_2bw.errors import UserError
 
 STARTED = "convergence.py: started"  # begins the line before each attempt's output in train.log
-VALIDATED = r"validation loss at iteration (\d+)(?: on validation set)?"
 WINDOW = 0.1  # of the iterations, for the trailing mean
 
 Points = list[list[float]]  # [iteration, loss]
@@ -41,47 +40,42 @@ Results = Mapping[tuple[str, str, int], dict[str, Any]]  # of (lr, variant, seed
 def parse_log(text: str) -> dict[str, Any]:
     """{"training": Points, "validation": Points, "seconds_per_iteration": median or None} of a run's attempts.
 
-    A training loss is the mean of the iterations since the point before. The line that Megatron prints in addition
-    after the first iteration of each attempt is left out: the next line's mean includes it again. Where an attempt
-    starts again at an earlier iteration, its losses take the place of those of the attempt before. A line without a
-    loss gives nan: so Megatron prints a mean that is no number. Where all steps since the line before were skipped
+    A training loss is the mean of the iterations since the point before. Each attempt's first line is left out, for
+    the next line's mean includes it (run_log). Where an attempt starts at an earlier iteration, its losses replace
+    those of the attempt before. A line without a loss gives nan. Where all steps since the line before were skipped,
     there is no mean: the loss stays what it was, as the weights do, and there is none yet where fp16 runs begin.
     """
     training: Points = []
     validation: dict[int, float] = {}
-    times, first, last = [], True, 0
-    for line in text.splitlines():
-        if line.startswith(STARTED):
-            first = True
-        elif match := re.search(r"\biteration +(\d+)/ *\d+ \|(.*)", line):
-            end = int(match[1])
-            if first:
-                training = [point for point in training if point[0] < end]
-                validation = {iteration: loss for iteration, loss in validation.items() if iteration < end}
-                first, last = False, end - 1
-                continue
-            times += re.findall(r"elapsed time per iteration \(ms\): (\S+) \|", match[2])
-            skipped = re.search(r"number of skipped iterations: +(\d+) \|", match[2])
-            if not skipped or int(skipped[1]) < end - last:
-                loss = re.search(r"\blm loss: (\S+) \|", match[2])
-                training.append([end, float(loss[1]) if loss else math.nan])
+    times = []
+    for attempt in text.split(STARTED):
+        lines = list(run_log.training(attempt))
+        if lines:
+            begin = lines[0].iteration
+            training = [point for point in training if point[0] < begin]
+            validation = {iteration: loss for iteration, loss in validation.items() if iteration < begin}
+            last = begin - 1
+        for line in lines[1:]:
+            times.append(line.milliseconds)
+            if line.skipped < line.iteration - last:
+                training.append([line.iteration, number(line.loss)])
             elif training:
-                training.append([end, training[-1][1]])
-            last = end
-        elif match := re.search(rf"{VALIDATED} \| lm loss value: (\S+)", line):
-            validation[int(match[1])] = float(match[2])
-    seconds = statistics.median(map(float, times)) / 1e3 if times else None
+                training.append([line.iteration, training[-1][1]])
+            last = line.iteration
+        tried = (line for line in run_log.validations(attempt) if line.dataset != "test set")
+        validation |= {line.iteration: line.loss for line in tried if line.loss is not None}
+    times = [milliseconds for milliseconds in times if milliseconds is not None]
     return {
         "training": training,
         "validation": [list(pair) for pair in validation.items()],
-        "seconds_per_iteration": seconds,
+        "seconds_per_iteration": statistics.median(times) / 1e3 if times else None,
     }
 
 
 def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
-    """What result.json holds of a run that has ended with this log and exit code, but for its command.
+    """The content of result.json for a run that ended with this log and exit code, without its command.
 
-    Raises ConvergenceError if the run failed.
+    Raises UserError if the run failed.
     """
     found = parse_log(text)
     attempt = text[text.rindex(STARTED) :].partition("\n")[2]
@@ -90,21 +84,21 @@ def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
         last = int(said[1]) if said else found["training"][-1][0] if found["training"] else 0
         return found | {"diverged": True, "iteration": last}
     if code:
-        raise ConvergenceError(f"exit code {code}: {reason(attempt)}")
+        raise UserError(f"exit code {code}: {run_log.cause(attempt)}")
     if not found["training"]:
-        raise ConvergenceError(
+        raise UserError(
             "it ended, but its log holds no training loss: --log-interval is above --train-iters, "
             "or all steps were skipped"
         )
     if not found["validation"] or found["validation"][-1][0] != iterations:
-        raise ConvergenceError(
+        raise UserError(
             "it ended, but its log holds no validation loss after the last iteration: does --split leave data for it?"
         )
     return found | {"diverged": False}
 
 
 def diverged(found: dict[str, Any], attempt: str, code: int) -> bool:
-    """Whether a loss was no finite number: in the log, or in what Megatron's checks say when they end a run."""
+    """Whether a loss was not finite: in the log, or in the message of Megatron's check that ended the run."""
     losses = [loss for _, loss in found["training"] + found["validation"]]
     says = r"found (NaN|Inf) in|Unexpected result (nan|inf)"
     return not all(map(math.isfinite, losses)) or bool(code and re.search(says, attempt))
@@ -143,7 +137,7 @@ def trend(points: Points) -> Points:
 
 
 def mean(curves: Sequence[Points]) -> Points:
-    """At the iterations that all of the curves have."""
+    """At the iterations that all curves have."""
     losses = [dict(points) for points in curves]
     return [
         [end, statistics.fmean(number(curve[end]) for curve in losses)]
@@ -153,7 +147,7 @@ def mean(curves: Sequence[Points]) -> Points:
 
 
 def places(end: float, window: float) -> numpy.ndarray:
-    """Iterations to look at a smoothed curve, a thousand at most."""
+    """Iterations at which to evaluate a smoothed curve, at most a thousand."""
     return numpy.linspace(window, end, int(min(1000, max(2, end - window + 1))))
 
 
@@ -171,7 +165,7 @@ def lag(variant: Points, vanilla: Points, window: float) -> float:
         return math.nan
     curve = smooth(trend(vanilla if difference >= 0 else variant), at, window)
     target = curve[-1] + abs(difference)
-    above = numpy.flatnonzero(curve >= target)  # the last one is vanilla's last moment at that loss
+    above = numpy.flatnonzero(curve >= target)  # the last one is vanilla's last iteration at that loss
     place = above[-1] if len(above) else 0
     reached = at[place]
     if curve[place] > target:
@@ -195,7 +189,7 @@ def percent(loss: float, reference: float) -> float:
 
 
 def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], iterations: int) -> dict[str, Any]:
-    """The figures of a variant at a learning rate, of the seeds that there are results of.
+    """The figures of a variant at a learning rate, from the seeds that have results.
 
     A diverged run has infinite losses. A gap needs both runs of a seed, and a vanilla that has not diverged.
     """
@@ -207,7 +201,7 @@ def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], ite
     trained = {seed: trained_to(result, window) for seed, result in own.items()}
     both = [seed for seed in base if not own[seed]["diverged"]]
     curves = {seed: (own[seed]["training"], base[seed]["training"]) for seed in both}
-    whole = curves and len(both) == len(own)  # else the curves are of the seeds that went well
+    whole = curves and len(both) == len(own)  # else only some seeds have curves
     of_means = lag(*map(mean, zip(*curves.values())), window) if whole else math.nan
     ends = [points[-1][0] for pair in curves.values() for points in pair if points]
     seconds = [result["seconds_per_iteration"] for result in own.values() if result["seconds_per_iteration"]]
@@ -248,7 +242,7 @@ def _of_means(final: dict[int, float], base: dict[int, dict[str, Any]]) -> float
 def too_large(
     rows: Sequence[dict[str, Any]], limit: float, rates: Sequence[str], of: Sequence[str], seeds: int
 ) -> list[str]:
-    """A line for each of the variants at each rate whose mean gap is above the limit, or not known for all seeds."""
+    """A line for each variant and rate whose mean gap is above the limit, or unknown for some seed."""
     found, lines = {(row["lr"], row["variant"]): row for row in rows}, []
     for lr, variant in itertools.product(rates, of):
         row, begin = found.get((lr, variant)), f"{variant} at lr {lr}"

@@ -2,33 +2,30 @@
 
     python scripts/demo.py [--schedule NAME] [--iterations N] [--out DIR]
 
-Megatron's own log runs over the screen and into DIR/train.log; the losses are read from it. Invariant:
-summary.json and loss.png in DIR are those of a run that ended well, and each of them is whole or absent.
+Prints Megatron's own log and writes it to DIR/train.log; the losses are read from it. Invariant: summary.json and
+loss.png in DIR are those of a run that ended well, and each of them is whole or absent.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from megatron_2bw.data.corpus import CorpusError, build_corpus
+from megatron_2bw import run_log
+from megatron_2bw.data.corpus import build_corpus
+from megatron_2bw.errors import Parser, UserError, file_errors, report
+from megatron_2bw.files import write_figure, write_json
+from megatron_2bw.processes import exit_on_signals, stop_tree
 from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, environment, log_interval, torchrun
 
-ROOT = Path(__file__).resolve().parent.parent
 STAGES, MICROBATCHES, MICRO_BATCH_SIZE, SEQUENCE = 2, 4, 4, 128
 
 # 3.4 million parameters. The last stage also multiplies with the vocabulary, which costs as much as two layers,
@@ -38,22 +35,12 @@ MODEL = """
     --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
 """.split()
 
-# What runs on any host: without Transformer Engine and Apex.
-PLAIN_TORCH = """
-    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
-    --no-rope-fusion
-""".split()
-
 # Gradients that are one update late leave less room for the learning rate: at 3e-3 2BW learns more slowly.
 OPTIMIZER = "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --adam-beta2 0.95 --clip-grad 1.0".split()
 WARM_UP = 30
 
 # A tenth of the files for validation. With fewer, tables of character sets, which are easy, make up most of it.
 DATA = "--split 90,10,0 --eval-iters 10".split()
-
-
-class DemoError(Exception):
-    """The demo cannot go on; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -71,31 +58,19 @@ class Losses:
 
 
 def parse_log(text: str) -> Losses:
-    """The losses that Megatron logged.
-
-    A line gives the mean since the line before it. Only the line of iteration 1 does not count as one: Megatron
-    prints it in addition, and the next line's mean includes iteration 1 again.
-    """
+    """The losses that Megatron logged; run_log says which iterations a line is the mean of."""
     steps, training, start = [], [], 1
-    for match in re.finditer(r"\biteration +(\d+)/ *\d+ \|(.*)", text):
-        end = int(match[1])
-        loss = re.search(r"\blm loss: (\S+) \|", match[2])
-        if loss:
-            steps.append((start + end) / 2)
-            training.append(float(loss[1]))
-        start = end + 1 if end > 1 else 1
-    validations = re.findall(r"validation loss at .*?\| lm loss value: (\S+) \|", text)
-    return Losses(steps, training, float(validations[-1]) if validations else None)
-
-
-def log_interval(iterations: int) -> int:
-    """At most 10, and a divisor, because Megatron does not log what is left over after the last full interval."""
-    return max(interval for interval in range(1, 11) if iterations % interval == 0)
+    for line in run_log.training(text):
+        if line.loss is not None:
+            steps.append((start + line.iteration) / 2)
+            training.append(line.loss)
+        start = line.iteration + 1 if line.iteration > 1 else 1
+    validations = [line.loss for line in run_log.validations(text)]
+    return Losses(steps, training, validations[-1] if validations else None)
 
 
 def training_command(schedule: str, iterations: int, corpus_flags: list[str], device: str) -> list[str]:
     """The command that trains: torchrun, the entry script, Megatron's flags."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     sizes = {
         "--pipeline-schedule": schedule,
         "--device": device,
@@ -110,8 +85,7 @@ def training_command(schedule: str, iterations: int, corpus_flags: list[str], de
         "--eval-interval": iterations + 1,  # one validation, after the last iteration
     }
     flags = [str(word) for pair in sizes.items() for word in pair]
-    script = [*torchrun, "--nproc-per-node", str(STAGES), str(ROOT / "pretrain_gpt_2bw.py")]
-    return [*script, *flags, *MODEL, *PLAIN_TORCH, *OPTIMIZER, *DATA, *corpus_flags]
+    return [*torchrun(STAGES), *flags, *MODEL, *PLAIN_TORCH, *OPTIMIZER, *DATA, *corpus_flags]
 
 
 def pick_device() -> str:
@@ -122,13 +96,10 @@ def pick_device() -> str:
 
 
 def train(command: list[str], log: Path) -> str:
-    """Run the command, its output on the screen and in `log`; return the output. Raises DemoError if it fails."""
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", "1")  # a core per stage
-    environment.setdefault("PYTHONWARNINGS", "ignore")  # each rank would list what is not installed
+    """Run the command, its output on the screen and in `log`; return the output. Raises UserError if it fails."""
     process = subprocess.Popen(
         command,
-        env=environment,
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -142,10 +113,10 @@ def train(command: list[str], log: Path) -> str:
                 print(line, end="", flush=True)
         code = process.wait()
     finally:
-        stop(process)
+        stop_tree(process, 5)
     text = log.read_text()
     if code:
-        raise DemoError(f"training failed with exit code {code}: {reason(text)} (log: {_shown(log)})")
+        raise UserError(f"training failed with exit code {code}: {run_log.cause(text)} (log: {_shown(log)})")
     return text
 
 
@@ -171,44 +142,12 @@ def fold_arguments(lines: Iterable[str]) -> Iterator[str]:
         yield f"  ({folded} arguments, listed in train.log)\n"
 
 
-def reason(log: str) -> str:
-    """The first line that reads like an error: the ones after it are its consequences."""
-    for line in log.splitlines():
-        if re.match(r"(\[rank\d+\]: )?([\w.]+: error|[\w.]*(Error|Exception)): ", line):
-            return line
-    lines = log.split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-
-
-def leave_on_signals() -> None:
-    """Let SIGTERM and SIGHUP end this script by an exception, so that it ends its children; nohup's SIGHUP does not."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
-
-
-def stop(process: subprocess.Popen) -> None:
-    """End a command that still runs, and all that it started: torchrun's workers have sessions of their own."""
-    if process.poll() is not None:
-        return
-    workers = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        workers = psutil.Process(process.pid).children(recursive=True)
-    for ending in ("terminate", "kill"):
-        for member in (process, *workers):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                getattr(member, ending)()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
-        _, workers = psutil.wait_procs(workers, timeout=5)
-
-
 def summarize(losses: Losses, schedule: str, iterations: int, seconds: float) -> dict:
-    """What summary.json holds. Raises DemoError if the log gave no losses, or impossible ones."""
+    """What summary.json holds. Raises UserError if the log gave no losses, or impossible ones."""
     if not losses.training or losses.validation is None:
-        raise DemoError("training ended, but its log lacks the losses")
+        raise UserError("training ended, but its log lacks the losses")
     if not all(map(math.isfinite, [*losses.training, losses.validation])):
-        raise DemoError("training ended, but a loss is not a finite number")
+        raise UserError("training ended, but a loss is not a finite number")
     return {
         "schedule": schedule,
         "stages": STAGES,
@@ -221,7 +160,7 @@ def summarize(losses: Losses, schedule: str, iterations: int, seconds: float) ->
     }
 
 
-def report(summary: dict, interval: int, folder: Path) -> str:
+def table(summary: dict, interval: int, folder: Path) -> str:
     """The summary for people, a few aligned lines."""
     first, last = summary["first_loss"], summary["last_loss"]
     rows = {
@@ -262,22 +201,11 @@ def draw(path: Path, losses: Losses, summary: dict) -> None:
     axes.grid(linewidth=0.5, alpha=0.4)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    write_whole(path, lambda part: figure.savefig(part, format="png"))
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then put it in its place: no reader sees half a file."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_figure(path, figure)
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("demo.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")  # without the usage text
+    parser = Parser("demo.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--schedule", choices=SCHEDULE_NAMES, default="2bw", help="default: %(default)s")
     parser.add_argument("--iterations", type=int, default=250, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "demo", help="folder, default: out/demo")
@@ -289,12 +217,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 def _empty(folder: Path) -> None:
     """Make the folder, without the results of an earlier run."""
-    try:
+    with file_errors(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("summary.json", "loss.png", "train.log"):
             (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise DemoError(f"--out {folder}: {error.strerror}") from error
 
 
 def _shown(path: Path) -> str:
@@ -304,21 +230,18 @@ def _shown(path: Path) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """The whole demo. Raises DemoError or CorpusError, with one line."""
+    """The whole demo. Raises UserError."""
     _empty(options.out)
     device = pick_device()
     processes = f"{STAGES} stages on {STAGES} processes ({device})"
     print(f"demo.py: {options.schedule}, {processes}, {options.iterations} iterations", flush=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's import lists what is not installed
-        corpus = build_corpus()
-    command = training_command(options.schedule, options.iterations, corpus.flags(), device)
+    command = training_command(options.schedule, options.iterations, build_corpus().flags(), device)
     start = time.monotonic()
     losses = parse_log(train(command, options.out / "train.log"))
     summary = summarize(losses, options.schedule, options.iterations, time.monotonic() - start)
     draw(options.out / "loss.png", losses, summary)
-    write_whole(options.out / "summary.json", lambda part: part.write_text(json.dumps(summary, indent=2) + "\n"))
-    print("\n" + report(summary, log_interval(options.iterations), options.out))
+    write_json(options.out / "summary.json", summary, indent=2)
+    print("\n" + table(summary, log_interval(options.iterations), options.out))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -326,8 +249,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     try:
         run(options)
-    except (DemoError, CorpusError) as error:
-        print(f"demo.py: error: {error}", file=sys.stderr)
+    except UserError as error:
+        report("demo.py", error)
         return 1
     except KeyboardInterrupt:
         print("demo.py: interrupted", file=sys.stderr)
@@ -336,5 +259,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave_on_signals()
+    exit_on_signals()
     sys.exit(main())

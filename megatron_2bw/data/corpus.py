@@ -10,7 +10,6 @@ One source file is one document and ends with the end-of-document token. From a 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -31,6 +30,7 @@ from tokenizers import Tokenizer
 
 from megatron_2bw.data.encoder import Encoder, plain
 from megatron_2bw.data.vocabulary import EOD, GPT, save, smallest, train_bpe
+from megatron_2bw.errors import Parser, UserError
 
 DEFAULT_VOCAB_SIZE = 4096
 DEFAULT_MAX_BYTES = 8_000_000
@@ -39,10 +39,6 @@ MAX_VOCAB_SIZE = 65_499  # the most that Megatron stores in 16 bits
 
 _FORMAT = 1  # raise it when the same inputs come to give other files
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-
-
-class CorpusError(ValueError):
-    """A corpus that cannot be built as asked; the message is one line and names the flag."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +63,11 @@ def build_corpus(
     """Return the corpus below `cache_dir`, built now if this is the first call for its key.
 
     `cache_dir` defaults to $MEGATRON_2BW_CACHE, else ~/.cache/megatron_2bw. At most `max_bytes`
-    of source are taken. Raises CorpusError for a request that cannot be met.
+    of source are taken. Raises UserError for a request that cannot be met.
     """
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         bounds = f"must be {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}"
-        raise CorpusError(f"--vocab-size {vocab_size}: {bounds}")
+        raise UserError(f"--vocab-size {vocab_size}: {bounds}")
     texts = read_library(max_bytes)
     default = os.environ.get("MEGATRON_2BW_CACHE") or "~/.cache/megatron_2bw"
     cache = Path(cache_dir or default).expanduser().absolute()
@@ -86,7 +82,7 @@ def build_corpus(
     except OSError as error:
         if error.errno is None:  # a library that would not load, not a file
             raise
-        raise CorpusError(f"--cache-dir {cache}: cannot write there, {error.strerror}") from error
+        raise UserError(f"--cache-dir {cache}: cannot write there, {error.strerror}") from error
 
 
 def read_library(max_bytes: int) -> list[str]:
@@ -114,7 +110,7 @@ def read_library(max_bytes: int) -> list[str]:
             texts.append(text)
             room -= len(data)
     if not texts:
-        raise CorpusError(f"--max-bytes {max_bytes}: too small, no source file in {root} fits")
+        raise UserError(f"--max-bytes {max_bytes}: too small, no source file in {root} fits")
     return texts
 
 
@@ -145,7 +141,7 @@ def _build(folder: Path, texts: list[str], vocab_size: int, max_bytes: int) -> C
         _progress(f"training the tokenizer on {len(texts)} files of the standard library")
         tokenizer = train_bpe(texts, vocab_size, [EOD])
         if tokenizer.get_vocab_size() < vocab_size:
-            raise CorpusError(
+            raise UserError(
                 f"--max-bytes {max_bytes}: too small, its text gives only "
                 f"{tokenizer.get_vocab_size()} of the {vocab_size} tokens of --vocab-size"
             )
@@ -163,7 +159,9 @@ def _build(folder: Path, texts: list[str], vocab_size: int, max_bytes: int) -> C
 
 def _write_documents(prefix: Path, texts: list[str], tokenizer: Tokenizer) -> int:
     """Write the .bin and .idx files and return how many tokens they hold."""
-    from megatron.core.datasets import indexed_dataset
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import lists what is not installed
+        from megatron.core.datasets import indexed_dataset
 
     eod = tokenizer.token_to_id(EOD)
     dtype = indexed_dataset.DType.optimal_dtype(tokenizer.get_vocab_size())
@@ -197,9 +195,8 @@ def _progress(text: str, passing: bool = False) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the flags of the corpus as one line on stdout; all else goes to stderr."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron_2bw.data.corpus",
-        usage=argparse.SUPPRESS,  # an error is then one line
         description="Build or reuse the built-in corpus and print the Megatron flags that load it.",
     )
     option = parser.add_argument
@@ -208,10 +205,9 @@ def main(argv: list[str] | None = None) -> None:
     option("--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="default: %(default)s")
     args = parser.parse_args(argv)
     try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron's import lists what is not installed
+        with contextlib.redirect_stdout(sys.stderr):
             corpus = build_corpus(args.cache_dir, args.vocab_size, args.max_bytes)
-    except CorpusError as error:
+    except UserError as error:
         parser.error(str(error))
     print(shlex.join(corpus.flags()))
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.data.errors import DataError
 from megatron_2bw.data.sources import DatasetSource
+from megatron_2bw.errors import UserError
 
 _NEEDED = {"gpt": ("eod",), "bert": ("cls", "sep", "mask", "pad")}
 _SPECIAL = ("eod", "bos", "cls", "sep", "mask", "pad")
@@ -42,11 +42,11 @@ class Loaded:
 def load_tokenizer(name: str, task: str) -> Loaded:
     """The tokenizer that Megatron builds for --tokenizer-type HuggingFaceTokenizer --tokenizer-model `name`.
 
-    Raises DataError if it cannot be loaded or lacks what Megatron's dataset for the task takes from it.
+    Raises UserError if it cannot be loaded or lacks what Megatron's dataset for the task takes from it.
     """
     path = Path(name).expanduser()
     if path.is_file():
-        raise DataError(f"--tokenizer-model {name}: a file; give the folder that it is in, or --vocab-file")
+        raise UserError(f"--tokenizer-model {name}: a file; give the folder that it is in, or --vocab-file")
     offline = not path.is_dir() and _unreachable()
     from megatron.core.tokenizers import MegatronTokenizer
 
@@ -63,7 +63,7 @@ def load_tokenizer(name: str, task: str) -> Loaded:
             include_special_tokens=True,
         )
     except Exception as error:  # of transformers, huggingface_hub, tokenizers
-        raise DataError(f"--tokenizer-model {name}: {_reason(error, offline, path)}") from error
+        raise UserError(f"--tokenizer-model {name}: {_reason(error, offline, path)}") from error
     found = {}
     for token in _SPECIAL:
         try:
@@ -72,12 +72,12 @@ def load_tokenizer(name: str, task: str) -> Loaded:
             found[token] = None
     missing = [token for token in _NEEDED[task] if found[token] is None]
     if missing:
-        raise DataError(
+        raise UserError(
             f"--tokenizer-model {name}: it has no {', '.join(missing)} token, which --task {task} needs; "
             "--train-tokenizer makes one that has"
         )
     if task == "bert" and found["pad"] != 0:
-        raise DataError(
+        raise UserError(
             f"--tokenizer-model {name}: its padding token has the id {found['pad']}, but Megatron's BERT dataset marks "
             "padding by 0; --train-tokenizer wordpiece makes one that does"
         )
@@ -94,7 +94,7 @@ def open_dataset(name: str, config: str | None, split: str | None, key: str, ski
     """The dataset of a folder that save_to_disk wrote, of a folder of data files, or of a name on the Hub."""
     path = Path(name).expanduser()
     if path.is_file():
-        raise DataError(f"--dataset {name}: a file; give the folder that it is in, or --input for text and JSON lines")
+        raise UserError(f"--dataset {name}: a file; give the folder that it is in, or --input for text and JSON lines")
     offline = not path.is_dir() and _unreachable()
     import datasets
 
@@ -102,24 +102,24 @@ def open_dataset(name: str, config: str | None, split: str | None, key: str, ski
     try:
         if saved:
             if config is not None:
-                raise DataError(f"--dataset-config {config}: {name} is a saved dataset, which has none: leave it out")
+                raise UserError(f"--dataset-config {config}: {name} is a saved dataset, which has none: leave it out")
             found = datasets.load_from_disk(str(path))
         else:
             found = datasets.load_dataset(str(path), config, split=split or "train")
-    except DataError:
+    except UserError:
         raise
     except Exception as error:  # of datasets, pyarrow, huggingface_hub
-        raise DataError(f"--dataset {name}: {_reason(error, offline, path)}") from error
+        raise UserError(f"--dataset {name}: {_reason(error, offline, path)}") from error
     if isinstance(found, datasets.DatasetDict):
         if (split or "train") not in found:
-            raise DataError(f"--dataset-split {split or 'train'}: {name} has {', '.join(found)}")
+            raise UserError(f"--dataset-split {split or 'train'}: {name} has {', '.join(found)}")
         found = found[split or "train"]
     elif saved and split is not None:
-        raise DataError(f"--dataset-split {split}: {name} is a single split: leave it out")
+        raise UserError(f"--dataset-split {split}: {name} is a single split: leave it out")
     if key not in found.column_names:
-        raise DataError(f"--text-column {key}: {name} has {', '.join(found.column_names)}")
+        raise UserError(f"--text-column {key}: {name} has {', '.join(found.column_names)}")
     if not len(found):
-        raise DataError(f"--dataset {name}: it is empty")
+        raise UserError(f"--dataset {name}: it is empty")
     return DatasetSource(name, found.select_columns([key]), key, skip_bad)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from megatron_2bw.data.errors import DataError, WorkError
+from megatron_2bw.errors import UserError
 from megatron_2bw.processes import end_with_parent
 
 
@@ -28,13 +28,13 @@ def _work(connection: Connection, job: Callable[[Any], Any]) -> None:
             return
         try:
             answer = (True, job(task))
-        except (DataError, WorkError) as error:
+        except UserError as error:
             answer = (False, error)
         except OSError as error:
-            answer = (False, WorkError(f"{error.filename or 'a file'}: {error.strerror or error}"))
+            answer = (False, ChildProcessError(f"{error.filename or 'a file'}: {error.strerror or error}"))
         except Exception as error:  # whatever a library raises on some text: the line must say which
             reason = (str(error).splitlines() or [""])[0]
-            answer = (False, WorkError(f"a worker failed with {type(error).__name__}: {reason}"))
+            answer = (False, ChildProcessError(f"a worker failed with {type(error).__name__}: {reason}"))
         connection.send(answer)
 
 
@@ -97,4 +97,4 @@ class Pool:
             process.join(5)
             code = process.exitcode
             reason = "was killed, perhaps for memory: fewer --workers need less" if code == -9 else f"ended with {code}"
-            raise WorkError(f"a worker process {reason}") from None
+            raise ChildProcessError(f"a worker process {reason}") from None

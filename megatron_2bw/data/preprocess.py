@@ -19,12 +19,12 @@ from pathlib import Path
 
 from megatron_2bw.data import vocabulary
 from megatron_2bw.data.encoder import Encoder, plain, slow
-from megatron_2bw.data.errors import DataError
 from megatron_2bw.data.pool import Pool
 from megatron_2bw.data.progress import Progress, say
 from megatron_2bw.data.shards import merge, read_counts, write_shard
 from megatron_2bw.data.sources import DatasetSource, FileSource, Shard
 from megatron_2bw.data.unfinished import Unfinished
+from megatron_2bw.errors import UserError
 
 NO_DOCUMENTS = "the input holds no documents: give other --input or --dataset, or see what --skip-bad-documents hides"
 _FORMAT = 2  # raise it when the same inputs come to give other files
@@ -96,7 +96,7 @@ class Job:
 
 
 def run(task: Task) -> Result:
-    """Do the task, or what an earlier call has left of it. Raises DataError and WorkError, with one line."""
+    """Do the task, or what an earlier call has left of it. Raises UserError and ChildProcessError, with one line."""
     unfinished = Unfinished(task.prefix)
     makes = isinstance(task.tokenizer, NewTokenizer)
     unfinished.check_free(makes)
@@ -111,10 +111,10 @@ def run(task: Task) -> Result:
             if counts is None:
                 counts, fresh, seconds = _work(task, unfinished, loaded)
                 if _manifest(task, loaded) != manifest:
-                    raise DataError(f"the input changed meanwhile: remove {unfinished.folder}, and call again")
+                    raise UserError(f"the input changed meanwhile: remove {unfinished.folder}, and call again")
                 unfinished.set_merged(counts)
             unfinished.place()
-        except DataError:
+        except UserError:
             unfinished.drop_if_unused()
             raise
     tokenizer = str(unfinished.placed_tokenizer) if makes else _absolute(task.tokenizer)
@@ -166,7 +166,7 @@ def _work(task: Task, unfinished: Unfinished, loaded) -> tuple[Counter[str], int
         counts.update(read_counts(unfinished.folder, number))
     if not counts["documents"]:
         unfinished.remove()
-        raise DataError(NO_DOCUMENTS)
+        raise UserError(NO_DOCUMENTS)
     say(f"writing {task.prefix}.bin and .idx")
     merge(unfinished.folder, count, unfinished.folder / "data")
     return counts, counts["bytes"] - before, time.monotonic() - start
@@ -218,14 +218,14 @@ def _make_tokenizer(task: Task, folder: Path) -> None:
         vocabulary.save(folder, *vocabulary.from_files(new.vocab_file, new.merge_file, task.task, new.cased))
         return
     if not task.source.size():
-        raise DataError(NO_DOCUMENTS)
+        raise UserError(NO_DOCUMENTS)
     special = vocabulary.special_tokens(task.task, new.kind)
     read = _sample(task, new.sample)
     made = vocabulary.train(new.kind, read, new.vocab_size, special, new.cased)
     if made.get_vocab_size() < new.vocab_size:
         if not any(map(str.strip, read())):
-            raise DataError(NO_DOCUMENTS)
-        raise DataError(
+            raise UserError(NO_DOCUMENTS)
+        raise UserError(
             f"--vocab-size {new.vocab_size}: the text gives only {made.get_vocab_size()} tokens: ask for fewer"
         )
     vocabulary.save(folder, made, special)

@@ -21,10 +21,11 @@ from pathlib import Path
 from megatron_2bw.data import vocabulary
 from megatron_2bw.data.compressed import UNREADABLE
 from megatron_2bw.data.encoder import LONGEST_SENTENCE
-from megatron_2bw.data.errors import DataError, WorkError
 from megatron_2bw.data.preprocess import NewTokenizer, Result, Source, Task, run
 from megatron_2bw.data.progress import PROG, say
 from megatron_2bw.data.sources import FileSource
+from megatron_2bw.errors import Parser, UserError
+from megatron_2bw.errors import report as report_error
 
 SAMPLE_MB = 200.0
 SHARD_MB = 16.0
@@ -36,7 +37,7 @@ class Stopped(BaseException):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(PROG, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
+    made = Parser(PROG, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
     group = made.add_argument_group("what is made")
     group.add_argument("--task", choices=("gpt", "bert"), required=True, help="gpt: documents; bert: sentences")
     group.add_argument(
@@ -102,14 +103,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def task_of(options: argparse.Namespace) -> Task:
-    """The task that the flags describe. Raises DataError."""
+    """The task that the flags describe. Raises UserError."""
     check(options)
     prefix = Path(options.output_prefix).expanduser().absolute()
     if os.path.basename(options.output_prefix) in ("", ".", "..") or prefix.is_dir():
-        raise DataError(f"--output-prefix {options.output_prefix}: a folder; add the name that the files begin with")
+        raise UserError(f"--output-prefix {options.output_prefix}: a folder; add the name that the files begin with")
     for name in options.input or ():
         if any(prefix.parent.resolve().is_relative_to(folder.resolve()) for folder, _ in walk(name)):
-            raise DataError(
+            raise UserError(
                 f"--output-prefix {options.output_prefix}: lies in --input {name}, and would be read as "
                 "text; give another folder"
             )
@@ -131,7 +132,7 @@ def check(options: argparse.Namespace) -> None:
         given = [name for name in names if getattr(options, name) is not None]
         if len(given) != 1:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-            raise DataError(f"give one of {flags}" + (f", not {len(given)}" if given else ""))
+            raise UserError(f"give one of {flags}" + (f", not {len(given)}" if given else ""))
     wordpiece = options.train_tokenizer == "wordpiece" or (options.vocab_file and not options.merge_file)
     for name, needs, met in (
         ("input_format", "--input", options.input),
@@ -145,15 +146,15 @@ def check(options: argparse.Namespace) -> None:
         ("language", "--task bert", options.task == "bert"),
     ):
         if getattr(options, name) and not met:
-            raise DataError(f"--{name.replace('_', '-')}: only with {needs}; leave it out")
+            raise UserError(f"--{name.replace('_', '-')}: only with {needs}; leave it out")
     if options.language and not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", options.language):
-        raise DataError(f"--language {options.language}: give a code of two or three letters such as en, de or zh")
+        raise UserError(f"--language {options.language}: give a code of two or three letters such as en, de or zh")
     if options.workers is not None and options.workers < 1:
-        raise DataError(f"--workers {options.workers}: must be at least 1")
+        raise UserError(f"--workers {options.workers}: must be at least 1")
     for name in ("shard_mb", "train_tokenizer_mb"):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e6:
-            raise DataError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
+            raise UserError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
 
 
 def source_of(options: argparse.Namespace) -> Source:
@@ -169,9 +170,9 @@ def source_of(options: argparse.Namespace) -> Source:
     )
     json = [source.is_json(file) for file in files]
     if options.key and not any(json):
-        raise DataError(f"--json-keys {key}: none of the input is JSON lines; leave it out, or --input-format jsonl")
+        raise UserError(f"--json-keys {key}: none of the input is JSON lines; leave it out, or --input-format jsonl")
     if options.text_documents and all(json):
-        raise DataError(f"--text-documents {options.text_documents}: all of the input is JSON lines; leave it out")
+        raise UserError(f"--text-documents {options.text_documents}: all of the input is JSON lines; leave it out")
     return source
 
 
@@ -189,26 +190,26 @@ def input_files(name: str, form: str) -> list[str]:
         )
     )
     if not found:
-        raise DataError(f"--input {name}: " + ("no files in it" if path.is_dir() else "no such file or folder"))
+        raise UserError(f"--input {name}: " + ("no files in it" if path.is_dir() else "no such file or folder"))
     for file in found:
         if not file.is_file():
-            raise DataError(f"--input {file}: a link to what is no file")
+            raise UserError(f"--input {file}: a link to what is no file")
         if file.suffix.lower() in UNREADABLE and form == "auto":
             how = "--dataset reads its folder" if file.suffix in (".parquet", ".arrow") else "unpack it first"
-            raise DataError(f"--input {file}: neither text nor JSON lines; {how}")
+            raise UserError(f"--input {file}: neither text nor JSON lines; {how}")
         if not os.access(file, os.R_OK):
-            raise DataError(f"--input {file}: may not be read")
+            raise UserError(f"--input {file}: may not be read")
     return [str(file) for file in found]
 
 
 def walk(name: str) -> Iterator[tuple[Path, list[str]]]:
     """(folder, names of its files) of all folders below one, through links too, without what is hidden.
 
-    Raises DataError for one that may not be read.
+    Raises UserError for one that may not be read.
     """
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"--input {error.filename}: cannot be read, {error.strerror}")
+        raise UserError(f"--input {error.filename}: cannot be read, {error.strerror}")
 
     top = Path(name).expanduser()
     for place, folders, names in os.walk(top, onerror=refuse, followlinks=True) if top.is_dir() else ():
@@ -225,7 +226,7 @@ def tokenizer_of(options: argparse.Namespace) -> str | NewTokenizer:
     if options.vocab_file:
         for flag, path in (("--vocab-file", options.vocab_file), ("--merge-file", options.merge_file)):
             if path and not path.is_file():
-                raise DataError(f"{flag} {path}: no such file")
+                raise UserError(f"{flag} {path}: no such file")
         return NewTokenizer(
             "files",
             options.cased,
@@ -235,9 +236,9 @@ def tokenizer_of(options: argparse.Namespace) -> str | NewTokenizer:
     kind, size = options.train_tokenizer, options.vocab_size
     least = vocabulary.smallest(kind, vocabulary.special_tokens(options.task, kind))
     if size is None:
-        raise DataError("--train-tokenizer: give --vocab-size, for example 32000")
+        raise UserError("--train-tokenizer: give --vocab-size, for example 32000")
     if size < least:
-        raise DataError(f"--vocab-size {size}: must be at least {least}")
+        raise UserError(f"--vocab-size {size}: must be at least {least}")
     return NewTokenizer(kind, options.cased, size, int((options.train_tokenizer_mb or SAMPLE_MB) * 1e6))
 
 
@@ -281,7 +282,6 @@ def _stop(number: int, _frame) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, 2 for wrong input, 1 for work that broke off, 128 + n for signal n."""
     made = parser()
-    made.error = lambda message: made.exit(2, f"{PROG}: error: {message}\n")  # without the usage text
     options = made.parse_args(argv)
     handlers = {number: signal.signal(number, _stop) for number in SIGNALS}
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # says that there is no GPU
@@ -292,11 +292,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             task = task_of(options)
             result = run(task)
             report(task, result)
-    except DataError as error:
+    except UserError as error:
         made.error(str(error))
-    except (WorkError, OSError) as error:
-        place = f"{error.filename}: " if getattr(error, "filename", None) else ""
-        print(f"{PROG}: error: {place}{getattr(error, 'strerror', None) or error}; {again}", file=sys.stderr)
+    except OSError as error:
+        report_error(PROG, error, again)
         return 1
     except Stopped as stopped:
         print(f"{PROG}: stopped by {signal.Signals(stopped.args[0]).name}; {again}", file=sys.stderr)

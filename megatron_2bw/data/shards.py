@@ -7,9 +7,7 @@ each sequence, which for the sentences of a large corpus is more than a host has
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,21 +16,9 @@ import numpy
 from megatron_2bw.data.encoder import COUNTS, Encoder
 from megatron_2bw.data.indexed import _INDEX
 from megatron_2bw.data.sources import Shard
+from megatron_2bw.files import write_whole
 
 _CODES = {"uint16": 8, "int32": 4}  # Megatron's for the two types that its DType.optimal_dtype gives
-
-
-def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let `write` fill a file beside `path`, then put it in its place, also for a host that loses power."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -45,7 +31,7 @@ def write_shard(folder: Path, shard: Shard, source, encoder: Encoder) -> tuple[i
     tokens, lengths, ends = encoder.shard(source.texts(shard, counts), counts)
     arrays = {"tokens": tokens, "lengths": lengths, "ends": ends}
     arrays["counts"] = numpy.array([counts[name] for name in COUNTS], numpy.int64)
-    write_whole(shard_path(folder, shard.number), lambda file: numpy.savez(file, **arrays))
+    write_whole(shard_path(folder, shard.number), lambda file: numpy.savez(file, **arrays), sync=True)
     return shard.size, counts
 
 
@@ -88,5 +74,5 @@ def merge(folder: Path, shards: int, prefix: Path) -> None:
             file.write((before + ends).tobytes())
             before += len(lengths)
 
-    write_whole(prefix.with_name(prefix.name + ".bin"), tokens)
-    write_whole(prefix.with_name(prefix.name + ".idx"), index)
+    write_whole(prefix.with_name(prefix.name + ".bin"), tokens, sync=True)
+    write_whole(prefix.with_name(prefix.name + ".idx"), index, sync=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from megatron_2bw.data.compressed import DAMAGED, is_compressed, opened
-from megatron_2bw.data.errors import DataError
+from megatron_2bw.errors import UserError
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 _BOM = b"\xef\xbb\xbf"
@@ -117,10 +117,10 @@ class FileSource:
                     yield data.removeprefix(_BOM) if before == 0 else data, position - before
                     before = position
         except DAMAGED as error:
-            raise DataError(f"{file}: cannot be read, {error}") from error
+            raise UserError(f"{file}: cannot be read, {error}") from error
 
     def texts(self, shard: Shard, counts: Counter[str]) -> Iterator[str]:
-        """The documents of a shard. One that is not text raises DataError, or is counted if it may be skipped."""
+        """The documents of a shard. One that is not text raises UserError, or is counted if it may be skipped."""
         for piece in shard.pieces:
             for position, raw in self._raw(piece, shard.data):
                 where = f"{piece.path}, byte {position:,}"
@@ -144,7 +144,7 @@ class FileSource:
                     found = _lines(file, piece.start, piece.end)
                     yield from ((place, line.rstrip(b"\r\n")) for place, line in found if line.strip())
         except DAMAGED as error:
-            raise DataError(f"{piece.path}: cannot be read, {error}") from error
+            raise UserError(f"{piece.path}: cannot be read, {error}") from error
 
     def _field(self, line: bytes) -> str:
         record = json.loads(line)
@@ -203,7 +203,7 @@ def bad(where: str, error: ValueError, skip: bool, counts: Counter[str]) -> None
     """Count a document that is not text, or stop."""
     if not skip:
         reason = "not valid UTF-8" if isinstance(error, UnicodeError) else str(error)
-        raise DataError(f"{where}: {reason} (--skip-bad-documents leaves such documents out)") from error
+        raise UserError(f"{where}: {reason} (--skip-bad-documents leaves such documents out)") from error
     counts["bad"] += 1
 
 

@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_2bw.data.errors import DataError
-from megatron_2bw.data.shards import shard_path, write_whole
+from megatron_2bw.data.shards import shard_path
+from megatron_2bw.errors import UserError
+from megatron_2bw.files import write_json
 
 
 class Unfinished:
@@ -40,11 +41,11 @@ class Unfinished:
         ]
 
     def check_free(self, makes_tokenizer: bool) -> None:
-        """Raise DataError if something would be overwritten."""
+        """Raise UserError if something would be overwritten."""
         for made, place in self._outputs if makes_tokenizer else self._outputs[1:]:
             moved = self._merged.exists() and not made.exists()  # by a call that was killed while it moved the outputs
             if place.exists() and not moved:
-                raise DataError(f"--output-prefix {self.prefix}: {place} exists; remove it or give another prefix")
+                raise UserError(f"--output-prefix {self.prefix}: {place} exists; remove it or give another prefix")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -53,13 +54,13 @@ class Unfinished:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = open(self.folder / "lock", "a")
         except OSError as error:
-            raise DataError(f"--output-prefix {self.prefix}: cannot write there, {error.strerror}") from error
+            raise UserError(f"--output-prefix {self.prefix}: cannot write there, {error.strerror}") from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 message = f"--output-prefix {self.prefix}: another call is writing it: wait, or give another prefix"
-                raise DataError(message) from None
+                raise UserError(message) from None
             except OSError:
                 pass  # a file system without locks
             yield
@@ -74,13 +75,13 @@ class Unfinished:
         try:
             earlier = json.loads(path.read_text())
         except (OSError, ValueError):
-            write_whole(path, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
+            write_json(path, manifest, sync=True)
             return False
         changed = [name for name in sorted({*manifest, *earlier}) if manifest.get(name) != earlier.get(name)]
         if changed == [may_come] and manifest[may_come]:
-            write_whole(path, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
+            write_json(path, manifest, sync=True)
         elif changed:
-            raise DataError(
+            raise UserError(
                 f"--output-prefix {self.prefix}: {self.folder} holds the work of an earlier call with other "
                 f"{', '.join(changed)}: repeat that call, or remove the folder, or give another prefix"
             )
@@ -111,14 +112,14 @@ class Unfinished:
             return None
 
     def set_merged(self, counts: Counter[str]) -> None:
-        write_whole(self._merged, lambda file: file.write(json.dumps(counts).encode()))
+        write_json(self._merged, counts, sync=True)
 
     def place(self) -> None:
         """Move the result into its place and remove the folder."""
         for made, place in self._outputs:
             if made.exists():
                 if place.exists():
-                    raise DataError(f"--output-prefix {self.prefix}: {place} exists now: move it away, and call again")
+                    raise UserError(f"--output-prefix {self.prefix}: {place} exists now: move it away, and call again")
                 os.rename(made, place)
         self.remove()
 

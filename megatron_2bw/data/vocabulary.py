@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_2bw.data.errors import DataError
+from megatron_2bw.errors import UserError
 
 EOD = "<|endoftext|>"
 
@@ -112,7 +112,7 @@ def _bert_like(model: models.WordPiece, cased: bool) -> Tokenizer:
 def from_files(vocab: Path, merges: Path | None, task: str, cased: bool) -> tuple[Tokenizer, dict[str, str]]:
     """The tokenizer of BERT's vocab.txt, or of GPT-2's vocab.json and merges.txt, and its special tokens.
 
-    Raises DataError if a file cannot be read or lacks a special token that the task needs.
+    Raises UserError if a file cannot be read or lacks a special token that the task needs.
     """
     kind = "wordpiece" if merges is None else "bpe"
     special = special_tokens(task, kind)
@@ -125,10 +125,10 @@ def from_files(vocab: Path, merges: Path | None, task: str, cased: bool) -> tupl
             tokenizer = _byte_level(models.BPE.from_file(str(vocab), str(merges)))
     except Exception as error:  # tokenizers raises bare Exceptions
         reason = str(error).splitlines()[0]
-        raise DataError(f"--vocab-file {vocab}: {reason}; give vocab.txt, or vocab.json with --merge-file") from error
+        raise UserError(f"--vocab-file {vocab}: {reason}; give vocab.txt, or vocab.json with --merge-file") from error
     missing = [token for token in special.values() if tokenizer.token_to_id(token) is None]
     if missing:
-        raise DataError(f"--vocab-file {vocab}: it has no {' '.join(missing)}, which --task {task} needs")
+        raise UserError(f"--vocab-file {vocab}: it has no {' '.join(missing)}, which --task {task} needs")
     tokenizer.add_special_tokens(list(special.values()))
     return tokenizer, special
 

@@ -36,7 +36,7 @@ def run(block: str, folder: Path) -> str:
     try:
         output, _ = process.communicate(timeout=200)
     except subprocess.TimeoutExpired:
-        stop_tree(process.pid)
+        stop_tree(process)
         raise
     assert process.returncode == 0, output[-4000:]
     return output

@@ -76,7 +76,7 @@ def end(process: subprocess.Popen[str], timeout: float = 150) -> subprocess.Comp
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        stop_tree(process.pid)
+        stop_tree(process)
         out, err = process.communicate()
         raise AssertionError(f"{process.args} ran for more than {timeout} s\n{out[-2000:]}\n{err[-2000:]}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

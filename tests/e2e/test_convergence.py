@@ -39,7 +39,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=200)
     finally:
-        stop_tree(process.pid)
+        stop_tree(process)
     return process.returncode, out, err
 
 
@@ -54,7 +54,7 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
         children = psutil.Process(first.pid).children(recursive=True)
         os.kill(first.pid, signal.SIGTERM)
     except BaseException:
-        stop_tree(first.pid)
+        stop_tree(first)
         raise
     code, _, err = finish(first)
     assert code == 128 + signal.SIGTERM, err

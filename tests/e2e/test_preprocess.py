@@ -42,7 +42,7 @@ def kill_in_the_middle(process: subprocess.Popen, folder, shards: int) -> None:
         assert end(process, 60).returncode == -signal.SIGKILL
         assert len(children) >= 3 and not psutil.wait_procs(children, timeout=20)[1]
     finally:
-        stop_tree(process.pid)
+        stop_tree(process)
 
 
 @pytest.mark.timeout(280)

@@ -79,10 +79,10 @@ class Cluster:
             try:
                 daemon.wait(5)
             except subprocess.TimeoutExpired:
-                stop_tree(daemon.pid)
+                stop_tree(daemon)
                 daemon.wait()
         for process in self._strays():  # a slurmstepd is no child of its slurmd any more
-            stop_tree(process.pid)
+            stop_tree(process)
 
     def call(self, *words: object, cwd: Path | None = None, **environment: str) -> str:
         """What a command of Slurm prints. AssertionError with its stderr if it fails."""

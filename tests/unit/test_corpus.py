@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from megatron_2bw.data import corpus as corpus_module
-from megatron_2bw.data.corpus import EOD, CorpusError, build_corpus, main
+from megatron_2bw.data.corpus import EOD, UserError, build_corpus, main
 
 VOCAB, BYTES = 512, 200_000
 SAMPLE = "def f(x):\n\treturn  'é 日本 🙂' , x ! n't\r\n  # \x00 \ufeff end"
@@ -211,7 +211,7 @@ def test_bad_arguments_give_one_line_and_status_2(flag, value, tmp_path, monkeyp
 
 
 def test_api_raises_what_the_command_prints(tmp_path):
-    with pytest.raises(CorpusError, match="--vocab-size 1:"):
+    with pytest.raises(UserError, match="--vocab-size 1:"):
         build_corpus(tmp_path, vocab_size=1)
 
 

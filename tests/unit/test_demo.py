@@ -1,16 +1,13 @@
 """The demo: what it reads from Megatron's log, what it writes, and that it leaves nothing running."""
 
-import contextlib
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 
+from megatron_2bw.errors import UserError
+from megatron_2bw.processes import stop_tree
 from scripts import demo
 
 LOG = """\
@@ -62,14 +59,14 @@ def test_the_summary_has_the_promised_keys_and_is_json():
 
 @pytest.mark.parametrize("log", ["", LOG.replace("validation loss at", ""), LOG.replace("6.5E+00", "INF")])
 def test_no_summary_without_losses(log):
-    with pytest.raises(demo.DemoError):
+    with pytest.raises(UserError):
         demo.summarize(demo.parse_log(log), "2bw", 20, 1.0)
 
 
 def test_the_report_is_aligned_and_gives_the_fall(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     summary = demo.summarize(demo.parse_log(LOG), "2bw", 20, 12.0)
-    rows = demo.report(summary, 10, tmp_path / "demo").splitlines()
+    rows = demo.table(summary, 10, tmp_path / "demo").splitlines()
     assert {row[16] for row in rows} == {" "} and all(row[17] != " " for row in rows)
     assert "(-23%)" in rows[3] and rows[-1].endswith("demo/: summary.json, loss.png, train.log")
 
@@ -92,46 +89,13 @@ def test_the_list_of_arguments_becomes_one_line():
     assert list(demo.fold_arguments(arguments)) == folded
 
 
-@pytest.mark.parametrize(
-    "log, expected",
-    [
-        (
-            "x\npretrain_gpt_2bw.py: error: --lr is missing\nfailed (exitcode: 2)\nChildFailedError: \n",
-            "--lr is missing",
-        ),
-        (
-            "[rank1]: Traceback:\n[rank1]: torch.OutOfMemoryError: full\nRuntimeError: peer gone\n",
-            "OutOfMemoryError: full",
-        ),
-        ("started\nkilled\n\n", "killed"),
-        ("", "no output"),
-    ],
-)
-def test_the_reason_of_a_failure_is_its_first_error(log, expected):
-    assert expected in demo.reason(log)
-
-
 def test_a_failed_training_leaves_its_log_and_gives_one_line(tmp_path, capsys):
     command = [sys.executable, "-c", "import sys; print('began'); sys.exit('ValueError: too deep')"]
-    with pytest.raises(demo.DemoError, match="exit code 1: ValueError: too deep") as failure:
+    with pytest.raises(UserError, match="exit code 1: ValueError: too deep") as failure:
         demo.train(command, tmp_path / "train.log")
     assert "\n" not in str(failure.value)
     assert "began" in capsys.readouterr().out
     assert sorted((tmp_path / "train.log").read_text().split("\n")) == ["", "ValueError: too deep", "began"]
-
-
-def test_stop_ends_workers_in_sessions_of_their_own():
-    worker = "[sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True"
-    start = f"import subprocess, sys, time; subprocess.Popen({worker})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"{start}; print('up', flush=True); time.sleep(60)"], stdout=subprocess.PIPE
-    )
-    process.stdout.readline()
-    (child,) = psutil.Process(process.pid).children()
-    began = time.monotonic()
-    demo.stop(process)
-    assert process.poll() is not None and time.monotonic() - began < 5
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 def test_an_interrupted_training_is_stopped(tmp_path, monkeypatch):
@@ -141,25 +105,10 @@ def test_an_interrupted_training_is_stopped(tmp_path, monkeypatch):
 
     stopped = []
     monkeypatch.setattr(demo, "fold_arguments", interrupt)
-    monkeypatch.setattr(demo, "stop", lambda process, stop=demo.stop: (stop(process), stopped.append(process.poll())))
+    monkeypatch.setattr(demo, "stop_tree", lambda *given: (stop_tree(*given), stopped.append(given[0].returncode)))
     with pytest.raises(KeyboardInterrupt):
         demo.train([sys.executable, "-c", "print('up', flush=True); import time; time.sleep(60)"], tmp_path / "log")
-    assert stopped == [-15]
-
-
-def test_files_are_whole_or_absent(tmp_path):
-    path = tmp_path / "summary.json"
-    path.write_text("old")
-
-    def fail(part):
-        part.write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        demo.write_whole(path, fail)
-    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"] and path.read_text() == "old"
-    demo.write_whole(path, lambda part: part.write_text("new"))
-    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"] and path.read_text() == "new"
+    assert stopped == [-signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +138,7 @@ def test_results_of_an_earlier_run_go_before_a_run_that_may_fail(tmp_path, monke
     (tmp_path / "summary.json").write_text("{}")
 
     def fail():
-        raise demo.CorpusError("--max-bytes 1: too small")
+        raise UserError("--max-bytes 1: too small")
 
     monkeypatch.setattr(demo, "build_corpus", fail)
     assert demo.main(["--out", str(tmp_path)]) == 1
@@ -200,20 +149,3 @@ def test_the_picture_is_a_png(tmp_path):
     losses = demo.parse_log(LOG)
     demo.draw(tmp_path / "loss.png", losses, demo.summarize(losses, "2bw", 20, 1.0))
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_signals_end_the_script_but_for_the_hangup_that_nohup_ignores():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        for hangup, code in (signal.SIG_DFL, 128 + signal.SIGHUP), (signal.SIG_IGN, None):
-            signal.signal(signal.SIGHUP, hangup)
-            demo.leave_on_signals()
-            with pytest.raises(SystemExit) as end:
-                os.kill(os.getpid(), signal.SIGTERM)
-            assert end.value.code == 128 + signal.SIGTERM
-            with pytest.raises(SystemExit) if code else contextlib.nullcontext() as end:
-                os.kill(os.getpid(), signal.SIGHUP)
-            assert (end and end.value.code) == code
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

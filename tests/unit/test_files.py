@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megatron_2bw.files import write_whole
+from megatron_2bw.files import set_aside, write_json, write_whole
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -30,3 +30,32 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(fails, tmp_p
     with pytest.raises(OSError, match="No space"):
         write_whole(path, "new", sync=True)
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_function_may_write_the_content(tmp_path):
+    def fails(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    path = tmp_path / "a.txt"
+    write_whole(path, lambda file: file.write(b"old"))
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, fails)
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_json_has_null_for_what_is_not_finite(tmp_path):
+    write_json(tmp_path / "a.json", {"a": [1.5, float("nan"), (float("inf"), 1)]}, indent=None)
+    assert (tmp_path / "a.json").read_text() == '{"a": [1.5, null, [null, 1]]}\n'
+
+
+def test_what_is_set_aside_keeps_its_name_with_a_number(tmp_path):
+    for text in ("first", "second"):
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / text).touch()
+        set_aside(tmp_path / "runs")
+    set_aside(tmp_path / "runs")
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*")) == [
+        "runs.1/first",
+        "runs.2/second",
+    ]

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_2bw.data import preprocess, preprocess_cli, vocabulary
 from megatron_2bw.data.encoder import Encoder, plain
-from megatron_2bw.data.errors import DataError
 from megatron_2bw.data.indexed import LONGEST_SENTENCE, fault
 from megatron_2bw.data.sources import FileSource
 from megatron_2bw.data.unfinished import Unfinished
+from megatron_2bw.errors import UserError
 
 WORDS = "the a Dr. model stage pipeline of weights gradient é 日本 batch update is was (two) 3.5".split()
 
@@ -208,7 +208,7 @@ def test_vocabulary_files_make_the_tokenizer_that_wrote_them(tmp_path, bert_data
     bpe.model.save(str(tmp_path))
     ours, special = vocabulary.from_files(tmp_path / "vocab.json", tmp_path / "merges.txt", "gpt", False)
     assert ours.encode(TEXTS[0]).ids == bpe.encode(TEXTS[0]).ids and special == vocabulary.GPT
-    with pytest.raises(DataError, match=r"it has no <\|endoftext\|>, which --task gpt needs"):
+    with pytest.raises(UserError, match=r"it has no <\|endoftext\|>, which --task gpt needs"):
         vocabulary.from_files(folder.parent / "vocab.txt", None, "gpt", False)
 
 
@@ -370,7 +370,7 @@ def test_a_folder_is_read_through_links_but_not_in_circles(tmp_path, monkeypatch
     assert preprocess_cli.input_files("in", "auto") == [os.path.relpath(name) for name in names]
     assert preprocess_cli.input_files(str(folder / "a"), "auto")[0] == str(folder / "a" / "3.txt")
     (folder / "d.txt").symlink_to(tmp_path / "nothing")
-    with pytest.raises(DataError, match="d.txt: a link to what is no file"):
+    with pytest.raises(UserError, match="d.txt: a link to what is no file"):
         preprocess_cli.input_files(str(folder), "auto")
 
 
@@ -387,7 +387,7 @@ def test_a_subfolder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    with pytest.raises(DataError, match=f"^--input {closed}: cannot be read, Permission denied$"):
+    with pytest.raises(UserError, match=f"^--input {closed}: cannot be read, Permission denied$"):
         preprocess_cli.input_files(str(tmp_path / "in"), "auto")
 
 

@@ -6,13 +6,13 @@ import signal
 import psutil
 import pytest
 
-from megatron_2bw.data.errors import DataError, WorkError
 from megatron_2bw.data.pool import Pool
+from megatron_2bw.errors import UserError
 
 
 def job(task: int) -> tuple[int, int]:
     if task == 100:
-        raise DataError("this will not do")
+        raise UserError("this will not do")
     if task == 200:
         os.kill(os.getpid(), signal.SIGKILL)
     if task == 300:
@@ -30,10 +30,10 @@ def test_pool():
         pids = set(done.values())
         assert os.getpid() not in pids and len(pids) <= 2
         for task, kind, line in (
-            (100, DataError, "this will not do"),
-            (300, WorkError, "/no/such/file: No such file or directory"),
-            (400, WorkError, "a worker failed with ZeroDivisionError: one$"),
-            (200, WorkError, "was killed, perhaps for memory: fewer --workers need less"),
+            (100, UserError, "this will not do"),
+            (300, ChildProcessError, "/no/such/file: No such file or directory"),
+            (400, ChildProcessError, "a worker failed with ZeroDivisionError: one$"),
+            (200, ChildProcessError, "was killed, perhaps for memory: fewer --workers need less"),
         ):
             with pytest.raises(kind, match=line):
                 list(pool.map([task]))

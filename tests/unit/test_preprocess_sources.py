@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from megatron_2bw.data.errors import DataError
 from megatron_2bw.data.sources import FileSource, Shard
+from megatron_2bw.errors import UserError
 
 TEXTS = ["One. Two.", "é 日本 🙂", "", "x" * 50, "line\nbreak", "tab\tand \u2028 separator", "last"]
 OPEN = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -80,7 +80,7 @@ def test_a_shard_is_of_bounded_size(tmp_path):
 def test_bad_lines_stop_the_work_or_are_counted(tmp_path, line, reason):
     for suffix in ("", ".gz"):
         file = write(tmp_path / f"a.jsonl{suffix}", b'{"text": "good"}\n' + line + b'\n{"text": "too"}\n')
-        with pytest.raises(DataError) as error:
+        with pytest.raises(UserError) as error:
             read(FileSource((file,)), 100)
         assert reason in str(error.value) and file in str(error.value) and len(str(error.value).splitlines()) == 1
         assert suffix or "byte 17:" in str(error.value)
@@ -95,13 +95,13 @@ def test_damaged_file_is_named(tmp_path, suffix, documents):
     data = open(whole, "rb").read()
     for damaged in (data[: len(data) // 2], b"no such format"):
         open(whole, "wb").write(damaged)
-        with pytest.raises(DataError, match=f"a.txt{suffix}: cannot be read, "):
+        with pytest.raises(UserError, match=f"a.txt{suffix}: cannot be read, "):
             read(FileSource((whole,), documents=documents), 10**6)
 
 
 def test_text_that_is_not_utf_8_is_named(tmp_path):
     file = write(tmp_path / "a.txt", b"caf\xe9")
-    with pytest.raises(DataError, match="a.txt, byte 0: not valid UTF-8"):
+    with pytest.raises(UserError, match="a.txt, byte 0: not valid UTF-8"):
         read(FileSource((file,)), 100)
 
 

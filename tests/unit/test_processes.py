@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from megatron_2bw.processes import free_port, stop_tree
+from megatron_2bw.processes import exit_on_signals, free_port, stop_tree
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -27,17 +28,17 @@ def test_a_tree_is_stopped_with_its_sessions(patience):
     script = f"import subprocess, sys, time; print({worker}.pid, flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     child = int(process.stdout.readline())
-    stop_tree(process.pid, patience)
+    stop_tree(process, patience)
     assert process.wait(5) == -(signal.SIGTERM if patience else signal.SIGKILL)
     assert gone(child)
-    stop_tree(process.pid)  # nothing left: no error
+    stop_tree(process)  # nothing left: no error
 
 
 def test_what_ignores_sigterm_is_killed():
     script = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); {SLEEP}"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     process.stdout.readline()
-    stop_tree(process.pid, 0.1)
+    stop_tree(process, 0.1)
     assert process.wait(5) == -signal.SIGKILL
 
 
@@ -51,7 +52,7 @@ def test_a_child_whose_parent_has_ended_is_stopped_with_its_group():
     deadline = time.monotonic() + 10
     while psutil.Process(left).ppid() not in (1, os.getpid()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    stop_tree(process.pid)
+    stop_tree(process)
     process.wait(5)
     while not gone(left) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -64,3 +65,20 @@ def test_a_port_is_kept_for_a_server_that_reuses_addresses():
         other.bind(("127.0.0.1", port))  # what is refused by name is not given by the kernel's choice either
     with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(server.getsockname()):
         assert server.getsockname()[1] == port
+
+
+def test_signals_end_the_script_but_for_the_hangup_that_nohup_ignores():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for hangup, code in (signal.SIG_DFL, 128 + signal.SIGHUP), (signal.SIG_IGN, None):
+            signal.signal(signal.SIGHUP, hangup)
+            exit_on_signals()
+            with pytest.raises(SystemExit) as end:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert end.value.code == 128 + signal.SIGTERM
+            with pytest.raises(SystemExit) if code else contextlib.nullcontext() as end:
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert (end and end.value.code) == code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
