@@ -36,14 +36,14 @@ def train_alone(rank: int, argv: list[str]) -> Observed:
     """A stage whose inputs and output gradients are made on the spot, and whose messages go nowhere."""
     import torch
 
-    from megatron_2bw.core.p2p import Inbox, Outbox
+    from megatron_2bw.core.p2p import Receiver, Sender
 
     def take(self):
         self._expected -= 1
         return torch.randn_like(self._new_buffer()) * 0.01
 
-    Inbox._post_ahead = lambda self: None
-    Inbox.take, Outbox.put = take, lambda self, tensor: None
+    Receiver._post_early = lambda self: None
+    Receiver.receive, Sender.send = take, lambda self, tensor: None
     return train(rank, argv, 0.0, 0.0)
 
 

@@ -25,17 +25,22 @@ def probe(rank: int, argv: list[str]) -> Probe:
     os.environ["LOCAL_RANK"] = "0"  # all ranks on the one GPU
     from megatron.training import training
 
-    from megatron_2bw.mcore.runtime import PipelineRuntime
+    from megatron_2bw.core.pipeline import Pipeline
     from megatron_2bw.start.launch import launch
 
-    found, runtimes, steps = Probe(), [], []
-    step, execute = training.train_step, PipelineRuntime._execute
+    found, pipelines, steps = Probe(), [], []
+    setup, step, execute = training.setup_model_and_optimizer, training.train_step, Pipeline.execute
     spent = [0.0]
 
-    def timed_execute(self, action, call):
-        runtimes[:] = [self]
+    def counting_setup(*args, **kwargs):
+        model, *rest = setup(*args, **kwargs)
+        found.parameters = sum(param.numel() for chunk in model for param in chunk.parameters())
+        return model, *rest
+
+    def timed_execute(self, action):
+        pipelines[:] = [self]
         begun = time.perf_counter()
-        execute(self, action, call)
+        execute(self, action)
         if action.kind in "RS":
             spent[0] += time.perf_counter() - begun
 
@@ -53,16 +58,15 @@ def probe(rank: int, argv: list[str]) -> Probe:
         return show(text, *args, **kwargs)
 
     show = training.print_datetime
-    PipelineRuntime._execute, training.train_step, training.print_datetime = timed_execute, timed_step, at_the_end
+    training.setup_model_and_optimizer = counting_setup
+    Pipeline.execute, training.train_step, training.print_datetime = timed_execute, timed_step, at_the_end
     sys.argv = ["pretrain_gpt_2bw.py", *argv]
     launch("megatron_2bw.tasks.gpt")
     found.peak_bytes = torch.cuda.max_memory_allocated()
     found.step_seconds = statistics.median(steps[2:])
-    if runtimes:
-        runtime = runtimes[0]
-        found.parameters = sum(param.numel() for param in runtime._params)
-        if runtime.stores is not None and len(runtime.stores.versions) > 1:
-            found.flip_seconds = _time_flips(runtime.stores)
+    stores = getattr(pipelines[0].update, "stores", None) if pipelines else None
+    if stores is not None and len(stores.versions) > 1:
+        found.flip_seconds = _time_flips(stores)
     return found
 
 

@@ -61,5 +61,5 @@ def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
     optimizer = megatron_optimizer(config, model_chunks, *args, **kwargs)
     runtime = _runtime()
     if runtime is not None:
-        runtime.adopt(model_chunks, optimizer)
+        runtime.attach(model_chunks, optimizer)
     return optimizer

@@ -17,6 +17,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +37,22 @@ from megatron_2bw.start.exits import Fault
 
 KEY = "two_bw"
 COPIES = ("shadow", "working")  # of the weights, that it may hold under KEY
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run resumes from, in addition to what Megatron saves. Empty without a late step.
+
+    shadow      the weights one update older than the newest, by parameter; empty: take the newest
+    loss_scale  of the next batch, which belongs to those weights; None: the present one
+    working     the working copy of the newest weights, with --two-bw-correction; empty: take the newest
+    factor      with which these copies were extrapolated; None: they were not
+    """
+
+    shadow: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    loss_scale: float | None = None
+    working: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    factor: float | None = None
 
 
 class Checkpoints:
@@ -68,14 +85,14 @@ class Checkpoints:
             (model,) = values["model"]
             sharded = values["args"].ckpt_format == "torch_dist"
             if not loading:
-                copies = {"shadow": self._runtime.shadow(), "working": self._runtime.working()}
-                schedule = self._runtime.schedule
-                scale = None if values["args"].no_save_optim else self._runtime.loss_scale()
+                schedule, run = self._runtime.schedule, self._runtime.state()
+                copies = {"shadow": run.shadow, "working": run.working}
+                scale = None if values["args"].no_save_optim else run.loss_scale
                 state[KEY] = {
                     "schedule": schedule.name,
                     "version": values["iteration"],
                     "loss_scale": scale,
-                    "factor": self._runtime.factor if schedule.extrapolates(values["iteration"]) else None,
+                    "factor": self._runtime.options.factor if schedule.extrapolates(values["iteration"]) else None,
                     **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
                 }
                 state[KEY] |= {
@@ -145,16 +162,16 @@ class Checkpoints:
         @functools.wraps(original)
         def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
             late = runtime is not None and runtime.schedule.late_step
-            if late and not (blocking or terminate or runtime.written):
+            if late and not (blocking or terminate or runtime.save_complete):
                 return
             if runtime is not None:
-                runtime.settle()  # its questions are of the world, as those of Megatron that follow
-                runtime.written = False
+                runtime.wait_step()  # its questions are of the world, as those of Megatron that follow
+                runtime.save_complete = False
             with _told_in_one_line():
                 original(blocking=blocking, terminate=terminate)
 
         if runtime is not None:
-            runtime.saving = _written_here
+            runtime.save_pending = _written_here
         return maybe_finalize_async_save
 
     def load(self, original: Callable) -> Callable:
@@ -190,12 +207,10 @@ class Checkpoints:
         # Without an optimizer (--skip-train) there is nothing to go on with.
         wanted = self._runtime.schedule.late_step and self._runtime.trainable and not get_args().finetune
         if name == "working":
-            wanted = wanted and self._runtime.factor is not None
+            wanted = wanted and self._runtime.options.factor is not None
         return bool(wanted and self._saved.get(f"has_{name}"))
 
     def _resume(self, ddp_model: list, iteration: int) -> None:
-        from megatron_2bw.mcore.runtime import Resume
-
         (model,) = ddp_model
         names = {param: name for name, param in _parameters(model)}
         copies = {
@@ -207,7 +222,7 @@ class Checkpoints:
         if self._runtime.schedule.late_step and not get_args().no_load_optim:
             scale = self._saved.get("loss_scale")
         factor = self._saved.get("factor") if "shadow" in copies else None
-        self._runtime.resume(Resume(copies.get("shadow", {}), scale, copies.get("working", {}), factor))
+        self._runtime.resume(RunState(copies.get("shadow", {}), scale, copies.get("working", {}), factor))
 
 
 def _written_here() -> bool | None:

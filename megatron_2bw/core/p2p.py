@@ -1,10 +1,10 @@
-"""Asynchronous neighbour exchange between pipeline stages.
+"""Asynchronous messages between neighbouring pipeline stages.
 
-Each boundary has one process group per direction, so that messages that go different ways never queue behind
-each other. Receives are posted ahead: message k+1 travels while k is computed with (`Inbox.ahead`, `Inbox.depth`).
+Each boundary has one process group per direction, so that messages of different directions never queue behind each
+other. Receives are posted early: message k + 1 travels while k is computed with (`Receiver.prefetch`).
 
-Invariant: the runtime announces with `Inbox.expect` just the messages that the neighbour sends in an iteration,
-so that receives and sends of a boundary are equal in number at every iteration's end.
+Invariant: `Receiver.announce` names exactly the messages that the neighbour sends in an iteration, so that the receives
+and sends of a boundary are equal in number at the end of every iteration.
 """
 
 from __future__ import annotations
@@ -23,36 +23,46 @@ from megatron_2bw.core.worker import Worker
 
 
 class Work(Protocol):
+    """A message under way."""
+
     def wait(self) -> object: ...
     def is_completed(self) -> bool: ...
 
 
-class Link:
-    """One direction of one boundary: a two-rank process group, over which tensors go in one order."""
+class Channel:
+    """One direction of one boundary: a process group of two ranks. Tensors arrive in the order in which they are sent.
+
+    peer  the global rank of the other end
+    """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device):
         self.group, self.peer, self.device = group, peer, device
 
     @property
     def occupies_device(self) -> bool:
-        """Whether a posted message is a kernel that runs on the GPU until the other end has come (NCCL)."""
+        """Whether a posted message is a kernel that occupies the GPU until its peer arrives (NCCL)."""
         return dist.get_backend(self.group) == "nccl"
 
-    def greet(self, sends: bool) -> None:
-        """Exchange a first message. NCCL builds its communicator at the first use and waits for the other end there,
-        so both ends must come to it at the same time: before training, not inside it."""
+    def preconnect(self, sends: bool) -> None:
+        """Exchange one message now: NCCL creates a communicator at first use and blocks until the peer does too."""
         token = torch.zeros(1, device=self.device)
         (self.send(token) if sends else self.receive(token)).wait()
 
     def send(self, tensor: torch.Tensor) -> Work:
-        return dist.isend(tensor, self.peer, group=self.group)
+        """Start to send; `tensor` must not change until the work is complete."""
+        work = dist.isend(tensor, self.peer, group=self.group)
+        assert work is not None, "this rank is not in the group"
+        return work
 
     def receive(self, tensor: torch.Tensor) -> Work:
-        return dist.irecv(tensor, self.peer, group=self.group)
+        """Start to receive into `tensor`."""
+        work = dist.irecv(tensor, self.peer, group=self.group)
+        assert work is not None, "this rank is not in the group"
+        return work
 
 
-class StagedLink(Link):
-    """A gloo link for GPU tensors: they travel through pinned host memory, copied by a thread of this link's own.
+class HostStagedChannel(Channel):
+    """A gloo channel for GPU tensors: they travel through pinned host memory, copied by a thread of the channel.
 
     So several stages can share one GPU, and servers without a common NCCL network can be joined.
     """
@@ -95,9 +105,9 @@ class StagedLink(Link):
 
 @dataclass
 class _StagedWork:
-    """What `StagedLink` has been asked to do; `keep` holds the tensors until it is done."""
+    """A message of `HostStagedChannel`; `keep` holds the tensors until it is complete."""
 
-    done: Future
+    done: Future[torch.cuda.Event | None]
     keep: object
 
     def is_completed(self) -> bool:
@@ -113,105 +123,122 @@ def _host_copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
 
-class Inbox:
+class Receiver:
     """Messages from a neighbour, in order.
 
-    ahead  whether the receives of the next messages are posted while this one is used. While a receive is posted on
-           NCCL, nothing may wait for the whole GPU (a timer that synchronises, the tuning of a kernel that is
-           compiled at its first use): it would wait for a message that this stage has to cause itself. Without
-           `ahead` a receive is posted when it is asked for. The messages that an iteration leaves for the next are
-           always posted, so that their sender is free; they need nothing more from this stage.
-    depth  how many receives are posted ahead: as many forwards as the sender runs further ahead than this stage (one
-           at least), since on gloo a message does not travel before its receive is posted.
+    prefetch        whether the receives of the next messages are posted while this one is used. While a receive is
+                    posted on NCCL, nothing may wait for the whole GPU (a timer that synchronises, the tuning of a
+                    kernel at its first use): it would wait for a message that depends on this stage. Without `prefetch`
+                    a receive is posted when it is asked for. The messages that an iteration leaves for the next are
+                    always posted, so that their sender is free; they depend on this stage no more.
+    prefetch_depth  how many receives are posted early: as many as the sender runs forwards ahead of this stage, at
+                    least one, since on gloo a message does not travel before its receive is posted
     """
 
-    def __init__(self, link: Link):
-        self.link, self.ahead, self.depth = link, True, 1
-        self._expected = self._held = 0
+    def __init__(self, channel: Channel):
+        self.channel, self.prefetch, self.prefetch_depth = channel, True, 1
+        self._expected = self._carried_over = 0
         self._new_buffer: Callable[[], torch.Tensor] | None = None
         self._posted: deque[tuple[torch.Tensor, Work]] = deque()
 
-    def expect(self, count: int, new_buffer: Callable[[], torch.Tensor], held: int = 0) -> None:
-        """The neighbour will send `count` more messages that fit the tensors that `new_buffer` makes.
+    def announce(self, count: int, new_buffer: Callable[[], torch.Tensor], carried_over: int = 0) -> None:
+        """The neighbour will send `count` more messages, each into an empty tensor of `new_buffer`.
 
-        held: how many of all that are outstanding then will not be taken before the next call.
+        carried_over: how many of the outstanding messages the stage will not receive before the next announcement
         """
         self._expected += count
-        self._held, self._new_buffer = held, new_buffer
-        self._post_ahead()
+        self._carried_over, self._new_buffer = carried_over, new_buffer
+        self._post_early()
 
-    def take(self) -> torch.Tensor:
-        """Wait for the next message; with `ahead`, the receives after it are posted before this returns."""
+    def receive(self) -> torch.Tensor:
+        """Wait for the next message. With `prefetch` the receives after it are posted before this returns.
+
+        RuntimeError if no message is announced, or if the neighbour is lost.
+        """
         if self.outstanding == 0:
-            raise RuntimeError(f"no message is expected from rank {self.link.peer}")
+            raise RuntimeError(f"no message is expected from rank {self.channel.peer}")
         if not self._posted:
             self._post()
         tensor, work = self._posted.popleft()
         work.wait()
-        self._post_ahead()
+        self._post_early()
         return tensor
 
     @property
     def outstanding(self) -> int:
-        """Messages announced and not taken yet."""
+        """Messages announced and not received yet."""
         return self._expected + len(self._posted)
 
-    def _post_ahead(self) -> None:
-        while self._expected and ((self.ahead and len(self._posted) < self.depth) or self.outstanding <= self._held):
+    def _post_early(self) -> None:
+        while self._expected and (
+            (self.prefetch and len(self._posted) < self.prefetch_depth) or self.outstanding <= self._carried_over
+        ):
             self._post()
 
     def _post(self) -> None:
+        assert self._new_buffer is not None
         self._expected -= 1
         tensor = self._new_buffer()
-        self._posted.append((tensor, self.link.receive(tensor)))
+        self._posted.append((tensor, self.channel.receive(tensor)))
 
 
-class Outbox:
-    """Messages to a neighbour. A tensor is kept alive until it has left.
+class Sender:
+    """Messages to a neighbour. A tensor is kept alive until it is sent.
 
-    limit  how many messages may be on their way; `put` waits for the oldest beyond that. It bounds memory on gloo,
-           whose sends do not tell by themselves that they are done. The runtime sets one more than the microbatches
-           in flight, which never makes a stage wait: the backward of an older one proves that its message arrived.
+    max_pending  how many messages may be under way; `send` waits for the oldest beyond that. It bounds the memory on
+                 gloo, whose sends do not report their completion. `Pipeline` sets one more than the microbatches in
+                 flight, which never makes a stage wait: the backward of an older one proves that its message arrived.
     """
 
-    def __init__(self, link: Link, limit: int = 1 << 30):
-        self.link, self.limit = link, limit
-        self._leaving: deque[tuple[torch.Tensor, Work]] = deque()
+    def __init__(self, channel: Channel, max_pending: int = 1 << 30):
+        self.channel, self.max_pending = channel, max_pending
+        self._pending: deque[tuple[torch.Tensor, Work]] = deque()
 
-    def put(self, tensor: torch.Tensor) -> None:
+    def send(self, tensor: torch.Tensor) -> None:
         """Send without waiting; the caller must not write to `tensor` any more."""
-        while self._leaving and (len(self._leaving) >= self.limit or self._leaving[0][1].is_completed()):
-            self._leaving.popleft()[1].wait()
+        while self._pending and (len(self._pending) >= self.max_pending or self._pending[0][1].is_completed()):
+            self._pending.popleft()[1].wait()
         tensor = tensor.contiguous()
-        self._leaving.append((tensor, self.link.send(tensor)))
+        self._pending.append((tensor, self.channel.send(tensor)))
 
     def flush(self) -> None:
-        """Wait until everything has left."""
-        while self._leaving:
-            self._leaving.popleft()[1].wait()
+        """Wait until everything is sent."""
+        while self._pending:
+            self._pending.popleft()[1].wait()
 
 
 @dataclass
-class Exchange:
-    """The four one-way channels of a stage; None where there is no neighbour.
+class Neighbours:
+    """The four one-way connections of a stage; None where there is no neighbour.
 
     activations_in from stage s-1, activations_out to s+1, gradients_in from s+1, gradients_out to s-1.
     """
 
-    activations_in: Inbox | None = None
-    activations_out: Outbox | None = None
-    gradients_in: Inbox | None = None
-    gradients_out: Outbox | None = None
+    activations_in: Receiver | None = None
+    activations_out: Sender | None = None
+    gradients_in: Receiver | None = None
+    gradients_out: Sender | None = None
+
+    @property
+    def occupies_device(self) -> bool:
+        """Whether a posted receive occupies the GPU until its message arrives."""
+        receivers = (self.activations_in, self.gradients_in)
+        return any(receiver is not None and receiver.channel.occupies_device for receiver in receivers)
 
     def flush(self) -> None:
-        for box in (self.activations_out, self.gradients_out):
-            if box is not None:
-                box.flush()
+        """Wait until everything is sent."""
+        for sender in (self.activations_out, self.gradients_out):
+            if sender is not None:
+                sender.flush()
 
 
 def connect(
-    pipeline: list[int], rank: int, transport: str, device: torch.device, timeout: timedelta | None = None
-) -> Exchange:
+    pipeline: list[int],
+    rank: int,
+    transport: str = "auto",
+    device: torch.device = torch.device("cpu"),
+    timeout: timedelta | None = None,
+) -> Neighbours:
     """Make the process groups of `rank`'s boundaries in `pipeline` (the ranks of its stages, first to last).
 
     transport: "nccl", "gloo", or "auto" (the backend of the default group). GPU tensors over gloo are staged
@@ -219,28 +246,28 @@ def connect(
     Every rank of every pipeline must call this, at the same time.
     """
     backend = dist.get_backend() if transport == "auto" else transport
-    link = StagedLink if backend == "gloo" and device.type == "cuda" else Link
+    channel = HostStagedChannel if backend == "gloo" and device.type == "cuda" else Channel
     stage = pipeline.index(rank)
-    exchange = Exchange()
+    neighbours = Neighbours()
     for parity in (0, 1):  # even boundaries, then odd ones: a stage is at one of each at most
         boundary = stage if stage % 2 == parity else stage - 1
         ends = pipeline[boundary : boundary + 2] if 0 <= boundary < len(pipeline) - 1 else [rank]
         # torch names a group by a counter that must agree on its members, so each rank makes equally many;
-        # one without this boundary makes groups of its own, which cost nothing.
+        # a rank without this boundary makes groups of its own, which cost nothing.
         groups = [
             dist.new_group(
-                ends, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=f"2bw {way}"
+                ends, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=f"2bw {direction}"
             )
-            for way in ("activations", "gradients")
+            for direction in ("activations", "gradients")
         ]
         if ends == [rank]:
             continue
         above = boundary == stage  # this stage is the upper end: it sends activations and receives gradients
-        activations, gradients = (link(group, ends[1] if above else ends[0], device) for group in groups)
-        activations.greet(sends=above)
-        gradients.greet(sends=not above)
+        activations, gradients = (channel(group, ends[1] if above else ends[0], device) for group in groups)
+        activations.preconnect(sends=above)
+        gradients.preconnect(sends=not above)
         if above:
-            exchange.activations_out, exchange.gradients_in = Outbox(activations), Inbox(gradients)
+            neighbours.activations_out, neighbours.gradients_in = Sender(activations), Receiver(gradients)
         else:
-            exchange.activations_in, exchange.gradients_out = Inbox(activations), Outbox(gradients)
-    return exchange
+            neighbours.activations_in, neighbours.gradients_out = Receiver(activations), Sender(gradients)
+    return neighbours

@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import _unsafe_preserve_version_counter
 
 ALIGNMENT = 64  # elements: matrix kernels want the addresses of whole vectors, and so do Megatron's buffers
+
+
+@dataclass
+class Write:
+    """The caller of `WeightStores.writing` reports here whether the optimizer stepped."""
+
+    stepped: bool = True
 
 
 class WeightStores:
@@ -109,10 +117,10 @@ class WeightStores:
             self._bound = slot
 
     def reserve(self, needed: Iterable[int]) -> int:
-        """A free slot to make W(newest + 1) in; `commit` gives it that name.
+        """A free slot for W(newest + 1); `commit` names it so.
 
-        needed: versions that microbatches in flight, or forwards to come, still read. The newest is kept too if
-        a slot is left for it; if nobody needs it and there is one slot only, the step writes in place.
+        needed: versions that microbatches in flight, or later forwards, still read. The newest is kept too if a slot
+        is left for it; if it is not needed and there is one slot only, the step writes in place.
         RuntimeError if no slot is free.
         """
         newest = self.newest
@@ -127,7 +135,7 @@ class WeightStores:
         return target
 
     def commit(self, target: int, stepped: bool) -> None:
-        """Call what is in slot `target` now W(newest + 1). A skipped step makes W(v+1) = W(v), without a copy."""
+        """Name the content of slot `target` W(newest + 1). After a skipped step W(v+1) = W(v), without a copy."""
         newest = self.newest
         current = self._slot_of[newest]
         if stepped and current == target:  # it was written in place
@@ -157,10 +165,10 @@ class WeightStores:
 
     @contextlib.contextmanager
     def writing(self, needed: Iterable[int]) -> Iterator[Write]:
-        """Make W(newest + 1) here and now: the parameters point to a free slot while the optimizer steps.
+        """Write W(newest + 1) in this thread: inside, the parameters point to a free slot.
 
-        needed: see `reserve`. The yielded `Write` tells whether the optimizer did step. Afterwards the parameters
-        point to the newest version.
+        needed: see `reserve`. The caller reports in the yielded `Write` whether the optimizer stepped. Afterwards the
+        parameters point to the newest version.
         """
         target = self.reserve(needed)
         self.prepare(target)
@@ -171,9 +179,3 @@ class WeightStores:
             yield write
         self.commit(target, write.stepped)
         self.bind_newest()
-
-
-class Write:
-    """Filled in by whoever steps the optimizer inside `WeightStores.writing`."""
-
-    stepped = True

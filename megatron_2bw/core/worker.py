@@ -1,7 +1,8 @@
-"""A thread that does one job after the other, for work that must not stop the training thread."""
+"""A thread that runs one job after the other, for work that must not stop the training thread."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -10,30 +11,35 @@ from typing import Any
 
 import torch
 
-from megatron_2bw import cpu
-
 
 class Worker:
-    """Runs jobs in the order in which they are submitted, in a thread that dies with the process.
+    """Runs jobs in the order in which they are submitted. Its thread dies with the process.
 
-    (The threads of concurrent.futures are joined at exit: one that waits for a lost rank would hold the process.)
+    (The threads of concurrent.futures are joined at exit: one that waits for a lost rank would block the exit.)
+
+    context  makes a context manager in which the jobs run, since torch keeps some settings by thread
     """
 
-    def __init__(self, name: str, device: torch.device):
-        self._device = device
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ):
+        self._device, self._context = device, context
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True, name=name).start()
 
-    def submit(self, job: Callable[[], Any]) -> Future:
-        """Queue `job`; the future gives its result, or raises what it raised."""
-        future: Future = Future()
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Queue `job`. The future gives its result, or raises its exception."""
+        future: Future[Any] = Future()
         self._jobs.put((job, future))
         return future
 
     def _serve(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
-        with cpu.answering():
+        with self._context():
             while True:
                 job, future = self._jobs.get()
                 try:

@@ -1,7 +1,7 @@
 """The gradient slots of a stage: one batch accumulates while the one before is reduced, clipped and applied.
 
 Invariants: slot 0 is Megatron's own gradient buffer, the others have its layout; a batch's backwards accumulate into
-its slot only, and the training thread does not touch that slot between `filled` and the next `open` of it.
+its slot only, and the training thread does not touch that slot between `gradients_of` and its next `begin_batch`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Slot:
         return Slot(buffers, groups)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Wait for the reduction over the data-parallel group, or make it, as Megatron's wrapper of this name does."""
+        """Wait for the reduction over the data-parallel group, or run it, as Megatron's wrapper of this name does."""
         for group in self.bucket_groups:
             group.finish_grad_sync(force_all_reduce=force_all_reduce)
 
@@ -86,7 +86,7 @@ class GradientSlots:
     def bind(self, batch: int) -> None:
         """Point the parameters' main_grad to the slot of `batch`, before a forward or a backward of it.
 
-        The forward too: kernels that accumulate the weight's gradient by themselves note its main_grad there.
+        The forward too: kernels that accumulate the weight's gradient themselves note its main_grad there.
         """
         slot = self._slot(batch)
         if slot is not self._bound:
@@ -94,24 +94,23 @@ class GradientSlots:
                 param.main_grad = gradient
             self._bound = slot
 
-    def open(self, batch: int) -> None:
-        """Before the first backward of `batch`: its slot is what Megatron's wrapper reduces, and starts from zero."""
+    def begin_batch(self, batch: int) -> None:
+        """Before the first backward of `batch`: Megatron's wrapper reduces its slot, which starts from zero."""
         slot = self._slot(batch)
         self._ddp.buffers, self._ddp.bucket_groups = slot.buffers, slot.bucket_groups
         self._ddp.param_to_bucket_group = slot.group_of
         self._zero()
 
-    def park(self, params: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of tensors as large as the parameters, in the memory of a slot; until the next `open`.
+    def stash(self, params: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of tensors as large as the parameters, in the memory of a slot; until the next `begin_batch`.
 
-        Only when no batch has opened a slot that is not stepped yet. A gradient has as many bytes as its parameter, or
-        more.
+        Only when every batch that has begun is stepped. A gradient has at least as many bytes as its parameter.
         """
         grads = self._slots[0].main_grads
         places = [grads[param].view(-1).view(value.dtype)[: value.numel()] for param, value in zip(params, values)]
         return [place.view(value.shape).copy_(value) for place, value in zip(places, values)]
 
-    def filled(self, batch: int) -> Slot:
+    def gradients_of(self, batch: int) -> Slot:
         """After the last backward of `batch`: the slot with its gradients."""
         return self._slot(batch)
 

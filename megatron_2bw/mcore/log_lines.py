@@ -1,10 +1,11 @@
-"""Megatron's log lines with what the stages report: how long they waited, their peak memory, tokens per second.
+"""Megatron's log lines with the stages' stats: how long they waited, their peak memory, tokens per second.
 
-The same values go to TensorBoard and to Weights & Biases, each of which gets Megatron's own values too, also alone.
+The same values go to TensorBoard and to Weights & Biases. Each of the two also gets Megatron's own values, with or
+without the other.
 
-Invariants of a late step: the line of an iteration holds the loss, gradient norm, loss scale, learning rate and
-skipped flag of one and the same batch; every line comes before whatever the training loop prints or writes about
-later iterations (after "exiting program", if a run leaves in its middle); no stage waits for another to write it.
+Invariants of a late step: the line of an iteration holds the loss, gradient norm, loss scale, learning rate and skipped
+flag of the same batch; every line precedes all that the training loop prints or writes about later iterations (and
+follows "exiting program" if a run leaves in its middle); no stage waits for another to write it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer
 
-from megatron_2bw.mcore.late_step import Outcome, StageReport
+from megatron_2bw.mcore.late_step import StepResult
+from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
 
 
-class Logbook(ABC):
+class LogLines(ABC):
     """Calls Megatron's `training_log`, and adds the stages' part to its line and to the dashboards."""
 
     def __init__(self):
-        self._stages: list[tuple[StageReport, ...]] = []  # since the last line
+        self._stages: list[tuple[StageStats, ...]] = []  # since the last line
         self._printed: int | None = None  # the iteration whose line Megatron is writing
         self._iterations = 0  # written since Megatron last reset the interval timer
         self._tokens_per_second = 0.0  # in the interval that Megatron last read
@@ -38,11 +40,11 @@ class Logbook(ABC):
 
     @abstractmethod
     def add(self, write: Callable, values: dict[str, Any]) -> bool:
-        """Take one call of `training_log` (`write`); returns what it would, whether memory is still to be reported."""
+        """Take one call of `training_log` (`write`); returns what that does, whether memory is still to be reported."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Write all lines whose steps are made."""
+        """Write all lines whose steps are complete."""
 
     @abstractmethod
     def _elapsed(self, reset: bool, barrier: bool) -> float:
@@ -92,36 +94,22 @@ class Logbook(ABC):
         )
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Seconds of one stage in batches at whose end all stages meet.
+class ImmediateLog(LogLines):
+    """Lines of a schedule whose stages synchronise after each batch, written at once.
 
-    waited   for messages, before the end of a batch's last backward
-    elapsed  until then, waiting included
-    rest     from there until all stages have met: its update, and waiting for stages that still compute
-    """
+    Megatron's loop synchronises them, under `pipedream` too, for the skipped steps and the norm; and all ranks
+    synchronise again before a line, for its time. There the stages exchange their stats, on a group of their own.
 
-    waited: float = 0.0
-    elapsed: float = 0.0
-    rest: float = 0.0
-
-
-class PromptLogbook(Logbook):
-    """Lines of a schedule whose stages meet after each batch, written at once.
-
-    Megatron's loop makes them meet, under `pipedream` too, to agree on skipped steps and on the norm; and all ranks
-    meet again before a line, for its time. There the stages exchange their reports, on a group of their own.
-
-    spent    what this stage has done since it was last asked; called when the stages have met
+    times    of this stage since the last call; called when the stages have synchronised
     ranks    the pipeline's, first stage to last
     timeout  of the exchange
     """
 
-    def __init__(self, spent: Callable[[], Spent], ranks: Sequence[int], timeout: timedelta | None = None):
+    def __init__(self, times: Callable[[], StageTimes], ranks: Sequence[int], timeout: timedelta | None = None):
         super().__init__()
-        self._spent = spent
-        self._own = torch.zeros(3, dtype=torch.float64, device="cpu")  # the fields of Spent since the last line
-        # Small, and over gloo: no kernel waits on the GPU for another stage.
+        self._times = times
+        self._own = torch.zeros(3, dtype=torch.float64, device="cpu")  # the fields of StageTimes since the last line
+        # Over gloo: no kernel waits on the GPU for another stage.
         self._group = dist.new_group(
             list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True, group_desc="2bw reports"
         )
@@ -130,8 +118,8 @@ class PromptLogbook(Logbook):
         return self._read(reset=reset, barrier=barrier)
 
     def add(self, write: Callable, values: dict[str, Any]) -> bool:
-        spent = self._spent()
-        self._own += torch.tensor([spent.waited, spent.elapsed, spent.rest], dtype=torch.float64, device="cpu")
+        times = self._times()
+        self._own += torch.tensor([times.waited, times.elapsed, times.tail], dtype=torch.float64, device="cpu")
         if _has_line(values):
             self._stages.append(self._exchange())
         return self._write_now(write, values)
@@ -139,25 +127,13 @@ class PromptLogbook(Logbook):
     def flush(self) -> None:
         """No line waits here."""
 
-    def _exchange(self) -> tuple[StageReport, ...]:
+    def _exchange(self) -> tuple[StageStats, ...]:
         memory = torch.tensor([torch.cuda.max_memory_allocated()], dtype=torch.float64, device="cpu")
         own = torch.cat([self._own, memory])
         rows = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(rows, own, group=self._group)
         self._own.zero_()
-        return reports([(Spent(*row[:3].tolist()), float(row[3])) for row in rows])
-
-
-def reports(stages: Sequence[tuple[Spent, float]]) -> tuple[StageReport, ...]:
-    """From what each stage has spent, and its peak memory in bytes.
-
-    The last stage to finish its backwards (the first of the pipeline) meets the others without waiting, so whatever
-    another one took longer for the rest it waited. No clock of one host is compared with another's.
-    """
-    least = min(spent.rest for spent, _ in stages)
-    return tuple(
-        StageReport(spent.waited + spent.rest - least, spent.elapsed + spent.rest, memory) for spent, memory in stages
-    )
+        return stage_stats([(StageTimes(*row[:3].tolist()), float(row[3])) for row in rows])
 
 
 @dataclass
@@ -170,16 +146,16 @@ class _Entry:
     skipped_samples: int
 
 
-class LateLogbook(Logbook):
-    """Lines of a schedule with a late step: each written when the step that it describes is made, without a barrier.
+class DeferredLog(LogLines):
+    """Lines of a schedule with a late step: each written when its step is complete, without a barrier.
 
-    The stages' reports have come with the step, in the background.
+    The stages' stats arrive with the step, in the background.
     """
 
     def __init__(self):
         super().__init__()
         self._entries: deque[_Entry] = deque()
-        self._outcomes: dict[int, Outcome] = {}
+        self._results: dict[int, StepResult] = {}
         self._report_memory = True
         self._write: Callable | None = None
         self._seconds = 0.0  # of the iterations written since Megatron last read the interval timer
@@ -198,26 +174,26 @@ class LateLogbook(Logbook):
         self.flush()
         return self._report_memory
 
-    def settled(self, outcome: Outcome) -> None:
-        """The step of a batch is made."""
-        self._outcomes[outcome.batch] = outcome
+    def completed(self, result: StepResult) -> None:
+        """The step of a batch is complete."""
+        self._results[result.batch] = result
 
     def flush(self) -> None:
-        while self._entries and self._entries[0].values["iteration"] - 1 in self._outcomes:
+        while self._entries and self._entries[0].values["iteration"] - 1 in self._results:
             entry = self._entries.popleft()
-            self._write_one(entry, self._outcomes.pop(entry.values["iteration"] - 1))
+            self._write_one(entry, self._results.pop(entry.values["iteration"] - 1))
 
-    def _write_one(self, entry: _Entry, outcome: Outcome) -> None:
+    def _write_one(self, entry: _Entry, result: StepResult) -> None:
         args = get_args()
         values = entry.values | {
-            "learning_rate": outcome.learning_rate,
-            "loss_scale": outcome.loss_scale,
-            "grad_norm": outcome.grad_norm,
-            "num_zeros_in_grad": outcome.zeros,
-            "skipped_iter": 0 if outcome.stepped else 1,
+            "learning_rate": result.learning_rate,
+            "loss_scale": result.loss_scale,
+            "grad_norm": result.grad_norm,
+            "num_zeros_in_grad": result.zeros,
+            "skipped_iter": 0 if result.stepped else 1,
             "report_memory_flag": self._report_memory,
         }
-        self._stages.append(outcome.stages)
+        self._stages.append(result.stages)
         self._seconds += entry.seconds
         now = args.consumed_train_samples, args.skipped_train_samples
         args.consumed_train_samples, args.skipped_train_samples = entry.consumed_samples, entry.skipped_samples
@@ -248,14 +224,14 @@ def _without_barriers(timer: Any) -> None:
 
 
 class _Nowhere:
-    """Takes what TensorBoard's writer takes, and keeps nothing."""
+    """Has the methods of TensorBoard's writer, and keeps nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
-def writer_beside_wandb(original: Callable) -> Callable:
-    """Megatron's `get_tensorboard_writer`; never None where Weights & Biases is there."""
+def writer_for_wandb(original: Callable) -> Callable:
+    """Megatron's `get_tensorboard_writer`; never None while Weights & Biases logs."""
 
     def get_writer():
         writer = original()

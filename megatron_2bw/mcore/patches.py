@@ -223,13 +223,13 @@ def for_cpu() -> list[Patch]:
 
 
 def for_schedule(runtime: Any) -> list[Patch]:
-    """Hand the schedule and the optimizer's step to `runtime` (a runtime.PipelineRuntime)."""
+    """Hand the schedule and the optimizer's step to `runtime` (a runtime.MegatronRuntime)."""
 
-    def adopt(original: Callable) -> Callable:
+    def attach(original: Callable) -> Callable:
         @functools.wraps(original)
         def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
             optimizer = original(config, model_chunks, *args, **kwargs)
-            runtime.adopt(model_chunks, optimizer)
+            runtime.attach(model_chunks, optimizer)
             return optimizer
 
         return get_megatron_optimizer
@@ -254,7 +254,7 @@ def for_schedule(runtime: Any) -> list[Patch]:
                 "dump_param_to_param_group_map",
             ),
             "the optimizer's step writes the weight version that the schedule names",
-            adopt,
+            attach,
         ),
         *for_log(runtime),
     ]
@@ -264,24 +264,24 @@ def for_log(runtime: Any) -> list[Patch]:
     """What the stages report, in the log lines and on the dashboards. `apply` takes originals first: twice is once."""
     loop = "megatron.training.training"
 
-    def into_the_logbook(original: Callable) -> Callable:
+    def into_the_log(original: Callable) -> Callable:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def training_log(*args, **kwargs):
             values = signature.bind(*args, **kwargs)
             values.apply_defaults()
-            return runtime.logbook.add(original, values.arguments)
+            return runtime.log.add(original, values.arguments)
 
         return training_log
 
     def with_the_stages(original: Callable) -> Callable:
-        return lambda message: original(runtime.logbook.line(message) if runtime.logbook else message)
+        return lambda message: original(runtime.log.line(message) if runtime.log else message)
 
-    def beside_wandb(original: Callable) -> Callable:
-        from megatron_2bw.mcore.log_lines import writer_beside_wandb
+    def for_wandb(original: Callable) -> Callable:
+        from megatron_2bw.mcore.log_lines import writer_for_wandb
 
-        return writer_beside_wandb(original)
+        return writer_for_wandb(original)
 
     return [
         Patch(
@@ -305,7 +305,7 @@ def for_log(runtime: Any) -> list[Patch]:
                 "total_real_tokens_in_batch",
             ),
             "the stages report there; with a late step a line is written when the step that it describes is made",
-            into_the_logbook,
+            into_the_log,
         ),
         Patch(
             loop,
@@ -319,7 +319,7 @@ def for_log(runtime: Any) -> list[Patch]:
             "get_tensorboard_writer",
             (),
             "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases",
-            beside_wandb,
+            for_wandb,
         ),
     ]
 
@@ -444,19 +444,19 @@ class _LateLoop:
         self.runtime = runtime
         self._hidden: tuple | None = None  # exit flags as they were given, while `decide_exit` hides them
 
-    def adopt_scheduler(self, original: Callable) -> Callable:
+    def attach_scheduler(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def get_optimizer_param_scheduler(optimizer):
             scheduler = original(optimizer)
-            self.runtime.adopt_scheduler(scheduler)
+            self.runtime.attach_scheduler(scheduler)
             return scheduler
 
         return get_optimizer_param_scheduler
 
-    def finish_first(self, original: Callable) -> Callable:
+    def sync_first(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def with_the_newest_weights(*args, **kwargs):
-            self.runtime.finish()
+            self.runtime.sync_weights()
             return original(*args, **kwargs)
 
         return with_the_newest_weights
@@ -464,7 +464,7 @@ class _LateLoop:
     def save(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def save_checkpoint_and_time(*args, **kwargs):
-            self.runtime.finish()
+            self.runtime.sync_weights()
             # A checkpoint holds the arguments.
             with contextlib.nullcontext() if self._hidden is None else _exit_flags(*self._hidden):
                 return original(*args, **kwargs)
@@ -475,13 +475,13 @@ class _LateLoop:
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args, **kwargs):
             # Megatron asks all ranks in every iteration; here the late step has asked them in the background.
-            with contextlib.nullcontext() if self.runtime.alarmed else _exit_flags(False, None) as self._hidden:
+            with contextlib.nullcontext() if self.runtime.exit_requested else _exit_flags(False, None) as self._hidden:
                 try:
                     leave = original(*args, **kwargs)
                 finally:
                     self._hidden = None
             if leave:
-                self.runtime.finish()
+                self.runtime.sync_weights()
             return leave
 
         return checkpoint_and_decide_exit
@@ -507,7 +507,7 @@ def for_late_step(runtime: Any) -> list[Patch]:
             "get_optimizer_param_scheduler",
             ("optimizer",),
             "learning rate and weight decay advance with the steps, which come later",
-            late.adopt_scheduler,
+            late.attach_scheduler,
         ),
         Patch(
             loop,
@@ -529,14 +529,14 @@ def for_late_step(runtime: Any) -> list[Patch]:
             "calc_params_l2_norm",
             ("model", "force_create_fp32_copy"),
             "it reads the newest weights",
-            late.finish_first,
+            late.sync_first,
         ),
         Patch(
             loop,
             "check_param_hashes_across_dp_replicas",
             ("model", "cross_check"),
             "it reads the newest weights",
-            late.finish_first,
+            late.sync_first,
         ),
         Patch(loop, "save_checkpoint_and_time", save, "a checkpoint holds the newest weights", late.save),
         Patch(

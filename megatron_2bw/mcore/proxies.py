@@ -9,17 +9,110 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_2bw.core.weights import WeightStores
+from megatron_2bw.mcore.grad_buffers import Slot, use_group
+
+
+class Proxies:
+    """Lets Megatron step a weight store other than the one to which the parameters are bound.
+
+    A proxy's data lies in the store that is written, its main_grad in the full gradient slot.
+
+    ddp     the model chunk in Megatron's DistributedDataParallel
+    parts   Megatron's optimizers of the stage
+    group   the process group over which the distributed optimizer gathers its shards
+    mains   tensors that the optimizer steps instead of the store, by parameter (see `Extrapolation`)
+    """
+
+    def __init__(
+        self,
+        ddp: Any,
+        parts: Sequence[Any],
+        stores: WeightStores,
+        group: dist.ProcessGroup,
+        mains: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+    ):
+        self._parts, self._stores, self._mains = parts, stores, mains or {}
+        for part in parts:
+            detach_shards(part)
+        self.gathering = ParamGather(ddp, group)
+        self._proxies = {param: proxy_of(param) for param in stores.params}
+        self._places = [
+            (places, index)
+            for part in parts
+            for places in lists_of_parameters(part)
+            for index, param in enumerate(places)
+            if isinstance(param, torch.nn.Parameter) and param in self._proxies
+        ]
+        self.model = ProxyModel(ddp, self._proxies)
+
+    def point_to(self, views: Sequence[torch.Tensor]) -> None:
+        """Let the proxies be the parameters in a weight store, or their main parameters where there are some."""
+        for param, view in zip(self._stores.params, views):
+            self._proxies[param].data = self._mains.get(param, view)
+
+    def use_gradients(self, slot: Slot) -> None:
+        """Let the proxies' gradients be those of a slot."""
+        for param, proxy in self._proxies.items():
+            proxy.main_grad = slot.main_grads[param]
+        self.model.scale_gradients = slot.scale_gradients
+
+    @contextlib.contextmanager
+    def in_optimizer(self, target: int) -> Iterator[None]:
+        """Inside, Megatron's optimizers hold the proxies, and write to the weight store `target`."""
+        states = [part.optimizer.state for part in self._parts if part.optimizer is not None]
+        originals = [places[index] for places, index in self._places]
+        with contextlib.ExitStack() as undo:
+            for part in self._parts:
+                if hasattr(part, "model_param_gbuf_map"):
+                    undo.enter_context(shards_of_proxies(part, self._proxies))
+            if self._stores.buffer_data:
+                self.gathering.point_to(self._stores.buffer_data[target])
+            for (places, index), param in zip(self._places, originals):
+                places[index] = self._proxies[param]
+            rename_keys(states, self._proxies)
+            try:
+                yield
+            finally:
+                rename_keys(states, {proxy: param for param, proxy in self._proxies.items()})
+                for (places, index), param in zip(self._places, originals):
+                    places[index] = param
+
+
+class ParamGather:
+    """The distributed optimizer's parameter buffers, as they are written and gathered into a weight store."""
+
+    def __init__(self, ddp: Any, group: dist.ProcessGroup):
+        self._ddp, self._buffers = ddp, list(ddp.buffers)
+        self._groups = [copy.copy(bucket_group) for bucket_group in ddp.bucket_groups]
+        for bucket_group in self._groups:
+            use_group(bucket_group, group)
+
+    def point_to(self, data: list[torch.Tensor]) -> None:
+        """Let the optimizer write its shards to `data`, one flat tensor a buffer."""
+        for buffer, flat in zip(self._buffers, data):
+            for bucket in buffer.buckets:
+                bucket.param_data = flat[bucket.offset : bucket.offset + bucket.param_data.numel()]
+        for bucket_group in self._groups:
+            bucket_group.cached_param_buffer_shard_list = [None] * len(bucket_group.buckets)
+
+    def gather(self) -> None:
+        """All-gather the shards of this rank and the others."""
+        for bucket_group in self._groups:
+            self._ddp._start_bucket_group_param_sync(bucket_group, force_sync=True)
 
 
 @contextlib.contextmanager
-def own_matmul_precision() -> Iterator[None]:
-    """Inside, torch's precision of fp32 products is this thread's own: what it sets, it alone reads.
+def thread_local_matmul_precision() -> Iterator[None]:
+    """Inside, torch's precision of fp32 products belongs to this thread: other threads neither see nor change it.
 
     Muon and SOAP lower it around their products, for the whole process: those of the next batch would be rounded as
     the threads' timing has it. Muon's "medium" only asks its own code to compute in bf16, and still does. What torch
@@ -45,58 +138,47 @@ def own_matmul_precision() -> Iterator[None]:
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = get, put
 
 
-class BatchScaler:
-    """A gradient scaler of Megatron that unscales by one batch's scale; `update` is the scaler's own."""
-
-    def __init__(self, scaler: Any, scale: torch.Tensor):
-        self.scale, self.update = scale, scaler.update
-
-    @property
-    def inv_scale(self) -> torch.Tensor:
-        return self.scale.double().reciprocal().float()
-
-
-class StandInModel:
-    """What Megatron's finalize function asks of a model chunk, answered with stand-ins for the parameters."""
+class ProxyModel:
+    """The attributes of a model chunk that Megatron's finalize function reads, with proxies for the parameters."""
 
     pre_process = True  # by this attribute Megatron finds the innermost model
 
-    def __init__(self, ddp: Any, stand_ins: dict[torch.nn.Parameter, torch.Tensor]):
+    def __init__(self, ddp: Any, proxies: dict[torch.nn.Parameter, torch.Tensor]):
         self.ddp_config = ddp.ddp_config
         self.config = copy.copy(get_model_config(ddp))
         self.config.timers = None
-        self._inner, self._stand_ins = unwrap_model(ddp), stand_ins
+        self._inner, self._proxies = unwrap_model(ddp), proxies
         self.share_embeddings_and_output_weights = getattr(self._inner, "share_embeddings_and_output_weights", False)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """It is over already."""
+        """The slot's own `finish_grad_sync` has run already."""
 
     def modules(self) -> Iterator[torch.nn.Module]:
         return self._inner.modules()
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, param in self._inner.named_parameters():
-            yield name, self._stand_ins.get(param, param)
+            yield name, self._proxies.get(param, param)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return (param for _, param in self.named_parameters())
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         weight = self._inner.shared_embedding_or_output_weight()
-        return self._stand_ins.get(weight, weight)
+        return self._proxies.get(weight, weight)
 
     @property
     def position_embeddings(self) -> SimpleNamespace:
         weight = self._inner.position_embeddings.weight
-        return SimpleNamespace(weight=self._stand_ins.get(weight, weight))
+        return SimpleNamespace(weight=self._proxies.get(weight, weight))
 
 
-def stand_in_of(param: torch.nn.Parameter) -> torch.Tensor:
+def proxy_of(param: torch.nn.Parameter) -> torch.Tensor:
     """A tensor with the parameter's attributes, which Megatron reads (tensor_model_parallel, shared, ...)."""
-    stand_in = torch.empty(0, dtype=param.dtype, device=param.device)
-    stand_in.__dict__.update(param.__dict__)
-    stand_in.requires_grad_()
-    return stand_in
+    proxy = torch.empty(0, dtype=param.dtype, device=param.device)
+    proxy.__dict__.update(param.__dict__)
+    proxy.requires_grad_()
+    return proxy
 
 
 def lists_of_parameters(part: Any) -> Iterator[list]:
@@ -108,21 +190,21 @@ def lists_of_parameters(part: Any) -> Iterator[list]:
             yield group["params"]
 
 
-def rename_keys(states: list[dict], names: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Optimizer state is found by the parameter object."""
+def rename_keys(states: list[dict], names: Mapping[Any, torch.Tensor]) -> None:
+    """Move optimizer state to other keys; an optimizer finds it by the parameter object."""
     for state in states:
         for key in [key for key in state if key in names]:
             state[names[key]] = state.pop(key)
 
 
 @contextlib.contextmanager
-def shards_of_stand_ins(part: Any, stand_ins: dict[torch.nn.Parameter, torch.Tensor]) -> Iterator[None]:
-    """Let a DistributedOptimizer find the shard of a stand-in where that of its parameter is."""
-    owners = {stand_in: param for param, stand_in in stand_ins.items()}
+def shards_of_proxies(part: Any, proxies: dict[torch.nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Let a DistributedOptimizer find the shard of a proxy where that of its parameter is."""
+    owners = {proxy: param for param, proxy in proxies.items()}
     original, ranges = part.model_param_gbuf_map, part._get_model_param_range_map
     part.model_param_gbuf_map = {
         **original,
-        **{stand_in: original[param] for stand_in, param in owners.items() if param in original},
+        **{proxy: original[param] for proxy, param in owners.items() if param in original},
     }
 
     def of_the_owner(param: torch.Tensor) -> dict:
@@ -140,7 +222,7 @@ def shards_of_stand_ins(part: Any, stand_ins: dict[torch.nn.Parameter, torch.Ten
         del part._get_model_param_range_map
 
 
-def own_shards(part: Any) -> None:
+def detach_shards(part: Any) -> None:
     """Give the fp32 shards of a DistributedOptimizer memory of their own.
 
     Megatron steps those of fp32 parameters inside the parameters' buffer, which is a weight version here.

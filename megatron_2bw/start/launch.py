@@ -78,9 +78,9 @@ def launch(task: str) -> None:
         _merge_trace(args, runtime)
     except Exception as error:
         if hasattr(args, "curr_iteration") or faults.is_effect(error):  # training has begun
-            logbook = runtime.logbook if runtime is not None else None
+            log = runtime.log if runtime is not None else None
             alone = args.timing_log_level == 0 and not args.log_energy  # else a line needs the other ranks
-            faults.end(error, logbook.flush if logbook is not None and alone else None)
+            faults.end(error, log.flush if log is not None and alone else None)
         stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
 
 
@@ -112,7 +112,7 @@ def _merge_trace(args, runtime) -> None:
 def make_runtime(args):
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
     from megatron_2bw.mcore.extrapolation import warning
-    from megatron_2bw.mcore.runtime import PipelineRuntime, Progress
+    from megatron_2bw.mcore.runtime import MegatronRuntime, Options, Progress
     from megatron_2bw.schedules import schedule_of
     from megatron_2bw.timelines.trace import forget
 
@@ -123,18 +123,20 @@ def make_runtime(args):
     schedule = schedule_of(
         args.pipeline_schedule, args.two_bw_gradient_slots, args.two_bw_extra_warmup, args.two_bw_sync_iterations
     )
-    alarm = None
+    wants_exit = None
     if schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins):
-        alarm = partial(_wants_to_end, args)
-    return PipelineRuntime(
+        wants_exit = partial(_wants_to_end, args)
+    return MegatronRuntime(
         schedule,
         lambda: Progress(args.curr_iteration, args.train_iters),
-        transport=args.two_bw_exchange,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        timed=args.timing_log_level >= 2,
-        trace=args.two_bw_trace,
-        alarm=alarm,
-        factor=args.two_bw_correction_factor if args.two_bw_correction == "extrapolate" else None,
+        Options(
+            transport=args.two_bw_exchange,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            timed=args.timing_log_level >= 2,
+            trace=args.two_bw_trace,
+            wants_exit=wants_exit,
+            factor=args.two_bw_correction_factor if args.two_bw_correction == "extrapolate" else None,
+        ),
     )
 
 

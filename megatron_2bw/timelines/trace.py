@@ -1,7 +1,5 @@
-"""When each action of a stage ran and how long it waited before: the log line's bubble, and --two-bw-trace.
+"""The files of --two-bw-trace: when each action of a stage ran and how long it waited before.
 
-A mark costs a reading of the clock on the CPU and an event on the GPU; marks become times in the late step's thread,
-or, where there is none, at the end of a batch, when Megatron's loop has waited for the GPU.
 Each rank appends its events to a file of its own, in Chrome's JSON array format, which may end without its closing
 bracket: a run that is killed leaves a trace that opens. `merge` joins the files of the stages and draws them.
 """
@@ -10,71 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
-from megatron_2bw.schedules import Action, parse
-
-
-@dataclass(frozen=True)
-class Record:
-    """One action in time, in seconds since the epoch.
-
-    asked  when the stage was free for it
-    start  when what it needs had arrived
-    """
-
-    action: Action
-    asked: float
-    start: float
-    end: float
-
-
-class Recorder:
-    """Collects the marks of a stage's actions; `resolve` turns them into records."""
-
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._marks: list[tuple[Action, Any, Any, Any]] = []
-        base = self.mark()
-        if self._cuda:
-            base.synchronize()
-        self._base = base, time.time()
-
-    def mark(self) -> Any:
-        """Now: on the CPU's clock, or in the current stream of the GPU."""
-        if not self._cuda:
-            return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def add(self, action: Action, asked: Any, start: Any, end: Any) -> None:
-        self._marks.append((action, asked, start, end))
-
-    def cut(self) -> list[tuple[Action, Any, Any, Any]]:
-        """The marks since the last cut, for `resolve`."""
-        marks, self._marks = self._marks, []
-        return marks
-
-    def resolve(self, marks: list[tuple[Action, Any, Any, Any]]) -> list[Record]:
-        """Times of marks that `cut` returned, in order. On the GPU it waits until they are past, which the
-        training thread must not do while anything is left to compute."""
-        if self._cuda and marks:
-            marks[-1][3].synchronize()
-        records = [Record(action, *(self._time(mark) for mark in times)) for action, *times in marks]
-        if marks:
-            last = marks[-1][3]
-            self._base = last, self._time(last)  # near, since an event's time is a 32-bit number
-        return records
-
-    def _time(self, mark: Any) -> float:
-        base, at = self._base
-        return at + (base.elapsed_time(mark) / 1e3 if self._cuda else (mark - base) / 1e9)
+from megatron_2bw.core.recorder import Record
+from megatron_2bw.schedules import parse
 
 
 class TraceWriter:

@@ -308,10 +308,11 @@ SEEDS = 50
 
 def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
     """Every action, message and part of the late step starts after a random delay; a new seed each iteration."""
-    from megatron_2bw.core.p2p import Inbox, Outbox
+    from megatron_2bw.core.p2p import Receiver, Sender
+    from megatron_2bw.core.pipeline import Pipeline
     from megatron_2bw.mcore.grad_buffers import Slot
+    from megatron_2bw.mcore.groups import Groups
     from megatron_2bw.mcore.late_step import LateStep
-    from megatron_2bw.mcore.runtime import PipelineRuntime
 
     generators: dict[str, random.Random] = {}
 
@@ -330,20 +331,20 @@ def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
 
         setattr(owner, name, method)
 
-    run_iteration = PipelineRuntime._run_iteration
+    run_iteration = Pipeline.run
 
-    def reseeded(self, call, iteration, new_message):
+    def reseeded(self, iteration, *args):
         for name in list(generators):
             generators[name] = random.Random(f"{rank} {name} {iteration}")
-        return run_iteration(self, call, iteration, new_message)
+        return run_iteration(self, iteration, *args)
 
-    PipelineRuntime._run_iteration = reseeded
+    Pipeline.run = reseeded
     for owner, name in (
-        (PipelineRuntime, "_execute"),
-        (Inbox, "take"),
-        (Outbox, "put"),
-        (LateStep, "_update"),
-        (LateStep, "_exchange"),
+        (Pipeline, "execute"),
+        (Receiver, "receive"),
+        (Sender, "send"),
+        (LateStep, "run_job"),
+        (Groups, "gather_over_pipeline"),
         (Slot, "finish_grad_sync"),
     ):
         delayed(owner, name)

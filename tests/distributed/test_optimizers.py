@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from megatron_2bw.mcore.proxies import own_matmul_precision
+from megatron_2bw.mcore.proxies import thread_local_matmul_precision
 from tests.distributed.compare import UNTIED, assert_same, run_pipeline, run_reference
 from tests.distributed.test_checkpoint import DROPOUT, assert_goes_on, interrupted
 from tests.distributed.test_correction import EXTRAPOLATE
@@ -89,7 +89,7 @@ def test_resumed_run_is_the_uninterrupted_one(flags, tmp_path):
 def test_the_precision_of_products_is_that_of_one_thread():
     """Muon lowers it in the step's thread, while the next batch computes."""
     before, seen = torch.get_float32_matmul_precision(), []
-    with own_matmul_precision():
+    with thread_local_matmul_precision():
         torch.set_float32_matmul_precision("medium")
         other = threading.Thread(target=lambda: seen.append(torch.get_float32_matmul_precision()))
         other.start()

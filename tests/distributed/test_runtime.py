@@ -14,29 +14,17 @@ from tests.distributed.training import Run, command, train
 
 def observe(rank: int, argv: list[str]) -> Run:
     """Train, and note every executed action, the state after it, and the messages left at each iteration's end."""
-    from megatron_2bw.mcore.runtime import PipelineRuntime
+    from megatron_2bw.core.pipeline import Pipeline
 
     events: list[tuple] = []
 
-    def state(runtime) -> tuple:
-        boxes = runtime._exchange.activations_in, runtime._exchange.gradients_in
-        held = [0 if box is None else box.outstanding for box in boxes]
-        versions = runtime.stores.versions if runtime.stores else None
-        return len(runtime.in_flight), versions, held
+    def observe(pipeline: Pipeline, action) -> None:
+        receivers = pipeline.neighbours.activations_in, pipeline.neighbours.gradients_in
+        outstanding = [0 if receiver is None else receiver.outstanding for receiver in receivers]
+        stores = getattr(pipeline.update, "stores", None)
+        events.append((str(action), len(pipeline.in_flight), stores.versions if stores else None, outstanding))
 
-    def noting(name, execute):
-        def method(self, *args):
-            action = args[0] if args else self._step
-            result = execute(self, *args)
-            if action is not None and (args[1:] or action.kind == "S") and not (name == "_execute" and self._step):
-                events.append((str(action), *state(self)))
-            return result
-
-        setattr(PipelineRuntime, name, method)
-
-    # A schedule with a late step executes its STEP where it stands, the others in the optimizer's call.
-    noting("_execute", PipelineRuntime._execute)
-    noting("step", PipelineRuntime.step)
+    Pipeline.observe = staticmethod(observe)
     run = train(rank, argv)
     run.events = events
     return run
@@ -103,7 +91,7 @@ def train_like_nccl(rank: int, argv: list[str]) -> Run:
     whatever a late step's thread does for the first time."""
     import torch
 
-    from megatron_2bw.core.p2p import Link
+    from megatron_2bw.core.p2p import Channel
     from megatron_2bw.mcore.late_step import LateStep
 
     posted: list[Once] = []
@@ -123,7 +111,7 @@ def train_like_nccl(rank: int, argv: list[str]) -> Run:
                 break
             message.wait()
 
-    update = LateStep._update
+    update = LateStep.run_job
 
     def first_use(self, *args):
         if not self.has_stepped:
@@ -133,10 +121,10 @@ def train_like_nccl(rank: int, argv: list[str]) -> Run:
             synchronize()
         return result
 
-    LateStep._update = first_use
+    LateStep.run_job = first_use
 
-    Link.send, Link.receive = occupying(Link.send), occupying(Link.receive)
-    Link.occupies_device = True
+    Channel.send, Channel.receive = occupying(Channel.send), occupying(Channel.receive)
+    Channel.occupies_device = True
     torch.cuda.synchronize = synchronize
     return train(rank, argv)
 
@@ -178,17 +166,18 @@ def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches, ex
 
 def watch_the_start(rank: int, argv: list[str]) -> Run:
     """As `train_like_nccl`, without the timers; notes for each iteration whether its step is still being made."""
-    from megatron_2bw.mcore.runtime import PipelineRuntime
+    from megatron_2bw.mcore.runtime import MegatronRuntime
 
     pending: list[bool] = []
-    run_iteration = PipelineRuntime._run_iteration
+    forward_backward = MegatronRuntime.forward_backward
 
-    def noting(self, *args):
-        result = run_iteration(self, *args)
-        pending.append(self.late.pending is not None)
+    def noting(self, **values):
+        result = forward_backward(self, **values)
+        if not values.get("forward_only"):
+            pending.append(self.late.pending is not None)
         return result
 
-    PipelineRuntime._run_iteration = noting
+    MegatronRuntime.forward_backward = noting
     run = train_like_nccl(rank, argv)
     run.events = pending
     return run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_2bw.core.weights import WeightStores
-from megatron_2bw.mcore.extrapolation import Extrapolation, going_on, warning
+from megatron_2bw.mcore.extrapolation import Extrapolation, resume_note, warning
 
 
 class MixedPrecision:
@@ -111,7 +111,7 @@ def test_the_update_is_taken_in_fp32():
     ],
 )
 def test_the_log_tells_a_resumed_run_whose_first_weights_differ(then, now, text):
-    assert going_on(then, now) == text
+    assert resume_note(then, now) == text
 
 
 @pytest.mark.parametrize(

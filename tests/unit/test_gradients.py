@@ -50,10 +50,10 @@ def accumulate(params, value: float) -> None:
 
 
 def run_batch(slots: GradientSlots, params, batch: int, value: float):
-    slots.open(batch)
+    slots.begin_batch(batch)
     slots.bind(batch)
     accumulate(params, value)
-    return slots.filled(batch)
+    return slots.gradients_of(batch)
 
 
 def test_two_slots_alternate_and_share_nothing():
@@ -63,7 +63,7 @@ def test_two_slots_alternate_and_share_nothing():
     second = run_batch(slots, params, 6, 2)
     assert all(torch.all(first.main_grads[param] == 1) for param in params)
     assert all(torch.all(second.main_grads[param] == 2) for param in params)
-    slots.open(7)  # the first slot again, zeroed
+    slots.begin_batch(7)  # the first slot again, zeroed
     slots.bind(7)
     assert all(torch.all(first.main_grads[param] == 0) for param in params)
     assert all(param.main_grad is first.main_grads[param] for param in params)
@@ -74,13 +74,13 @@ def test_forwards_of_the_next_batch_see_its_slot():
     """A fused kernel notes main_grad in the forward, w microbatches before the backward."""
     ddp, params = wrapper()
     slots = GradientSlots(ddp, 2, "ours")
-    slots.open(0)
+    slots.begin_batch(0)
     slots.bind(1)
     noted = [param.main_grad for param in params]
     slots.bind(0)
     accumulate(params, 1)
-    full = slots.filled(0)
-    slots.open(1)
+    full = slots.gradients_of(0)
+    slots.begin_batch(1)
     slots.bind(1)
     assert all(before is param.main_grad for before, param in zip(noted, params))
     assert all(torch.all(full.main_grads[param] == 1) for param in params)
@@ -108,5 +108,5 @@ def test_one_slot_is_zeroed_when_its_batch_begins_and_not_before():
     ddp.zero_grad_buffer()  # Megatron's training step, at the beginning of the next iteration
     slots.bind(1)
     assert all(torch.all(full.main_grads[param] == 3) for param in params)
-    slots.open(1)
+    slots.begin_batch(1)
     assert all(torch.all(full.main_grads[param] == 0) for param in params)

@@ -35,16 +35,17 @@ def world(monkeypatch):
 
 @pytest.fixture
 def late(world):
-    world.book = world.module.LateLogbook()
+    world.book = world.module.DeferredLog()
     return world
 
 
 def outcome(batch: int, **changes):
-    from megatron_2bw.mcore.late_step import Outcome, StageReport
+    from megatron_2bw.mcore.late_step import StepResult
+    from megatron_2bw.mcore.stage_times import StageStats
 
-    stages = tuple(StageReport(waited, 10.0, memory * 2**30) for waited, memory in ((1.0, 2), (3.0, 4)))
+    stages = tuple(StageStats(waited, 10.0, memory * 2**30) for waited, memory in ((1.0, 2), (3.0, 4)))
     values = dict(stepped=True, grad_norm=0.5 + batch, zeros=None, loss_scale=8.0, learning_rate=0.1 * batch)
-    return Outcome(batch, stages=stages, alarm=False, written=False, **values | changes)
+    return StepResult(batch, stages=stages, exit_requested=False, save_complete=False, **values | changes)
 
 
 def call(iteration: int) -> dict:
@@ -70,13 +71,13 @@ def test_a_line_waits_for_its_step_and_shows_its_values(late):
     write = megatrons(late, lines)
     late.args.consumed_train_samples = 8
     assert book.add(write, call(1)) is True and lines == []
-    book.settled(outcome(0))
+    book.completed(outcome(0))
     late.args.consumed_train_samples = 16
     assert book.add(write, call(2)) is False
     ((values, samples, suffix),) = lines
     assert values["iteration"] == 1 and values["grad_norm"] == 0.5 and values["skipped_iter"] == 0 and samples == 8
     assert suffix == " tokens/s: 85 | bubble: 20.0%/30.0% | peak memory by stage (GiB): 2.00 4.00 |"
-    book.settled(outcome(1, stepped=False, grad_norm=None, loss_scale=4.0))
+    book.completed(outcome(1, stepped=False, grad_norm=None, loss_scale=4.0))
     book.flush()
     values, samples, _ = lines[1]
     assert (values["iteration"], values["skipped_iter"], values["grad_norm"]) == (2, 1, None)
@@ -95,14 +96,14 @@ def test_the_interval_timer_counts_the_iterations_of_the_line(late):
 
     for iteration in range(1, 5):
         late.book.add(write, call(iteration))
-        late.book.settled(outcome(iteration - 1))
+        late.book.completed(outcome(iteration - 1))
     late.book.flush()
     assert read == [3.0, 3.0]
 
 
 def test_the_stages_values_go_to_tensorboard_and_wandb(late):
     late.book.add(megatrons(late, []), call(1))
-    late.book.settled(outcome(0))
+    late.book.completed(outcome(0))
     late.book.flush()
     expected = {
         "bubble/mean": 0.2,
@@ -133,7 +134,7 @@ def prompt(world, monkeypatch):
     monkeypatch.setattr(world.module, "dist", groups)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
     world.gathered = gathered
-    world.book = world.module.PromptLogbook(lambda: world.module.Spent(1.0, 6.0, 2.0), [0, 1])
+    world.book = world.module.ImmediateLog(lambda: world.module.StageTimes(1.0, 6.0, 2.0), [0, 1])
     return world
 
 
@@ -162,23 +163,23 @@ def test_tokens_per_second_are_those_of_the_interval_that_the_line_shows(prompt)
 
 def test_whoever_finishes_early_has_waited_for_the_last(world):
     """Times of one batch of 1F1B with d = m = 2, forward 1, backward 2; update 0.5. The bubble is 1 / (m + d - 1)."""
-    from megatron_2bw.mcore.log_lines import Spent, reports
+    from megatron_2bw.mcore.stage_times import StageTimes, stage_stats
 
-    first = Spent(waited=3.0, elapsed=9.0, rest=0.5)  # two forwards and two backwards, and waits for a backward
-    second = Spent(waited=1.0, elapsed=7.0, rest=2.5)  # waits for a forward, and two seconds for the other's backward
-    for report in reports([(first, 1.0), (second, 2.0)]):
+    first = StageTimes(waited=3.0, elapsed=9.0, tail=0.5)  # two forwards and two backwards, and waits for a backward
+    second = StageTimes(waited=1.0, elapsed=7.0, tail=2.5)  # waits for a forward, and 2 s for the other's backward
+    for report in stage_stats([(first, 1.0), (second, 2.0)]):
         assert (report.waited, report.elapsed) == (3.0, 9.5)
 
 
 def test_wandb_gets_megatrons_values_without_tensorboard(world, monkeypatch):
     """Megatron logs to Weights & Biases only `if writer`."""
-    from megatron_2bw.mcore.log_lines import writer_beside_wandb
+    from megatron_2bw.mcore.log_lines import writer_for_wandb
 
-    writer = writer_beside_wandb(lambda: None)()
+    writer = writer_for_wandb(lambda: None)()
     assert writer and writer.add_scalar("lm loss", 1.0, 1) is None and writer.flush() is None
-    assert writer_beside_wandb(lambda: "TensorBoard's")() == "TensorBoard's"
+    assert writer_for_wandb(lambda: "TensorBoard's")() == "TensorBoard's"
     monkeypatch.setattr(world.module, "get_wandb_writer", lambda: None)
-    assert writer_beside_wandb(lambda: None)() is None
+    assert writer_for_wandb(lambda: None)() is None
 
 
 def test_what_two_lists_of_patches_name_is_wrapped_once(world):
@@ -189,7 +190,7 @@ def test_what_two_lists_of_patches_name_is_wrapped_once(world):
 
     before, calls = training.training_log, []
     book = types.SimpleNamespace(add=lambda write, values: calls.append(write), line=lambda text: text)
-    runtime = types.SimpleNamespace(logbook=book, forward_backward=None)
+    runtime = types.SimpleNamespace(log=book, forward_backward=None)
     undo = patches.apply([*patches.for_schedule(runtime), *patches.for_late_step(runtime)])
     try:
         training.training_log({}, {}, 0.1, 1, 1.0, True, 0, None, None, None, None)

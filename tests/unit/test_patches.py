@@ -22,20 +22,20 @@ def megatron_on_cpu():
 
 
 class Runtime:
-    adopted = None
+    attached = None
     forward_backward = staticmethod(lambda: "ours")
 
     finished = 0
-    logbook = None
-    alarmed = False
+    log = None
+    exit_requested = False
 
-    def adopt(self, model, optimizer):
-        self.adopted = (model, optimizer)
+    def attach(self, model, optimizer):
+        self.attached = (model, optimizer)
 
-    def adopt_scheduler(self, scheduler):
+    def attach_scheduler(self, scheduler):
         self.scheduler = scheduler
 
-    def finish(self):
+    def sync_weights(self):
         self.finished += 1
 
 
@@ -122,12 +122,12 @@ def test_compile_helpers_compiles_in_a_source_checkout(monkeypatch):
     assert calls == ["make"]
 
 
-def test_the_optimizer_is_adopted():
+def test_the_optimizer_is_attached():
     runtime = Runtime()
     (patch,) = [p for p in patches.for_schedule(runtime) if p.name == "get_megatron_optimizer"]
     optimizer = types.SimpleNamespace()
     assert patch.replace(lambda config, chunks: optimizer)("config", ["chunk"]) is optimizer
-    assert runtime.adopted == (["chunk"], optimizer)
+    assert runtime.attached == (["chunk"], optimizer)
 
 
 def late(runtime: Runtime, name: str):
@@ -142,7 +142,7 @@ def test_what_reads_the_newest_weights_finishes_the_step_first():
         assert late(runtime, name)(lambda *args: runtime.finished)("model") == before + 1
 
 
-def test_ranks_are_not_asked_to_exit_until_the_alarm_goes_off(monkeypatch):
+def test_ranks_are_not_asked_to_exit_until_one_wants_to_exit(monkeypatch):
     import megatron.training
 
     runtime, args = Runtime(), argparse.Namespace(exit_signal_handler=True, exit_duration_in_mins=5)
@@ -152,7 +152,7 @@ def test_ranks_are_not_asked_to_exit_until_the_alarm_goes_off(monkeypatch):
         lambda: seen.append((args.exit_signal_handler, args.exit_duration_in_mins))
     )
     decide()
-    runtime.alarmed = True
+    runtime.exit_requested = True
     decide()
     assert seen == [(False, None), (True, 5)]
     assert (args.exit_signal_handler, args.exit_duration_in_mins) == (True, 5)
@@ -185,7 +185,7 @@ def test_a_checkpoint_holds_the_exit_flags_as_they_were_given(monkeypatch):
 
 def test_a_run_that_leaves_finishes_its_step():
     runtime = Runtime()
-    runtime.alarmed = True
+    runtime.exit_requested = True
     assert late(runtime, "checkpoint_and_decide_exit")(lambda: False)() is False and runtime.finished == 0
     assert late(runtime, "checkpoint_and_decide_exit")(lambda: True)() is True and runtime.finished == 1
 
@@ -198,7 +198,7 @@ def test_no_reduction_over_the_stages_is_left_in_the_training_step():
     assert late(Runtime(), "reduce_max_stat_across_model_parallel_group")(reduced)(1.5, group="mp") == 1.5
 
 
-def test_the_scheduler_is_adopted():
+def test_the_scheduler_is_attached():
     runtime = Runtime()
     assert late(runtime, "get_optimizer_param_scheduler")(lambda optimizer: "scheduler")("optimizer") == "scheduler"
     assert runtime.scheduler == "scheduler"
@@ -207,7 +207,7 @@ def test_the_scheduler_is_adopted():
 def test_lines_of_the_log_are_kept_for_later():
     kept = []
     runtime = Runtime()
-    runtime.logbook = types.SimpleNamespace(
+    runtime.log = types.SimpleNamespace(
         add=lambda write, values: kept.append(values) or "flag", line=lambda text: text + " more"
     )
 

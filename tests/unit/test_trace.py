@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
+from megatron_2bw.core.recorder import Record, Recorder
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
 from megatron_2bw.timelines.simulator import simulate
-from megatron_2bw.timelines.trace import Record, Recorder, TraceWriter, forget, merge, read
+from megatron_2bw.timelines.trace import TraceWriter, forget, merge, read
 
 CPU = torch.device("cpu")
 

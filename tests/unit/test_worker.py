@@ -36,7 +36,7 @@ def test_it_does_not_hold_the_process_at_its_end():
 def test_the_cpu_answers_for_cuda_in_the_thread_too():
     cpu.install()
     try:
-        worker = Worker("test", CPU)
+        worker = Worker("test", CPU, cpu.answering)
         assert worker.submit(lambda: torch.zeros(1, device="cuda").device).result(10) == CPU
     finally:
         cpu.uninstall()

@@ -1,0 +1,81 @@
+"""Process groups of the late step, so that its collectives never meet those of the training thread."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Groups:
+    """Twins of Megatron's process groups, with the same ranks (docs/design.md, rule 10).
+
+    The small ones use gloo in the background: no kernel of theirs waits on the GPU for another stage. Every rank must
+    make them, at the same time and in the same order as all others.
+
+    megatron    Megatron's ProcessGroupCollection
+    statistics  the ranks over which the gradient norm is taken; None: the world
+    parts       Megatron's optimizers of the stage
+    """
+
+    def __init__(
+        self,
+        megatron: Any,
+        statistics: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout: timedelta | None,
+        parts: Sequence[Any] = (),
+    ):
+        def twin(group: dist.ProcessGroup | None, name: str, backend: str | None = None) -> dist.ProcessGroup:
+            # torch names a group by a counter that must agree on its members, so each rank makes equally many.
+            ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+            return dist.new_group(
+                ranks, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=f"2bw {name}"
+            )
+
+        self.world = twin(dist.group.WORLD, "world", "gloo")
+        self.statistics = twin(statistics or dist.group.WORLD, "statistics", "gloo")
+        self.data = twin(megatron.dp_cp, "data")
+        self.embedding = twin(megatron.embd, "embedding")
+        for group in (self.data, self.embedding):
+            # NCCL creates a communicator at first use: here, where every rank is, and not concurrently with training.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        self._embedding_barrier = twin(megatron.embd, "embedding meeting", "gloo")
+        # The collection for Megatron's finalize function.
+        self.megatron = copy.copy(megatron)
+        self.megatron.pp = twin(megatron.pp, "pipeline", "gloo")
+        self.megatron.tp = twin(megatron.tp, "tensor", "gloo")
+        self.megatron.dp_cp = self.data
+        self.megatron.embd = self.embedding if megatron.embd is not None else None
+        position = twin(megatron.pos_embd, "position embedding")
+        self.megatron.pos_embd = position if megatron.pos_embd is not None else None
+        for part in parts:
+            # Muon orthogonalises a matrix that the tensor-parallel ranks share; every stage has such a part, or none.
+            if getattr(part.optimizer, "pg_collection", None) is not None:
+                part.optimizer.pg_collection = copy.copy(part.optimizer.pg_collection)
+                part.optimizer.pg_collection.tp = tensor = twin(megatron.tp, "matrices")
+                dist.all_reduce(torch.zeros(1, device=device), group=tensor)
+
+    def align_embedding_ranks(self) -> None:
+        """Barrier (gloo) before the tied-embedding all-reduce: an NCCL kernel that waits for its peer would occupy the
+        GPU."""
+        if dist.get_backend(self.embedding) == "nccl" and self._embedding_barrier.size() > 1:
+            dist.barrier(group=self._embedding_barrier)
+
+    def gather_over_pipeline(self, values: Sequence[float]) -> list[list[float]]:
+        """The `values` of all stages of the pipeline, first stage to last."""
+        group = self.megatron.pp
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
+        rows = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(rows, own, group=group)
+        return [row.tolist() for row in rows]
+
+    def any_rank(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set on any rank of the world."""
+        values = torch.tensor([int(flag) for flag in flags], device="cpu")
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.world)
+        return [bool(value) for value in values]

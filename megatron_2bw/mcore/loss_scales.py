@@ -1,0 +1,76 @@
+"""One loss scale per batch: a batch's gradients are unscaled with the scale of its losses (docs/design.md, rule 7)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class LossScales:
+    """The loss scales by the weight version on which a batch runs.
+
+    A batch is scaled as the step left it that made its weights: the newest step that is complete on every stage,
+    whatever the timing.
+
+    parts  Megatron's optimizers of the stage
+    first  the first batch
+    saved  the loss scale of the first batch, if it is not the scaler's present one
+    """
+
+    def __init__(self, parts: Sequence[Any], first: int, saved: float | None = None):
+        self._parts = parts
+        scale = self.now()
+        shadow = scale if saved is None else torch.full_like(scale, saved)
+        self._by_version = {first - 1: shadow, first: scale}
+        self.current = scale  # of the batch whose backwards run
+        self.logged = float(scale)  # after the last completed step
+
+    def now(self) -> torch.Tensor:
+        """A copy of the scaler's present scale."""
+        part = self._parts[0]
+        return type(part).get_loss_scale(part).clone()
+
+    def begin_batch(self, version: int) -> None:
+        """Before the first backward of a batch that runs on W(version)."""
+        self._by_version = {other: scale for other, scale in self._by_version.items() if other >= version}
+        self.current = self._by_version[version]
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss of the batch that `begin_batch` was last called for, times its scale."""
+        return self.current * loss
+
+    def of(self, version: int) -> float:
+        """The loss scale of a batch that runs on W(version), the newest or the one before. No step may be pending."""
+        return float(self._by_version[version])
+
+    def complete(self, version: int, scale: torch.Tensor, logged: float) -> None:
+        """The step that made W(version) left `scale`."""
+        self._by_version[version], self.logged = scale, logged
+
+    @contextlib.contextmanager
+    def unscaling_by(self, scale: torch.Tensor) -> Iterator[None]:
+        """Inside, Megatron's optimizers unscale by `scale`, whatever their scaler's present one is."""
+        scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
+        for part, scaler in zip(self._parts, scalers):
+            if scaler is not None:
+                part.grad_scaler = _BatchScaler(scaler, scale)
+        try:
+            yield
+        finally:
+            for part, scaler in zip(self._parts, scalers):
+                if scaler is not None:
+                    part.grad_scaler = scaler
+
+
+class _BatchScaler:
+    """A gradient scaler of Megatron that unscales by one batch's scale; `update` is the scaler's own."""
+
+    def __init__(self, scaler: Any, scale: torch.Tensor):
+        self.scale, self.update = scale, scaler.update
+
+    @property
+    def inv_scale(self) -> torch.Tensor:
+        return self.scale.double().reciprocal().float()

@@ -1,0 +1,160 @@
+"""The model of one stage on Megatron's own forward and backward steps; see `core.pipeline.Stage`.
+
+Invariant: this object owns the losses and token counts of batches that are not complete, and the random state from
+before the forwards that are in flight between iterations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules as megatron_schedules
+
+from megatron_2bw.mcore.rng_state import RandomState
+from megatron_2bw.schedules import Shape
+
+
+@dataclass
+class Call:
+    """The arguments of one call of Megatron's schedule function."""
+
+    forward_step_func: Callable
+    data_iterator: Any
+    model: torch.nn.Module
+    config: Any
+    groups: Any  # Megatron's ProcessGroupCollection
+    force_all_reduce: bool
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None
+
+
+@dataclass
+class Batch:
+    """What the microbatches of one batch have left on this stage."""
+
+    losses: list = field(default_factory=list)
+    tokens: torch.Tensor | int = 0
+
+
+class MegatronStage:
+    """One stage.
+
+    index  of the stage, 0 first
+    """
+
+    def __init__(self, shape: Shape, index: int):
+        self._shape, self._index = shape, index
+        self._batches: dict[int, Batch] = defaultdict(Batch)
+        self._random: RandomState | None = None
+        self._call: Call
+        self._iteration = 0
+        self._no_sync: contextlib.AbstractContextManager | None = None
+
+    @contextlib.contextmanager
+    def iteration(self, iteration: int, call: Call) -> Iterator[None]:
+        """Inside, forwards and backwards use the arguments of `call`."""
+        self._iteration, self._call, self._random = iteration, call, None
+        try:
+            yield
+        finally:
+            self._release_sync()
+
+    def losses(self, batch: int) -> list:
+        """The loss reports of a complete batch, one a microbatch, on the last stage; an empty list elsewhere."""
+        return self._batches.pop(batch).losses
+
+    def receive_buffer(self) -> torch.Tensor:
+        """An empty tensor [sequence, microbatch, hidden] of the pipeline's dtype."""
+        call = self._call
+        (shape,) = megatron_schedules.get_tensor_shapes(
+            seq_length=call.seq_length,
+            micro_batch_size=call.micro_batch_size,
+            decoder_seq_length=call.decoder_seq_length,
+            config=call.config,
+            tp_group=call.groups.tp,
+            cp_group=call.groups.cp,
+        )
+        return torch.empty(shape, dtype=call.config.pipeline_dtype, device=torch.cuda.current_device())
+
+    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """The stage's output; on the last stage the scaled loss."""
+        call, number = self._call, self._shape.batch(microbatch)
+        if self._random is None and number > self._iteration:
+            self._random = RandomState.now()
+        batch, index = self._batches[number], microbatch % self._shape.microbatches
+        output, tokens = megatron_schedules.forward_step(
+            call.forward_step_func,
+            call.data_iterator,
+            call.model,
+            self._shape.microbatches,
+            received,
+            batch.losses,
+            call.config,
+            call.groups.cp.size(),
+            is_first_microbatch=index == 0,
+            current_microbatch=index,
+            is_last_stage=self._index == self._shape.stages - 1,
+        )
+        batch.tokens = batch.tokens + tokens
+        return output
+
+    def free_output(self, output: torch.Tensor) -> None:
+        """After the output is sent: its data go, its graph stays."""
+        megatron_schedules.deallocate_output_tensor(output, self._call.config.deallocate_pipeline_outputs)
+
+    def backward(
+        self, microbatch: int, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Accumulate gradients. Their data-parallel reduction is held back until the last backward of a batch, as in
+        Megatron's schedules."""
+        config, index = self._call.config, microbatch % self._shape.microbatches
+        if index == 0:  # after the gradient buffers are zeroed, which would undo it
+            self._no_sync = (config.no_sync_func or contextlib.nullcontext)()
+            self._no_sync.__enter__()
+        # With --align-grad-reduce only the first stage starts its reduction inside the backward.
+        if index == self._shape.microbatches - 1 and (config.grad_sync_func is None or self._index == 0):
+            self._release_sync()
+        return megatron_schedules.backward_step(received, output, gradient, config)
+
+    def end_batch(self, batch: int) -> torch.Tensor | None:
+        """After the last backward of a batch: start its reduction if it has not started. Returns the batch's tokens on
+        this stage, an int tensor of one element, with per-token loss."""
+        config = self._call.config
+        if self._no_sync is not None:
+            self._release_sync()
+            if config.grad_sync_func is not None:
+                config.grad_sync_func(self._call.model.parameters())
+        if not config.calculate_per_token_loss:
+            return None
+        return torch.as_tensor(self._batches[batch].tokens, dtype=torch.int, device="cuda").clone()
+
+    def finalize_grads(self, batch: int) -> None:
+        """Data-parallel reduction, tied embeddings, token count: Megatron's own finalize function, at a flush."""
+        tokens, call = self.end_batch(batch), self._call
+        call.config.finalize_model_grads_func(
+            [call.model], tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
+        )
+
+    @contextlib.contextmanager
+    def random_state_before_flight(self) -> Iterator[None]:
+        """Inside, the generators have their states from before the forwards that are in flight drew from them."""
+        if self._random is None:
+            yield
+            return
+        now = RandomState.now()
+        self._random.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    def _release_sync(self) -> None:
+        if self._no_sync is not None:
+            self._no_sync.__exit__(None, None, None)
+            self._no_sync = None

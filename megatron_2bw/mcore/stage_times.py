@@ -1,0 +1,99 @@
+"""How long a stage waited and computed: from the recorder's marks to the numbers of a log line and the trace's file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron_2bw.core.recorder import Marks, Record, Recorder
+from megatron_2bw.schedules import B
+from megatron_2bw.timelines.trace import TraceWriter
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """A stage's timing and memory since the last report."""
+
+    waited: float  # seconds without work
+    elapsed: float  # seconds
+    memory: float  # peak bytes so far
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one stage in batches at whose end all stages synchronise.
+
+    waited   for messages, before the end of a batch's last backward
+    elapsed  until then, waiting included
+    tail     from there until all stages have synchronised: its update, and waiting for stages that still compute
+    """
+
+    waited: float = 0.0
+    elapsed: float = 0.0
+    tail: float = 0.0
+
+
+def stage_stats(stages: Sequence[tuple[StageTimes, float]]) -> tuple[StageStats, ...]:
+    """From the times of each stage, and its peak memory in bytes.
+
+    The last stage to finish its backwards (the first of the pipeline) synchronises without waiting, so the extra time
+    of another stage's tail is waiting. No clock of one host is compared with another's.
+    """
+    least = min(times.tail for times, _ in stages)
+    return tuple(
+        StageStats(times.waited + times.tail - least, times.elapsed + times.tail, memory) for times, memory in stages
+    )
+
+
+class StageClock:
+    """Turns a stage's marks into its stats, and into the records of --two-bw-trace if there is a `writer`."""
+
+    def __init__(self, recorder: Recorder, writer: TraceWriter | None):
+        self.recorder, self._writer = recorder, writer
+
+    def stats_later(self, defer: Callable[[Callable[[], None]], object]) -> Callable[[], StageStats]:
+        """What happened since the last call, as a function for the late step's thread, which may wait for the GPU.
+
+        defer: runs a job in that thread after the step
+        """
+        return partial(self._stats, self.recorder.cut(), defer)
+
+    def _stats(self, marks: Marks, defer: Callable[[Callable[[], None]], object]) -> StageStats:
+        records = self.recorder.resolve(marks)
+        if self._writer is not None:
+            defer(partial(self._writer.write, records))
+        # Without evaluation, saving and the training loop itself.
+        return StageStats(_waited(records), _elapsed(records), torch.cuda.max_memory_allocated())
+
+    def times(self) -> StageTimes:
+        """As `stats_later`, where no step is late: at the end of a batch, when all stages have synchronised.
+
+        Megatron's loop has waited for the GPU by then, so this need not wait.
+        """
+        marks = self.recorder.cut()
+        if not marks:
+            return StageTimes()
+        now = self.recorder.mark()
+        *records, end = self.recorder.resolve([*marks, (marks[-1][0], now, now, now)])
+        if self._writer is not None:
+            self._writer.write(records)
+        last = max(index for index, record in enumerate(records) if record.action.kind == B)
+        computing = records[: last + 1]
+        return StageTimes(_waited(computing), _elapsed(computing), end.end - records[last].end)
+
+    def write_rest(self) -> Callable[[], None] | None:
+        """A job that writes the rest of the trace; None without a trace."""
+        if self._writer is None:
+            return None
+        return partial(self._writer.write, self.recorder.resolve(self.recorder.cut()))
+
+
+def _waited(records: Sequence[Record]) -> float:
+    return sum(record.start - record.asked for record in records)
+
+
+def _elapsed(records: Sequence[Record]) -> float:
+    return sum(record.end - record.asked for record in records)
