@@ -194,3 +194,32 @@ def test_on_nccl_steps_are_late_once_everything_has_run_once(flags, skipped):
         cold = max(2, run.skipped.index(0) + 1)
         assert run.events == [False] * cold + [True] * (9 - cold) + [False]
     assert_same_runs(runs, run_world(2, train, argv), exact=True)
+
+
+def note_groups(rank: int, argv: list[str]) -> Run:
+    """Train, and note the process groups that are made after Megatron's, in their order."""
+    import torch.distributed as dist
+
+    noted: list[str] = []
+    new_group = dist.new_group
+
+    def noting(*args, **kwargs):
+        description = kwargs.get("group_desc") or ""
+        if description.startswith("2bw "):
+            noted.append(description.removeprefix("2bw "))
+        return new_group(*args, **kwargs)
+
+    dist.new_group = noting
+    run = train(rank, argv)
+    run.events = noted
+    return run
+
+
+LATE = ["world", "statistics", "data", "embedding", "embedding meeting", "pipeline", "tensor", "position embedding"]
+
+
+@pytest.mark.parametrize("schedule, stages, after", [("2bw", 4, LATE), ("pipedream-flush", 2, ["reports"])])
+def test_every_rank_makes_the_same_groups_in_the_same_order(schedule, stages, after):
+    """torch names a group by a counter, which must agree on the members: connections, late step, log."""
+    for run in run_world(stages, note_groups, command(stages, 4, schedule, UNTIED, train_iters=2)):
+        assert run.events == ["activations", "gradients"] * 2 + after

@@ -1,0 +1,213 @@
+"""The plain-torch example as a library of the tests: all schedules, a reference of all rules, stages in threads.
+
+The reference runs in one process and one loop; it knows no schedule, only the versions that the rules name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import queue
+import random
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from megatron_2bw import InPlaceUpdate, Schedule, Shape, StashedUpdate, schedule_of
+from megatron_2bw.core.p2p import Neighbours, Receiver, Sender
+
+_spec = importlib.util.spec_from_file_location("plain_torch", Path(__file__).parents[1] / "examples" / "plain_torch.py")
+example = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(example)
+_seeding, _layers_of = threading.Lock(), example.layers_of
+
+
+def _layers_of_one_at_a_time(stage: int, stages: int):
+    with _seeding:  # threads share torch's generator
+        return _layers_of(stage, stages)
+
+
+example.layers_of = _layers_of_one_at_a_time
+
+
+def make_update(schedule: Schedule, stores, step):
+    """The update that `schedule` needs; the example's if the step is late."""
+    if schedule.late_step:
+        return example.late_update(schedule, stores, step)
+
+    def step_now() -> bool:
+        stepped = step([param.grad for param in stores.params], [param.data for param in stores.params])
+        for param in stores.params:
+            param.grad = None
+        return stepped
+
+    return InPlaceUpdate(step_now) if schedule.flushes else StashedUpdate(stores, step_now)
+
+
+def version(name: str, shape: Shape, stage: int, microbatch: int, sync_iterations: int = 0) -> int:
+    """The update count of the weights that the rule gives to a microbatch (paper, sections 2 and 3)."""
+    batch = microbatch // shape.microbatches
+    if name == "2bw":
+        return batch if batch < max(sync_iterations, 1) else batch - 1
+    if name == "pipedream":
+        return max((microbatch - (shape.stages - 1 - stage)) // shape.microbatches, 0)
+    return batch
+
+
+def reference(name: str, shape: Shape, sync_iterations: int = 0) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """The losses, and each stage's final weights."""
+    parts = [example.layers_of(stage, shape.stages) for stage in range(shape.stages)]
+    model = example.ModuleStage(torch.nn.Sequential(*parts), True, shape.microbatches)
+    squares: list[torch.Tensor] = []
+    gather = (lambda square: [square]) if name == "pipedream" else lambda square: squares
+    steps = [example.make_step(list(part.parameters()), gather) for part in parts]
+    weights = [[[param.detach().clone() for param in part.parameters()] for part in parts]]
+    for batch in range(shape.end):
+        for part in parts:
+            part.zero_grad(set_to_none=True)
+        for microbatch in range(batch * shape.microbatches, (batch + 1) * shape.microbatches):
+            for stage, part in enumerate(parts):
+                values = weights[version(name, shape, stage, microbatch, sync_iterations)][stage]
+                for param, value in zip(part.parameters(), values, strict=True):
+                    param.data = value
+            model.backward(microbatch, None, model.forward(microbatch, None), None)
+        gradients = [[param.grad for param in part.parameters()] for part in parts]
+        squares[:] = [sum(gradient.square().sum() for gradient in own) for own in gradients]
+        weights.append([[torch.empty_like(value) for value in own] for own in weights[0]])
+        for step, own, target in zip(steps, gradients, weights[-1]):
+            step(own, target)
+    return list(model.losses.values()), weights[-1]
+
+
+class Delays:
+    """Sleeps of random length, up to `seconds`, drawn for each thread from `seed`."""
+
+    def __init__(self, seed: int, seconds: float):
+        self._seed, self._seconds, self._drawn = seed, seconds, threading.local()
+
+    def sleep(self) -> None:
+        if not hasattr(self._drawn, "generator"):
+            self._drawn.generator = random.Random(f"{self._seed} {threading.current_thread().name}")
+        if self._drawn.generator.random() < 0.4:
+            time.sleep(self._drawn.generator.random() * self._seconds)
+
+
+class Memory:
+    """A channel between two threads. A message arrives some time after it was sent."""
+
+    occupies_device, peer = False, 0
+
+    def __init__(self, delays: Delays):
+        self._messages: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._delays = delays
+
+    def send(self, tensor: torch.Tensor) -> Arrived:
+        self._messages.put(tensor.clone())
+        return Arrived(lambda: None)
+
+    def receive(self, tensor: torch.Tensor) -> Arrived:
+        def wait() -> None:
+            message = self._messages.get(timeout=30)
+            self._delays.sleep()
+            tensor.copy_(message)
+
+        return Arrived(wait)
+
+
+class Arrived:
+    """A message's work."""
+
+    def __init__(self, wait):
+        self.wait = wait
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Gather:
+    """An all-gather between threads; the k-th call of a stage belongs to the k-th calls of the others."""
+
+    def __init__(self, stages: int):
+        self._condition, self._rounds, self._stages = threading.Condition(), defaultdict(dict), stages
+
+    def of(self, stage: int, delays: Delays):
+        calls = iter(range(1 << 30))
+
+        def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+            delays.sleep()
+            with self._condition:
+                values = self._rounds[next(calls)]
+                values[stage] = tensor
+                self._condition.notify_all()
+                if not self._condition.wait_for(lambda: len(values) == self._stages, timeout=30):
+                    raise TimeoutError("a stage did not come to the all-gather")
+            return [values[other] for other in range(self._stages)]
+
+        return gather
+
+
+def run_threads(schedule: Schedule, shape: Shape, seed: int = 0, seconds: float = 0.0):
+    """Train with one thread a stage, delayed at random. Returns the losses, and each stage's final weights.
+
+    Raises what a stage raised; TimeoutError if they wait for each other.
+    """
+    delays = Delays(seed, seconds)
+    channels = [(Memory(delays), Memory(delays)) for _ in range(shape.stages - 1)]  # activations, gradients
+    gather, results, errors = Gather(shape.stages), {}, []
+
+    class Delayed(example.ModuleStage):
+        def forward(self, *args):
+            delays.sleep()
+            return super().forward(*args)
+
+        def backward(self, *args):
+            delays.sleep()
+            return super().backward(*args)
+
+    def stage_main(stage: int) -> None:
+        neighbours = Neighbours()
+        if stage > 0:
+            down, up = channels[stage - 1]
+            neighbours.activations_in, neighbours.gradients_out = Receiver(down), Sender(up)
+        if stage < shape.stages - 1:
+            down, up = channels[stage]
+            neighbours.activations_out, neighbours.gradients_in = Sender(down), Receiver(up)
+        own = gather.of(stage, delays) if schedule.global_step else lambda square: [square]
+        try:
+            results[stage] = example.train(schedule, shape, stage, neighbours, own, make_update)
+        except BaseException as error:
+            errors.append(error)
+
+    plain, example.ModuleStage = example.ModuleStage, Delayed
+    try:
+        threads = [
+            threading.Thread(target=stage_main, args=(stage,), name=f"stage {stage}", daemon=True)
+            for stage in range(shape.stages)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    finally:
+        example.ModuleStage = plain
+    if errors:
+        raise errors[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"stages wait for each other: {schedule} {shape}")
+    return results[shape.stages - 1][0], [results[stage][1] for stage in range(shape.stages)]
+
+
+def schedule(name: str, **options) -> Schedule:
+    return schedule_of(name, **options)
+
+
+def assert_same(found, expected) -> None:
+    """Equal bits: one thread computes each stage, and the norm adds the stages' squares in their order."""
+    losses, weights = found
+    other_losses, other_weights = expected
+    assert torch.equal(torch.stack(losses), torch.stack(other_losses)), (losses, other_losses)
+    for own, other in zip(weights, other_weights, strict=True):
+        for value, reference_value in zip(own, other, strict=True):
+            assert torch.equal(value, reference_value)
