@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_2bw import SCHEDULES, Shape, connect
-from tests.distributed.world import run_world
+from megatron_2bw.local_ranks import run_world
 from tests.plain import assert_same, example, make_update, reference, schedule
 
 

@@ -221,5 +221,5 @@ LATE = ["world", "statistics", "data", "embedding", "embedding meeting", "pipeli
 @pytest.mark.parametrize("schedule, stages, after", [("2bw", 4, LATE), ("pipedream-flush", 2, ["reports"])])
 def test_every_rank_makes_the_same_groups_in_the_same_order(schedule, stages, after):
     """torch names a group by a counter, which must agree on the members: connections, late step, log."""
-    for run in run_world(stages, note_groups, command(stages, 4, schedule, UNTIED, train_iters=2)):
+    for run in run_world(stages, note_groups, command(stages, 4, schedule, UNTIED, train_iters=4)):
         assert run.events == ["activations", "gradients"] * 2 + after
