@@ -1,0 +1,30 @@
+"""The README's lines of plain torch train a small network on two ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_2bw.local_ranks import run_world
+from tests.plain import example
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def losses(rank: int, code: str) -> list[torch.Tensor]:
+    dist.init_process_group("gloo")
+    names = {
+        "rank": rank,
+        "MyStage": lambda rank: example.ModuleStage(example.layers_of(rank, stages=2), is_last=rank == 1),
+    }
+    exec(code, names)
+    return list(names["stage"].losses.values())
+
+
+def test_the_plain_torch_lines():
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    first, *_, last = run_world(2, losses, code)[1]
+    assert last < 0.5 * first
