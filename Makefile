@@ -1,9 +1,9 @@
-# make install | demo | test | test-docs | test-slurm | bench | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-docs | test-slurm | lint | bench | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-docs test-slurm bench clean
+.PHONY: help install demo test test-docs test-slurm lint bench clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -11,6 +11,7 @@ help:
 	@echo "make test      run the tests"
 	@echo "make test-docs  run the commands of docs/quick_start.md as they stand there (two minutes)"
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
+	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
 	@echo "make clean     remove what the others wrote, except .venv"
 
@@ -51,10 +52,15 @@ test-slurm: install
 	done
 	$(PYTHON) -m pytest --durations=10 tests/slurm
 
+lint: install
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
 bench: install
 	$(PYTHON) bench/schedule_efficiency.py --stages 8 --microbatches 8 --json out/bench/all_schedules.json
 	$(PYTHON) bench/real_compute.py --json out/bench/real_compute.json
 
 clean:
-	rm -rf out build *.egg-info .pytest_cache .hypothesis
+	rm -rf out build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import _unsafe_preserve_version_counter
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 ALIGNMENT = 64  # elements: matrix kernels want the addresses of whole vectors, and so do Megatron's buffers
 

@@ -1,0 +1,25 @@
+"""What a wheel of this repository holds: the package with its typing marker and the entry scripts, nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {"pretrain_bert_2bw.py", "pretrain_gpt_2bw.py"}
+
+
+def test_the_wheel_holds_the_package_its_typing_marker_and_the_entry_scripts(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "megatron_2bw", source / "megatron_2bw", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", *SCRIPTS):
+        shutil.copy(ROOT / name, source)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("megatron_2bw-*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = {str(path.relative_to(source)) for path in (source / "megatron_2bw").rglob("*.py")}
+    assert names == modules | SCRIPTS | {"megatron_2bw/py.typed"}
