@@ -38,50 +38,10 @@ FLAG_DEFAULTS: dict[str, Any] = {
     "bias_gelu_fusion": False,
 }
 
-# What a host without CUDA cannot do: (attribute, is it asked for?, the flag as typed, why not).
-UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    (
-        "distributed_backend",
-        lambda v: v == "nccl",
-        "--distributed-backend nccl",
-        "NCCL needs GPUs; leave the flag out or give gloo",
-    ),
-    (
-        "transformer_impl",
-        lambda v: v == "transformer_engine",
-        "--transformer-impl transformer_engine",
-        "Transformer Engine needs GPUs; leave the flag out or give local",
-    ),
-    ("fp8", bool, "--fp8-format", "fp8 needs Transformer Engine on a GPU; use --bf16, --fp16 or fp32"),
-    ("fp4", bool, "--fp4-format", "fp4 needs Transformer Engine on a GPU; use --bf16, --fp16 or fp32"),
-    (
-        "sequence_parallel",
-        bool,
-        "--sequence-parallel",
-        "Megatron's local layers use torch's LayerNorm, which has no sequence parallelism; leave the flag out",
-    ),
-    (
-        "attention_backend",
-        lambda v: getattr(v, "name", v) in ("flash", "fused"),
-        "--attention-backend",
-        "flash and fused attention need GPUs; leave the flag out",
-    ),
-    ("tp_comm_overlap", bool, "--tp-comm-overlap", "it needs Transformer Engine on a GPU; leave the flag out"),
-    ("nccl_ub", bool, "--use-nccl-ub", "NCCL needs GPUs; leave the flag out"),
-)
-
 
 def wanted(device: str) -> bool:
     """Whether the run computes on the CPU: `device` is the value of --device (auto, cpu or cuda)."""
     return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-
-
-def unsupported_flag(args) -> str | None:
-    """One line naming the first flag that a host without CUDA cannot honour, or None."""
-    for name, asked, flag, reason in UNSUPPORTED:
-        if asked(getattr(args, name, None)):
-            return f"{flag}: this run computes on the CPU. {reason}."
-    return None
 
 
 class _CudaMeansCpu(TorchFunctionMode):

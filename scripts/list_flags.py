@@ -1,23 +1,30 @@
-"""All flags of this project, and those of Megatron that it refuses, as the page docs/flags.md.
+"""All flags of this project, and every rule about flags, as the page docs/flags.md.
 
     python scripts/list_flags.py > docs/flags.md
 
-Invariant: nothing is written down twice: each row is read from the parser of its command, and from the table REFUSED.
+Invariant: nothing is written down twice: each row is read from the parser of its command, or from the tables of rules.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_2bw.flags import parse as arguments  # noqa: E402
+from megatron_2bw import sizes  # noqa: E402
+from megatron_2bw.flags.checks import CHECKS  # noqa: E402
+from megatron_2bw.flags.no_effect import NO_EFFECT  # noqa: E402
+from megatron_2bw.flags.own import OWN, add_flags  # noqa: E402
+from megatron_2bw.flags.rule import Rule  # noqa: E402
+from megatron_2bw.flags.unsupported import UNSUPPORTED  # noqa: E402
 
 HEAD = """# All flags
 
@@ -25,7 +32,10 @@ Made by `python scripts/list_flags.py > docs/flags.md` from the parsers of the c
 holds it to them.
 
 `pretrain_gpt_2bw.py` and `pretrain_bert_2bw.py` take Megatron's own flags too (`--help` lists them, about eight
-hundred), but for those of the second table. Benchmarks have theirs in their first lines (`bench/*.py`).
+hundred), but for those of the other tables. Benchmarks have theirs in their first lines (`bench/*.py`).
+
+A run looks at every rule of these tables before training, from the first to the last; the first that is broken ends it
+with one line, which names the flag, and status 2. A name that ends in … stands for all flags that begin with it.
 
 """
 
@@ -52,6 +62,13 @@ WHEN = {
     "bert": "for a BERT",
 }
 
+# In the order in which a run looks at them.
+RULES = {
+    "What is not supported": UNSUPPORTED,
+    "Values and combinations that do not work": (*CHECKS, *OWN),
+    "Flags without effect, if they are typed": NO_EFFECT,
+}
+
 
 class _Caught(Exception):
     pass
@@ -74,7 +91,7 @@ def parser_of(main: Callable, argv: list[str]) -> argparse.ArgumentParser:
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """(what is typed, its parser), the main job first."""
-    yield "`pretrain_gpt_2bw.py`, `pretrain_bert_2bw.py`", arguments.add_flags(argparse.ArgumentParser())
+    yield "`pretrain_gpt_2bw.py`, `pretrain_bert_2bw.py`", add_flags(argparse.ArgumentParser())
     for typed, (module, name, argv) in COMMANDS.items():
         yield from _with_commands(typed, parser_of(getattr(importlib.import_module(module), name), argv))
 
@@ -125,16 +142,41 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def texts_of(rule: Rule | sizes.Check) -> tuple[str, str, str]:
+    """(flags, when, the rule) in words; `when` is empty for a rule without a scope."""
+    if not isinstance(rule, Rule):
+        text = " ".join(rule.__doc__.split("\n\n")[0].split())
+        return ", ".join(f"`{flag}`" for flag in dict.fromkeys(re.findall(r"--[\w-]+", text))), "", text
+    if rule.scope == "line":
+        text = re.sub(r" ?\{[^}]*\}", "", rule.why).removeprefix(":").strip()
+        return (
+            f"`{rule.flag}{'…' * rule.flag.endswith('-')}`",
+            "",
+            text.replace(f"leave {rule.flag} out", "leave it out"),
+        )
+    when = WHEN.get(rule.scope, f"with `{rule.scope}`")
+    return f"`{rule.flag}`" + " (in some cases)" * (rule.when is not None), when, rule.why
+
+
+def table(rules: Iterable[Rule | sizes.Check]) -> Iterator[str]:
+    """The rules in their order; neighbours that say the same share a row."""
+    grouped = itertools.groupby(map(texts_of, rules), key=lambda texts: texts[1:])
+    found = [(", ".join(flags for flags, _, _ in same), *texts) for texts, same in grouped]
+    if any(when for _, when, _ in found):
+        yield from ("| flag | when | why |", "| --- | --- | --- |")
+        yield from (f"| {flags} | {when} | {_cell(text)} |" for flags, when, text in found)
+    else:
+        yield from ("| flag | rule |", "| --- | --- |")
+        yield from (f"| {flags} | {_cell(text)} |" for flags, _, text in found)
+
+
 def page() -> str:
     """The whole of docs/flags.md."""
     lines = ["| flag | default | meaning | of |", "| --- | --- | --- | --- |"]
     for flag, default, meaning, commands in rows():
         lines.append(f"| {_cell(flag)} | {_cell(default)} | {meaning} | {', '.join(commands)} |")
-    lines += ["", "## Flags of Megatron that are refused", "", "| flag | when | why |", "| --- | --- | --- |"]
-    for refusal in arguments.REFUSED:
-        when = WHEN.get(refusal.scope, f"with `{refusal.scope}`")
-        value = " (some values)" if refusal.asked is not None else ""
-        lines.append(f"| `{refusal.flag}`{value} | {when} | {_cell(refusal.reason)} |")
+    for title, rules in RULES.items():
+        lines += ["", f"## {title}", "", *table(rules)]
     return HEAD + "\n".join(lines) + "\n"
 
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_2bw.checkpoints import folder as saved
 from megatron_2bw.checkpoints.optimizer_state import complete_optimizer, name_step_zero, own_steps
 from megatron_2bw.checkpoints.save_workers import root
-from megatron_2bw.flags.checks import value
+from megatron_2bw.flags.rule import value
 from megatron_2bw.start.exits import Fault
 
 KEY = "two_bw"

@@ -1,35 +1,24 @@
-"""Mistakes on the command line that Megatron finds late, explains badly, or does not find at all.
+"""Mistakes on the command line that need code to find: in files, paths, the data, the tokenizer.
 
 Invariant: a check reads the arguments and looks at files, changes nothing, and answers one line that names the
-flag and says what to do, or None. `MISTAKES` holds the checks in the order in which they are made.
+flag and says what to do, or None. `CHECKS` holds all rules in the order in which they are looked at; a later one may
+rely on what an earlier one has found to be right.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import importlib.util
 import json
 import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megatron_2bw import sizes
 from megatron_2bw.checkpoints import folder as saved
 from megatron_2bw.data import indexed
-from megatron_2bw.schedules import schedule_of
-
-Args = argparse.Namespace
-
-
-def value(args: Args, flag: str):
-    """What the arguments hold for `flag`; None if Megatron has removed it while it validated them."""
-    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
-
-
-def task(args: Args) -> str | None:
-    """ "gpt" or "bert"; None in a source checkout, whose entry scripts are Megatron's own."""
-    return value(args, "--task")
+from megatron_2bw.flags.combinations import EXCLUSIVE, MISSING, NEEDS, PACKAGES, RANGES, RECOMPUTE
+from megatron_2bw.flags.rule import Args, Rule, installed, line, task, value
 
 
 def default_tokenizer(task: str | None) -> str:
@@ -37,275 +26,12 @@ def default_tokenizer(task: str | None) -> str:
     return "BertWordPieceLowerCase" if task == "bert" else "GPT2BPETokenizer"
 
 
-def _missing(args: Args) -> str | None:
-    for flag in (
-        "--micro-batch-size",
-        "--lr",
-        "--num-layers",
-        "--hidden-size",
-        "--num-attention-heads",
-        "--seq-length",
-        "--max-position-embeddings",
-    ):
-        if value(args, flag) is None:
-            return f"{flag} is missing"
-    if args.train_iters is None and args.train_samples is None:
-        return "--train-iters is missing (or --train-samples)"
-    if args.eval_interval is None and not (args.skip_train or args.full_validation):
-        return "--eval-interval is missing (Megatron divides by it, even with --eval-iters 0)"
-    return None
-
-
-# The first flag does nothing, or fails late, without the second.
-_NEEDS = (
-    ("--save", "--save-interval"),
-    ("--save-params-interval", "--save"),
-    ("--save-wgrads-interval", "--save"),
-    ("--save-activations-interval", "--save"),
-    ("--save-dgrads-interval", "--save"),
-    ("--log-progress", "--save"),
-    ("--save-retain-interval", "--save"),
-    ("--exit-on-missing-checkpoint", "--load"),
-    ("--use-mp-args-from-checkpoint-args", "--use-checkpoint-args"),
-    ("--async-save", "--use-persistent-ckpt-worker"),
-    ("--use-pytorch-profiler", "--profile"),
-    ("--use-pytorch-profiler", "--tensorboard-dir"),
-    ("--multiple-validation-sets", "--full-validation"),
-    ("--full-validation", "--multiple-validation-sets"),
-    ("--validation-set-names", "--multiple-validation-sets"),
-    ("--sharp-enabled-group", "--use-sharp"),
-    ("--phase-transition-iterations", "--train-samples"),
-    ("--dataloader-fast-cache-load", "--data-cache-path"),
-    ("--dataloader-defer-npy-index-mmap", "--data-cache-path"),
-)
-
-
-def _incomplete(args: Args) -> str | None:
-    for flag, needed in _NEEDS:
-        if value(args, flag) and not value(args, needed):
-            return f"{flag} needs {needed}: add it, or leave {flag} out"
-    if args.wandb_project and not (args.wandb_save_dir or args.save):
-        return "--wandb-project needs --wandb-save-dir (or --save)"
-    if args.num_query_groups != 1 and not args.group_query_attention:
-        return f"--num-query-groups {args.num_query_groups} needs --group-query-attention"
-    if not args.perform_initialization and not args.load:
-        return "--no-initialization needs --load: the weights would be whatever the memory held"
-    if args.padded_vocab_size is None and not args.pad_vocab_size:
-        return "--no-pad-vocab-size needs --padded-vocab-size"
-    if args.num_distributed_optimizer_instances != 1 and not args.use_distributed_optimizer:
-        return "--num-distributed-optimizer-instances needs --use-distributed-optimizer: leave it out"
-    return None
-
-
-_POSITIVE = (
-    "--num-layers",
-    "--hidden-size",
-    "--ffn-hidden-size",
-    "--num-attention-heads",
-    "--num-query-groups",
-    "--kv-channels",
-    "--seq-length",
-    "--max-position-embeddings",
-    "--vocab-size",
-    "--make-vocab-size-divisible-by",
-    "--micro-batch-size",
-    "--global-batch-size",
-    "--eval-micro-batch-size",
-    "--eval-global-batch-size",
-    "--train-iters",
-    "--train-samples",
-    "--pipeline-model-parallel-size",
-    "--tensor-model-parallel-size",
-    "--context-parallel-size",
-    "--lr",
-    "--lr-decay-iters",
-    "--lr-decay-samples",
-    "--log-interval",
-    "--tensorboard-log-interval",
-    "--eval-interval",
-    "--save-interval",
-    "--exit-interval",
-    "--recompute-num-layers",
-    "--loss-scale",
-    "--initial-loss-scale",
-    "--distributed-timeout-minutes",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-)
-_NOT_NEGATIVE = (
-    "--min-lr",
-    "--weight-decay",
-    "--clip-grad",
-    "--eval-iters",
-    "--num-workers",
-    "--lr-warmup-iters",
-    "--lr-warmup-samples",
-    "--seed",
-    "--adam-eps",
-)
-_FRACTIONS = (
-    "--hidden-dropout",
-    "--attention-dropout",
-    "--adam-beta1",
-    "--adam-beta2",
-    "--sgd-momentum",
-    "--lr-warmup-fraction",
-)
-
-
-def _out_of_range(args: Args) -> str | None:
-    for flags, fits, rule in (
-        (_POSITIVE, lambda x: x > 0, "it must be greater than 0"),
-        (_NOT_NEGATIVE, lambda x: x >= 0, "it must not be negative"),
-        (_FRACTIONS, lambda x: 0 <= x < 1, "it must be at least 0 and less than 1"),
-        (("--mask-prob",), lambda x: 0 < x < 1, "it must be greater than 0 and less than 1"),
-        (("--short-seq-prob",), lambda x: 0 <= x <= 1, "it must be at least 0 and at most 1"),
-    ):
-        for flag in flags:
-            number = value(args, flag)
-            if isinstance(number, (int, float)) and not fits(number):
-                return f"{flag} {number}: {rule}"
-    return None
-
-
-_EXCLUSIVE = (
-    ("--fp16", "--bf16"),
-    ("--train-iters", "--train-samples"),
-    ("--mock-data", "--data-path"),
-    ("--mock-data", "--data-args-path"),
-    ("--mock-data", "--train-data-path"),
-    ("--data-path", "--train-data-path"),
-    ("--data-path", "--data-args-path"),
-    ("--lr-warmup-fraction", "--lr-warmup-iters"),
-    ("--lr-warmup-fraction", "--lr-warmup-samples"),
-    ("--train-iters", "--lr-warmup-samples"),
-    ("--train-iters", "--lr-decay-samples"),
-    ("--train-samples", "--lr-warmup-iters"),
-    ("--train-samples", "--lr-decay-iters"),
-    ("--swiglu", "--squared-relu"),
-    ("--swiglu", "--quick-geglu"),
-)
-
-
-def _contradiction(args: Args) -> str | None:
-    for one, other in _EXCLUSIVE:
-        if value(args, one) and value(args, other):
-            return f"{one} and {other} exclude each other: give one of them"
-    return None
-
-
-def _processes(args: Args) -> str | None:
-    sizes = [
-        ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size),
-        ("--tensor-model-parallel-size", args.tensor_model_parallel_size),
-        ("--context-parallel-size", args.context_parallel_size),
-    ]
-    needed = math.prod(size for _, size in sizes)
-    if args.world_size % needed:
-        product = " x ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
-        return (
-            f"{product} needs a multiple of {needed} processes, but there are {args.world_size}: "
-            "change the sizes, or the number of processes (torchrun --nproc-per-node)"
-        )
-    return _batches(args, pipelines=args.world_size // needed, undivided=needed == args.context_parallel_size)
-
-
-def _batches(args: Args, pipelines: int, undivided: bool) -> str | None:
-    replica = args.micro_batch_size * pipelines
-    batch = args.global_batch_size or replica
-    if args.train_samples and args.train_samples < batch:
-        return f"--train-samples {args.train_samples} is less than one --global-batch-size {batch}"
-    if batch % replica and not args.decrease_batch_size_if_needed:
-        return (
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {args.micro_batch_size} "
-            f"x {pipelines} pipelines: use a multiple of {replica}"
-        )
-    evaluated = args.eval_micro_batch_size or args.micro_batch_size
-    if args.full_validation and not undivided and evaluated != 1:
-        return "--full-validation takes one sample at a time: with several stages it needs --eval-micro-batch-size 1"
-    if args.tensor_model_parallel_size > 1 and evaluated != args.micro_batch_size:
-        return (
-            f"--eval-micro-batch-size {evaluated} must equal --micro-batch-size {args.micro_batch_size} with tensor "
-            "parallelism: leave it out"
-        )
-    return None
-
-
-def _too_few_microbatches(args: Args) -> str | None:
-    stages = args.pipeline_model_parallel_size
-    schedule = schedule_of(args.pipeline_schedule, args.two_bw_gradient_slots, args.two_bw_extra_warmup)
-    if schedule is None or len(args.two_bw_extra_warmup) not in (0, 1, stages - 1):
-        return None
-    pipelines = args.world_size // (stages * args.tensor_model_parallel_size * args.context_parallel_size)
-    batch = args.global_batch_size or args.micro_batch_size * pipelines
-    microbatches, needed = batch // (args.micro_batch_size * pipelines), schedule.min_microbatches(stages)
-    if microbatches >= needed:
-        return None
-    if args.two_bw_extra_warmup:
-        reason = f"with --two-bw-extra-warmup needs {needed}"
-    else:
-        reason = f"needs as many as there are stages, {needed}"
-    return (
-        f"--global-batch-size {batch} gives {microbatches} microbatch{'es' * (microbatches != 1)} on each of "
-        f"{pipelines} pipeline{'s' * (pipelines != 1)}, but --pipeline-schedule {schedule.name} {reason}: use "
-        f"--global-batch-size {needed * args.micro_batch_size * pipelines} or more"
-    )
-
-
-def _widths(args: Args) -> str | None:
-    hidden, heads, tensor = args.hidden_size, args.num_attention_heads, args.tensor_model_parallel_size
-    groups = args.num_query_groups if args.group_query_attention else heads
-    if hidden % heads and args.kv_channels is None:
-        return f"--num-attention-heads {heads} does not divide --hidden-size {hidden}"
-    if heads % groups:
-        return f"--num-query-groups {groups} does not divide --num-attention-heads {heads}"
-    if heads % tensor:
-        return f"--tensor-model-parallel-size {tensor} does not divide --num-attention-heads {heads}"
-    if args.window_size is not None and len(args.window_size) != 2:
-        return "--window-size takes two numbers, such as 128,0"
-    if args.padded_vocab_size is not None and args.padded_vocab_size < (args.vocab_size or 0):
-        return f"--padded-vocab-size {args.padded_vocab_size} is less than --vocab-size {args.vocab_size}"
-    if args.seq_length > args.max_position_embeddings:
-        return f"--seq-length {args.seq_length} is more than --max-position-embeddings {args.max_position_embeddings}"
-    return None
-
-
-def _split_of_layers(args: Args) -> str | None:
-    if args.pipeline_model_parallel_layout:
-        return None
-    flags = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
-    own = {flag: value(args, flag) for flag in flags if value(args, flag) is not None}
-    extra = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    layers, stages = args.num_layers + extra - sum(own.values()), args.pipeline_model_parallel_size - len(own)
-    if layers == 0 if stages == 0 else layers >= stages > 0 and layers % stages == 0:
-        return None
-    if own:
-        given = " and ".join(f"{flag} {number}" for flag, number in own.items())
-        return f"{given}: {stages} other stages cannot share the other {layers} of --num-layers {args.num_layers}"
-    return (
-        f"--num-layers {args.num_layers} cannot be split over --pipeline-model-parallel-size {stages}: use a multiple, "
-        "or --decoder-first-pipeline-num-layers for an uneven split"
-    )
-
-
-def _recompute(args: Args) -> str | None:
-    if args.recompute_granularity == "full" and args.recompute_method is None:
-        return "--recompute-granularity full needs --recompute-method uniform (or block)"
-    if args.recompute_method is not None and args.recompute_granularity != "full":
-        return f"--recompute-method {args.recompute_method} needs --recompute-granularity full"
-    if args.recompute_method is not None and not args.recompute_num_layers:
-        return f"--recompute-method {args.recompute_method} needs --recompute-num-layers"
-    return None
-
-
-def _learning_rate(args: Args) -> str | None:
+def learning_rate(args: Args) -> str | None:
+    """--lr-warmup-iters must be less than --lr-decay-iters, and --lr-decay-style WSD needs --lr-wsd-decay-iters; with
+    --train-samples likewise in samples."""
     unit = "iters" if args.train_iters else "samples"
     decay = value(args, f"--lr-decay-{unit}") or value(args, f"--train-{unit}")
     warmup = value(args, f"--lr-warmup-{unit}")
-    if args.min_lr > args.lr:
-        return f"--min-lr {args.min_lr} is more than --lr {args.lr}"
-    if args.lr_warmup_init > args.lr:
-        return f"--lr-warmup-init {args.lr_warmup_init} is more than --lr {args.lr}"
     if warmup and warmup >= decay and not args.skip_train:
         return f"--lr-warmup-{unit} {warmup} must be less than --lr-decay-{unit} {decay} (if not given, --train-{unit})"
     if args.lr_decay_style == "WSD" and value(args, f"--lr-wsd-decay-{unit}") is None:
@@ -313,7 +39,8 @@ def _learning_rate(args: Args) -> str | None:
     return None
 
 
-def _data(args: Args) -> str | None:
+def data(args: Args) -> str | None:
+    """--data-path or --mock-data must be given, and the files of each dataset must be whole and fit together."""
     lists = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
     files = ("--data-args-path", "--per-split-data-args-path")
     if not args.mock_data and not any(value(args, flag) for flag in (*lists, *files)):
@@ -342,7 +69,8 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _split(args: Args) -> str | None:
+def shares(args: Args) -> str | None:
+    """--split must be up to three shares, the first greater than 0."""
     if args.split is None:
         return None
     shares = args.split.replace("/", ",").split(",")
@@ -353,8 +81,11 @@ def _split(args: Args) -> str | None:
     return None
 
 
-def _empty_share(args: Args) -> str | None:
-    """Megatron deals whole sequences (BERT: documents) to the shares, and looks for ever for one of an empty share."""
+def empty_share(args: Args) -> str | None:
+    """Each share of --split above 0 must hold a document that Megatron can read.
+
+    Megatron deals whole sequences (BERT: documents) to the shares, and looks for ever for one of an empty share.
+    """
     shares = [float(share) for share in (args.split or "969,30,1").replace("/", ",").split(",")]
     shares += [0.0] * (3 - len(shares))
     if args.mock_data:
@@ -396,10 +127,11 @@ _TOKENIZER_PACKAGES = {
 }
 
 
-def _tokenizer(args: Args) -> str | None:
+def tokenizer(args: Args) -> str | None:
+    """--tokenizer-type needs its package, --vocab-size or its files, which must be there and fit together."""
     kind = args.tokenizer_type or default_tokenizer(task(args))
     package = _TOKENIZER_PACKAGES.get(kind)
-    if package and not _installed(package):
+    if package and not installed(package):
         return f"--tokenizer-type {kind} needs the package {package}, which is not installed"
     if kind.startswith("Null") and args.vocab_size is None:
         return f"--tokenizer-type {kind} needs --vocab-size"
@@ -432,12 +164,12 @@ def _merges(args: Args) -> str | None:
     if not isinstance(tokens, dict) or not tokens:
         return f"--vocab-file {args.vocab_file}: it is no vocabulary, JSON of the form {{token: number}}"
     lines = Path(args.merge_file).read_text("utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, 1):  # Megatron leaves the first out, whatever it is
-        parts = line.split(" ")
-        if line and number > 1 and (len(parts) != 2 or "".join(parts) not in tokens):
+    for number, text in enumerate(lines, 1):  # Megatron leaves the first out without a look at it
+        parts = text.split(" ")
+        if text and number > 1 and (len(parts) != 2 or "".join(parts) not in tokens):
             return (
                 f"--merge-file {args.merge_file} does not fit --vocab-file {args.vocab_file}: line {number}, "
-                f"{line[:40]!r}, makes no token of it"
+                f"{text[:40]!r}, makes no token of it"
             )
     return None
 
@@ -454,54 +186,16 @@ def _fault_of_hub(model: str) -> str | None:
     return None
 
 
-# What the flag asks for is in a package that may not be there; Megatron would warn at most, or fail on one rank.
-_PACKAGES: tuple[tuple[str, str], ...] = (
-    ("--tensorboard-dir", "tensorboard"),
-    ("--wandb-project", "wandb"),
-    ("--log-energy", "pynvml"),
-    ("--enable-ft-package", "nvidia_resiliency_ext"),
-    ("--enable-msc", "multistorageclient"),
-    ("--run-workload-inspector-server", "workload_inspector"),
-    ("--fault-injector-ranks", "nvidia_resiliency_ext"),
-    ("--fault-injector-num-ranks", "nvidia_resiliency_ext"),
+_FILES = (
+    "--data-args-path --per-split-data-args-path --per-dataset-sequences-path --te-precision-config-file "
+    "--heterogeneous-layers-config-path --nccl-communicator-config-path --tp-comm-overlap-cfg"
 )
+_FOLDERS = "--save --tensorboard-dir --wandb-save-dir --data-cache-path --two-bw-trace"
 
 
-def _packages(args: Args) -> str | None:
-    for flag, package in _PACKAGES:
-        if value(args, flag) and not _installed(package):
-            how = f"pip install {package}" if package in ("tensorboard", "wandb") else "install it"
-            return f"{flag} needs the package {package}, which is not installed: {how}, or leave {flag} out"
-    if args.async_save and args.async_strategy == "nvrx" and not _installed("nvidia_resiliency_ext"):
-        return "--async-save needs the package nvidia_resiliency_ext, not installed here: use --async-strategy mcore"
-    if args.optimizer not in ("adam", "sgd") and not _installed("emerging_optimizers"):
-        return (
-            f"--optimizer {args.optimizer} needs the package emerging_optimizers, which is not installed: "
-            "pip install emerging-optimizers, or use adam"
-        )
-    if args.transformer_impl == "transformer_engine" and not _installed("transformer_engine"):
-        return (
-            "--transformer-impl transformer_engine (Megatron's default) needs Transformer Engine, which is not "
-            "installed: use --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-            "--no-masked-softmax-fusion"
-        )
-    return None
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _paths(args: Args) -> str | None:
-    for flag in (
-        "--data-args-path",
-        "--per-split-data-args-path",
-        "--per-dataset-sequences-path",
-        "--te-precision-config-file",
-        "--heterogeneous-layers-config-path",
-        "--nccl-communicator-config-path",
-        "--tp-comm-overlap-cfg",
-    ):
+def paths(args: Args) -> str | None:
+    """A file to read must be there; --load must hold a checkpoint; a folder like that of --save must be writable."""
+    for flag in _FILES.split():
         if value(args, flag) and not Path(value(args, flag)).is_file():
             return f"{flag} {value(args, flag)}: there is no such file"
     for flag in ("--load", "--pretrained-checkpoint"):
@@ -512,7 +206,7 @@ def _paths(args: Args) -> str | None:
             continue
         if not Path(path, saved.TRACKER).is_file() and args.ckpt_step is None:
             return f"{flag} {path}: there is no checkpoint (no file {saved.TRACKER})"
-    for flag in ("--save", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path", "--two-bw-trace"):
+    for flag in _FOLDERS.split():
         path = value(args, flag)
         if not path or "://" in str(path):
             continue
@@ -525,7 +219,10 @@ def _paths(args: Args) -> str | None:
 
 
 def checkpoint(args: Args) -> str | None:
-    """The first rank looks at the files of the checkpoint that will be loaded; for all to do so could take long."""
+    """The checkpoint of --load must be whole.
+
+    The first rank looks at its files; for all to do so could take long.
+    """
     optimizer = args.use_distributed_optimizer and not (args.finetune or args.no_load_optim)
     if args.load and args.ckpt_step and args.ckpt_format == "torch" and optimizer:
         return (
@@ -542,76 +239,35 @@ def checkpoint(args: Args) -> str | None:
     return None
 
 
-def _spec(args: Args) -> str | None:
+def spec(args: Args) -> str | None:
+    """--spec must be a module and the name of a layer specification in it."""
     if not args.spec:
         return None
     if len(args.spec) != 2:
         return f"--spec {' '.join(args.spec)}: give a module and the name of a layer specification in it"
     try:
         getattr(importlib.import_module(args.spec[0]), args.spec[1])
-    except (ImportError, AttributeError) as error:  # Megatron would go on with its default
+    except (ImportError, AttributeError) as error:  # Megatron would continue with its default
         return f"--spec {' '.join(args.spec)}: {error}"
     return None
 
 
-def _own_flags(args: Args) -> str | None:
-    if args.two_bw_exchange == "nccl" and args.distributed_backend == "gloo":
-        return "--two-bw-exchange nccl needs --distributed-backend nccl"
-    if args.pipeline_schedule == "megatron":
-        for flag, default in (("--two-bw-exchange", "auto"), ("--two-bw-trace", None)):
-            if value(args, flag) != default:
-                return f"{flag} has no effect with --pipeline-schedule megatron: leave it out"
-    if args.pipeline_schedule != "2bw":
-        for flag, default in (
-            ("--two-bw-gradient-slots", 2),
-            ("--two-bw-sync-iterations", 0),
-            ("--two-bw-correction", "none"),
-        ):
-            if value(args, flag) != default:
-                return f"{flag} has no effect without --pipeline-schedule 2bw: leave it out"
-    factor = args.two_bw_correction_factor
-    if factor != 1 and args.two_bw_correction != "extrapolate":
-        return "--two-bw-correction-factor has no effect without --two-bw-correction extrapolate: leave it out"
-    if not 0 <= factor <= 1:
-        return f"--two-bw-correction-factor {factor} must be between 0 and 1"
-    if args.two_bw_correction == "extrapolate" and args.two_bw_sync_iterations >= (args.train_iters or math.inf):
-        return (
-            f"--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations {args.two_bw_sync_iterations} is "
-            f"not below --train-iters {args.train_iters}"
-        )
-    extra, boundaries = args.two_bw_extra_warmup, args.pipeline_model_parallel_size - 1
-    if extra and (args.pipeline_schedule != "2bw" or not boundaries):
-        return "--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages: leave it out"
-    if len(extra) not in (0, 1, boundaries):
-        return (
-            f"--two-bw-extra-warmup has {len(extra)} numbers: give one, or one for each of the {boundaries} boundaries "
-            "between stages"
-        )
-    exchange = args.distributed_backend if args.two_bw_exchange == "auto" else args.two_bw_exchange
-    if max(extra, default=0) > 1 and args.timing_log_level >= 2 and exchange == "nccl":
-        # The timers wait for the GPU, so receives are posted when they are asked for; then stages wait for each other.
-        return "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0"
-    return None
-
-
-MISTAKES: tuple[Callable[[Args], str | None], ...] = (
-    _missing,
-    _out_of_range,
-    _contradiction,
-    _incomplete,
-    _processes,
-    _too_few_microbatches,
-    _widths,
-    _split_of_layers,
-    _recompute,
-    _learning_rate,
-    _paths,
+CHECKS: tuple[Rule | Callable[[Args], str | None], ...] = (
+    *MISSING,
+    *RANGES,
+    *EXCLUSIVE,
+    *NEEDS,
+    *sizes.RULES,
+    *RECOMPUTE,
+    line("--min-lr {given} is more than --lr {a.lr}", lambda a: a.min_lr > a.lr),
+    line("--lr-warmup-init {given} is more than --lr {a.lr}", lambda a: a.lr_warmup_init > a.lr),
+    learning_rate,
+    paths,
     checkpoint,
-    _data,
-    _split,
-    _empty_share,
-    _tokenizer,
-    _packages,
-    _spec,
-    _own_flags,
+    data,
+    shares,
+    empty_share,
+    tokenizer,
+    *PACKAGES,
+    spec,
 )

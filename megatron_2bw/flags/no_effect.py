@@ -1,208 +1,144 @@
-"""Flags that Megatron accepts and would not read: a run must not go on with a setting that has no effect.
+"""Flags that Megatron accepts and would not read: a run must not continue with a setting that has no effect.
 
-Invariant: only flags that were typed are looked at, so a default is never an error.
+Invariant: the rules are about typed flags only, so a default is never an error.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Iterator
 
-from megatron_2bw.flags.checks import task, value
-
-Condition = Callable[[argparse.Namespace], object]
+from megatron_2bw.flags.rule import Args, Condition, Rule, asks, names, task
 
 
-def _optimizer_is(*names: str) -> Condition:
-    return lambda args: any(name in args.optimizer for name in names)
-
-
-def _scalars_by_lion(args: argparse.Namespace) -> bool:
+def _scalars_by_lion(args: Args) -> bool:
     """Whether Muon leaves all but the matrices to Lion."""
     return "muon" in args.optimizer and args.muon_scalar_optimizer == "lion"
 
 
-def _positions(*kinds: str) -> Condition:
-    """Whether the position embedding is of one of the `kinds`; multi-latent attention has rotary ones of its own."""
-    rotary = "rope" in kinds
-    return lambda args: (
-        args.position_embedding_type in kinds
-        or args.multi_latent_attention
-        or (rotary and args.use_rotary_position_embeddings)
-    )
+def _has_graphs(args: Args) -> bool:
+    return args.cuda_graph_impl != "none" or asks(args, "--enable-cuda-graph") or asks(args, "--external-cuda-graph")
 
 
-def _never(args: argparse.Namespace) -> bool:
-    return False
+_EXPERTS = (
+    "--moe- --ep-overlap- --overlap-dispatch-backward- --use-grouped-gemm-for-shared-expert --high-priority-a2a- "
+    "--expert-tensor-parallel- --use-fused-weighted-squared-relu --save-tokens-per-expert-interval"
+)
+_FSDP = (
+    "--fsdp- --megatron-fsdp- --data-parallel-sharding- --outer-dp-sharding- --keep-fp8- --enable-full-sharding- "
+    "--suggested-communication- --init-model-with-meta-device --no-strict-fsdp-"
+)
+_OFFLOADING = (
+    "--offload-modules --min-offloaded- --delay-offload- --delta-offload- --activation-offload- "
+    "--fine-grained-offloading-"
+)
+_OF_A_GPT = (
+    "--fim-data --reset-position-ids --reset-attention-mask --eod-mask-loss --no-create-attention-mask-in-dataloader "
+    "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --per-dataset-sequences-path --no-mmap-bin-files "
+    "--object-storage-cache-path --rotary-base --use-rope-scaling"
+)
+# Of fine-tuning, reinforcement learning, inference, hybrid models, vision and retrieval.
+_OF_OTHER_TASKS = (
+    "--logits-load- --sft- --rl- --no-rl- --grpo- --langrl- --refit- --inprocess- --inference- --no-inference- "
+    "--flash-decode --num-speculative-tokens --enable-chunked-prefill --max-tokens-to-oom --use-legacy-static-engine "
+    "--mlp-chunks-for-prefill --nccl-all-reduce-for-prefill --decode-only-cuda-graphs --output-bert-embeddings "
+    "--bert-embedder-type --bert-load --mamba- --disable-mamba- --is-hybrid-model --max-seqlen-per-dp-cp-rank "
+    "--vision- --dino- --swin- --img- --patch-dim --num-classes --num-channels --classes-fraction "
+    "--data-per-class-fraction --mask-type --mask-factor --iter-per-epoch --head-lr-mult --ict- --biencoder- "
+    "--titles-data-path --query-in-block-prob --use-one-sent-docs --evidence-data-path --retriever- --block-data-path "
+    "--embedding-path --indexer- --adlr-"
+)
+_READ_NOWHERE = (
+    "--use-flash-attn --openai-gelu --onnx-safe --apply-residual-connection-post-layernorm --decoder-num-layers "
+    "--exit-signal-handler-for-dataloader --fp16-lm-cross-entropy --dist-ckpt-save-pre-mcore-014 --sample-rate"
+)
 
+# Multi-latent attention has rotary positions of its own.
+_ROTARY = "--position-embedding-type yarn mrope --multi-latent-attention --use-rotary-position-embeddings"
+_YARN = "--yarn- --no-yarn- --rotary-scaling-factor --mscale --mscale-all-dim"
+_TIMERS = "--tensorboard-log-interval --log-timers-to-tensorboard --log-world-size-to-tensorboard"
 
-# Flags (or the beginnings of their names) that Megatron accepts and never reads unless the condition holds.
-IDLE: tuple[tuple[str, Condition, str], ...] = (
-    (
-        "--moe- --ep-overlap- --overlap-dispatch-backward- --use-grouped-gemm-for-shared-expert --high-priority-a2a- "
-        "--expert-tensor-parallel- --use-fused-weighted-squared-relu --save-tokens-per-expert-interval",
-        lambda a: a.num_experts,
-        "without --num-experts",
-    ),
-    ("--mtp-", lambda a: a.mtp_num_layers, "without --mtp-num-layers"),
-    (
-        "--fp8- --no-fp8- --disable-fp8- --first-last-layers-bf16 --num-layers-at-",
-        lambda a: a.fp8,
-        "without --fp8-format",
-    ),
-    ("--fp4-", lambda a: a.fp4, "without --fp4-format"),
-    ("--grad-reduce-in-bf16", lambda a: a.bf16, "without --bf16"),
-    ("--fim-", lambda a: a.fim_data, "without --fim-data"),
-    ("--no-data-sharding", lambda a: a.dataloader_type == "cyclic", "without --dataloader-type cyclic"),
-    ("--mup-", lambda a: a.use_mup, "without --use-mup"),
-    ("--muon-", _optimizer_is("muon"), "without --optimizer muon"),
+# The flag without which the others have no effect, or the words where they have none; the others; the further flags
+# with which they have one, or whether they have one.
+_ROWS: tuple[tuple, ...] = (
+    ("--num-experts", _EXPERTS),
+    ("--mtp-num-layers", "--mtp-"),
+    ("--fp8-format", "--fp8- --no-fp8- --disable-fp8- --first-last-layers-bf16 --num-layers-at-", lambda a: a.fp8),
+    ("--fp4-format", "--fp4-", lambda a: a.fp4),
+    ("--bf16", "--grad-reduce-in-bf16"),
+    ("--fim-data", "--fim-"),
+    ("--dataloader-type cyclic", "--no-data-sharding"),
+    ("--use-mup", "--mup-"),
+    ("--optimizer muon", "--muon-", "--optimizer dist_muon adaptive_muon"),
     # --optimizer lion takes its betas from --adam-beta1 and --adam-beta2.
-    ("--lion-", _scalars_by_lion, "without --muon-scalar-optimizer lion"),
-    ("--adam-", lambda a: a.optimizer != "sgd", "with --optimizer sgd"),
-    ("--adam-", lambda a: not _scalars_by_lion(a), "with --muon-scalar-optimizer lion"),
-    ("--sgd-momentum", _optimizer_is("sgd"), "without --optimizer sgd"),
-    ("--lr-wsd-", lambda a: a.lr_decay_style == "WSD", "without --lr-decay-style WSD"),
-    ("--decoupled-min-lr", lambda a: a.decoupled_lr, "without --decoupled-lr"),
+    ("--muon-scalar-optimizer lion", "--lion-", _scalars_by_lion),
+    ("with --optimizer sgd", "--adam-", lambda a: a.optimizer != "sgd"),
+    ("with --muon-scalar-optimizer lion", "--adam-", lambda a: not _scalars_by_lion(a)),
+    ("--optimizer sgd", "--sgd-momentum"),
+    ("--lr-decay-style WSD", "--lr-wsd-"),
+    ("--decoupled-lr", "--decoupled-min-lr"),
+    ("--position-embedding-type rope", "--rotary- --no-rope-freq --use-rope-scaling", _ROTARY),
+    ("--position-embedding-type yarn", _YARN, "--multi-latent-attention"),
+    ("--position-embedding-type relative", "--relative-attention-", "--multi-latent-attention"),
+    ("--position-embedding-type mrope", "--mrope-section", "--multi-latent-attention"),
+    ("--window-size", "--window-attn-skip-freq"),
+    ("--qk-clip", "--qk-clip-"),
+    ("--experimental-attention-variant", "--linear- --dsa- --no-dsa-"),
+    ("--multi-latent-attention", "--q-lora- --kv-lora- --qk-head-dim --qk-pos-emb- --v-head-dim --cache-mla- --mla-"),
+    ("--recompute-granularity", "--recompute-num-layers --recompute-modules", "--recompute-activations"),
+    ("--context-parallel-size", "--cp-comm-type --hierarchical-context-", lambda a: a.context_parallel_size > 1),
+    ("--use-kitchen-attention", "--kitchen-"),
+    ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"),
+    ("--tp-comm-overlap", "--tp-comm- --no-tp-comm- --disable-tp-comm-"),
+    ("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit"),
+    ("--fine-grained-activation-offloading", _OFFLOADING),
+    ("--cpu-offloading-num-layers", "--cpu-offloading-retain-"),
     (
-        "--rotary- --no-rope-freq --use-rope-scaling",
-        _positions("rope", "yarn", "mrope"),
-        "without --position-embedding-type rope",
-    ),
-    (
-        "--yarn- --no-yarn- --rotary-scaling-factor --mscale --mscale-all-dim",
-        _positions("yarn"),
-        "without --position-embedding-type yarn",
-    ),
-    ("--relative-attention-", _positions("relative"), "without --position-embedding-type relative"),
-    ("--mrope-section", _positions("mrope"), "without --position-embedding-type mrope"),
-    ("--window-attn-skip-freq", lambda a: a.window_size, "without --window-size"),
-    ("--qk-clip-", lambda a: a.qk_clip, "without --qk-clip"),
-    (
-        "--linear- --dsa- --no-dsa-",
-        lambda a: a.experimental_attention_variant,
-        "without --experimental-attention-variant",
-    ),
-    (
-        "--q-lora- --kv-lora- --qk-head-dim --qk-pos-emb- --v-head-dim --cache-mla- --mla-",
-        lambda a: a.multi_latent_attention,
-        "without --multi-latent-attention",
-    ),
-    (
-        "--recompute-num-layers --recompute-modules",
-        lambda a: a.recompute_granularity or value(a, "--recompute-activations"),
-        "without --recompute-granularity",
-    ),
-    (
-        "--cp-comm-type --hierarchical-context-",
-        lambda a: a.context_parallel_size > 1,
-        "without --context-parallel-size",
-    ),
-    ("--kitchen-", lambda a: a.use_kitchen_attention, "without --use-kitchen-attention"),
-    ("--cross-entropy-fusion-impl", lambda a: a.cross_entropy_loss_fusion, "without --cross-entropy-loss-fusion"),
-    ("--tp-comm- --no-tp-comm- --disable-tp-comm-", lambda a: a.tp_comm_overlap, "without --tp-comm-overlap"),
-    ("--wgrad-deferral-limit", lambda a: a.defer_embedding_wgrad_compute, "without --defer-embedding-wgrad-compute"),
-    (
-        "--offload-modules --min-offloaded- --delay-offload- --delta-offload- --activation-offload- "
-        "--fine-grained-offloading-",
-        lambda a: a.fine_grained_activation_offloading,
-        "without --fine-grained-activation-offloading",
-    ),
-    ("--cpu-offloading-retain-", lambda a: a.cpu_offloading_num_layers, "without --cpu-offloading-num-layers"),
-    (
+        "--optimizer-cpu-offload",
         "--optimizer-offload- --use-torch-optimizer-for- --overlap-cpu-optimizer- --no-pin-cpu-",
-        lambda a: a.optimizer_cpu_offload,
-        "without --optimizer-cpu-offload",
     ),
+    ("--cuda-graph-impl", "--cuda-graph-warmup-steps --cuda-graph-modules --cuda-graph-scope", _has_graphs),
+    ("--use-megatron-fsdp", _FSDP, "--use-torch-fsdp2"),
+    ("--use-torch-fsdp2", "--torch-fsdp2-"),
+    ("without interleaved stages", "--overlap-p2p-communication-warmup- --microbatch-group-size-per-virtual-"),
+    ("--profile", "--profile- --nvtx-ranges --record-shapes"),
+    ("--use-pytorch-profiler", "--pytorch-profiler-"),
+    ("--record-memory-history", "--memory-snapshot-path"),
+    ("--wandb-project", "--wandb-"),
+    ("--tensorboard-dir", "--tensorboard-queue-size --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard"),
     (
-        "--cuda-graph-warmup-steps --cuda-graph-modules --cuda-graph-scope",
-        lambda a: a.cuda_graph_impl != "none" or value(a, "--enable-cuda-graph") or value(a, "--external-cuda-graph"),
-        "without --cuda-graph-impl",
+        "--tensorboard-dir",
+        _TIMERS,
+        lambda a: a.tensorboard_dir or a.wandb_project and a.pipeline_schedule != "megatron",
     ),
-    (
-        "--fsdp- --megatron-fsdp- --data-parallel-sharding- --outer-dp-sharding- --keep-fp8- --enable-full-sharding- "
-        "--suggested-communication- --init-model-with-meta-device --no-strict-fsdp-",
-        lambda a: a.use_megatron_fsdp or a.use_torch_fsdp2,
-        "without --use-megatron-fsdp",
-    ),
-    ("--torch-fsdp2-", lambda a: a.use_torch_fsdp2, "without --use-torch-fsdp2"),
-    ("--overlap-p2p-communication-warmup- --microbatch-group-size-per-virtual-", _never, "without interleaved stages"),
-    ("--profile- --nvtx-ranges --record-shapes", lambda a: a.profile, "without --profile"),
-    ("--pytorch-profiler-", lambda a: a.use_pytorch_profiler, "without --use-pytorch-profiler"),
-    ("--memory-snapshot-path", lambda a: a.record_memory_history, "without --record-memory-history"),
-    ("--wandb-", lambda a: a.wandb_project, "without --wandb-project"),
-    (
-        "--tensorboard-queue-size --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard",
-        lambda a: a.tensorboard_dir,
-        "without --tensorboard-dir",
-    ),
-    (
-        "--tensorboard-log-interval --log-timers-to-tensorboard --log-world-size-to-tensorboard",
-        lambda a: a.tensorboard_dir or (a.wandb_project and a.pipeline_schedule != "megatron"),
-        "without --tensorboard-dir",
-    ),
-    ("--straggler- --disable-straggler-", lambda a: a.log_straggler, "without --log-straggler"),
-    ("--manual-gc-", lambda a: a.manual_gc, "without --manual-gc"),
-    ("--save-interval --persistent-save-interval --no-save-optim --no-save-rng", lambda a: a.save, "without --save"),
-    (
-        "--finetune --ckpt-step --override-ckpt-iteration --auto-detect-ckpt-format --ckpt-fully-parallel-load",
-        lambda a: a.load or a.pretrained_checkpoint,
-        "without --load",
-    ),
-    ("--async- --use-persistent-ckpt-worker", lambda a: a.async_save, "without --async-save"),
-    ("--non-persistent-", lambda a: a.non_persistent_ckpt_type, "without --non-persistent-ckpt-type"),
-    ("--ckpt-convert-", lambda a: a.ckpt_convert_format, "without --ckpt-convert-format"),
-    ("--replication-", lambda a: a.replication, "without --replication"),
-    ("--ft- --calc-ft-", lambda a: a.enable_ft_package, "without --enable-ft-package"),
-    (
-        "--fault-injector-",
-        lambda a: a.fault_injector_ranks or a.fault_injector_num_ranks,
-        "without --fault-injector-ranks",
-    ),
-    ("--error-injection-", lambda a: a.rerun_mode != "disabled", "with --rerun-mode disabled"),
-    ("--logits-save-", lambda a: a.logits_save_dir, "without --logits-save-dir"),
-    ("--tiktoken-", lambda a: a.tokenizer_type == "TikTokenizer", "without --tokenizer-type TikTokenizer"),
-    ("--null-tokenizer-", lambda a: a.tokenizer_type == "NullTokenizer", "without --tokenizer-type NullTokenizer"),
-    ("--mask-prob --short-seq-prob --bert-no-binary-head", lambda a: task(a) != "gpt", "in pretraining a GPT"),
-    (
-        "--fim-data --reset-position-ids --reset-attention-mask --eod-mask-loss "
-        "--no-create-attention-mask-in-dataloader "
-        "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --per-dataset-sequences-path "
-        "--no-mmap-bin-files "
-        "--object-storage-cache-path --rotary-base --use-rope-scaling",
-        lambda a: task(a) != "bert",
-        "in pretraining a BERT",
-    ),
-    # Of fine-tuning, reinforcement learning, inference, hybrid models, vision and retrieval.
-    (
-        "--logits-load- --sft- --rl- --no-rl- --grpo- --langrl- --refit- --inprocess- --inference- --no-inference- "
-        "--flash-decode --num-speculative-tokens --enable-chunked-prefill --max-tokens-to-oom "
-        "--use-legacy-static-engine "
-        "--mlp-chunks-for-prefill --nccl-all-reduce-for-prefill --decode-only-cuda-graphs --output-bert-embeddings "
-        "--bert-embedder-type --bert-load --mamba- --disable-mamba- --is-hybrid-model --max-seqlen-per-dp-cp-rank "
-        "--vision- --dino- --swin- --img- --patch-dim --num-classes --num-channels --classes-fraction "
-        "--data-per-class-fraction --mask-type --mask-factor --iter-per-epoch --head-lr-mult --ict- --biencoder- "
-        "--titles-data-path --query-in-block-prob --use-one-sent-docs --evidence-data-path --retriever- "
-        "--block-data-path --embedding-path --indexer- --adlr-",
-        _never,
-        "in pretraining",
-    ),
-    # Read nowhere.
-    (
-        "--use-flash-attn --openai-gelu --onnx-safe --apply-residual-connection-post-layernorm --decoder-num-layers "
-        "--exit-signal-handler-for-dataloader --fp16-lm-cross-entropy --dist-ckpt-save-pre-mcore-014 --sample-rate",
-        _never,
-        "in Megatron 0.19",
-    ),
+    ("--log-straggler", "--straggler- --disable-straggler-"),
+    ("--manual-gc", "--manual-gc-"),
+    ("--save", "--save-interval --persistent-save-interval --no-save-optim --no-save-rng"),
+    ("--load", "--finetune --ckpt-step --override-ckpt-iteration --auto-detect-ckpt-format", "--pretrained-checkpoint"),
+    ("--load", "--ckpt-fully-parallel-load", "--pretrained-checkpoint"),
+    ("--async-save", "--async- --use-persistent-ckpt-worker"),
+    ("--non-persistent-ckpt-type", "--non-persistent-"),
+    ("--ckpt-convert-format", "--ckpt-convert-"),
+    ("--replication", "--replication-"),
+    ("--enable-ft-package", "--ft- --calc-ft-"),
+    ("--fault-injector-ranks", "--fault-injector-", "--fault-injector-num-ranks"),
+    ("with --rerun-mode disabled", "--error-injection-", lambda a: a.rerun_mode != "disabled"),
+    ("--logits-save-dir", "--logits-save-"),
+    ("--tokenizer-type TikTokenizer", "--tiktoken-"),
+    ("--tokenizer-type NullTokenizer", "--null-tokenizer-"),
+    ("in pretraining a GPT", "--mask-prob --short-seq-prob --bert-no-binary-head", lambda a: task(a) != "gpt"),
+    ("in pretraining a BERT", _OF_A_GPT, lambda a: task(a) != "bert"),
+    ("in pretraining", _OF_OTHER_TASKS),
+    ("in Megatron 0.19", _READ_NOWHERE),
 )
 
 
-def idle_flag(args: argparse.Namespace, argv: list[str]) -> str | None:
-    """One line naming the first typed flag that the run would ignore, or None."""
-    typed = [word.split("=")[0] for word in argv if word.startswith("--")]
-    for names, read, when in IDLE:
-        for name in names.split():
-            for flag in typed:
-                named = flag.startswith(name) if name.endswith("-") else flag == name
-                if named and not read(args):
-                    return f"{flag} has no effect {when}: leave it out"
-    return None
+def _rules(where: str, flags: str, read: str | Condition = "") -> Iterator[Rule]:
+    if isinstance(read, str):
+        enough = [flag for flag in names(f"{where} {read}") if flag.startswith("--")]
+        read = lambda args: any(asks(args, flag) for flag in enough)
+    why = f"has no effect {'without ' * where.startswith('--')}{where}: leave it out"
+    for flag in flags.split():
+        yield Rule(flag, why, "line", lambda args: not read(args), typed=True)
+
+
+NO_EFFECT: tuple[Rule, ...] = tuple(rule for row in _ROWS for rule in _rules(*row))

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_2bw.flags.own import extra_warmup
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.describe.cluster import Cluster, from_yaml, to_yaml
 from megatron_2bw.planner.describe.cluster import preset as cluster_preset
 from megatron_2bw.planner.describe.inputs import Parser
 from megatron_2bw.planner.measure import calibrate as calibration
 from megatron_2bw.planner.tell import report
-from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, extra_warmup, schedule_of
+from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.timelines import paper_figures
 from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
@@ -71,7 +72,7 @@ def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:
         parser.error("--extra-warmup has no effect without --schedule 2bw and several stages: leave it out")
     if len(extra) not in (0, 1, boundaries):
         parser.error(f"--extra-warmup: give one number, or one for each of the {boundaries} boundaries between stages")
-    schedule = schedule_of(options.schedule, options.gradient_slots, extra)
+    schedule = schedule_of(options.schedule, gradient_slots=options.gradient_slots, extra_warmup=extra)
     if schedule is None:
         schedule = Interleaved(options.virtual)
         if options.microbatches % options.stages:

@@ -4,7 +4,7 @@ from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape, W, 
 from megatron_2bw.schedules.base import Schedule
 from megatron_2bw.schedules.flush import GPipe, NoPipelining, PipeDreamFlush
 from megatron_2bw.schedules.pipedream import PipeDream
-from megatron_2bw.schedules.two_bw import TwoBW, extra_warmup, sync_iterations
+from megatron_2bw.schedules.two_bw import TwoBW
 from megatron_2bw.schedules.validator import ScheduleError, check_actions, validate
 
 SCHEDULES: dict[str, Schedule] = {
@@ -16,7 +16,7 @@ SCHEDULE_NAMES = ("megatron", *SCHEDULES)
 
 
 def schedule_of(
-    name: str, gradient_slots: int = 2, extra_warmup: tuple[int, ...] = (), sync_iterations: int = 0
+    name: str, *, gradient_slots: int = 2, extra_warmup: tuple[int, ...] = (), sync_iterations: int = 0
 ) -> Schedule | None:
     """The schedule of --pipeline-schedule `name` with 2bw's options; None for Megatron's own."""
     if name == TwoBW.name:
@@ -38,9 +38,7 @@ __all__ = [
     "SCHEDULE_NAMES",
     "TwoBW",
     "check_actions",
-    "extra_warmup",
     "parse",
     "schedule_of",
-    "sync_iterations",
     "validate",
 ]

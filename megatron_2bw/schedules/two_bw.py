@@ -1,24 +1,9 @@
 """PipeDream-2BW: no flush, two weight versions, gradients delayed by one update (paper, section 3.1)."""
 
-import argparse
 from dataclasses import dataclass, replace
 
 from megatron_2bw.schedules.action import Action, B, F, Shape
 from megatron_2bw.schedules.base import Schedule, reduce, step, with_flush, without_flush
-
-
-def extra_warmup(text: str) -> tuple[int, ...]:
-    """The value of --two-bw-extra-warmup: whole numbers, none of them negative, with commas between."""
-    if not all(word.isdecimal() for word in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers of 0 or more, with commas between")
-    return tuple(int(word) for word in text.split(","))
-
-
-def sync_iterations(text: str) -> int:
-    """The value of --two-bw-sync-iterations: a whole number, not negative."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of 0 or more")
-    return int(text)
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,10 @@ def make_runtime(args):
     if args.rank == 0 and (line := warning(args)):
         print(line, flush=True)
     schedule = schedule_of(
-        args.pipeline_schedule, args.two_bw_gradient_slots, args.two_bw_extra_warmup, args.two_bw_sync_iterations
+        args.pipeline_schedule,
+        gradient_slots=args.two_bw_gradient_slots,
+        extra_warmup=args.two_bw_extra_warmup,
+        sync_iterations=args.two_bw_sync_iterations,
     )
     wants_exit = None
     if schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins):

@@ -185,7 +185,7 @@ def train_with_sequence_parallelism(rank: int, argv: list[str]) -> Run:
     its parameters; marked as Megatron's fused LayerNorm marks them, it works."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megatron_2bw import cpu
+    from megatron_2bw.flags import unsupported
 
     make = WrappedTorchNorm.__new__
 
@@ -200,7 +200,7 @@ def train_with_sequence_parallelism(rank: int, argv: list[str]) -> Run:
         return norm
 
     WrappedTorchNorm.__new__ = marked
-    cpu.UNSUPPORTED = tuple(entry for entry in cpu.UNSUPPORTED if entry[0] != "sequence_parallel")
+    unsupported.UNSUPPORTED = tuple(rule for rule in unsupported.UNSUPPORTED if rule.flag != "--sequence-parallel")
     return train(rank, argv)
 
 

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
+from megatron_2bw.flags.own import extra_warmup
 from megatron_2bw.local_ranks import run_world
-from megatron_2bw.schedules import Shape, extra_warmup, schedule_of
+from megatron_2bw.schedules import Shape, schedule_of
 from tests.distributed.compare import UNTIED, assert_same_runs
 from tests.distributed.training import Run, command, train
 

@@ -1,6 +1,6 @@
 """Every check of the command line, on real command lines, without ranks.
 
-`REFUSED_CASES`, `MISTAKEN` and `dataset` are used by the end-to-end test too.
+`REFUSED`, `MISTAKEN` and `dataset` are used by the end-to-end test too.
 """
 
 from __future__ import annotations
@@ -8,14 +8,19 @@ from __future__ import annotations
 import argparse
 import functools
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_2bw import cpu
-from megatron_2bw.flags import checks as mistakes
-from megatron_2bw.flags.no_effect import IDLE, idle_flag
-from megatron_2bw.flags.parse import REFUSED, Refusal, check, explain, name_flags, parse_early, prepare, processes
+from megatron_2bw.flags import checks, combinations
+from megatron_2bw.flags.checks import CHECKS
+from megatron_2bw.flags.no_effect import NO_EFFECT
+from megatron_2bw.flags.own import OWN
+from megatron_2bw.flags.parse import check, explain, name_flags, parse_early, prepare, processes
+from megatron_2bw.flags.rule import Rule
+from megatron_2bw.flags.unsupported import UNSUPPORTED
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 from tests.distributed.training import BERT, command
 
@@ -82,7 +87,15 @@ def dataset(prefix: Path, lengths: tuple[int, ...] = (5, 7, 3), code: int = 4, w
 
 # --- refused flags -------------------------------------------------------------------------------------------------
 
-# What to type, where the flag alone does not ask for the feature. "{}" is a folder.
+
+def each_value(rule: Rule) -> list[Rule]:
+    """The rule for each of the values that it names."""
+    flag, *values = rule.flag.split()
+    return [replace(rule, flag=f"{flag} {value}") for value in values] or [rule]
+
+
+REFUSED = [one for rule in UNSUPPORTED for one in each_value(rule)]
+# What to type, where the flag alone does not ask for the feature and the rule names no value. "{}" is a folder.
 VALUES: dict[str, str] = {
     "--num-layers-per-virtual-pipeline-stage": "1",
     "--num-virtual-stages-per-pipeline-rank": "2",
@@ -92,14 +105,10 @@ VALUES: dict[str, str] = {
     "--logits-load-dir": "{}",
     "--logits-save-dir": "{}",
     "--decoder-seq-length": "8",
-    "--dataloader-type": "external",
     "--mtp-num-layers": "1",
     "--rampup-batch-size": "2 2 8",
     "--rope-scaling-factor": "4",
-    "--attention-backend": "local",
-    "--transformer-impl": "inference_optimized",
     "--config-logger-dir": "{}",
-    "--cuda-graph-impl": "local",
     "--tensor-parallel-num-weight-shards": "2",
     "--num-experts": "4",
     "--fp8-format": "e4m3",
@@ -109,11 +118,9 @@ VALUES: dict[str, str] = {
     "--step-batch-size-schedule": "8:4",
     "--timing-log-level": "1",
     "--optimizer": "dist_muon",
-    "--muon-fp32-matmul-prec": "high",
     "--iterations-to-skip": "2 3",
     "--result-rejected-tracker-filename": "{}/rejected",
     "--phase-transition-iterations": "2,4",
-    "--rerun-mode": "validate_results",
     "--save-activations-interval": "2",
     "--save-dgrads-interval": "2",
     "--num-distributed-optimizer-instances": "2",
@@ -125,76 +132,99 @@ VALUES: dict[str, str] = {
     "--gpu-sniff-test-interval": "2",
     "--flash-attention-version": "2",
     "--symmetric-ar-type": "two_shot",
-    "--position-embedding-type": "relative",
     "--experimental-attention-variant": "dsa",
     "--heterogeneous-layers-config-path": "{}/layers.json",
     "--window-size": "8,0",
 }
 
 
-def refused_command(refusal: Refusal, folder: str = "folder") -> tuple[list[str], int]:
+def refused_command(rule: Rule, folder: str = "folder") -> tuple[list[str], int]:
     """A command line that is right but for the refused flag, and its number of processes."""
-    schedule = {"ours": "pipedream-flush", "no flush": "2bw"}.get(refusal.scope, refusal.scope)
+    schedule = {"ours": "pipedream-flush", "no flush": "2bw"}.get(rule.scope, rule.scope)
     schedule = schedule if schedule in SCHEDULES else "megatron"
-    flags = [refusal.flag, *VALUES.get(refusal.flag, "").format(folder).split()]
+    flags = [*rule.flag.split(), *VALUES.get(rule.flag, "").format(folder).split()]
     flags = {
-        ("--attention-backend", "bert"): [refusal.flag, "fused"],
-        ("--optimizer", "any"): [refusal.flag, "adaptive_muon"],
-        ("--fp16", "any"): [refusal.flag, "--optimizer", "soap"],
-        ("--loss-scale", "any"): [refusal.flag, "64", "--optimizer", "muon"],
-        ("--save", "any"): [refusal.flag, folder, "--save-interval", "2", "--optimizer", "soap"],
-        ("--use-distributed-optimizer", "no flush"): [refusal.flag, "--optimizer", "lion"],
-        ("--muon-fp32-matmul-prec", "any"): [refusal.flag, "low", "--optimizer", "muon"],
-        ("--muon-fp32-matmul-prec", "2bw"): [refusal.flag, "high", "--optimizer", "muon"],
-    }.get((refusal.flag, refusal.scope), flags)
-    if refusal.flag == "--pipeline-model-parallel-layout":
+        ("--fp16", "any"): [rule.flag, "--optimizer", "soap"],
+        ("--loss-scale", "any"): [rule.flag, "64", "--optimizer", "muon"],
+        ("--save", "any"): [rule.flag, folder, "--save-interval", "2", "--optimizer", "soap"],
+        ("--use-distributed-optimizer", "no flush"): [rule.flag, "--optimizer", "lion"],
+    }.get((rule.flag, rule.scope), flags)
+    if rule.flag.startswith("--muon"):
+        flags += ["--optimizer", "muon"]
+    if rule.flag == "--pipeline-model-parallel-layout":
         flags.append("Ett|ttL")
-    if refusal.flag == "--num-distributed-optimizer-instances":
+    if rule.flag == "--num-distributed-optimizer-instances":
         flags += ["--use-distributed-optimizer", "--overlap-grad-reduce"]
-    if refusal.flag == UNTIED:
+    if rule.flag == UNTIED:
         flags = []  # it is refused that the flag is not given
     elif schedule == "pipedream":
         flags.append(UNTIED)
     argv = command(2, 2, schedule, *flags)
-    return [BERT, *argv] if refusal.scope == "bert" else argv, 4 if refusal.flag == "--context-parallel-size" else 2
+    return [BERT, *argv] if rule.scope == "bert" else argv, 4 if rule.flag == "--context-parallel-size" else 2
 
 
-REFUSED_CASES = [pytest.param(refusal, id=f"{refusal.flag[2:]} {refusal.scope}") for refusal in REFUSED]
+REFUSED_CASES = [pytest.param(rule, id=f"{rule.flag[2:]} {rule.scope}") for rule in REFUSED]
 
 
-def complain_about(refusal: Refusal, monkeypatch) -> str | None:
-    """The complaint about `refusal` in its own scope: on a GPU, unless it is the CPU that refuses."""
-    monkeypatch.setattr(cpu, "installed", lambda: refusal.scope == "cpu")
-    return complaint(*refused_command(refusal))
-
-
-@pytest.mark.parametrize("refusal", REFUSED_CASES)
-def test_every_refused_flag_is_refused_with_its_reason(refusal, monkeypatch):
-    message = complain_about(refusal, monkeypatch)
-    assert message is not None and message.startswith(refusal.flag) and message.endswith(refusal.reason)
+@pytest.mark.parametrize("rule", REFUSED_CASES)
+def test_every_refused_flag_is_refused_with_its_reason(rule, monkeypatch):
+    """In its own scope: on a GPU, unless it is the CPU that refuses."""
+    monkeypatch.setattr(cpu, "installed", lambda: rule.scope == "cpu")
+    message = complaint(*refused_command(rule))
+    assert message is not None and message.startswith(rule.flag.split()[0]) and message.endswith(rule.why)
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("refusal", REFUSED_CASES)
-def test_the_command_line_is_right_but_for_the_refused_flag(refusal):
-    argv, world = refused_command(refusal)
+@pytest.mark.parametrize("rule", REFUSED_CASES)
+def test_the_command_line_is_right_but_for_the_refused_flag(rule):
+    argv, world = refused_command(rule)
     right = [*argv[: argv.index("--mock-data") + 1], UNTIED]
     assert complaint(right, world) is None
 
 
 def test_every_entry_has_a_reason_a_scope_and_a_place_of_its_own():
-    assert len({(refusal.flag, refusal.scope) for refusal in REFUSED}) == len(REFUSED)
-    assert {refusal.scope for refusal in REFUSED} <= {"any", "ours", "no flush", "cpu", "local", "bert", *SCHEDULES}
-    assert all(refusal.flag.startswith("--") and refusal.reason.strip() for refusal in REFUSED)
-    assert set(VALUES) <= {refusal.flag for refusal in REFUSED}
+    assert len({(rule.flag, rule.scope) for rule in REFUSED}) == len(REFUSED)
+    assert {rule.scope for rule in REFUSED} <= {"any", "ours", "no flush", "cpu", "local", "bert", *SCHEDULES}
+    assert all(rule.flag.startswith("--") and rule.why.strip() for rule in REFUSED)
+    assert set(VALUES) <= {rule.flag for rule in REFUSED}
+
+
+def test_every_flag_and_value_that_a_rule_names_exists():
+    """In the parser of Megatron's pretraining, with this project's flags in it."""
     known = parser_of("2bw", "gpt")._option_string_actions
-    assert [refusal.flag for refusal in REFUSED if refusal.flag not in known] == []
+    for rule in (*UNSUPPORTED, *CHECKS, *OWN, *NO_EFFECT):
+        if not isinstance(rule, Rule):
+            continue
+        flag, *values = rule.flag.split()
+        if rule.typed and flag.endswith("-"):
+            assert any(name.startswith(flag) for name in known), flag
+        else:
+            assert set(values) <= {getattr(choice, "name", choice) for choice in known[flag].choices or ()}
 
 
-@pytest.mark.parametrize("refusal", REFUSED_CASES)
-def test_a_flag_is_refused_in_its_scope_only(refusal, monkeypatch):
+# Where a rule refuses all values of a flag but these, so that it must learn of a new one.
+FINE = {
+    ("--cuda-graph-impl", "ours"): {"none"},
+    ("--cuda-graph-impl", "cpu"): {"none"},
+    ("--rerun-mode", "no flush"): {"disabled"},
+    ("--position-embedding-type", "bert"): {"learned_absolute", "rope"},
+    ("--attention-backend", "bert"): {"auto", "local"},
+}
+
+
+@pytest.mark.parametrize("place", FINE, ids=" ".join)
+def test_a_rule_knows_all_values_of_its_flag(place):
+    (named,) = [{*rule.flag.split()[1:]} for rule in UNSUPPORTED if (rule.flag.split()[0], rule.scope) == place]
+    choices = {
+        getattr(choice, "name", choice) for choice in parser_of("2bw", "gpt")._option_string_actions[place[0]].choices
+    }
+    assert choices - named == FINE[place]
+
+
+@pytest.mark.parametrize("rule", REFUSED_CASES)
+def test_a_flag_is_refused_in_its_scope_only(rule, monkeypatch):
     monkeypatch.setattr(cpu, "installed", lambda: False)
-    argv, world = refused_command(refusal)
+    argv, world = refused_command(rule)
     for schedule in SCHEDULE_NAMES:
         chosen = SCHEDULES.get(schedule)
         argv[argv.index("--pipeline-schedule") + 1] = schedule
@@ -205,14 +235,14 @@ def test_a_flag_is_refused_in_its_scope_only(refusal, monkeypatch):
             "cpu": False,
             "ours": chosen is not None,
             "no flush": chosen is not None and not chosen.flushes,
-        }.get(refusal.scope, refusal.scope == schedule)
-        assert bool(refusal.message(parse(argv, world), chosen)) == expected, schedule
+        }.get(rule.scope, rule.scope == schedule)
+        assert bool(rule.message(parse(argv, world))) == expected, schedule
 
 
-@pytest.mark.parametrize("refusal", [case for case in REFUSED_CASES if case.values[0].scope == "bert"])
-def test_what_only_a_bert_refuses(refusal):
-    argv, world = refused_command(refusal)
-    assert refusal.message(parse(argv[1:], world), None) is None
+@pytest.mark.parametrize("rule", [case for case in REFUSED_CASES if case.values[0].scope == "bert"])
+def test_what_only_a_bert_refuses(rule):
+    argv, world = refused_command(rule)
+    assert rule.message(parse(argv[1:], world)) is None
 
 
 @pytest.mark.parametrize("schedule", FLUSH)
@@ -234,24 +264,14 @@ def test_flush_schedules_allow_what_needs_an_empty_pipeline(schedule, flags):
     assert complaint(command(2, 2, schedule, *flags), 2) is None
 
 
-CPU_CASES = {
-    "--distributed-backend": ["nccl"],
-    "--transformer-impl": ["transformer_engine"],
-    "--fp8-format": ["hybrid"],
-    "--fp4-format": ["e2m1"],
-    "--sequence-parallel": [],
-    "--attention-backend": ["flash"],
-    "--tp-comm-overlap": [],
-    "--use-nccl-ub": [],
-}
-
-
-@pytest.mark.parametrize("entry", cpu.UNSUPPORTED, ids=lambda entry: entry[0])
+@pytest.mark.parametrize("rule", [case for case in REFUSED_CASES if case.values[0].scope == "cpu"])
 @pytest.mark.parametrize("schedule", ["megatron", "2bw"])
-def test_every_flag_that_a_host_without_cuda_cannot_honour(entry, schedule):
-    flag = entry[2].split()[0]
-    message = complaint(command(2, 2, schedule, flag, *CPU_CASES[flag]), 2)
-    assert message is not None and message.startswith(flag) and "CPU" in message and entry[3] in message
+def test_every_flag_that_a_host_without_cuda_cannot_honour(rule, schedule):
+    argv, world = refused_command(rule)
+    argv[argv.index("--pipeline-schedule") + 1] = schedule
+    message = rule.message(parse(argv, world))
+    assert message.startswith(rule.flag.split()[0]) and "CPU" in message and rule.why in message
+    assert complaint(argv, world).startswith(rule.flag.split()[0])
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------
@@ -674,22 +694,23 @@ def test_missing_data(flags, expected):
 # --- flags without effect ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names, read, when", IDLE, ids=[f"{row[0].split()[0]} {row[2]}" for row in IDLE])
-def test_flags_without_effect_are_refused_when_typed(names, read, when):
+@pytest.mark.parametrize("rule", NO_EFFECT, ids=lambda rule: f"{rule.flag} {rule.why}")
+def test_flags_without_effect_are_refused_when_typed(rule):
     argv = command(2, 2, tokenizer_type=None)
-    argv += {
-        "with --optimizer sgd": ["--optimizer", "sgd"],
-        "with --muon-scalar-optimizer lion": ["--optimizer", "muon", "--muon-scalar-optimizer", "lion"],
-    }.get(when, [])
-    parser, args = parser_of("2bw", "gpt"), parse([BERT, *argv] if "BERT" in when else argv, 2)
-    assert not read(args)
-    for name in names.split():
-        flags = [f for f in parser._option_string_actions if f == name or (name.endswith("-") and f.startswith(name))]
-        assert flags, f"Megatron has no flag that begins with {name}"
-        for flag in flags:
-            message = idle_flag(args, [flag])
-            assert message.startswith(f"{flag} has no effect ") and message.endswith(": leave it out")
-            assert message == idle_flag(args, [f"{flag}=1"])
+    if "with --optimizer sgd" in rule.why:
+        argv += ["--optimizer", "sgd"]
+    if "with --muon-scalar-optimizer lion" in rule.why:
+        argv += ["--optimizer", "muon", "--muon-scalar-optimizer", "lion"]
+    parser, args = parser_of("2bw", "gpt"), parse([BERT, *argv] if "BERT" in rule.why else argv, 2)
+    begins = rule.flag.endswith("-")
+    flags = [f for f in parser._option_string_actions if f == rule.flag or (begins and f.startswith(rule.flag))]
+    assert flags, f"Megatron has no flag that begins with {rule.flag}"
+    for flag in flags:
+        message = rule.message(args, [flag])
+        assert message.startswith(f"{flag} has no effect ") and message.endswith(": leave it out")
+        assert (
+            message == rule.message(args, [f"{flag}=1"]) and rule.message(args, [f"{flag}x"[begins:], "--lr"]) is None
+        )
 
 
 @pytest.mark.parametrize(
@@ -872,7 +893,8 @@ def test_number_of_processes():
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(mistakes, "_installed", lambda package: False)
+    for module in (checks, combinations):
+        monkeypatch.setattr(module, "installed", lambda package: False)
     for flags, package in (
         (["--tensorboard-dir", "folder"], "tensorboard"),
         (["--log-energy"], "pynvml"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
-from megatron_2bw.flags.parse import REFUSED
+from megatron_2bw.flags.unsupported import UNSUPPORTED
 from scripts import list_flags
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
@@ -22,8 +23,15 @@ def test_every_flag_of_every_command_is_on_it():
             if name in ("-h", "--help") or parser._option_string_actions[name].help == "==SUPPRESS==":
                 continue
             assert any(re.search(rf"{name}\b", row.split(" | ")[0]) and typed in row for row in rows), (typed, name)
-    for refusal in REFUSED:
-        assert any(row.startswith(f"| `{refusal.flag}`") and row.endswith(f"{refusal.reason} |") for row in rows)
+
+
+def test_every_rule_is_on_it():
+    """With its flag; a rule without code of its own with its words too."""
+    rows = PAGE.read_text().splitlines()
+    for rule in itertools.chain(*list_flags.RULES.values()):
+        flags, when, text = list_flags.texts_of(rule)
+        assert text and any(flags in row and row.endswith(f"{when}{' | ' * bool(when)}{text} |") for row in rows), rule
+    assert {rule.flag for rule in list_flags.RULES["What is not supported"]} == {rule.flag for rule in UNSUPPORTED}
 
 
 def test_no_path_of_this_machine_is_on_it():

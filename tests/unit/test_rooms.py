@@ -19,7 +19,7 @@ PACKAGE = "megatron_2bw"
 PURE = {"schedules": set(), "core": {"torch", "megatron_2bw.schedules"}}
 AT_IMPORT = {"planner": {"megatron", "torch", "wandb", "datasets", "transformers"}}  # not before they are used
 
-KNOWN = {"megatron_2bw.schedules.two_bw imports argparse"}
+KNOWN: set[str] = set()
 
 
 def modules() -> dict[str, Path]:

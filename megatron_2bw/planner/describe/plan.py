@@ -96,7 +96,7 @@ class Plan:
         if self.virtual > 1:
             return Interleaved(self.virtual)
         name = "pipedream-flush" if self.schedule == "megatron" else self.schedule
-        return schedule_of(name, self.gradient_slots, self.extra_warmup)
+        return schedule_of(name, gradient_slots=self.gradient_slots, extra_warmup=self.extra_warmup)
 
     @cached_property
     def shape(self) -> Shape:

@@ -1,8 +1,9 @@
 """Whether a plan is one that Megatron 0.19 and this project's schedules run, and if not, why. Pure Python.
 
 Invariant: what is legal here trains; Megatron's own check of its arguments (validate_args) accepts much that fails, or
-builds another model, later. Each rule is one function that answers one line, which names the flags and says what to
-do, or None. The cause beside it in the table is the same for every plan, so that rejections can be counted by cause.
+builds another model, later. Each rule answers one line, which names the flags and says what to do, or None; those that
+the command line shares stand in `megatron_2bw/sizes.py`. The cause in the table is the same for every plan, so that
+rejections can be counted by cause.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_2bw import sizes
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.sizes import Sizes
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -26,15 +29,18 @@ class Violation:
     message: str
 
 
-class Host(NamedTuple):
-    """What a plan runs on: the number of GPUs, the floats of the weights, and whether the GPUs have bf16."""
+class Case(NamedTuple):
+    """A plan, its model, and what it runs on: the number of GPUs, the floats of the weights, whether GPUs have bf16."""
 
+    plan: Plan
+    model: Model
     gpus: int
     precision: str
     bf16: bool
+    sizes: Sizes
 
 
-Rule = tuple[str, Callable[[Plan, Model, Host], str | None]]
+Rule = tuple[str, Callable[[Case], str | None]]
 
 
 def violations(plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf16: bool = True) -> list[Violation]:
@@ -42,28 +48,52 @@ def violations(plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf1
 
     Where a field has no meaning (a negative size, an unknown schedule), the rules between fields are not looked at.
     """
-    host = Host(gpus, precision, bf16)
-    return _broken(FIELDS, plan, model, host) or _broken(RULES, plan, model, host)
+    case = _case(plan, model, gpus, precision, bf16)
+    return _broken(FIELDS, case) or _broken(RULES, case)
 
 
 def is_legal(plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf16: bool = True) -> bool:
     """Whether `violations` would be empty. It stops at the first, for a search that asks this of many plans."""
-    host = Host(gpus, precision, bf16)
+    case = _case(plan, model, gpus, precision, bf16)
     for check in _CHECKS:
-        if check(plan, model, host) is not None:
+        if check(case) is not None:
             return False
     return True
 
 
-def _broken(rules: tuple[Rule, ...], plan: Plan, model: Model, host: Host) -> list[Violation]:
-    answers = ((cause, check(plan, model, host)) for cause, check in rules)
+def _broken(rules: tuple[Rule, ...], case: Case) -> list[Violation]:
+    answers = ((cause, check(case)) for cause, check in rules)
     return [Violation(cause, message) for cause, message in answers if message is not None]
+
+
+def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Case:
+    asked = Sizes(
+        pipeline_schedule=plan.schedule,
+        world_size=plan.gpus,
+        tensor_model_parallel_size=plan.tensor,
+        pipeline_model_parallel_size=plan.depth,
+        micro_batch_size=plan.microbatch,
+        global_batch_size=plan.global_batch,
+        num_layers=model.layers,
+        num_attention_heads=model.heads,
+        decoder_first_pipeline_num_layers=plan.first or None,
+        decoder_last_pipeline_num_layers=plan.last or None,
+        num_virtual_stages_per_pipeline_rank=plan.virtual if plan.virtual > 1 else None,
+        two_bw_gradient_slots=plan.gradient_slots,
+        two_bw_extra_warmup=plan.extra_warmup,
+        two_bw_correction="extrapolate" if plan.extrapolate else "none",
+        use_distributed_optimizer=plan.distributed_optimizer,
+        untie_embeddings_and_output_weights=not model.tied,
+        fp16=precision == "fp16",
+    )
+    return Case(plan, model, gpus, precision, bf16, asked)
 
 
 # --- fields, each by itself ------------------------------------------------------------------------------------------
 
 
-def _sizes(plan: Plan, model: Model, host: Host) -> str | None:
+def _sizes(case: Case) -> str | None:
+    plan = case.plan
     numbers = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches, plan.virtual)
     if {*map(type, numbers)} == {int} and min(numbers) > 0:
         return None
@@ -79,8 +109,8 @@ def _sizes(plan: Plan, model: Model, host: Host) -> str | None:
     return f"{name}: {number!r} is not a whole number of 1 or more; use one"
 
 
-def _ends(plan: Plan, model: Model, host: Host) -> str | None:
-    first, last = plan.first, plan.last
+def _ends(case: Case) -> str | None:
+    first, last = case.plan.first, case.plan.last
     if type(first) is int and type(last) is int and first >= 0 and last >= 0:
         return None
     return (
@@ -89,32 +119,30 @@ def _ends(plan: Plan, model: Model, host: Host) -> str | None:
     )
 
 
-def _warmup(plan: Plan, model: Model, host: Host) -> str | None:
-    if {*map(type, plan.extra_warmup)} <= {int} and min(plan.extra_warmup, default=0) >= 0:
+def _warmup(case: Case) -> str | None:
+    extra = case.plan.extra_warmup
+    if {*map(type, extra)} <= {int} and min(extra, default=0) >= 0:
         return None
-    return f"--two-bw-extra-warmup {_listed(plan.extra_warmup)}: give whole numbers of 0 or more, or leave the flag out"
+    listed = ",".join(map(str, extra))
+    return f"--two-bw-extra-warmup {listed}: give whole numbers of 0 or more, or leave the flag out"
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
-
-
-def _schedule(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.schedule in SCHEDULE_NAMES:
+def _schedule(case: Case) -> str | None:
+    if case.plan.schedule in SCHEDULE_NAMES:
         return None
-    return f"--pipeline-schedule {plan.schedule}: use one of {', '.join(SCHEDULE_NAMES)}"
+    return f"--pipeline-schedule {case.plan.schedule}: use one of {', '.join(SCHEDULE_NAMES)}"
 
 
-def _recompute(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.recompute in RECOMPUTE:
+def _recompute(case: Case) -> str | None:
+    if case.plan.recompute in RECOMPUTE:
         return None
-    return f"--recompute-granularity {plan.recompute}: use selective or full, or leave the flag out (none)"
+    return f"--recompute-granularity {case.plan.recompute}: use selective or full, or leave the flag out (none)"
 
 
-def _precision(plan: Plan, model: Model, host: Host) -> str | None:
-    if host.precision in PRECISIONS:
+def _precision(case: Case) -> str | None:
+    if case.precision in PRECISIONS:
         return None
-    return f"--{host.precision} is no precision of Megatron's dense models here: use --bf16, --fp16, or neither (fp32)"
+    return f"--{case.precision} is no precision of Megatron's dense models here: use --bf16, --fp16, or neither (fp32)"
 
 
 FIELDS: tuple[Rule, ...] = (
@@ -130,52 +158,29 @@ FIELDS: tuple[Rule, ...] = (
 # --- the GPUs and the batch ------------------------------------------------------------------------------------------
 
 
-def _all_gpus(plan: Plan, model: Model, host: Host) -> str | None:
+def _all_gpus(case: Case) -> str | None:
     # Megatron fills what it is given: with other sizes the data-parallel size, and the batch, would be others.
-    if plan.gpus == host.gpus:
+    plan, gpus = case.plan, case.gpus
+    if plan.gpus == gpus:
         return None
     return (
         f"--tensor-model-parallel-size {plan.tensor} x --pipeline-model-parallel-size {plan.depth} x {plan.width} "
-        f"pipelines need {plan.gpus} GPUs, but there are {host.gpus}: choose sizes whose product is {host.gpus}"
+        f"pipelines need {plan.gpus} GPUs, but there are {gpus}: choose sizes whose product is {gpus}"
     )
 
 
-def _has_bf16(plan: Plan, model: Model, host: Host) -> str | None:
-    if host.bf16 or host.precision != "bf16":
+def _has_bf16(case: Case) -> str | None:
+    if case.bf16 or case.precision != "bf16":
         return None
     return "--bf16: the GPU has no bfloat16; use --fp16 instead"
-
-
-def _enough_microbatches(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.virtual > 1 or _extra_warmup(plan, model, host):
-        return None  # _whole_groups
-    needed = plan.pipeline.min_microbatches(plan.depth)
-    if plan.microbatches >= needed:
-        return None
-    extra = f" and --two-bw-extra-warmup {_listed(plan.extra_warmup)}" if any(plan.extra_warmup) else ""
-    return (
-        f"--global-batch-size {plan.global_batch} gives {plan.microbatches} microbatches on each of {plan.width} "
-        f"pipelines, but --pipeline-schedule {plan.schedule} with --pipeline-model-parallel-size {plan.depth}{extra} "
-        f"needs {needed}: use --global-batch-size {needed * plan.microbatch * plan.width} or more, or fewer stages"
-    )
 
 
 # --- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
-def _undivided(tensor: int, flag: str, size: int) -> str | None:
-    if size % tensor == 0:
-        return None
-    return f"--tensor-model-parallel-size {tensor} does not divide {flag} {size}: use a size that does"
-
-
-def _heads(plan: Plan, model: Model, host: Host) -> str | None:
-    return _undivided(plan.tensor, "--num-attention-heads", model.heads)
-
-
-def _groups(plan: Plan, model: Model, host: Host) -> str | None:
-    groups, tensor = model.groups, plan.tensor
-    if groups == model.heads or groups % tensor == 0 or tensor % groups == 0:
+def _groups(case: Case) -> str | None:
+    groups, tensor = case.model.groups, case.plan.tensor
+    if groups == case.model.heads or groups % tensor == 0 or tensor % groups == 0:
         return None
     return (
         f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tensor}: "
@@ -183,32 +188,39 @@ def _groups(plan: Plan, model: Model, host: Host) -> str | None:
     )
 
 
-def _keys(plan: Plan, model: Model, host: Host) -> str | None:
+def _keys(case: Case) -> str | None:
     # Fewer groups than ranks are allowed, but the columns of the linear layer of queries, keys and values must divide.
-    if 2 * model.key_size % plan.tensor == 0 or model.heads % plan.tensor or _groups(plan, model, host):
+    model, tensor = case.model, case.plan.tensor
+    if 2 * model.key_size % tensor == 0 or model.heads % tensor or _groups(case):
         return None
     return (
         f"--num-query-groups {model.groups} x --kv-channels {model.head_size}: --tensor-model-parallel-size "
-        f"{plan.tensor} does not divide the {2 * model.key_size} columns of keys and values; use a smaller size"
+        f"{tensor} does not divide the {2 * model.key_size} columns of keys and values; use a smaller size"
     )
 
 
-def _ffn(plan: Plan, model: Model, host: Host) -> str | None:
-    return _undivided(plan.tensor, "--ffn-hidden-size", model.ffn)
+def _ffn(case: Case) -> str | None:
+    if case.model.ffn % case.plan.tensor == 0:
+        return None
+    return (
+        f"--tensor-model-parallel-size {case.plan.tensor} does not divide --ffn-hidden-size {case.model.ffn}: "
+        "use a size that does"
+    )
 
 
-def _sequence(plan: Plan, model: Model, host: Host) -> str | None:
-    if not plan.sequence_parallel or model.sequence % plan.tensor == 0:
+def _sequence(case: Case) -> str | None:
+    plan, sequence = case.plan, case.model.sequence
+    if not plan.sequence_parallel or sequence % plan.tensor == 0:
         return None
     return (
         f"--tensor-model-parallel-size {plan.tensor} with --sequence-parallel does not divide --seq-length "
-        f"{model.sequence}: use a size that does, or leave --sequence-parallel out"
+        f"{sequence}: use a size that does, or leave --sequence-parallel out"
     )
 
 
-def _sequence_ranks(plan: Plan, model: Model, host: Host) -> str | None:
+def _sequence_ranks(case: Case) -> str | None:
     # Megatron's arguments drop the flag with a warning, its configuration raises an error.
-    if not plan.sequence_parallel or plan.tensor > 1:
+    if not case.plan.sequence_parallel or case.plan.tensor > 1:
         return None
     return "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it out"
 
@@ -216,65 +228,47 @@ def _sequence_ranks(plan: Plan, model: Model, host: Host) -> str | None:
 # --- layers and stages -----------------------------------------------------------------------------------------------
 
 
-def _layer_a_stage(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.depth <= model.layers:
+def _layer_a_stage(case: Case) -> str | None:
+    if case.plan.depth <= case.model.layers:
         return None
     return (
-        f"--pipeline-model-parallel-size {plan.depth} is more than --num-layers {model.layers}: "
+        f"--pipeline-model-parallel-size {case.plan.depth} is more than --num-layers {case.model.layers}: "
         "every stage needs a layer; use fewer stages"
     )
 
 
-def _even_split(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.first or plan.last or plan.depth > model.layers or model.layers % plan.depth == 0:
-        return None
-    return (
-        f"--num-layers {model.layers} cannot be split evenly over --pipeline-model-parallel-size {plan.depth}: use "
-        "a size that divides it, or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
-    )
+def _even_split(case: Case) -> str | None:
+    uneven = case.plan.first or case.plan.last or case.plan.depth > case.model.layers
+    return None if uneven else sizes.split(case.sizes)
 
 
-def _uneven_split(plan: Plan, model: Model, host: Host) -> str | None:
+def _uneven_split(case: Case) -> str | None:
     """Megatron does not look at the sizes of the middle stages: none, or less than none, would pass."""
-    if not (plan.first or plan.last) or plan.depth > model.layers:
+    plan = case.plan
+    if not (plan.first or plan.last) or plan.depth > case.model.layers:
         return None
-    stages = plan.depth - (plan.first > 0) - (plan.last > 0)
-    layers = model.layers - plan.first - plan.last
-    if plan.depth > 1 and (layers == 0 if stages == 0 else layers >= stages and layers % stages == 0):
-        return None
+    if plan.depth > 1:
+        return sizes.split(case.sizes)
     flags = (("--decoder-first-pipeline-num-layers", plan.first), ("--decoder-last-pipeline-num-layers", plan.last))
     given = " and ".join(f"{flag} {number}" for flag, number in flags if number)
-    if plan.depth == 1:
-        return f"{given} with --pipeline-model-parallel-size 1: the only stage has all layers; leave it out"
-    return (
-        f"{given}: {stages} other stages of --pipeline-model-parallel-size {plan.depth} cannot share the other "
-        f"{layers} of --num-layers {model.layers}; choose numbers that leave each as many"
-    )
+    return f"{given} with --pipeline-model-parallel-size 1: the only stage has all layers; leave it out"
 
 
 # --- Megatron's interleaved stages -----------------------------------------------------------------------------------
 
 
-def _interleaves(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.virtual == 1 or plan.schedule == "megatron":
+def _interleaves_stages(case: Case) -> str | None:
+    if case.plan.virtual == 1 or case.plan.depth > 1:
         return None
     return (
-        f"--num-virtual-stages-per-pipeline-rank {plan.virtual} does not work with --pipeline-schedule "
-        f"{plan.schedule}, whose stages are one model chunk: use --pipeline-schedule megatron, or leave it out"
-    )
-
-
-def _interleaves_stages(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.virtual == 1 or plan.depth > 1:
-        return None
-    return (
-        f"--num-virtual-stages-per-pipeline-rank {plan.virtual} needs --pipeline-model-parallel-size 2 or more: "
+        f"--num-virtual-stages-per-pipeline-rank {case.plan.virtual} needs --pipeline-model-parallel-size 2 or more: "
         "leave it out"
     )
 
 
-def _whole_chunks(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.virtual == 1 or any(rule(plan, model, host) for rule in (_layer_a_stage, _even_split, _uneven_split)):
+def _whole_chunks(case: Case) -> str | None:
+    plan, model = case.plan, case.model
+    if plan.virtual == 1 or sizes.split(case.sizes) or _uneven_split(case):
         return None
     layers = plan.layers_of(model)
     if all(number % plan.virtual == 0 for number in layers):
@@ -287,73 +281,41 @@ def _whole_chunks(plan: Plan, model: Model, host: Host) -> str | None:
     )
 
 
-def _whole_groups(plan: Plan, model: Model, host: Host) -> str | None:
+def _whole_groups(case: Case) -> str | None:
     # By default a chunk runs as many microbatches in a row as there are stages; fewer would make it wait for itself.
+    plan = case.plan
     if plan.virtual == 1 or plan.microbatches % plan.depth == 0:
         return None
-    batch = plan.depth * plan.microbatch * plan.width
     return (
         f"--global-batch-size {plan.global_batch} gives {plan.microbatches} microbatches a pipeline, but "
         f"--num-virtual-stages-per-pipeline-rank {plan.virtual} with --pipeline-model-parallel-size {plan.depth} "
-        f"needs a multiple of {plan.depth}: use a multiple of --global-batch-size {batch}"
+        f"needs a multiple of {plan.depth}: use a multiple of --global-batch-size "
+        f"{plan.depth * plan.microbatch * plan.width}"
     )
 
 
-# --- this project's schedules (arguments.py, REFUSED) ----------------------------------------------------------------
+# --- this project's schedules ----------------------------------------------------------------------------------------
 
 
-def _slots(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.gradient_slots == 2 or (plan.gradient_slots == 1 and plan.schedule == "2bw"):
-        return None
-    advice = "use 1 or 2" if plan.schedule == "2bw" else "it has no effect; leave it out (2)"
-    return f"--two-bw-gradient-slots {plan.gradient_slots} with --pipeline-schedule {plan.schedule}: {advice}"
+def _enough_microbatches(case: Case) -> str | None:
+    return sizes.microbatches(case.sizes) if case.plan.virtual == 1 else None  # _whole_groups
 
 
-def _extra_warmup(plan: Plan, model: Model, host: Host) -> str | None:
-    if not plan.extra_warmup:
-        return None
-    flag = f"--two-bw-extra-warmup {_listed(plan.extra_warmup)}"
-    if plan.schedule != "2bw" or plan.depth == 1:
-        return f"{flag} has no effect without --pipeline-schedule 2bw and several stages: leave it out"
-    if len(plan.extra_warmup) in (1, plan.depth - 1):
-        return None
-    return f"{flag}: give one number, or one for each of the {plan.depth - 1} boundaries between stages"
-
-
-def _extrapolates(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.schedule == "2bw" or not plan.extrapolate:
-        return None
-    return "--two-bw-correction extrapolate has no effect without --pipeline-schedule 2bw: leave it out"
-
-
-def _pipedream_shards(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.schedule != "pipedream" or not plan.distributed_optimizer:
-        return None
-    return (
-        "--use-distributed-optimizer does not work with --pipeline-schedule pipedream: its shards have one version; "
-        "leave it out"
+def _slots(case: Case) -> str | None:
+    slots = case.plan.gradient_slots
+    return sizes.SLOTS.message(case.sizes) or (
+        None if slots in (1, 2) else f"--two-bw-gradient-slots {slots}: use 1 or 2"
     )
 
 
-def _pipedream_ties(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.schedule != "pipedream" or plan.depth == 1 or not model.tied:
-        return None
-    return (
-        f"--pipeline-schedule pipedream with --pipeline-model-parallel-size {plan.depth}: each stage steps alone, so "
-        "tied embeddings would drift apart; add --untie-embeddings-and-output-weights"
-    )
-
-
-def _pipedream_scales(plan: Plan, model: Model, host: Host) -> str | None:
-    if plan.schedule != "pipedream" or host.precision != "fp16":
-        return None
-    return "--fp16 with --pipeline-schedule pipedream: each stage would scale the loss by itself; use --bf16, or fp32"
+def _shared(rule: Callable[[Sizes], str | None]) -> Callable[[Case], str | None]:
+    return lambda case: rule(case.sizes)
 
 
 # The rules that a search breaks most often come first.
 RULES: tuple[Rule, ...] = (
     ("sizes do not use every GPU", _all_gpus),
-    ("heads not divisible by tensor size", _heads),
+    ("heads not divisible by tensor size", _shared(sizes.HEADS.message)),
     ("query groups neither multiple nor divisor of tensor size", _groups),
     ("keys and values not divisible by tensor size", _keys),
     ("feed-forward size not divisible by tensor size", _ffn),
@@ -363,17 +325,17 @@ RULES: tuple[Rule, ...] = (
     ("layers not divisible by stages", _even_split),
     ("uneven split leaves no equal middle stages", _uneven_split),
     ("too few microbatches for the schedule", _enough_microbatches),
-    ("virtual stages only with Megatron's schedule", _interleaves),
+    ("virtual stages only with Megatron's schedule", _shared(sizes.ONE_CHUNK.message)),
     ("virtual stages with one pipeline stage", _interleaves_stages),
     ("layers of a stage not divisible by virtual stages", _whole_chunks),
     ("microbatches not divisible by stages with virtual stages", _whole_groups),
     ("bf16 not on this GPU", _has_bf16),
     ("gradient slots only with 2bw", _slots),
-    ("extra warm-up only with 2bw, for each boundary", _extra_warmup),
-    ("extrapolation only with 2bw", _extrapolates),
-    ("pipedream with the distributed optimizer", _pipedream_shards),
-    ("pipedream with tied embeddings", _pipedream_ties),
-    ("pipedream with fp16 and dynamic loss scale", _pipedream_scales),
+    ("extra warm-up only with 2bw, for each boundary", _shared(sizes.extra_warmup)),
+    ("extrapolation only with 2bw", _shared(sizes.EXTRAPOLATES.message)),
+    ("pipedream with the distributed optimizer", _shared(sizes.SHARDS.message)),
+    ("pipedream with tied embeddings", _shared(sizes.TIES.message)),
+    ("pipedream with fp16 and dynamic loss scale", _shared(sizes.SCALES.message)),
 )
 
 _CHECKS = tuple(check for _, check in FIELDS + RULES)

@@ -1,0 +1,116 @@
+"""The flags of this project: their names, their values, and what they do not go together with.
+
+Invariant: without torch and Megatron, so that they can be read before either is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from megatron_2bw import sizes
+from megatron_2bw.flags.rule import Args, Rule, line, value
+from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
+
+_HELP = {
+    "--pipeline-schedule": "order of forwards, backwards and weight updates. megatron: Megatron's own, untouched; "
+    + "; ".join(f"{schedule.name}: {schedule.summary}" for schedule in SCHEDULES.values()),
+    "--device": "where to compute; auto: on GPUs if there are any, else on the CPU over gloo",
+    "--two-bw-exchange": "transport between pipeline stages; auto: that of --distributed-backend; gloo stages GPU "
+    "tensors through the host",
+    "--two-bw-gradient-slots": "gradient buffers of 2bw; with 2 a batch accumulates while the one before is reduced "
+    "and applied, with 1 it waits for that and saves their memory",
+    "--two-bw-extra-warmup": "more forwards that the stages of 2bw run ahead, for each boundary between stages, first "
+    "to last, or one number for all: 1 hides messages that take up to half of a microbatch's time (slow links between "
+    "servers), 2 up to all of it; each costs the activations of a microbatch on the stages before it",
+    "--two-bw-sync-iterations": "the first N iterations of 2bw, in which the weights change most, run without gradient "
+    "delay, with a flush; then the pipeline goes over without a stop",
+    "--two-bw-correction": "against the gradient delay of 2bw. extrapolate: a batch computes with W(j) + factor (W(j) "
+    "- W(j-1)), so its gradients are taken near the weights that they change; evaluation and checkpoints have the true "
+    "W(j)",
+    "--two-bw-correction-factor": "of --two-bw-correction extrapolate, between 0 (no correction) and 1 (a whole "
+    "update)",
+    "--two-bw-trace": "record when every action of every stage ran and how long it waited: DIR/trace.json for "
+    "Perfetto, DIR/timeline.png",
+}
+
+
+def extra_warmup(text: str) -> tuple[int, ...]:
+    """The value of --two-bw-extra-warmup: whole numbers, none of them negative, with commas between."""
+    if not all(word.isdecimal() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers of 0 or more, with commas between")
+    return tuple(int(word) for word in text.split(","))
+
+
+def sync_iterations(text: str) -> int:
+    """The value of --two-bw-sync-iterations: a whole number, not negative."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of 0 or more")
+    return int(text)
+
+
+def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.ArgumentParser:
+    """Add this project's flags to a parser, with or without the choice of the device."""
+    group = parser.add_argument_group("pipeline schedule (megatron_2bw)")
+
+    def add(flag: str, **options) -> None:
+        group.add_argument(flag, help=_HELP[flag], **options)
+
+    add("--pipeline-schedule", choices=SCHEDULE_NAMES, default="megatron")
+    if device:
+        add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--two-bw-exchange", choices=("auto", "nccl", "gloo"), default="auto")
+    add("--two-bw-gradient-slots", type=int, choices=(1, 2), default=2)
+    add("--two-bw-extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]")
+    add("--two-bw-sync-iterations", type=sync_iterations, default=0, metavar="N")
+    add("--two-bw-correction", choices=("none", "extrapolate"), default="none")
+    add("--two-bw-correction-factor", type=float, default=1.0, metavar="FACTOR")
+    add("--two-bw-trace", type=Path, metavar="DIR")
+    return parser
+
+
+def _for_nothing(args: Args) -> bool:
+    start = args.two_bw_sync_iterations
+    return args.two_bw_correction == "extrapolate" and start >= (args.train_iters or math.inf)
+
+
+def _waits_for_timers(args: Args) -> bool:
+    # The timers wait for the GPU, so receives are posted when they are asked for; then stages wait for each other.
+    exchange = args.distributed_backend if args.two_bw_exchange == "auto" else args.two_bw_exchange
+    return max(args.two_bw_extra_warmup, default=0) > 1 and args.timing_log_level >= 2 and exchange == "nccl"
+
+
+def _not_megatron(flag: str, default: object) -> Rule:
+    text = f"{flag} has no effect with --pipeline-schedule megatron: leave it out"
+    return line(text, lambda a: a.pipeline_schedule == "megatron" and value(a, flag) != default)
+
+
+OWN: tuple[Rule | sizes.Check, ...] = (
+    line(
+        "--two-bw-exchange nccl needs --distributed-backend nccl",
+        lambda a: a.two_bw_exchange == "nccl" and a.distributed_backend == "gloo",
+    ),
+    _not_megatron("--two-bw-exchange", "auto"),
+    _not_megatron("--two-bw-trace", None),
+    sizes.SLOTS,
+    sizes.only_2bw("--two-bw-sync-iterations", 0),
+    sizes.EXTRAPOLATES,
+    line(
+        "--two-bw-correction-factor has no effect without --two-bw-correction extrapolate: leave it out",
+        lambda a: a.two_bw_correction_factor != 1 and a.two_bw_correction != "extrapolate",
+    ),
+    line(
+        "--two-bw-correction-factor {given} must be between 0 and 1", lambda a: not 0 <= a.two_bw_correction_factor <= 1
+    ),
+    line(
+        "--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations {a.two_bw_sync_iterations} is not "
+        "below --train-iters {a.train_iters}",
+        _for_nothing,
+    ),
+    sizes.extra_warmup,
+    line(
+        "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0",
+        _waits_for_timers,
+    ),
+)

@@ -1,0 +1,122 @@
+"""A rule about a flag: when a command line breaks it, and the line that says so.
+
+Invariant: a rule reads the arguments, changes nothing, and answers one line that names the flag and says what to do,
+or None. It needs no torch: the planner uses the rules of `sizes.py` too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_2bw.schedules import SCHEDULES
+
+Args = Any  # an argparse.Namespace of Megatron's; for the rules of sizes.py the planner's Sizes too
+Condition = Callable[[Args], object]
+
+OUT = "leave the flag out"
+# What the line says between the flag and the reason, by scope. The scopes of schedules name the schedule.
+_WORDS = {
+    "any": "is not supported",
+    "cpu": "does not work on the CPU",
+    "local": "does not work with --transformer-impl local",
+    "bert": "does not work with BERT",
+}
+
+
+def value(args: Args, flag: str) -> Any:
+    """What the arguments hold for `flag`; None if Megatron has removed it while it validated them."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+
+
+def task(args: Args) -> str | None:
+    """ "gpt" or "bert"; None in a source checkout, whose entry scripts are Megatron's own."""
+    return value(args, "--task")
+
+
+def asks(args: Args, flag: str) -> bool:
+    """Whether the arguments have `flag`: "--lr" with a true value, "--optimizer adam sgd" with one of these."""
+    name, *choices = flag.split()
+    given = value(args, name)
+    return getattr(given, "name", given) in choices if choices else bool(given)  # Megatron makes enums of some choices
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A flag, or a value of it, that a run does not accept.
+
+    flag   its name, and the values that are meant if not all of them are: "--attention-backend flash fused".
+           If `typed`, a name that ends in "-" stands for all flags that begin with it
+    why    the reason, and what to do instead
+    scope  "any": with every schedule, since the entry script cannot; "ours": with this project's schedules;
+           "no flush": with those whose microbatches cross iterations; a schedule's name; "cpu": on the CPU;
+           "local": with Megatron's local layers, that is without Transformer Engine; "bert": for a BERT;
+           "line": always, and `why` is the rest of the line, with {given} for the flag's value and {a.lr} for --lr's
+    when   whether the arguments break the rule; the flag must then have one of the values, if it names any
+           (default: the flag has a true value, or one of the values)
+    typed  the rule is about typed flags only, so a default never breaks it
+    """
+
+    flag: str
+    why: str
+    scope: str = "ours"
+    when: Condition | None = None
+    typed: bool = False
+
+    def message(self, args: Args, argv: Iterable[str] = ()) -> str | None:
+        """The line for arguments that break the rule, or None. argv: the words that the arguments come from."""
+        if self.when and not self.when(args):  # first, for the planner asks this of many plans
+            return None
+        name, *choices = self.flag.split()
+        if (choices or not self.when) and not asks(args, self.flag) or not self._holds(args):
+            return None
+        given = value(args, name)
+        if self.typed and not (name := self._typed_in(argv)):
+            return None
+        if self.scope == "line":
+            return f"{name} {self.why.format(a=args, given=given)}"
+        shown = f" {given}" if given and isinstance(given, (str, int, float)) and given is not True else ""
+        words = _WORDS.get(self.scope) or f"does not work with --pipeline-schedule {args.pipeline_schedule}"
+        return f"{name}{shown} {words}: {self.why}"
+
+    def _typed_in(self, argv: Iterable[str]) -> str | None:
+        words = (word.split("=")[0] for word in argv)
+        begins = self.flag.endswith("-")
+        return next((word for word in words if word == self.flag or (begins and word.startswith(self.flag))), None)
+
+    def _holds(self, args: Args) -> bool:
+        if self.scope in ("any", "line"):
+            return True
+        if self.scope == "cpu":
+            from megatron_2bw import cpu  # it imports torch
+
+            return cpu.installed()
+        if self.scope in ("local", "bert"):
+            return (args.transformer_impl if self.scope == "local" else task(args)) == self.scope
+        schedule = SCHEDULES.get(args.pipeline_schedule)  # None: Megatron's own
+        if schedule is None:
+            return False
+        return self.scope in ("ours", schedule.name) or (self.scope == "no flush" and not schedule.flushes)
+
+
+def names(flags: str) -> list[str]:
+    """Several flags, each with its values if it names any."""
+    return re.split(r"\s+(?=--)", flags.strip())
+
+
+def rules(scope: str, *rows: tuple) -> tuple[Rule, ...]:
+    """A rule for each flag of each row: (flags, why) or (flags, why, when)."""
+    return tuple(Rule(flag, why, scope, *when) for flags, why, *when in rows for flag in names(flags))
+
+
+def line(text: str, when: Condition) -> Rule:
+    """A rule by the line that it answers."""
+    flag, why = text.split(" ", 1)
+    return Rule(flag, why, "line", when)

@@ -1,0 +1,204 @@
+"""What runs do not support: Megatron's flags that are refused by name, whatever else is on the command line.
+
+Invariant: whatever flag a run cannot honour is refused with the reason before training starts; nothing is silently
+ignored. `sizes.py` holds the rows that the planner shares.
+"""
+
+from __future__ import annotations
+
+from megatron_2bw import sizes
+from megatron_2bw.flags.rule import OUT, Args, Rule, installed, rules
+
+
+def _sharded_weights(args: Args) -> bool:
+    # Megatron sets it to the tensor-parallel size if it is not given.
+    return (args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size
+
+
+def _emerging(args: Args) -> bool:
+    """Whether the optimizer is of the package emerging_optimizers."""
+    return args.optimizer not in ("adam", "sgd")
+
+
+def _whole_matrices(args: Args) -> bool:
+    return args.optimizer == "dist_muon" or getattr(args, "use_layer_wise_distributed_optimizer", False)
+
+
+def _unsaved(args: Args) -> bool:
+    return args.save and args.optimizer == "soap" and args.ckpt_format == "torch_dist" and not args.no_save_optim
+
+
+_ONE_TASK = f"only pretraining of GPT and BERT is supported; {OUT}"
+_HYBRID = "hybrid models are not supported; train a GPT or a BERT"
+_LOADERS = "the script gives Megatron datasets, not loaders; use single or cyclic"
+_RESTART = "the script does not start again in its processes; use torchrun --max-restarts"
+_BROKEN = f"Megatron 0.19 fails with it; {OUT}"
+_DROPPED = f"Megatron 0.19 takes the flag and drops it; {OUT}"
+_PARTLY_SCALED = f"Megatron 0.19 divides only some gradients by it with this --optimizer; {OUT}"
+_NO_SOAP = "Megatron 0.19 saves no state of --optimizer soap in this format; use --ckpt-format torch"
+_NO_BERT = f"Megatron 0.19 has no such layers for it; {OUT}"
+_NEEDS_APEX = f"the norm of its head needs Apex for that, which is not installed; {OUT}"
+_EXPERTS = "mixture of experts is not supported yet; train a dense model"
+_LAYOUT = "layouts are not supported yet; use --decoder-first-pipeline-num-layers for an uneven split"
+_GRAPHS = f"a graph fixes the addresses of the weights, which change; {OUT}"
+_SHARDS = f"sharded parameters are not supported; {OUT}"
+_ORDER = f"it follows Megatron's own order of forwards and backwards; {OUT}"
+_BARRIERS = "its barriers would hold all stages up; add --no-barrier-with-level-1-timing"
+_NOT_YET = f"it is not supported yet; {OUT}"
+_BATCH_SIZE = "the number of microbatches must stay; give one --global-batch-size"
+_WHOLE_MATRICES = "Megatron gives each rank whole matrices to step, which are not versioned yet; "
+_TF32 = "TF32 is a setting of the whole process, whose next batch runs beside the step; use medium"
+_IN_FLIGHT = "microbatches of the next batch are in flight when an iteration ends; "
+_SKIPPED = f"{_IN_FLIGHT}none can be skipped"
+_AGAIN = f"{_IN_FLIGHT}none can be run again; use --rerun-mode disabled"
+_MIXED = f"{_IN_FLIGHT}what is written would mix batches"
+_NO_NORM = f"Megatron's local layers use torch's LayerNorm, which has no sequence parallelism; {OUT}"
+_NEEDS_TE = f"it needs Transformer Engine on a GPU; {OUT}"
+_NEEDS_GPU = f"it needs a GPU; {OUT}"
+_NEEDS_16_BITS = "needs Transformer Engine on a GPU; use --bf16, --fp16 or fp32"
+
+UNSUPPORTED: tuple[Rule, ...] = (
+    *rules(
+        "cpu",
+        ("--distributed-backend nccl", "NCCL needs GPUs; leave the flag out or give gloo"),
+        ("--transformer-impl transformer_engine", "Transformer Engine needs GPUs; leave the flag out or give local"),
+        ("--fp8-format", f"fp8 {_NEEDS_16_BITS}", lambda a: a.fp8),
+        ("--fp4-format", f"fp4 {_NEEDS_16_BITS}", lambda a: a.fp4),
+        ("--sequence-parallel", _NO_NORM),
+        ("--attention-backend flash fused", f"flash and fused attention need GPUs; {OUT}"),
+        ("--tp-comm-overlap", _NEEDS_TE),
+        ("--use-nccl-ub", f"NCCL needs GPUs; {OUT}", lambda a: a.nccl_ub),
+    ),
+    *rules(
+        "any",
+        ("--yaml-cfg", "it would drop the flags of the command line; give Megatron's flags instead"),
+        ("--hybrid-layer-pattern --hybrid-override-pattern", _HYBRID),
+        ("--sft --perform-rl-step --vision-pretraining", _ONE_TASK),
+        ("--logits-load-dir", f"distillation is not supported; {OUT}"),
+        ("--hybrid-context-parallel", f"sequences must have one length; {OUT}"),
+        ("--decoder-seq-length", f"GPT and BERT have one sequence length, --seq-length; {OUT}"),
+        ("--dataloader-inter-document-masking", "documents are not marked; use --reset-attention-mask"),
+        ("--dataloader-type external", _LOADERS),
+        ("--overlap-moe-expert-parallel-comm", f"the forward step gives no plan of its layers; {OUT}"),
+        ("--mtp-num-layers", f"the last stage reads no tokens; {OUT}"),
+        ("--log-straggler", f"the forward step feeds no straggler detector; {OUT}"),
+        ("--inprocess-restart", _RESTART),
+        ("--adlr-autoresume", f"it needs a library that is not public; {OUT}"),
+        ("--lazy-mpu-init", f"nobody would finish the initialisation; {OUT}"),
+        ("--rampup-batch-size --freeze-all-layers --create-all-gather-group", _DROPPED),
+        ("--rope-scaling-factor", _DROPPED, lambda a: a.rope_scaling_factor != 8.0),
+        ("--checkpoint-activations", "Megatron 0.19 no longer has it; use --recompute-granularity"),
+        ("--attention-backend local", f"Megatron 0.19 ties it to a --spec that does not exist; {OUT}"),
+        ("--transformer-impl inference_optimized", "it is for inference; use transformer_engine or local"),
+        ("--init-method-xavier-uniform --config-logger-dir", _BROKEN),
+        ("--optimizer adaptive_muon", "Megatron 0.19 fails at its first step; use muon"),
+        (
+            "--fp16",
+            "Megatron 0.19 has this --optimizer in fp32 and bf16; use --bf16",
+            lambda a: a.fp16 and _emerging(a),
+        ),
+        ("--loss-scale", _PARTLY_SCALED, lambda a: a.loss_scale and _emerging(a)),
+        ("--save", _NO_SOAP, _unsaved),
+        ("--muon-fp32-matmul-prec low", "torch has no such precision; use medium or high"),
+    ),
+    *rules(
+        "bert",  # Megatron would drop most of these without a word
+        (
+            "--context-parallel-size",
+            "its sequences cannot be split; use tensor or pipeline parallelism",
+            lambda a: a.context_parallel_size > 1,
+        ),
+        ("--position-embedding-type yarn mrope relative none", "it has learned_absolute and rope"),
+        (
+            "--qk-layernorm",
+            f"Megatron's local layers for it have none; {OUT}",
+            lambda a: a.qk_layernorm and a.transformer_impl == "local",
+        ),
+        ("--qk-l2-norm --multi-latent-attention --experimental-attention-variant", _NO_BERT),
+        ("--heterogeneous-layers-config-path", _NO_BERT),
+        ("--use-mup", f"its logits would not be scaled; {OUT}"),
+        (
+            "--attention-backend flash fused unfused",
+            f"its local layers choose by themselves; {OUT}",
+            lambda a: a.transformer_impl == "local",
+        ),
+        ("--sequence-parallel", _NEEDS_APEX, lambda a: a.sequence_parallel and not installed("apex")),
+        ("--apply-layernorm-1p", _NEEDS_APEX, lambda a: a.layernorm_zero_centered_gamma and not installed("apex")),
+        ("--window-size", f"it attends to all words; {OUT}"),
+        ("--num-experts", _EXPERTS),
+    ),
+    Rule("--num-layers-per-virtual-pipeline-stage", sizes.ONE_CHUNK.why),
+    sizes.ONE_CHUNK,
+    *rules(
+        "ours",
+        ("--pipeline-model-parallel-layout", _LAYOUT),
+        ("--cuda-graph-impl local transformer_engine full_iteration", _GRAPHS),
+        ("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph", _GRAPHS),
+        ("--use-megatron-fsdp --use-torch-fsdp2", _SHARDS),
+        ("--tensor-parallel-num-weight-shards", _SHARDS, _sharded_weights),
+        ("--num-experts", _EXPERTS),
+        ("--fp8-format", "fp8 weights are not versioned yet; use --bf16", lambda a: a.fp8),
+        ("--fp4-format", "fp4 weights are not versioned yet; use --bf16", lambda a: a.fp4),
+        ("--pipeline-model-parallel-comm-backend", "stages exchange by themselves; use --two-bw-exchange"),
+        ("--use-ring-exchange-p2p", f"stages exchange by themselves; {OUT}"),
+        ("--fake-process-group", f"stages exchange real messages; {OUT}"),
+        ("--defer-embedding-wgrad-compute", _ORDER),
+        ("--delay-wgrad-compute", f"a backward must be whole; {OUT}"),
+        ("--fine-grained-activation-offloading --cpu-offloading-num-layers", _ORDER),
+        ("--optimizer-cpu-offload", _NOT_YET),
+        ("--step-batch-size-schedule", _BATCH_SIZE),
+    ),
+    Rule("--timing-log-level", _BARRIERS, "2bw", lambda a: a.timing_log_level >= 1 and a.barrier_with_L1_time),
+    Rule("--decrease-batch-size-if-needed", _BATCH_SIZE, "no flush"),
+    sizes.SHARDS,
+    *rules(
+        "no flush",
+        ("--num-distributed-optimizer-instances", _NOT_YET, lambda a: a.num_distributed_optimizer_instances > 1),
+        ("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET),
+        ("--use-precision-aware-optimizer", f"its kernel writes one weight store only; {OUT}"),
+    ),
+    Rule("--overlap-param-gather-with-optimizer-step", f"the late step gathers by itself; {OUT}", "2bw"),
+    Rule("--optimizer", f"{_WHOLE_MATRICES}use muon, without --use-distributed-optimizer", "no flush", _whole_matrices),
+    Rule(
+        "--use-distributed-optimizer",
+        f"{_WHOLE_MATRICES}with this --optimizer, so {OUT}",
+        "no flush",
+        lambda a: a.use_distributed_optimizer and _emerging(a),
+    ),
+    Rule("--muon-fp32-matmul-prec high", _TF32, "2bw"),
+    *rules(
+        "no flush",
+        ("--iterations-to-skip --result-rejected-tracker-filename", _SKIPPED),
+        ("--phase-transition-iterations", f"{_IN_FLIGHT}they would be of the old phase"),
+        ("--rerun-mode validate_results report_stats", _AGAIN),
+        ("--save-activations-interval --save-dgrads-interval --save-wgrads-interval", _MIXED),
+        ("--save-params-interval", f"the step of a batch ends in the next iteration; {OUT}"),
+        ("--logits-save-dir --log-max-attention-logit", _MIXED),
+        ("--qk-clip", f"it changes weights that microbatches in flight still read; {OUT}"),
+    ),
+    sizes.SCALES,
+    sizes.TIES,
+    *rules(
+        "local",
+        ("--tensor-parallel-num-weight-shards", _NEEDS_TE, _sharded_weights),
+        ("--context-parallel-size", _NEEDS_TE, lambda a: a.context_parallel_size > 1),
+        ("--multi-latent-attention", _NEEDS_TE),
+        ("--apply-layernorm-1p", _NEEDS_TE, lambda a: a.layernorm_zero_centered_gamma),
+        ("--save-activations-interval --save-dgrads-interval --use-te-activation-func", _NEEDS_TE),
+        ("--use-transformer-engine-op-fuser --fused-residual-rmsnorm --use-kitchen-attention", _NEEDS_TE),
+        ("--use-grouped-gemm-for-dense-mlp --flash-attention-version --symmetric-ar-type", _NEEDS_TE),
+        ("--position-embedding-type relative", _NEEDS_TE),
+    ),
+    *rules(
+        "cpu",
+        ("--num-experts --cuda-graph-impl local transformer_engine full_iteration", _NEEDS_GPU),
+        ("--use-megatron-fsdp --use-torch-fsdp2 --cpu-offloading-num-layers --optimizer-cpu-offload", _NEEDS_GPU),
+        ("--pipeline-model-parallel-comm-backend --use-sharp --nccl-communicator-config-path", _NEEDS_GPU),
+        ("--gpu-sniff-test-interval --record-memory-history --log-device-memory-used", _NEEDS_GPU),
+        (
+            "--profile",
+            "it profiles a GPU; add --use-pytorch-profiler",
+            lambda a: a.profile and not a.use_pytorch_profiler,
+        ),
+    ),
+)

@@ -1,0 +1,211 @@
+"""Rules about the sizes of a model, its batch and its pipeline, each in one place: the checks of the command line and
+the planner's legality use them.
+
+Invariant: pure Python. A rule answers one line that names the flags, or None. It reads Megatron's names of the
+arguments, so it takes the command line's arguments or the planner's `Sizes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron_2bw.flags.rule import OUT, Rule, line, value
+from megatron_2bw.schedules import schedule_of
+
+
+class Sizes(NamedTuple):
+    """What the rules that the planner shares read, under Megatron's names. None: the flag is not given."""
+
+    pipeline_schedule: str
+    world_size: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    micro_batch_size: int
+    global_batch_size: int | None
+    num_layers: int
+    num_attention_heads: int
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    two_bw_gradient_slots: int = 2
+    two_bw_extra_warmup: tuple[int, ...] = ()
+    two_bw_correction: str = "none"
+    use_distributed_optimizer: bool = False
+    untie_embeddings_and_output_weights: bool = False
+    fp16: bool = False
+    loss_scale: float | None = None
+    context_parallel_size: int = 1
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | None = None
+
+
+Check = Callable[[Sizes], str | None]
+
+# --- the schedule's options ------------------------------------------------------------------------------------------
+
+ONE_CHUNK = Rule(
+    "--num-virtual-stages-per-pipeline-rank", f"interleaved stages are not supported, a stage is one model chunk; {OUT}"
+)
+SHARDS = Rule("--use-distributed-optimizer", f"its shards have one version; {OUT}", "pipedream")
+SCALES = Rule(
+    "--fp16",
+    "each stage would scale the loss by itself; add --loss-scale N, or use --bf16",
+    "pipedream",
+    lambda s: s.fp16 and s.loss_scale is None,
+)
+TIES = Rule(
+    "--untie-embeddings-and-output-weights",
+    "it must be given: each stage clips and steps alone, so tied embeddings would drift apart",
+    "pipedream",
+    lambda s: s.pipeline_model_parallel_size > 1 and not s.untie_embeddings_and_output_weights,
+)
+
+
+def only_2bw(flag: str, default: object) -> Rule:
+    """A flag that another schedule would not read, so it must have its default there."""
+    text = f"{flag} has no effect without --pipeline-schedule 2bw: leave it out"
+    return line(text, lambda s: s.pipeline_schedule != "2bw" and value(s, flag) != default)
+
+
+SLOTS = only_2bw("--two-bw-gradient-slots", 2)
+EXTRAPOLATES = only_2bw("--two-bw-correction", "none")
+
+
+def extra_warmup(s: Sizes) -> str | None:
+    """--two-bw-extra-warmup needs 2bw and several stages, and one number or one for each boundary between stages."""
+    extra, boundaries = s.two_bw_extra_warmup, s.pipeline_model_parallel_size - 1
+    if extra and (s.pipeline_schedule != "2bw" or not boundaries):
+        return "--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages: leave it out"
+    if len(extra) in (0, 1, boundaries):
+        return None
+    return (
+        f"--two-bw-extra-warmup has {len(extra)} numbers: give one, or one for each of the {boundaries} boundaries "
+        "between stages"
+    )
+
+
+# --- processes and the batch -----------------------------------------------------------------------------------------
+
+
+def processes(s: Sizes) -> str | None:
+    """The number of processes must be a multiple of --pipeline-model-parallel-size x --tensor-model-parallel-size x
+    --context-parallel-size."""
+    flags = ("--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size")
+    sizes = [(flag, value(s, flag)) for flag in flags]
+    needed = math.prod(size for _, size in sizes)
+    if s.world_size % needed == 0:
+        return None
+    product = " x ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
+    return (
+        f"{product} needs a multiple of {needed} processes, but there are {s.world_size}: "
+        "change the sizes, or the number of processes (torchrun --nproc-per-node)"
+    )
+
+
+def _pipelines(s: Sizes) -> int:
+    return s.world_size // (s.pipeline_model_parallel_size * s.tensor_model_parallel_size * s.context_parallel_size)
+
+
+def batch(s: Sizes) -> str | None:
+    """--global-batch-size must be a multiple of --micro-batch-size x pipelines, and at most --train-samples."""
+    pipelines = _pipelines(s)
+    replica = s.micro_batch_size * pipelines
+    size = s.global_batch_size or replica
+    if s.train_samples and s.train_samples < size:
+        return f"--train-samples {s.train_samples} is less than one --global-batch-size {size}"
+    if size % replica and not s.decrease_batch_size_if_needed:
+        return (
+            f"--global-batch-size {size} is not a multiple of --micro-batch-size {s.micro_batch_size} "
+            f"x {pipelines} pipelines: use a multiple of {replica}"
+        )
+    return None
+
+
+def evaluation_batch(s: Sizes) -> str | None:
+    """--eval-micro-batch-size must be 1 with --full-validation, and --micro-batch-size with tensor parallelism."""
+    size, undivided = s.eval_micro_batch_size or s.micro_batch_size, s.tensor_model_parallel_size == 1
+    if s.full_validation and not (undivided and s.pipeline_model_parallel_size == 1) and size != 1:
+        return "--full-validation takes one sample at a time: with several stages it needs --eval-micro-batch-size 1"
+    if undivided or size == s.micro_batch_size:
+        return None
+    return (
+        f"--eval-micro-batch-size {size} must equal --micro-batch-size {s.micro_batch_size} with tensor "
+        "parallelism: leave it out"
+    )
+
+
+def microbatches(s: Sizes) -> str | None:
+    """--global-batch-size must give each pipeline the microbatches that the schedule needs: 2bw one for each stage, and
+    more with --two-bw-extra-warmup."""
+    stages, extra = s.pipeline_model_parallel_size, s.two_bw_extra_warmup
+    schedule = schedule_of(s.pipeline_schedule, gradient_slots=s.two_bw_gradient_slots, extra_warmup=extra)
+    if schedule is None or len(extra) not in (0, 1, stages - 1):
+        return None
+    pipelines = _pipelines(s)
+    replica = s.micro_batch_size * pipelines
+    size = s.global_batch_size or replica
+    number, needed = size // replica, schedule.min_microbatches(stages)
+    if number >= needed:
+        return None
+    reason = "with --two-bw-extra-warmup needs" if extra else "needs as many as there are stages,"
+    return (
+        f"--global-batch-size {size} gives {number} microbatch{'es' * (number != 1)} on each of "
+        f"{pipelines} pipeline{'s' * (pipelines != 1)}, but --pipeline-schedule {schedule.name} {reason} {needed}: use "
+        f"--global-batch-size {needed * replica} or more"
+    )
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+HEADS = line(
+    "--tensor-model-parallel-size {given} does not divide --num-attention-heads {a.num_attention_heads}",
+    lambda s: s.num_attention_heads % s.tensor_model_parallel_size,
+)
+WIDTHS = (
+    line(
+        "--num-attention-heads {given} does not divide --hidden-size {a.hidden_size}",
+        lambda s: s.hidden_size % s.num_attention_heads and s.kv_channels is None,
+    ),
+    line(
+        "--num-query-groups {given} does not divide --num-attention-heads {a.num_attention_heads}",
+        lambda s: s.group_query_attention and s.num_attention_heads % s.num_query_groups,
+    ),
+    HEADS,
+    line(
+        "--window-size takes two numbers, such as 128,0",
+        lambda s: s.window_size is not None and len(s.window_size) != 2,
+    ),
+    line(
+        "--padded-vocab-size {given} is less than --vocab-size {a.vocab_size}",
+        lambda s: s.padded_vocab_size is not None and s.padded_vocab_size < (s.vocab_size or 0),
+    ),
+    line(
+        "--seq-length {given} is more than --max-position-embeddings {a.max_position_embeddings}",
+        lambda s: s.seq_length > s.max_position_embeddings,
+    ),
+)
+
+
+def split(s: Sizes) -> str | None:
+    """--num-layers must divide evenly over the stages, but for a first or last one with layers of its own."""
+    if s.pipeline_model_parallel_layout:
+        return None
+    flags = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+    own = {flag: value(s, flag) for flag in flags if value(s, flag) is not None}
+    extra = s.account_for_embedding_in_pipeline_split + s.account_for_loss_in_pipeline_split
+    layers, stages = s.num_layers + extra - sum(own.values()), s.pipeline_model_parallel_size - len(own)
+    if layers == 0 if stages == 0 else layers >= stages > 0 and layers % stages == 0:
+        return None
+    if own:
+        given = " and ".join(f"{flag} {number}" for flag, number in own.items())
+        return f"{given}: {stages} other stages cannot share the other {layers} of --num-layers {s.num_layers}"
+    return (
+        f"--num-layers {s.num_layers} cannot be split over --pipeline-model-parallel-size {stages}: use a multiple, "
+        "or --decoder-first-pipeline-num-layers for an uneven split"
+    )
+
+
+RULES = (processes, batch, evaluation_batch, microbatches, *WIDTHS, split)
