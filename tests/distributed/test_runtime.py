@@ -148,7 +148,7 @@ BARRIERLESS = "--no-barrier-with-level-1-timing"
 def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches, extra):
     """--timing-log-level 2 on NCCL: no receive may be posted whose message this stage has yet to cause.
 
-    So with two more forwards ahead the stages would wait for each other: arguments.py refuses that.
+    So with two more forwards ahead the stages would wait for each other: flags/own.py refuses that.
     """
     argv = command(
         stages,
