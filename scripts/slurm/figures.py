@@ -1,19 +1,20 @@
-"""What the paper's Figures 6 and 7 compare, and their bars: the runs of a sweep, their speed, the picture.
+"""The runs of the paper's Figures 6 and 7, their speed, and the picture.
 
-Invariant: a bar is the fastest microbatch that was completed; where none was, the bar is a word, not a height.
+Invariant: a bar is the fastest completed microbatch size; where no run completed, a word stands in place of the bar.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw import run_log
+from megatron_2bw.files import write_figure
 from megatron_2bw.planner.describe.plan import Plan
 
-# The figures' systems: the schedule, and whether the model is divided into stages or by tensor parallelism.
+# The systems of the figures: the schedule, and whether the model is split into stages or by tensor parallelism.
 SYSTEMS = {
     "inter-layer MP": ("no-pipelining", True),
     "tensor MP": ("megatron", False),
@@ -103,23 +104,15 @@ def grid(panels: Sequence[Panel], systems: Sequence[str], microbatches: Sequence
 
 
 def measured(text: str, warm_up: int) -> dict[str, Any]:
-    """Speed from Megatron's log lines after `warm_up` iterations; empty if there is none.
-
-    A line's milliseconds are those of each iteration since the line before it.
-    """
-    lines = re.findall(
-        r"iteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \(ms\): ([\d.]+) \|"
-        r".*?global batch size: +(\d+) \|(.*)",
-        text,
-    )
+    """Speed from Megatron's log lines after `warm_up` iterations; empty if there is none."""
     times, batch, memory, before = [], 0, 0.0, 0
-    for iteration, milliseconds, size, rest in lines:
-        count = int(iteration) - before
+    for line in run_log.training(text):
+        if line.milliseconds is None:  # cut off
+            continue
         if before >= warm_up:
-            times += [float(milliseconds)] * count
-        before, batch = int(iteration), int(size)
-        stages = re.search(r"peak memory by stage \(GiB\): ([\d. ]+) \|", rest)
-        memory = max([memory, *map(float, stages[1].split())]) if stages else memory
+            times += [line.milliseconds] * (line.iteration - before)
+        before, batch = line.iteration, int(line.fields["global batch size"])
+        memory = max([memory, *line.stage_memory])
     if not times:
         return {}
     mean = sum(times) / len(times)
@@ -145,13 +138,11 @@ def bars(entries: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[tuple
 
 def draw(entries: list[dict[str, Any]], path: Path) -> None:
     """The bars of each panel, grouped by batch size; a word where nothing was measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     panels = bars(entries)
-    figure, all_axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), squeeze=False)
     for axes, ((name, model, gpus), values) in zip(all_axes[0], panels.items()):
         systems = [system for system in SYSTEMS if any(key[0] == system for key in values)]
         batches = sorted({batch for _, batch in values})
@@ -168,7 +159,4 @@ def draw(entries: list[dict[str, Any]], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0][0].set_ylabel("samples / s")
     all_axes[0][0].legend(fontsize=7)
-    part = path.with_suffix(".part")
-    figure.savefig(part, dpi=150, format="png")
-    part.replace(path)
-    plt.close(figure)
+    write_figure(path, figure)

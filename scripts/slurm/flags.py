@@ -1,6 +1,6 @@
-"""Megatron's flags of a Slurm job, a word a line: of a model by name, or of a plan file of the planner.
+"""Megatron's flags of a Slurm job, one word per line: of a model by name, or of a plan file of the planner.
 
-Invariant: the numbers are those of megatron_2bw.planner; what does not fit the allocation ends with one line, status 2.
+Invariant: the numbers are megatron_2bw.planner's; what does not fit the allocation ends with one line and status 2.
 
     python scripts/slurm/flags.py --kind gpt --model gpt-2.2b --servers 1 --processes 8 --precision bf16
 """
@@ -15,43 +15,39 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_2bw.planner.describe.model import PRESETS, Model  # noqa: E402
-from megatron_2bw.planner.describe.plan import Plan  # noqa: E402
-from megatron_2bw.planner.tell.jobs import TRAINING, mock_data  # noqa: E402
+from megatron_2bw.errors import UserError, usage_error
+from megatron_2bw.planner.describe.model import PRESETS, Model
+from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.tell.jobs import TRAINING, mock_data
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
-class JobError(Exception):
-    """A variable of the job that cannot be used, said in one line."""
-
-
 def words(kind: str, model: str, plan: str, servers: int, processes: int, precision: str, data: str = "") -> list[str]:
-    """The flags of the model, of the plan, of a first training and of the data (mock data if none are given).
+    """The flags of the model, the plan, a first training and the data (by default mock data).
 
-    JobError says which variable is wrong.
+    UserError names the wrong variable.
     """
     if precision and precision not in PRECISIONS:
-        raise JobError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
+        raise UserError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
     entry = _read(Path(plan)) if plan else None
     found = Model(**entry["model"]) if entry else _named(model, kind)
     if found.kind != kind:
-        raise JobError(f"{found.name} is a {found.kind.upper()}: submit pretrain_{found.kind}_2bw.sbatch")
+        raise UserError(f"{found.name} is a {found.kind.upper()}: submit pretrain_{found.kind}_2bw.sbatch")
     if entry is None:
         sizes = default_plan(found, servers * processes).flags(precision)
     elif model and model != found.name:
-        raise JobError(f"MODEL={model}: PLAN={plan} is for {found.name}; give one of them")
+        raise UserError(f"MODEL={model}: PLAN={plan} is for {found.name}; give one of them")
     elif precision and precision != entry["precision"]:
-        raise JobError(f"PRECISION={precision}: PLAN={plan} is for {entry['precision']}; plan with --precision")
+        raise UserError(f"PRECISION={precision}: PLAN={plan} is for {entry['precision']}; plan with --precision")
     else:
         sizes = _planned(entry, plan, servers, processes)
     try:
         own = shlex.split(data)
     except ValueError as error:
-        raise JobError(f"DATA_ARGS={' '.join(data.split())}: {error}") from None
+        raise UserError(f"DATA_ARGS={' '.join(data.split())}: {error}") from None
     return [*found.flags(), *sizes, *TRAINING, *(own or mock_data(found))]
 
 
@@ -60,7 +56,7 @@ def _named(name: str, kind: str) -> Model:
     if found is None:
         names = ", ".join(model.name for model in PRESETS.values() if model.kind == kind)
         what = f"MODEL={name}: not one of" if name else "give MODEL or PLAN=plan.json; MODEL is one of"
-        raise JobError(f"{what} {names}")
+        raise UserError(f"{what} {names}")
     return found
 
 
@@ -68,9 +64,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise JobError(f"PLAN={path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"PLAN={path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content, dict) or not content.get("plans") or "cluster" not in content:
-        raise JobError(f"PLAN={path} holds no plan; write it with megatron-2bw-plan ... --json {path}")
+        raise UserError(f"PLAN={path} holds no plan; write it with megatron-2bw-plan ... --json {path}")
     return content
 
 
@@ -79,7 +75,7 @@ def _planned(entry: dict[str, Any], plan: str, servers: int, processes: int) -> 
     cluster = entry["cluster"]
     wanted = (cluster["servers"], cluster["gpus_per_server"])
     if wanted != (servers, processes):
-        raise JobError(
+        raise UserError(
             f"PLAN={plan} is for {wanted[0]} nodes with {wanted[1]} GPUs each, the job has {servers} with {processes}: "
             f"give sbatch --nodes={wanted[0]} --gpus-per-node={wanted[1]}, or plan for these"
         )
@@ -89,7 +85,7 @@ def _planned(entry: dict[str, Any], plan: str, servers: int, processes: int) -> 
 def default_plan(model: Model, ranks: int) -> Plan:
     """2BW on as many stages as divide the ranks and the layers, with the fewest microbatches that fill them.
 
-    With other --pipeline-model-parallel-size of the caller the same global batch still fills the stages.
+    If the caller changes --pipeline-model-parallel-size, the same global batch still fills the stages.
     """
     depth = max(d for d in range(1, ranks + 1) if ranks % d == 0 and model.layers % d == 0)
     return Plan(tensor=1, depth=depth, width=ranks // depth, microbatch=1, microbatches=depth)
@@ -107,26 +103,18 @@ def main() -> int:
     parser.add_argument(
         "--null",
         action="store_true",
-        help="for job.sh: a NUL after each word, and after what is wrong, which is on stdout then too",
+        help="for job.sh: a NUL after each word and after an error line, which also goes to stdout",
     )
-    options = parser.parse_args()
+    options = vars(parser.parse_args())
+    null = options.pop("null")
     try:
-        found = words(
-            options.kind,
-            options.model,
-            options.plan,
-            options.servers,
-            options.processes,
-            options.precision,
-            options.data,
-        )
-    except JobError as error:
-        if options.null:
-            _with_nulls([str(error)])
-        else:
-            print(f"error: {error}", file=sys.stderr)
+        found = words(**options)
+    except UserError as error:
+        if not null:
+            usage_error("flags.py", error)
+        _with_nulls([str(error)])
         return 2
-    if options.null:
+    if null:
         _with_nulls(found)
     else:
         print("\n".join(found))
@@ -134,7 +122,7 @@ def main() -> int:
 
 
 def _with_nulls(found: list[str]) -> None:
-    """What bash's mapfile takes: a word may hold newlines and bytes that are not UTF-8, as paths may."""
+    """For bash's mapfile: a word may hold newlines and bytes that are not UTF-8, as paths may."""
     sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in found))
 
 

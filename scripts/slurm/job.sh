@@ -1,13 +1,13 @@
-# Sourced by the job scripts: trains in a Slurm job, saves before the time is over, queues the job again, and keeps a
+# Sourced by the job scripts: trains in a Slurm job, saves before the time limit, queues the job again, and keeps a
 # status file.
 #
-# Invariant: a job ends with a word in its status file, and goes on from its last checkpoint whenever it starts again.
+# Invariant: a job ends with a word in its status file, and each new start continues from the last checkpoint.
 #
 #   train KIND FLAGS...        a gpt or bert: of MODEL or PLAN, PRECISION and DATA_ARGS, then the caller's flags
 #   run_job ENTRY FLAGS...     the entry script of that name; all flags are the caller's
 #
-# Variables, all with defaults but the first where there are no GPUs:
-#   PROCESSES_PER_NODE   one a GPU; on nodes without GPUs say how many
+# Variables; all have defaults, except the first on nodes without GPUs:
+#   PROCESSES_PER_NODE   default: one per GPU
 #   CHECKPOINTS          folder of the checkpoints; `none`: save nothing, start from the beginning each time
 #   LOGS                 folder of status.json and of a log for each start and node
 #   MEGATRON_2BW, PYTHON the clone and its Python
@@ -23,7 +23,7 @@ if [[ -z ${CHECKPOINTS:-} ]]; then
     CHECKPOINTS=$PWD/checkpoints/$(basename "$name" .json)
 fi
 LOGS=${LOGS:-$PWD/logs/$SLURM_JOB_NAME-$SLURM_JOB_ID}
-START=${SLURM_RESTART_COUNT:-0} # how often Slurm has started this job before
+START=${SLURM_RESTART_COUNT:-0} # how often Slurm started this job before
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 mkdir -p "$LOGS"
 
@@ -32,7 +32,7 @@ status() { # status COMMAND ...: the only writer of status.json
         --start "$START" --checkpoints "$CHECKPOINTS" "${@:2}"
 }
 
-fail() { # fail MESSAGE: what the user must change, before anything runs
+fail() { # fail MESSAGE: the user must change something; nothing has run yet
     echo "$SLURM_JOB_NAME: error: $*" >&2
     status end --refused "$*" >/dev/null || true
     exit 2
@@ -58,8 +58,8 @@ slurm_says() { # JobState=... Reason=... Restarts=...; asked again when the cont
     echo "$said "
 }
 
-# Slurm's signals to this shell: that of --signal, while the job runs; and the last one before the kill, when its time
-# is over, when it is cancelled, or when Slurm has queued it again for another reason.
+# Slurm's signals to this shell: that of --signal while the job runs; and the last one before the kill, at the time
+# limit, at a cancellation, or when Slurm has queued the job again for another reason.
 on_signal() {
     interrupted=1
     case $(slurm_says) in
@@ -76,9 +76,9 @@ on_signal() {
     esac
 }
 
-last_signal() { # with a file that is right if the kill comes before the end of the save
+last_signal() { # with a status file that is right if the kill precedes the end of the save
     signalled=$1
-    status late "$1" || true # it has said why; the ranks are saving
+    status late "$1" || true # it has reported why; the ranks are saving
 }
 
 saved_iteration() { # of the newest checkpoint; nothing without one
@@ -99,7 +99,7 @@ claim_checkpoints() { # two jobs that save to one folder would mix their checkpo
     mv "$CHECKPOINTS/slurm_job.$SLURM_JOB_ID" "$CHECKPOINTS/slurm_job"
 }
 
-running() { # running JOB: prints it if it may still save; status 1 and squeue's fault if Slurm does not say
+running() { # running JOB: prints it if it may still save; status 1 and squeue's error if Slurm does not answer
     local found
     if found=$(squeue --noheader --format=%i --states=RUNNING,COMPLETING,SUSPENDED --jobs "$1" 2>&1); then
         grep --word-regexp "$1" <<<"$found" || echo
@@ -126,7 +126,7 @@ train() {
 }
 
 check_allocation() {
-    # A job that was submitted inside an array has the array's variable too; Slurm knows better.
+    # A job submitted from inside an array inherits the array's variable; ask Slurm.
     [[ -z ${SLURM_ARRAY_JOB_ID:-} || $(slurm_says) != *ArrayJobId=* ]] ||
         fail "sbatch --array: a job of an array cannot queue itself again; submit each as a job of its own"
     [[ -n $PROCESSES_PER_NODE ]] ||
@@ -178,10 +178,10 @@ run_job() {
     finish "$exit_status" "$before"
 }
 
-finish() { # finish EXIT_STATUS SAVED_BEFORE: decide what has happened, and leave or start again
+finish() { # finish EXIT_STATUS SAVED_BEFORE: decide what happened, and exit or start again
     trap '' TERM # a requeue ends this shell
     local verdict
-    verdict=$(status end --exit-status "$1" $signalled) || true # it has said why, as when the quota is full
+    verdict=$(status end --exit-status "$1" $signalled) || true # it has reported why, such as a full quota
     if [[ -z $verdict && $signalled == --signalled && $(saved_iteration) != "$2" ]]; then
         echo "$SLURM_JOB_NAME: no word from status.py; it has saved after the signal, so it is queued again" >&2
         verdict=requeue

@@ -1,6 +1,6 @@
-"""The status file of a Slurm job: one word for how it is, why, and all that it was before.
+"""The status file of a Slurm job: one word for its state, the reason, and its history.
 
-Invariant: `decide` alone turns what is known of an ended start into a word; the file is replaced whole; it is one of
+Invariant: only `decide` maps the facts of an ended start to a word; the file is replaced whole; the word is one of
 pending, running, completed, out of memory, timeout, failed.
 
     python scripts/slurm/status.py show logs/*     # what the files say, corrected by what Slurm says of dead jobs
@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_2bw import run_log
+from megatron_2bw.errors import UserError, report
+from megatron_2bw.files import write_json
+
 WORDS = ("pending", "running", "completed", "out of memory", "timeout", "failed")
 OPEN = ("pending", "running")
 ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")  # of Slurm's words
-IDLE_STARTS = 3  # starts on end without a saved iteration, before a job is no longer queued again
-TAIL = 2**20  # bytes at a log's end in which its last words are
-KILLED = 128 + 9  # of a process that was killed, as the kernel does when memory is short
+IDLE_STARTS = 3  # consecutive starts without a saved iteration after which a job is not queued again
+TAIL = 2**20  # bytes at the end of a log that are searched
+KILLED = 128 + 9  # exit status after SIGKILL, which the kernel sends when memory is short
 
-ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) \|")
 LEFT = re.compile(r"exiting program after receiving SIG")  # Megatron, saved
 SIGNALLED = re.compile(r"node\.sh: Slurm has sent SIGTERM")
 MEMORY = re.compile(
@@ -36,23 +39,19 @@ MEMORY = re.compile(
 )
 
 
-class SlurmError(Exception):
-    """Slurm is not there or refuses, or a file is not a status file; said in one line."""
-
-
 @dataclass(frozen=True)
 class Facts:
     """What is known when a start has ended.
 
     exit_status  of srun
     text         the logs of this start
-    signalled    Slurm has asked the job to end: its time is almost over, or it is preempted
-    cancelled    Slurm is ending the job for another reason: a user or an administrator did that
-    requeued     Slurm has ended and queued the job again by itself: preempted without a grace time, scontrol requeue
+    signalled    Slurm asked the job to end: its time limit is near, or it is preempted
+    cancelled    Slurm ends the job for another reason: a user or an administrator cancelled it
+    requeued     Slurm ended the job and queued it again: preempted without a grace time, scontrol requeue
     saved        iteration of the newest checkpoint, 0 without one
     before       the same, when this start began
-    idle         starts on end, before this one, that have saved nothing
-    keeps        it saves checkpoints at all
+    idle         consecutive starts before this one that saved nothing
+    keeps        the job saves checkpoints
     """
 
     exit_status: int
@@ -73,9 +72,9 @@ class Outcome(NamedTuple):
 
 
 def decide(facts: Facts) -> Outcome:
-    """How a start has ended, and whether the job shall start again."""
-    lines = ITERATION.findall(facts.text)
-    last, planned = map(int, lines[-1]) if lines else (0, 0)
+    """How a start ended, and whether to queue the job again."""
+    lines = list(run_log.training(facts.text))
+    last, planned = (lines[-1].iteration, lines[-1].planned) if lines else (0, 0)
     # srun also ends the other nodes when one has failed; then its status is not 0.
     left = bool(LEFT.search(facts.text)) or facts.exit_status == 0 and bool(SIGNALLED.search(facts.text))
     early = facts.signalled or left or facts.exit_status != 0
@@ -103,14 +102,14 @@ def decide(facts: Facts) -> Outcome:
 
 
 def _line(text: str, pattern: re.Pattern[str]) -> str:
-    """The first line that says it."""
+    """The first line with the pattern."""
     return next((line.strip()[:300] for line in text.splitlines() if pattern.search(line)), "")
 
 
 def of_slurm(state: str, file: dict[str, Any]) -> Outcome | None:
-    """What has become of a job whose file is still open; None if it is as the file says.
+    """The outcome of a job whose file is still open; None if the file is right.
 
-    state: Slurm's word for the job, empty if it does not know it any more.
+    state: Slurm's word for the job, empty if Slurm no longer knows the job.
     """
     word = state.split()[0].rstrip("+") if state else ""
     if file["status"] not in OPEN or word in ALIVE:
@@ -120,7 +119,7 @@ def of_slurm(state: str, file: dict[str, Any]) -> Outcome | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file's content; empty if there is none. SlurmError if it is another file."""
+    """The file's content; empty if there is none. UserError if it is another file."""
     try:
         content = json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -128,29 +127,21 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict) or not {"status", "reason", "time"} <= content.keys():
-        raise SlurmError(f"{path}: not a status file of a job")
+        raise UserError(f"{path}: not a status file of a job")
     return content
 
 
 def write(path: Path, outcome: Outcome, **fields: Any) -> None:
-    """Replace the file; what it said before is in its history."""
+    """Replace the file; its earlier words are in its history."""
     content = read(path) | fields
     entry = {"status": outcome.word, "reason": outcome.reason, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     content |= entry | {"history": [*content.get("history", []), entry | {"start": content.get("start", 0)}]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-        os.chmod(temporary, 0o644)  # mkstemp's is for the owner alone
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_json(path, content)
 
 
 def tail(path: Path) -> str:
-    """The log's end, which may be that of weeks."""
+    """The end of a log, which may cover weeks."""
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL))
         return file.read().decode(errors="replace")
@@ -165,7 +156,7 @@ def saved_iteration(checkpoints: str) -> int:
 
 
 def begin(options: argparse.Namespace) -> int:
-    """A start begins. Status 1 if the starts before it have saved nothing, as when nodes fail again and again."""
+    """A start begins. Status 1 if the last starts saved nothing, as when nodes fail repeatedly."""
     content, saved = read(options.file), saved_iteration(options.checkpoints)
     idle = 0
     if options.start and options.checkpoints != "none" and content.get("saved") == saved:
@@ -174,15 +165,14 @@ def begin(options: argparse.Namespace) -> int:
     if idle >= IDLE_STARTS:
         message = f"no iteration saved in {idle} starts; it is not started again"
         write(options.file, Outcome("failed", message), **fields)
-        print(f"error: {message}", file=sys.stderr)
+        report("status.py", message)
         return 1
     write(options.file, Outcome("running", f"start {options.start}, from iteration {saved}"), **fields)
     return 0
 
 
 def end(options: argparse.Namespace) -> int:
-    """A start has ended: print `requeue` or the word, and write it. A file that cannot be written must not keep the job
-    from being queued again."""
+    """A start has ended: print `requeue` or the word, then write it. The job is queued again even if that fails."""
     content = read(options.file)
     if options.refused:
         outcome = Outcome("failed", options.refused)
@@ -207,7 +197,7 @@ def end(options: argparse.Namespace) -> int:
 
 
 def late(options: argparse.Namespace) -> int:
-    """Slurm is about to kill a start that has not ended: what is right if it does."""
+    """Slurm is about to kill a start that has not ended: write the word that is right if it does."""
     if options.requeued:
         outcome = Outcome("pending", "Slurm has queued it again")
     elif options.cancelled:
@@ -219,16 +209,16 @@ def late(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """A line a job; one on stderr, and status 1, for what is none."""
+    """A line for each job; for anything else a line on stderr, and status 1."""
     wrong = 0
     for folder in options.logs:
         path = folder / "status.json" if folder.is_dir() else folder
         try:
             content = read(path)
             if not content and not folder.is_dir():
-                raise SlurmError(f"{folder}: no such file or folder")
-        except (SlurmError, OSError) as error:
-            _complain(error)
+                raise UserError(f"{folder}: no such file or folder")
+        except (UserError, OSError) as error:
+            report("status.py", error)
             wrong = 1
             continue
         if content := current(path):
@@ -237,12 +227,12 @@ def show(options: argparse.Namespace) -> int:
 
 
 def current(path: Path, job: str = "") -> dict[str, Any]:
-    """The file, after it was corrected if its job, by default the one that it names, has died without a word."""
+    """The file, corrected if its job (by default the one that it names) has died without writing it."""
     content = read(path)
     job = job or content.get("job", "")  # a run that a sweep has just submitted does not name one yet
     if content.get("status") in OPEN and job:
         state = slurm_state(job)
-        content = read(path)  # a job that has ended meanwhile has written it before Slurm said so
+        content = read(path)  # a job that ended meanwhile wrote it before Slurm knew
         outcome = of_slurm(state, content)
         if outcome:
             write(path, outcome)
@@ -251,7 +241,7 @@ def current(path: Path, job: str = "") -> dict[str, Any]:
 
 
 def slurm_state(job: str) -> str:
-    """Slurm's word for a job: of its controller, which forgets after minutes, or of its accounting."""
+    """Slurm's word for a job: from its controller, which forgets after minutes, or from its accounting."""
     for command, pattern in (
         (["scontrol", "--oneliner", "show", "job", job], r"JobState=(\w+)"),
         (["sacct", "--allocations", "--noheader", "--parsable2", "--format=State", "--jobs", job], r"(\w+)"),
@@ -259,7 +249,7 @@ def slurm_state(job: str) -> str:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         except FileNotFoundError:
-            raise SlurmError(f"{command[0]} is not installed: run this on a host of the Slurm cluster") from None
+            raise UserError(f"{command[0]} is not installed: run this on a host of the Slurm cluster") from None
         found = re.search(pattern, done.stdout)
         if done.returncode == 0 and found:
             return found[1]
@@ -288,15 +278,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         return options.function(options)
-    except (SlurmError, OSError) as error:
-        _complain(error)
+    except (UserError, OSError) as error:
+        report("status.py", error)
         return 1
-
-
-def _complain(error: SlurmError | OSError) -> None:
-    """In one line on stderr."""
-    place = f"{error.filename}: " if getattr(error, "filename", None) else ""
-    print(f"status.py: error: {place}{getattr(error, 'strerror', None) or error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

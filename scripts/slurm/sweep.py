@@ -1,6 +1,6 @@
-"""Measures the throughputs of the paper's Figures 6 and 7 on a Slurm cluster: a short job a bar, then a CSV and bars.
+"""Measures the throughputs of the paper's Figures 6 and 7 on a Slurm cluster: short jobs, then a CSV and bars.
 
-Invariant: every run that was submitted has a row, with the word of its status file.
+Invariant: every submitted run has a row, with the word of its status file.
 
     python scripts/slurm/sweep.py submit --figure 6 --out out/figure6 --dry-run     # what it would submit
     python scripts/slurm/sweep.py submit --figure 6 --out out/figure6               # again: what has failed
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import io
 import json
 import os
 import shlex
@@ -26,35 +27,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_2bw.planner.describe.inputs import Parser, numbers  # noqa: E402
-from megatron_2bw.planner.describe.model import PRESETS  # noqa: E402
-from scripts.slurm import status  # noqa: E402
-from scripts.slurm.figures import PANELS, SYSTEMS, Panel, Run, bars, draw, grid, measured  # noqa: E402
+from megatron_2bw.errors import Parser, UserError, report
+from megatron_2bw.files import set_aside, write_json, write_whole
+from megatron_2bw.planner.describe.inputs import numbers
+from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.start.torchrun import ROOT
+from scripts.slurm import status
+from scripts.slurm.figures import PANELS, SYSTEMS, Panel, Run, bars, draw, grid, measured
 
 AGAIN = ("failed", "timeout")  # out of memory is a result
-COLUMNS = (
-    "figure",
-    "model",
-    "system",
-    "schedule",
-    "servers",
-    "gpus",
-    "tensor",
-    "depth",
-    "width",
-    "microbatch",
-    "batch",
-    "status",
-    "reason",
-    "samples_per_second",
-    "ms_per_iteration",
-    "iterations",
-    "peak_memory_gib",
-    "job",
-)
+COLUMNS = """
+    figure model system schedule servers gpus tensor depth width microbatch batch status reason samples_per_second
+    ms_per_iteration iterations peak_memory_gib job
+""".split()
 
 
 def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
@@ -90,23 +77,16 @@ def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[st
 
 
 def wanted(folder: Path, again: Sequence[str]) -> bool:
-    """Whether a run is to be submitted: it has not been yet, or ended with one of the words `again`."""
-    if not (folder / "run.json").exists():  # an earlier call was ended before sbatch had given it a job
+    """Whether to submit a run: it has no job yet, or ended with one of the words `again`."""
+    if not (folder / "run.json").exists():  # an earlier call ended before sbatch returned a job
         return True
     word = status.read(folder / "status.json").get("status")
     return word is None or word in again
 
 
-def set_aside(folder: Path) -> None:
-    """Rename the folder of an earlier try."""
-    if folder.exists():
-        number = next(n for n in range(1, 1000) if not folder.with_name(f"{folder.name}.{n}").exists())
-        folder.rename(folder.with_name(f"{folder.name}.{number}"))
-
-
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Lets Ctrl-C wait until what is inside has ended: a job without its run.json would be submitted twice."""
+    """Delays Ctrl-C until the block ends: a job without its run.json would be submitted twice."""
     came = []
     before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
     try:
@@ -118,7 +98,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def submit_one(run: Run, folder: Path, command: list[str], variables: dict[str, str]) -> str:
-    """Give a run to sbatch. Returns the job; run.json in `folder` says that there is one."""
+    """Submit a run. Returns the job, which run.json in `folder` records."""
     set_aside(folder)
     status.write(folder / "status.json", status.Outcome("pending", "submitted"))
     done = subprocess.run(
@@ -132,11 +112,9 @@ def submit_one(run: Run, folder: Path, command: list[str], variables: dict[str, 
     )
     if done.returncode:
         status.write(folder / "status.json", status.Outcome("failed", f"sbatch: {done.stderr.strip()[:300]}"))
-        raise status.SlurmError(f"sbatch does not take {run.name}: {' '.join(done.stderr.split())}")
+        raise UserError(f"sbatch does not take {run.name}: {' '.join(done.stderr.split())}")
     job = done.stdout.strip().split(";")[0]
-    part = folder / "run.json.part"
-    part.write_text(json.dumps({"run": asdict(run), "job": job}, indent=1) + "\n")
-    part.replace(folder / "run.json")
+    write_json(folder / "run.json", {"run": asdict(run), "job": job})
     return job
 
 
@@ -144,7 +122,7 @@ def submit(options: argparse.Namespace) -> int:
     runs = grid(options.panels, options.systems, options.micro_batch_size)
     if not options.dry_run:
         if not shutil.which("sbatch"):
-            raise status.SlurmError(
+            raise UserError(
                 "sbatch is not installed: run this on a host of the Slurm cluster; "
                 "--dry-run prints the commands anywhere"
             )
@@ -165,7 +143,7 @@ def submit(options: argparse.Namespace) -> int:
 
 
 def stored(out: Path) -> list[tuple[Run, str, Path]]:
-    """(run, job, folder) of all that was submitted, without earlier tries."""
+    """(run, job, folder) of all submitted runs, without earlier tries."""
     found = []
     for path in sorted(out.glob("*/run.json")):
         content = json.loads(path.read_text())
@@ -197,7 +175,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def rows(out: Path, warm_up: int) -> list[dict[str, Any]]:
-    """One for each run, whatever has become of it; its speed only if it was completed."""
+    """A row for each run; its speed only if it completed."""
     found = []
     for run, job, folder in _refresh(out):
         content = status.read(folder / "status.json")
@@ -211,13 +189,12 @@ def rows(out: Path, warm_up: int) -> list[dict[str, Any]]:
 def collect(options: argparse.Namespace) -> int:
     entries = rows(options.out, options.warm_up)
     if not entries:
-        raise status.SlurmError(f"--out {options.out}: nothing was submitted to it")
-    part = options.out / "sweep.csv.part"
-    with open(part, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(entries)
-    part.replace(options.out / "sweep.csv")
+        raise UserError(f"--out {options.out}: nothing was submitted to it")
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS)
+    writer.writeheader()
+    writer.writerows(entries)
+    write_whole(options.out / "sweep.csv", text.getvalue())
     draw(entries, options.out / "sweep.png")
     for (name, model, gpus), values in bars(entries).items():
         for (system, batch), value in values.items():
@@ -289,7 +266,7 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
-    """Set `panels`; one line for what does not go together."""
+    """Set `panels`; report flags that contradict each other in one line."""
     own = {
         "--model": options.model,
         "--nodes": options.nodes,
@@ -340,11 +317,11 @@ def main() -> int:
     try:
         options = parse(sys.argv[1:])
         return options.function(options)
-    except status.SlurmError as error:
-        print(f"sweep.py: error: {error}", file=sys.stderr)
+    except UserError as error:
+        report("sweep.py", error)
         return 1
     except KeyboardInterrupt:
-        print("sweep.py: stopped; the same command goes on from here", file=sys.stderr)
+        print("sweep.py: stopped; the same command continues from here", file=sys.stderr)
         return 128 + signal.SIGINT
 
 

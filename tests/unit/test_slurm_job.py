@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.planner.tell.jobs import SBATCH, TRAINING
 from scripts.slurm import flags, status
@@ -325,7 +326,7 @@ def test_wrong_variables_are_told_in_one_line(kind, model, plan, nodes, precisio
     path = tmp_path / "plan.json"
     if plan != "":
         path.write_text(plan if isinstance(plan, str) else json.dumps(plan))
-    with pytest.raises(flags.JobError) as error:
+    with pytest.raises(UserError) as error:
         flags.words(kind, model, "" if plan is None else str(path), *nodes, precision)
     assert line in str(error.value) and "\n" not in str(error.value)
 

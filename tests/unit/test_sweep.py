@@ -149,7 +149,7 @@ def test_ctrl_c_while_it_submits_loses_no_run_and_doubles_none(tmp_path, monkeyp
     submit = ("submit", *OWN, "--out", tmp_path / "out")
     handler = signal.getsignal(signal.SIGINT)
     assert call(*submit, monkeypatch=monkeypatch) == 128 + signal.SIGINT
-    assert "the same command goes on" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) is handler
+    assert "the same command continues" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) is handler
     assert len(sweep.stored(tmp_path / "out")) == 3  # the third has its job
     # What a kill leaves behind between the word and the job.
     lost = next(
@@ -207,7 +207,7 @@ def test_the_table_has_a_row_for_every_run_and_the_bars_the_fastest(tmp_path, mo
     assert call("collect", "--out", tmp_path, "--warm-up", 1, monkeypatch=monkeypatch) == 0
     with open(tmp_path / "sweep.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == list(sweep.COLUMNS) and len(rows) == 6
+    assert list(rows[0]) == sweep.COLUMNS and len(rows) == 6
     found = {(row["system"], row["batch"], row["microbatch"]): row for row in rows}
     assert found["PipeDream-2BW", "64", "2"]["samples_per_second"] == "640.0"
     assert found["PipeDream-2BW", "64", "4"]["samples_per_second"] == ""  # what ends early has no speed
