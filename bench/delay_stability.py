@@ -1,22 +1,24 @@
-"""How steep a valley may be before training leaves it: without delay, with 2BW's, and with extrapolated weights.
+"""The largest stable curvature: without delay, with 2BW's delay, and with extrapolated weights.
 
     python bench/delay_stability.py --json out/bench/delay_stability.json
 
 On the quadratic L = curvature x² / 2, momentum as in Adam (a mean of gradients, with decay beta1) at a fixed learning
 rate is a linear recurrence, which converges while learning rate x curvature stays below a limit. Prints that limit for
 each beta1 and factor of --two-bw-correction extrapolate; Adam's second moment only rescales the curvature. Then, for
-gradients that are nothing but noise, how far the weights of the gradient are from those that it changes.
+gradients of pure noise, the distance between the weights of the gradient and the weights that it changes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from pathlib import Path
 
 import numpy
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.common import parser, write_result
 
 BETAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
 FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -24,7 +26,7 @@ MOST = 1000.0  # where the search for a limit begins
 
 
 def polynomial(rate: float, beta: float, factor: float | None) -> list[float]:
-    """Whose roots are the growth of x from step to step; `rate` is learning rate x curvature.
+    """The polynomial whose roots are the growth of x from step to step; `rate` is learning rate x curvature.
 
     x(t+1) = x(t) + beta (x(t) - x(t-1)) - (1 - beta) rate y, with y = x(t) without delay (factor None), else the
     extrapolation x(t-1) + factor (x(t-1) - x(t-2)).
@@ -61,9 +63,7 @@ def table(rows: list[dict[str, float]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("out/bench/delay_stability.json"))
-    path = parser.parse_args().json
+    path = parser(__doc__, "delay_stability").parse_args().json
     rows = [
         {"beta1": beta, "no delay": limit(beta, None)} | {f"factor {f:g}": limit(beta, f) for f in FACTORS}
         for beta in BETAS
@@ -73,10 +73,7 @@ def main() -> int:
     table(rows)
     print("distance to the weights that the gradient changes, in updates, if gradients are noise")
     table(noise)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"rows": rows, "noise": noise}, indent=1) + "\n")
-    part.replace(path)
+    write_result(path, {"rows": rows, "noise": noise})
     return 0
 
 

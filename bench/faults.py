@@ -1,34 +1,30 @@
-"""A training run whose ranks are killed at random moments, against the same run left in peace.
+"""A training run whose ranks are killed at random moments, compared with the same run without kills.
 
     python bench/faults.py --kills 30 --seed 1 --json out/bench/faults.json
 
-The job is the real one: pretrain_gpt_2bw.py under `torchrun --max-restarts`, two stages, fp16 with dynamic loss
-scaling, dropout, evaluation and a checkpoint every few iterations. A kill is a SIGKILL to one rank, drawn at random,
-while the run starts, iterates, writes a checkpoint or evaluates. After each kill all other ranks must end, the
-checkpoint that the run would go on from must be whole, and torchrun starts the ranks again. At the end every loss and
-every validation loss that was ever printed, and all tensors of the last checkpoint, are compared with those of the run
-left in peace.
-Beside the JSON a picture of the same name shows the run's course. Status 1 if anything was lost or differs.
+The job: pretrain_gpt_2bw.py under `torchrun --max-restarts`, two stages, fp16 with dynamic loss scaling, dropout,
+evaluation and a checkpoint every few iterations. A kill is a SIGKILL to a random rank while the run starts, iterates,
+writes a checkpoint or evaluates. After each kill all other ranks must end, the checkpoint to continue from must be
+whole, and torchrun starts the ranks again. At the end every printed loss and validation loss, and all tensors of the
+last checkpoint, are compared with those of the undisturbed run.
+Writes the JSON and a picture of the run's course. Status 1 if anything was lost or differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import queue
 import random
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -36,50 +32,51 @@ import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_2bw.checkpoints import folder as saved
+from bench.common import Output, gpt_flags, new_figure, parser, write_result
+from megatron_2bw import run_log
+from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
+from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import free_port, stop_tree
-from tests.distributed.training import command
-from tests.e2e.launcher import ROOT
+from megatron_2bw.start.torchrun import ROOT, environment
 
 PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
-MOMENTS = {"start": 1, "iteration": 3, "save": 3, "evaluation": 3}  # how often each is drawn
+MOMENTS = {"start": 1, "iteration": 3, "save": 3, "evaluation": 3}  # relative frequencies
 EVALUATED, SAVED = 5, 4  # iterations
-# What the run prints when such a moment comes, and the seconds within which the kill falls after that.
+# What the run prints at such a moment, and the seconds after that within which the kill comes.
 SIGNS = {
     "start": (None, 8.0),
     "iteration": (re.compile(r"iteration +\d+/"), 0.15),
     "save": (re.compile(r"saving checkpoint at iteration"), 0.25),
-    "evaluation": (re.compile(r"iteration +\d*[05]/"), 0.25),  # it begins after the line of every fifth iteration
+    "evaluation": (re.compile(r"iteration +\d*[05]/"), 0.25),  # it begins after every fifth iteration's line
 }
+NO_STEP = "0.000000E+00"  # the loss of a skipped iteration, or none
 STARTED = "[before the start of training step]"
-LOSS = re.compile(r"iteration +(\d+)/ +\d+ \|(?:.*? lm loss: (\S+))?")  # a skipped iteration shows 0 or nothing
-VALIDATION = re.compile(r"validation loss at (iteration \d+[\w ]*?) \| lm loss value: (\S+)")
 
 
 @dataclass
 class Kill:
-    drawn: str  # the moment that was aimed at
-    moment: str  # the one that was hit, by what had been printed
+    drawn: str  # the intended moment
+    moment: str  # the moment that was hit, from the output
     rank: int
     at_s: float  # since the job's start
-    iteration: int  # the last that had been printed
-    latest: int | None  # the checkpoint that the run goes on from
-    others_ended_s: float  # until no rank of before was left
-    fault: str | None  # what is wrong with that checkpoint
+    iteration: int  # the last one printed
+    latest: int | None  # the checkpoint to continue from
+    others_ended_s: float  # until all ranks had ended
+    fault: str | None  # of that checkpoint
 
 
 @dataclass
 class Report:
-    survived: int  # kills after which the run went on
-    kills: int  # that were made
+    survived: int  # kills after which the run continued
+    kills: int
     seed: int
     hit: dict[str, int]  # kills by moment
     checkpoints_lost: int
     differences: int
-    stopped: str  # why the run did not come to its end, if so
+    stopped: str  # why the run did not finish, if so
     iterations: int
-    iterations_skipped: int  # by the loss scale, in the run in peace
-    iterations_run: int  # with those that were run again
+    iterations_skipped: int  # by the loss scale, in the undisturbed run
+    iterations_run: int  # including those that ran again
     seconds: float
     others_ended_s: list[float]  # median and largest
     course: list[tuple[float, int]] = field(repr=False)
@@ -87,90 +84,64 @@ class Report:
 
 
 class Job:
-    """The job under torchrun, one a server, and what it has printed by lines, with the seconds since its start."""
+    """The job, a torchrun per server, and its output lines with the seconds since its start."""
 
     def __init__(self, argv: list[str], ranks: int, servers: int, restarts: int):
         self.begin = time.monotonic()
         self.lines: list[tuple[float, str]] = []
-        self._new: queue.SimpleQueue = queue.SimpleQueue()
         self._open = servers
-        port = str(free_port())
+        words = f"-m torch.distributed.run --nnodes {servers} --nproc-per-node {ranks // servers}".split()
+        words += f"--master-addr 127.0.0.1 --master-port {free_port()}".split()
+        words += f"--max-restarts {restarts} --monitor-interval 0.1 --node-rank".split()
         self.servers = [
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--nnodes",
-                    str(servers),
-                    "--node-rank",
-                    str(number),
-                    "--nproc-per-node",
-                    str(ranks // servers),
-                    "--master-addr",
-                    "127.0.0.1",
-                    "--master-port",
-                    port,
-                    "--max-restarts",
-                    str(restarts),
-                    "--monitor-interval",
-                    "0.1",
-                    "pretrain_gpt_2bw.py",
-                    *argv,
-                ],
+                [sys.executable, *words, str(number), "pretrain_gpt_2bw.py", *argv],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+                env=environment(OMP_NUM_THREADS="1"),
             )
             for number in range(servers)
         ]
-        for server in self.servers:
-            threading.Thread(target=self._read, args=(server,), daemon=True).start()
+        self._output = Output(self.servers)
 
-    def _read(self, server: subprocess.Popen) -> None:
-        for line in server.stdout:
-            self._new.put((time.monotonic() - self.begin, line.rstrip("\n")))
-        self._new.put(None)
+    def __enter__(self) -> Job:
+        return self
 
-    def status(self) -> int:
-        """Wait for the end; 0 if all servers ended well."""
-        return max(abs(server.wait(PATIENCE)) for server in self.servers)
-
-    def end(self) -> None:
+    def __exit__(self, *_error) -> None:
         for server in self.servers:
             stop_tree(server)
 
     def next(self, timeout: float = PATIENCE) -> str | None:
         """The next line, None at the end; TimeoutError if none comes."""
         while self._open:
-            try:
-                entry = self._new.get(timeout=timeout)
-            except queue.Empty:
-                raise TimeoutError(f"nothing printed for {timeout:.0f} s") from None
-            if entry is not None:
-                self.lines.append(entry)
-                return entry[1]
+            _, line, at = self._output.next(timeout)
+            if line is not None:
+                self.lines.append((at - self.begin, line))
+                return line
             self._open -= 1
         return None
 
+    def finish(self) -> int:
+        """Wait for the end; 0 if all servers ended well."""
+        while self.next() is not None:
+            pass
+        return max(abs(server.wait(PATIENCE)) for server in self.servers)
+
+    def text(self) -> list[str]:
+        return [line for _, line in self.lines]
+
     def wait_for(self, sign: re.Pattern, count: int = 1) -> None:
-        """Until a line with `sign` has come `count` times. EOFError if the job ends before."""
+        """Wait for `count` lines with `sign`. EOFError if the job ends first."""
         while count:
             line = self.next()
             if line is None:
                 raise EOFError("the job ended before all kills were made")
             count -= bool(sign.search(line))
 
-    def drain(self, silence: float = 0.3) -> None:
-        """Take what ranks that have ended had still printed."""
-        with contextlib.suppress(TimeoutError):
-            while self.next(silence) is not None:
-                pass
-
     def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks that are alive, by number."""
+        """The living ranks, by number."""
         found = {}
         servers = [psutil.Process(server.pid) for server in self.servers if server.poll() is None]
         for child in [child for server in servers for child in server.children()]:
@@ -181,33 +152,22 @@ class Job:
                 continue
         return found
 
-    def iteration(self) -> int:
-        seen = [match for _, line in self.lines if (match := LOSS.search(line))]
-        return int(seen[-1][1]) if seen else 0
-
 
 def hit(lines: list[str]) -> str:
-    """The moment in which a start of the job was killed that had printed `lines`."""
-    signs = {
-        "started": re.escape(STARTED),
-        "saving": "saving checkpoint at iteration",
-        "saved": "successfully saved checkpoint",
-        "fifth": r"iteration +\d*[05]/",
-        "evaluated": "validation loss at iteration",
-    }
-    place = {
-        name: max((number for number, line in enumerate(lines) if re.search(sign, line)), default=-1)
-        for name, sign in signs.items()
-    }
-    if place["started"] < 0:
+    """The moment of the kill, for a start of the job that has printed `lines`."""
+
+    def last(sign: str) -> int:
+        return max((number for number, line in enumerate(lines) if re.search(sign, line)), default=-1)
+
+    if last(re.escape(STARTED)) < 0:
         return "start"
-    if place["saving"] > place["saved"]:
+    if last("saving checkpoint at iteration") > last("successfully saved checkpoint"):
         return "save"
-    return "evaluation" if place["fifth"] > place["evaluated"] else "iteration"
+    return "evaluation" if last(r"iteration +\d*[05]/") > last("validation loss at iteration") else "iteration"
 
 
 def kill(job: Job, drawn: str, folder: Path, ranks: int, draw: random.Random) -> Kill:
-    """Wait for the moment, kill a rank, and see what is left."""
+    """Wait for the moment, kill a rank, and inspect the result."""
     first = len(job.lines)
     deadline = time.monotonic() + PATIENCE
     while len(alive := job.ranks()) < ranks:
@@ -226,60 +186,55 @@ def kill(job: Job, drawn: str, folder: Path, ranks: int, draw: random.Random) ->
     _, left = psutil.wait_procs(families, timeout=PATIENCE)
     ended = time.monotonic() - now
     if left:
-        raise TimeoutError(f"{len(left)} processes of the killed run stay behind")
-    latest = saved.latest(folder)
-    fault = saved.fault(folder) if (folder / saved.TRACKER).exists() else None
-    job.drain()
-    moment = hit([line for _, line in job.lines[first:]])
-    return Kill(drawn, moment, rank, round(now - job.begin, 2), job.iteration(), latest, round(ended, 2), fault)
+        raise TimeoutError(f"{len(left)} processes of the killed run still run")
+    latest = latest_iteration(folder)
+    fault = problem(folder) if (folder / TRACKER).exists() else None
+    with contextlib.suppress(TimeoutError):  # the last lines of the ended ranks
+        while job.next(0.3) is not None:
+            pass
+    moment, printed = hit(job.text()[first:]), [line.iteration for line in run_log.training(job.text())]
+    iteration = printed[-1] if printed else 0
+    return Kill(drawn, moment, rank, round(now - job.begin, 2), iteration, latest, round(ended, 2), fault)
 
 
-def disturbed(
-    argv: list[str], folder: Path, ranks: int, servers: int, kills: int, draw: random.Random
-) -> tuple[Job, list[Kill], str]:
-    """Run the job with that many kills; it, they, and why it did not come to its end, if so."""
-    job, done = Job(argv, ranks, servers, restarts=kills + 5), []
+def disturb(job: Job, folder: Path, ranks: int, kills: int, draw: random.Random) -> tuple[list[Kill], str]:
+    """Kill ranks until the job ends; (the kills, why it did not finish, if so)."""
+    done = []
     try:
         for drawn in draw.choices(list(MOMENTS), weights=list(MOMENTS.values()), k=kills):
-            done.append(kill(job, drawn, folder, ranks, draw))
+            done.append(last := kill(job, drawn, folder, ranks, draw))
             print(
-                f"kill {len(done):3} of {kills}: rank {done[-1].rank} ({done[-1].moment}) after iteration "
-                f"{done[-1].iteration}; goes on from {done[-1].latest}; the others ended in "
-                f"{done[-1].others_ended_s} s",
+                f"kill {len(done):3} of {kills}: rank {last.rank} ({last.moment}) after iteration {last.iteration}; "
+                f"continues from {last.latest}; the others ended in {last.others_ended_s} s",
                 flush=True,
             )
-        while job.next() is not None:
-            pass
-        job.status()
+        job.finish()
     except (TimeoutError, EOFError, psutil.Error, subprocess.TimeoutExpired) as error:
-        print(f"stopped: {error}\n" + "\n".join(line for _, line in job.lines[-40:]), flush=True)
-        return job, done, str(error)
-    finally:
-        job.end()
-    return job, done, ""
+        print(f"stopped: {error}\n" + "\n".join(job.text()[-40:]), flush=True)
+        return done, str(error)
+    return done, ""
 
 
 # --- what is compared ---------------------------------------------------------------------------------------------
 
 
 def runs_of(lines: list[str]) -> list[list[tuple[int, str]]]:
-    """Iterations and losses as they were printed, by start of the job."""
+    """Iterations and losses as printed, by start of the job."""
     starts: list[list[tuple[int, str]]] = []
     for line in lines:
         if STARTED in line:
             starts.append([])
-        for match in LOSS.finditer(line):
-            starts[-1].append((int(match[1]), match[2] or "0.000000E+00"))
+        for record in run_log.training([line]):
+            starts[-1].append((record.iteration, record.fields.get("lm loss", NO_STEP)))
     return starts
 
 
-def different_losses(found: list[str], peace: list[str]) -> list[str]:
-    """Losses that were printed and are not those of the run in peace, as they are printed.
+def different_losses(found: list[str], undisturbed: list[str]) -> list[str]:
+    """The printed losses that differ from those of the undisturbed run.
 
-    Megatron's second line after a start shows the mean of two iterations, without skipped ones: it must be that mean,
-    to its last digit.
+    The second line after a start is the mean of two iterations (run_log): it must be that mean to its last digit.
     """
-    (expected,) = runs_of(peace)
+    (expected,) = runs_of(undisturbed)
     texts = dict(expected)
     losses = {iteration: float(text) for iteration, text in expected}
     losses[2] = 2 * losses[2] - losses[1]  # neither is skipped
@@ -294,12 +249,18 @@ def different_losses(found: list[str], peace: list[str]) -> list[str]:
                 same = text == texts[iteration]
             if not same:
                 wrong.append(f"iteration {iteration}: lm loss {text}")
-    validation = dict(match.groups() for match in map(VALIDATION.search, peace) if match)
-    seen = [match.groups() for match in map(VALIDATION.search, found) if match]
+    validation, seen = dict(validations_of(undisturbed)), validations_of(found)
     wrong += [f"{name}: validation loss {text}" for name, text in seen if validation.get(name) != text]
     unseen = texts.keys() - {iteration for start in runs_of(found) for iteration, _ in start}
     wrong += [f"iteration {iteration} was never printed" for iteration in sorted(unseen)]
     return wrong + [f"{name}: no validation loss" for name in sorted(validation.keys() - {name for name, _ in seen})]
+
+
+def validations_of(lines: list[str]) -> list[tuple[str, str]]:
+    return [
+        (f"iteration {record.iteration}" + (record.dataset and f" on {record.dataset}"), record.fields["lm loss value"])
+        for record in run_log.validations(lines)
+    ]
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -323,73 +284,69 @@ def different_tensors(one: Path, other: Path) -> list[str]:
 # --- the benchmark ------------------------------------------------------------------------------------------------
 
 
-def soak(
-    kills: int, seed: int, iterations: int, folder: Path, ranks: int, servers: int, flags: tuple[str, ...]
-) -> Report:
-    """The run in peace, the disturbed one, and how they compare."""
-    begin = time.monotonic()
+def soak(options: argparse.Namespace, folder: Path) -> Report:
+    """Run the job undisturbed and with kills, and compare."""
+    begin, ranks, kills = time.monotonic(), options.ranks, options.kills
+    iterations = options.iterations or 5 * kills
+    saving = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore") * options.async_save
 
-    def argv(where: Path) -> list[str]:
-        return command(
-            ranks,
-            ranks + 1,
-            "2bw",
-            "--fp16",
-            "--save",
-            str(where),
-            "--load",
-            str(where),
-            *flags,
-            hidden_dropout=0.1,
-            attention_dropout=0.1,
+    def argv(name: str) -> list[str]:
+        return gpt_flags(
+            4,
+            32,
+            4,
+            16,
+            *("--fp16", "--save", folder / name, "--load", folder / name, *saving),
+            pipeline_schedule="2bw",
+            pipeline_model_parallel_size=ranks,
+            micro_batch_size=2,
+            global_batch_size=2 * (ranks + 1),
             train_iters=iterations,
             save_interval=SAVED,
             eval_interval=EVALUATED,
             eval_iters=8,
+            log_interval=1,
+            lr=1e-2,
+            lr_warmup_iters=2,
+            weight_decay=0.1,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
             initial_loss_scale=65536,
             loss_scale_window=5,
-            lr_decay_style="constant",
-            min_lr=None,
-            weight_decay=0.1,
+            vocab_size=127,
+            seed=7,
         )
 
-    peace = Job(argv(folder / "peace"), ranks, servers, restarts=0)
-    try:
-        while peace.next() is not None:
-            pass
-        status = peace.status()
-    finally:
-        peace.end()
+    with Job(argv("peace"), ranks, options.servers, restarts=0) as undisturbed:
+        status = undisturbed.finish()
+    calm = undisturbed.text()
     if status:
-        raise RuntimeError("the run in peace failed:\n" + "\n".join(line for _, line in peace.lines[-40:]))
-    print(f"in peace: {iterations} iterations in {time.monotonic() - begin:.0f} s", flush=True)
-
-    calm = [line for _, line in peace.lines]
-    job, done, stopped = disturbed(
-        argv(folder / "disturbed"), folder / "disturbed", ranks, servers, kills, random.Random(seed)
-    )
+        raise WorldError("the undisturbed run failed:\n" + "\n".join(calm[-40:]))
+    print(f"undisturbed: {iterations} iterations in {time.monotonic() - begin:.0f} s", flush=True)
+    with Job(argv("disturbed"), ranks, options.servers, restarts=kills + 5) as job:
+        done, stopped = disturb(job, folder / "disturbed", ranks, kills, random.Random(options.seed))
     wrong = []
     if not stopped:
-        wrong = different_losses([line for _, line in job.lines], calm)
-        last = saved.name(iterations)
+        last = checkpoint_name(iterations)
+        wrong = different_losses(job.text(), calm)
         wrong += different_tensors(folder / "disturbed" / last, folder / "peace" / last)
-        wrong += [f"status {job.status()}"] * bool(job.status())
+        wrong += [f"status {server.returncode}" for server in job.servers if server.returncode]
     for text in wrong:
         print(f"differs: {text}", flush=True)
     latest = [each.latest or 0 for each in done]
     lost = sum(each.fault is not None for each in done) + sum(b < a for a, b in zip(latest, latest[1:]))
     ended = sorted(each.others_ended_s for each in done) or [0.0]
-    course = [(round(at, 2), int(match[1])) for at, line in job.lines if (match := LOSS.search(line))]
+    course = [(round(at, 2), each.iteration) for at, line in job.lines for each in run_log.training([line])]
     return Report(
         survived=len(done) - bool(stopped and done),
         kills=len(done),
-        seed=seed,
+        seed=options.seed,
         hit=dict(Counter(each.moment for each in done)),
         checkpoints_lost=lost,
         differences=len(wrong),
         stopped=stopped,
         iterations=iterations,
-        iterations_skipped=sum("skipped iterations:   1" in line for line in calm),
+        iterations_skipped=sum(line.skipped for line in run_log.training(calm)),
         iterations_run=len(course),
         seconds=round(time.monotonic() - begin, 1),
         others_ended_s=[ended[len(ended) // 2], ended[-1]],
@@ -398,11 +355,9 @@ def soak(
     )
 
 
-def draw_picture(report: Report, path: Path) -> None:
+def draw(report: Report) -> Any:
     """The iterations over time, and the kills."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = new_figure(9, 3.2)
     axes = figure.subplots()
     axes.plot(*zip(*report.course), ".", markersize=2, color="tab:blue", label="iterations")
     for moment, color in zip(MOMENTS, ("tab:gray", "tab:red", "tab:orange", "tab:green")):
@@ -411,46 +366,31 @@ def draw_picture(report: Report, path: Path) -> None:
             axes.plot(*zip(*points), "x", color=color, label=f"killed: {moment} ({len(points)})")
     axes.set_xlabel("seconds")
     axes.set_ylabel("iteration")
-    axes.set_title(
-        f"{report.survived} kills survived, {report.checkpoints_lost} checkpoints lost, "
-        f"{report.differences} differences",
-        fontsize=10,
-    )
+    counts = f"{report.survived} kills survived, {report.checkpoints_lost} checkpoints lost"
+    axes.set_title(f"{counts}, {report.differences} differences", fontsize=10)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--iterations", type=int, help="of the whole run (default: 5 a kill)")
-    parser.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
-    parser.add_argument("--servers", type=int, default=1, help="torchruns that share the ranks, as on several servers")
-    parser.add_argument("--async-save", action="store_true", help="with Megatron's asynchronous checkpoints")
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
+    made = parser(__doc__, "faults")
+    made.add_argument("--kills", type=int, default=30)
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--iterations", type=int, help="of the whole run (default: 5 per kill)")
+    made.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
+    made.add_argument("--servers", type=int, default=1, help="torchruns that share the ranks, as on several servers")
+    made.add_argument("--async-save", action="store_true", help="with Megatron's asynchronous checkpoints")
+    options = made.parse_args()
     if options.ranks < 2 or options.ranks % options.servers or options.kills < 1:
-        parser.error("--ranks must be 2 or more and a multiple of --servers, and --kills 1 or more")
-    flags = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore") if options.async_save else ()
+        made.error("--ranks must be 2 or more and a multiple of --servers, and --kills 1 or more")
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
-        report = soak(
-            options.kills,
-            options.seed,
-            options.iterations or 5 * options.kills,
-            Path(folder),
-            options.ranks,
-            options.servers,
-            flags,
-        )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
+        report = soak(options, Path(folder))
     result = asdict(report) | {"servers": options.servers, "async_save": options.async_save}
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
-    draw_picture(report, options.json.with_suffix(".png"))
+    write_result(options.json, result, draw(report))
     print(
         f"kills survived {report.survived} {report.hit}, checkpoints lost {report.checkpoints_lost}, "
         f"differences {report.differences}, {report.seconds:.0f} s"
-        + (f"; the run did not come to its end: {report.stopped}" if report.stopped else "")
+        + (f"; the run did not finish: {report.stopped}" if report.stopped else "")
     )
     whole = report.survived == options.kills and not (report.checkpoints_lost or report.differences or report.stopped)
     return 0 if whole else 1

@@ -1,20 +1,19 @@
-"""What 2BW costs on a GPU: time and memory of one stage, and the memory of eight stages that share the GPU.
+"""The cost of 2BW on a GPU: time and memory of one stage, and the memory of eight stages that share the GPU.
 
     python bench/gpu_overheads.py --json out/bench/gpu_overheads.json
 
 1. One stage of an 8-stage GPT 2.2B (4 of 32 layers, hidden 2304, 32 heads, sequence 512) under 2bw and under
-   pipedream-flush: iteration time, time of a version flip, time that the training thread spends on the late step,
-   as shares of the iteration; bytes per parameter between iterations against design section 5 (18, 20, 24).
+   pipedream-flush: iteration time, time of a version flip, time of the training thread in the late step, as shares of
+   the iteration; bytes per parameter between iterations against docs/design.md (18, 20, 24).
 2. All 8 stages as 8 processes on the one GPU (messages over gloo): peak memory by stage under every schedule, as in
    the paper's Figure 8.
 
-Where there is no GPU the same code runs on a tiny model on the CPU, and the JSON says so: no figures, but it runs.
+Without a GPU the same code runs on a tiny model on the CPU. It then gives no figures, and the JSON says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -22,74 +21,38 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.common import gpt_flags, parser, write_result
 from bench.emulated import iteration_seconds
 from bench.stage_probe import Probe, probe
 from megatron_2bw.local_ranks import run_world
 
 SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "pipedream")
-# Bytes a parameter, design section 5: bf16 weights, fp32 gradients, main parameters and Adam.
+# Bytes per parameter, docs/design.md: bf16 weights, fp32 gradients, main parameters and Adam.
 EXPECTED = {"pipedream-flush": 18, "2bw with 1 slot": 20, "2bw": 24}
 
 
 def command(schedule: str, stages: int, layers: int, chosen: argparse.Namespace, *flags: str) -> list[str]:
-    device = ["--device", "cpu"] if chosen.cpu else ["--distributed-backend", "gloo", "--transformer-impl", "local"]
-    words = [
-        "--pipeline-schedule",
-        schedule,
-        "--pipeline-model-parallel-size",
-        stages,
-        "--num-layers",
+    return gpt_flags(
         layers,
-        "--hidden-size",
         chosen.hidden,
-        "--num-attention-heads",
         chosen.heads,
-        "--seq-length",
         chosen.sequence,
-        "--max-position-embeddings",
-        chosen.sequence,
-        "--micro-batch-size",
-        chosen.micro_batch_size,
-        "--global-batch-size",
-        chosen.micro_batch_size * chosen.microbatches,
-        "--train-iters",
-        chosen.iterations,
-        "--lr",
-        1e-4,
-        "--lr-decay-style",
-        "constant",
-        "--clip-grad",
-        1.0,
         "--bf16",
-        "--mock-data",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        1023,
-        "--make-vocab-size-divisible-by",
-        128,
-        "--attention-dropout",
-        0,
-        "--hidden-dropout",
-        0,
-        "--num-workers",
-        0,
-        "--eval-iters",
-        0,
-        "--eval-interval",
-        1000,
-        "--log-interval",
-        1,
-        "--split",
-        "98,1,1",
         "--no-gradient-accumulation-fusion",
         "--no-persist-layer-norm",
-        *device,
+        *([] if chosen.cpu else ["--distributed-backend", "gloo", "--transformer-impl", "local"]),
         *flags,
-    ]
-    if schedule == "pipedream":
-        words.append("--untie-embeddings-and-output-weights")
-    return [str(word) for word in words]
+        *(["--untie-embeddings-and-output-weights"] if schedule == "pipedream" else []),
+        device="cpu" if chosen.cpu else None,
+        pipeline_schedule=schedule,
+        pipeline_model_parallel_size=stages,
+        micro_batch_size=chosen.micro_batch_size,
+        global_batch_size=chosen.micro_batch_size * chosen.microbatches,
+        train_iters=chosen.iterations,
+        vocab_size=1023,
+        make_vocab_size_divisible_by=128,
+        log_interval=1,
+    )
 
 
 def one_stage(chosen: argparse.Namespace) -> list[dict]:
@@ -135,16 +98,12 @@ def eight_stages(chosen: argparse.Namespace) -> list[dict]:
 def main() -> None:
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32, help="of the whole model, a multiple of 8")
-    parser.add_argument("--hidden", type=int, default=2304)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--micro-batch-size", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--json", type=Path, default=Path("out/bench/gpu_overheads.json"))
-    chosen = parser.parse_args()
+    made = parser(__doc__, "gpu_overheads")
+    made.add_argument("--layers", type=int, default=32, help="of the whole model, a multiple of 8")
+    sizes = {"hidden": 2304, "heads": 32, "sequence": 512, "micro-batch-size": 8, "microbatches": 8, "iterations": 10}
+    for name, size in sizes.items():
+        made.add_argument(f"--{name}", type=int, default=size)
+    chosen = made.parse_args()
     chosen.cpu = not torch.cuda.is_available()
     if chosen.cpu:
         print("no GPU here: a tiny model on the CPU, to show that the benchmark runs; its figures mean nothing")
@@ -157,8 +116,7 @@ def main() -> None:
         "eight_stages": eight_stages(chosen),
     }
     result["seconds"] = round(time.monotonic() - begun)
-    chosen.json.parent.mkdir(parents=True, exist_ok=True)
-    chosen.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(chosen.json, result)
     print(f"wrote {chosen.json}")
 
 

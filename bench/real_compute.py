@@ -1,23 +1,24 @@
-"""Two stages that really compute, one thread each, beside the machine's own limit in the same run.
+"""Two stages that really compute, one thread each, compared with the machine's limit in the same run.
 
     python bench/real_compute.py --json out/bench/real_compute.json
 
-A GPT is trained through pretrain_gpt_2bw.py's own path under each schedule. The row "limit" is the same compute of
-both stages at the same time with no communication at all: two busy cores share caches and memory, so that is what
-this machine can do, not half of one process. of_limit is limit / iteration. A picture is written beside the JSON.
+A GPT trains through the code path of pretrain_gpt_2bw.py under each schedule. The row "limit" is the compute of both
+stages at the same time without communication: two busy cores share caches and memory, so this is the machine's limit,
+not half the time of one process. of_limit is limit / iteration. Writes the JSON and a picture of the same name.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.common import flag_sets, gpt_flags, names_of, new_figure, parser, write_result
 from bench.emulated import Observed, iteration_seconds, train
 from megatron_2bw.local_ranks import run_world
 
@@ -33,7 +34,7 @@ class Row:
 
 
 def train_alone(rank: int, argv: list[str]) -> Observed:
-    """A stage whose inputs and output gradients are made on the spot, and whose messages go nowhere."""
+    """A stage that makes its inputs and output gradients itself, and sends no messages."""
     import torch
 
     from megatron_2bw.core.p2p import Receiver, Sender
@@ -47,88 +48,44 @@ def train_alone(rank: int, argv: list[str]) -> Observed:
     return train(rank, argv, 0.0, 0.0)
 
 
-def command(schedule: str, chosen: argparse.Namespace) -> list[str]:
-    words = [
-        "--pipeline-schedule",
-        schedule,
-        "--pipeline-model-parallel-size",
-        2,
-        "--num-layers",
+def command(schedule: str, chosen: argparse.Namespace, *flags: str) -> list[str]:
+    return gpt_flags(
         chosen.layers,
-        "--hidden-size",
         chosen.hidden,
-        "--num-attention-heads",
         4,
-        "--seq-length",
         chosen.sequence,
-        "--max-position-embeddings",
-        chosen.sequence,
-        "--micro-batch-size",
-        1,
-        "--global-batch-size",
-        chosen.microbatches,
-        "--train-iters",
-        chosen.iterations,
-        "--lr",
-        1e-4,
-        "--lr-decay-style",
-        "constant",
-        "--clip-grad",
-        1.0,
-        "--mock-data",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        255,
-        "--make-vocab-size-divisible-by",
-        128,
-        "--attention-dropout",
-        0,
-        "--hidden-dropout",
-        0,
-        "--num-workers",
-        0,
-        "--eval-iters",
-        0,
-        "--eval-interval",
-        1000,
-        "--log-interval",
-        100,
-        "--split",
-        "98,1,1",
-        "--device",
-        "cpu",
-    ]
-    return [str(word) for word in words]
+        *flags,
+        pipeline_schedule=schedule,
+        pipeline_model_parallel_size=2,
+        global_batch_size=chosen.microbatches,
+        train_iters=chosen.iterations,
+        vocab_size=255,
+        make_vocab_size_divisible_by=128,
+        log_interval=100,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--iterations", type=int, default=14)
-    parser.add_argument("--schedules", type=lambda text: text.split(","), default=list(SCHEDULES), metavar="NAME,...")
-    parser.add_argument(
+    made = parser(__doc__, "real_compute")
+    model = {"layers": 8, "hidden": 256, "sequence": 256, "microbatches": 4, "iterations": 14}
+    for name, size in model.items():
+        made.add_argument(f"--{name}", type=int, default=size)
+    made.add_argument("--schedules", type=names_of(SCHEDULES), default=list(SCHEDULES), metavar="NAME,...")
+    made.add_argument(
         "--flags",
-        type=lambda text: [part.strip() for part in text.split(";")],
+        type=flag_sets,
         default=[],
         metavar="FLAGS;...",
         help="more rows: 2bw with these flags of Megatron and of this project",
     )
-    parser.add_argument("--json", type=Path, default=Path("out/bench/real_compute.json"))
-    chosen = parser.parse_args()
+    chosen = made.parse_args()
     rows: list[Row] = []
-    unknown = set(chosen.schedules) - set(SCHEDULES)
-    if unknown:
-        parser.error(f"--schedules: {', '.join(sorted(unknown))} is not one of {', '.join(SCHEDULES)}")
     for name in ("limit", *chosen.schedules, *(f"2bw {flags}" for flags in chosen.flags)):
-        schedule, _, flags = name.partition(" ")
+        schedule, *flags = name.split()
         if name == "limit":
             runs = run_world(2, train_alone, command("2bw", chosen), timeout=600)
         else:
-            runs = run_world(2, train, [*command(schedule, chosen), *flags.split()], 0.0, 0.0, timeout=600)
+            runs = run_world(2, train, command(schedule, chosen, *flags), 0.0, 0.0, timeout=600)
         milliseconds = 1e3 * iteration_seconds(runs)
         limit = rows[0].iteration_ms if rows else milliseconds
         tokens = chosen.microbatches * chosen.sequence / milliseconds * 1e3
@@ -138,26 +95,20 @@ def main() -> None:
             f"{rows[-1].of_limit:.3f} of the limit",
             flush=True,
         )
-    chosen.json.parent.mkdir(parents=True, exist_ok=True)
-    model = {key: getattr(chosen, key) for key in ("layers", "hidden", "sequence", "microbatches", "iterations")}
+    model = {name: getattr(chosen, name) for name in model}
     result = {"cores": os.cpu_count(), "model": model, "rows": [asdict(row) for row in rows]}
-    chosen.json.write_text(json.dumps(result, indent=1) + "\n")
-    draw(rows, chosen.json.with_suffix(".png"))
-    print(f"wrote {chosen.json} and {chosen.json.with_suffix('.png')}")
+    write_result(chosen.json, result, draw(rows))
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
+def draw(rows: list[Row]) -> Any:
+    figure = new_figure(7, 2.6)
     axis = figure.subplots()
     names = [row.schedule for row in rows][::-1]
     axis.barh(names, [row.tokens_per_second for row in rows][::-1], color="#4292c6")
     axis.axvline(rows[0].tokens_per_second, color="black", linewidth=0.8, linestyle=":")
     axis.set_xlabel("tokens per second, two stages on two cores (dotted: both cores busy, no communication)")
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    figure.savefig(path, dpi=150)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 if __name__ == "__main__":

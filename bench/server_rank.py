@@ -1,9 +1,9 @@
-"""One rank of bench/slow_links.py: a training run that prints when each iteration ended and what its link had carried.
+"""One rank of bench/slow_links.py: a training run that prints the end time and the sent bytes of each iteration.
 
     python bench/server_rank.py CORE FORWARD BACKWARD FLAGS...     (environment as torchrun sets it)
 
-It runs on that core; every microbatch's forward and backward sleep that many seconds beside computing. A line of its
-own, PREFIX and a JSON object, comes at the end of each iteration, between Megatron's lines.
+It runs on that core; every microbatch's forward and backward also sleep that many seconds. At the end of each iteration
+it prints a line of PREFIX and a JSON object.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def main() -> None:
     step, count = training.train_step, 0
 
     @functools.wraps(step)
-    def told_step(*args, **kwargs):
+    def counted_step(*args, **kwargs):
         nonlocal count
         result = step(*args, **kwargs)
         count += 1
         line = PREFIX + json.dumps({"iteration": count, "end": time.monotonic(), "sent": sent_bytes()})
-        os.write(1, f"\n{line}\n".encode())  # at once and whole; it fails, and ends the run, if nobody reads any more
+        os.write(1, f"\n{line}\n".encode())  # in one write; it fails and ends the run if the reader has exited
         return result
 
-    training.train_step = told_step
+    training.train_step = counted_step
     train(int(os.environ["RANK"]), argv, float(forward), float(backward))
 
 

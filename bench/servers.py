@@ -1,7 +1,7 @@
-"""Two servers on one machine: network namespaces, joined by a link whose rate can be set and whose bytes are counted.
+"""Two servers on one machine: network namespaces, joined by a link with a rate limit and a byte counter.
 
-Invariant: everything that is made here bears this process's number in its name and is gone when the `with` block is
-left, however that happens; what a killed process left behind is removed by the next one.
+Invariant: all names made here contain this process's id; the `with` block removes what they name, also after an error;
+the next process removes what a killed one left behind.
 
 Linux, root, and the commands ip and tc (iproute2). Each direction of the link has a token bucket (tc's tbf) of its own.
 """
@@ -21,19 +21,17 @@ from pathlib import Path
 
 import psutil
 
-INTERFACE, ADDRESSES = "wire", ("10.0.0.1", "10.0.0.2")  # nobody else is in these networks
-# Packets leave in pieces of at most this size, so that the bucket can be small: what it holds passes at full speed.
+from megatron_2bw.errors import UserError
+
+INTERFACE, ADDRESSES = "wire", ("10.0.0.1", "10.0.0.2")  # no other host is in these networks
+# Packets leave in pieces of at most this size, so that the bucket can be small: its content passes at full speed.
 PIECE, BUCKET, QUEUE = 16384, 24576, 8 << 20  # bytes
 MTU = 9000
 _PREFIX, _FOLDER = "2bw-", Path("/run/netns")
 
 
-class LinkError(RuntimeError):
-    """The machine does not let us make servers; the message says why, in one line."""
-
-
 def missing() -> str | None:
-    """Why servers cannot be made here, or None."""
+    """Why network namespaces cannot be made here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root: run this with sudo"
     for name in ("ip", "tc"):
@@ -42,13 +40,13 @@ def missing() -> str | None:
     try:
         with Servers() as servers:
             servers.limit(100)
-    except (LinkError, OSError) as error:
-        return f"no network namespaces are to be had here: {error}"
+    except (UserError, OSError) as error:
+        return f"network namespaces cannot be made here: {error}"
     return None
 
 
 class Servers:
-    """The two servers; a context manager. Their numbers are 0 and 1."""
+    """The two servers, 0 and 1; a context manager."""
 
     def __init__(self):
         self.names = [f"{_PREFIX}{os.getpid()}-{number}" for number in (0, 1)]
@@ -81,39 +79,24 @@ class Servers:
                 _run("ip", "netns", "delete", name)
 
     def _like_a_cluster(self, number: int) -> None:
-        """TCP as training clusters set it, whatever this machine's defaults for the internet are."""
+        """Set TCP as training clusters do; this machine's defaults are for the internet."""
         folder = Path("/proc/sys/net/ipv4")
         with self.inside(number):
-            (folder / "tcp_congestion_control").write_text("reno")  # the one that every namespace may choose
+            (folder / "tcp_congestion_control").write_text("reno")  # every namespace may choose it
             (folder / "tcp_slow_start_after_idle").write_text("0")
 
     def limit(self, megabits: float | None) -> None:
-        """Let the link carry `megabits` Mbit/s in each direction from now on; None: as many as it can."""
+        """Limit the link to `megabits` Mbit/s in each direction; None: no limit."""
         for name in self.names:
             if megabits is not None:
-                _run(
-                    "tc",
-                    "-n",
-                    name,
-                    "qdisc",
-                    "replace",
-                    "dev",
-                    INTERFACE,
-                    "root",
-                    "tbf",
-                    "rate",
-                    f"{megabits * 1e6:.0f}bit",
-                    "burst",
-                    str(BUCKET),
-                    "limit",
-                    str(QUEUE),
-                )
+                bucket = f"tbf rate {megabits * 1e6:.0f}bit burst {BUCKET} limit {QUEUE}"
+                _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *bucket.split())
             elif b"tbf" in _run("tc", "-n", name, "qdisc", "show", "dev", INTERFACE):
                 _run("tc", "-n", name, "qdisc", "delete", "dev", INTERFACE, "root")
 
     @contextlib.contextmanager
     def inside(self, number: int) -> Iterator[None]:
-        """The calling thread is on server `number`: what it opens and reads of the network is that server's."""
+        """Move the calling thread to server `number`: its sockets and network files are that server's."""
         with open("/proc/thread-self/ns/net") as outside, open(_FOLDER / self.names[number]) as there:
             os.setns(there.fileno(), os.CLONE_NEWNET)
             try:
@@ -122,12 +105,12 @@ class Servers:
                 os.setns(outside.fileno(), os.CLONE_NEWNET)
 
     def start(self, number: int, command: list[str], **options) -> subprocess.Popen:
-        """Start `command` on server `number`; the process is its own, with its id."""
+        """Start `command` on server `number`; the process is the command's, not that of `ip`."""
         return subprocess.Popen(["ip", "netns", "exec", self.names[number], *command], **options)
 
     def measure(self, message: int, seconds: float = 0.5, megabits: float | None = None) -> tuple[float, float, float]:
-        """What plain TCP gets from server 0 to 1 at the present limit `megabits`, as (Mbit/s of a long transfer,
-        milliseconds of a message of `message` bytes, microseconds from end to end of a byte)."""
+        """Plain TCP from server 0 to 1 at the present limit `megabits`: (Mbit/s of a long transfer, milliseconds of a
+        message of `message` bytes, microseconds of a byte from end to end)."""
         with self.inside(1), socket.create_server((ADDRESSES[1], 0)) as waiting:
             port = waiting.getsockname()[1]
             with self.inside(0):
@@ -138,15 +121,15 @@ class Servers:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 end.settimeout(60)
             long = int((megabits or 4000) * 1e6 / 8 * seconds)
-            rate = long * 8 / 1e6 / _there_and_answered(near, far, long)
-            # The shortest: what else the machine does can only add to it.
-            short = min(_there_and_answered(near, far, message) for _ in range(9))
-            byte = min(_there_and_answered(near, far, 1) for _ in range(25)) / 2
+            rate = long * 8 / 1e6 / _round_trip(near, far, long)
+            # The shortest: other load on the machine only adds to it.
+            short = min(_round_trip(near, far, message) for _ in range(9))
+            byte = min(_round_trip(near, far, 1) for _ in range(25)) / 2
         return rate, 1e3 * (short - byte), 1e6 * byte
 
 
-def _there_and_answered(near: socket.socket, far: socket.socket, size: int) -> float:
-    """Seconds from the start of sending `size` bytes until the other end's one byte has come back."""
+def _round_trip(near: socket.socket, far: socket.socket, size: int) -> float:
+    """Seconds from the start of sending `size` bytes to the arrival of the other end's one-byte answer."""
     time.sleep(0.01)  # the bucket fills
     chunk = memoryview(bytes(min(size, 1 << 20)))
 
@@ -168,12 +151,12 @@ def _there_and_answered(near: socket.socket, far: socket.socket, size: int) -> f
 
 
 def sent_bytes() -> int:
-    """Bytes that this process's server has sent over the link, as its kernel counts them."""
+    """Bytes that this process's server has sent over the link, by its kernel's count."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
 def _end_processes(name: str) -> None:
-    """Those that are still on the server of that name, by their ids."""
+    """Kill the processes that are still on the server of that name, by their ids."""
     ended = []
     for pid in _run("ip", "netns", "pids", name).split():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -194,5 +177,5 @@ def _run(*command: str) -> bytes:
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
         why = " ".join(done.stderr.decode(errors="replace").split()) or f"status {done.returncode}"
-        raise LinkError(f"{' '.join(command)}: {why}")
+        raise UserError(f"{' '.join(command)}: {why}")
     return done.stdout

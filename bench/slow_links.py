@@ -1,47 +1,50 @@
-"""Two servers with a slow link between them: what each way to share a model sends over it, and what that costs.
+"""Two servers with a slow link: the bytes that each kind of parallelism sends over it, and the time that this costs.
 
     sudo .venv/bin/python bench/slow_links.py --json out/bench/slow_links.json
 
-Two network namespaces stand for the servers, joined by a veth whose rate `tc tbf` limits (bench/servers.py). A process
-on each, pinned to a core of its own, trains the same GPT with the same global batch through pretrain_gpt_2bw.py's own
-path: tensor parallel, data parallel, and pipelines. The rate changes during the run, after a number of iterations;
-after each change --settle iterations are left out. iteration_ms is the median of the others, from end to end on server
-0; sent_mb what a server's interface counted in the median iteration, in the direction with more; theory_mb what the
-method has to send. slowdown is against the same method on the unlimited link. simulated_ms is what
-the simulator says, from the same schedule's iteration on the unlimited link and the measured time of a
-message. 2bw-ahead is 2bw with --two-bw-extra-warmup 1.
-With --sleep-ms a server also sleeps in each microbatch's forward and backward, as long as a faster computer than these
-cores would compute: communication then finds a free core, as beside a GPU, and the figures hardly depend on what else
-the machine does. Data parallel servers sleep twice as long, since each has the whole model and half of the batch.
-Beside the JSON a picture of the same name is written. Linux, root, iproute2; a core for each server.
+The servers are two network namespaces, joined by a veth whose rate `tc tbf` limits (bench/servers.py). A process on
+each, pinned to its own core, trains the same GPT with the same global batch through the code path of
+pretrain_gpt_2bw.py: tensor parallel, data parallel, and pipelines. The rate changes during the run, after a number of
+iterations; --settle iterations after each change are left out. iteration_ms is the median of the others, from end to
+end on server 0; sent_mb is the count of a server's interface in the median iteration, in the direction with more;
+theory_mb is what the method has to send. slowdown compares with the same method on the unlimited link. simulated_ms is
+the simulator's time, from the same schedule's iteration on the unlimited link and the measured time of a message.
+2bw-ahead is 2bw with --two-bw-extra-warmup 1.
+With --sleep-ms a server also sleeps in each microbatch's forward and backward, as long as a faster device would
+compute: communication then has a free core, as with a GPU, and the figures hardly depend on the machine's other load.
+Data-parallel servers sleep twice as long, since each has the whole model and half of the batch.
+Writes the JSON and a picture of the same name. Linux, root, iproute2; a core for each server.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import re
-import signal
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.server_run import Observed, Run, RunError
-from bench.servers import BUCKET, MTU, QUEUE, LinkError, Servers, missing
+from bench.common import gpt_flags, names_of, new_figure, parser, write_result
+from bench.server_run import Observed, Run
+from bench.servers import BUCKET, MTU, QUEUE, Servers, missing
+from megatron_2bw.errors import UserError, report
+from megatron_2bw.local_ranks import WorldError
+from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW
 from megatron_2bw.timelines.simulator import Times, iteration_time
 
-AHEAD = {"2bw": 0, "2bw-ahead": 1}  # --two-bw-extra-warmup: more forwards ahead, so that messages are hidden
+AHEAD = {"2bw": 0, "2bw-ahead": 1}  # --two-bw-extra-warmup: more forwards ahead, which hide the messages
 PIPELINES = ("megatron", "pipedream-flush", *AHEAD)
 VARIANTS = {
     "tensor": ["--tensor-model-parallel-size", "2"],
-    "data": ["--overlap-grad-reduce", "--ddp-num-buckets", "8"],  # reduced beside the last backward
+    "data": ["--overlap-grad-reduce", "--ddp-num-buckets", "8"],  # the reduction overlaps the last backward
     **{
         name: ["--pipeline-schedule", name.removesuffix("-ahead"), "--pipeline-model-parallel-size", "2"]
         for name in PIPELINES
@@ -88,9 +91,9 @@ class Model:
 
 @dataclass
 class Link:
-    """What plain TCP gets on the link."""
+    """The speed of plain TCP on the link."""
 
-    rate: str  # Mbit/s that tbf is told, or "unlimited"
+    rate: str  # Mbit/s set in tbf, or "unlimited"
     measured_mbit: float
     message_ms: float  # of a microbatch's activations
     byte_us: float
@@ -112,116 +115,67 @@ class Row:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+    made = parser(__doc__, "slow_links")
+    made.add_argument(
         "--rates",
         type=lambda text: text.split(","),
         default=["1000", "200", "50"],
         metavar="MBIT,...",
         help="Mbit/s in each direction; the unlimited link always comes first",
     )
-    parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS), metavar="NAME,...")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--microbatches", type=int, default=8, help="in a global batch")
-    parser.add_argument("--iterations", type=int, default=3, help="measured at each rate")
-    parser.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
-    parser.add_argument(
+    made.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), metavar="NAME,...")
+    for name, size in {"layers": 8, "hidden": 512, "heads": 8, "sequence": 128, "micro-batch": 1}.items():
+        made.add_argument(f"--{name}", type=int, default=size)
+    made.add_argument("--microbatches", type=int, default=8, help="in a global batch")
+    made.add_argument("--iterations", type=int, default=3, help="measured at each rate")
+    made.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
+    made.add_argument(
         "--sleep-ms",
         type=lambda text: tuple(float(word) for word in text.split(",")),
         default=(0.0, 0.0),
         metavar="F,B",
         help="that every microbatch's forward and backward sleep",
     )
-    parser.add_argument("--json", type=Path, default=Path("out/bench/slow_links.json"))
-    chosen = parser.parse_args()
-    if unknown := set(chosen.variants) - set(VARIANTS):
-        parser.error(f"--variants: {', '.join(sorted(unknown))} is not one of {', '.join(VARIANTS)}")
+    chosen = made.parse_args()
     for rate in chosen.rates:
         if not re.fullmatch(r"\d+(\.\d+)?", rate) or not 1 <= float(rate) <= 4000:
-            parser.error(f"--rates: {rate} is not a number of Mbit/s between 1 and 4000")
+            made.error(f"--rates: {rate} is not a number of Mbit/s between 1 and 4000")
     if len(chosen.sleep_ms) != 2 or min(chosen.sleep_ms) < 0:
-        parser.error("--sleep-ms takes two numbers, of a forward and a backward, such as 50,100")
+        made.error("--sleep-ms takes two numbers, of a forward and a backward, such as 50,100")
     for name in ("iterations", "settle"):
         if getattr(chosen, name) < 1:
-            parser.error(f"--{name} must be 1 at least")
+            made.error(f"--{name} must be 1 at least")
     if chosen.microbatches < 4:
-        parser.error("--microbatches must be 4 at least: 2bw-ahead runs two forwards ahead")
+        made.error("--microbatches must be 4 at least: 2bw-ahead runs two forwards ahead")
     if chosen.layers % 2 or chosen.microbatches % 2 or chosen.heads % 2 or chosen.hidden % chosen.heads:
-        parser.error("--layers, --microbatches and --heads must be even, and --hidden a multiple of --heads")
+        made.error("--layers, --microbatches and --heads must be even, and --hidden a multiple of --heads")
     return chosen
 
 
 def command(model: Model, variant: str, iterations: int) -> list[str]:
-    words = [
-        "--num-layers",
+    return gpt_flags(
         model.layers,
-        "--hidden-size",
         model.hidden,
-        "--num-attention-heads",
         model.heads,
-        "--seq-length",
         model.sequence,
-        "--max-position-embeddings",
-        model.sequence,
-        "--micro-batch-size",
-        model.microbatch,
-        "--global-batch-size",
-        model.microbatch * model.microbatches,
-        "--train-iters",
-        iterations,
-        "--lr",
-        1e-4,
-        "--lr-decay-style",
-        "constant",
-        "--clip-grad",
-        1.0,
-        "--mock-data",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        model.vocabulary - 1,
-        "--make-vocab-size-divisible-by",
-        32,
         "--untie-embeddings-and-output-weights",
-        "--attention-dropout",
-        0,
-        "--hidden-dropout",
-        0,
-        "--num-workers",
-        0,
-        "--eval-iters",
-        0,
-        "--eval-interval",
-        100000,
-        "--log-interval",
-        1,
-        "--split",
-        "98,1,1",
-        "--device",
-        "cpu",
         *VARIANTS[variant],
-    ]
-    return [str(word) for word in words]
+        micro_batch_size=model.microbatch,
+        global_batch_size=model.microbatch * model.microbatches,
+        train_iters=iterations,
+        vocab_size=model.vocabulary - 1,
+        eval_interval=100000,
+        log_interval=1,
+    )
 
 
 # --- a run ----------------------------------------------------------------------------------------------------------
 
 
-def watch(
-    servers: Servers,
-    model: Model,
-    variant: str,
-    rates: list[str],
-    sleep_ms: tuple[float, float],
-    settle: int,
-    iterations: int,
-) -> Observed:
+def watch(servers: Servers, model: Model, variant: str, rates: list[str], chosen: argparse.Namespace) -> Observed:
     """One training run of `variant` over all rates, one after the other."""
-    sleep = [milliseconds / 1e3 * (2 if variant == "data" else 1) for milliseconds in sleep_ms]
+    settle, iterations = chosen.settle, chosen.iterations
+    sleep = [milliseconds / 1e3 * (2 if variant == "data" else 1) for milliseconds in chosen.sleep_ms]
     count = 2 + len(rates) * (settle + iterations) + 1  # the first two load code, the last one empties a pipeline
     servers.limit(None)
     run = Run(servers, sleep, command(model, variant, count))
@@ -239,7 +193,7 @@ def watch(
 
 
 def first_of(number: int, settle: int, iterations: int) -> int:
-    """Iterations that have ended when those begin that are measured at the rate of that number."""
+    """Iterations that have ended before the measured ones at the number-th rate."""
     return 2 + number * (settle + iterations) + settle
 
 
@@ -247,7 +201,7 @@ def megabits(rate: str) -> float | None:
     return None if rate == "unlimited" else float(rate)
 
 
-# --- what came out --------------------------------------------------------------------------------------------------
+# --- the results --------------------------------------------------------------------------------------------------
 
 
 def rows_of(
@@ -285,7 +239,7 @@ def rows_of(
 
 
 def compare(rows: list[Row], model: Model, links: list[Link]) -> None:
-    """Fill in the bytes beside those of 2bw, and what the simulator says."""
+    """Fill in the ratio to the bytes of 2bw, and the simulated times."""
     ours = {row.rate: row.sent_mb for row in rows if row.variant == "2bw"}
     for row in rows:
         if row.rate in ours:
@@ -316,12 +270,11 @@ COLOURS = {
 }
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Left: iteration times over the measured rate. Right: bytes an iteration, with what theory says as lines."""
-    from matplotlib.figure import Figure
+def draw(rows: list[Row]) -> Any:
+    """Left: iteration times over the measured rate. Right: bytes per iteration, with the theory as lines."""
     from matplotlib.ticker import LogFormatter
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = new_figure(10, 4.2)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = list(dict.fromkeys(row.variant for row in rows))
     for name in names:
@@ -349,12 +302,11 @@ def draw(rows: list[Row], path: Path) -> None:
     right.yaxis.set_major_formatter("{x:g}")
     right.set_ylim(bottom=min(row.theory_mb for row in last) / 3, top=3 * max(row.sent_mb for row in last))
     right.set_ylabel("MB sent by a server in an iteration")
-    right.set_title("black: what theory says", fontsize=8)
+    right.set_title("black: theory", fontsize=8)
     right.set_xticks(range(len(names)), names, rotation=30, ha="right")
     for axis in (left, right):
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-    figure.savefig(path, dpi=150)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def show(row: Row) -> str:
@@ -365,72 +317,63 @@ def show(row: Row) -> str:
 
 
 def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[str]:
-    """Measure all variants, write what there is after each, and return what failed."""
-    rates = ["unlimited", *chosen.rates]
+    """Measure all variants, write the results after each, and return what failed."""
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": os.getloadavg()}
+    result = {
+        "machine": machine,
+        "model": asdict(model) | {"parameters": model.parameters, "message_bytes": model.message},
+        "sleep_ms": chosen.sleep_ms,
+        "link": {"mtu": MTU, "tbf_burst_bytes": BUCKET, "tbf_limit_bytes": QUEUE},
+        "links": [],
+        "rows": [],
+        "failures": [],
+    }
+    rates = ["unlimited", *chosen.rates]
     links: list[Link] = []
     rows: list[Row] = []
-    failures: list[str] = []
     for rate in rates:
         servers.limit(megabits(rate))
-        links.append(Link(rate, *(round(x, 3) for x in servers.measure(model.message, megabits=megabits(rate)))))
+        link = Link(rate, *(round(x, 3) for x in servers.measure(model.message, megabits=megabits(rate))))
+        links.append(link)
         print(
-            f"link {rate:>9s} Mbit/s: {links[-1].measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's "
-            f"activations in {links[-1].message_ms:.2f} ms",
+            f"link {rate:>9s} Mbit/s: {link.measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's activations in "
+            f"{link.message_ms:.2f} ms",
             flush=True,
         )
+    result["links"] = [asdict(link) for link in links]
     for variant in chosen.variants:
         begun = time.monotonic()
         try:
-            observed = watch(servers, model, variant, rates, chosen.sleep_ms, chosen.settle, chosen.iterations)
-        except RunError as error:
-            failures.append(f"{variant}: {error}")
-            print(failures[-1], file=sys.stderr, flush=True)
+            observed = watch(servers, model, variant, rates, chosen)
+        except WorldError as error:
+            result["failures"].append(f"{variant}: {error}")
+            print(result["failures"][-1], file=sys.stderr, flush=True)
             continue
         own = rows_of(variant, observed, model, links, chosen.settle, chosen.iterations)
         rows += own
         compare(rows, model, links)
         print("\n".join(map(show, own)) + f"   ({time.monotonic() - begun:.0f} s)", flush=True)
-        machine["load_after"] = os.getloadavg()  # with the two ranks' own
-        write(
-            chosen.json,
-            {
-                "machine": machine,
-                "model": asdict(model) | {"parameters": model.parameters, "message_bytes": model.message},
-                "sleep_ms": chosen.sleep_ms,
-                "link": {"mtu": MTU, "tbf_burst_bytes": BUCKET, "tbf_limit_bytes": QUEUE},
-                "links": [asdict(link) for link in links],
-                "rows": [asdict(row) for row in rows],
-                "failures": failures,
-            },
-        )
+        machine["load_after"] = os.getloadavg()  # includes the two ranks
+        result["rows"] = [asdict(row) for row in rows]
+        write_result(chosen.json, result)
     if rows:
-        draw(rows, chosen.json.with_suffix(".png"))
-        print(f"wrote {chosen.json} and {chosen.json.with_suffix('.png')}")
-    return failures
-
-
-def write(path: Path, result: dict) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(path)
+        write_result(chosen.json, result, draw(rows))
+    return result["failures"]
 
 
 def main() -> int:
     chosen = options()
-    if why := missing():
-        print(f"slow_links.py: error: {why}", file=sys.stderr)
-        return 1
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `with` and `finally` run
-    chosen.json.parent.mkdir(parents=True, exist_ok=True)
+    exit_on_signals()  # so that `with` and `finally` run
     model = Model(
         chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, chosen.micro_batch, chosen.microbatches, 1024
     )
     try:
+        if why := missing():
+            raise UserError(why)
         with Servers() as servers:
             return 1 if measure(servers, chosen, model) else 0
-    except LinkError as error:
-        print(f"slow_links.py: error: {error}", file=sys.stderr)
+    except UserError as error:
+        report("slow_links.py", error)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -5,7 +5,7 @@ Megatron writes a checkpoint to iter_NNNNNNN and then the file latest_checkpoint
 Invariants:
 - the file has never been empty or half-written, and names a checkpoint that was whole;
 - a checkpoint that is saved anew stays aside, whole, until the new one is named. As long as there is one aside, it is
-  the one that counts: `restore` puts it back.
+  the one that counts: `restore_old` puts it back.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw.files import write_whole
+
 TRACKER = "latest_checkpointed_iteration.txt"
 ASIDE = "replaced_"  # before the name of a checkpoint that is being written anew
 DELETED = "deleted_"  # the beginning of the name of what is being deleted, however long that takes
 
 
-def name(iteration: int) -> str:
+def checkpoint_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-class Files:
+class TrackerFiles:
     """Megatron's access to files; a tracker is replaced in one step instead of being written in place."""
 
     def __init__(self, original: Any):
@@ -59,16 +61,11 @@ class _Tracker(io.StringIO):
         self.close()
         if kind is not None:
             return
-        beside = self._path.with_name(self._path.name + ".new")
-        with open(beside, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if text.strip().isdecimal():  # the new one is whole by now: the old one no longer counts, in one step
-            aside = self._path.with_name(ASIDE + name(int(text)))
+        if text.strip().isdecimal():  # the new checkpoint is whole: this rename ends the old one's precedence
+            aside = self._path.with_name(ASIDE + checkpoint_name(int(text)))
             if aside.is_dir():
                 aside.rename(aside.with_name(f"{DELETED}{uuid.uuid4().hex}"))
-        os.replace(beside, self._path)
+        write_whole(self._path, text, sync=True)
         _delete_leftovers(self._path.parent)
 
 
@@ -77,19 +74,19 @@ def _delete_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def set_aside(folder: str | os.PathLike, iteration: int) -> None:
+def set_aside_old(folder: str | os.PathLike, iteration: int) -> None:
     """Before a checkpoint is written: keep the one of the same iteration, if there is a whole one.
 
     On one rank only, and before any rank writes.
     """
     _delete_leftovers(Path(folder))
-    target = Path(folder, name(iteration))
+    target = Path(folder, checkpoint_name(iteration))
     aside = target.with_name(ASIDE + target.name)
     if not aside.exists() and not target.is_symlink() and _is_whole(target):
         target.rename(aside)
 
 
-def restore(folder: str | os.PathLike) -> None:
+def restore_old(folder: str | os.PathLike) -> None:
     """After a run that ended while it wrote a checkpoint anew: put the old one back.
 
     On one rank only, in the folder that this run saves to, and only while no checkpoint is being written.
@@ -107,7 +104,7 @@ def await_restored(folder: str | os.PathLike, seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-def same(one: str | None, other: str | None) -> bool:
+def same_folder(one: str | None, other: str | None) -> bool:
     """Whether two flags name one folder of this file system."""
     return bool(one and other) and "://" not in one and os.path.realpath(one) == os.path.realpath(other)
 
@@ -121,13 +118,13 @@ def _is_whole(checkpoint: Path) -> bool:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def iterations(folder: str | os.PathLike) -> list[int]:
+def saved_iterations(folder: str | os.PathLike) -> list[int]:
     """The iterations with a whole checkpoint, ascending."""
     numbers = [path.name.removeprefix("iter_") for path in Path(folder).glob("iter_*") if _is_whole(path)]
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-def latest(folder: str | os.PathLike) -> int | None:
+def latest_iteration(folder: str | os.PathLike) -> int | None:
     """The iteration that the tracker names; None if it names none."""
     try:
         text = Path(folder, TRACKER).read_text().strip()
@@ -136,7 +133,7 @@ def latest(folder: str | os.PathLike) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def fault(
+def problem(
     folder: str | os.PathLike, step: int | None = None, ours: bool = True, kind: str = "torch_dist"
 ) -> str | None:
     """One line on what is wrong with the checkpoint that would be loaded from `folder`, or None.
@@ -151,9 +148,9 @@ def fault(
         text = Path(folder, TRACKER).read_text(errors="replace").strip()
         if text != "release" and not text.isdecimal():
             return f"{TRACKER} says {text[:40]!r}, which is no iteration: {_others(folder, None)}"
-        which = text if text == "release" else name(int(text))
+        which = text if text == "release" else checkpoint_name(int(text))
     else:
-        which = name(step)
+        which = checkpoint_name(step)
     checkpoint = Path(folder, which)
     aside = Path(folder, ASIDE + which)
     if aside.is_dir() and not ours:
@@ -169,7 +166,11 @@ def fault(
 
 
 def _others(folder: str | os.PathLike, checkpoint: Path | None) -> str:
-    whole = [number for number in iterations(folder) if checkpoint is None or name(number) != checkpoint.name]
+    whole = [
+        number
+        for number in saved_iterations(folder)
+        if checkpoint is None or checkpoint_name(number) != checkpoint.name
+    ]
     if not whole:
         return "there is no other to load"
     return f"load another with --ckpt-step N, whole ones are {', '.join(map(str, whole[-5:]))}"

@@ -29,7 +29,7 @@ from megatron.training import async_utils, get_args
 from megatron.training.async_utils import is_empty_async_queue
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_2bw.checkpoints import folder as saved
+from megatron_2bw.checkpoints.folder import latest_iteration, restore_old, same_folder, set_aside_old
 from megatron_2bw.checkpoints.optimizer_state import complete_optimizer, name_step_zero, own_steps
 from megatron_2bw.checkpoints.save_workers import root
 from megatron_2bw.flags.rule import value
@@ -146,7 +146,7 @@ class Checkpoints:
             folder = get_args().save
             with _told_in_one_line():
                 if not values.get("non_persistent_ckpt") and "://" not in folder and dist.get_rank() == 0:
-                    saved.set_aside(folder, values["iteration"])
+                    set_aside_old(folder, values["iteration"])
                 dist.barrier()  # before any rank writes
                 return original(*args, **kwargs)
 
@@ -179,8 +179,8 @@ class Checkpoints:
 
         @functools.wraps(original)
         def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
-            if saved.same(get_args().load, get_args().save) and dist.get_rank() == 0:
-                saved.restore(get_args().save)
+            if same_folder(get_args().load, get_args().save) and dist.get_rank() == 0:
+                restore_old(get_args().save)
             dist.barrier()
             try:
                 iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
@@ -274,7 +274,7 @@ def _told_in_one_line() -> Iterator[None]:
 def save_fault(error: Exception) -> Fault:
     """What to tell when a checkpoint cannot be written."""
     folder = get_args().save
-    good = saved.latest(folder)
+    good = latest_iteration(folder)
     rest = "there is no older one here" if good is None else f"the last good one is that of iteration {good}"
     told = isinstance(error, CheckpointException) and not error.failures  # torch tells the first rank only why
     return Fault(f"--save {folder}: the checkpoint could not be written: {_causes(error)}; {rest}", told)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_2bw import sizes
-from megatron_2bw.checkpoints import folder as saved
+from megatron_2bw.checkpoints.folder import TRACKER, problem, same_folder
 from megatron_2bw.data import indexed
 from megatron_2bw.flags.combinations import EXCLUSIVE, MISSING, NEEDS, PACKAGES, RANGES, RECOMPUTE
 from megatron_2bw.flags.rule import Args, Rule, installed, line, task, value
@@ -204,8 +204,8 @@ def paths(args: Args) -> str | None:
         saved_there = args.save and path and os.path.abspath(path) == os.path.abspath(args.save)
         if not path or "://" in path or (saved_there and not args.exit_on_missing_checkpoint):
             continue
-        if not Path(path, saved.TRACKER).is_file() and args.ckpt_step is None:
-            return f"{flag} {path}: there is no checkpoint (no file {saved.TRACKER})"
+        if not Path(path, TRACKER).is_file() and args.ckpt_step is None:
+            return f"{flag} {path}: there is no checkpoint (no file {TRACKER})"
     for flag in _FOLDERS.split():
         path = value(args, flag)
         if not path or "://" in str(path):
@@ -227,14 +227,14 @@ def checkpoint(args: Args) -> str | None:
     if args.load and args.ckpt_step and args.ckpt_format == "torch" and optimizer:
         return (
             "--ckpt-step does not work with --ckpt-format torch and --use-distributed-optimizer: Megatron 0.19 would "
-            f"load the latest optimizer state; write the iteration into {saved.TRACKER} instead"
+            f"load the latest optimizer state; write the iteration into {TRACKER} instead"
         )
-    own = args.load and Path(args.load, saved.TRACKER).is_file()
+    own = args.load and Path(args.load, TRACKER).is_file()
     flag = "--load" if own or not args.pretrained_checkpoint else "--pretrained-checkpoint"  # Megatron's choice
     path = value(args, flag)
-    there = path and "://" not in path and (args.ckpt_step or Path(path, saved.TRACKER).is_file())
+    there = path and "://" not in path and (args.ckpt_step or Path(path, TRACKER).is_file())
     if there and os.environ.get("RANK", "0") == "0":
-        fault = saved.fault(path, args.ckpt_step, saved.same(path, args.save), args.ckpt_format)
+        fault = problem(path, args.ckpt_step, same_folder(path, args.save), args.ckpt_format)
         return fault and f"{flag} {path}: {fault}"
     return None
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from megatron_2bw import cpu
-from megatron_2bw.checkpoints import folder as saved
+from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_folder
 from megatron_2bw.flags import unsupported
 from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer
 from megatron_2bw.flags.no_effect import NO_EFFECT
@@ -61,9 +61,9 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
                 fault = checkpoint(args)
                 if fault:
                     stop(fault)
-                if saved.same(args.load, args.save):  # Megatron reads the arguments before it loads
+                if same_folder(args.load, args.save):  # Megatron reads the arguments before it loads
                     first = os.environ.get("RANK", "0") == "0"
-                    (saved.restore if first else saved.await_restored)(args.save)
+                    (restore_old if first else await_restored)(args.save)
             return args
 
         parser.parse_args = parse_and_check

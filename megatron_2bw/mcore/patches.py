@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_2bw import cpu
-from megatron_2bw.checkpoints import folder as saved
 from megatron_2bw.checkpoints import save_workers as helpers
+from megatron_2bw.checkpoints.folder import TrackerFiles
 
 SUPPORTED = "0.19"
 
@@ -399,7 +399,7 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
             "maybe_msc",
             None,
             "the file that names the latest checkpoint must never be empty, even for a moment",
-            saved.Files,
+            TrackerFiles,
         ),
         Patch(
             loop,

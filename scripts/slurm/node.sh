@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node's part of a job: runs the command that it is given, torchrun. When Slurm has sent it SIGTERM its status is 0:
+# One node's part of a job: runs its arguments, torchrun. After a SIGTERM of Slurm its status is 0:
 # torchrun then ends with status 1 also after a save, and srun would kill the nodes that are still saving.
 signalled="" interrupted=1
 trap 'signalled=1 interrupted=1; echo "node.sh: Slurm has sent SIGTERM"' TERM

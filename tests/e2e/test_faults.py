@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from megatron_2bw.checkpoints import folder as saved
+from megatron_2bw.checkpoints.folder import checkpoint_name, latest_iteration, problem
 from megatron_2bw.local_ranks import WorldError
 from tests.distributed.training import command
 from tests.e2e.launcher import ROOT, end, forked, torchrun
@@ -65,8 +65,8 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
         return command(1, 2, "2bw", "--load", tmp_path, *more, train_iters=8, save=tmp_path, save_interval=2)
 
     forked(1, flags("--exit-interval", "2"))
-    assert saved.latest(tmp_path) == 2
-    size = max(file.stat().st_size for file in (tmp_path / saved.name(2)).iterdir())
+    assert latest_iteration(tmp_path) == 2
+    size = max(file.stat().st_size for file in (tmp_path / checkpoint_name(2)).iterdir())
     limited = [
         "prlimit",
         f"--fsize={size // 2}",
@@ -86,7 +86,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
         "that of iteration 2",
         first_words(run.stderr),
     ), run.stderr[-3000:]
-    assert saved.latest(tmp_path) == 2 and saved.fault(tmp_path) is None
+    assert latest_iteration(tmp_path) == 2 and problem(tmp_path) is None
 
 
 def test_killed_ranks_are_started_again_and_nothing_is_lost(tmp_path):

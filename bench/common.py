@@ -1,0 +1,104 @@
+"""What the benchmarks share: the command line of a small GPT, their options, how they write results."""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.files import write_figure, write_json
+
+SMALL_GPT = {
+    "micro_batch_size": 1,
+    "lr": 1e-4,
+    "lr_decay_style": "constant",
+    "clip_grad": 1.0,
+    "tokenizer_type": "NullTokenizer",
+    "make_vocab_size_divisible_by": 32,
+    "attention_dropout": 0,
+    "hidden_dropout": 0,
+    "num_workers": 0,
+    "eval_iters": 0,
+    "eval_interval": 1000,
+    "split": "98,1,1",
+    "device": "cpu",
+}
+
+
+def gpt_flags(layers: int, hidden: int, heads: int, sequence: int, *flags: object, **more: object) -> list[str]:
+    """Flags of a GPT on mock data with a fixed learning rate; `more` are flags in snake case, None leaves one out."""
+    shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": sequence}
+    found = SMALL_GPT | shape | {"max_position_embeddings": sequence} | more
+    words = [("--" + name.replace("_", "-"), value) for name, value in found.items() if value is not None]
+    return [str(word) for word in (*(word for pair in words for word in pair), "--mock-data", *flags)]
+
+
+def parser(description: str, name: str) -> argparse.ArgumentParser:
+    """With --json, by default out/bench/`name`.json."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, default=Path("out/bench", f"{name}.json"))
+    return made
+
+
+def numbers(text: str) -> list[int]:
+    """A comma-separated list, for argparse."""
+    return [int(word) for word in text.split(",")]
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """A comma-separated list of known names, for argparse."""
+
+    def parse(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name} is not one of {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def flag_sets(text: str) -> list[str]:
+    """Sets of flags, separated by semicolons, for argparse."""
+    return [part.strip() for part in text.split(";")]
+
+
+def new_figure(width: float, height: float) -> Any:
+    """In inches."""
+    from matplotlib.figure import Figure  # here, since forked ranks import the benchmark's module
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_result(path: Path, result: Any, figure: Any = None) -> None:
+    """Write the JSON, and a picture of the same name if there is one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, result)
+    if figure is not None:
+        write_figure(path.with_suffix(".png"), figure)
+        print(f"wrote {path} and {path.with_suffix('.png')}", flush=True)
+
+
+class Output:
+    """The lines that several processes print, in order of arrival."""
+
+    def __init__(self, processes: list[subprocess.Popen]):
+        self._lines: queue.SimpleQueue = queue.SimpleQueue()
+        for number, process in enumerate(processes):
+            threading.Thread(target=self._read, args=(number, process), daemon=True).start()
+
+    def _read(self, number: int, process: subprocess.Popen) -> None:
+        for line in process.stdout:
+            self._lines.put((number, line.rstrip("\n"), time.monotonic()))
+        self._lines.put((number, None, time.monotonic()))
+
+    def next(self, timeout: float) -> tuple[int, str | None, float]:
+        """(number of the process, its next line or None at its end, time). TimeoutError if none comes in time."""
+        try:
+            return self._lines.get(timeout=max(0.0, timeout))
+        except queue.Empty:
+            raise TimeoutError(f"nothing printed for {timeout:.0f} s") from None
