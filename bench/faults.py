@@ -281,9 +281,6 @@ def different_tensors(one: Path, other: Path) -> list[str]:
     return wrong + [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
 
 
-# --- the benchmark ------------------------------------------------------------------------------------------------
-
-
 def soak(options: argparse.Namespace, folder: Path) -> Report:
     """Run the job undisturbed and with kills, and compare."""
     begin, ranks, kills = time.monotonic(), options.ranks, options.kills
