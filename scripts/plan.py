@@ -1,9 +1,6 @@
 """The planner, from a clone: python scripts/plan.py is megatron-2bw-plan."""
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_2bw.planner.cli import main
 

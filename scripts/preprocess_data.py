@@ -1,9 +1,6 @@
 """Data preparation: text to Megatron's .bin and .idx. docs/data.md has the commands."""
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_2bw.data.preprocess_cli import main
 

@@ -15,8 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from megatron_2bw.errors import UserError, usage_error
 from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import Plan

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, report
 from megatron_2bw.files import write_json

@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_2bw.start.launch import launch
 
