@@ -1,1 +1,1 @@
-"""The planner: which parallel configuration is fastest and fits. Pure Python, but for what measures and runs."""
+"""The planner: the fastest parallel configuration that fits. Only measuring and running need more than pure Python."""

@@ -1,6 +1,6 @@
 """megatron-2bw-plan: the command line of the planner.
 
-Invariant: bad input ends with status 2 and one line that names the flag; a plan that is printed is legal and fits.
+Invariant: bad input ends with status 2 and one line that names the flag. Every printed plan is legal and fits.
 """
 
 from __future__ import annotations
@@ -15,32 +15,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_2bw.errors import Parser, UserError, file_errors, usage_error
+from megatron_2bw.files import write_whole
 from megatron_2bw.planner import tools
 from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.simulated import MARGIN, Cost, Estimate
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
-from megatron_2bw.planner.describe.cluster import ClusterError
-from megatron_2bw.planner.describe.inputs import Parser, add_model_flags, cluster_of, model_of, numbers
-from megatron_2bw.planner.describe.model import ModelError
+from megatron_2bw.planner.describe.inputs import add_model_flags, cluster_of, model_of, numbers
 from megatron_2bw.planner.describe.plan import RECOMPUTE
-from megatron_2bw.planner.describe.profile import ProfileError
 from megatron_2bw.planner.find.search import PLANNED, Search, Space
-from megatron_2bw.planner.measure import blocks as measure
-from megatron_2bw.planner.measure import calibrate as calibration
-from megatron_2bw.planner.measure import validate
-from megatron_2bw.planner.measure.place import ValidateError
+from megatron_2bw.planner.measure import blocks, validate
 from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report
+from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
-ERRORS = (
-    ModelError,
-    ClusterError,
-    ProfileError,
-    ValidateError,
-    calibration.RunsError,
-    report.ReportError,
-    jobs.PlanFileError,
-)
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
 
@@ -57,69 +45,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog = "megatron-2bw-plan" + ("" if name == "plan" else f" {name}")
     try:
         return commands[name](words, prog)
-    except ERRORS as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+    except UserError as error:
+        return 2 if error.reported_elsewhere else usage_error(prog, error)
+    except BrokenPipeError:  # the reader of the output has ended, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def planning_parser(prog: str, description: str) -> Parser:
-    """The flags that say what is planned, for `plan` and `validate`."""
+    """The flags that describe a search, for `plan` and `validate`."""
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     add_model_flags(parser)
-    group = parser.add_argument_group("cluster")
-    group.add_argument("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
-    group.add_argument("--servers", type=int, help="default: of the YAML file, or 1")
-    group.add_argument("--gpus-per-server", type=int, help="fewer than the cluster's servers have")
-    group.add_argument("--profile", type=Path, metavar="FILE.json", help="what `megatron-2bw-plan profile` measured")
-    group = parser.add_argument_group("what may be chosen")
-    group.add_argument(
-        "--max-global-batch-size",
-        type=int,
-        required=True,
-        metavar="N",
-        help="the largest global batch, in samples, that is safe for convergence",
-    )
-    group.add_argument("--schedules", type=lambda text: tuple(text.split(",")), default=PLANNED, metavar="NAME,...")
+    add = parser.add_argument_group("cluster").add_argument
+    add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
+    add("--servers", type=int, help="default: of the YAML file, or 1")
+    add("--gpus-per-server", type=int, help="at most as many as the cluster's servers have")
+    add("--profile", type=Path, metavar="FILE.json", help="measured times, from `megatron-2bw-plan profile`")
+
+    add = parser.add_argument_group("choices of the search").add_argument
+    batch = dict(type=int, required=True, metavar="N")
+    add("--max-global-batch-size", **batch, help="the largest global batch, in samples, that is safe for convergence")
+    add("--schedules", type=_names, default=PLANNED, metavar="NAME,...", help=f"of {', '.join(SCHEDULE_NAMES)}")
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--micro-batch-size"):
-        group.add_argument(flag, type=numbers, metavar="N,...", help="default: all that are legal")
-    group.add_argument(
-        "--recompute",
-        type=lambda text: tuple(text.split(",")),
-        default=RECOMPUTE,
-        metavar="NAME,...",
-        help=f"of {', '.join(RECOMPUTE)}",
-    )
-    group.add_argument("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
-    group.add_argument("--no-extra-warmup", action="store_true", help="of 2bw, which hides messages on slow links")
-    group.add_argument(
-        "--extrapolate",
-        action="store_true",
-        help="2bw with --two-bw-correction extrapolate, for which a step needs more memory",
-    )
-    group.add_argument("--no-distributed-optimizer", action="store_true", help="by default both are tried")
-    group.add_argument("--no-sequence-parallel", action="store_true", help="with tensor parallelism, as on the CPU")
-    group.add_argument("--no-uneven-stages", action="store_true", help="by default first and last may differ")
-    group = parser.add_argument_group("how it is judged")
-    group.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16, or fp16 without it")
-    group.add_argument("--attention", choices=("flash", "core"), help="default: flash where the GPU has it")
-    group.add_argument(
-        "--memory-margin",
-        type=float,
-        default=MARGIN,
-        metavar="SHARE",
-        help=f"of the memory that is left free (default: {MARGIN})",
-    )
-    group.add_argument(
-        "--cost",
-        choices=("simulation", "closed-form"),
-        default="simulation",
-        help="closed-form: the paper's Appendix A",
-    )
-    group.add_argument("--top", type=int, default=8, metavar="K", help="plans that are shown (default: 8)")
+        add(flag, type=numbers, metavar="N,...", help="default: all that are legal")
+    add("--recompute", type=_names, default=RECOMPUTE, metavar="NAME,...", help=f"of {', '.join(RECOMPUTE)}")
+    add("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
+    add("--no-extra-warmup", action="store_true", help="by default 2bw hides messages on slow links by extra warm-up")
+    correction = "2bw with --two-bw-correction extrapolate, whose step needs more memory"
+    add("--extrapolate", action="store_true", help=correction)
+    add("--no-distributed-optimizer", action="store_true", help="by default the search tries both")
+    add("--no-sequence-parallel", action="store_true", help="with tensor parallelism, as on the CPU")
+    add("--no-uneven-stages", action="store_true", help="by default first and last stage may differ from the others")
+
+    add = parser.add_argument_group("cost and memory").add_argument
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16, or fp16 on GPUs without bf16")
+    add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
+    margin = f"share of the memory that stays free (default: {MARGIN})"
+    add("--memory-margin", type=float, default=MARGIN, metavar="SHARE", help=margin)
+    costs = ("simulation", "closed-form")
+    add("--cost", choices=costs, default="simulation", help="closed-form: the paper's Appendix A")
+    add("--top", type=int, default=8, metavar="K", help="number of plans (default: 8)")
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
@@ -132,11 +102,11 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         if fault:
             parser.error(f"--profile {options.profile}: {fault}; measure this model")
     _check(options, parser)
-    on_cpu = cluster.device.name == "cpu"  # where there is neither sequence parallelism nor flash attention
+    on_cpu = cluster.device.name == "cpu"  # neither sequence parallelism nor flash attention
     if on_cpu and options.attention == "flash":
-        parser.error("--attention flash: the CPU has none; use core")
+        parser.error("--attention flash: not available on the CPU; use core")
     if precision == "bf16" and not cluster.device.bf16:
-        parser.error(f"--precision bf16: {cluster.device.name} has none; use fp16")
+        parser.error(f"--precision bf16: not available on {cluster.device.name}; use fp16")
     kind = ClosedForm if options.cost == "closed-form" else Cost
     flash = {None: False if on_cpu else None, "flash": True, "core": False}[options.attention]
     cost = kind(model, cluster, precision, flash, options.memory_margin)
@@ -176,7 +146,7 @@ def _check(options: argparse.Namespace, parser: Parser) -> None:
 
 
 def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | None:
-    """Search, and estimate the fastest plans; None, and the reason on stdout, if nothing fits."""
+    """Search, and estimate the fastest plans. If no plan fits, print the reason and return None."""
     cost, space = prepare(options, parser)
     begun = time.monotonic()
     print(f"searching the plans of {cost.model.name} on {cost.cluster.gpus} GPUs ...", file=sys.stderr, flush=True)
@@ -192,11 +162,14 @@ def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | Non
 def run_plan(words: list[str], prog: str) -> int:
     parser = planning_parser(prog, f"The fastest configuration that fits. Example: {EXAMPLE}")
     parser.epilog = "Other commands: profile, simulate, validate, calibrate (megatron-2bw-plan COMMAND --help)."
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything that is printed, and more")
-    parser.add_argument("--script", type=Path, metavar="FILE.sh", help="the best plan as a torchrun command")
-    parser.add_argument("--sbatch", type=Path, metavar="FILE.sbatch", help="the best plan as a Slurm job")
-    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="its simulated timeline, for Perfetto")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="pictures: timeline, memory, throughput by memory")
+    for flag, metavar, meaning in (
+        ("--json", "FILE", "all printed figures, and more"),
+        ("--script", "FILE.sh", "the best plan as a torchrun command"),
+        ("--sbatch", "FILE.sbatch", "the best plan as a Slurm job"),
+        ("--trace", "FILE.json", "the best plan's simulated timeline, for Perfetto"),
+        ("--report", "DIR", "pictures: timeline, memory, throughput by memory"),
+    ):
+        parser.add_argument(flag, type=Path, metavar=metavar, help=meaning)
     options = parser.parse_args(words)
     result = planned(options, parser)
     if result is None:
@@ -218,7 +191,7 @@ def run_plan(words: list[str], prog: str) -> int:
 
 
 def _write(options: argparse.Namespace, result: explain.Result) -> None:
-    """The files that were asked for."""
+    """Write the files that the flags name."""
     cost, best = result.cost, result.estimates[0]
     arguments = (best.plan, cost.model, cost.cluster, cost.precision)
     if options.script:
@@ -230,45 +203,39 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
     if options.report:
         report.write_report(cost, result.estimates, _cloud(result), options.report)
     if options.json:
-        part = options.json.with_suffix(".part")
-        try:
+        with file_errors(f"--json {options.json}"):
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(json_out.as_json(result), indent=1, allow_nan=False) + "\n")
-            part.replace(options.json)
-        except OSError as error:
-            raise report.ReportError(f"--json {options.json}: {error.strerror}") from None
+            write_whole(options.json, json.dumps(json_out.as_json(result), indent=1, allow_nan=False) + "\n")
     for path in (options.script, options.sbatch, options.trace, options.report, options.json):
         if path:
             print(f"wrote {path}", file=sys.stderr)
 
 
 def _cloud(result: explain.Result, each: int = 20) -> list[Estimate]:
-    """More plans to draw: the fastest of every schedule, in all variants."""
+    """More plans for the pictures: the fastest of every schedule, in all variants."""
     spaces = [replace(result.space, schedules=(schedule,)) for schedule in result.space.schedules]
     searches = [itertools.islice(Search(result.cost, space, distinct=False), each) for space in spaces]
     return [result.cost.estimate(plan) for search in searches for _, plan in search]
 
 
 def run_validate(words: list[str], prog: str) -> int:
-    parser = planning_parser(prog, "Runs the best plans for real for a few iterations, beside what was predicted.")
+    parser = planning_parser(prog, "Runs the best plans for a few iterations and compares them with their predictions.")
     validate.add_flags(parser)
     options = parser.parse_args(words)
     result = planned(options, parser)
-    return 1 if result is None else validate.exit_status(validate.run(result.cost, result.estimates, options))
+    if result is None:
+        return 1
+    exit_on_signals()  # so that a running plan ends too
+    return validate.exit_status(validate.run(result.cost, result.estimates, options))
 
 
 def run_profile(words: list[str], prog: str) -> int:
-    parser = Parser(
-        prog=prog,
-        allow_abbrev=False,
-        description=(
-            "Times one layer, the output layer, the optimizer and, under torchrun, the links of the machines at hand."
-        ),
-    )
+    description = "Times one layer, the output layer, the optimizer and, under torchrun, the links on this machine."
+    parser = Parser(prog=prog, description=description, allow_abbrev=False)
     add_model_flags(parser)
-    measure.add_flags(parser)
+    blocks.add_flags(parser)
     options = parser.parse_args(words)
-    return measure.run(options, model_of(options))
+    return blocks.run(options, model_of(options))
 
 
 if __name__ == "__main__":

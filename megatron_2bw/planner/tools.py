@@ -1,4 +1,4 @@
-"""The commands beside planning: simulate a schedule, calibrate a cluster."""
+"""The commands that do not plan: simulate a schedule, calibrate a cluster."""
 
 from __future__ import annotations
 
@@ -7,47 +7,41 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_2bw.errors import Parser, UserError
 from megatron_2bw.flags.own import extra_warmup
-from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
-from megatron_2bw.planner.describe.cluster import Cluster, from_yaml, to_yaml
-from megatron_2bw.planner.describe.cluster import preset as cluster_preset
-from megatron_2bw.planner.describe.inputs import Parser
+from megatron_2bw.planner.describe.cluster import to_yaml
+from megatron_2bw.planner.describe.inputs import named_cluster
 from megatron_2bw.planner.measure import calibrate as calibration
-from megatron_2bw.planner.tell import report
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.timelines import paper_figures
 from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
 from megatron_2bw.timelines.text import render
 
+TIMES = {"forward": 1.0, "backward": 2.0, "transfer": 0.0, "reduce": 0.0, "step": 0.0}
+
 
 def run_simulate(words: list[str], prog: str) -> int:
-    names = [*SCHEDULES, "megatron-interleaved"]
     parser = Parser(prog=prog, description="Prints a schedule's timeline, and draws it.", allow_abbrev=False)
-    parser.add_argument("--figure", choices=("1", "2", "3"), help="of the paper, instead of the flags below")
-    parser.add_argument("--schedule", choices=names, help="what is simulated")
-    parser.add_argument("--stages", type=int, help="the pipeline's depth")
-    parser.add_argument("--microbatches", type=int, help="a batch")
-    parser.add_argument("--iterations", type=int, default=2)
-    parser.add_argument("--virtual", type=int, default=2, help="chunks a stage of megatron-interleaved")
-    parser.add_argument("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
-    parser.add_argument(
-        "--extra-warmup",
-        type=extra_warmup,
-        default=(),
-        metavar="K[,K...]",
-        help="of 2bw: more forwards ahead, for each boundary between stages or one number for all",
-    )
-    times = (("forward", 1.0), ("backward", 2.0), ("transfer", 0.0), ("reduce", 0.0), ("step", 0.0))
-    for name, default in times:
-        parser.add_argument(f"--{name}", type=float, default=default, help=f"time (default: {default:g})")
-    parser.add_argument("--versions", action="store_true", help="print the weight version of each microbatch")
-    parser.add_argument("--columns", type=int, default=140)
-    parser.add_argument("--out", type=Path, metavar="FILE.png", help="also as a picture")
+    add = parser.add_argument
+    add("--figure", choices=("1", "2", "3"), help="of the paper, instead of the flags below")
+    add("--schedule", choices=[*SCHEDULES, "megatron-interleaved"], help="the schedule to simulate")
+    add("--stages", type=int, help="the pipeline's depth")
+    add("--microbatches", type=int, help="of a batch")
+    add("--iterations", type=int, default=2)
+    add("--virtual", type=int, default=2, help="chunks per stage of megatron-interleaved")
+    add("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
+    extra = "of 2bw: extra warm-up forwards, a number per boundary between stages or one for all"
+    add("--extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]", help=extra)
+    for name, default in TIMES.items():
+        add(f"--{name}", type=float, default=default, help=f"time (default: {default:g})")
+    add("--versions", action="store_true", help="print the weight version of each microbatch")
+    add("--columns", type=int, default=140)
+    add("--out", type=Path, metavar="FILE.png", help="also as a picture")
     options = parser.parse_args(words)
     if options.figure:
         if options.schedule or options.stages or options.microbatches:
-            parser.error("--figure says the schedules and their sizes; leave --schedule, --stages, --microbatches out")
+            parser.error("--figure sets the schedules and their sizes; leave --schedule, --stages, --microbatches out")
         paper_figures.print_figure(int(options.figure))
         _draw(options.out, lambda: paper_figures.draw_figure(int(options.figure), options.out))
         return 0
@@ -57,7 +51,7 @@ def run_simulate(words: list[str], prog: str) -> int:
     for name in ("stages", "microbatches", "iterations", "virtual", "columns"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be positive, not {getattr(options, name)}")
-    for name, _ in times:
+    for name in TIMES:
         if not 0 <= getattr(options, name) < float("inf"):
             parser.error(f"--{name} must be a time, not {getattr(options, name):g}")
     if options.forward + options.backward == 0:
@@ -79,20 +73,15 @@ def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:
             parser.error("--microbatches must be a multiple of --stages with megatron-interleaved")
     least = schedule.min_microbatches(options.stages)
     if options.microbatches < least:
-        more = " and --extra-warmup" if any(extra) else ""
-        parser.error(
-            f"--microbatches {options.microbatches}: {options.schedule} needs {least} with {options.stages} "
-            f"stages{more}"
-        )
+        sizes = f"{options.stages} stages" + (" and --extra-warmup" if any(extra) else "")
+        parser.error(f"--microbatches {options.microbatches}: {options.schedule} needs {least} with {sizes}")
     return schedule
 
 
 def _simulate(options: argparse.Namespace, schedule: Schedule) -> None:
     from megatron_2bw.timelines.picture import draw_shapes
 
-    times = Times(
-        options.forward, options.backward, transfer=options.transfer, reduce=options.reduce, step=options.step
-    )
+    times = Times(**{name: getattr(options, name) for name in TIMES})
     shape = Shape(options.stages, options.microbatches, 0, options.iterations)
     print(f"{options.schedule}, {options.stages} stages, {options.microbatches} microbatches a batch")
     print(render(simulate(schedule, shape, times), options.stages, columns=options.columns, versions=options.versions))
@@ -101,38 +90,29 @@ def _simulate(options: argparse.Namespace, schedule: Schedule) -> None:
 
 
 def _draw(path: Path | None, draw: Callable[[], object]) -> None:
-    """Draw to `path`, if it was given."""
+    """Draw to `path` if it was given."""
     if path is None:
         return
     try:
         draw()
-    except (OSError, ValueError) as error:
-        raise report.ReportError(f"--out {path}: {getattr(error, 'strerror', None) or error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not have
+        raise UserError(f"--out {path}: {getattr(error, 'strerror', None) or error}") from None
     print(f"wrote {path}")
 
 
 def run_calibrate(words: list[str], prog: str) -> int:
-    parser = Parser(
-        prog=prog,
-        allow_abbrev=False,
-        description=(
-            "Fits a cluster's constants to measured runs. Columns of the CSV file: "
-            f"{', '.join(calibration.COLUMNS)}; optional: {', '.join(calibration.OPTIONAL)}."
-        ),
-    )
-    parser.add_argument("runs", type=Path, metavar="RUNS.csv", help="measured runs, one a row")
-    parser.add_argument("--cluster", required=True, metavar="NAME|FILE.yaml")
-    parser.add_argument(
-        "--rows",
-        type=int,
-        default=20,
-        help="that are fitted to, spread over the file (default: 20); "
-        "the others are predicted. 0: none, the cluster as it is",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
-    parser.add_argument("--predictions", type=Path, metavar="FILE.csv", help="the runs with their predicted seconds")
+    columns = f"{', '.join(calibration.COLUMNS)}; optional: {', '.join(calibration.OPTIONAL)}"
+    description = f"Fits a cluster's constants to measured runs. Columns of the CSV file: {columns}."
+    parser = Parser(prog=prog, description=description, allow_abbrev=False)
+    add = parser.add_argument
+    add("runs", type=Path, metavar="RUNS.csv", help="measured runs, one per row")
+    add("--cluster", required=True, metavar="NAME|FILE.yaml")
+    rows = "rows to fit, spread over the file (default: 20); the others are predicted. 0 fits none"
+    add("--rows", type=int, default=20, help=rows)
+    add("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
+    add("--predictions", type=Path, metavar="FILE.csv", help="the runs with their predicted seconds")
     options = parser.parse_args(words)
-    cluster = _cluster(options.cluster)
+    cluster = replace(named_cluster(options.cluster), profile=None)  # the fit is of estimates, not of measured times
     runs = calibration.read_runs(options.runs)
     if not 0 <= options.rows <= len(runs):
         parser.error(f"--rows {options.rows}: the file has {len(runs)}")
@@ -141,10 +121,8 @@ def run_calibrate(words: list[str], prog: str) -> int:
         cluster = calibration.calibrate(cluster, [runs[index] for index in sorted(chosen)])
     predicted = calibration.predict(cluster, runs)
     errors = [abs(p / run.seconds - 1) for i, (p, run) in enumerate(zip(predicted, runs)) if i not in chosen]
-    print(
-        f"fitted to {len(chosen)} of {len(runs)} runs: {cluster.device}\n{cluster.inside} inside, {cluster.between} "
-        "between servers"
-    )
+    print(f"fitted to {len(chosen)} of {len(runs)} runs: {cluster.device}")
+    print(f"{cluster.inside} inside, {cluster.between} between servers")
     if errors:
         print(f"mean absolute error of the other {len(errors)}: {sum(errors) / len(errors):.1%}")
     if options.out:
@@ -152,10 +130,3 @@ def run_calibrate(words: list[str], prog: str) -> int:
     if options.predictions:
         calibration.write_predictions(options.runs, predicted, options.predictions)
     return 0
-
-
-def _cluster(text: str) -> Cluster:
-    """The cluster without its profile: what is fitted are the estimates."""
-    if text in CLUSTERS or not Path(text).exists():
-        return cluster_preset(text, 1)
-    return replace(from_yaml(Path(text)), profile=None)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.model import Model
@@ -17,7 +18,6 @@ from megatron_2bw.planner.measure.calibrate import (
     DEVICE,
     SHARE_LIMIT,
     Run,
-    RunsError,
     calibrate,
     predict,
     read_runs,
@@ -190,7 +190,7 @@ def test_rows_are_read(tmp_path):
 @pytest.mark.parametrize("name", COLUMNS)
 def test_missing_columns(name, tmp_path):
     path = table(tmp_path / "runs.csv", ROW, leave_out=name)
-    with pytest.raises(RunsError) as error:
+    with pytest.raises(UserError) as error:
         read_runs(path)
     assert str(error.value).startswith(f"{path}: the column {name} is missing (known: ")
 
@@ -230,7 +230,7 @@ def test_missing_columns(name, tmp_path):
 )
 def test_rows_that_cannot_be_used(cells, words, tmp_path):
     path = table(tmp_path / "runs.csv", ROW, ROW | cells)
-    with pytest.raises(RunsError) as error:
+    with pytest.raises(UserError) as error:
         read_runs(path)
     line = str(error.value)
     assert line.startswith(f"{path}, line 3: ") and words in line and "\n" not in line
@@ -251,7 +251,7 @@ def test_rows_that_cannot_be_used(cells, words, tmp_path):
 def test_files_that_cannot_be_used(text, words, tmp_path):
     path = tmp_path / "runs.csv"
     path.write_bytes(text)
-    with pytest.raises(RunsError) as error:
+    with pytest.raises(UserError) as error:
         read_runs(path)
     assert str(error.value).startswith(f"{path}: ") and words in str(error.value) and "\n" not in str(error.value)
 
@@ -262,12 +262,12 @@ def test_a_row_with_a_cell_too_many(place, tmp_path):
     lines = path.read_text().splitlines()
     lines[place] += ",7"
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(RunsError, match=rf"^{path}.*line {place + 1}: "):
+    with pytest.raises(UserError, match=rf"^{path}.*line {place + 1}: "):
         read_runs(path)
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(RunsError, match="runs.csv: No such file or directory$"):
+    with pytest.raises(UserError, match="runs.csv: No such file or directory$"):
         read_runs(tmp_path / "runs.csv")
 
 
@@ -283,5 +283,5 @@ def test_predictions_are_written_beside_the_runs(tmp_path):
         )
     assert [float(row["predicted_seconds"]) for row in rows] == pytest.approx(seconds, rel=1e-5)
     assert list(rows[0])[-1] == "predicted_seconds"
-    with pytest.raises(RunsError, match="^--predictions .*: Is a directory$"):
+    with pytest.raises(UserError, match="^--predictions .*: Is a directory$"):
         write_predictions(path, seconds, tmp_path)

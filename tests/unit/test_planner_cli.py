@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.planner.cli import main
 from megatron_2bw.planner.describe import cluster as clusters
-from megatron_2bw.planner.describe.cluster import Cluster, ClusterError, Device, Link, from_yaml, to_yaml
+from megatron_2bw.planner.describe.cluster import Cluster, Device, Link, from_yaml, to_yaml
 from megatron_2bw.planner.describe.model import PRESETS
-from megatron_2bw.planner.describe.profile import BlockTime, Profile
+from megatron_2bw.planner.describe.profile import BlockTime
 from tests.unit.test_planner_legality import RUN, on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
+from tests.unit.test_planner_profile import PROFILE as MEASURED
 
 SHAPE = ["--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4"]
 TINY = [*SHAPE, "--seq-length", "128", "--vocab-size", "1000"]
@@ -29,38 +31,8 @@ DESCRIBED = {
     "inside": {"gb_s": 100, "latency_us": 5},
     "between": {"gb_s": 10, "latency_us": 20, "rails": 4},
 }
-PROFILE = Profile(
-    device="cpu",
-    precision="fp32",
-    architecture="gpt",
-    hidden=64,
-    heads=4,
-    ffn=256,
-    groups=4,
-    head_size=16,
-    sequence=32,
-    gated=False,
-    dropout=True,
-    vocab=100,
-    blocks=(BlockTime(1, 1e-3, 2e-3),),
-    output=(BlockTime(1, 1e-3, 2e-3),),
-    optimizer_seconds_per_parameter=1e-9,
-    optimizer="Adam",
-    threads=1,
-    made_with="by hand",
-)
-PROFILED = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "32",
-    "--vocab-size",
-    "100",
-]
+PROFILE = replace(MEASURED, blocks=(BlockTime(1, 1e-3, 2e-3),), output=(BlockTime(1, 1e-3, 2e-3),), inside=None)
+PROFILED = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100".split()
 
 
 @dataclass
@@ -377,10 +349,10 @@ BAD_CLUSTERS = {
     "true servers": (DESCRIBED | {"servers": True}, "servers must be a positive whole number, not True"),
     "not a number": (inside(gb_s=float("nan")), "gb_s must be a positive number, not nan"),
     "unknown gpu": (DESCRIBED | {"gpu": "B300"}, "gpu 'B300' is not one of V100-16GB"),
-    "a list for a gpu": (DESCRIBED | {"gpu": [1]}, "gpu: expected entries such as"),
-    "a list": ([1, 2], "expected entries such as"),
-    "words": ("just words", "expected entries such as"),
-    "nothing": ("", "expected entries such as"),
+    "a list for a gpu": (DESCRIBED | {"gpu": [1]}, "gpu: expected the entries"),
+    "a list": ([1, 2], "expected the entries"),
+    "words": ("just words", "expected the entries"),
+    "nothing": ("", "expected the entries"),
     "not YAML": ("a: [1\nb: }", "not a readable YAML file"),
     "a tab": ("a:\n\t- b", "not a readable YAML file"),
     "bytes": (b"\xff\xfe\x00\x81", "not a readable YAML file"),
@@ -448,7 +420,7 @@ def test_a_cluster_comes_back_from_its_file(cluster, tmp_path):
     to_yaml(cluster, path)
     assert from_yaml(path) == cluster
     assert [entry.name for entry in path.parent.iterdir()] == ["cluster.yaml"]
-    with pytest.raises(ClusterError, match=f"^--out {tmp_path}: Is a directory$"):
+    with pytest.raises(UserError, match=f"^--out {tmp_path}: Is a directory$"):
         to_yaml(cluster, tmp_path)
 
 

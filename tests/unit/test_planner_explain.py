@@ -223,14 +223,14 @@ def estimated(plan: Plan, *split: float, gib: float = 8) -> Estimate:
 TWO_BW, FLUSH = Plan(1, 8, 1, 1, 8), Plan(1, 8, 1, 1, 8, schedule="pipedream-flush")
 
 
-def told(*estimates: Estimate, schedules: tuple[str, ...] = ("2bw", "pipedream-flush")) -> str:
+def reason_for(*estimates: Estimate, schedules: tuple[str, ...] = ("2bw", "pipedream-flush")) -> str:
     cost = Cost(GPT, P3, "fp16")
     space = Space(8, schedules=schedules)
     return " ".join(reason(Result(cost, space, list(estimates), Search(cost, space), 0.0)).split())
 
 
 def test_the_reason_is_the_term_that_differs():
-    text = told(estimated(TWO_BW, 0.98, 0, 0, 0, 0.02, 0), estimated(FLUSH, 0.98, 0, 0, 0, 0.02, 0.3, gib=6.5))
+    text = reason_for(estimated(TWO_BW, 0.98, 0, 0, 0, 0.02, 0), estimated(FLUSH, 0.98, 0, 0, 0, 0.02, 0.3, gib=6.5))
     assert "2bw t1 d8 w1 b1 is the fastest: 8.0 samples/s" in text
     assert "1.30 times as fast as the best pipedream-flush plan, pipedream-flush t1 d8 w1 b1 (6.2 samples/s)" in text
     assert "takes less for waiting for other stages (23 % there, 0 % here: no stage waits for a flush)." in text
@@ -240,22 +240,22 @@ def test_the_reason_is_the_term_that_differs():
 
 def test_the_reason_is_the_messages_that_extra_warmup_hides():
     ahead, other = replace(TWO_BW, extra_warmup=(1,)), replace(TWO_BW, depth=4, width=2)
-    text = told(estimated(ahead, 1, 0, 0, 0, 0, 0), estimated(other, 1, 0, 0.5, 0, 0, 0), schedules=("2bw",))
+    text = reason_for(estimated(ahead, 1, 0, 0, 0, 0, 0), estimated(other, 1, 0, 0.5, 0, 0, 0), schedules=("2bw",))
     assert text.startswith("2bw +7 t1 d8 w1 b1 is the fastest")
-    assert "messages between stages (33 % there, 0 % here: forwards run further ahead)" in text
-    text = told(estimated(TWO_BW, 1, 0, 0, 0, 0, 0), estimated(other, 1, 0, 0.5, 0, 0, 0), schedules=("2bw",))
+    assert "messages between stages (33 % there, 0 % here: extra warm-up hides them)" in text
+    text = reason_for(estimated(TWO_BW, 1, 0, 0, 0, 0, 0), estimated(other, 1, 0, 0.5, 0, 0, 0), schedules=("2bw",))
     assert "messages between stages (33 % there, 0 % here)" in text
 
 
 def test_the_reason_counts_by_sample_for_batches_may_differ():
     half = replace(FLUSH, microbatches=4)
-    text = told(estimated(TWO_BW, 1.0, 0, 0, 0, 0, 0), estimated(half, 0.5, 0, 0, 0.5, 0, 0))
+    text = reason_for(estimated(TWO_BW, 1.0, 0, 0, 0, 0, 0), estimated(half, 0.5, 0, 0, 0.5, 0, 0))
     assert "2.00 times as fast" in text and "the reduction of gradients (50 % there, 0 % here)" in text
     assert "compute" not in text
 
 
 def test_the_reason_says_what_the_winner_pays():
-    text = told(
+    text = reason_for(
         estimated(TWO_BW, 0.8, 0.1, 0, 0, 0, 0),
         estimated(replace(TWO_BW, depth=4), 0.5, 0.1, 0.4, 0, 0, 0),
         schedules=("2bw",),
@@ -266,18 +266,18 @@ def test_the_reason_says_what_the_winner_pays():
 
 
 def test_the_reason_blames_a_flush_only_where_there_is_one():
-    waits = told(
+    waits = reason_for(
         estimated(TWO_BW, 1, 0, 0, 0, 0, 0), estimated(replace(TWO_BW, depth=4), 1, 0, 0, 0, 0, 0.5), schedules=("2bw",)
     )
     assert "waiting for other stages (33 % there, 0 % here)" in waits and "flush" not in waits
-    reverse = told(estimated(FLUSH, 0.5, 0, 0, 0, 0, 0.1), estimated(TWO_BW, 0.5, 0, 0, 0, 0, 0.5))
+    reverse = reason_for(estimated(FLUSH, 0.5, 0, 0, 0, 0, 0.1), estimated(TWO_BW, 0.5, 0, 0, 0, 0, 0.5))
     assert "waiting for other stages (50 % there, 10 % here)" in reverse and "no stage waits" not in reverse
-    longer = told(estimated(TWO_BW, 1, 0, 0, 0, 0, 0.2), estimated(FLUSH, 1, 0, 0, 0.4, 0, 0))
+    longer = reason_for(estimated(TWO_BW, 1, 0, 0, 0, 0, 0.2), estimated(FLUSH, 1, 0, 0, 0.4, 0, 0))
     assert "more for waiting for other stages (0 % there, 14 % here)." in longer and "no stage waits" not in longer
 
 
 def test_plans_as_good_as_equal_are_called_that():
-    text = told(estimated(TWO_BW, 1, 0, 0, 0, 0, 0), estimated(FLUSH, 1, 0, 0, 0, 0, 0.001))
+    text = reason_for(estimated(TWO_BW, 1, 0, 0, 0, 0, 0), estimated(FLUSH, 1, 0, 0, 0, 0, 0.001))
     assert "It is hardly faster than the best pipedream-flush plan" in text and "No term differs by 2 %." in text
 
 
@@ -314,12 +314,12 @@ def test_rejections_are_counted_by_cause(tight):
     assert f"of the table: {len(tight.search.too_large)}\n" in rejections(tight)
 
 
-def test_the_nearest_change_is_told_with_its_flags(tight):
+def test_the_nearest_change_is_reported_with_its_flags(tight):
     text = " ".join(rejections(tight).split())
     large = next(plan for plan in tight.search.too_large if nearest(tight.cost, plan))
     change = nearest(tight.cost, large)
     need = tight.cost.memory.heaviest(large) / GIB
-    assert f"{large.title} would make {tight.cost.estimate(large).throughput:.1f} samples/s" in text
+    assert f"{large.title} would reach {tight.cost.estimate(large).throughput:.1f} samples/s" in text
     assert f"needs {need:.2f} GiB, and {15.8 * 0.8:.2f} GiB are allowed" in text
     flags = changed_flags(large, change.plan, "fp16")
     assert f"The nearest change that fits: {flags} ({change.throughput:.1f} samples/s, " in text
@@ -428,11 +428,11 @@ def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
     assert best(Cost(model, replace(P3, servers=servers), "fp16"), replace(space, microbatch=(1,)))
 
 
-def test_what_the_search_was_told_to_leave_out_may_help():
+def test_the_choices_that_the_flags_exclude_may_help():
     text, cost, _ = failed(
         LARGER, P3, Space(64, recompute=("none",), depth=(1,), tensor=(1,), distributed_optimizer=(False,))
     )
-    flags = re.search(r"told to leave out: (--\S.*?); or|told to leave out: (--\S.*?)\.$", text)
+    flags = re.search(r"the flags exclude: (--\S.*?); or|the flags exclude: (--\S.*?)\.$", text)
     words = (flags[1] or flags[2]).split()
     assert "servers" not in text
     values = {flag[0]: flag[1:] for flag in by_flag(words)}
@@ -448,7 +448,7 @@ def _all(cost: Cost, space: Space):
                 yield from search.variants(plan)
 
 
-def test_where_nothing_is_legal_the_causes_are_told():
+def test_where_nothing_is_legal_the_causes_are_reported():
     text, _, search = failed(GPT, P3, Space(2, depth=(1,), tensor=(1,)))
     assert text.startswith("No plan is legal on 8 GPUs with a global batch of 2: ") and search.rejected
     assert "the global batch is smaller than the data-parallel size" in text
@@ -506,7 +506,7 @@ def test_every_term_says_whether_it_was_measured(cluster, found):
         assert re.search(rf"{tag}: [a-z, ]*\b{term}\b", text)
 
 
-def test_the_evidence_tells_both_links_and_the_calibration():
+def test_the_evidence_names_both_links_and_the_calibration():
     text = evidence(Cost(GPT, measured(replace(P3, servers=2), True, False), "fp16"))
     assert re.search(r"data +ESTIMATED +inside servers 130 GB/s, [\d.]+ us MEASURED; between .* ESTIMATED\n", text)
     assert P3.device.calibration in text

@@ -13,18 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.planner.tell.jobs import (
-    SBATCH,
-    PlanFileError,
-    by_flag,
-    entry_script,
-    sbatch_script,
-    torchrun_script,
-    write,
-)
+from megatron_2bw.planner.tell.jobs import SBATCH, by_flag, entry_script, sbatch_script, torchrun_script, write
 from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 
 ROOT = Path(__file__).parents[2]
@@ -261,13 +254,13 @@ def test_a_file_that_is_there_stays(tmp_path):
     path.write_text("mine")
     link.symlink_to(tmp_path / "nowhere")
     for there in (path, link, tmp_path):
-        with pytest.raises(PlanFileError, match=r"^--sbatch .* exists; remove it or give another name$"):
+        with pytest.raises(UserError, match=r"^--sbatch .* exists; remove it or give another name$"):
             write(there, "text", "--sbatch")
     assert path.read_text() == "mine" and sorted(tmp_path.iterdir()) == [link, path]
 
 
-def test_a_folder_that_is_not_there_is_told_in_one_line(tmp_path):
-    with pytest.raises(PlanFileError, match=r"^--script .*missing/run.sh cannot be written: No such file"):
+def test_a_missing_folder_is_reported_in_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"^--script .*missing/run.sh: No such file"):
         write(tmp_path / "missing" / "run.sh", "text")
 
 
@@ -276,6 +269,6 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(PlanFileError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         write(tmp_path / "run.sh", "text")
     assert not list(tmp_path.iterdir())

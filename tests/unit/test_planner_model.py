@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_2bw import cpu
+from megatron_2bw.errors import UserError
 from megatron_2bw.planner.cost.memory import Memory
 from megatron_2bw.planner.describe.hugging_face import from_hugging_face
 from megatron_2bw.planner.describe.inputs import add_model_flags, model_of
-from megatron_2bw.planner.describe.model import PRESETS, Model, ModelError, preset
+from megatron_2bw.planner.describe.model import PRESETS, Model, preset
 from megatron_2bw.planner.describe.plan import Plan
 
 GPT = Model("gpt", 2, 64, 4, vocab=1000, sequence=32)
@@ -244,7 +245,7 @@ def test_the_other_presets_are_bert_large_with_more_layers():
 
 def test_a_preset_by_name():
     assert preset("2.2b") is PRESETS["gpt-2.2b"] and preset("gpt-2.2b", 2048).sequence == 2048
-    with pytest.raises(ModelError, match="^--model gpt-2b: not one of gpt-355m, .*, and no file of that name$"):
+    with pytest.raises(UserError, match="^--model gpt-2b: not one of gpt-355m, .*, and no file of that name$"):
         preset("gpt-2b")
 
 
@@ -294,7 +295,7 @@ def test_what_the_flags_leave_out_is_megatrons_default():
     ids=str,
 )
 def test_models_that_cannot_be(changes, flag):
-    with pytest.raises(ModelError, match=f"^{re.escape(flag)}") as error:
+    with pytest.raises(UserError, match=f"^{re.escape(flag)}") as error:
         replace(GPT, **changes)
     assert "\n" not in str(error.value)
 
@@ -396,7 +397,7 @@ def test_published_models_have_their_parameters(config, parameters, padding, wri
 def test_the_norms_of_qwen3s_queries_and_keys_are_counted_or_refused(written):
     try:
         model = written(QWEN3_SMALL)
-    except ModelError:
+    except UserError:
         return  # what Megatron would not build the same way
     assert model.parameters() == 596_049_920 and "--qk-layernorm" in model.flags()
 
@@ -404,7 +405,7 @@ def test_the_norms_of_qwen3s_queries_and_keys_are_counted_or_refused(written):
 @pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
 def test_biases_that_megatron_has_no_flag_for_are_refused(bias, written):
     """Llama's attention_bias is on the projection too, where --add-qkv-bias puts none; Megatron has no --mlp-bias."""
-    with pytest.raises(ModelError, match=bias):
+    with pytest.raises(UserError, match=bias):
         written(LLAMA3 | {bias: True})
 
 
@@ -545,7 +546,7 @@ def test_activations_that_megatron_has(config, written):
     ids=lambda value: "" if isinstance(value, dict) else value[:40],
 )
 def test_what_megatron_would_build_as_another_model(config, words, written):
-    with pytest.raises(ModelError, match=rf"^--model \S+/config.json: {re.escape(words)}") as error:
+    with pytest.raises(UserError, match=rf"^--model \S+/config.json: {re.escape(words)}") as error:
         written(config)
     assert "\n" not in str(error.value)
 
@@ -577,7 +578,7 @@ NEEDED = [
 @pytest.mark.parametrize("config, entry", NEEDED, ids=[f"{config['model_type']} {entry}" for config, entry in NEEDED])
 def test_missing_entries(config, entry, written):
     left = {name: value for name, value in config.items() if name != entry}
-    with pytest.raises(ModelError, match=rf"^--model \S+/config.json: the entry '{entry}' is missing$"):
+    with pytest.raises(UserError, match=rf"^--model \S+/config.json: the entry '{entry}' is missing$"):
         written(left)
 
 
@@ -598,12 +599,12 @@ def test_missing_entries(config, entry, written):
     ids=lambda value: json.dumps(value)[:40],
 )
 def test_files_that_cannot_be_used(config, words, written):
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(UserError) as error:
         written(config)
     line = str(error.value)
     assert line.startswith("--model ") and words in line and "\n" not in line
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ModelError, match=r"^--model \S+/config.json: not a readable JSON file"):
+    with pytest.raises(UserError, match=r"^--model \S+/config.json: not a readable JSON file"):
         from_hugging_face(tmp_path / "config.json")

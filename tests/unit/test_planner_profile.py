@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from megatron_2bw.planner.describe import profile as module
+from megatron_2bw.errors import UserError
+from megatron_2bw.planner.cli import main
 from megatron_2bw.planner.describe.cluster import Link
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.profile import BlockTime, Profile, ProfileError
+from megatron_2bw.planner.describe.profile import BlockTime, Profile
 from megatron_2bw.planner.measure import blocks as measure
 
 MODEL = Model("tiny", 2, 64, 4, vocab=100, sequence=32)
@@ -62,7 +64,7 @@ def test_the_file_says_of_each_term_where_it_is_from(tmp_path):
     assert replace(PROFILE, architecture="bert").terms["output"].startswith("MEASURED with GPT's output layer")
 
 
-@pytest.mark.parametrize("broken", ["dump", "replace"])
+@pytest.mark.parametrize("broken", [(json, "dumps"), (os, "replace")])
 def test_a_failing_write_leaves_the_old_file(broken, tmp_path, monkeypatch):
     path = tmp_path / "profile.json"
     PROFILE.save(path)
@@ -70,8 +72,8 @@ def test_a_failing_write_leaves_the_old_file(broken, tmp_path, monkeypatch):
     def fails(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.json if broken == "dump" else module.os, broken, fails)
-    with pytest.raises(OSError):
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(*broken, fails)
         replace(PROFILE, vocab=7).save(path)
     assert Profile.load(path) == PROFILE
     assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
@@ -79,17 +81,17 @@ def test_a_failing_write_leaves_the_old_file(broken, tmp_path, monkeypatch):
 
 def test_files_that_are_no_profiles(tmp_path):
     path = tmp_path / "profile.json"
-    with pytest.raises(ProfileError, match="^--profile .*profile.json: not a readable JSON file .*No such file"):
+    with pytest.raises(UserError, match="^--profile .*profile.json: not a readable JSON file .*No such file"):
         Profile.load(path)
     path.write_text('{"kind": ')
-    with pytest.raises(ProfileError, match="not a readable JSON file"):
+    with pytest.raises(UserError, match="not a readable JSON file"):
         Profile.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ProfileError, match="not a readable JSON file"):
+    with pytest.raises(UserError, match="not a readable JSON file"):
         Profile.load(path)
     for text in ("[1]", "{}", '{"kind": "else"}'):
         path.write_text(text)
-        with pytest.raises(ProfileError, match="not a profile; `megatron-2bw-plan profile --json PATH` writes one"):
+        with pytest.raises(UserError, match="not a profile; `megatron-2bw-plan profile --json PATH` writes one"):
             Profile.load(path)
 
 
@@ -108,37 +110,37 @@ POINT = {"microbatch": 1, "forward": 1.0, "backward": 1.0}
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"heads": None}, "heads must be of type int, not null"),
-        ({"heads": True}, "heads must be of type int, not true"),
-        ({"heads": 4.0}, "heads must be of type int, not 4.0"),
-        ({"gated": 1}, "gated must be of type bool, not 1"),
-        ({"device": 1}, "device must be of type str, not 1"),
-        ({"vocab": 0}, "vocab must be positive, not 0"),
+        ({"heads": None}, "heads must be a positive whole number, not None"),
+        ({"heads": True}, "heads must be a positive whole number, not True"),
+        ({"heads": 4.0}, "heads must be a positive whole number, not 4.0"),
+        ({"gated": 1}, "gated must be true or false, not 1"),
+        ({"device": 1}, "device must be a name, not 1"),
+        ({"vocab": 0}, "vocab must be a positive whole number, not 0"),
         (
             {"optimizer_seconds_per_parameter": float("nan")},
-            "optimizer_seconds_per_parameter must be positive, not nan",
+            "optimizer_seconds_per_parameter must be a positive number, not nan",
         ),
         (
             {"optimizer_seconds_per_parameter": float("inf")},
-            "optimizer_seconds_per_parameter must be positive, not inf",
+            "optimizer_seconds_per_parameter must be a positive number, not inf",
         ),
-        ({"speed": 1}, "unknown entry speed"),
+        ({"speed": 1}, f"unknown entry speed (known: {', '.join(field.name for field in fields(Profile))})"),
         ({"blocks": []}, "blocks: expected a list of times by microbatch"),
         ({"output": 3}, "output: expected a list of times by microbatch"),
         ({"blocks": [1]}, "blocks: expected the entries microbatch, forward, backward"),
         ({"blocks": [{"microbatch": 1, "forward": 1.0}]}, "blocks: the entry backward is missing"),
-        ({"blocks": [POINT | {"forward": -1}]}, "blocks: forward must be positive, not -1"),
+        ({"blocks": [POINT | {"forward": -1}]}, "blocks: forward must be a positive number, not -1"),
         ({"blocks": [POINT, POINT]}, "blocks: the microbatches must ascend"),
         ({"inside": 3}, "inside: expected the entries gb_s, latency_us, rails, measured"),
         ({"between": {"gb_s": 1, "measured": True}}, "between: the entry latency_us is missing"),
-        ({"between": {"gb_s": 1, "latency_us": 1, "measured": 1}}, "between: measured must be of type bool, not 1"),
+        ({"between": {"gb_s": 1, "latency_us": 1, "measured": 1}}, "between: measured must be true or false, not 1"),
     ],
 )
 def test_wrong_entries(changes, message, tmp_path):
     path = tmp_path / "profile.json"
     PROFILE.save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ProfileError) as error:
+    with pytest.raises(UserError) as error:
         Profile.load(path)
     assert str(error.value) == f"--profile {path}: {message}"
 
@@ -148,7 +150,7 @@ def test_missing_entries(name, tmp_path):
     path = tmp_path / "profile.json"
     PROFILE.save(path)
     path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != name}))
-    with pytest.raises(ProfileError, match=f": the entry {name} is missing$"):
+    with pytest.raises(UserError, match=f": the entry {name} is missing$"):
         Profile.load(path)
 
 
@@ -224,27 +226,40 @@ def alone(monkeypatch):
     torch.set_num_threads(threads)
 
 
+COMMAND = ["profile", *MODEL.flags(), "--vocab-size", "100"]
+START = "megatron-2bw-plan profile: error: "
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--microbatches", "1,x"], "--microbatches 1,x: expected positive whole numbers such as 1,2,4,8"),
-        (["--microbatches", "0"], "--microbatches 0: expected positive whole numbers"),
-        (["--microbatches", ""], "--microbatches : expected positive whole numbers"),
+        (["--microbatches", "1,x"], "--microbatches: 1,x: expected positive whole numbers such as 1,2,4,8"),
+        (["--microbatches", "0"], "--microbatches: 0: expected positive whole numbers"),
+        (["--microbatches", ""], "--microbatches: : expected positive whole numbers"),
         (["--repeats", "0"], "--repeats must be positive, not 0"),
     ],
 )
 def test_wrong_flags(words, message, tmp_path, alone, capsys):
-    assert measure.run(options(tmp_path / "p", *words), MODEL) == 2
+    with pytest.raises(SystemExit, match="^2$"):
+        main([*COMMAND, "--json", str(tmp_path / "p"), *words])
     error = capsys.readouterr().err
-    assert error.startswith(f"megatron-2bw-plan profile: error: {message}") and error.count("\n") == 1
+    assert error.removeprefix(START).removeprefix("argument ").startswith(message) and error.startswith(START)
+    assert error.count("\n") == 1
 
 
-def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path, alone, capsys, monkeypatch):
+def test_only_the_first_rank_reports(tmp_path, alone, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert main([*COMMAND, "--json", str(tmp_path / "p"), "--repeats", "0"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_cannot_be_written_is_reported_before_measuring(tmp_path, alone, capsys, monkeypatch):
     monkeypatch.setattr(measure, "measure_block", None)
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "below"):
-        assert measure.run(options(path), MODEL) == 2
-        assert capsys.readouterr().err.startswith(f"megatron-2bw-plan profile: error: --json {path}: ")
+        with pytest.raises(SystemExit, match="^2$"):
+            main([*COMMAND, "--json", str(path)])
+        assert capsys.readouterr().err.startswith(f"{START}--json {path}: ")
 
 
 def test_reading_needs_no_torch():

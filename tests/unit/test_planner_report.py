@@ -11,6 +11,7 @@ import pytest
 from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
@@ -165,7 +166,7 @@ def test_report_refuses_in_one_line(tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
     for folder, estimates in ((file, ESTIMATES), (file / "below", ESTIMATES), (tmp_path / "empty", [])):
-        with pytest.raises(report.ReportError, match="^--report .*") as caught:
+        with pytest.raises(UserError, match="^--report .*") as caught:
             report.write_report(COST, estimates, [], folder)
         assert "\n" not in str(caught.value)
     assert file.read_text() == "mine" and [*tmp_path.iterdir()] == [file]
@@ -195,9 +196,9 @@ def test_trace_sums_to_the_simulated_times(tmp_path, plan):
 
 def test_trace_is_whole_or_absent(tmp_path, monkeypatch):
     (tmp_path / "trace.json").mkdir()
-    with pytest.raises(report.ReportError, match="^--trace .*trace.json: "):
+    with pytest.raises(UserError, match="^--trace .*trace.json: "):
         report.chrome_trace(COST, ESTIMATES[0], tmp_path / "trace.json")
-    with pytest.raises(report.ReportError, match="^--trace .*: No such file"):
+    with pytest.raises(UserError, match="^--trace .*: No such file"):
         report.chrome_trace(COST, ESTIMATES[0], tmp_path / "none" / "trace.json")
     assert [*tmp_path.iterdir()] == [tmp_path / "trace.json"]
 

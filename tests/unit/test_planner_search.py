@@ -20,8 +20,8 @@ from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import is_legal
-from megatron_2bw.planner.find.search import Search, Space, best
-from megatron_2bw.schedules import Shape, TwoBW
+from megatron_2bw.planner.find.search import PLANNED, Search, Space, best
+from megatron_2bw.schedules import SCHEDULE_NAMES, Shape, TwoBW
 from megatron_2bw.timelines.simulator import iteration_time, simulate
 
 P3 = cluster.preset("p3.16xlarge", 1)
@@ -268,6 +268,10 @@ def test_the_search_simulates_few_plans_for_the_first():
     search = Search(cost, space)
     next(iter(search))
     assert search.examined < sum(1 for _ in Search(cost, space, distinct=False)) / 10
+
+
+def test_the_planned_schedules_are_all_but_pipedream():
+    assert {*PLANNED} == {*SCHEDULE_NAMES} - {"pipedream"}
 
 
 def test_nothing_fits():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from dataclasses import replace
 
 import psutil
 import pytest
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.describe.model import Model
@@ -18,7 +18,7 @@ from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.describe.profile import BlockTime, Profile
 from megatron_2bw.planner.measure import place as places
 from megatron_2bw.planner.measure import trials, validate
-from megatron_2bw.planner.measure.place import Place, ValidateError, command, refusal, split
+from megatron_2bw.planner.measure.place import Place, command, refusal, split
 from megatron_2bw.planner.measure.trials import Trial
 
 MIB, GIB = 2**20, 2**30
@@ -130,7 +130,7 @@ def test_order_is_by_samples_a_second():
         "order: not as predicted, the fastest was predicted slower"
     )
     assert trials.order([first, third]) == "order: as predicted"
-    assert trials.order([first, trial("gpipe", 1, None, status="failed")]) == "order: it takes two plans that ran"
+    assert trials.order([first, trial("gpipe", 1, None, status="failed")]) == "order: unknown, fewer than two plans ran"
 
 
 def test_the_table():
@@ -229,7 +229,7 @@ def test_servers_of_a_slurm_allocation(monkeypatch, tmp_path):
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert places.find_place("cuda", COST.cluster) == Place("cuda", 2, 4, "node7")
     tool.unlink()
-    with pytest.raises(ValidateError, match="SLURM_JOB_NODELIST"):
+    with pytest.raises(UserError, match="SLURM_JOB_NODELIST"):
         places.find_place("cuda", COST.cluster)
 
 
@@ -278,14 +278,14 @@ def test_notes_on_predictions_of_something_else():
 def test_a_note_where_the_attention_scores_are_kept_after_all(device, flash, engine, expected, monkeypatch):
     monkeypatch.setattr(validate, "_installed", lambda name: engine)
     assert validate.notes(Cost(MODEL, COST.cluster, "fp32", flash), Place(device, 1, 8)) == expected * [
-        "Transformer Engine is missing: its local layers keep the attention scores; plan with --attention core"
+        "Transformer Engine is missing: the local layers keep the attention scores; plan with --attention core"
     ]
 
 
 def test_the_entry_script_of_a_model(monkeypatch, tmp_path):
     assert validate.script_path(MODEL) == validate.ROOT / "pretrain_gpt_2bw.py"
     monkeypatch.setattr(validate, "ROOT", tmp_path)
-    with pytest.raises(ValidateError, match="^--model tiny: no entry script here trains a gpt$"):
+    with pytest.raises(UserError, match="^--model tiny: no entry script here trains a gpt$"):
         validate.script_path(MODEL)
     (tmp_path / "pretrain_bert_2bw.py").touch()
     assert validate.script_path(replace(MODEL, kind="bert")) == tmp_path / "pretrain_bert_2bw.py"
@@ -321,9 +321,9 @@ def test_a_plan_that_fails_stops_no_other(pretend, tmp_path, capsys):
     assert [(trial.status, trial.error.split(":")[0]) for trial in done] == [
         ("failed", "ValueError"),
         ("timeout", "0 of 5 iterations in 1.5 s"),
-        ("failed", "it ended well, but its log lacks iterations"),
+        ("failed", "exit status 0, but the log lacks iterations"),
         ("ok", ""),
-        ("refused", "--sequence-parallel does not work on the CPU, where tensor parallelism works without it only"),
+        ("refused", "--sequence-parallel does not work on the CPU, where tensor parallelism works only without it"),
     ]
     assert done[3].measured == pytest.approx(0.055) and done[3].steady == (0.05, 0.06) and 0 <= done[3].others <= 1
     assert validate.exit_status(done) == 0 and validate.exit_status(done[:3]) == 1
@@ -333,7 +333,7 @@ def test_a_plan_that_fails_stops_no_other(pretend, tmp_path, capsys):
     assert (folder / "validate.png").exists() and (folder / "trial-1.log").read_text().startswith("ValueError")
     printed = capsys.readouterr().out.splitlines()
     assert sum(line.startswith(f"{number}/5  ") for number, line in enumerate(printed, 1)) == 5
-    assert printed[-1] == "order: it takes two plans that ran"
+    assert printed[-1] == "order: unknown, fewer than two plans ran"
 
 
 def test_what_is_refused_before_anything_runs(monkeypatch, tmp_path):
@@ -350,27 +350,25 @@ def test_what_is_refused_before_anything_runs(monkeypatch, tmp_path):
         (bert, [estimate], [], "--model tiny: no entry script here trains a no such kind"),
         (COST, [estimate], ["--out", str(tmp_path / "file")], f"--out {tmp_path}/file: "),
     ):
-        with pytest.raises(ValidateError, match=f"^{message}"):
+        with pytest.raises(UserError, match=f"^{message}"):
             validate.run(cost, estimates, options(tmp_path / "out", *words))
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_a_time_limit_ends_what_was_started(stubborn, tmp_path, monkeypatch):
     """Ranks have sessions of their own under torchrun; here one that even ignores SIGTERM."""
     ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if stubborn else ""
-    child = f"{ignore}import time; print('up', flush=True); time.sleep(60)"
+    child = f"{ignore}import time; print('up', flush=True); time.sleep(600)"
     code = (
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
-        "print(child.pid, flush=True)\ntime.sleep(60)\n"
+        "print(child.pid, flush=True)\ntime.sleep(600)\n"
     )
     if stubborn:
-        waits = psutil.wait_procs
-        monkeypatch.setattr(psutil, "wait_procs", lambda members, timeout: waits(members, timeout=0.5))
-    begun = time.monotonic()
+        monkeypatch.setattr(validate, "PATIENCE", 0.5)
     assert validate.execute([sys.executable, "-c", code], tmp_path / "log", {}, 1.5) is None
-    assert time.monotonic() - begun < 10
     words = (tmp_path / "log").read_text().split()
     assert "up" in words
     pid = next(int(word) for word in words if word.isdecimal())

@@ -1,7 +1,7 @@
-"""Bounds on the simulated time of a plan, in microseconds of work instead of milliseconds. Pure Python.
+"""Lower bounds on the simulated time of a plan, a thousand times cheaper than the simulation. Pure Python.
 
-Invariant: a bound is the length of a chain of actions that must follow each other, so no simulation goes below it.
-`warmup_for` is the same from the other side: the warm-up with which no such chain is longer than wanted.
+Invariant: a bound is the length of a chain of dependent actions, so no simulated time is below it. `warmup_for` solves
+for the opposite: the warm-up with which no such chain is longer than wanted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_2bw.timelines.simulator import Times
 
 
 def lower_bound(plan: Plan, times: Times) -> float:
-    """Seconds an iteration that the plan's dependencies alone take."""
+    """Seconds per iteration that the plan's dependencies alone take."""
     return _with_flush(plan, times) if plan.pipeline.flushes else _without_flush(plan, times)
 
 
@@ -36,7 +36,7 @@ def _with_flush(plan: Plan, times: Times) -> float:
     forward, backward, reduce, transfer = (times.of(n, d) for n in ("forward", "backward", "reduce", "transfer"))
     if chunks == 1:
         return _chain_of_flush(plan, forward, backward, reduce, transfer) + times.step
-    # A stage starts when the first microbatch has come down to it, and its last gradient has to go up again.
+    # A stage starts when the first microbatch reaches it, and its last gradient still passes all stages before it.
     down, up = ([0.0, *accumulate(time / chunks for time in times_)] for times_ in (forward, backward))
     work = (m * (f + b) for f, b in zip(forward, backward))
     return max(down[s] + w + max(reduce[s], up[s] + reduce[0]) for s, w in enumerate(work)) + times.step
@@ -53,8 +53,8 @@ def _chain_of_flush(plan, forward, backward, reduce, transfer) -> float:
     for s in range(d):
         f, b = forward[s], backward[s]
         busy = down[s] + m * (f + b)
-        # The first microbatch down and back; on the stage there then are m - 1 backwards, and the forwards that do
-        # not run ahead of the first one.
+        # The first microbatch's way down and back; then the stage still runs m - 1 backwards, and the forwards beyond
+        # its warm-up.
         later = max(m - 1 - plan.pipeline.ahead(plan.shape, s), 0)
         bound = max(bound, busy + reduce[s], busy + up[s] + reduce[0], whole + (m - 1) * b + later * f + reduce[0])
     return bound
@@ -65,15 +65,15 @@ def _without_flush(plan: Plan, times: Times) -> float:
     forward, backward, reduce, transfer = (times.of(n, d) for n in ("forward", "backward", "reduce", "transfer"))
     work = [f + b for f, b in zip(forward, backward)]
     ahead = [*accumulate((1 + more for more in reversed(plan.extra)), initial=0)][::-1]
-    # Of k stages in a row the first is some microbatches ahead of the last, k - 1 without extra warm-up; with one more
-    # that is how many they hold at once, so each of them goes down and back in as many periods.
+    # Of k successive stages the first is some microbatches ahead of the last: k - 1 without extra warm-up. They hold
+    # one more than that at a time, so each microbatch passes down and back within as many periods.
     pairs = [(work[s] + work[s + 1] + 2 * transfer[s]) / (ahead[s] - ahead[s + 1] + 1) for s in range(d - 1)]
     whole = (sum(work) + 2 * sum(transfer[: d - 1])) / (ahead[0] + 1)
     period = max([*pairs, whole, *times.of("occupied", d)[: d - 1]])
     bound = max([m * period, *(m * w + cost for w, cost in zip(work, times.of("overlap_cost", d)))])
     if not plan.pipeline.late_step:
         return bound
-    # What follows a step that all stages wait for; it is complete when the last of them has reduced.
+    # The chain through a step that spans all stages. It completes after the last stage's reduction.
     down = [0.0, *accumulate(f + t for f, t in zip(forward, transfer))]
     above = [0.0, *accumulate(b + t for b, t in zip(backward, transfer))]
     for s, w in enumerate(work):
@@ -88,13 +88,13 @@ def _without_flush(plan: Plan, times: Times) -> float:
 
 
 def warmup_for(cycle: float, works: list[float], transfer: list[float]) -> tuple[int, ...]:
-    """The least extra warm-up of 2bw, on every stage, with which a microbatch takes `cycle` seconds.
+    """The least extra warm-up of 2bw, by boundary, with which a microbatch takes `cycle` seconds.
 
-    works: seconds of a microbatch's forward and backward on each stage, none above `cycle`. For all stages a < b, a
-    microbatch that goes from a down to b and back must not take longer than the a-th stage works meanwhile,
-    (ahead_a - ahead_b + 1) · cycle; from the last stage up, each has the smallest number for which that holds.
+    works: seconds of a microbatch's forward and backward on each stage, none above `cycle`. For all stages a < b, the
+    way of a microbatch from a down to b and back must not take longer than stage a's concurrent work,
+    (ahead_a - ahead_b + 1) · cycle. From the last stage up, each stage gets the smallest number that satisfies this.
     """
-    extra, ahead, way = [], 0, works[-1] / cycle  # the longest way down and back so far, from where the last ones are
+    extra, ahead, way = [], 0, works[-1] / cycle  # way: the longest way down and back so far, in cycles
     for work, sent in zip(works[-2::-1], transfer[len(works) - 2 :: -1]):
         way += (work + 2 * sent) / cycle
         needed = max(ahead + 1, math.ceil(way - 1 - 1e-9))

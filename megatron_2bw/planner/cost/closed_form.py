@@ -1,20 +1,20 @@
-"""Time and memory of a plan by the paper's closed forms (Appendix A), with the errata of its text. Pure Python.
+"""Time and memory of a plan by the paper's closed forms (Appendix A), with corrections. Pure Python.
 
-A quick check of the simulation, and the paper's own planner: it knows no stall but the replicas' exchange. What is
-corrected: the exchange counts 1/m a microbatch, compute and messages add up, the inputs of the layers in flight take
-memory, and so do gradients, main weights and the optimizer.
+A quick check of the simulation, and the paper's own planner: its only stall is the reduction over replicas. Corrected:
+the reduction counts 1/m per microbatch, compute and messages add up, and the memory includes the inputs of the layers
+in flight, gradients, main weights and the optimizer.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_2bw.planner.cost.compute import ELEMENT, Work
-from megatron_2bw.planner.cost.memory import BYTES, StageMemory
+from megatron_2bw.planner.cost.compute import Work
+from megatron_2bw.planner.cost.memory import BYTES, ELEMENT, StageMemory
 from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
 from megatron_2bw.planner.describe.plan import Plan
 
-# c_extra: a forward again before each backward, which takes twice as long (section 4.1).
+# c_extra: each backward, twice as long as a forward, runs the forward again first (section 4.1).
 RECOMPUTE_EXTRA = 4 / 3
 
 
@@ -30,8 +30,8 @@ class ClosedForm(Cost):
 
     def seconds(self, plan: Plan) -> float:
         """A microbatch takes max over stages of max(T_comp + T_comm to the neighbours, T_comm of the replicas / m);
-        without pipelining their sum. A flush adds the time of d - 1 of them. Each extra forward that runs ahead over a
-        boundary hides its T_comm by the T_comp of the slowest stage."""
+        without pipelining their sum. A flush adds d - 1 microbatches' time. Each extra warm-up forward of a boundary
+        hides as much of its T_comm as the slowest stage's T_comp."""
         each = self._each(plan)
         if plan.schedule == "no-pipelining":
             return plan.microbatches * sum(each)
@@ -41,15 +41,15 @@ class ClosedForm(Cost):
     lower_bound = seconds
 
     def _hidden(self, plan: Plan) -> float:
-        return self.seconds(replace(plan, extra_warmup=(plan.microbatches,)))  # more than is legal
+        return self.seconds(replace(plan, extra_warmup=(plan.microbatches,)))  # more than the legal maximum
 
     def waits(self, plan: Plan) -> tuple[float, float, float, float]:
-        return 0.0, 0.0, 0.0, 0.0  # they are counted by microbatch
+        return 0.0, 0.0, 0.0, 0.0  # `seconds` counts them by microbatch
 
     def _each(self, plan: Plan) -> list[float]:
         times, works = self.times(plan), self.stages(plan)
         reduce, slowest = times.of("reduce", plan.depth), max(work.total for work in works)
-        # Both ways over each boundary, and over none before the first stage and behind the last.
+        # Both directions of each boundary; the first stage has none before it, the last none behind it.
         sent = [max(2 * t - k * slowest, 0.0) for t, k in zip(times.of("transfer", plan.depth), plan.extra)]
         neighbours = (before + after for before, after in zip([0.0, *sent], [*sent, 0.0]))
         return [
@@ -61,9 +61,9 @@ class ClosedForm(Cost):
         return self._memory(plan).total <= self.capacity
 
     def _memory(self, plan: Plan) -> StageMemory:
-        """Of a stage: without recompute 2|W|/d + d·|A|/d + d·|A_in|, with it 2|W|/d + |A|/d + d·|A_in|.
+        """A stage's bytes: without recompute 2|W|/d + d·|A|/d + d·|A_in|, with recompute 2|W|/d + |A|/d + d·|A_in|.
 
-        The two versions and the d microbatches in flight are 2BW's; another schedule has its own numbers.
+        Two versions and d microbatches in flight are 2BW's numbers; other schedules have others.
         """
         schedule, shape = plan.pipeline, plan.shape
         in_flight = schedule.max_in_flight(shape, 0) / plan.virtual

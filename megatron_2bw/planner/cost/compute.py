@@ -1,7 +1,7 @@
-"""Seconds that one GPU computes: a layer, the output layer, the optimizer. Pure Python.
+"""Seconds of one GPU's computation: a layer, the output layer, the optimizer. Pure Python.
 
-A layer takes the longer of two times: that of its arithmetic and memory traffic, and that of the host, which launches
-its kernels one by one. The first has no constants beyond two shares (of the peak and of the bandwidth).
+A layer takes the longer of two times: the GPU's, for arithmetic and memory traffic, and the host's, for launching the
+kernels one by one. The GPU's time has two constants: shares of the peak and of the bandwidth.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cost.links import all_reduce, layout
-from megatron_2bw.planner.cost.memory import layer_activations, score_activations
+from megatron_2bw.planner.cost.memory import ELEMENT, layer_activations, score_activations
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan
-
-ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
+from megatron_2bw.planner.describe.plan import Plan, by_fields
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one microbatch on one stage, `tensor` of which are collectives of tensor parallelism."""
+    """Seconds of one microbatch on one stage; `tensor` of them are collectives of tensor parallelism."""
 
     forward: float
     backward: float
@@ -37,7 +35,7 @@ class Work:
 
 
 class Compute:
-    """Times of a model's parts on a cluster, in a precision; `flash`: attention that never stores its scores."""
+    """Times of a model's parts on a cluster in a precision. flash: attention that never stores its scores."""
 
     def __init__(self, model: Model, cluster: Cluster, precision: str, flash: bool):
         self.model, self.cluster, self.precision, self.flash = model, cluster, precision, flash
@@ -47,40 +45,28 @@ class Compute:
         self.bytes = device.memory_gb_s * 1e9 * device.memory_efficiency
         self.launch = device.layer_launch_us * 1e-6
         self.collective_launch = device.collective_launch_us * 1e-6
-        self._layers: dict[tuple, Work] = {}
 
     @property
     def measured(self) -> bool:
         return self.cluster.profile is not None
 
+    @by_fields("tensor", "microbatch", "recompute", "sequence_parallel", "pipeline_inside")
     def layer(self, plan: Plan) -> Work:
-        """One layer of the plan's microbatch, tensor-parallel collectives and recompute included."""
-        key = (plan.tensor, plan.microbatch, plan.recompute, plan.sequence_parallel, plan.pipeline_inside)
-        work = self._layers.get(key)
-        if work is None:
-            work = self._layers[key] = self._layer(plan)
-        return work
-
-    def _layer(self, plan: Plan) -> Work:
+        """One layer of the plan's microbatch, with tensor-parallel collectives and recompute."""
         forward, backward = self._kernels(plan.microbatch, plan.tensor, plan.sequence_parallel)
         again = {"none": 0.0, "selective": self._scores(plan.microbatch, plan.tensor), "full": forward}[plan.recompute]
-        launch, pair = self.launch, 0.0
-        if self.measured and plan.tensor == 1:
-            launch = 0.0  # a measured block contains the host's time
-        if plan.tensor > 1:  # two all-reduces a pass, or as many bytes in four all-gathers and reduce-scatters
-            group = layout(
-                plan.tensor, plan.depth, plan.width, plan.pipeline_inside, self.cluster.gpus_per_server
-            ).tensor
+        # A measured block contains the host's time.
+        launch, pair = 0.0 if self.measured and plan.tensor == 1 else self.launch, 0.0
+        if plan.tensor > 1:  # two all-reduces per pass, or four all-gathers and reduce-scatters of as many bytes
+            sizes = plan.tensor, plan.depth, plan.width
+            group = layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server).tensor
             size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
             pair = 2 * all_reduce(self.cluster, group, size)
             launch += (4 if plan.sequence_parallel else 2) * self.collective_launch
-        passes = 2 if plan.recompute == "full" else 1
-        relaunch = launch if plan.recompute == "full" else 0.0
-        return Work(
-            max(forward + pair, launch),
-            max(backward + pair, BACKWARD_LAUNCH * launch) + (max(again + pair, relaunch) if passes == 2 else again),
-            pair * (1 + passes),
-        )
+        first, last = max(forward + pair, launch), max(backward + pair, BACKWARD_LAUNCH * launch)
+        if plan.recompute == "full":
+            return Work(first, last + max(again + pair, launch), 3 * pair)
+        return Work(first, last + again, 2 * pair)
 
     def _kernels(self, microbatch: int, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
         """(forward, backward) of one layer's kernels."""
@@ -90,8 +76,8 @@ class Compute:
         matrices, scores = self.model.layer_flops(microbatch, tensor)
         stored = layer_activations(self.model, microbatch, tensor, sequence_parallel, self.flash, self.precision)
         arithmetic, traffic = (matrices + scores) / self.flops, TRAFFIC * stored / self.bytes
-        # In the last round of a product's tiles half of the units idle. The forward adds up over the inputs; the
-        # backward over the outputs, for the inputs' gradient, and over the tokens, for the weights'.
+        # In the last round of a product's tiles half of the units idle. The forward's products sum over the inputs; the
+        # backward's over the outputs (gradient of the inputs) and over the tokens (gradient of the weights).
         sides = self.model.matrix_sides(tensor)
         tokens = microbatch * self.model.sequence
         last = TILE * self.cluster.device.units / self.flops
@@ -99,13 +85,13 @@ class Compute:
         return forward, 2 * arithmetic + traffic + last * sum(outputs + tokens for _, outputs in sides)
 
     def _scores(self, microbatch: int, tensor: int) -> float:
-        """Forward of the core attention alone, which selective recompute runs again."""
+        """Seconds of the core attention's forward, which selective recompute repeats."""
         flops = self.model.layer_flops(microbatch, tensor)[1]
         stored = score_activations(self.model, microbatch, tensor, self.flash, self.precision)
         return flops / self.flops + TRAFFIC * stored / self.bytes
 
     def embedding(self, plan: Plan) -> Work:
-        """Look-up, positions and dropout: memory traffic only."""
+        """Look-up, positions and dropout: only memory traffic."""
         size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
         forward = max(4 * size / self.bytes, 0 if self.measured else self.launch / 4)
         return Work(forward, 2 * forward)
@@ -122,21 +108,21 @@ class Compute:
         return Work(forward, max(2 * seconds + LOGIT_TRAFFIC * logits / self.bytes, self.launch))
 
     def update(self, parameters: float, shards: int) -> float:
-        """The optimizer's step on one GPU: gradients, two moments and main weights read and written."""
+        """The optimizer's step on one GPU: it reads and writes gradients, two moments and main weights."""
         if self.measured:
             seconds = parameters / shards * self.cluster.profile.optimizer_seconds_per_parameter
             return seconds + self.cluster.device.step_us * 1e-6
         return parameters * (UPDATE_TRAFFIC / shards + 6) / self.bytes + self.cluster.device.step_us * 1e-6
 
 
-# Bytes moved for each byte that the backward needs: written once and read once in the forward, and in the backward
-# read, with a gradient written (measured: arXiv 2205.05198, Table 4, where a backward takes 1.6 forwards, not 2).
+# Bytes moved for each byte that the backward needs: one write and one read in the forward, one read in the backward
+# and one write of a gradient (measured: arXiv 2205.05198, Table 4, where a backward takes 1.6 forwards, not 2).
 TRAFFIC = 2.0
-# Elements of a matrix product that one unit computes at a time, in the fastest kernels.
+# Elements of a matrix product that one unit computes per round, in the fastest kernels.
 TILE = 256 * 128
-# Bytes moved for each logit: 16 bits written and read, 32 bits of their exponentials written and read, and sums.
+# Bytes moved for each logit: a write and a read of 16 bits, a write and a read of the 32-bit exponential, and sums.
 LOGIT_TRAFFIC = 16
 # Bytes moved for each parameter of an Adam step on 32-bit main weights: gradient 4, moments 16, weights 8.
 UPDATE_TRAFFIC = 28
-# The host launches a backward's kernels, twice as many, from C++ rather than from Python.
+# Host time of a backward in forwards: twice as many kernels, but launched from C++ instead of Python.
 BACKWARD_LAUNCH = 1.5

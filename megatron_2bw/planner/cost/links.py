@@ -1,6 +1,6 @@
-"""Where the ranks of a plan lie, which links their messages take, and how long collectives last. Pure Python.
+"""The servers of a plan's ranks, the links of their messages, and the time of collectives. Pure Python.
 
-Invariant: a link between servers is shared by all messages that leave one server at the same moment.
+Invariant: all concurrent messages that leave a server share its link.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron_2bw.planner.describe.cluster import Cluster
 class Group:
     """Ranks of one collective.
 
-    size      all of them
-    servers   that they lie on
-    sharers   groups of the kind whose messages leave the same server at once
+    size      number of ranks
+    servers   number of servers with ranks of the group
+    sharers   groups of this kind that send concurrently from the same server
     """
 
     size: int
@@ -34,9 +34,9 @@ class Group:
 class Layout:
     """Groups and boundaries of tensor × depth × width ranks in one of Megatron's two rank orders.
 
-    tensor, data   the groups that compute one layer together, and that hold the same weights
-    ends           the first and the last stage of one pipeline (tied embeddings), as a group
-    boundaries     messages that leave one server at once over the boundary behind each stage, 0 if none leaves it
+    tensor, data   the group of one layer's parts, and the group of replicas
+    ends           the first and the last stage of one pipeline (tied embeddings)
+    boundaries     concurrent messages that leave one server over the boundary behind each stage; 0 if all stay inside
     """
 
     tensor: Group
@@ -47,7 +47,7 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def layout(tensor: int, depth: int, width: int, pipeline_inside: bool, gpus_per_server: int) -> Layout:
-    """Megatron numbers ranks tensor first, then data and pipeline, or with --use-tp-pp-dp-mapping pipeline and data."""
+    """Megatron numbers ranks by tensor, data, pipeline; with --use-tp-pp-dp-mapping by tensor, pipeline, data."""
     stage_stride, pipeline_stride = (tensor, tensor * depth) if pipeline_inside else (tensor * width, tensor)
 
     def server(stage: int, pipeline: int, part: int = 0) -> int:
@@ -75,9 +75,9 @@ def _group(servers: list[int], gpus_per_server: int) -> Group:
 
 
 def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
-    """Seconds of an all-reduce of `size` bytes: a ring inside the servers, a tree between them.
+    """Seconds of an all-reduce of `size` bytes: a ring inside servers, a tree between servers.
 
-    Each rank sends 2 (n - 1)/n of the bytes; a server's network carries that once for each group on it.
+    Each rank sends 2 (n - 1)/n of the bytes; a server's network carries that once per group.
     """
     if group.size == 1:
         return 0.0
@@ -93,14 +93,14 @@ def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
 
 
 def half(cluster: Cluster, group: Group, size: float) -> float:
-    """Seconds of a reduce-scatter or an all-gather of `size` bytes in all."""
+    """Seconds of a reduce-scatter or an all-gather of `size` bytes in total."""
     return all_reduce(cluster, group, size) / 2
 
 
 def message(cluster: Cluster, leaving: int, size: float) -> tuple[float, float]:
-    """(seconds, seconds of them in which the link is taken) of one message to the neighbouring stage.
+    """(seconds, seconds for which it occupies the link) of one message to the neighbouring stage.
 
-    leaving: messages that leave the same server at once, 0 if it stays inside.
+    leaving: concurrent messages that leave the same server; 0 if the message stays inside.
     """
     link = cluster.between if leaving else cluster.inside
     taken = size / link.rate(max(leaving, 1))

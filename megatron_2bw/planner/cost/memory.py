@@ -1,7 +1,7 @@
-"""Bytes on each stage: weights by version, gradients by slot, optimizer, activations, logits, buffers. Pure Python.
+"""Bytes of each stage: weights by version, gradients by slot, optimizer, activations, logits, buffers. Pure Python.
 
-Per-layer terms are those of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), the attention scores included, for
-any MLP width, grouped queries and SwiGLU.
+The terms of a layer are those of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), with the attention scores,
+extended to any MLP width, grouped queries and SwiGLU.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.describe.plan import Plan, by_fields
 from megatron_2bw.schedules import B, F, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
 
 GIB = 2**30
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes a parameter: weights of one version, one slot of gradients, 32-bit main weights, a 32-bit copy of the
-    gradients, and the optimizer's two moments (Megatron's docs/dist_optimizer.md)."""
+    """Bytes per parameter: one version of the weights, one slot of gradients, 32-bit main weights, a 32-bit copy of
+    the gradients, and the optimizer's two moments (Megatron's docs/dist_optimizer.md)."""
 
     weight: int
     gradient: int
@@ -33,7 +34,7 @@ class Bytes:
     ) -> tuple[float, float, float]:
         """(weights, gradients, optimizer). The distributed optimizer divides main weights, copies and moments.
 
-        extrapolate: 32-bit weights of before the step, while it is made; in fp32, main weights at all
+        extrapolate: a step keeps 32-bit weights from before it; in fp32 these are the only main weights.
         """
         optimizer = (self.main + self.copy + self.moments + 4 * extrapolate) / shards
         return self.weight * versions, self.gradient * slots, optimizer
@@ -44,7 +45,7 @@ BYTES = {"bf16": Bytes(2, 4, 4, 0), "fp16": Bytes(2, 2, 4, 4), "fp32": Bytes(4, 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage's GPU."""
+    """Bytes on one GPU of a stage."""
 
     weights: float
     gradients: float
@@ -61,12 +62,11 @@ class StageMemory:
 def layer_activations(
     model: Model, microbatch: int, tensor: int, sequence_parallel: bool, flash: bool, precision: str
 ) -> float:
-    """Bytes that one layer keeps of one microbatch for its backward, without recompute.
+    """Bytes that one layer keeps for one microbatch's backward, without recompute.
 
     For a GPT in 16 bits: sbh (10 + 24/t + 5as/(ht)), or sbh (34/t + 5as/(ht)) with sequence parallelism.
     """
-    tokens, element = microbatch * model.sequence, 4 if precision == "fp32" else 2
-    mask = 1 if model.dropout else 0
+    tokens, element, mask = microbatch * model.sequence, ELEMENT[precision], int(model.dropout)
     whole = tokens * model.hidden * (4 * element + 2 * mask)  # inputs of two norms and two linear layers, two masks
     attention = element * (2 * model.query_size + 2 * model.key_size)  # Q, K, V, and the projection's input
     mlp = element * model.ffn * (3 if model.gated else 2)
@@ -75,22 +75,19 @@ def layer_activations(
 
 
 def score_activations(model: Model, microbatch: int, tensor: int, flash: bool, precision: str) -> float:
-    """The part that selective recompute saves: softmax, its dropout's mask and output (5as²b/t in 16 bits)."""
+    """The part that selective recompute frees: softmax, its dropout's mask and output (5as²b/t in 16 bits)."""
     if flash:
-        return 4 * microbatch * model.sequence * model.heads / tensor  # one number a row
-    element = 4 if precision == "fp32" else 2
-    each = 2 * element + 1 if model.dropout else element
+        return 4 * microbatch * model.sequence * model.heads / tensor  # one number per row
+    each = 2 * ELEMENT[precision] + 1 if model.dropout else ELEMENT[precision]
     return each * model.heads * model.sequence**2 * microbatch / tensor
 
 
 class Memory:
-    """Bytes of a model's plans in a precision."""
+    """Bytes of a model's plans in a precision. flash: attention that never stores its scores."""
 
     def __init__(self, model: Model, precision: str, flash: bool):
         self.model, self.precision, self.flash = model, precision, flash
-        self.element = 4 if precision == "fp32" else 2
-        self._layers: dict[tuple, tuple[float, float]] = {}
-        self._parts: dict[int, tuple[float, float, float, float]] = {}
+        self.element = ELEMENT[precision]
 
     def stages(self, plan: Plan) -> list[StageMemory]:
         """Every stage, first to last."""
@@ -98,7 +95,7 @@ class Memory:
         return [self.stage(plan, stage, layers[stage]) for stage in range(plan.depth)]
 
     def heaviest(self, plan: Plan) -> float:
-        """Bytes of the heaviest stage. Between the ends stages differ in what is in flight, so the second decides."""
+        """Bytes of the heaviest stage. Of the stages between the ends the second has most microbatches in flight."""
         layers = plan.layers_of(self.model)
         stages = {0, min(1, plan.depth - 1), plan.depth - 1}
         return max(self.stage(plan, stage, layers[stage]).total for stage in stages)
@@ -113,35 +110,36 @@ class Memory:
         activations, logits = self._activations(plan, stage, layers, in_flight)
         message = plan.microbatch * self.model.sequence * self.model.hidden * self.element
         sides = (stage > 0) + (stage < plan.depth - 1)
-        more = sum(plan.extra[max(stage - 1, 0) : stage + 1]) if plan.extra_warmup else 0  # that wait for a forward
-        buffers = (4 * sides + 2 * more) * message  # two slots, two directions
+        # Received and not yet computed, because of extra warm-up.
+        waiting = sum(plan.extra[max(stage - 1, 0) : stage + 1]) if plan.extra_warmup else 0
+        buffers = (4 * sides + 2 * waiting) * message  # two slots, two directions
         buffers /= plan.tensor if plan.sequence_parallel else 1
         return StageMemory(*(size * parameters for size in each), activations, logits, buffers)
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
-        """Parameters of one GPU of the stage."""
-        if plan.tensor not in self._parts:
-            words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor
-            self._parts[plan.tensor] = (
-                self.model.layer_parameters(plan.tensor),
-                self.model.embedding_parameters(plan.tensor),
-                self.model.output_parameters(plan.tensor),
-                words if self.model.tied else 0.0,
-            )
-        layer, embedding, output, twice = self._parts[plan.tensor]
+        """Parameters on one GPU of the stage."""
+        layer, embedding, output, tied = self._parts(plan)
         count = layers * layer
         if stage == 0:
             count += embedding
         if stage == plan.depth - 1:
-            count += output - (twice if plan.depth == 1 else 0.0)
+            count += output - (tied if plan.depth == 1 else 0.0)
         return count
 
+    @by_fields("tensor")
+    def _parts(self, plan: Plan) -> tuple[float, float, float, float]:
+        """Parameters of a layer, the embedding, the output layer, and the words that two stages would both hold."""
+        model, tensor = self.model, plan.tensor
+        tied = model.padded_vocab(tensor) * model.hidden / tensor if model.tied else 0.0
+        parts = (model.layer_parameters(tensor), model.embedding_parameters(tensor), model.output_parameters(tensor))
+        return *parts, tied
+
     def _activations(self, plan: Plan, stage: int, layers: int, in_flight: int) -> tuple[float, float]:
-        """(kept by layers and embedding, kept and used by the output layer)."""
+        """(bytes kept by layers and embedding, bytes kept and used by the output layer)."""
         kept, working = self.layer(plan)
         activations = in_flight * kept * layers / plan.virtual + working
         tokens = plan.microbatch * self.model.sequence
-        # Of a stage's chunks, the first holds the embedding, and the last one the output layer.
+        # The first of a stage's chunks has the embedding, the last one the output layer.
         embedded = in_flight
         if plan.virtual > 1:
             embedded = _first_chunk(plan.depth, plan.virtual, min(plan.microbatches, 4 * plan.depth))
@@ -152,30 +150,28 @@ class Memory:
         chunk_in_flight = in_flight if plan.virtual == 1 else 1
         logits = tokens * self.model.padded_vocab(plan.tensor) / plan.tensor
         normed = 2 * self.element * tokens * self.model.hidden * chunk_in_flight
-        # The loss keeps its softmax in 32 bits; while it is made, the logits and their 32-bit copy are there too.
+        # The loss keeps its softmax in 32 bits. Its computation also needs the logits and their 32-bit copy.
         return activations, logits * (4 * chunk_in_flight + 4 + self.element) + normed
 
+    @by_fields("tensor", "microbatch", "recompute", "sequence_parallel")
     def layer(self, plan: Plan) -> tuple[float, float]:
-        """(bytes kept of a microbatch by one layer, bytes of one layer's backward and recompute)."""
-        key = (plan.tensor, plan.microbatch, plan.recompute, plan.sequence_parallel)
-        if key not in self._layers:
-            whole = layer_activations(
-                self.model, plan.microbatch, plan.tensor, plan.sequence_parallel, self.flash, self.precision
-            )
-            kept, working = whole, whole / 2  # the gradients of its tensors, which are there two or three at a time
-            if plan.recompute == "full":  # the input of each layer
-                kept = plan.microbatch * self.model.sequence * self.model.hidden * self.element
-                kept, working = kept / (plan.tensor if plan.sequence_parallel else 1), working + whole
-            elif plan.recompute == "selective":
-                scores = score_activations(self.model, plan.microbatch, plan.tensor, self.flash, self.precision)
-                kept, working = whole - scores, working + scores
-            self._layers[key] = kept, working
-        return self._layers[key]
+        """(bytes that one layer keeps for a microbatch, bytes of one layer's backward and recompute)."""
+        model, size, tensor = self.model, plan.microbatch, plan.tensor
+        whole = layer_activations(model, size, tensor, plan.sequence_parallel, self.flash, self.precision)
+        # The gradients of a layer's tensors; two or three exist at a time.
+        kept, working = whole, whole / 2
+        if plan.recompute == "full":  # keeps the input of each layer
+            kept = size * model.sequence * model.hidden * self.element
+            kept, working = kept / (tensor if plan.sequence_parallel else 1), working + whole
+        elif plan.recompute == "selective":
+            scores = score_activations(model, size, tensor, self.flash, self.precision)
+            kept, working = whole - scores, working + scores
+        return kept, working
 
 
 @lru_cache(maxsize=1024)
 def _first_chunk(depth: int, virtual: int, microbatches: int) -> int:
-    """Microbatches whose first chunk the first stage holds at most, with interleaved stages."""
+    """The most microbatches whose first chunk is in flight on the first stage, with interleaved stages."""
     now = most = 0
     for action in Interleaved(virtual).actions(Shape(depth, microbatches), 0, 0):
         if action.chunk == 0 and action.kind in (F, B):

@@ -1,6 +1,6 @@
 """Time and memory of a plan, by simulation of its schedule. Pure Python.
 
-Invariant: `lower_bound` is never above `seconds`, so that a search that skips plans by it misses none.
+Invariant: `lower_bound` is never above `seconds`, so a search that discards plans by it misses none.
 """
 
 from __future__ import annotations
@@ -9,25 +9,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
-from megatron_2bw.planner.cost.compute import ELEMENT, Compute, Work
+from megatron_2bw.planner.cost.compute import Compute, Work
 from megatron_2bw.planner.cost.links import all_reduce, half, layout, message
-from megatron_2bw.planner.cost.memory import BYTES, GIB, Memory, StageMemory
+from megatron_2bw.planner.cost.memory import BYTES, ELEMENT, GIB, Memory, StageMemory
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.describe.plan import Plan, by_fields
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
 
 # Of 454 runs none failed whose estimate was below 80 % of the memory (Fujii et al. 2024, arXiv 2411.06465).
 MARGIN = 0.2
-# Share of an overlapped collective that nothing is beside: its first or last bucket.
-UNHIDDEN = 0.05
-# Share of a microbatch's time that messages may add to it before 2bw runs further ahead.
-HARDLY = 0.02
+# Share of an overlapped collective that no computation hides: its first or last bucket.
+MIN_EXPOSED_SHARE = 0.05
+# Messages that add a smaller share to a microbatch's time are not worth extra warm-up of 2bw.
+MIN_HIDDEN_SHARE = 0.02
+
+# The fields of a plan on which the work of its stages and its messages depend.
+STAGES = "tensor depth width microbatch recompute sequence_parallel pipeline_inside first last".split()
 
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of an iteration by cause: those of the busiest stage, and what it waited for."""
+    """Seconds of an iteration by cause: the work of the busiest stage, and its waiting times."""
 
     compute: float
     tensor: float
@@ -39,7 +42,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan with its predicted seconds an iteration, their causes, and every stage's memory in bytes."""
+    """A plan with its predicted seconds per iteration, their causes, and every stage's memory in bytes."""
 
     plan: Plan
     seconds: float
@@ -59,14 +62,14 @@ class Estimate:
 
     @property
     def headroom(self) -> float:
-        """Bytes that the heaviest stage leaves of what the memory margin allows."""
+        """Bytes that the memory margin allows and the heaviest stage does not use."""
         return self.capacity - self.heaviest
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Seconds of what follows a batch on each stage: gradients over the replicas, tied embeddings over the first and
-    the last stage, the optimizer, and the gather of the parameters, by the stage with most of them."""
+    """Seconds at the end of a batch, by stage: the gradients' reduction over the replicas, the tied embeddings'
+    reduction over the first and the last stage, the optimizer's step, and the largest gather of parameters."""
 
     reduce: list[float]
     ends: float
@@ -78,10 +81,10 @@ class Cost:
     """Times and memory of plans of one model on one cluster.
 
     flash           attention that never stores its scores; the device's default if None
-    margin          share of the memory that is left to the CUDA context, the communication library and fragmentation
-    old_exchange    messages as in Megatron-LM of 2021 to 2023, which published tables were measured with: each tensor
-                    rank sends its part without sequence parallelism too (arXiv 2104.04473, section 4.1), and
-                    interleaved stages wait for a message as others do
+    margin          share of the memory for the CUDA context, the communication library and fragmentation
+    old_exchange    messages of Megatron-LM in 2021 to 2023, for tables published then: each tensor rank sends its part
+                    also without sequence parallelism (arXiv 2104.04473, section 4.1), and interleaved stages wait for
+                    a message as others do
     """
 
     method = "simulation"
@@ -96,11 +99,6 @@ class Cost:
         old_exchange: bool = False,
     ):
         self.old_exchange = old_exchange
-        self._works: dict[tuple, list[Work]] = {}
-        self._counts: dict[tuple, list[float]] = {}
-        self._sent: dict[tuple, list[tuple[float, float]]] = {}
-        self._steps: dict[tuple, _Step] = {}
-        self._slow: dict[tuple, bool] = {}  # whether 2bw's messages take long enough to be hidden
         self.model, self.cluster, self.precision, self.margin = model, cluster, precision, margin
         flash = cluster.device.flash if flash is None else flash
         self.compute = Compute(model, cluster, precision, flash)
@@ -111,12 +109,12 @@ class Cost:
         return self.memory.heaviest(plan) <= self.capacity
 
     def seconds(self, plan: Plan) -> float:
-        """Seconds of an iteration in the steady state, simulated."""
+        """Simulated seconds of an iteration in the steady state."""
         times = self.times(plan)
         return max(self._simulated(plan, times), lower_bound(plan, times))
 
     def lower_bound(self, plan: Plan) -> float:
-        """Seconds that no timing of the plan's actions can go below (bounds.py)."""
+        """Seconds that the plan's dependencies alone take (bounds.py)."""
         return lower_bound(plan, self.times(plan))
 
     def _simulated(self, plan: Plan, times: Times) -> float:
@@ -129,7 +127,7 @@ class Cost:
         no_reduce = self._simulated(plan, no_reduce)
         busiest = max(self.stages(plan), key=lambda work: work.total)
         work = plan.microbatches * busiest.total
-        # What a late step hides beside the next batch is nobody's waiting time.
+        # Time that a late step overlaps with the next batch is no stage's waiting time.
         update = min(times.step + max(times.of("overlap_cost", plan.depth)), max(alone - work, 0.0))
         split = Split(
             plan.microbatches * (busiest.total - busiest.tensor),
@@ -141,30 +139,17 @@ class Cost:
         )
         return Estimate(plan, seconds, split, tuple(self.memory.stages(plan)), self.capacity)
 
+    @by_fields(*STAGES)
     def stages(self, plan: Plan) -> list[Work]:
         """Work of one microbatch on each stage."""
-        key = (
-            plan.tensor,
-            plan.depth,
-            plan.width,
-            plan.microbatch,
-            plan.recompute,
-            plan.sequence_parallel,
-            plan.pipeline_inside,
-            plan.first,
-            plan.last,
-        )
-        works = self._works.get(key)
-        if works is None:
-            layer = self.compute.layer(plan)
-            works = [layer * count for count in plan.layers_of(self.model)]
-            works[0] = works[0] + self.compute.embedding(plan)
-            works[-1] = works[-1] + self.compute.output(plan)
-            self._works[key] = works
+        layer = self.compute.layer(plan)
+        works = [layer * count for count in plan.layers_of(self.model)]
+        works[0] = works[0] + self.compute.embedding(plan)
+        works[-1] = works[-1] + self.compute.output(plan)
         return works
 
     def times(self, plan: Plan) -> Times:
-        """What the simulator is given."""
+        """The simulator's durations."""
         works, messages, step = self.stages(plan), self._messages(plan), self._step(plan)
         late = plan.pipeline.late_step
         return Times(
@@ -180,70 +165,62 @@ class Cost:
         )
 
     def waits(self, plan: Plan) -> tuple[float, float, float, float]:
-        """Seconds of the first stage's reduction, of the slowest update, of a message on all boundaries in turn, and in
-        which a message takes the slowest boundary."""
+        """Seconds of the first stage's reduction, of the slowest update, of a message over all boundaries in sequence,
+        and for which a message occupies the slowest boundary."""
         step, messages = self._step(plan), self._messages(plan)[: plan.depth - 1]
         one_way = sum(seconds for seconds, _ in messages)
         return step.reduce[0] + step.ends, max(step.update), one_way, max((taken for _, taken in messages), default=0.0)
 
     def bound_ahead(self, plan: Plan) -> float | None:
-        """As `lower_bound`, of the plan with any extra warm-up; None if that would hide hardly anything."""
-        if plan.schedule != "2bw":
-            return None
-        key = (
-            plan.tensor,
-            plan.depth,
-            plan.width,
-            plan.microbatch,
-            plan.recompute,
-            plan.sequence_parallel,
-            plan.pipeline_inside,
-            plan.first,
-            plan.last,
-        )
-        if key not in self._slow:
-            self._slow[key] = next(self._warmups(plan), None) is not None
-        return self._hidden(plan) if self._slow[key] else None
+        """As `lower_bound`, for the plan with any extra warm-up; None if that would hide too little."""
+        return self._hidden(plan) if plan.schedule == "2bw" and self._is_slow(plan) else None
+
+    @by_fields(*STAGES)
+    def _is_slow(self, plan: Plan) -> bool:
+        """Whether 2bw's messages take long enough to be hidden."""
+        return next(self._warmups(plan), None) is not None
 
     def _hidden(self, plan: Plan) -> float:
         return lower_bound(plan, replace(self.times(plan), transfer=0.0))
 
     def extra_warmup(self, plan: Plan) -> tuple[int, ...]:
-        """The extra warm-up of 2bw that hides the messages of `plan`, or as much of them as the batch and the memory
-        allow; () if they allow none, or it would hide hardly anything."""
+        """The extra warm-up of 2bw that hides the plan's messages, or as much of them as batch and memory allow.
+
+        () if they allow none, or if it would hide too little.
+        """
         if not self.fits(plan):
             return ()
         legal = (extra for extra in self._warmups(plan) if plan.depth + sum(extra) <= plan.microbatches)
         return next((extra for extra in legal if self.fits(plan.changed(extra_warmup=extra))), ())
 
     def _warmups(self, plan: Plan) -> Iterator[tuple[int, ...]]:
-        """The least extra warm-up for a microbatch's time that is HARDLY longer than the slowest stage's or link's, and
-        for longer and longer ones, as long as there is any."""
+        """The least extra warm-up for each of several times of a microbatch, until none is needed.
+
+        The first time exceeds that of the slowest stage or link by MIN_HIDDEN_SHARE; each time exceeds the one before
+        by the same share.
+        """
         if plan.schedule != "2bw" or plan.depth == 1:
             return
         works, messages = [work.total for work in self.stages(plan)], self._messages(plan)[: plan.depth - 1]
         cycle, transfer = max([*works, *(taken for _, taken in messages)]), [seconds for seconds, _ in messages]
-        extra = warmup_for(cycle * (1 + HARDLY), works, transfer)
-        while any(extra):
+        while any(extra := warmup_for(cycle * (1 + MIN_HIDDEN_SHARE), works, transfer)):
             yield extra
-            cycle *= 1 + HARDLY
-            extra = warmup_for(cycle * (1 + HARDLY), works, transfer)
+            cycle *= 1 + MIN_HIDDEN_SHARE
 
+    @by_fields("tensor", "depth", "width", "pipeline_inside", "microbatch", "sequence_parallel")
     def _messages(self, plan: Plan) -> list[tuple[float, float]]:
-        """(seconds, seconds of them in which the link is taken) of a message over the boundary behind each stage."""
-        key = (plan.tensor, plan.depth, plan.width, plan.pipeline_inside, plan.microbatch, plan.sequence_parallel)
-        messages = self._sent.get(key)
-        if messages is None:
-            size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
-            size /= plan.tensor if plan.sequence_parallel or self.old_exchange else 1
-            boundaries = self._layout(plan).boundaries if plan.depth > 1 else ()
-            messages = [message(self.cluster, leaving, size) for leaving in boundaries] or [(0.0, 0.0)]
-            self._sent[key] = messages
-        return messages
+        """(seconds, seconds for which it occupies the link) of a message over the boundary behind each stage."""
+        size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+        size /= plan.tensor if plan.sequence_parallel or self.old_exchange else 1
+        boundaries = self._layout(plan).boundaries if plan.depth > 1 else ()
+        return [message(self.cluster, leaving, size) for leaving in boundaries] or [(0.0, 0.0)]
 
     def _sending(self, plan: Plan, messages: list[tuple[float, float]]) -> list[float] | float:
-        """What a message takes from its sender. Megatron waits for it, and the host then launches from a standstill;
-        between interleaved stages it waits for the host alone. This project's exchange waits for neither."""
+        """Seconds of the sender's own time per message.
+
+        Megatron's exchange blocks until the message has arrived, and the host then launches kernels on an idle GPU.
+        Between interleaved stages only the host's time counts. This project's exchange does not block.
+        """
         if plan.schedule != "megatron" or plan.depth == 1:
             return 0.0
         exchange = self.cluster.device.exchange_us * 1e-6
@@ -252,31 +229,13 @@ class Cost:
     def _layout(self, plan: Plan):
         return layout(plan.tensor, plan.depth, plan.width, plan.pipeline_inside, self.cluster.gpus_per_server)
 
+    @by_fields("tensor", "depth", "first", "last")
     def _parameters(self, plan: Plan) -> list[float]:
-        key = (plan.tensor, plan.depth, plan.first, plan.last)
-        counts = self._counts.get(key)
-        if counts is None:
-            layers = plan.layers_of(self.model)
-            counts = [self.memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
-            self._counts[key] = counts
-        return counts
+        layers = plan.layers_of(self.model)
+        return [self.memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
 
+    @by_fields("tensor", "depth", "width", "pipeline_inside", "distributed_optimizer", "first", "last")
     def _step(self, plan: Plan) -> _Step:
-        key = (
-            plan.tensor,
-            plan.depth,
-            plan.width,
-            plan.pipeline_inside,
-            plan.distributed_optimizer,
-            plan.first,
-            plan.last,
-        )
-        step = self._steps.get(key)
-        if step is None:
-            step = self._steps[key] = self._new_step(plan)
-        return step
-
-    def _new_step(self, plan: Plan) -> _Step:
         place, size, counts = self._layout(plan), BYTES[self.precision], self._parameters(plan)
         shards = plan.width if plan.distributed_optimizer else 1
         collective = half if plan.distributed_optimizer else all_reduce
@@ -292,13 +251,13 @@ class Cost:
     def _reduce(self, plan: Plan, works: list[Work], messages: list[tuple[float, float]], step: _Step) -> list[float]:
         """Seconds from a stage's last backward until its gradients are reduced over its replicas."""
         seconds = step.reduce
-        if plan.schedule == "megatron":  # beside the last microbatch's backward, bucket by bucket
-            seconds = [max(time - work.backward, time * UNHIDDEN) for time, work in zip(seconds, works)]
+        if plan.schedule == "megatron":  # overlaps the last microbatch's backward, bucket by bucket
+            seconds = [max(time - work.backward, time * MIN_EXPOSED_SHARE) for time, work in zip(seconds, works)]
         place = self._layout(plan)
         if plan.pipeline.late_step and place.data.servers > 1:
-            # Beside the next batch, whose messages come first: they take their share of the network.
+            # It overlaps the next batch, and that batch's messages take their share of the network first.
             taken = max((taken for (_, taken), leaving in zip(messages, place.boundaries) if leaving), default=0.0)
-            # With one gradient slot only the forwards that run ahead send anything meanwhile.
+            # With one gradient slot only the warm-up forwards send messages in that time.
             sent = plan.microbatches if plan.gradient_slots == 2 else plan.pipeline.ahead(plan.shape, 0)
             seconds = [time + sent * taken for time in seconds]
         if step.ends:
@@ -306,7 +265,7 @@ class Cost:
         return seconds
 
     def _gather(self, plan: Plan, works: list[Work], seconds: float) -> float:
-        """Seconds of the distributed optimizer's parameter all-gather that nothing hides."""
-        if plan.schedule == "megatron":  # beside the first microbatch's forward
-            return max(seconds - works[0].forward, seconds * UNHIDDEN)
+        """Exposed seconds of the distributed optimizer's parameter all-gather."""
+        if plan.schedule == "megatron":  # overlaps the first microbatch's forward
+            return max(seconds - works[0].forward, seconds * MIN_EXPOSED_SHARE)
         return seconds

@@ -1,28 +1,29 @@
-"""The machines: GPUs a server, memory, compute, links inside and between servers; presets and YAML. Pure Python.
+"""The machines: GPUs per server, memory, compute, links inside and between servers; presets and YAML. Pure Python.
 
-Invariant: every number says where it comes from, so that a plan can say MEASURED or ESTIMATED of each of its terms.
+Invariant: every number has its source (`calibration`, `measured`), so that each term of a plan is marked MEASURED or
+ESTIMATED.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-
-class ClusterError(ValueError):
-    """A cluster description that cannot be used, said in one line."""
+from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.files import write_whole
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one GPU (inside a server) or one server's network (between servers) sends, in one direction.
+    """The rate of one GPU (inside a server) or of one server's network (between servers), in one direction.
 
-    gb_s        bytes a second in 10⁹ that messages really get, over all cards
+    gb_s        10⁹ bytes per second that messages reach, over all cards
     latency_us  of one message
-    rails       network cards of the server; one message takes one of them
-    measured    by `megatron-2bw-plan profile`
+    rails       network cards of the server; one message uses one of them
+    measured    whether `megatron-2bw-plan profile` measured it
     """
 
     gb_s: float
@@ -31,7 +32,7 @@ class Link:
     measured: bool = False
 
     def rate(self, sharers: int, cards: int = 1) -> float:
-        """Bytes a second of one of `sharers` that send at once, each over as many as `cards` cards."""
+        """Bytes per second of one of `sharers` concurrent messages, each over `cards` cards."""
         return self.gb_s * 1e9 * min(1 / sharers, cards / self.rails, 1)
 
 
@@ -43,14 +44,14 @@ class Device:
     tflops              peak of the matrix units in the 16-bit floats that the planner's precision uses
     tflops_fp32         peak in 32-bit floats
     memory_gb_s         memory bandwidth
-    units               streaming multiprocessors: a matrix product leaves half of them idle in its last round
+    units               streaming multiprocessors: half of them idle in the last round of a matrix product
     gemm_efficiency     share of the peak that large matrix products reach
     memory_efficiency   share of the bandwidth that the other kernels reach
-    layer_launch_us     host time that launches one layer's forward; a shorter layer waits for the host
-    collective_launch_us  host time that launches one collective
-    exchange_us         host time that a blocking exchange between stages costs beside the message
+    layer_launch_us     host time to launch one layer's forward; a shorter layer waits for the host
+    collective_launch_us  host time to launch one collective
+    exchange_us         host time of a blocking exchange between stages, in addition to the message's time
     step_us             host time of an iteration outside its forwards and backwards
-    calibration         what the two shares were fitted to; the host's times are typical values until `calibrate`
+    calibration         source of the two shares; the host times are typical values until `calibrate` fits them
     """
 
     name: str
@@ -105,8 +106,8 @@ _V100 = dict(gemm_efficiency=0.65, memory_efficiency=0.65, layer_launch_us=600)
 _V100_TIMES = "45 TFLOP/s on GPT 355M at microbatch 8 (arXiv 2006.09503, section 5)"
 _ASSUMED = "shares of the A100 assumed"
 
-# Links: all-reduce bus bandwidths that NCCL reaches inside the server, latency of one step of a ring; between servers,
-# what the network cards of one server carry, less a fifth for protocols: 25 Gbit/s, 10 (assumed), 8 × 200, 8 × 400.
+# Links inside a server: the bus bandwidth of NCCL's all-reduce, and the latency of one ring step. Between servers: the
+# rate of one server's network cards, less a fifth for protocols: 25 Gbit/s, 10 (assumed), 8 × 200, 8 × 400.
 PRESETS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
@@ -121,110 +122,105 @@ PRESETS: dict[str, Cluster] = {
 
 
 def preset(name: str, servers: int) -> Cluster:
-    """A preset with that many servers. ClusterError lists the names if there is none such."""
+    """A preset with that many servers. UserError lists the names if the name is unknown."""
     if name not in PRESETS:
-        raise ClusterError(f"--cluster {name}: not one of {', '.join(PRESETS)}, and no file of that name")
+        raise UserError(f"--cluster {name}: not one of {', '.join(PRESETS)}, and no file of that name")
     return replace(PRESETS[name], servers=servers)
 
 
 def from_yaml(path: Path) -> Cluster:
-    """The cluster of a YAML file (docs/planner.md has one). ClusterError names the entry that is wrong."""
+    """The cluster of a YAML file (docs/planner.md shows one). UserError names the wrong entry."""
     import yaml
 
     try:
         text = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ClusterError(f"--cluster {path}: not a readable YAML file ({' '.join(str(error).split())})") from None
-    return from_dict(text, str(path))
+        raise UserError(f"--cluster {path}: not a readable YAML file ({' '.join(str(error).split())})") from None
+    return _from_entries(text, path)
 
 
-def from_dict(text: Any, where: str) -> Cluster:
-    """The cluster that a mapping describes; `where` names it in errors."""
-    top = _take(text, where, {"servers", "gpus_per_server", "gpu", "inside", "between"}, {"name", "profile"})
+ENTRIES = {"servers": "int", "gpus_per_server": "int", "gpu": "", "inside": "", "between": ""}
+
+
+def _from_entries(text: Any, path: Path) -> Cluster:
+    where = f"--cluster {path}"
+    top = checked(_named(text), where, ENTRIES | {"name": "str", "profile": ""}, ENTRIES)
     gpu = top["gpu"]
     if isinstance(gpu, str):
         known = {cluster.device.name: cluster.device for cluster in PRESETS.values()}
         if gpu not in known:
-            raise ClusterError(f"--cluster {where}: gpu {gpu!r} is not one of {', '.join(known)}; or describe it")
+            raise UserError(f"{where}: gpu {gpu!r} is not one of {', '.join(known)}; or describe it")
         device = known[gpu]
     else:
-        names = {entry.name for entry in fields(Device)}
-        given = _take(gpu, f"{where}: gpu", {"memory_gib", "tflops", "memory_gb_s"}, names)
-        device = Device(**({"name": "gpu"} | given))
-    links = {
-        name: Link(**_take(top[name], f"{where}: {name}", {"gb_s", "latency_us"}, {"measured", "rails"}))
-        for name in ("inside", "between")
-    }
-    cluster = Cluster(
-        str(top.get("name", where)),
-        top["servers"],
-        top["gpus_per_server"],
-        device,
-        **links,
-        profile=_beside(top.get("profile"), where),
-    )
-    return cluster
+        device = described(Device, _named(gpu), f"{where}: gpu", name="gpu")
+    links = (described(Link, top[name], f"{where}: {name}") for name in ("inside", "between"))
+    # The path of a profile is relative to the YAML file.
+    profile = None if top.get("profile") is None else path.parent / str(top["profile"])
+    return Cluster(top.get("name", str(path)), top["servers"], top["gpus_per_server"], device, *links, profile=profile)
 
 
-def _beside(profile: str | None, where: str) -> Path | None:
-    """A profile's path is relative to the YAML file that names it."""
-    return None if profile is None else Path(where).parent / str(profile)
+def _named(text: Any) -> Any:
+    """`text` with its name as a string: YAML reads some names as numbers."""
+    number = isinstance(text, dict) and type(text.get("name")) in (int, float)
+    return text | {"name": str(text["name"])} if number else text
 
 
 def to_yaml(cluster: Cluster, path: Path) -> None:
-    """Write a cluster that `from_yaml` reads back."""
+    """Write a file from which `from_yaml` reads the same cluster."""
     import yaml
 
-    text = {
-        "name": cluster.name,
-        "servers": cluster.servers,
-        "gpus_per_server": cluster.gpus_per_server,
-        "gpu": asdict(cluster.device),
-        "inside": asdict(cluster.inside),
-        "between": asdict(cluster.between),
-    }
+    text = {"gpu" if name == "device" else name: entry for name, entry in asdict(cluster).items() if name != "profile"}
     if isinstance(cluster.profile, Path):
         text["profile"] = str(cluster.profile.resolve())
-    part = path.with_suffix(".part")
-    try:
+    with file_errors(f"--out {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(yaml.safe_dump(text, sort_keys=False))
-        part.replace(path)
-    except OSError as error:
-        raise ClusterError(f"--out {path}: {error.strerror}") from None
+        write_whole(path, yaml.safe_dump(text, sort_keys=False))
 
+
+# --- entries of a file -----------------------------------------------------------------------------------------------
 
 SHARES = ("gemm_efficiency", "memory_efficiency")
 MAY_BE_ZERO = ("tflops_fp32", "latency_us", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us")
 
 
-def _take(text: Any, where: str, needed: set[str], optional: set[str]) -> dict[str, Any]:
-    """The mapping `text`, its entries checked by name and, where a class has a field of that name, by type."""
+def described[Described](kind: type[Described], text: Any, where: str, **defaults: Any) -> Described:
+    """The dataclass of `kind` that a mapping describes. An entry with a default may be missing.
+
+    Files outlast the version that wrote them, so a new field needs a default.
+    """
+    needed = [entry.name for entry in fields(kind) if entry.default is MISSING and entry.name not in defaults]
+    return kind(**defaults | checked(text, where, {entry.name: entry.type for entry in fields(kind)}, needed))
+
+
+def checked(text: Any, where: str, types: dict[str, str], needed: Iterable[str]) -> dict[str, Any]:
+    """The mapping `text` if it has the entries `needed`, only entries of `types`, and each of the type given there.
+
+    UserError begins with `where` and names the wrong entry. A type other than int, float, str and bool is not checked.
+    """
     if not isinstance(text, dict):
-        raise ClusterError(f"--cluster {where}: expected entries such as {', '.join(sorted(needed))}")
-    missing, unknown = needed - set(text), sorted(set(map(str, text)) - needed - optional)
-    if missing or unknown:
-        what = f"the entry {sorted(missing)[0]} is missing" if missing else f"unknown entry {unknown[0]}"
-        raise ClusterError(f"--cluster {where}: {what} (known: {', '.join(sorted(needed | optional))})")
-    kinds = {entry.name: entry.type for kind in (Cluster, Device, Link) for entry in fields(kind)}
+        raise UserError(f"{where}: expected the entries {', '.join(types)}")
+    missing, unknown = [name for name in needed if name not in text], sorted(set(map(str, text)) - set(types))
+    if missing:
+        raise UserError(f"{where}: the entry {missing[0]} is missing")
+    if unknown:
+        raise UserError(f"{where}: unknown entry {unknown[0]} (known: {', '.join(types)})")
     for name, entry in text.items():
-        fault = _fault(name, entry, kinds.get(name, ""))
-        if fault:
-            raise ClusterError(f"--cluster {where}: {name} must be {fault}, not {entry!r}")
+        wanted = _wanted(name, entry, types[name])
+        if wanted:
+            raise UserError(f"{where}: {name} must be {wanted}, not {entry!r}")
     return dict(text)
 
 
-def _fault(name: str, entry: Any, kind: str) -> str | None:
-    """What `entry` should be and is not."""
-    number = isinstance(entry, (int, float)) and not isinstance(entry, bool)
+def _wanted(name: str, entry: Any, kind: str) -> str | None:
+    """What `entry` should be, or None if it is that."""
     if kind == "bool":
-        return None if isinstance(entry, bool) else "true or false"
+        return None if type(entry) is bool else "true or false"
     if kind == "str":
-        return None if isinstance(entry, (str, int, float)) else "a name"
+        return None if type(entry) is str else "a name"
     if kind == "int":
-        return None if number and entry == int(entry) and entry > 0 else "a positive whole number"
+        return None if type(entry) is int and entry > 0 else "a positive whole number"
     if kind != "float":
         return None
-    if not number or not math.isfinite(entry) or entry < 0 or (entry == 0 and name not in MAY_BE_ZERO):
+    if type(entry) not in (int, float) or not 0 <= entry < math.inf or (entry == 0 and name not in MAY_BE_ZERO):
         return "a positive number"
     return "a share of at most 1" if name in SHARES and entry > 1 else None

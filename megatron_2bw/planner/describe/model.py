@@ -1,15 +1,13 @@
-"""A transformer as the planner sees it: dimensions, parameters by place, and Megatron's flags for it. Pure Python.
+"""A transformer's dimensions, its parameters by place, and Megatron's flags for it. Pure Python.
 
-Invariant: the counts are those of the modules that Megatron builds from `flags()`, biases and norms included.
+Invariant: the counts equal those of the modules that Megatron builds from `flags()`, with biases and norms.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-
-class ModelError(ValueError):
-    """A model description that cannot be used, said in one line."""
+from megatron_2bw.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -54,18 +52,16 @@ class Model:
             object.__setattr__(self, "groups", self.heads)
         for name in FLAGS:
             if getattr(self, name) < (0 if name == "head_size" else 1):
-                raise ModelError(f"{FLAGS[name]} must be positive, not {getattr(self, name)}")
+                raise UserError(f"{FLAGS[name]} must be positive, not {getattr(self, name)}")
         if not self.head_size:
             if self.hidden % self.heads:
-                raise ModelError(
+                raise UserError(
                     f"--hidden-size {self.hidden} is not a multiple of --num-attention-heads {self.heads}; "
                     "give --kv-channels if heads are meant to have another size"
                 )
             object.__setattr__(self, "head_size", self.hidden // self.heads)
         if self.heads % self.groups:
-            raise ModelError(
-                f"--num-attention-heads {self.heads} is not a multiple of --num-query-groups {self.groups}"
-            )
+            raise UserError(f"--num-attention-heads {self.heads} is not a multiple of --num-query-groups {self.groups}")
 
     @property
     def query_size(self) -> int:
@@ -95,7 +91,7 @@ class Model:
         return count * self.hidden * (1 if self.rms_norm else 2)
 
     def padded_vocab(self, tensor: int = 1) -> int:
-        """Vocabulary as Megatron pads it, to a multiple of 128 for each tensor rank."""
+        """The vocabulary with Megatron's padding to a multiple of 128 for each tensor rank."""
         return -(-self.vocab // (128 * tensor)) * 128 * tensor
 
     def embedding_parameters(self, tensor: int = 1) -> float:
@@ -143,43 +139,28 @@ class Model:
 
     def flags(self) -> list[str]:
         """Megatron's flags of the architecture."""
-        words = [
-            "--num-layers",
-            self.layers,
-            "--hidden-size",
-            self.hidden,
-            "--num-attention-heads",
-            self.heads,
-            "--seq-length",
-            self.sequence,
-            "--max-position-embeddings",
-            self.sequence,
-        ]
-        if self.gated or self.ffn != 4 * self.hidden:  # Megatron's default with --swiglu is another
-            words += ["--ffn-hidden-size", self.ffn]
-        if self.head_size * self.heads != self.hidden:
-            words += ["--kv-channels", self.head_size]
-        if self.groups != self.heads:
-            words += ["--group-query-attention", "--num-query-groups", self.groups]
-        if self.gated:
-            words += ["--swiglu"]
-        if self.rms_norm:
-            words += ["--normalization", "RMSNorm"]
-        if self.norm_epsilon != 1e-5:
-            words += ["--norm-epsilon", self.norm_epsilon]
-        if self.rotary:
-            words += ["--position-embedding-type", "rope", "--rotary-base", self.rotary_base]
-        if self.rope_scaling:
-            words += ["--use-rope-scaling"]
-        if not self.tied:
-            words += ["--untie-embeddings-and-output-weights"]
-        if not self.bias:
-            words += ["--disable-bias-linear"]
-        if self.qkv_bias and not self.bias:
-            words += ["--add-qkv-bias"]
-        if not self.dropout:
-            words += ["--attention-dropout", "0", "--hidden-dropout", "0"]
-        return [str(word) for word in words]
+        return command_line(
+            (True, f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads}"),
+            (True, f"--seq-length {self.sequence} --max-position-embeddings {self.sequence}"),
+            # With --swiglu Megatron's default is not 4 x hidden.
+            (self.gated or self.ffn != 4 * self.hidden, f"--ffn-hidden-size {self.ffn}"),
+            (self.head_size * self.heads != self.hidden, f"--kv-channels {self.head_size}"),
+            (self.groups != self.heads, f"--group-query-attention --num-query-groups {self.groups}"),
+            (self.gated, "--swiglu"),
+            (self.rms_norm, "--normalization RMSNorm"),
+            (self.norm_epsilon != 1e-5, f"--norm-epsilon {self.norm_epsilon}"),
+            (self.rotary, f"--position-embedding-type rope --rotary-base {self.rotary_base}"),
+            (self.rope_scaling, "--use-rope-scaling"),
+            (not self.tied, "--untie-embeddings-and-output-weights"),
+            (not self.bias, "--disable-bias-linear"),
+            (self.qkv_bias and not self.bias, "--add-qkv-bias"),
+            (not self.dropout, "--attention-dropout 0 --hidden-dropout 0"),
+        )
+
+
+def command_line(*rows: tuple[object, str]) -> list[str]:
+    """The words of the rows whose condition holds; no word contains a blank."""
+    return " ".join(words for condition, words in rows if condition).split()
 
 
 FLAGS = {
@@ -194,33 +175,9 @@ FLAGS = {
 }
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, sequence: int = 512) -> Model:
-    return Model(name, layers, hidden, heads, sequence=sequence)
-
-
-def _bert(name: str, layers: int, hidden: int, heads: int, sequence: int = 512) -> Model:
-    return Model(name, layers, hidden, heads, vocab=30522, sequence=sequence, kind="bert")
-
-
-def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int) -> Model:
-    return Model(
-        name,
-        layers,
-        hidden,
-        heads,
-        vocab=128256,
-        sequence=8192,
-        ffn=ffn,
-        groups=8,
-        gated=True,
-        rms_norm=True,
-        rotary=True,
-        rotary_base=500000,
-        tied=False,
-        bias=False,
-        dropout=False,
-    )
-
+LLAMA_LAYER = dict(gated=True, rms_norm=True, rotary=True, bias=False, dropout=False)
+_BERT = dict(vocab=30522, sequence=512, kind="bert")
+_LLAMA = dict(vocab=128256, sequence=8192, groups=8, rotary_base=500000, tied=False, **LLAMA_LAYER)
 
 # The paper names its models by size and says that their layers are similar to Megatron's (section 5): 1.3B and the
 # BERT models are Megatron's own, 2.2B has the layers of its 4.2B, and 3.8B those of its BERT 3.9B with 32 heads,
@@ -228,26 +185,26 @@ def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int) -> Model:
 PRESETS: dict[str, Model] = {
     model.name: model
     for model in (
-        _gpt("gpt-355m", 24, 1024, 16),
-        _gpt("gpt-1.3b", 24, 2048, 16),
-        _gpt("gpt-2.2b", 32, 2304, 24),
-        _gpt("gpt-3.8b", 48, 2560, 32),
-        _gpt("gpt-28.3b", 64, 6048, 36),
-        _gpt("gpt-175b", 96, 12288, 96, 2048),
-        _bert("bert-24", 24, 1024, 16),
-        _bert("bert-48", 48, 1024, 16),
-        _bert("bert-192", 192, 1024, 16),
-        _bert("bert-2.2b", 32, 2304, 24),
-        _bert("bert-3.8b", 48, 2560, 40),
-        _llama("llama-8b", 32, 4096, 32, 14336),
-        _llama("llama-70b", 80, 8192, 64, 28672),
+        Model("gpt-355m", 24, 1024, 16, sequence=512),
+        Model("gpt-1.3b", 24, 2048, 16, sequence=512),
+        Model("gpt-2.2b", 32, 2304, 24, sequence=512),
+        Model("gpt-3.8b", 48, 2560, 32, sequence=512),
+        Model("gpt-28.3b", 64, 6048, 36, sequence=512),
+        Model("gpt-175b", 96, 12288, 96, sequence=2048),
+        Model("bert-24", 24, 1024, 16, **_BERT),
+        Model("bert-48", 48, 1024, 16, **_BERT),
+        Model("bert-192", 192, 1024, 16, **_BERT),
+        Model("bert-2.2b", 32, 2304, 24, **_BERT),
+        Model("bert-3.8b", 48, 2560, 40, **_BERT),
+        Model("llama-8b", 32, 4096, 32, ffn=14336, **_LLAMA),
+        Model("llama-70b", 80, 8192, 64, ffn=28672, **_LLAMA),
     )
 }
 
 
 def preset(name: str, sequence: int | None = None) -> Model:
-    """A preset, with another sequence length if given. ModelError lists the names if there is none such."""
+    """A preset, with another sequence length if given. UserError lists the names if the name is unknown."""
     model = PRESETS.get(name) or PRESETS.get(f"gpt-{name}")
     if model is None:
-        raise ModelError(f"--model {name}: not one of {', '.join(PRESETS)}, and no file of that name")
+        raise UserError(f"--model {name}: not one of {', '.join(PRESETS)}, and no file of that name")
     return replace(model, sequence=sequence) if sequence else model

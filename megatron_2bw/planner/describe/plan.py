@@ -1,12 +1,14 @@
-"""One configuration: what the planner chooses, and Megatron's flags for it. Pure Python."""
+"""A plan: the configuration that the planner chooses, and Megatron's flags for it. Pure Python."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
+from operator import attrgetter
 from typing import Any
 
-from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.model import Model, command_line
 from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 
@@ -15,20 +17,20 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration on all GPUs: tensor × depth × width of them.
+    """A configuration on all GPUs. Their number is tensor × depth × width.
 
     tensor, depth, width   tensor-parallel size, pipeline stages, data-parallel size
-    microbatch             samples
-    microbatches           a batch and pipeline; the global batch is microbatch × microbatches × width
+    microbatch             samples of a microbatch
+    microbatches           of a batch and pipeline; the global batch is microbatch × microbatches × width
     recompute              none, selective (core attention), full (every layer)
-    schedule               of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved one
-    virtual                model chunks a stage
+    schedule               of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved schedule
+    virtual                model chunks per stage
     gradient_slots         2bw's gradient buffers
     first, last            layers of the first and last stage if they differ from the others', else 0
-    sequence_parallel      the parts of a layer that tensor parallelism leaves whole are divided along the sequence
-    pipeline_inside        rank order tp-pp-dp: a pipeline's stages are neighbours, its replicas far apart;
-                           otherwise Megatron's default, where replicas of a stage are neighbours
-    extra_warmup           of 2bw: more forwards ahead, a number for each boundary between stages or one for all
+    sequence_parallel      divides along the sequence what tensor parallelism does not divide
+    pipeline_inside        rank order tp-pp-dp: the stages of a pipeline are neighbours. Otherwise Megatron's default
+                           order: the replicas of a stage are neighbours
+    extra_warmup           of 2bw: additional warm-up forwards, a number per boundary between stages or one for all
     extrapolate            of 2bw: --two-bw-correction extrapolate
     """
 
@@ -50,7 +52,7 @@ class Plan:
     extrapolate: bool = False
 
     def changed(self, **fields: Any) -> Plan:
-        """As dataclasses.replace, five times as fast: a search makes tens of thousands."""
+        """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
         plan = object.__new__(Plan)
         plan.__dict__.update(self.__dict__)
         for cached in ("pipeline", "shape"):
@@ -68,12 +70,12 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """In a few words, such as `2bw t1 d8 w8 b4`."""
+        """Schedule and sizes, such as `2bw t1 d8 w8 b4`."""
         return f"{self.schedule_name} t{self.tensor} d{self.depth} w{self.width} b{self.microbatch}"
 
     @property
     def schedule_name(self) -> str:
-        """The schedule with its model chunks, gradient slots, and forwards that stage 0 runs further ahead:
+        """The schedule with its model chunks, gradient slots, and stage 0's additional warm-up forwards:
         `megatron x3`, `2bw 1 slot`, `2bw +2`."""
         chunks = f" x{self.virtual}" if self.virtual > 1 else ""
         slots = " 1 slot" if self.gradient_slots == 1 else ""
@@ -81,7 +83,7 @@ class Plan:
 
     @property
     def extra(self) -> tuple[int, ...]:
-        """`extra_warmup` with a number for each boundary."""
+        """`extra_warmup` with a number per boundary."""
         given = self.extra_warmup or (0,)
         return given * (self.depth - 1) if len(given) == 1 else given
 
@@ -92,7 +94,7 @@ class Plan:
 
     @cached_property
     def pipeline(self) -> Schedule:
-        """The schedule as data; Megatron's own is 1F1B with a flush, or interleaved."""
+        """The schedule as data. Megatron's own is 1F1B with a flush, or interleaved."""
         if self.virtual > 1:
             return Interleaved(self.virtual)
         name = "pipedream-flush" if self.schedule == "megatron" else self.schedule
@@ -103,7 +105,7 @@ class Plan:
         return Shape(self.depth, self.microbatches)
 
     def layers_of(self, model: Model) -> list[int]:
-        """Layers of each stage (of all its chunks)."""
+        """Layers of each stage, in all its chunks together."""
         if self.depth == 1:
             return [model.layers]
         if not self.first and not self.last:
@@ -115,43 +117,44 @@ class Plan:
 
     def flags(self, precision: str = "bf16") -> list[str]:
         """Megatron's and this project's flags of the configuration."""
-        words = [
-            "--pipeline-schedule",
-            self.schedule,
-            "--tensor-model-parallel-size",
-            self.tensor,
-            "--pipeline-model-parallel-size",
-            self.depth,
-            "--micro-batch-size",
-            self.microbatch,
-            "--global-batch-size",
-            self.global_batch,
-        ]
-        if self.first:
-            words += ["--decoder-first-pipeline-num-layers", self.first]
-        if self.last:
-            words += ["--decoder-last-pipeline-num-layers", self.last]
-        if self.virtual > 1:
-            words += ["--num-virtual-stages-per-pipeline-rank", self.virtual]
-        if self.sequence_parallel:
-            words += ["--sequence-parallel"]
-        if self.recompute == "full":
-            words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
-        elif self.recompute == "selective":
-            words += ["--recompute-granularity", "selective"]
-        if self.schedule == "2bw" and self.gradient_slots != 2:
-            words += ["--two-bw-gradient-slots", self.gradient_slots]
-        if any(self.extra):
-            same = len(set(self.extra)) == 1
-            words += ["--two-bw-extra-warmup", ",".join(map(str, self.extra[:1] if same else self.extra))]
-        if self.extrapolate:
-            words += ["--two-bw-correction", "extrapolate"]
-        if self.distributed_optimizer:
-            words += ["--use-distributed-optimizer"]
-        if self.schedule == "megatron" and self.width > 1:  # 2bw's late step overlaps by itself
-            words += ["--overlap-grad-reduce"] + ["--overlap-param-gather"] * self.distributed_optimizer
-        if self.pipeline_inside:
-            words += ["--use-tp-pp-dp-mapping"]
-        if precision != "fp32":
-            words += [f"--{precision}"]
-        return [str(word) for word in words]
+        overlaps = self.schedule == "megatron" and self.width > 1  # 2bw's late step needs no flag for that
+        extra = self.extra[:1] if len(set(self.extra)) == 1 else self.extra
+        return command_line(
+            (True, f"--pipeline-schedule {self.schedule} --tensor-model-parallel-size {self.tensor}"),
+            (True, f"--pipeline-model-parallel-size {self.depth} --micro-batch-size {self.microbatch}"),
+            (True, f"--global-batch-size {self.global_batch}"),
+            (self.first, f"--decoder-first-pipeline-num-layers {self.first}"),
+            (self.last, f"--decoder-last-pipeline-num-layers {self.last}"),
+            (self.virtual > 1, f"--num-virtual-stages-per-pipeline-rank {self.virtual}"),
+            (self.sequence_parallel, "--sequence-parallel"),
+            (self.recompute != "none", f"--recompute-granularity {self.recompute}"),
+            (self.recompute == "full", "--recompute-method uniform --recompute-num-layers 1"),
+            (self.schedule == "2bw" and self.gradient_slots != 2, f"--two-bw-gradient-slots {self.gradient_slots}"),
+            (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
+            (self.extrapolate, "--two-bw-correction extrapolate"),
+            (self.distributed_optimizer, "--use-distributed-optimizer"),
+            (overlaps, "--overlap-grad-reduce"),
+            (overlaps and self.distributed_optimizer, "--overlap-param-gather"),
+            (self.pipeline_inside, "--use-tp-pp-dp-mapping"),
+            (precision != "fp32", f"--{precision}"),
+        )
+
+
+def by_fields(*names: str) -> Callable:
+    """A decorator for a method of a plan: its answer is computed once for plans that share these fields."""
+    key = attrgetter(*names)
+
+    def decorate(method: Callable) -> Callable:
+        store = f"_by_fields_{method.__name__}"
+
+        @wraps(method)
+        def answer(self: Any, plan: Plan) -> Any:
+            try:
+                return self.__dict__[store][key(plan)]
+            except KeyError:
+                found = self.__dict__.setdefault(store, {})[key(plan)] = method(self, plan)
+                return found
+
+        return answer
+
+    return decorate

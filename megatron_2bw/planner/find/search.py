@@ -1,8 +1,7 @@
-"""Finds the fastest plans that are legal and fit: best first, and exactly. Pure Python.
+"""Finds the fastest plans that are legal and fit: an exact best-first search. Pure Python.
 
-Invariant: what `Search` yields are the plans that a full enumeration of the space would put first, in its order. A
-plan waits in one queue with a bound on its time per sample that grows truer: of its shape, of its stages, of its
-schedule, of itself, simulated.
+Invariant: `Search` yields the first plans of a full enumeration of the space, in its order. One queue holds the plans
+by a lower bound on their time per sample. The bound tightens in steps: shape, stages, schedule, plan, simulation.
 """
 
 from __future__ import annotations
@@ -18,23 +17,22 @@ from megatron_2bw.planner.cost.bounds import work_bound
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.memory import BYTES
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan, by_fields
 from megatron_2bw.planner.find.legality import is_legal, violations
-from megatron_2bw.schedules import SCHEDULES
 
-# pipedream's delays differ by stage, so it is planned only when it is asked for.
+# Without pipedream: its delays differ by stage, so the user must ask for it.
 PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 
 
 @dataclass(frozen=True)
 class Space:
-    """What the search may choose from; None: everything that is legal.
+    """The choices of a search. None: all that are legal.
 
-    batch       the largest safe global batch; a plan takes the largest multiple of its microbatches that is not above
-    microbatch  sizes; by default powers of two
-    virtual     chunks a stage of Megatron's interleaved schedule; by default all that divide its layers
-    uneven      first and last stages with another number of layers than the others
-    extra_warmup  beside a plan of 2bw the one that runs as far ahead as hides its messages (Cost.extra_warmup)
+    batch         the largest safe global batch; a plan uses the largest multiple of its microbatches up to that
+    microbatch    sizes; by default powers of two
+    virtual       chunks per stage of Megatron's interleaved schedule; by default all divisors of the stage's layers
+    uneven        whether first and last stages may have other numbers of layers than the others
+    extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
     extrapolate   2bw with --two-bw-correction extrapolate
     """
 
@@ -55,13 +53,13 @@ class Space:
 
 
 class Search:
-    """Iterate over it for (seconds a sample, plan), fastest first.
+    """An iterable of (seconds per sample, plan), fastest first.
 
-    rejected   legality's rule -> how often a shape (tensor, depth, microbatch) or a plan of it broke it
-    examples   legality's rule -> its line for the smallest microbatch that broke it, which needs least change
-    too_large  the plans that do not fit and whose bound is below the last one yielded, fastest bound first
-    examined   plans that were simulated
-    distinct   yield only the fastest plan of each (tensor, depth, width, schedule)
+    rejected   legality's rule -> number of shapes (tensor, depth, microbatch) and plans that broke it
+    examples   legality's rule -> its line for the smallest microbatch that broke it: the smallest change
+    too_large  the plans that do not fit and whose bound is below the last plan yielded, lowest bound first
+    examined   number of simulated plans
+    distinct   whether to yield only the fastest plan of each (tensor, depth, width, schedule)
     """
 
     def __init__(self, cost: Cost, space: Space, distinct: bool = True):
@@ -73,8 +71,7 @@ class Search:
         self.examined = 0
         device = cost.cluster.device
         self._host = cost.model, cost.cluster.gpus, cost.precision, device.bf16
-        self._least: dict[tuple, tuple[float, float, float, float]] = {}
-        self._number = itertools.count()  # so that equal bounds leave the queue in the order of enumeration
+        self._number = itertools.count()  # plans with equal bounds leave the queue in the order of enumeration
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
         self.rejected, self.examples, self._smallest = Counter(), {}, {}
@@ -127,12 +124,12 @@ class Search:
         return plan.tensor, plan.depth, plan.width, plan.schedule
 
     def _shape_bound(self, plan: Plan) -> float:
-        """Seconds a sample if the layers were divided perfectly and nothing waited."""
+        """Seconds per sample if the stages had equal work and never waited."""
         works = self.cost.stages(replace(plan, depth=1, width=plan.width * plan.depth))
         return works[0].total / (plan.depth * plan.microbatch * plan.width)
 
     def _leanest(self, shape: Plan) -> Plan:
-        """The choices of the space that hold fewest weights, gradients and optimizer states."""
+        """The shape with the space's choices that need the fewest weights, gradients and optimizer states."""
         schedules = sorted(self.space.schedules, key=lambda name: name in ("2bw", "pipedream"))
         return shape.changed(
             schedule=schedules[0],
@@ -141,7 +138,7 @@ class Search:
         )
 
     def _least_memory(self, shape: Plan) -> float:
-        """Bytes of weights, gradients and optimizer if they were divided perfectly: no plan of the shape takes less."""
+        """Bytes of weights, gradients and optimizer on equal stages. Every plan of the shape needs at least these."""
         plan, memory = self._leanest(shape), self.cost.memory
         parameters = sum(memory.parameters(shape, stage, n) for stage, n in enumerate(shape.layers_of(self.cost.model)))
         versions, shards = (2 if plan.schedule == "2bw" else 1), (plan.width if plan.distributed_optimizer else 1)
@@ -150,11 +147,11 @@ class Search:
         return parameters / plan.depth * sum(each)
 
     def _split_bound(self, plan: Plan) -> float:
-        """Seconds a sample if the busiest stage never waited."""
+        """Seconds per sample if the busiest stage never waited."""
         return max(work.total for work in self.cost.stages(plan)) / (plan.microbatch * plan.width)
 
     def _work_bound(self, split: Plan, schedule: str, slots: int, virtual: int) -> float:
-        """Seconds a sample of the schedule, with the least that steps and messages take in any of `variants`."""
+        """Seconds per sample of the schedule, with the shortest steps and messages of all `variants`."""
         works = self.cost.stages(split)
         seconds = work_bound(works, split.microbatches, schedule, virtual)
         reduce, update, messages, taken = self._least_waits(split)
@@ -166,22 +163,15 @@ class Search:
             seconds += update if schedule == "megatron" else update + reduce
         return seconds / split.global_batch
 
+    @by_fields("tensor", "depth", "width", "microbatch", "first", "last")
     def _least_waits(self, split: Plan) -> tuple[float, float, float, float]:
-        """`Cost.waits` of all `variants`, each at its least."""
-        key = (split.tensor, split.depth, split.width, split.microbatch, split.first, split.last)
-        least = self._least.get(key)
-        if least is None:
-            plans = [
-                split.changed(pipeline_inside=inside, distributed_optimizer=distributed)
-                for inside in self.space.pipeline_inside
-                for distributed in self.space.distributed_optimizer
-            ]
-            costs = [self.cost.waits(plan) for plan in plans]
-            least = self._least[key] = tuple(min(column) for column in zip(*costs))
-        return least
+        """The minimum of `Cost.waits` over all `variants`, term by term."""
+        choices = itertools.product(self.space.pipeline_inside, self.space.distributed_optimizer)
+        plans = (split.changed(pipeline_inside=inside, distributed_optimizer=sharded) for inside, sharded in choices)
+        return tuple(map(min, zip(*map(self.cost.waits, plans))))
 
     def shapes(self) -> Iterator[Plan]:
-        """One plan for each legal (tensor, depth, width, microbatch, recompute), its schedule Megatron's."""
+        """One plan for each legal (tensor, depth, width, microbatch, recompute), with Megatron's schedule."""
         space, gpus = self.space, self.cost.cluster.gpus
         for tensor in _divisors(gpus, space.tensor):
             for depth in _divisors(gpus // tensor, space.depth):
@@ -203,21 +193,13 @@ class Search:
         if split is None:
             self.rejected["more stages than the layers divide into"] += 1
             return None
-        plan = Plan(
-            tensor,
-            depth,
-            width,
-            microbatch,
-            microbatches,
-            schedule="megatron",
-            first=split[0],
-            last=split[1],
-            sequence_parallel=self.space.sequence_parallel and tensor > 1,
-        )
+        plan = Plan(tensor, depth, width, microbatch, microbatches, schedule="megatron", first=split[0], last=split[1])
+        if self.space.sequence_parallel and tensor > 1:
+            plan = plan.changed(sequence_parallel=True)
         return plan if self._legal(plan) else None
 
     def _legal(self, plan: Plan) -> bool:
-        """Whether the plan is legal; if not, it is counted."""
+        """Whether the plan is legal. Counts the plans that are not."""
         if is_legal(plan, *self._host):
             return True
         broken = violations(plan, *self._host)[0]
@@ -227,11 +209,10 @@ class Search:
         return False
 
     def splits(self, depth: int) -> list[tuple[int, int]]:
-        """(first, last) layers of uneven stages, (0, 0) for an even split.
+        """(first, last) layers of uneven stages; (0, 0) for an even split.
 
-        The first stage also holds the embedding, which takes memory, the last one the output layer, which takes as
-        long as several layers; so either may be shorter, and the others, or the first, up to two layers longer than an
-        even split would make them.
+        The embedding on the first stage takes memory, and the output layer on the last stage as long as several layers.
+        So either stage may have fewer layers, and the others up to two more than an even split.
         """
         layers = self.cost.model.layers
         found = [(0, 0)] if layers % depth == 0 else []
@@ -252,7 +233,7 @@ class Search:
         return found
 
     def scheduled(self, split: Plan) -> Iterator[Plan]:
-        """The legal plans of a shape with its layers divided, but for the choices of `variants`."""
+        """The legal plans of a shape with its layers divided, without the choices of `variants`."""
         plans = (self._scheduled(split, *choice) for choice in self._schedules(split))
         return (plan for plan in plans if plan is not None)
 
@@ -272,25 +253,25 @@ class Search:
         return plan if self._legal(plan) else None
 
     def variants(self, plan: Plan) -> Iterator[Plan]:
-        """The plan in each rank order, with and without the distributed optimizer; none with extra warm-up."""
+        """The plan in each rank order, with and without the distributed optimizer; without extra warm-up."""
         for inside, distributed in itertools.product(self._orders(plan), self._optimizers(plan)):
             yield plan.changed(pipeline_inside=inside, distributed_optimizer=distributed)
 
     def _schedules(self, shape: Plan) -> Iterator[tuple[str, int, int]]:
-        """(schedule, gradient slots, chunks a stage)."""
+        """(schedule, gradient slots, chunks per stage)."""
         for schedule in self.space.schedules:
             if schedule == "2bw":
                 yield from ((schedule, slots, 1) for slots in self.space.gradient_slots)
                 continue
             if shape.depth == 1 and schedule not in ("megatron", "pipedream") and "megatron" in self.space.schedules:
-                continue  # on one stage they are Megatron's, without its overlap
+                continue  # on one stage they equal Megatron's schedule without its overlap
             yield schedule, 2, 1
             if schedule == "megatron" and shape.depth > 1:
                 each = math.gcd(*shape.layers_of(self.cost.model))
                 yield from ((schedule, 2, virtual) for virtual in _divisors(each, self.space.virtual) if virtual > 1)
 
     def _orders(self, shape: Plan) -> tuple[bool, ...]:
-        """Rank orders that put the ranks on different servers."""
+        """The rank orders of the space; only the first if all put the ranks on the same servers."""
         sizes, per_server = (shape.tensor, shape.depth, shape.width), self.cost.cluster.gpus_per_server
         if layout(*sizes, False, per_server) == layout(*sizes, True, per_server):
             return self.space.pipeline_inside[:1]
@@ -311,6 +292,3 @@ def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:
 def best(cost: Cost, space: Space, count: int = 1) -> list[Plan]:
     """The `count` fastest plans."""
     return [plan for _, plan in itertools.islice(Search(cost, space), count)]
-
-
-assert set(PLANNED) <= {"megatron", *SCHEDULES}

@@ -1,1 +1,1 @@
-"""Measured times: profiles, calibration, real runs of plans."""
+"""Measurements: profiles, calibration, real runs of plans."""

@@ -1,7 +1,7 @@
-"""Times what a profile holds: one real Megatron block, the output layer and the optimizer's step, and writes it.
+"""Measures and writes a profile: the times of one Megatron block, the output layer and the optimizer's step.
 
-Invariant: whatever is timed is of Megatron's own classes, built and stepped as its training loop does. torch and
-Megatron are imported only by the functions that measure.
+Invariant: all timed objects are of Megatron's own classes, constructed and stepped as in its training loop. Only the
+functions that measure import torch and Megatron.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ import gc
 import importlib.util
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.profile import MEASURED, BlockTime, Profile, ProfileError
+from megatron_2bw.planner.describe.profile import MEASURED, BlockTime, Profile
 from megatron_2bw.planner.measure.links import WARM_UP, links_of_job
 
 
 def measure_block(model: Model, precision: str, microbatches: Iterable[int], device: str, repeats: int = 10) -> Profile:
     """The profile, without links, of `model`'s layer and output layer on this process's cpu or cuda device.
 
-    The layer is a middle stage with one layer and the output layer a last stage without one: Megatron's GPTModel in
-    its DistributedDataParallel, so that gradients are added up as in training. BERT's layers are Megatron's local ones
-    with a padding mask, and its output layer is taken to be GPT's (`Profile.terms` says so).
-    Larger microbatches than the GPU's memory holds are left out; ProfileError if not even the first fits.
+    The layer is a middle stage with one layer, and the output layer a last stage without layers. Both are Megatron's
+    GPTModel in its DistributedDataParallel, which accumulates gradients as in training. BERT's layers are Megatron's
+    local ones with a padding mask; its output layer is approximated by GPT's (see `Profile.terms`).
+    Microbatches that exceed the GPU's memory are omitted; UserError if the smallest one does.
     """
     with _alone(device):
         import torch
@@ -44,35 +45,27 @@ def measure_block(model: Model, precision: str, microbatches: Iterable[int], dev
         blocks = _sweep("layer", layer, model, sizes, device, repeats)
         step, optimizer = _time_optimizer(layer, precision, device, repeats)
         del layer
-        gc.collect()  # Megatron's hooks and buffers refer to each other
-        output = _sweep(
-            "output layer", _stage(model, precision, device, implementation, last=True), model, sizes, device, repeats
-        )
+        gc.collect()  # Megatron's hooks and buffers form reference cycles
+        last = _stage(model, precision, device, implementation, last=True)
+        output = _sweep("output layer", last, model, sizes, device, repeats)
+        shape = {field.name: getattr(model, field.name) for field in fields(Profile) if hasattr(model, field.name)}
         return Profile(
             torch.cuda.get_device_name() if device == "cuda" else "cpu",
             precision,
             model.kind,
-            model.hidden,
-            model.heads,
-            model.ffn,
-            model.groups,
-            model.head_size,
-            model.sequence,
-            model.gated,
-            model.dropout,
-            model.vocab,
-            blocks,
-            output,
-            step,
-            optimizer,
-            torch.get_num_threads(),
-            f"torch {torch.__version__}, megatron-core {__version__}, {implementation} layers",
+            **shape,
+            blocks=blocks,
+            output=output,
+            optimizer_seconds_per_parameter=step,
+            optimizer=optimizer,
+            threads=torch.get_num_threads(),
+            made_with=f"torch {torch.__version__}, megatron-core {__version__}, {implementation} layers",
         )
 
 
 @contextlib.contextmanager
 def _alone(device: str) -> Iterator[None]:
-    """Megatron's parallel state for this process alone, and without it again. No process group may be there."""
+    """Megatron's parallel state for this process alone, until the block ends. No process group may exist before."""
     import torch.distributed as dist
 
     from megatron_2bw import cpu
@@ -96,7 +89,7 @@ def _alone(device: str) -> Iterator[None]:
 
 
 def _stage(model: Model, precision: str, device: str, implementation: str, last: bool) -> Any:
-    """A pipeline stage as Megatron trains it: a middle one with one layer, or the last one with none."""
+    """A pipeline stage as in Megatron's training: a middle one with one layer, or the last one without layers."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -128,7 +121,7 @@ def _stage(model: Model, precision: str, device: str, implementation: str, last:
 
 
 def _config(model: Model, precision: str, device: str, implementation: str) -> Any:
-    """Megatron's configuration, with the fusions that its flags' defaults turn on and the machine has."""
+    """Megatron's configuration, with the fusions that are on by default and available on this machine."""
     import torch
     from megatron.core.transformer import TransformerConfig
 
@@ -167,7 +160,7 @@ def _config(model: Model, precision: str, device: str, implementation: str) -> A
 
 
 def _sweep(name: str, stage: Any, model: Model, sizes: list[int], device: str, repeats: int) -> tuple[BlockTime, ...]:
-    """The stage's times at each microbatch, up to the first that the GPU's memory does not hold."""
+    """The stage's times by microbatch, up to the first that exceeds the GPU's memory."""
     import torch
 
     points: list[BlockTime] = []
@@ -178,12 +171,10 @@ def _sweep(name: str, stage: Any, model: Model, sizes: list[int], device: str, r
             print(f"{name}, microbatch {size}: does not fit the GPU's memory", flush=True)
             break
         points.append(BlockTime(size, forward, backward))
-        print(
-            f"{name}, microbatch {size}: forward {1e3 * forward:.3f} ms, backward {1e3 * backward:.3f} ms {MEASURED}",
-            flush=True,
-        )
+        times = f"forward {1e3 * forward:.3f} ms, backward {1e3 * backward:.3f} ms"
+        print(f"{name}, microbatch {size}: {times} {MEASURED}", flush=True)
     if not points:
-        raise ProfileError(f"--microbatches {sizes[0]}: the {name} does not fit the GPU's memory")
+        raise UserError(f"--microbatches {sizes[0]}: the {name} does not fit the GPU's memory")
     return tuple(points)
 
 
@@ -196,7 +187,7 @@ def _passes(stage: Any, model: Model, size: int, device: str) -> Callable[[Calla
         gradient = torch.randn_like(entering)
         masked = torch.ones(1, 1, model.sequence, model.sequence, dtype=torch.bool).triu(1)
         labels = torch.randint(model.vocab, (size, model.sequence)) if stage.module.post_process else None
-    if model.kind == "bert":
+    if model.kind == "bert":  # bidirectional
         masked = torch.zeros_like(masked)
 
     def passes(mark: Callable[[], None]) -> None:
@@ -214,7 +205,7 @@ def _passes(stage: Any, model: Model, size: int, device: str) -> Callable[[Calla
 
 
 def _medians(work: Callable[[Callable[[], None]], None], repeats: int, device: str) -> list[float]:
-    """Median seconds between the marks that `work` sets: by events on the GPU, else by the clock."""
+    """Median seconds between the marks of `work`: events on the GPU, otherwise the clock."""
     import torch
 
     rounds: list[list[float]] = []
@@ -253,7 +244,7 @@ def _time_optimizer(stage: Any, precision: str, device: str, repeats: int) -> tu
 
     def step(mark: Callable[[], None]) -> None:
         for param in stage.parameters():
-            param.main_grad.fill_(1e-3)  # finite, for fp16 leaves a step out otherwise
+            param.main_grad.fill_(1e-3)  # finite: fp16 would skip the step otherwise
         mark()
         optimizer.step()
         mark()
@@ -269,61 +260,49 @@ def _time_optimizer(stage: Any, precision: str, device: str, repeats: int) -> tu
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `megatron-2bw-plan profile`, without those of the model."""
-    parser.add_argument("--json", type=Path, required=True, metavar="PATH", help="the profile that is written")
-    parser.add_argument("--microbatches", default="1,2,4,8", help="sizes to measure at (default: 1,2,4,8)")
+    parser.add_argument("--json", type=Path, required=True, metavar="PATH", help="the file to write the profile to")
+    microbatches = dict(type=numbers, default=(1, 2, 4, 8), metavar="N,...")
+    parser.add_argument("--microbatches", **microbatches, help="sizes to measure (default: 1,2,4,8)")
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
         help="default: fp32 on a CPU, bf16 on a GPU that has it, fp16 on others",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--repeats", type=int, default=10, help="rounds of which the median counts (default: 10)")
+    parser.add_argument("--repeats", type=int, default=10, help="rounds; their median counts (default: 10)")
 
 
 def run(options: argparse.Namespace, model: Model) -> int:
-    """Measure and write the profile; the exit status. Under torchrun all ranks measure links, the first the rest."""
+    """Measure and write the profile; the exit status. Under torchrun all ranks measure links, the first rank the rest.
+
+    UserError of another rank than the first is `reported_elsewhere`.
+    """
     first = os.environ.get("RANK", "0") == "0"
     try:
-        sizes = _check(options)
+        if options.repeats < 1:
+            raise UserError(f"--repeats must be positive, not {options.repeats}")
         if first:
             _check_path(options.json)
         device = _device(options.device)
         inside, between = links_of_job(device)
         if first:
-            profile = measure_block(model, options.precision or _precision(device), sizes, device, options.repeats)
-            try:
+            precision = options.precision or _precision(device)
+            profile = measure_block(model, precision, options.microbatches, device, options.repeats)
+            with file_errors(f"--json {options.json}"):
                 replace(profile, inside=inside, between=between).save(options.json)
-            except OSError as error:
-                raise ProfileError(f"--json {options.json}: {error.strerror}") from None
             print(f"wrote {options.json}", flush=True)
-    except ProfileError as error:
-        if first:
-            print(f"megatron-2bw-plan profile: error: {error}", file=sys.stderr, flush=True)
-        return 2
+    except UserError as error:
+        error.reported_elsewhere = not first
+        raise
     return 0
 
 
-def _check(options: argparse.Namespace) -> list[int]:
-    """The microbatches. ProfileError names the flag that is wrong."""
-    try:
-        sizes = [int(word) for word in options.microbatches.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise ProfileError(f"--microbatches {options.microbatches}: expected positive whole numbers such as 1,2,4,8")
-    if options.repeats < 1:
-        raise ProfileError(f"--repeats must be positive, not {options.repeats}")
-    return sizes
-
-
 def _check_path(path: Path) -> None:
-    """Before minutes of measuring: can the profile be written?"""
-    try:
+    """UserError if the profile cannot be written: known before minutes of measuring."""
+    with file_errors(f"--json {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ProfileError(f"--json {path}: {error.strerror}") from None
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ProfileError(f"--json {path}: no file can be written there")
+        raise UserError(f"--json {path}: no file can be written there")
 
 
 def _device(asked: str) -> str:
@@ -334,7 +313,7 @@ def _device(asked: str) -> str:
     if cpu.wanted(asked):
         return "cpu"
     if not torch.cuda.is_available():
-        raise ProfileError("--device cuda: no GPU is visible to torch; use --device cpu")
+        raise UserError("--device cuda: no GPU is visible to torch; use --device cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return "cuda"
 

@@ -1,36 +1,35 @@
 """Fits a cluster's constants to a few measured iteration times. NumPy only.
 
-The fit is Gauss-Newton on the logarithms of the times, with the preset as a prior: a constant that the runs say nothing
-about stays where it was. Invariant: the constants keep their physical meaning, so one fit serves all plans and models.
+Gauss-Newton on the logarithms of the times, with the preset as a prior: a constant on which no run depends keeps its
+value. Invariant: the constants keep their physical meaning, so one fit serves all plans and models.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.files import write_whole
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe.cluster import Cluster
-from megatron_2bw.planner.describe.model import Model, ModelError
+from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
 DEVICE = ("gemm_efficiency", "memory_efficiency", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us")
 LINK = ("gb_s", "latency_us")
-NOISE, PRIOR = 0.1, 0.5  # spread of a time about the model's, and of a constant about the preset's (logarithms)
+NOISE, PRIOR = 0.1, 0.5  # standard deviations of a time about the model's and a constant about the preset's, in logs
 SHARE_LIMIT = 0.95  # of the peak and of the bandwidth
-
-
-class RunsError(ValueError):
-    """A table of runs that cannot be used, said in one line."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A measured run: seconds an iteration of a plan of a model on so many GPUs."""
+    """A measured run: seconds per iteration of a model's plan, on the plan's number of GPUs."""
 
     model: Model
     plan: Plan
@@ -40,7 +39,7 @@ class Run:
 
 
 def predict(cluster: Cluster, runs: Sequence[Run]) -> list[float]:
-    """Seconds an iteration of each run on `cluster`, with as many servers as the run has."""
+    """Seconds per iteration of each run on `cluster`, with the run's number of servers."""
     costs: dict[tuple, Cost] = {}
     seconds = []
     for run in runs:
@@ -53,7 +52,7 @@ def predict(cluster: Cluster, runs: Sequence[Run]) -> list[float]:
 
 
 def calibrate(cluster: Cluster, runs: Sequence[Run], iterations: int = 15) -> Cluster:
-    """`cluster` with the constants that explain `runs` best; those of links between servers only if runs cross them."""
+    """`cluster` with the constants that fit `runs` best. Links between servers are fitted only if runs use them."""
     import numpy as np
 
     names = [("device", name) for name in DEVICE] + [("inside", name) for name in LINK]
@@ -91,71 +90,47 @@ def calibrate(cluster: Cluster, runs: Sequence[Run], iterations: int = 15) -> Cl
 
 
 COLUMNS = ("layers", "hidden", "heads", "sequence", "tensor", "depth", "width", "microbatch", "global_batch", "seconds")
-OPTIONAL = {
-    "vocab": 50257,
-    "recompute": "none",
-    "schedule": "megatron",
-    "virtual": 1,
-    "precision": "bf16",
-    "flash": 0,
-    "kind": "gpt",
-    "ffn": 0,
-    "groups": 0,
-    "gated": 0,
-    "sequence_parallel": 0,
-    "distributed_optimizer": 0,
-    "pipeline_inside": 0,
-}
-
-
+OPTIONAL = {"vocab": 50257, "recompute": "none", "schedule": "megatron", "virtual": 1, "precision": "bf16", "flash": 0}
+OPTIONAL |= {"kind": "gpt", "ffn": 0, "groups": 0, "gated": 0}
+SWITCHES = ("sequence_parallel", "distributed_optimizer", "pipeline_inside")
+OPTIONAL |= dict.fromkeys(SWITCHES, 0)
 REST = "more cells than the header has columns"
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Runs from a CSV file with COLUMNS and any of OPTIONAL. RunsError names the line and column that is wrong."""
+    """Runs from a CSV file with COLUMNS and any of OPTIONAL. UserError names the wrong line and column."""
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with file_errors(str(path)), open(path, encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file, restkey=REST))
-    except OSError as error:
-        raise RunsError(f"{path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise RunsError(f"{path}: not a readable CSV file ({error})") from None
+        raise UserError(f"{path}: not a readable CSV file ({error})") from None
     if not rows:
-        raise RunsError(f"{path}: no rows; expected a header with {', '.join(COLUMNS)}")
+        raise UserError(f"{path}: no rows; expected a header with {', '.join(COLUMNS)}")
     missing, unknown = set(COLUMNS) - set(rows[0]), set(rows[0]) - set(COLUMNS) - set(OPTIONAL) - {REST}
     if missing or unknown:
         what = f"the column {sorted(missing)[0]} is missing" if missing else f"unknown column {sorted(unknown)[0]}"
-        raise RunsError(f"{path}: {what} (known: {', '.join([*COLUMNS, *OPTIONAL])})")
+        raise UserError(f"{path}: {what} (known: {', '.join([*COLUMNS, *OPTIONAL])})")
     return [_run(row, f"{path}, line {line}") for line, row in enumerate(rows, 2)]
 
 
 def _run(row: dict[str, str], where: str) -> Run:
     if row.get(REST):
-        raise RunsError(f"{where}: {REST}")
+        raise UserError(f"{where}: {REST}")
     values = {name: _value(row, name, where) for name in [*COLUMNS, *OPTIONAL]}
     each = values["microbatch"] * values["width"]
     if values["global_batch"] % each:
-        raise RunsError(f"{where}: global_batch must be a multiple of microbatch × width, {each}")
+        raise UserError(f"{where}: global_batch must be a multiple of microbatch × width, {each}")
     shape = {f.name: values[f.name] for f in fields(Model) if f.name in values}
-    flags = {name: bool(values[name]) for name in ("sequence_parallel", "distributed_optimizer", "pipeline_inside")}
-    plan = Plan(
-        values["tensor"],
-        values["depth"],
-        values["width"],
-        values["microbatch"],
-        values["global_batch"] // each,
-        values["recompute"],
-        values["schedule"],
-        values["virtual"],
-        **flags,
-    )
+    sizes = (values[name] for name in ("tensor", "depth", "width", "microbatch"))
+    choices = (values[name] for name in ("recompute", "schedule", "virtual"))
+    plan = Plan(*sizes, values["global_batch"] // each, *choices, **{name: bool(values[name]) for name in SWITCHES})
     try:
-        model = Model("run", **{name: bool(value) if name == "gated" else value for name, value in shape.items()})
-    except ModelError as error:
-        raise RunsError(f"{where}: {error}") from None
+        model = Model("run", **shape | {"gated": bool(values["gated"])})
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     broken = violations(plan, model, plan.gpus, values["precision"])
     if broken:
-        raise RunsError(f"{where}: {broken[0].message}")
+        raise UserError(f"{where}: {broken[0].message}")
     return Run(model, plan, values["seconds"], values["precision"], bool(values["flash"]))
 
 
@@ -171,28 +146,26 @@ def _value(row: dict[str, str], name: str, where: str) -> str | int | float:
     text = (row.get(name) or str(OPTIONAL.get(name, ""))).strip()
     if name in WORDS:
         if text not in WORDS[name]:
-            raise RunsError(f"{where}: {name} is {text!r}, not one of {', '.join(WORDS[name])}")
+            raise UserError(f"{where}: {name} is {text!r}, not one of {', '.join(WORDS[name])}")
         return text
     try:
         number = float(text) if name == "seconds" else int(text)
     except ValueError:
-        raise RunsError(f"{where}: {name} is {text!r}, not a number") from None
+        raise UserError(f"{where}: {name} is {text!r}, not a number") from None
     least = 0 if OPTIONAL.get(name) == 0 else 1 if name != "seconds" else 1e-12
     if not least <= number < float("inf"):
-        raise RunsError(f"{where}: {name} must be positive, not {text}")
+        raise UserError(f"{where}: {name} must be positive, not {text}")
     return number
 
 
 def write_predictions(runs: Path, predicted: Sequence[float], path: Path) -> None:
-    """The table of `runs` with a column predicted_seconds."""
+    """Write the table of `runs` with a column predicted_seconds."""
     with open(runs, encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file))
-    try:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*rows[0], "predicted_seconds"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row | {"predicted_seconds": f"{seconds:.6g}"} for row, seconds in zip(rows, predicted))
+    with file_errors(f"--predictions {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], "predicted_seconds"], lineterminator="\n")
-            writer.writeheader()
-            for row, seconds in zip(rows, predicted):
-                writer.writerow(row | {"predicted_seconds": f"{seconds:.6g}"})
-    except OSError as error:
-        raise RunsError(f"--predictions {path}: {error.strerror}") from None
+        write_whole(path, text.getvalue())

@@ -1,6 +1,6 @@
 """Times the links of a job: between two neighbouring ranks, and between two servers.
 
-Invariant: all ranks come back with the same links; None where there was nothing to measure.
+Invariant: all ranks return the same links. A link that the job does not have is None.
 """
 
 from __future__ import annotations
@@ -14,41 +14,37 @@ from typing import Any
 from megatron_2bw.planner.describe.cluster import Link
 from megatron_2bw.planner.describe.profile import MEASURED
 
-WARM_UP = {"cpu": 2, "cuda": 10}  # rounds that do not count; a GPU's clocks take a while to rise
+WARM_UP = {"cpu": 2, "cuda": 10}  # discarded rounds; a GPU's clocks take a while to rise
 MESSAGES = (1 << 20, 8 << 20, 64 << 20)  # bytes, for the bandwidth
 
 
 def links_of_job(device: str) -> tuple[Link | None, Link | None]:
-    """The links between the ranks of torchrun's job; none where a rank is alone."""
+    """The links between the ranks of torchrun's job; (None, None) for a single rank."""
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if world < 2:
         return None, None
     import torch.distributed as dist
 
-    from megatron_2bw.start import restart_store as rendezvous
+    from megatron_2bw.start import restart_store
 
     limit = timedelta(minutes=5)
-    store = rendezvous.store(limit)
+    store = restart_store.store(limit)
     where = {} if store is None else {"store": store, "rank": rank, "world_size": world}
     dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=limit, **where)
     links = measure_links(int(os.environ.get("GROUP_RANK", "0")), device)
     if rank == 0:
         for name, link in zip(("inside a server", "between servers"), links):
-            print(
-                f"link {name}: {link.gb_s:.2f} GB/s, {link.latency_us:.0f} us {MEASURED}"
-                if link
-                else f"link {name}: nothing to measure",
-                flush=True,
-            )
+            found = f"{link.gb_s:.2f} GB/s, {link.latency_us:.0f} us {MEASURED}" if link else "the job has none"
+            print(f"link {name}: {found}", flush=True)
     dist.destroy_process_group()
     return links
 
 
 def measure_links(server: int, device: str, messages: tuple[int, ...] = MESSAGES) -> tuple[Link | None, Link | None]:
-    """The links (inside, between), as all ranks agree on them. All ranks of the default process group call it.
+    """The links (inside, between), the same on all ranks. All ranks of the default process group must call it.
 
-    inside   two neighbouring ranks of one server, the others idle: what one device sends
-    between  all ranks of a server with those of another at once, their rates added up: what one server sends
+    inside   the rate of one device: two neighbouring ranks of one server, while the others idle
+    between  the rate of one server: the sum over all ranks of a server, concurrently with those of another server
     server: the number of this rank's server (torchrun's GROUP_RANK).
     """
     import torch.distributed as dist
@@ -66,7 +62,7 @@ def measure_links(server: int, device: str, messages: tuple[int, ...] = MESSAGES
 
 
 def _link(pairs: list[tuple[int, ...]], device: str, messages: tuple[int, ...]) -> Link:
-    """What the pairs reach together; every rank calls it, those of no pair wait."""
+    """The sum of the pairs' rates. Every rank must call it; ranks of no pair wait."""
     import torch.distributed as dist
 
     rank, mine = dist.get_rank(), None
@@ -76,7 +72,7 @@ def _link(pairs: list[tuple[int, ...]], device: str, messages: tuple[int, ...]) 
             peer = low + high - rank
             latency = _one_way(peer, rank == low, 8, 50, device)
             spent = [_one_way(peer, rank == low, size, 5, device) for size in messages]
-            # By chance a short message may take no longer than the latency: count at least half of its time.
+            # A short message may by chance take no longer than the latency: count at least half of its time.
             rates = [size / max(each - latency, each / 2) for size, each in zip(messages, spent)]
             mine = (latency, statistics.median(rates)) if rank == low else None
     found: list[Any] = [None] * dist.get_world_size()
@@ -86,7 +82,7 @@ def _link(pairs: list[tuple[int, ...]], device: str, messages: tuple[int, ...]) 
 
 
 def _one_way(peer: int, leads: bool, size: int, rounds: int, device: str) -> float:
-    """Median seconds of one message of `size` bytes: half of there and back."""
+    """Median seconds of one message of `size` bytes: half of a round trip."""
     import torch
     import torch.distributed as dist
 

@@ -1,6 +1,6 @@
-"""Where plans can run, and the command that starts their ranks: this machine, or a Slurm allocation of servers.
+"""The place where plans run (this machine or a Slurm allocation), and the command that starts their ranks.
 
-Invariant: what cannot run here is refused before anything is started, by one line that names the flag.
+Invariant: a plan that cannot run here is refused before any start, in one line that names the flag.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.plan import Plan
 
-CROWD = 4  # ranks a core: more would measure the system's scheduler
-
-
-class ValidateError(ValueError):
-    """Nothing can be run, said in one line."""
+MAX_RANKS_PER_CORE = 4  # more would measure the system's scheduler
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,8 @@ class Place:
 
     device   cpu or cuda
     servers  of a Slurm allocation, else 1
-    ranks    that each server takes at most
-    host     the first server, if there are several
+    ranks    at most, per server
+    host     the first of several servers
     """
 
     device: str
@@ -38,15 +35,15 @@ class Place:
 
 
 def find_place(device: str, cluster: Cluster) -> Place:
-    """The present machine, or the Slurm allocation of several servers that this process is in."""
+    """This machine, or the Slurm allocation of several servers in which this process runs."""
     import torch
 
     servers = int(os.environ.get("SLURM_NNODES", "1")) if "SLURM_JOB_ID" in os.environ else 1
-    # Where an allocation is asked for by hand, this process may be on a host that is not part of it.
+    # After salloc this process may run on a host outside the allocation, so its own GPUs do not count.
     gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) if servers > 1 else 0
     if device == "auto":
         device = "cpu" if cluster.device.name == "cpu" else "cuda"
-    ranks = CROWD * (os.cpu_count() or 1) if device == "cpu" else gpus or torch.cuda.device_count()
+    ranks = MAX_RANKS_PER_CORE * (os.cpu_count() or 1) if device == "cpu" else gpus or torch.cuda.device_count()
     return Place(device, servers, ranks, _first_host() if servers > 1 else "")
 
 
@@ -55,21 +52,21 @@ def _first_host() -> str:
     try:
         return subprocess.run(names, capture_output=True, text=True, check=True, timeout=60).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
-        raise ValidateError("SLURM_JOB_NODELIST: `scontrol show hostnames` does not name the servers") from None
+        raise UserError("SLURM_JOB_NODELIST: `scontrol show hostnames` does not name the servers") from None
 
 
 def split(plan: Plan, per_server: int, place: Place) -> tuple[int, int]:
-    """(servers, ranks on each). On one machine all ranks are on it, whatever the cluster."""
+    """(servers, ranks per server). A single machine runs all ranks, for any cluster."""
     if place.servers == 1 or plan.gpus <= per_server:
         return 1, plan.gpus
     return -(-plan.gpus // per_server), per_server
 
 
 def refusal(plan: Plan, per_server: int, place: Place) -> str | None:
-    """One line that names the flag if the plan cannot run here, or None."""
+    """None if the plan can run here, else one line that names the flag."""
     if place.device == "cpu" and plan.sequence_parallel:
         return (
-            "--sequence-parallel does not work on the CPU, where tensor parallelism works without it only: "
+            "--sequence-parallel does not work on the CPU, where tensor parallelism works only without it: "
             "plan with --no-sequence-parallel"
         )
     servers, ranks = split(plan, per_server, place)
@@ -80,53 +77,37 @@ def refusal(plan: Plan, per_server: int, place: Place) -> str | None:
         f"{plan.width} pipelines"
     )
     if place.device == "cpu":
-        return (
-            f"{sizes} are {plan.gpus} processes, more than {place.servers * place.ranks} ({CROWD} a core): plan "
-            "for a smaller --cluster"
-        )
+        limit = f"{place.servers * place.ranks} ({MAX_RANKS_PER_CORE} a core)"
+        return f"{sizes} are {plan.gpus} processes, more than {limit}: plan for a smaller --cluster"
     there = f"{place.ranks}" if place.servers == 1 else f"{place.servers} servers with {place.ranks}"
     return f"{sizes} need {plan.gpus} GPUs, but there are {there}: plan for a --cluster like that, or give --device cpu"
 
 
 def command(words: list[str], plan: Plan, per_server: int, place: Place, script: Path, number: int) -> list[str]:
-    """torchrun with the script, started by srun on each server where there are several."""
+    """torchrun with the script; on several servers srun starts it on each."""
     servers, ranks = split(plan, per_server, place)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     if servers == 1 and place.servers == 1:
         return [*torchrun, "--standalone", "--local-addr", "127.0.0.1", str(script), *words]
     job = int(os.environ["SLURM_JOB_ID"])
-    hosts = [] if servers > 1 else ["--nodelist", place.host]
+    host = "" if servers > 1 else f" --nodelist {place.host}"
+    # Each plan has a port of its own: the plan before it may still hold its port. Linux gives out no ports this low.
+    endpoint = f"{place.host}:{20000 + (job + number) % 10000}"
     return [
-        "srun",
-        "--nodes",
-        str(servers),
-        "--ntasks",
-        str(servers),
-        "--ntasks-per-node",
-        "1",
-        *hosts,
-        "--kill-on-bad-exit=1",
+        *f"srun --nodes {servers} --ntasks {servers} --ntasks-per-node 1{host} --kill-on-bad-exit=1".split(),
         *torchrun,
-        "--nnodes",
-        str(servers),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-id",
-        f"{job}-{number}",
-        # Of its own for each plan, for the one before may still hold its; below those that Linux gives out.
-        "--rdzv-endpoint",
-        f"{place.host}:{20000 + (job + number) % 10000}",
+        *f"--nnodes {servers} --rdzv-backend c10d --rdzv-id {job}-{number} --rdzv-endpoint {endpoint}".split(),
         str(script),
         *words,
     ]
 
 
 def environment(plan: Plan, device: str) -> dict[str, str]:
-    """That of the ranks."""
+    """The environment of the ranks."""
     variables = dict(os.environ)
-    variables.setdefault("PYTHONWARNINGS", "ignore")  # each rank would list what is not installed
+    variables.setdefault("PYTHONWARNINGS", "ignore")  # each rank would list missing libraries
     if device == "cpu":
         variables["OMP_NUM_THREADS"] = "1"
     elif plan.tensor > 1:
-        variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it before Blackwell
+        variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron requires it before Blackwell
     return variables

@@ -1,75 +1,64 @@
-"""Runs plans for real where it is, on CPU ranks, GPUs or a Slurm allocation, beside what was predicted of them.
+"""Runs plans on CPU ranks, GPUs or a Slurm allocation, and compares them with their predictions.
 
-Invariant: a plan that fails stops no other one; whatever was started is ended, also at a time limit or an interrupt;
-a trial is in trials.jsonl as soon as it is over.
+Invariant: a plan that fails does not stop the others. Every started process ends, also after a time limit or an
+interrupt. trials.jsonl has a line for each finished trial.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.files import write_whole
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.model import Model, command_line
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure import trials as reading
-from megatron_2bw.planner.measure.place import Place, ValidateError, command, environment, find_place, refusal
+from megatron_2bw.planner.measure.place import Place, command, environment, find_place, refusal
 from megatron_2bw.planner.measure.trials import FAILED, OK, REFUSED, TIMEOUT, Trial
-from megatron_2bw.planner.tell.jobs import entry_script
+from megatron_2bw.planner.tell.jobs import entry_script, mock_data
+from megatron_2bw.processes import stop_tree
 
 ROOT = Path(__file__).resolve().parents[3]
-BUSY = 0.1  # share of the cores that others take, above which measured times say little
+PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
+BUSY = 0.1  # share of the cores that others use, above which measured times are unreliable
 FILES = ("trials.jsonl", "validate.json", "validate.png")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `megatron-2bw-plan validate`, without those of the planner."""
+    out = dict(type=Path, default=Path("out/validate"), metavar="DIR")
     parser.add_argument("--iterations", type=int, default=8, help="of each plan (default: 8)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out/validate"),
-        metavar="DIR",
-        help="folder of trials.jsonl, validate.json, validate.png and logs (default: out/validate)",
-    )
+    parser.add_argument("--out", **out, help=f"folder of {', '.join(FILES)} and logs (default: out/validate)")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of each plan (default: 600)")
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: GPUs, or the CPU if the cluster's device is named cpu",
-    )
+    devices = "auto: GPUs, or the CPU if the cluster's device has the name cpu"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
 
 
 def run(cost: Cost, estimates: list[Estimate], options: argparse.Namespace) -> list[Trial]:
-    """Run the plans one after the other. ValidateError if a flag is wrong or none of them can run here."""
+    """Run the plans one after the other. UserError if a flag is wrong or if no plan can run here."""
     place = find_place(options.device, cost.cluster)
     refusals = _check(cost, estimates, options, place)
-    folder = _emptied(options.out)
+    folder = _prepared(options.out)
     said = notes(cost, place)
     for note in said:
         print(f"note: {note}", flush=True)
     done: list[Trial] = []
-    with _ended_by_signals():
-        for number, (estimate, refused) in enumerate(zip(estimates, refusals), 1):
-            trial = _try(cost, estimate, options, place, number, refused)
-            done.append(trial)
-            with open(folder / "trials.jsonl", "a") as file:
-                file.write(json.dumps(trial.entries()) + "\n")
-            print(f"{number}/{len(estimates)}  {_described(trial)}", flush=True)
+    for number, (estimate, refused) in enumerate(zip(estimates, refusals), 1):
+        trial = _try(cost, estimate, options, place, number, refused)
+        done.append(trial)
+        with open(folder / "trials.jsonl", "a") as file:
+            file.write(json.dumps(trial.entries()) + "\n")
+        print(f"{number}/{len(estimates)}  {_described(trial)}", flush=True)
     _summarize(cost, place, options, done, said, folder)
     print(f"\n{reading.table(done, memory=place.device == 'cuda')}\n{reading.order(done)}", flush=True)
     return done
@@ -81,29 +70,28 @@ def exit_status(done: list[Trial]) -> int:
 
 
 def _check(cost: Cost, estimates: list[Estimate], options: argparse.Namespace, place: Place) -> list[str | None]:
-    """Why each plan cannot run here, None for those that can."""
-    if options.iterations < reading.LEAST:
-        raise ValidateError(f"--iterations {options.iterations}: {reading.LEAST} at least, the first ones do not count")
+    """For each plan why it cannot run here, or None."""
+    least = reading.MIN_ITERATIONS
+    if options.iterations < least:
+        raise UserError(f"--iterations {options.iterations}: {least} at least, the first ones do not count")
     if not options.timeout > 0:
-        raise ValidateError(f"--timeout must be positive, not {options.timeout:g}")
+        raise UserError(f"--timeout must be positive, not {options.timeout:g}")
     script_path(cost.model)
     if not estimates:
-        raise ValidateError("--top: there is no plan to run")
+        raise UserError("--top: there is no plan to run")
     refusals = [refusal(estimate.plan, cost.cluster.gpus_per_server, place) for estimate in estimates]
     if all(refusals):
-        raise ValidateError(str(refusals[0]))
+        raise UserError(str(refusals[0]))
     return refusals
 
 
-def _emptied(folder: Path) -> Path:
+def _prepared(folder: Path) -> Path:
     """The folder, without the results of an earlier run."""
-    try:
+    with file_errors(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
         (folder / FILES[0]).touch()
-    except OSError as error:
-        raise ValidateError(f"--out {folder}: {error.strerror}") from None
     return folder
 
 
@@ -111,58 +99,37 @@ def _emptied(folder: Path) -> Path:
 
 
 def script_path(model: Model) -> Path:
-    """The model's entry script, which lies beside the package, in a clone as in a wheel. ValidateError without one."""
+    """The model's entry script, in the package's parent folder (clone and wheel). UserError if there is none."""
     path = ROOT / entry_script(model)
     if path.exists():
         return path
-    raise ValidateError(f"--model {model.name}: no entry script here trains a {model.kind}")
+    raise UserError(f"--model {model.name}: no entry script here trains a {model.kind}")
 
 
 def flags(cost: Cost, plan: Plan, iterations: int, device: str) -> list[str]:
     """The command line of the entry script: the model, the plan, mock data, and a line for each iteration."""
-    words = [
+    on_cpu = device == "cpu"
+    engine, norm, scores, gradients = (
+        on_cpu or _installed(name)
+        for name in ("transformer_engine", "apex", "scaled_masked_softmax_cuda", "fused_weight_gradient_mlp_cuda")
+    )
+    return [
         *cost.model.flags(),
         *plan.flags(cost.precision),
-        "--device",
-        device,
-        "--mock-data",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        cost.model.vocab,
-        "--train-iters",
-        iterations,
-        "--lr",
-        1e-4,
-        "--lr-decay-style",
-        "constant",
-        "--clip-grad",
-        1.0,
-        "--eval-iters",
-        0,
-        "--eval-interval",
-        iterations + 1,
-        "--log-interval",
-        1,
+        *mock_data(cost.model),
+        *command_line(
+            (True, f"--device {device} --train-iters {iterations} --lr 0.0001 --lr-decay-style constant"),
+            (True, f"--clip-grad 1.0 --eval-iters 0 --eval-interval {iterations + 1} --log-interval 1"),
+            # With Megatron's initial scale of 2^32 the first steps would be skipped.
+            (cost.precision == "fp16", "--initial-loss-scale 1024"),
+            (on_cpu, "--num-workers 0"),  # workers would use the ranks' cores
+            # Megatron requires these on a GPU without Transformer Engine or Apex.
+            (not engine, "--transformer-impl local --no-rope-fusion"),
+            (not engine and not norm, "--no-persist-layer-norm"),
+            (not engine and not scores, "--no-masked-softmax-fusion"),
+            (not engine and not gradients, "--no-gradient-accumulation-fusion"),
+        ),
     ]
-    if cost.precision == "fp16":  # from Megatron's 2^32 on the first steps would all be skipped
-        words += ["--initial-loss-scale", 1024]
-    if device == "cpu":
-        words += ["--num-workers", 0]  # they would take the ranks' cores
-    else:
-        words += _without_libraries()
-    return [str(word) for word in words]
-
-
-def _without_libraries() -> list[str]:
-    """What Megatron must be told on a GPU where Transformer Engine or Apex is missing."""
-    engine, norm, scores, gradients = map(
-        _installed, ("transformer_engine", "apex", "scaled_masked_softmax_cuda", "fused_weight_gradient_mlp_cuda")
-    )
-    words = [] if engine else ["--transformer-impl", "local", "--no-rope-fusion"]
-    words += [] if engine or norm else ["--no-persist-layer-norm"]
-    words += [] if engine or scores else ["--no-masked-softmax-fusion"]
-    return words if engine or gradients else [*words, "--no-gradient-accumulation-fusion"]
 
 
 def _installed(name: str) -> bool:
@@ -172,7 +139,7 @@ def _installed(name: str) -> bool:
 def _try(
     cost: Cost, estimate: Estimate, options: argparse.Namespace, place: Place, number: int, refused: str | None
 ) -> Trial:
-    """One plan, run to its end or to its time limit."""
+    """Run one plan until it ends or reaches the time limit."""
     plan, iterations, log = estimate.plan, options.iterations, options.out / f"trial-{number}.log"
     words = flags(cost, plan, iterations, place.device)
     known = dict(
@@ -203,23 +170,23 @@ def _try(
         return Trial(**known, status=status, error=error)
     steady = reading.steady_seconds(text, iterations, plan.pipeline.flushes)
     if not steady:
-        return Trial(**known, status=FAILED, error="it ended well, but its log lacks iterations")
+        return Trial(**known, status=FAILED, error="exit status 0, but the log lacks iterations")
     memory = reading.stage_memory(text, plan)
     return Trial(**known, measured=statistics.median(steady), steady=steady, measured_memory=memory)
 
 
 def _seconds_of_others() -> float:
-    """Core time since the host's start without this process and what it has started and seen end."""
+    """Core time since the host's start, without this process and its finished children."""
     import psutil
 
     times, mine = psutil.cpu_times(), os.times()
-    idle = ("idle", "iowait", "guest", "guest_nice")  # guests are counted as user already
+    idle = ("idle", "iowait", "guest", "guest_nice")  # user time includes guests
     busy = sum(getattr(times, name) for name in times._fields if name not in idle)
     return busy - mine.user - mine.system - mine.children_user - mine.children_system
 
 
 def execute(line: list[str], log: Path, variables: dict[str, str], timeout: float) -> int | None:
-    """Run a command, its output in `log`; its exit code, or None if it outlasts `timeout` seconds. OSError."""
+    """Run a command with its output in `log`; its exit status, or None after `timeout` seconds. Raises OSError."""
     with open(log, "wb") as file:
         process = subprocess.Popen(
             line, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -229,53 +196,17 @@ def execute(line: list[str], log: Path, variables: dict[str, str], timeout: floa
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:
-            stop(process)
-
-
-def stop(process: subprocess.Popen) -> None:
-    """End a command and all that it started, by the ids of their groups: torchrun's ranks have groups of their own."""
-    import psutil
-
-    members = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        leader = psutil.Process(process.pid)
-        members = [leader, *leader.children(recursive=True)]
-    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
-        for member in members:
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                if member.is_running() and os.getpgid(member.pid) != os.getpgrp():
-                    os.killpg(os.getpgid(member.pid), number)
-        _, members = psutil.wait_procs(members, timeout=patience)
-    process.wait()
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave by an exception, as an interrupt does, so that `execute` ends what it started."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        stop_tree(process, PATIENCE)
 
 
 def notes(cost: Cost, place: Place) -> list[str]:
-    """What makes the prediction one of something else than what runs."""
+    """The differences between what was predicted and what runs."""
     profile, found = cost.cluster.profile, []
     if place.device == "cpu" and cost.cluster.device.name != "cpu":
-        found.append(f"--cluster {cost.cluster.name} has GPUs, the plans run on the CPU: their order may be another")
+        found.append(f"--cluster {cost.cluster.name} has GPUs, the plans run on the CPU: their order may differ")
     if place.device == "cuda" and cost.memory.flash and not _installed("transformer_engine"):
         found.append(
-            "Transformer Engine is missing: its local layers keep the attention scores; plan with --attention core"
+            "Transformer Engine is missing: the local layers keep the attention scores; plan with --attention core"
         )
     if profile is None:
         return found
@@ -288,7 +219,7 @@ def notes(cost: Cost, place: Place) -> list[str]:
     return [note for note in found if note]
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------------------------------
 
 
 def _described(trial: Trial) -> str:
@@ -296,14 +227,14 @@ def _described(trial: Trial) -> str:
     if trial.status != OK:
         return f"{name}: {predicted}, {trial.status}: {trial.error}"
     measured = f"measured {1e3 * trial.measured:.1f} ms, ratio {trial.ratio:.2f}"
-    busy = f", other processes took {trial.others:.0%} of the cores" if (trial.others or 0) > BUSY else ""
+    busy = f", other processes used {trial.others:.0%} of the cores" if (trial.others or 0) > BUSY else ""
     return f"{name}: {predicted}, {measured} ({trial.took:.0f} s){busy}"
 
 
 def _summarize(
     cost: Cost, place: Place, options: argparse.Namespace, done: list[Trial], said: list[str], folder: Path
 ) -> None:
-    """validate.json and, if a plan ran, validate.png."""
+    """Write validate.json and, if a plan ran, validate.png."""
     profile = cost.cluster.profile
     result = {
         "kind": "megatron-2bw validation",
@@ -319,8 +250,6 @@ def _summarize(
         "order": reading.order(done),
         "trials": [trial.entries() for trial in done],
     }
-    part = folder / "validate.json.part"
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(folder / "validate.json")
+    write_whole(folder / "validate.json", json.dumps(result, indent=1) + "\n")
     if any(trial.measured for trial in done):
         reading.draw(done, folder / "validate.png")

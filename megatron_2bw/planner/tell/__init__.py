@@ -1,1 +1,1 @@
-"""What a search has found: words, tables, pictures, scripts."""
+"""The result of a search as words, tables, pictures and scripts."""

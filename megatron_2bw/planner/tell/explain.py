@@ -1,6 +1,6 @@
-"""What a search has found, in words, tables and JSON. Pure Python.
+"""The result of a search in words and tables. Pure Python.
 
-Invariant: every number is one of the estimates, and every term of them says whether it was MEASURED or is ESTIMATED.
+Invariant: every number is from an Estimate, and every term is marked MEASURED or ESTIMATED.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
@@ -25,24 +26,24 @@ TERMS = {
     "bubble": "waiting for other stages",
 }
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-DEEP = 12  # stages that are listed one by one
-SMALL = 0.02  # of the time; a lesser difference of a term is not told
+LISTED_STAGES = 12  # deeper pipelines list runs of equal stages in one line
+MIN_TERM_SHARE = 0.02  # of the time: terms that differ by less are not reported
 
 LEGEND = (
     "t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.",
     "ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).",
-    "2bw +k: the first stage runs k forwards further ahead, so that messages are hidden (--two-bw-extra-warmup).",
-    "layers: of a stage, or of first/middle/last. optim.: sharded: --use-distributed-optimizer. TF: 10^12 operations.",
+    "2bw +k: k extra warm-up forwards on the first stage hide messages (--two-bw-extra-warmup).",
+    "layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations.",
 )
 CAVEAT = """\
-The global batch is taken to be the largest that is safe for convergence: throughput grows with the batch, so a larger,
-unsafe one would look better here. The gradients of 2bw are late by one update (delay 1): check convergence at this
-batch and learning rate before a long run."""
+The plans assume that the given global batch is the largest that is safe for convergence: throughput grows with the
+batch, so a larger, unsafe batch would look better here. The gradients of 2bw are late by one update (delay 1): check
+convergence at this batch and learning rate before a long run."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a search has found: the fastest plans, fastest first, and what it left out; `seconds` that it took."""
+    """The estimates of the fastest plans, fastest first; the search, with what it rejected, and its `seconds`."""
 
     cost: Cost
     space: Space
@@ -52,7 +53,7 @@ class Result:
 
     @cached_property
     def rivals(self) -> list[Estimate]:
-        """The fastest plan of another shape, and of each other schedule: searched for if it is not in the table."""
+        """The fastest plan of another shape, and of each other schedule: from the table or by a further search."""
         winner, *others = self.estimates
         shape = _shape(winner.plan)
         found = [estimate for estimate in others if _shape(estimate.plan) != shape][:1]
@@ -68,8 +69,7 @@ class Result:
         return found
 
 
-def _shape(plan: Plan) -> tuple[int, int, int]:
-    return plan.tensor, plan.depth, plan.width
+_shape = attrgetter("tensor", "depth", "width")
 
 
 def _per_sample(estimate: Estimate) -> float:
@@ -79,87 +79,57 @@ def _per_sample(estimate: Estimate) -> float:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _aligned(head: list[str], rows: list[list[str]], left: set[str]) -> list[str]:
-    """Lines of a table, columns two blanks apart; the columns of `left` are words, the others numbers."""
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    pads = [str.ljust if name in left else str.rjust for name in head]
-    lines = ("  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths)) for row in [head, *rows])
-    return [line.rstrip() for line in lines]
+def aligned(rows: list[list[str]], left: set[int]) -> list[str]:
+    """Lines of a table with two blanks between columns. Columns in `left` are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    pads = [str.ljust if column in left else str.rjust for column in range(len(widths))]
+    return ["  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths)).rstrip() for row in rows]
 
 
 def _percent(share: float, digits: int = 0) -> str:
-    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # + 0.0: rounding may leave -0.0 of a difference of sums
+    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # + 0.0 turns a rounded -0.0 into 0.0
+
+
+PLAN_COLUMNS = "# schedule t d w b m recompute optim. ranks layers batch samples/s tok/s/GPU TF/s/GPU".split()
 
 
 def table(result: Result) -> str:
-    """The ranked plans: what they are and how fast; then where an iteration's time goes, and the memory."""
+    """The ranked plans: choices and throughput; then the causes of an iteration's time, and the memory."""
     cost, plans, times = result.cost, [], []
     for rank, estimate in enumerate(result.estimates, 1):
-        plan, split = estimate.plan, estimate.split
-        each = estimate.throughput / plan.gpus
-        plans.append(
-            [
-                str(rank),
-                plan.schedule_name,
-                *map(str, (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches)),
-                plan.recompute,
-                "sharded" if plan.distributed_optimizer else "whole",
-                "pp-dp" if plan.pipeline_inside else "dp-pp",
-                _layers(plan, cost.model.layers),
-                str(plan.global_batch),
-                f"{estimate.throughput:.1f}",
-                f"{each * cost.model.sequence:.0f}",
-                f"{each * cost.model.sample_flops() / 1e12:.1f}",
-            ]
+        plan, split, each = estimate.plan, estimate.split, estimate.throughput / estimate.plan.gpus
+        sizes = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches)
+        rates = (
+            f"{estimate.throughput:.1f}",
+            f"{each * cost.model.sequence:.0f}",
+            f"{each * cost.model.sample_flops() / 1e12:.1f}",
         )
-        times.append(
-            [
-                str(rank),
-                f"{1e3 * estimate.seconds:.1f} ms",
-                *(_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS),
-                f"{estimate.heaviest / GIB:.2f} GiB",
-                f"{estimate.headroom / GIB:.2f} GiB",
-            ]
+        choices = (
+            plan.recompute,
+            "sharded" if plan.distributed_optimizer else "whole",
+            "pp-dp" if plan.pipeline_inside else "dp-pp",
+            _layers(plan, cost.model.layers),
         )
-    head = [
-        "#",
-        "schedule",
-        "t",
-        "d",
-        "w",
-        "b",
-        "m",
-        "recompute",
-        "optim.",
-        "ranks",
-        "layers",
-        "batch",
-        "samples/s",
-        "tok/s/GPU",
-        "TF/s/GPU",
-    ]
-    first = _aligned(head, plans, {"schedule", "recompute", "optim.", "ranks", "layers"})
-    second = _aligned(["#", "iteration", *TERMS, "heaviest", "headroom"], times, set())
+        plans.append([str(rank), plan.schedule_name, *map(str, sizes), *choices, str(plan.global_batch), *rates])
+        shares = (_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS)
+        memory = (f"{size / GIB:.2f} GiB" for size in (estimate.heaviest, estimate.headroom))
+        times.append([str(rank), f"{1e3 * estimate.seconds:.1f} ms", *shares, *memory])
+    attention = "flash attention" if cost.memory.flash else "attention that keeps its scores"
     return "\n".join(
         [
             f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first (ESTIMATED)",
-            _judged(cost),
-            *first,
+            f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}.",
+            *aligned([PLAN_COLUMNS, *plans], {1, 7, 8, 9, 10}),
             *LEGEND,
             "",
             f"Where an iteration's time goes, and memory ({_tags(cost)})",
-            *second,
+            *aligned([["#", "iteration", *TERMS, "heaviest", "headroom"], *times], set()),
         ]
     )
 
 
-def _judged(cost: Cost) -> str:
-    attention = "flash attention" if cost.memory.flash else "attention that keeps its scores"
-    return f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}."
-
-
 def _layers(plan: Plan, layers: int) -> str:
-    """Layers of a stage, or of the first, each middle and the last stage."""
+    """Layers of each stage, or of the first, each middle and the last stage."""
     if not plan.first and not plan.last:
         return str(layers // plan.depth)
     if plan.depth == 2:
@@ -170,23 +140,17 @@ def _layers(plan: Plan, layers: int) -> str:
 
 
 def memory_table(estimate: Estimate) -> str:
-    """GiB of every stage's GPUs by kind. In deep pipelines equal stages between the ends share a line."""
+    """GiB on the GPUs of every stage, by kind. In deep pipelines equal stages between the ends share a line."""
     rows: list[tuple[int, int, list[str]]] = []  # first and last stage of the line
     for number, stage in enumerate(estimate.memory):
         sizes = [*(getattr(stage, kind) for kind in KINDS), stage.total, estimate.capacity - stage.total]
         cells = [f"{size / GIB:.2f}" for size in sizes]
-        inner = 1 < number < estimate.plan.depth - 1 and estimate.plan.depth > DEEP
-        if inner and rows[-1][2] == cells:
-            rows[-1] = (rows[-1][0], number, cells)
-        else:
-            rows.append((number, number, cells))
+        inner = 1 < number < estimate.plan.depth - 1 and estimate.plan.depth > LISTED_STAGES
+        first = rows.pop()[0] if inner and rows[-1][2] == cells else number
+        rows.append((first, number, cells))
     lines = [[str(first) if first == last else f"{first}-{last}", *cells] for first, last, cells in rows]
-    return "\n".join(
-        [
-            f"Memory of a GPU of each stage of {estimate.plan.title}, in GiB ({ESTIMATED})",
-            *_aligned(["stage", *KINDS, "total", "headroom"], lines, {"stage"}),
-        ]
-    )
+    title = f"Memory of a GPU of each stage of {estimate.plan.title}, in GiB ({ESTIMATED})"
+    return "\n".join([title, *aligned([["stage", *KINDS, "total", "headroom"], *lines], {0})])
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -197,7 +161,7 @@ def wrapped(text: str, mark: str = "- ") -> str:
 
 
 def reason(result: Result) -> str:
-    """Why the first plan wins: against the best of another shape and of each other schedule, term by term."""
+    """Why the first plan is fastest: a comparison by term with the best of another shape and each other schedule."""
     winner = result.estimates[0]
     lines = [f"{winner.plan.title} is the fastest: {winner.throughput:.1f} samples/s ({ESTIMATED})."]
     lines += [wrapped(_against(winner, rival)) for rival in result.rivals]
@@ -209,7 +173,7 @@ def reason(result: Result) -> str:
 
 
 def _against(winner: Estimate, rival: Estimate) -> str:
-    """One comparison. Shares are of the rival's time per sample, so that they add up to what the winner saves."""
+    """One comparison. Shares refer to the rival's time per sample, so their differences add up to the time saved."""
     same = winner.plan.schedule == rival.plan.schedule
     which = "the best plan of another shape" if same else f"the best {rival.plan.schedule} plan"
     ratio = _per_sample(rival) / _per_sample(winner)
@@ -220,18 +184,18 @@ def _against(winner: Estimate, rival: Estimate) -> str:
         flush = term == "bubble" and rival.plan.pipeline.flushes and not winner.plan.pipeline.flushes
         why = ": no stage waits for a flush" if flush and there > here else ""
         if term == "pipeline" and sum(winner.plan.extra) > sum(rival.plan.extra) and there > here:
-            why = ": forwards run further ahead"
+            why = ": extra warm-up hides them"
         text = f"{words} ({_percent(there)} there, {_percent(here)} here{why})"
-        if abs(there - here) >= SMALL:
+        if abs(there - here) >= MIN_TERM_SHARE:
             (saved if there > here else paid).append((abs(there - here), text))
     parts = [
         f"{verb} {_listed([text for _, text in sorted(differences, reverse=True)[:3]])}"
         for verb, differences in (("less for", saved), ("more for", paid))
         if differences
     ]
-    split = f"Of that plan's time a sample it takes {', but '.join(parts)}."
+    split = f"In shares of that plan's time per sample, it takes {', but '.join(parts)}."
     if not parts:
-        split = f"No term differs by {_percent(SMALL)}."
+        split = f"No term differs by {_percent(MIN_TERM_SHARE)}."
     return (
         f"It is {pace} {which}, {rival.plan.title} ({rival.throughput:.1f} samples/s). {split} Its heaviest stage "
         f"takes {winner.heaviest / GIB:.1f} GiB, there {rival.heaviest / GIB:.1f} GiB."
@@ -242,37 +206,26 @@ def _listed(texts: list[str]) -> str:
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
 
 
-# --- where the numbers come from -------------------------------------------------------------------------------------
+# --- sources of the numbers ------------------------------------------------------------------------------------------
 
 
 def terms(cost: Cost) -> dict[str, tuple[str, str]]:
-    """For each term MEASURED or ESTIMATED, and from what. What is part measured and part not is ESTIMATED."""
+    """For each term MEASURED or ESTIMATED, and the source. A partly measured term is ESTIMATED."""
     profile, device = cost.cluster.profile, cost.cluster.device
     compute = (ESTIMATED, f"{device.name}, {device.calibration}")
     update = (ESTIMATED, f"{device.name}'s memory bandwidth")
     if profile is not None:
-        compute = (
-            MEASURED,
-            f"profile of a layer and the output layer on {profile.device}; {ESTIMATED} from it: the "
-            "embedding, selective recompute, tensor sizes above 1",
-        )
+        rest = f"{ESTIMATED} from it: the embedding, selective recompute, tensor sizes above 1"
+        compute = (MEASURED, f"profile of a layer and the output layer on {profile.device}; {rest}")
         update = (MEASURED, f"profile of the optimizer on {profile.device}; {device.step_us / 1e3:g} ms {ESTIMATED}")
     links = [("inside servers", cost.cluster.inside)]
     if cost.cluster.servers > 1:
         links.append(("between servers", cost.cluster.between))
     tag = MEASURED if all(link.measured for _, link in links) else ESTIMATED
     network = (tag, "; ".join(_link(where, link) for where, link in links))
-    simulated = (ESTIMATED, "the schedule, simulated with the terms above")
     memory = (ESTIMATED, f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free")
-    return {
-        "compute": compute,
-        "tensor": network,
-        "pipeline": network,
-        "data": network,
-        "update": update,
-        "bubble": simulated,
-        "memory": memory,
-    }
+    found = {"compute": compute} | dict.fromkeys(("tensor", "pipeline", "data"), network) | {"update": update}
+    return found | {"bubble": (ESTIMATED, "simulation of the schedule with the terms above"), "memory": memory}
 
 
 def _link(where: str, link: Link) -> str:
@@ -280,18 +233,13 @@ def _link(where: str, link: Link) -> str:
 
 
 def _tags(cost: Cost) -> str:
-    tags = {
-        tag: ", ".join(term for term, found in terms(cost).items() if found[0] == tag) for tag in (MEASURED, ESTIMATED)
-    }
-    return "; ".join(f"{tag}: {names}" for tag, names in tags.items() if names)
+    tags = {tag: [term for term, found in terms(cost).items() if found[0] == tag] for tag in (MEASURED, ESTIMATED)}
+    return "; ".join(f"{tag}: {', '.join(names)}" for tag, names in tags.items() if names)
 
 
 def evidence(cost: Cost) -> str:
-    """Where each term of the estimates comes from."""
+    """The source of each term of the estimates."""
     lines = []
     for term, (tag, source) in terms(cost).items():
         lines += textwrap.wrap(source, 118, initial_indent=f"{term:<10}{tag:<11}", subsequent_indent=" " * 21)
     return "\n".join(lines)
-
-
-# --- JSON ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A plan as a script that starts it: run.sh for torchrun, job.sbatch for Slurm. Pure Python.
 
-Invariant: a script holds the plan's flags as they are, one a line, and the caller's own flags come last, so they win.
+Invariant: a script holds the plan's flags, one per line. The caller's own flags come last, so they take precedence.
 """
 
 from __future__ import annotations
@@ -8,60 +8,33 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import tempfile
 from pathlib import Path
 
+from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.files import write_whole
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
 
-# Defaults of a first run. A warm-up in per cent stays possible when the caller gives fewer --train-iters.
-TRAINING = [
-    "--train-iters",
-    "100000",
-    "--lr",
-    "1.5e-4",
-    "--min-lr",
-    "1.5e-5",
-    "--lr-decay-style",
-    "cosine",
-    "--lr-warmup-fraction",
-    "0.01",
-    "--weight-decay",
-    "0.1",
-    "--clip-grad",
-    "1.0",
-    "--eval-interval",
-    "1000",
-    "--eval-iters",
-    "10",
-    "--log-interval",
-    "10",
-    "--log-throughput",
-]
+# Defaults of a first run. The warm-up is a fraction, so the caller may give a smaller --train-iters.
+TRAINING = (
+    "--train-iters 100000 --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01 "
+    "--weight-decay 0.1 --clip-grad 1.0 --eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput"
+).split()
 
-# Of every job script, those of scripts/slurm too. The signal goes to the script, 120 s before the time is over.
-SBATCH = [
-    "--ntasks-per-node=1",
-    "--exclusive",
-    "--time=24:00:00",
-    "--signal=B:TERM@120",
-    "--requeue",
-    "--open-mode=append",
-    "--output=%x-%j.log",
-]
-
-
-class PlanFileError(Exception):
-    """A file that cannot be written, said in one line."""
+# Of every job script, also those of scripts/slurm. Slurm signals the script 120 s before the time limit.
+SBATCH = (
+    "--ntasks-per-node=1 --exclusive --time=24:00:00 --signal=B:TERM@120 --requeue --open-mode=append "
+    "--output=%x-%j.log"
+).split()
 
 
 def torchrun_script(plan: Plan, model: Model, cluster: Cluster, precision: str) -> str:
-    """run.sh: started on each server of the cluster, it trains the model."""
+    """run.sh, which trains the model. The user starts it on each server of the cluster."""
     entry, several = entry_script(model), cluster.servers > 1
     usage = "./run.sh [FLAGS]"
     first = ["NODE_RANK=${NODE_RANK:-0}", "MASTER_ADDR=${MASTER_ADDR:-localhost}"]
-    if several:  # with defaults each server would wait for itself
+    if several:  # with the defaults each server would wait for itself
         last = cluster.servers - 1
         usage = f"MASTER_ADDR=HOST NODE_RANK=N ./run.sh [FLAGS]   on each server; HOST is the first, N is 0 to {last}"
         first = [
@@ -99,7 +72,7 @@ def torchrun_script(plan: Plan, model: Model, cluster: Cluster, precision: str) 
 
 
 def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, job_name: str) -> str:
-    """job.sbatch: the same run as a Slurm job, which goes on from its last checkpoint whenever it is started again."""
+    """job.sbatch: the same run as a Slurm job. Each start continues from the last checkpoint."""
     entry = entry_script(model)
     name = re.sub(r"[^\w.-]+", "-", job_name).strip("-") or "megatron-2bw"
     gpus = [f"--gpus-per-node={cluster.gpus_per_server}"] if cluster.device.name != "cpu" else []
@@ -113,8 +86,8 @@ def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, jo
             "#",
             "#   sbatch job.sbatch [FLAGS]",
             "#",
-            "# Before its time is over, and when it is preempted, it saves and is queued again. It resumes from the",
-            "# folder CHECKPOINTS. scripts/slurm/job.sh has the variables, docs/slurm.md tells the rest.",
+            "# It saves and requeues itself before its time limit and on preemption, and resumes from the folder",
+            "# CHECKPOINTS. scripts/slurm/job.sh lists the variables; docs/slurm.md describes the rest.",
             *_NOTES,
             "set -euo pipefail",
             "",
@@ -135,13 +108,13 @@ def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, jo
 
 
 def entry_script(model: Model) -> str:
-    """Name of the script that trains a model of this kind."""
+    """The name of the script that trains a model of this kind."""
     return f"pretrain_{model.kind}_2bw.py"
 
 
 _CLONE = "MEGATRON_2BW=${MEGATRON_2BW:-$PWD}  # the clone"
 _NOTES = (
-    "# FLAGS are Megatron's; they come last, so they win. DATA_ARGS replaces the mock data, for example",
+    "# FLAGS are Megatron's; they come last and take precedence. DATA_ARGS replaces the mock data, for example",
     '#   DATA_ARGS="--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer"',
     "# Without Transformer Engine and Apex add --transformer-impl local --no-gradient-accumulation-fusion",
     "# --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion. The local layers keep the",
@@ -161,12 +134,12 @@ def _about(plan: Plan, model: Model, cluster: Cluster) -> list[str]:
 
 def _environment(plan: Plan) -> list[str]:
     lines = [_CLONE, "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
-    if plan.tensor > 1:  # Megatron asks for it on GPUs before Blackwell
+    if plan.tensor > 1:  # Megatron requires it on GPUs before Blackwell
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
     return lines
 
 
-# Into words as a shell does, and as scripts/slurm/flags.py does; a NUL ends each, because a path may hold a newline.
+# Splits into words as a shell and as scripts/slurm/flags.py. A NUL ends each word: a path may contain a newline.
 _SPLIT = r"""
     split='
 import os, shlex, sys
@@ -182,7 +155,7 @@ _WRONG_DATA = "${data[*]:-DATA_ARGS cannot be split into words}"
 
 
 def _arrays(plan: Plan, model: Model, precision: str, refuse: str) -> list[str]:
-    """The flags as arrays of bash, by what they are about. `refuse` is run for DATA_ARGS that cannot be split."""
+    """The flags as bash arrays, by subject. The script runs `refuse` if DATA_ARGS cannot be split."""
     kinds = (model.flags(), plan.flags(precision), TRAINING, mock_data(model))
     quoted = ([shlex.quote(word) for word in words] for words in kinds)
     return [
@@ -199,12 +172,12 @@ def _array(name: str, words: list[str]) -> list[str]:
 
 
 def mock_data(model: Model) -> list[str]:
-    """Flags of random tokens, as many different ones as the model knows."""
+    """Flags of random tokens from the model's vocabulary."""
     return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
 
 
 def by_flag(words: list[str]) -> list[list[str]]:
-    """A command line's words, each flag with its values."""
+    """The words of a command line, grouped: each flag with its values."""
     flags: list[list[str]] = []
     for word in words:
         if word.startswith("--"):
@@ -214,19 +187,9 @@ def by_flag(words: list[str]) -> list[list[str]]:
 
 
 def write(path: Path, text: str, flag: str = "--script") -> None:
-    """Write an executable file, whole or not at all; never over one that is there. PlanFileError names `flag`."""
-    path = Path(path)
+    """Write an executable file in one step. UserError names `flag`, also if the file exists."""
     if os.path.lexists(path):
-        raise PlanFileError(f"{flag} {path} exists; remove it or give another name")
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(handle, "w") as file:
-                file.write(text)
-            os.chmod(temporary, 0o755)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise PlanFileError(f"{flag} {path} cannot be written: {error.strerror or error}") from None
+        raise UserError(f"{flag} {path} exists; remove it or give another name")
+    with file_errors(f"{flag} {path}"):
+        write_whole(path, text)
+        path.chmod(0o755)

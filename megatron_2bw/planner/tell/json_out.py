@@ -1,4 +1,4 @@
-"""What a search has found, as plain JSON: all that is printed, and the bytes of every stage. Pure Python."""
+"""The result of a search as plain JSON: all printed figures, and the bytes of every stage. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_2bw.planner.tell.rejections import too_large
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """All of it in plain types: seconds, bytes, samples."""
+    """The result in plain types: seconds, bytes, samples."""
     cost, search = result.cost, result.search
     large, change = too_large(result)
     return _plain(
@@ -57,7 +57,7 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """With lists for tuples, so that reading the JSON gives the same objects again."""
+    """`value` with lists for tuples, as a JSON file gives it back."""
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,4 @@
-"""What a search has left out: counted by cause, with the nearest change that would be legal and fit. Pure Python."""
+"""The plans that a search rejected, by cause, and the nearest change that is legal and fits. Pure Python."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from megatron_2bw.planner.find.search import Search, Space
 from megatron_2bw.planner.tell.explain import ESTIMATED, Result, wrapped
 from megatron_2bw.planner.tell.jobs import by_flag
 
-LOOKED_AT = 1000  # plans that do not fit, for one that a single change lets in
+MAX_CHANGED_PLANS = 1000  # plans that do not fit, of which one may fit after a single change
 
 
 def rejections(result: Result) -> str:
-    """What was left out, by cause, and the smallest change that lets the fastest plan in that does not fit."""
+    """The rejected plans by cause, and the smallest change with which the fastest plan that does not fit would fit."""
     cost, search = result.cost, result.search
-    lines = ["Not legal, by cause, with what the smallest of them would have to change:"]
+    lines = ["Illegal plans by cause, with the change that the smallest of them needs:"]
     lines += _counted(search) or ["  none"]
     lines.append(
-        f"Too large for {cost.capacity / GIB:.1f} GiB ({ESTIMATED}), though perhaps faster than plans of the "
-        f"table: {len(search.too_large)}"
+        f"Plans that exceed {cost.capacity / GIB:.1f} GiB ({ESTIMATED}) and may be faster than plans of the table: "
+        f"{len(search.too_large)}"
     )
     large, change = too_large(result)
     if large is None:
         return "\n".join(lines)
     first = f" (the first plan: {result.estimates[0].throughput:.1f})" if result.estimates else ""
     text = (
-        f"{large.plan.title} would make {large.throughput:.1f} samples/s{first}, but its heaviest stage needs "
+        f"{large.plan.title} would reach {large.throughput:.1f} samples/s{first}, but its heaviest stage needs "
         f"{large.heaviest / GIB:.2f} GiB, and {cost.capacity / GIB:.2f} GiB are allowed. "
     )
     if change is None:
@@ -46,7 +46,7 @@ def rejections(result: Result) -> str:
 
 
 def _counted(search: Search) -> list[str]:
-    """A line a cause, and below it what the smallest such plan would have to change."""
+    """A line for each cause; below it the change that the smallest such plan needs."""
     lines = []
     for cause, count in search.rejected.most_common():
         lines.append(f"  {count:6}  {cause}")
@@ -56,9 +56,9 @@ def _counted(search: Search) -> list[str]:
 
 
 def too_large(result: Result) -> tuple[Estimate | None, Estimate | None]:
-    """The fastest plan that does not fit and that one change lets in, and that change; or the fastest, and None."""
+    """The fastest plan that does not fit but would after one change, and the changed plan; or the fastest, and None."""
     plans, cost = result.search.too_large, result.cost
-    for plan in plans[:LOOKED_AT]:
+    for plan in plans[:MAX_CHANGED_PLANS]:
         change = nearest(cost, plan)
         if change is not None:
             return cost.estimate(plan), change
@@ -66,7 +66,7 @@ def too_large(result: Result) -> tuple[Estimate | None, Estimate | None]:
 
 
 def changes(plan: Plan) -> Iterator[Plan]:
-    """Plans with less memory on a GPU that differ from `plan` in one choice, the global batch being the same."""
+    """Plans that need less memory per GPU and differ from `plan` in one choice, with the same global batch."""
     yield from (replace(plan, recompute=kind) for kind in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :])
     if not plan.distributed_optimizer:
         yield replace(plan, distributed_optimizer=True)
@@ -101,7 +101,7 @@ def nearest(cost: Cost, plan: Plan) -> Estimate | None:
 
 
 def changed_flags(before: Plan, after: Plan, precision: str) -> str:
-    """The flags to give instead, and those to leave out."""
+    """The flags to give instead, and the flags to leave out."""
     old, new = ({flag[0]: flag for flag in by_flag(plan.flags(precision))} for plan in (before, after))
     given = " ".join(" ".join(words) for flag, words in new.items() if old.get(flag) != words)
     without = " and ".join(flag for flag in old if flag not in new)
@@ -109,16 +109,12 @@ def changed_flags(before: Plan, after: Plan, precision: str) -> str:
 
 
 def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
-    """Why a search has found nothing, with the smallest need, and what would help: other choices, memory, GPUs."""
+    """Why a search found no plan: the least memory that a plan needs, and the remedies (choices, memory, GPUs)."""
     if not search.too_large:
-        causes = (
-            "; ".join(
-                f"{cause} ({count}; {search.examples.get(cause, 'no other size')})"
-                for cause, count in search.rejected.most_common()
-            )
-            or "nothing to try"
-        )
-        return f"No plan is legal on {cost.cluster.gpus} GPUs with a global batch of {space.batch}: {causes}."
+        counted = search.rejected.most_common()
+        causes = [f"{cause} ({count}; {search.examples.get(cause, 'no other size')})" for cause, count in counted]
+        why = "; ".join(causes) or "the choices are empty"
+        return f"No plan is legal on {cost.cluster.gpus} GPUs with a global batch of {space.batch}: {why}."
     smallest = min(search.too_large, key=cost.memory.heaviest)
     need, device = cost.memory.heaviest(smallest), cost.cluster.device
     text = (
@@ -126,18 +122,18 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         f"on its heaviest stage ({ESTIMATED}), and {cost.capacity / GIB:.2f} GiB are allowed ({device.memory_gib:g} "
         f"GiB less {100 * cost.margin:.0f} %)."
     )
-    help_ = [f"GPUs of {math.ceil(10 * need / GIB / (1 - cost.margin)) / 10:g} GiB or more"]
+    remedies = [f"GPUs of {math.ceil(10 * need / GIB / (1 - cost.margin)) / 10:g} GiB or more"]
     other = _fitting(cost, Space(space.batch, extrapolate=space.extrapolate)) or _fitting(cost, Space(space.batch))
     if other is not None:
         flags = " ".join(other.flags(cost.precision))
-        help_.insert(0, f"on these GPUs what the search was told to leave out: {flags}")
+        remedies.insert(0, f"on these GPUs the choices that the flags exclude: {flags}")
     else:
-        help_ += _more_servers(cost, space)
-    return f"{text} What would fit: {'; or '.join(help_)}."
+        remedies += _more_servers(cost, space)
+    return f"{text} What would fit: {'; or '.join(remedies)}."
 
 
 def _more_servers(cost: Cost, space: Space) -> list[str]:
-    """The smallest power of two as many servers on which something fits."""
+    """The smallest cluster of 2, 4, ... 64 times as many servers on which a plan fits."""
     for times in (2, 4, 8, 16, 32, 64):
         cluster = replace(cost.cluster, servers=times * cost.cluster.servers)
         plan = _fitting(Cost(cost.model, cluster, cost.precision, cost.memory.flash, cost.margin), space)
@@ -147,7 +143,7 @@ def _more_servers(cost: Cost, space: Space) -> list[str]:
 
 
 def _fitting(cost: Cost, space: Space) -> Plan | None:
-    """Any plan that fits, of those of the space that need least."""
+    """Any plan that fits, with the choices of the space that need the least memory."""
     lean = replace(
         space,
         microbatch=(min(space.microbatch or (1,)),),

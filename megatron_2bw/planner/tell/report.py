@@ -1,18 +1,18 @@
 """Pictures of plans (--report) and a trace of a plan's simulated timeline (--trace).
 
-Invariant: every bar, point and duration is a number of an Estimate or of the simulator; nothing is computed anew here
-but sums and the choice of the front. matplotlib is loaded when a picture is drawn.
+Invariant: every bar, point and duration is a number of an Estimate or of the simulator. This module computes only sums
+and the Pareto front. It imports matplotlib when it draws.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.files import write_whole
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
@@ -20,7 +20,7 @@ from megatron_2bw.schedules import REDUCE, B, F, Shape, W
 from megatron_2bw.timelines.picture import draw_events
 from megatron_2bw.timelines.simulator import Event, Times, makespan, simulate
 
-# Colours that differ for colour-blind readers too (Okabe and Ito).
+# Colours that colour-blind readers can distinguish (Okabe and Ito).
 KINDS = {
     "weights": "#0072b2",
     "gradients": "#56b4e9",
@@ -46,15 +46,11 @@ SCHEDULE_COLOURS = {
     "pipedream": "#f0c400",
 }
 MARKERS = dict(zip(RECOMPUTE, "o^s"))
-RANKED = 16  # plans that `splits` shows
-
-
-class ReportError(ValueError):
-    """A report or a trace that cannot be written, said in one line."""
+RANKED = 16  # plans in `splits`
 
 
 def timeline(cost: Cost, estimate: Estimate, path: Path) -> None:
-    """Write the plan's first two batches as a picture, in seconds; of a long one, a window around the first's end."""
+    """Draw the plan's first two batches, in seconds; of long batches only a window around the end of the first."""
     plan, times = estimate.plan, cost.times(estimate.plan)
     events = simulated(plan, times, 2 if plan.pipeline.flushes else 3)  # the third keeps the pipeline full
     end = makespan(events) if plan.pipeline.flushes else reduced(events, 1)
@@ -68,7 +64,7 @@ def timeline(cost: Cost, estimate: Estimate, path: Path) -> None:
 
 
 def reduced(events: list[Event], batch: int) -> float:
-    """When the last stage has come to the reduction of `batch`."""
+    """The time at which all stages have started the reduction of `batch`."""
     return max(event.end for event in events if event.action.kind == REDUCE and event.action.microbatch == batch)
 
 
@@ -77,7 +73,7 @@ def simulated(plan: Plan, times: Times, iterations: int) -> list[Event]:
 
 
 def window(events: list[Event], plan: Plan, times: Times, end: float) -> tuple[float, float]:
-    """The part of 0 ... end that is drawn: at most what the pipeline takes to empty and to fill, and some more."""
+    """The drawn part of 0 ... end: at most the time to drain and fill the pipeline, and some microbatches more."""
     slot = max(f + b for f, b in zip(times.of("forward", plan.depth), times.of("backward", plan.depth)))
     half = (plan.depth + 12) * slot
     if end <= 2.5 * half:
@@ -87,7 +83,7 @@ def window(events: list[Event], plan: Plan, times: Times, end: float) -> tuple[f
 
 
 def memory_bars(estimate: Estimate, path: Path, device: float | None = None) -> None:
-    """Write a stacked bar a stage, in GiB, with the allowed bytes and, if given, the bytes of the `device`."""
+    """Draw a stacked bar per stage, in GiB, with the allowed bytes and, if given, the bytes of the `device`."""
     depth = len(estimate.memory)
     figure = _figure(min(3.5 + 0.55 * depth, 13), 4.5)
     axis = figure.subplots()
@@ -111,14 +107,14 @@ def memory_bars(estimate: Estimate, path: Path, device: float | None = None) -> 
     axis.set_ylabel("GiB a GPU")
     axis.set_title(f"{estimate.plan.title}:\nmemory of each stage", loc="left", fontsize=10)
     handles, names = axis.get_legend_handles_labels()
-    order = [*reversed([i for i, name in enumerate(names) if name in KINDS])]  # as they lie in the bars
+    order = [*reversed([i for i, name in enumerate(names) if name in KINDS])]  # the order in the bars
     order = [i for i in range(len(names)) if i not in order] + order
     figure.legend([handles[i] for i in order], [names[i] for i in order], loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=150)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the (memory, throughput) that no other point beats in one without losing in the other, by memory."""
+    """Indices of the Pareto-optimal points (memory, throughput), by memory."""
     front: list[int] = []
     for index in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
         if not front or points[index][1] > points[front[-1]][1]:
@@ -127,9 +123,9 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def front(estimates: Sequence[Estimate], path: Path) -> None:
-    """Write throughput against the memory of the heaviest stage, a marker a plan, with the Pareto front.
+    """Draw throughput against the memory of the heaviest stage, a marker per plan, with the Pareto front.
 
-    Plans of more than twice the allowed memory are off the picture, and its title counts them.
+    The axis ends at twice the allowed memory; the title counts the plans beyond.
     """
     figure = _figure(11, 5.5)
     axis = figure.subplots()
@@ -197,7 +193,7 @@ def _name_winner(axis, estimates: Sequence[Estimate]) -> None:
 
 
 def splits(estimates: Sequence[Estimate], path: Path) -> None:
-    """Write what the time of the first RANKED plans is made of, in milliseconds a sample, a bar a plan."""
+    """Draw the causes of the time of the first RANKED plans, in milliseconds per sample, a bar per plan."""
     shown = list(estimates[:RANKED])
     figure = _figure(12, 1.6 + 0.34 * len(shown))
     axis = figure.subplots()
@@ -212,7 +208,7 @@ def splits(estimates: Sequence[Estimate], path: Path) -> None:
     axis.set_yticks(range(len(shown)), names, fontsize=8)
     axis.set_xlim(0, 1.17 * max(lefts))
     axis.invert_yaxis()
-    axis.set_xlabel("milliseconds a sample: the busiest stage's work, and what it waits for")
+    axis.set_xlabel("milliseconds per sample: work and waiting times of the busiest stage")
     figure.legend(loc="outside upper center", ncols=len(CAUSES), fontsize=8)
     figure.savefig(path, dpi=150)
 
@@ -224,67 +220,57 @@ def _figure(width: float, height: float):
 
 
 def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Estimate], folder: Path) -> list[Path]:
-    """Write the pictures and index.md to `folder`, which is made; returns the files.
+    """Write the pictures and index.md to `folder`, which is created if it is missing; returns the files.
 
-    estimates  ranked, the best first, which the timeline and the memory are drawn of
+    estimates  ranked, the best first. The timeline and the memory show the best
     cloud      more plans for the front
-    Raises ReportError where there is nothing to report or `folder` cannot be written.
+    Raises UserError if there is no plan, or if `folder` cannot be written.
     """
     if not estimates:
-        raise ReportError(f"--report {folder}: there is no plan to report")
+        raise UserError(f"--report {folder}: there is no plan to report")
     if folder.exists() and not folder.is_dir():
-        raise ReportError(f"--report {folder}: it exists and is not a folder")
+        raise UserError(f"--report {folder}: it exists and is not a folder")
     best, every = estimates[0], list({estimate.plan: estimate for estimate in (*cloud, *estimates)}.values())
     pictures = {
         "front.png": "Throughput against memory of the heaviest stage; the line is the Pareto front.",
-        "splits.png": "What the time of the ranked plans is made of.",
+        "splits.png": "The time of the ranked plans by cause.",
         "timeline.png": "The best plan's timeline.",
         "memory.png": "The best plan's memory, stage by stage.",
     }
-    try:
+    index = folder / "index.md"
+    with file_errors(f"--report {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         front(every, folder / "front.png")
         splits(estimates, folder / "splits.png")
         timeline(cost, best, folder / "timeline.png")
         memory_bars(best, folder / "memory.png", cost.cluster.device.memory_gib * GIB)
-        index = folder / "index.md"
         index.write_text(_index(cost, best, pictures), encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"--report {folder}: {error.strerror or error}") from None
     return [index, *(folder / name for name in pictures)]
 
 
 def _index(cost: Cost, best: Estimate, pictures: dict[str, str]) -> str:
     cluster = cost.cluster
-    lines = [
+    memory = f"{best.heaviest / GIB:.3g} GiB of {best.capacity / GIB:.3g} allowed"
+    parts = [
         f"# {cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}",
-        "",
-        f"Best: {best.plan.title}, {best.throughput:.4g} samples/s, {best.heaviest / GIB:.3g} GiB of "
-        f"{best.capacity / GIB:.3g} allowed.",
-        "",
+        f"Best: {best.plan.title}, {best.throughput:.4g} samples/s, {memory}.",
         "    " + " ".join(best.plan.flags(cost.precision)),
     ]
     for name, line in pictures.items():
-        lines += ["", line, "", f"![{line}]({name})"]
-    return "\n".join(lines) + "\n"
+        parts += [line, f"![{line}]({name})"]
+    return "\n\n".join(parts) + "\n"
 
 
 def chrome_trace(cost: Cost, estimate: Estimate, path: Path, iterations: int = 2) -> None:
-    """Write the plan's simulated timeline for Perfetto: a process for the pipeline, a thread a stage, microseconds.
+    """Write the plan's simulated timeline for Perfetto: a process for the pipeline, a thread per stage, microseconds.
 
-    Events have the form of --two-bw-trace (trace.py), the waits between them included. The file appears whole or not
-    at all. Raises ReportError where it cannot be written.
+    Events have the form of --two-bw-trace (timelines/trace.py). Waits between them are events too. The file is written
+    in one step. Raises UserError if it cannot be written.
     """
     plan = estimate.plan
     events = list(_trace_events(plan, simulated(plan, cost.times(plan), iterations)))
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise ReportError(f"--trace {path}: {error.strerror or error}") from None
+    with file_errors(f"--trace {path}"):
+        write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _trace_events(plan: Plan, events: list[Event]) -> Iterator[dict[str, Any]]:
@@ -292,20 +278,17 @@ def _trace_events(plan: Plan, events: list[Event]) -> Iterator[dict[str, Any]]:
     for stage in range(plan.depth):
         yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
     free = [0.0] * plan.depth
+
+    def lasting(start: float, seconds: float) -> dict[str, float]:
+        return {"ts": start * 1e6, "dur": seconds * 1e6}
+
     for stage, action, start, end in events:
         place = {"ph": "X", "pid": 0, "tid": stage}
         waited = max(start - free[stage], 0.0)
         if waited > 1e-6:
-            yield {
-                "name": "wait",
-                "cat": "wait",
-                **place,
-                "ts": free[stage] * 1e6,
-                "dur": waited * 1e6,
-                "cname": "grey",
-            }
+            yield {"name": "wait", "cat": "wait", **place, **lasting(free[stage], waited), "cname": "grey"}
         kind, microbatch, version, chunk = action
         args = {"kind": kind, "microbatch" if kind in (F, B, W) else "batch": microbatch, "version": version}
         args |= {"chunk": chunk, "waited_ms": waited * 1e3}
-        yield {"name": str(action), "cat": kind, **place, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
+        yield {"name": str(action), "cat": kind, **place, **lasting(start, end - start), "args": args}
         free[stage] = end
