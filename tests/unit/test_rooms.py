@@ -19,6 +19,9 @@ PACKAGE = "megatron_2bw"
 PURE = {"schedules": set(), "core": {"torch", "megatron_2bw.schedules"}}
 AT_IMPORT = {"planner": {"megatron", "torch", "wandb", "datasets", "transformers"}}  # not before they are used
 
+# The planner's drawers in order: each may import itself and those before it. Modules outside of them may import all.
+DRAWERS = ("describe", "cost", "find", "tell", "measure")
+
 KNOWN: set[str] = set()
 
 
@@ -67,6 +70,15 @@ def violations() -> Iterator[str]:
 
 def test_no_room_imports_what_it_must_not():
     assert set(violations()) == KNOWN, "a new violation, or one that is mended and still listed"
+
+
+def test_the_planners_drawers_import_in_order():
+    planner = f"{PACKAGE}.planner."
+    for module, path in modules().items():
+        drawer = module.removeprefix(planner).split(".")[0]
+        if module.startswith(planner) and drawer in DRAWERS:
+            used = {name.split(".")[2] for name in imports(path) if name.startswith(planner)}
+            assert used <= {*DRAWERS[: DRAWERS.index(drawer) + 1]}, f"{module} imports a later drawer"
 
 
 def test_no_import_cycle():
