@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_2bw.errors import Parser, UserError, file_errors, usage_error
-from megatron_2bw.files import write_whole
+from megatron_2bw.files import write_json
 from megatron_2bw.planner import tools
 from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.simulated import MARGIN, Cost, Estimate
@@ -205,7 +204,7 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
     if options.json:
         with file_errors(f"--json {options.json}"):
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(options.json, json.dumps(json_out.as_json(result), indent=1, allow_nan=False) + "\n")
+            write_json(options.json, json_out.as_json(result))
     for path in (options.script, options.sbatch, options.trace, options.report, options.json):
         if path:
             print(f"wrote {path}", file=sys.stderr)

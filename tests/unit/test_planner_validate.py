@@ -167,8 +167,8 @@ def test_a_line_of_the_file():
 
 
 def test_a_picture(tmp_path):
-    trials.draw([trial("2bw", 0.1, 0.125), trial("gpipe", 0.2, None), trial("megatron", 0.2, 0.2)], tmp_path / "p")
-    assert (tmp_path / "p").read_bytes()[:4] == b"\x89PNG"
+    trials.draw([trial("2bw", 0.1, 0.125), trial("gpipe", 0.2, None), trial("megatron", 0.2, 0.2)], tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # --- where plans run -------------------------------------------------------------------------------------------------

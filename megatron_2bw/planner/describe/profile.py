@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import UserError
-from megatron_2bw.files import write_whole
+from megatron_2bw.files import write_json
 from megatron_2bw.planner.describe.cluster import Link, described
 from megatron_2bw.planner.describe.model import FLAGS, Model
 
@@ -101,8 +101,7 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON, in one step. Raises OSError."""
-        entries = {"kind": KIND, "terms": self.terms} | asdict(self)
-        write_whole(path, json.dumps(entries, indent=1) + "\n")
+        write_json(path, {"kind": KIND, "terms": self.terms} | asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> Profile:

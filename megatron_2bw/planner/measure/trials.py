@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw import run_log
+from megatron_2bw.files import write_figure
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell.explain import aligned
@@ -192,4 +193,4 @@ def draw(trials: Sequence[Trial], path: Path) -> None:
     axis.margins(y=0.25)
     axis.legend(frameon=False, ncols=2)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png", dpi=150)
+    write_figure(path, figure)

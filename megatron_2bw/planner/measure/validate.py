@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_2bw.errors import UserError, file_errors
-from megatron_2bw.files import write_whole
+from megatron_2bw.files import write_json
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.model import Model, command_line
 from megatron_2bw.planner.describe.plan import Plan
@@ -250,6 +250,6 @@ def _summarize(
         "order": reading.order(done),
         "trials": [trial.entries() for trial in done],
     }
-    write_whole(folder / "validate.json", json.dumps(result, indent=1) + "\n")
+    write_json(folder / "validate.json", result)
     if any(trial.measured for trial in done):
         reading.draw(done, folder / "validate.png")

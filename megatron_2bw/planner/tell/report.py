@@ -6,13 +6,12 @@ and the Pareto front. It imports matplotlib when it draws.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import UserError, file_errors
-from megatron_2bw.files import write_whole
+from megatron_2bw.files import write_figure, write_json
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
@@ -110,7 +109,7 @@ def memory_bars(estimate: Estimate, path: Path, device: float | None = None) -> 
     order = [*reversed([i for i, name in enumerate(names) if name in KINDS])]  # the order in the bars
     order = [i for i in range(len(names)) if i not in order] + order
     figure.legend([handles[i] for i in order], [names[i] for i in order], loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -151,7 +150,7 @@ def front(estimates: Sequence[Estimate], path: Path) -> None:
     axis.set_ylabel("samples/s")
     beyond = f" ({len(points) - len(shown)} need more memory than is shown)" if len(shown) < len(points) else ""
     axis.set_title(f"{len(estimates)} plans{beyond}", loc="left", fontsize=10)
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure)
 
 
 def _front_legend(axis, groups: Iterable[tuple[str, str]]) -> list:
@@ -210,7 +209,7 @@ def splits(estimates: Sequence[Estimate], path: Path) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds per sample: work and waiting times of the busiest stage")
     figure.legend(loc="outside upper center", ncols=len(CAUSES), fontsize=8)
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure)
 
 
 def _figure(width: float, height: float):
@@ -270,7 +269,7 @@ def chrome_trace(cost: Cost, estimate: Estimate, path: Path, iterations: int = 2
     plan = estimate.plan
     events = list(_trace_events(plan, simulated(plan, cost.times(plan), iterations)))
     with file_errors(f"--trace {path}"):
-        write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
 
 
 def _trace_events(plan: Plan, events: list[Event]) -> Iterator[dict[str, Any]]:
