@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -254,7 +254,7 @@ def connect(
         ends = pipeline[boundary : boundary + 2] if 0 <= boundary < len(pipeline) - 1 else [rank]
         # torch names a group by a counter that must agree on its members, so each rank makes equally many;
         # a rank without this boundary makes groups of its own, which cost nothing.
-        groups = [
+        groups: list[Any] = [
             dist.new_group(
                 ends, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=f"2bw {direction}"
             )

@@ -72,7 +72,7 @@ class Pipeline:
     observe     (class attribute) called as observe(pipeline, action) after each action
     """
 
-    observe: ClassVar[Callable[[Pipeline, Action], object]] = staticmethod(lambda pipeline, action: None)
+    observe: ClassVar[Callable[[Pipeline, Action], object]] = lambda pipeline, action: None
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Pipeline:
             if self.schedule.late_step:  # the step ran in its thread; this stage has only waited for it
                 start = self.recorder.mark()
         self.recorder.add(action, asked, start, self.recorder.mark())
-        self.observe(self, action)
+        type(self).observe(self, action)
 
     def _announce_messages(self, iteration: int, prefetch: bool) -> None:
         """Announce to each receiver the messages that its neighbour's list sends, and how many this stage leaves."""

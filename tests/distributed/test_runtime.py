@@ -25,7 +25,7 @@ def observe(rank: int, argv: list[str]) -> Run:
         stores = getattr(pipeline.update, "stores", None)
         events.append((str(action), len(pipeline.in_flight), stores.versions if stores else None, outstanding))
 
-    Pipeline.observe = staticmethod(observe)
+    Pipeline.observe = observe
     run = train(rank, argv)
     run.events = events
     return run
