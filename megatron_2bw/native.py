@@ -1,21 +1,17 @@
-"""What a Megatron-LM source checkout calls once `patches/` is applied to it: its two hooks.
+"""The two hooks that a Megatron-LM source checkout calls once `patches/` is applied to it.
 
-What checkpoints hold, and what a late step changes in the training loop, is rebound beside them (`patches.py`). In a
-checkout `--pipeline-schedule` is a flag like any other, and every entry script of it has the schedules. What
---two-bw-trace has recorded is joined by `python -m megatron_2bw.timelines.trace DIR` there.
+The rest is rebound by `mcore.install`. In a checkout `--pipeline-schedule` is a flag like any other, and every entry
+script of it has the schedules. `python -m megatron_2bw.timelines.trace DIR` joins the files of --two-bw-trace there.
 """
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from megatron.core.optimizer import get_megatron_optimizer as megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_schedule
 
-from megatron_2bw.flags import parse as arguments
-from megatron_2bw.mcore import patches
-from megatron_2bw.start.launch import make_runtime, stop
+from megatron_2bw.mcore import add_flags, check, install  # noqa: F401  (the patched source imports the first two)
 
 _runtimes: list[Any] = []  # the one runtime of this process, made when it is first asked for
 
@@ -28,26 +24,8 @@ def _runtime():
     if args.pipeline_schedule == "megatron":
         return None
     if not _runtimes:
-        runtime = make_runtime(args)
-        wanted = patches.repairs() + patches.for_checkpoints(runtime)
-        if runtime.schedule.late_step:
-            wanted += patches.for_late_step(runtime)
-        else:
-            wanted += patches.for_log(runtime)
-        patches.apply(wanted)
-        _runtimes.append(runtime)
+        _runtimes.append(install(args, hooks=False))
     return _runtimes[0]
-
-
-def check(args: argparse.Namespace) -> None:
-    """Stop with one line if the command line asks for what the schedule cannot do. Megatron's own is left alone."""
-    if args.pipeline_schedule != "megatron":
-        arguments.check(args, stop)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags that mean something here: the device is the entry script's choice."""
-    return arguments.add_flags(parser, device=False)
 
 
 def get_forward_backward_func(*args, **kwargs):

@@ -1,325 +1,184 @@
-"""The only file that rebinds Megatron's names.
+"""Every name of Megatron that this project rebinds (functions of rows) or needs as it is (REQUIRED), with the reason.
 
-Invariant: every rebinding states module, name, the signature it was written against and why; if Megatron has
-drifted from any of them, nothing is rebound and the program stops with one line.
+Rows only: `guard.py` checks and rebinds, `loop.py`, `repairs.py` and `checkpoints/` hold the replacements.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
-import inspect
-import multiprocessing
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_2bw import cpu
-from megatron_2bw.checkpoints import save_workers as helpers
-from megatron_2bw.checkpoints.folder import TrackerFiles
+from megatron_2bw.checkpoints import folder
+from megatron_2bw.mcore import repairs as repair
+from megatron_2bw.mcore.guard import Patch, Required
+from megatron_2bw.mcore.loop import Loop, first_argument
 
-SUPPORTED = "0.19"
-
-
-class DriftError(RuntimeError):
-    """The installed Megatron is not the one that the patches were written for."""
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One rebinding: `module.name`, whose parameters must be `signature`, becomes `replace(original)`.
-
-    `name` may be that of a method, Class.method. `signature` is None for what is not called.
-    """
-
-    module: str
-    name: str
-    signature: tuple[str, ...] | None
-    reason: str
-    replace: Callable[[Any], Any]
-
-    def owner(self) -> Any:
-        """The module or class that holds the name."""
-        *classes, _ = self.name.split(".")
-        return functools.reduce(getattr, classes, importlib.import_module(self.module))
-
-    def put(self, value: Any) -> None:
-        setattr(self.owner(), self.name.split(".")[-1], value)
-
-    def original(self) -> Any:
-        """What Megatron holds now. Raises DriftError if it is missing or has other parameters."""
-        where = f"{self.module}.{self.name}"
-        try:
-            found = getattr(self.owner(), self.name.split(".")[-1])
-        except (ImportError, AttributeError) as error:
-            raise DriftError(f"{where} is missing: megatron_2bw needs megatron-core {SUPPORTED} ({error})") from error
-        if self.signature is None:
-            return found
-        parameters = tuple(inspect.signature(found).parameters)
-        if parameters != self.signature:
-            raise DriftError(
-                f"{where} takes ({', '.join(parameters)}), expected ({', '.join(self.signature)}): "
-                f"megatron_2bw needs megatron-core {SUPPORTED}"
-            )
-        return found
-
-
-def apply(patches: list[Patch]) -> Callable[[], None]:
-    """Check all patches, then make all of them. Returns a function that takes them back."""
-    _check_version()
-    originals = [patch.original() for patch in patches]
-    for patch, original in zip(patches, originals):
-        patch.put(patch.replace(original))
-
-    def undo() -> None:
-        for patch, original in reversed(list(zip(patches, originals))):
-            patch.put(original)
-
-    return undo
-
-
-def _check_version() -> None:
-    # `__version__` carries the git revision of whatever checkout holds the environment; VERSION does not.
-    from megatron.core.package_info import VERSION
-
-    if ".".join(map(str, VERSION[:2])) != SUPPORTED:
-        installed = ".".join(map(str, VERSION[:3]))
-        raise DriftError(f"megatron-core {installed} is installed, megatron_2bw needs {SUPPORTED}")
+LOOP, FILES = "megatron.training.training", "megatron.training.checkpointing"
+WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+ASYNC = "megatron.core.dist_checkpointing.strategies.async_utils"
+GROUPS = "tp_group pp_group dp_cp_group dp_group"
 
 
 def repairs() -> list[Patch]:
-    """Faults of Megatron that hit every user."""
-    writer = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    """Faults of Megatron that every user meets."""
     return [
         Patch(
             "megatron.core.datasets.utils",
             "compile_helpers",
-            (),
+            "",
             "the wheel ships the compiled helper without the Makefile that this function runs, and exits",
-            _skip_when_compiled,
+            repair.skip_when_compiled,
         ),
         Patch(
             "megatron.core.optimizer.distrib_optimizer",
             "DistributedOptimizer._set_main_param_and_optimizer_states",
-            ("self", "model_param", "tensors"),
+            "self model_param tensors",
             "without Apex the state has a step counter, which no checkpoint holds by parameter; the shard of an fp32 "
-            "parameter is a view of it, which autograd lets nobody write",
-            _set_without_step,
+            "parameter is a view of it, to which autograd allows no write",
+            repair.set_without_step,
         ),
         Patch(
-            writer,
+            WRITER,
             "get_write_results_queue",
-            ("mp_mode",),
-            "it starts a process for every rank, seconds long, which outlives a rank that is killed",
-            _results,
+            "mp_mode",
+            "it starts a process for every rank, which takes seconds and outlives a rank that is killed",
+            repair.results_queue,
         ),
         Patch(
-            writer,
+            WRITER,
             "FileSystemWriterAsync.write_preloaded_data",
-            ("transform_list", "local_proc_idx", "write_bucket", "results_queue", "count_queue", "use_fsync", "kwargs"),
-            "its caller tells the class of what went wrong, and not what: a full disk, say",
-            _tell_why,
+            "transform_list local_proc_idx write_bucket results_queue count_queue use_fsync kwargs",
+            "its caller reports the class of an error without its text: a full disk, for example",
+            repair.raise_cause,
         ),
         Patch(
-            "megatron.core.dist_checkpointing.strategies.async_utils",
+            ASYNC,
             "PersistentAsyncCaller.async_loop",
-            ("rank", "queue", "preload_q", "comp_q", "log_level", "cpu_priority", "io_priority"),
+            "rank queue preload_q comp_q log_level cpu_priority io_priority",
             "the process would outlive a rank that is killed, with its memory on the GPU",
-            _worker,
+            repair.async_loop,
         ),
     ]
 
 
-def _worker(original: Callable) -> staticmethod:
-    return staticmethod(helpers.async_loop)
-
-
-def _tell_why(original: Callable) -> staticmethod:
-    @functools.wraps(original)
-    def write_preloaded_data(*args, **kwargs):
-        if multiprocessing.parent_process() is not None:  # of an asynchronous save
-            helpers.end_with_parent()
-        output = original(*args, **kwargs)
-        if kwargs["results_queue"] is None and output is not None and isinstance(output[1], Exception):
-            raise helpers.root(output[1])  # caught by the caller, which passes its text on
-        return output
-
-    return staticmethod(write_preloaded_data)
-
-
-def _results(original: Callable) -> Callable:
-    return helpers.results_queue
-
-
-def _set_without_step(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def set_states(self, model_param, tensors):
-        import torch
-
-        with torch.no_grad():
-            return original(self, model_param, {**tensors, "step": None})
-
-    return set_states
-
-
-def _skip_when_compiled(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def compile_helpers() -> None:
-        try:
-            import megatron.core.datasets.helpers_cpp  # noqa: F401
-        except ImportError:
-            original()
-
-    return compile_helpers
-
-
 def for_cpu() -> list[Patch]:
-    """What Megatron itself, beside torch, needs on a host without CUDA."""
-    initialize = (
-        "allow_no_cuda",
-        "skip_mpu_initialization",
-        "get_embedding_ranks",
-        "get_position_embedding_ranks",
-        "store",
-        "skip_model_parallel_init",
-        "seed_pp_group",
-        "seed_dp_group",
-        "seed_tp_group",
-        "seed_ep_group",
-        "seed_etp_group",
-        "skip_random_seed",
-    )
+    """What Megatron itself, in addition to torch, needs on a host without CUDA."""
     return [
         Patch(
-            "megatron.training.training",
+            LOOP,
             "initialize_megatron",
-            initialize,
+            "allow_no_cuda skip_mpu_initialization get_embedding_ranks get_position_embedding_ranks store "
+            "skip_model_parallel_init seed_pp_group seed_dp_group seed_tp_group seed_ep_group seed_etp_group "
+            "skip_random_seed",
             "pretrain does not pass allow_no_cuda on",
             lambda original: functools.partial(original, allow_no_cuda=True),
         ),
         Patch(
             "megatron.core.tensor_parallel.random",
             "_set_cuda_rng_state",
-            ("new_state", "device", "graph_safe"),
+            "new_state device graph_safe",
             "it writes a CUDA generator that does not exist",
             lambda original: cpu.set_tracker_rng_state,
         ),
         Patch(
             "megatron.training.initialize",
             "init_persistent_async_worker",
-            ("rank", "mp_mode"),
-            "the worker of --async-save asks for a GPU",
+            "rank mp_mode",
+            "the worker of --async-save needs a GPU",
             lambda original: lambda rank, mp_mode="spawn": None,
         ),
         Patch(
-            "megatron.core.dist_checkpointing.strategies.async_utils",
+            ASYNC,
             "AsyncCallsQueue.__init__",
-            ("self", "persistent"),
-            "that worker would share the host's memory, which training goes on to write; a forked one has a copy of it",
+            "self persistent",
+            "that worker would share the host's memory, to which training writes; a forked one has a copy",
             lambda original: lambda self, persistent=False: original(self, False),
         ),
     ]
 
 
-def for_schedule(runtime: Any) -> list[Patch]:
-    """Hand the schedule and the optimizer's step to `runtime` (a runtime.MegatronRuntime)."""
-
-    def attach(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
-            optimizer = original(config, model_chunks, *args, **kwargs)
-            runtime.attach(model_chunks, optimizer)
-            return optimizer
-
-        return get_megatron_optimizer
-
+def for_schedule(loop: Loop) -> list[Patch]:
+    """The two hooks of a schedule, which a patched source checkout has in its source."""
     return [
         Patch(
-            "megatron.training.training",
+            LOOP,
             "get_forward_backward_func",
-            ("pp_size", "vp_size", "schedule_pg_collection"),
+            "pp_size vp_size schedule_pg_collection",
             "the training loop looks its schedule up here",
-            lambda original: lambda *args, **kwargs: runtime.forward_backward,
+            loop.schedule,
         ),
         Patch(
-            "megatron.training.training",
+            LOOP,
             "get_megatron_optimizer",
-            (
-                "config",
-                "model_chunks",
-                "config_overrides",
-                "use_gloo_process_groups",
-                "pg_collection",
-                "dump_param_to_param_group_map",
-            ),
+            "config model_chunks config_overrides use_gloo_process_groups pg_collection dump_param_to_param_group_map",
             "the optimizer's step writes the weight version that the schedule names",
-            attach,
+            loop.attach,
         ),
-        *for_log(runtime),
     ]
 
 
-def for_log(runtime: Any) -> list[Patch]:
-    """What the stages report, in the log lines and on the dashboards. `apply` takes originals first: twice is once."""
-    loop = "megatron.training.training"
-
-    def into_the_log(original: Callable) -> Callable:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def training_log(*args, **kwargs):
-            values = signature.bind(*args, **kwargs)
-            values.apply_defaults()
-            return runtime.log.add(original, values.arguments)
-
-        return training_log
-
-    def with_the_stages(original: Callable) -> Callable:
-        return lambda message: original(runtime.log.line(message) if runtime.log else message)
-
-    def for_wandb(original: Callable) -> Callable:
-        from megatron_2bw.mcore.log_lines import writer_for_wandb
-
-        return writer_for_wandb(original)
-
+def for_log(loop: Loop) -> list[Patch]:
+    """The stages' stats, in the log lines and on the dashboards."""
     return [
         Patch(
-            loop,
+            LOOP,
             "training_log",
-            (
-                "loss_dict",
-                "total_loss_dict",
-                "learning_rate",
-                "iteration",
-                "loss_scale",
-                "report_memory_flag",
-                "skipped_iter",
-                "grad_norm",
-                "params_norm",
-                "num_zeros_in_grad",
-                "max_attention_logit",
-                "pg_collection",
-                "is_first_iteration",
-                "seqlen_squared_sum_in_batch",
-                "total_real_tokens_in_batch",
-            ),
-            "the stages report there; with a late step a line is written when the step that it describes is made",
-            into_the_log,
+            "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
+            "params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration "
+            "seqlen_squared_sum_in_batch total_real_tokens_in_batch",
+            "the stages report there; with a late step a line is written when its step is complete",
+            loop.log,
         ),
+        Patch(LOOP, "print_rank_last", "message", "waiting times and memory join the line", loop.print_line),
         Patch(
-            loop,
-            "print_rank_last",
-            ("message",),
-            "waiting times and memory of the stages join the line",
-            with_the_stages,
-        ),
-        Patch(
-            loop,
+            LOOP,
             "get_tensorboard_writer",
-            (),
+            "",
             "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases",
-            for_wandb,
+            loop.writer,
+        ),
+    ]
+
+
+def for_late_step(loop: Loop) -> list[Patch]:
+    """With a late step nothing in the training loop may wait for another stage."""
+    everywhere = "each stage has the value already; the reduction would make it wait for all others"
+    state = "model optimizer opt_param_scheduler"
+    return [
+        Patch(
+            LOOP,
+            "get_optimizer_param_scheduler",
+            "optimizer",
+            "learning rate and weight decay advance with the steps, which come later",
+            loop.attach_scheduler,
+        ),
+        Patch(LOOP, "logical_and_across_model_parallel_group", "input group", everywhere, first_argument),
+        Patch(LOOP, "reduce_max_stat_across_model_parallel_group", "stat group", everywhere, first_argument),
+        Patch(
+            LOOP, "calc_params_l2_norm", "model force_create_fp32_copy", "it reads the newest weights", loop.sync_first
+        ),
+        Patch(
+            LOOP,
+            "check_param_hashes_across_dp_replicas",
+            "model cross_check",
+            "it reads the newest weights",
+            loop.sync_first,
+        ),
+        Patch(
+            LOOP,
+            "save_checkpoint_and_time",
+            f"iteration {state} num_floating_point_operations_so_far checkpointing_context non_persistent_ckpt "
+            "train_data_iterator",
+            "a checkpoint holds the newest weights",
+            loop.save,
+        ),
+        Patch(
+            LOOP,
+            "checkpoint_and_decide_exit",
+            f"{state} iteration num_floating_point_operations_so_far checkpointing_context train_data_iterator",
+            "a run that ends has logged all its iterations; signals and the time limit need no collective",
+            loop.decide_exit,
         ),
     ]
 
@@ -328,236 +187,189 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
     """Saving and loading, with a schedule of this project or, without `runtime`, with Megatron's own."""
     from megatron_2bw.checkpoints.state import Checkpoints
 
-    ours, files, loop = Checkpoints(runtime), "megatron.training.checkpointing", "megatron.training.training"
-    save = (
-        "iteration",
-        "model",
-        "optimizer",
-        "opt_param_scheduler",
-        "num_floating_point_operations_so_far",
-        "checkpointing_context",
-        "pipeline_rank",
-        "expert_rank",
-        "tensor_rank",
-        "pipeline_parallel",
-        "expert_parallel",
-        "non_persistent_ckpt",
-        "train_data_iterator",
-        "preprocess_common_state_dict_fn",
-        "release",
-        "tp_group",
-        "pp_group",
-        "dp_cp_group",
-        "dp_group",
-        "expt_dp_group",
-        "rng_state_key_prefix",
-    )
-    groups = ("tp_group", "pp_group", "dp_cp_group", "dp_group", "expt_dp_group", "rng_state_key_prefix")
+    ours, more = Checkpoints(runtime), f"{GROUPS} expt_dp_group rng_state_key_prefix"
     return [
         Patch(
-            files,
+            FILES,
             "generate_state_dict",
-            (
-                "args",
-                "model",
-                "optimizer",
-                "opt_param_scheduler",
-                "rng_state",
-                "iteration",
-                "optim_sd_kwargs",
-                "model_sd_kwargs",
-                "rerun_state",
-            ),
+            "args model optimizer opt_param_scheduler rng_state iteration optim_sd_kwargs model_sd_kwargs rerun_state",
             "shadow weights and the schedule's name; without Apex the optimizer's state must be there first",
             ours.collect,
         ),
         Patch(
-            files,
+            FILES,
             "get_rng_state",
-            ("ckpt_format", *groups[:4], "key_prefix"),
+            f"ckpt_format {GROUPS} key_prefix",
             "the random state before the microbatches in flight",
             ours.random_state,
         ),
         Patch(
-            files,
+            FILES,
             "_load_base_checkpoint",
-            (
-                "load_dir",
-                "args",
-                "rank0",
-                "sharded_state_dict",
-                "checkpointing_context",
-                "dp_cp_group",
-                "expt_dp_group",
-                "gpt_compat_layer_maps",
-            ),
-            "what `generate_state_dict` has added is found here",
+            "load_dir args rank0 sharded_state_dict checkpointing_context dp_cp_group expt_dp_group "
+            "gpt_compat_layer_maps",
+            "here is read what `generate_state_dict` has added",
             ours.read,
         ),
         Patch(
-            files,
+            FILES,
             "maybe_msc",
             None,
             "the file that names the latest checkpoint must never be empty, even for a moment",
-            TrackerFiles,
+            folder.TrackerFiles,
         ),
         Patch(
-            loop,
+            LOOP,
             "save_checkpoint",
-            save,
-            "a checkpoint that is written anew stays whole until it is replaced; a full disk is told in one line",
+            "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far checkpointing_context "
+            "pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel non_persistent_ckpt "
+            f"train_data_iterator preprocess_common_state_dict_fn release {more}",
+            "a checkpoint stays whole until its new version is; a full disk is reported in one line",
             ours.save,
         ),
         Patch(
-            loop,
+            LOOP,
             "maybe_finalize_async_save",
-            ("blocking", "terminate"),
+            "blocking terminate",
             "it asks all ranks in every iteration while a checkpoint is being written",
             ours.finalize,
         ),
         Patch(
-            loop,
+            LOOP,
             "load_checkpoint",
-            (
-                "ddp_model",
-                "optimizer",
-                "opt_param_scheduler",
-                "load_arg",
-                "strict",
-                "checkpointing_context",
-                "skip_load_to_model_and_opt",
-                *groups,
-            ),
-            "the schedule goes on from what was loaded; without Apex the optimizer's steps must be told apart",
+            "ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context skip_load_to_model_and_opt "
+            f"{more}",
+            "the schedule resumes from what is loaded; without Apex each parameter needs a step counter of its own",
             ours.load,
         ),
     ]
 
 
-class _LateLoop:
-    """Megatron's functions of the training loop, changed so that they go with the late step of `runtime`.
+OPTIMIZER, DISTRIBUTED = "megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"
+DDP, BUFFERS = "megatron.core.distributed.distributed_data_parallel", "megatron.core.distributed.param_and_grad_buffer"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_STEPS = "the late step calls them behind proxies, and replaces what belongs to a batch"
+_SLOTS = "gradient slots and weight stores have the layout of Megatron's buffers"
 
-    Each method takes the original function and returns what replaces it.
-    """
-
-    def __init__(self, runtime: Any):
-        self.runtime = runtime
-        self._hidden: tuple | None = None  # exit flags as they were given, while `decide_exit` hides them
-
-    def attach_scheduler(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def get_optimizer_param_scheduler(optimizer):
-            scheduler = original(optimizer)
-            self.runtime.attach_scheduler(scheduler)
-            return scheduler
-
-        return get_optimizer_param_scheduler
-
-    def sync_first(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def with_the_newest_weights(*args, **kwargs):
-            self.runtime.sync_weights()
-            return original(*args, **kwargs)
-
-        return with_the_newest_weights
-
-    def save(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def save_checkpoint_and_time(*args, **kwargs):
-            self.runtime.sync_weights()
-            # A checkpoint holds the arguments.
-            with contextlib.nullcontext() if self._hidden is None else _exit_flags(*self._hidden):
-                return original(*args, **kwargs)
-
-        return save_checkpoint_and_time
-
-    def decide_exit(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def checkpoint_and_decide_exit(*args, **kwargs):
-            # Megatron asks all ranks in every iteration; here the late step has asked them in the background.
-            with contextlib.nullcontext() if self.runtime.exit_requested else _exit_flags(False, None) as self._hidden:
-                try:
-                    leave = original(*args, **kwargs)
-                finally:
-                    self._hidden = None
-            if leave:
-                self.runtime.sync_weights()
-            return leave
-
-        return checkpoint_and_decide_exit
-
-
-def for_late_step(runtime: Any) -> list[Patch]:
-    """What a schedule with a late step changes in the training loop: nothing there may wait for another stage."""
-    late, loop = _LateLoop(runtime), "megatron.training.training"
-    state = (
-        "model",
-        "optimizer",
-        "opt_param_scheduler",
-        "iteration",
-        "num_floating_point_operations_so_far",
-        "checkpointing_context",
-        "train_data_iterator",
-    )
-    save = (state[3], *state[:3], *state[4:6], "non_persistent_ckpt", "train_data_iterator")
-    everywhere = "each stage has the value by itself; the reduction would make it wait for all others"
-    return [
-        Patch(
-            loop,
-            "get_optimizer_param_scheduler",
-            ("optimizer",),
-            "learning rate and weight decay advance with the steps, which come later",
-            late.attach_scheduler,
-        ),
-        Patch(
-            loop,
-            "logical_and_across_model_parallel_group",
-            ("input", "group"),
-            everywhere,
-            lambda original: lambda input, group=None: input,
-        ),
-        Patch(
-            loop,
-            "reduce_max_stat_across_model_parallel_group",
-            ("stat", "group"),
-            everywhere,
-            lambda original: lambda stat, group=None: stat,
-        ),
-        *for_log(runtime),
-        Patch(
-            loop,
-            "calc_params_l2_norm",
-            ("model", "force_create_fp32_copy"),
-            "it reads the newest weights",
-            late.sync_first,
-        ),
-        Patch(
-            loop,
-            "check_param_hashes_across_dp_replicas",
-            ("model", "cross_check"),
-            "it reads the newest weights",
-            late.sync_first,
-        ),
-        Patch(loop, "save_checkpoint_and_time", save, "a checkpoint holds the newest weights", late.save),
-        Patch(
-            loop,
-            "checkpoint_and_decide_exit",
-            state,
-            "a run that ends has logged all its iterations; signals and the time limit need no collective",
-            late.decide_exit,
-        ),
-    ]
-
-
-@contextlib.contextmanager
-def _exit_flags(signal_handler: bool, minutes: int | None) -> Iterator[tuple]:
-    """--exit-signal-handler and --exit-duration-in-mins with other values; yields what they were."""
-    from megatron.training import get_args
-
-    args = get_args()
-    asked = args.exit_signal_handler, args.exit_duration_in_mins
-    args.exit_signal_handler, args.exit_duration_in_mins = signal_handler, minutes
-    try:
-        yield asked
-    finally:
-        args.exit_signal_handler, args.exit_duration_in_mins = asked
+# Objects' names that this project replaces, sets or reads; tests/unit/test_guard.py finds those that have no row.
+REQUIRED = (
+    Required(
+        OPTIMIZER,
+        "MegatronOptimizer",
+        _STEPS,
+        {
+            "step": "",
+            "zero_grad": "set_to_none",
+            "scale_loss": "loss",
+            "get_loss_scale": "",
+            "get_grad_stats_parallel_group": "",
+        },
+        "optimizer config grad_stats_parallel_group init_state_fn",
+    ),
+    Required(OPTIMIZER, "ChainedOptimizer", _STEPS, {"step": ""}, "chained_optimizers"),
+    Required(OPTIMIZER, "MixedPrecisionOptimizer", _STEPS, {"get_loss_scale": ""}, "grad_scaler"),
+    Required("megatron.core.optimizer.grad_scaler", "MegatronGradScaler", _STEPS, {"update": "found_inf"}, "scale"),
+    Required(
+        OPTIMIZER,
+        "Float16OptimizerWithFloat16Params",
+        _STEPS,
+        {"_copy_main_params_to_model_params": ""},
+        "float16_groups fp32_from_float16_groups fp32_from_fp32_groups",
+    ),
+    Required(
+        DISTRIBUTED,
+        "DistributedOptimizer",
+        _STEPS,
+        {
+            "_copy_main_params_to_model_params": "",
+            "_get_model_param_range_map": "param",
+            "start_param_sync_for_bucket_group_subset": "",
+        },
+        "model_param_gbuf_map model_float16_groups model_fp32_groups shard_fp32_from_float16_groups shard_fp32_groups",
+    ),
+    Required("megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler", _STEPS, {"step": "increment"}),
+    Required(
+        "megatron.core.optimizer.optimizer_config", "OptimizerConfig", "timers wait for the GPU", attributes="timers"
+    ),
+    Required(
+        DDP,
+        "DistributedDataParallel",
+        _SLOTS,
+        {
+            "zero_grad_buffer": "",
+            "scale_gradients": "scaling_factor",
+            "_start_bucket_group_param_sync": "bucket_group force_sync",
+        },
+        "buffers bucket_groups param_to_bucket_group ddp_config",
+    ),
+    Required(BUFFERS, "_ParamAndGradBucket", _SLOTS, attributes="params param_data grad_data offset"),
+    Required(
+        BUFFERS,
+        "_ParamAndGradBucketGroup",
+        _SLOTS,
+        {"finish_grad_sync": "force_all_reduce"},
+        "buckets params param_to_bucket previous_grad_reduce_bucket_group golden_per_param_grad_ready_counts "
+        "per_param_grad_ready_counts cached_grad_buffer_shard_list cached_param_buffer_shard_list data_parallel_group "
+        "intra_distributed_optimizer_instance_group",
+    ),
+    Required(
+        BUFFERS,
+        "_ParamAndGradBuffer",
+        _SLOTS,
+        {"scale_gradients": "scaling_factor"},
+        "buckets param_data grad_data param_index_map",
+    ),
+    Required(
+        "megatron.core.process_groups_config",
+        "ProcessGroupCollection",
+        "the late step has groups of its own",
+        attributes="tp pp cp dp_cp embd pos_embd",
+    ),
+    Required(
+        "megatron.core.optimizer.emerging_optimizers",
+        "TensorParallelMuon",
+        "its products over tensor-parallel ranks have a group of their own",
+        attributes="pg_collection",
+    ),
+    Required(
+        "megatron.core.timers",
+        "Timer",
+        "the interval timer must not wait for a rank",
+        {"start": "barrier", "stop": "barrier", "elapsed": "reset barrier"},
+        "_start_time _started _elapsed _active_time",
+    ),
+    Required(
+        SCHEDULES,
+        "",
+        "a stage runs Megatron's own forward and backward steps",
+        {
+            "forward_step": "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store "
+            "config cp_group_size collect_non_loss_data checkpoint_activations_microbatch is_first_microbatch "
+            "current_microbatch vp_stage is_last_stage",
+            "backward_step": "input_tensor output_tensor output_tensor_grad config",
+            "deallocate_output_tensor": "out deallocate_pipeline_outputs",
+            "get_tensor_shapes": "seq_length micro_batch_size decoder_seq_length config tp_group cp_group",
+            "_build_default_pg_collection": "",
+        },
+    ),
+    Required(
+        ASYNC, "PersistentAsyncCaller", "a persistent worker reports a save once; it is asked twice", None, "cur_item"
+    ),
+    Required(ASYNC, "AsyncCallsQueue", "the oldest save that is being written", None, "async_calls"),
+    Required("megatron.training.async_utils", "", "the oldest save that is being written", None, "_async_calls_queue"),
+    Required(
+        "megatron.core.dist_checkpointing.mapping",
+        "ShardedTensor",
+        "shadow weights are cut as weights",
+        None,
+        "key data",
+    ),
+    Required(
+        "megatron.training.dist_signal_handler",
+        "DistributedSignalHandler",
+        "asked without a collective",
+        None,
+        "_signal_received",
+    ),
+    Required(LOOP, "", "the time since the start, without a collective", None, "_TRAIN_START_TIME"),
+)

@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from functools import partial
 from typing import NoReturn
 
 from megatron_2bw import cpu
@@ -36,24 +35,15 @@ def launch(task: str) -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_2bw.mcore import patches
+    from megatron_2bw.mcore import install
+    from megatron_2bw.mcore.guard import DriftError
 
     args, parser = arguments.parse(early, stop)
     if "MASTER_ADDR" not in os.environ:
         stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
-    wanted = patches.repairs()
-    if cpu.installed():
-        wanted += patches.for_cpu()
-    runtime = None
-    if args.pipeline_schedule != "megatron":
-        runtime = make_runtime(args)
-        wanted += patches.for_schedule(runtime)
-        if runtime.schedule.late_step:
-            wanted += patches.for_late_step(runtime)
-    wanted += patches.for_checkpoints(runtime)
     try:
-        patches.apply(wanted)
-    except patches.DriftError as error:
+        runtime = install(args)
+    except DriftError as error:
         stop(str(error))
     if args.exit_signal_handler:
         atexit.register(_end_loader_workers)
@@ -107,50 +97,6 @@ def _merge_trace(args, runtime) -> None:
     if args.rank == 0 and any(args.two_bw_trace.glob("stage-*")):
         files = " and ".join(map(str, trace.merge(args.two_bw_trace)))
         print(f"> --two-bw-trace: wrote {files}", flush=True)
-
-
-def make_runtime(args):
-    """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
-    from megatron_2bw.mcore.extrapolation import warning
-    from megatron_2bw.mcore.runtime import MegatronRuntime, Options, Progress
-    from megatron_2bw.schedules import schedule_of
-    from megatron_2bw.timelines.trace import forget
-
-    if args.two_bw_trace is not None and args.rank == 0:
-        forget(args.two_bw_trace)
-    if args.rank == 0 and (line := warning(args)):
-        print(line, flush=True)
-    schedule = schedule_of(
-        args.pipeline_schedule,
-        gradient_slots=args.two_bw_gradient_slots,
-        extra_warmup=args.two_bw_extra_warmup,
-        sync_iterations=args.two_bw_sync_iterations,
-    )
-    wants_exit = None
-    if schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins):
-        wants_exit = partial(_wants_to_end, args)
-    return MegatronRuntime(
-        schedule,
-        lambda: Progress(args.curr_iteration, args.train_iters),
-        Options(
-            transport=args.two_bw_exchange,
-            timeout=timedelta(minutes=args.distributed_timeout_minutes),
-            timed=args.timing_log_level >= 2,
-            trace=args.two_bw_trace,
-            wants_exit=wants_exit,
-            factor=args.two_bw_correction_factor if args.two_bw_correction == "extrapolate" else None,
-        ),
-    )
-
-
-def _wants_to_end(args) -> bool:
-    """Whether --exit-signal-handler or --exit-duration-in-mins ends the run, as far as this rank knows."""
-    from megatron.training import get_signal_handler, training
-
-    if args.exit_signal_handler and get_signal_handler()._signal_received:
-        return True
-    minutes = (time.time() - training._TRAIN_START_TIME) / 60
-    return bool(args.exit_duration_in_mins) and minutes > args.exit_duration_in_mins
 
 
 def stop(message: str) -> NoReturn:

@@ -22,11 +22,11 @@ PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.patch"
 # As the entry scripts of a checkout begin; only the lines on the CPU are this test's.
 ENTRY = """
 from megatron_2bw import cpu
-from megatron_2bw.mcore import patches
+from megatron_2bw.mcore import guard, patches
 cpu.install()
 import megatron.training.training as training
 assert training.__file__.startswith({tree!r}), training.__file__
-patches.apply(patches.repairs() + patches.for_cpu())
+guard.apply(patches.repairs() + patches.for_cpu())
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args

@@ -180,20 +180,3 @@ def test_wandb_gets_megatrons_values_without_tensorboard(world, monkeypatch):
     assert writer_for_wandb(lambda: "TensorBoard's")() == "TensorBoard's"
     monkeypatch.setattr(world.module, "get_wandb_writer", lambda: None)
     assert writer_for_wandb(lambda: None)() is None
-
-
-def test_what_two_lists_of_patches_name_is_wrapped_once(world):
-    """An entry script applies `for_schedule`, and with 2bw `for_late_step`, which a patched checkout applies alone."""
-    from megatron.training import training
-
-    from megatron_2bw.mcore import patches
-
-    before, calls = training.training_log, []
-    book = types.SimpleNamespace(add=lambda write, values: calls.append(write), line=lambda text: text)
-    runtime = types.SimpleNamespace(log=book, forward_backward=None)
-    undo = patches.apply([*patches.for_schedule(runtime), *patches.for_late_step(runtime)])
-    try:
-        training.training_log({}, {}, 0.1, 1, 1.0, True, 0, None, None, None, None)
-    finally:
-        undo()
-    assert calls == [before] and training.training_log is before

@@ -9,7 +9,8 @@ import types
 import pytest
 
 from megatron_2bw import cpu
-from megatron_2bw.mcore import patches
+from megatron_2bw.mcore import guard, patches, repairs
+from megatron_2bw.mcore.loop import Loop
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,20 +40,21 @@ class Runtime:
         self.finished += 1
 
 
-def all_patches() -> list[patches.Patch]:
+def all_patches() -> list[guard.Patch]:
     runtime = Runtime()
     return [
         *patches.repairs(),
         *patches.for_cpu(),
-        *patches.for_schedule(runtime),
-        *patches.for_late_step(runtime),
+        *patches.for_schedule(Loop(runtime)),
+        *patches.for_log(Loop(runtime)),
+        *patches.for_late_step(Loop(runtime)),
         *patches.for_checkpoints(runtime),
     ]
 
 
 @pytest.mark.parametrize("patch", all_patches(), ids=lambda patch: patch.name)
 def test_the_installed_megatron_has_not_drifted(patch):
-    assert callable(patch.original()) or patch.signature is None
+    assert callable(patch.original()) or patch.parameters is None
     assert patch.reason
 
 
@@ -60,29 +62,29 @@ def test_apply_and_undo():
     from megatron.training import training
 
     before = training.get_forward_backward_func, training.initialize_megatron
-    undo = patches.apply(all_patches())
+    undo = guard.apply(all_patches())
     assert training.get_forward_backward_func()() == "ours"
     assert training.initialize_megatron.keywords == {"allow_no_cuda": True}
     undo()
     assert (training.get_forward_backward_func, training.initialize_megatron) == before
 
 
-def drifted(**changes) -> patches.Patch:
+def drifted(**changes) -> guard.Patch:
     good = dict(
         module="megatron.training.training",
         name="get_forward_backward_func",
-        signature=("pp_size", "vp_size", "schedule_pg_collection"),
+        parameters="pp_size vp_size schedule_pg_collection",
         reason="test",
         replace=lambda original: original,
     )
-    return patches.Patch(**(good | changes))
+    return guard.Patch(**(good | changes))
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
         (
-            dict(signature=("pp_size",)),
+            dict(parameters="pp_size"),
             "get_forward_backward_func takes (pp_size, vp_size, schedule_pg_collection), expected (pp_size)",
         ),
         (dict(name="gone"), "megatron.training.training.gone is missing"),
@@ -93,8 +95,8 @@ def test_drift_stops_before_anything_is_rebound(changes, message):
     from megatron.training import training
 
     before = training.initialize_megatron
-    with pytest.raises(patches.DriftError) as error:
-        patches.apply([*patches.for_cpu(), drifted(**changes)])
+    with pytest.raises(guard.DriftError) as error:
+        guard.apply([*patches.for_cpu(), drifted(**changes)])
     assert message in str(error.value) and "\n" not in str(error.value) and "megatron-core 0.19" in str(error.value)
     assert training.initialize_megatron is before
 
@@ -103,13 +105,13 @@ def test_another_version_is_refused(monkeypatch):
     import megatron.core.package_info
 
     monkeypatch.setattr(megatron.core.package_info, "VERSION", (0, 20, 0))
-    with pytest.raises(patches.DriftError, match="megatron-core 0.20.0 is installed, megatron_2bw needs 0.19"):
-        patches.apply([])
+    with pytest.raises(guard.DriftError, match="megatron-core 0.20.0 is installed, megatron_2bw needs 0.19"):
+        guard.apply([])
 
 
 def test_compile_helpers_does_nothing_when_the_wheel_has_compiled():
     calls = []
-    patches._skip_when_compiled(lambda: calls.append("make"))()
+    repairs.skip_when_compiled(lambda: calls.append("make"))()
     assert calls == []
 
 
@@ -118,20 +120,21 @@ def test_compile_helpers_compiles_in_a_source_checkout(monkeypatch):
 
     calls = []
     monkeypatch.setitem(sys.modules, "megatron.core.datasets.helpers_cpp", None)  # import raises ImportError
-    patches._skip_when_compiled(lambda: calls.append("make"))()
+    repairs.skip_when_compiled(lambda: calls.append("make"))()
     assert calls == ["make"]
 
 
 def test_the_optimizer_is_attached():
     runtime = Runtime()
-    (patch,) = [p for p in patches.for_schedule(runtime) if p.name == "get_megatron_optimizer"]
+    (patch,) = [p for p in patches.for_schedule(Loop(runtime)) if p.name == "get_megatron_optimizer"]
     optimizer = types.SimpleNamespace()
     assert patch.replace(lambda config, chunks: optimizer)("config", ["chunk"]) is optimizer
     assert runtime.attached == (["chunk"], optimizer)
 
 
 def late(runtime: Runtime, name: str):
-    (patch,) = [patch for patch in patches.for_late_step(runtime) if patch.name == name]
+    loop = Loop(runtime)
+    (patch,) = [patch for patch in (*patches.for_log(loop), *patches.for_late_step(loop)) if patch.name == name]
     return patch.replace
 
 
@@ -168,7 +171,7 @@ def test_a_checkpoint_holds_the_exit_flags_as_they_were_given(monkeypatch):
     def flags():
         seen.append((args.exit_signal_handler, args.exit_duration_in_mins))
 
-    made = {patch.name: patch.replace for patch in patches.for_late_step(runtime)}
+    made = {patch.name: patch.replace for patch in patches.for_late_step(Loop(runtime))}
     save = made["save_checkpoint_and_time"](flags)
 
     def decide():
@@ -225,9 +228,10 @@ def test_a_patched_checkout_leaves_megatrons_own_schedule_alone(monkeypatch):
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_2bw import native
+    from megatron_2bw.start import launch
 
     stopped = []
-    monkeypatch.setattr(native, "stop", lambda message: stopped.append(message) or sys.exit(2))
+    monkeypatch.setattr(launch, "stop", lambda message: stopped.append(message) or sys.exit(2))
     parser = native.add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     flags = "--num-layers-per-virtual-pipeline-stage 1 --distributed-backend gloo --transformer-impl local"
     args = parser.parse_args(flags.split())

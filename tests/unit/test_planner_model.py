@@ -72,9 +72,9 @@ def parse():
     cpu.install()
     from megatron.training.arguments import add_megatron_arguments, validate_args
 
-    from megatron_2bw.mcore import patches
+    from megatron_2bw.mcore import guard, patches
 
-    undo = patches.apply([patch for patch in patches.for_cpu() if patch.name == "_set_cuda_rng_state"])
+    undo = guard.apply([patch for patch in patches.for_cpu() if patch.name == "_set_cuda_rng_state"])
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
     def parsed(model: Model, tensor: int = 1, depth: int = 1) -> argparse.Namespace:

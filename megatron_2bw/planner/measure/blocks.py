@@ -69,14 +69,14 @@ def _alone(device: str) -> Iterator[None]:
     import torch.distributed as dist
 
     from megatron_2bw import cpu
-    from megatron_2bw.mcore import patches
+    from megatron_2bw.mcore import guard, patches
 
     with contextlib.ExitStack() as undo:
         if device == "cpu" and not cpu.installed():
             cpu.install()
             undo.callback(cpu.uninstall)
         if device == "cpu":
-            undo.callback(patches.apply([patch for patch in patches.for_cpu() if patch.name == "_set_cuda_rng_state"]))
+            undo.callback(guard.apply([patch for patch in patches.for_cpu() if patch.name == "_set_cuda_rng_state"]))
         from megatron.core import parallel_state, tensor_parallel
 
         undo.callback(dist.destroy_process_group)

@@ -1,0 +1,145 @@
+"""Checks that the installed Megatron has every name that this project rebinds, replaces or reads, and rebinds.
+
+Invariant: if Megatron has drifted from any row of `patches.py`, nothing is rebound, and the program stops with one line
+that names the version found and the one expected.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SUPPORTED = "0.19"
+
+
+class DriftError(RuntimeError):
+    """The installed Megatron is not the one that the rows were written for."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One rebinding: `module.name`, whose parameters must be `parameters`, becomes `replace(original)`.
+
+    `name` may be that of a method, Class.method. `parameters` are names with spaces between; None for what is not
+    called.
+    """
+
+    module: str
+    name: str
+    parameters: str | None
+    reason: str
+    replace: Callable[[Any], Any]
+
+    def owner(self) -> Any:
+        """The module or class that holds the name."""
+        *classes, _ = self.name.split(".")
+        return functools.reduce(getattr, classes, importlib.import_module(self.module))
+
+    def put(self, value: Any) -> None:
+        setattr(self.owner(), self.name.split(".")[-1], value)
+
+    def original(self) -> Any:
+        """What Megatron holds now. Raises DriftError if it is missing or has other parameters."""
+        where = f"{self.module}.{self.name}"
+        try:
+            found = getattr(self.owner(), self.name.split(".")[-1])
+        except (ImportError, AttributeError) as error:
+            raise _drift(f"{where} is missing") from error
+        _check_parameters(where, found, self.parameters)
+        return found
+
+
+@dataclass(frozen=True)
+class Required:
+    """Names of one class (or module, if `owner` is empty) of Megatron that this project replaces, sets or reads.
+
+    methods     by name their parameters, with spaces between, "self" left out
+    attributes  that its methods set, or its fields, with spaces between
+    """
+
+    module: str
+    owner: str
+    reason: str
+    methods: dict[str, str] | None = None
+    attributes: str = ""
+
+    def check(self) -> None:
+        """Raises DriftError at the first name that is missing or has other parameters."""
+        where = f"{self.module}.{self.owner}".rstrip(".")
+        try:
+            module = importlib.import_module(self.module)
+            owner = getattr(module, self.owner) if self.owner else module
+        except (ImportError, AttributeError) as error:
+            raise _drift(f"{where} is missing") from error
+        for name, parameters in (self.methods or {}).items():
+            if not hasattr(owner, name):
+                raise _drift(f"{where}.{name} is missing")
+            _check_parameters(
+                f"{where}.{name}", getattr(owner, name), f"self {parameters}" if self.owner else parameters
+            )
+        for name in self.attributes.split():
+            if not hasattr(owner, name) and not (self.owner and name in _attributes(owner)):
+                raise _drift(f"{where}.{name} is missing")
+
+
+def _check_parameters(where: str, found: Any, expected: str | None) -> None:
+    if expected is not None:
+        parameters = tuple(inspect.signature(found).parameters)
+        if parameters != tuple(expected.split()):
+            raise _drift(f"{where} takes ({', '.join(parameters)}), expected ({', '.join(expected.split())})")
+
+
+@functools.cache
+def _attributes(owner: type) -> frozenset[str]:
+    """The fields of a class and its bases, and what their methods set on any object."""
+    return frozenset(name for base in owner.__mro__ for name in _own_attributes(base))
+
+
+def _own_attributes(owner: type) -> Iterator[str]:
+    yield from getattr(owner, "__annotations__", ())
+    for member in vars(owner).values():
+        member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        code = getattr(inspect.unwrap(member) if callable(member) else member, "__code__", None)
+        if isinstance(code, types.CodeType):
+            yield from (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
+
+
+def apply(patches: Sequence[Patch], required: Iterable[Required] = ()) -> Callable[[], None]:
+    """Check all rows, then make all rebindings. Returns a function that undoes them. Raises DriftError."""
+    _check_version()
+    for row in required:
+        row.check()
+    originals = [patch.original() for patch in patches]
+    for patch, original in zip(patches, originals):
+        patch.put(patch.replace(original))
+
+    def undo() -> None:
+        for patch, original in reversed(list(zip(patches, originals))):
+            patch.put(original)
+
+    return undo
+
+
+def _version() -> tuple[int, ...]:
+    # `__version__` carries the git revision of whatever checkout holds the environment; VERSION does not.
+    from megatron.core.package_info import VERSION
+
+    return VERSION
+
+
+def _check_version() -> None:
+    if ".".join(map(str, _version()[:2])) != SUPPORTED:
+        raise DriftError(
+            f"megatron-core {'.'.join(map(str, _version()[:3]))} is installed, megatron_2bw needs {SUPPORTED}"
+        )
+
+
+def _drift(what: str) -> DriftError:
+    found = ".".join(map(str, _version()[:3]))
+    return DriftError(f"{what}: megatron_2bw needs megatron-core {SUPPORTED} as released, found {found}")

@@ -1,0 +1,52 @@
+"""Replacements for functions of Megatron that have faults which every user meets. Each takes the original function."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Callable
+
+from megatron_2bw.checkpoints import save_workers
+
+
+def skip_when_compiled(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        try:
+            import megatron.core.datasets.helpers_cpp  # noqa: F401
+        except ImportError:
+            original()
+
+    return compile_helpers
+
+
+def set_without_step(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_states(self, model_param, tensors):
+        import torch
+
+        with torch.no_grad():
+            return original(self, model_param, {**tensors, "step": None})
+
+    return set_states
+
+
+def results_queue(original: Callable) -> Callable:
+    return save_workers.results_queue
+
+
+def async_loop(original: Callable) -> staticmethod:
+    return staticmethod(save_workers.async_loop)
+
+
+def raise_cause(original: Callable) -> staticmethod:
+    @functools.wraps(original)
+    def write_preloaded_data(*args, **kwargs):
+        if multiprocessing.parent_process() is not None:  # of an asynchronous save
+            save_workers.end_with_parent()
+        output = original(*args, **kwargs)
+        if kwargs["results_queue"] is None and output is not None and isinstance(output[1], Exception):
+            raise save_workers.root(output[1])  # caught by the caller, which passes its text on
+        return output
+
+    return staticmethod(write_preloaded_data)

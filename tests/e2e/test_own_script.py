@@ -1,0 +1,53 @@
+"""A user's own Megatron entry script trains 2BW with three more lines, from the wheel, without `launch`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.training import command
+from tests.e2e.launcher import ROOT, torchrun
+from tests.e2e.test_source_patches import CPU_FLAGS
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """A folder with the unpacked wheel, and the script."""
+    folder = tmp_path_factory.mktemp("own")
+    source = folder / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "out", "build", "tests", "docs", "bench"))
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=120)
+    (wheel,) = folder.glob("megatron_2bw-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    shutil.copy(Path(__file__).with_name("own_script.py"), folder / "train.py")
+    return folder
+
+
+def losses(site: Path, schedule: str, *flags: str) -> list[str]:
+    argv = [word for word in command(2, 2, schedule, *flags, device=None) if word != "--mock-data"]
+    result = torchrun(2, "train.py", [*argv, *CPU_FLAGS], cwd=site, PYTHONPATH=str(site / "site"))
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return re.findall(r"iteration +\d+/ +\d+ .*?lm loss: (\S+)", result.stdout)
+
+
+def test_it_trains(site):
+    """Without delay the losses are those of Megatron's schedule; with delay the first batch has the same weights."""
+    plain, synchronous = losses(site, "megatron"), losses(site, "2bw", "--two-bw-sync-iterations", "6")
+    assert len(plain) == 6 and synchronous == plain
+    late = losses(site, "2bw")
+    assert len(late) == 6 and late[0] == plain[0] and late[2:] != plain[2:]
+
+
+def test_what_cannot_run_is_one_line(site):
+    argv = [word for word in command(1, 2, "2bw", device=None) if word != "--mock-data"]
+    result = torchrun(1, "train.py", [*argv, *CPU_FLAGS[:-2]], cwd=site, PYTHONPATH=str(site / "site"))
+    errors = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert result.returncode != 0 and len(errors) == 1 and errors[0].startswith("train.py: error: --rerun-mode ")
