@@ -93,7 +93,7 @@ def for_cpu() -> list[Patch]:
             "AsyncCallsQueue.__init__",
             "self persistent",
             "that worker would share the host's memory, to which training writes; a forked one has a copy",
-            lambda original: lambda self, persistent=False: original(self, False),
+            lambda original: functools.wraps(original)(lambda self, persistent=False: original(self, False)),
         ),
     ]
 
