@@ -35,10 +35,13 @@ def flag(name: str) -> str:
 
 def numbers(text: str) -> tuple[int, ...]:
     """A comma-separated list of positive numbers, for argparse."""
-    words = text.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
+    try:
+        values = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        values = (0,)
+    if min(values) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected positive whole numbers such as 1,2,4,8")
-    return tuple(map(int, words))
+    return values
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
