@@ -1,14 +1,15 @@
-# make install | demo | test | test-docs | test-slurm | lint | bench | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-rest | test-all | test-docs | test-slurm | lint | bench | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-docs test-slurm lint bench clean
+.PHONY: help install demo test test-rest test-all test-docs test-slurm lint bench clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
 	@echo "make demo      train a small GPT with 2BW on two processes (two to three minutes)"
-	@echo "make test      run the tests"
+	@echo "make test      unit tests, and one test with several processes for each claim (five minutes)"
+	@echo "make test-rest  all other tests that need nothing but .venv (six minutes); make test-all runs both"
 	@echo "make test-docs  run the commands of docs/quick_start.md as they stand there (two minutes)"
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
 	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
@@ -38,19 +39,28 @@ install: .venv/.installed
 demo: install
 	$(PYTHON) scripts/demo.py
 
+# Workers take over each other's tests, so both end at one time.
+PYTEST := $(PYTHON) -m pytest --durations=10
+TWO := -n 2 --dist worksteal
+
 test: install
-	$(PYTHON) -m pytest --durations=10 -n 2 tests/unit
-	$(PYTHON) -m pytest --durations=10 -n 2 --dist loadfile tests/distributed tests/e2e
+	$(PYTEST) $(TWO) tests/unit
+	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e
+
+test-rest: install
+	$(PYTEST) $(TWO) -m "not proof" tests/distributed tests/e2e
+
+test-all: test test-rest
 
 test-docs: install
-	$(PYTHON) -m pytest --durations=10 tests/docs
+	$(PYTEST) tests/docs
 
 test-slurm: install
 	@for name in sbatch slurmctld slurmd munged; do \
 	    PATH="$$PATH:/usr/sbin" command -v $$name >/dev/null || \
 	        { echo "make: $$name is not installed: apt-get install slurm-wlm munge" >&2; exit 1; }; \
 	done
-	$(PYTHON) -m pytest --durations=10 tests/slurm
+	$(PYTEST) tests/slurm
 
 lint: install
 	$(PYTHON) -m ruff check .

@@ -7,6 +7,7 @@ import torch
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.reference import Rule, reference
 from tests.distributed.training import Run, full_weights, train
+from tests.session import once_a_session
 
 UNTIED = "--untie-embeddings-and-output-weights"
 SGD = dict(optimizer="sgd", sgd_momentum=0.9, lr=0.1, min_lr=0.01)
@@ -17,7 +18,12 @@ def run_pipeline(argv: list[str], ranks: int, prepare=None, finish=None) -> list
 
 
 def run_reference(runs: list[Run], argv: list[str], microbatches: int, **rule) -> Run:
-    rule = Rule(microbatches, norm_order=[run.names for run in runs], **rule)
+    """The reference of `argv`, with the norm added in the order of `runs`."""
+    return reference_run(argv, Rule(microbatches, norm_order=[run.names for run in runs], **rule))
+
+
+@once_a_session
+def reference_run(argv: list[str], rule: Rule) -> Run:
     return run_world(1, reference, argv, rule)[0]
 
 

@@ -5,8 +5,6 @@ Bitwise where the additions keep their order (see test_update_rule.py and test_e
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from tests.distributed.test_checkpoint import assert_goes_on, interrupted
 from tests.distributed.test_equivalence import DROPOUT, FULL, NO_BIAS
 from tests.distributed.test_update_rule import POISONED, poison
 from tests.distributed.training import BERT, command
+from tests.session import once_a_session
 
 NO_HEAD = "--bert-no-binary-head"
 
@@ -23,20 +22,25 @@ def bert(*args, **changes) -> list[str]:
     return [BERT, *command(*args, **changes)]
 
 
-@functools.cache
+@once_a_session
 def two_stages(*flags: str, schedule: str = "2bw", **changes):
     """A run on two stages, made once for all tests that compare with it."""
     return run_pipeline(bert(2, 4, schedule, *flags, **changes), 2)
 
 
-@pytest.mark.parametrize("flags", [(UNTIED,), (UNTIED, NO_HEAD), (UNTIED, "--bf16"), (UNTIED, "--swiglu")], ids=str)
+@pytest.mark.proof("plain", "no binary head")
+@pytest.mark.parametrize(
+    "flags", [(), (NO_HEAD,), ("--bf16",), ("--swiglu",)], ids=["plain", "no binary head", "bf16", "swiglu"]
+)
 def test_the_update_rule(flags):
     """Against the single-process reference, with clipping. Both losses, if there is a binary head."""
+    flags = (UNTIED, *flags)
     runs = two_stages(*flags)
     assert len(runs[-1].losses) == 6 * (1 if NO_HEAD in flags else 2)
     assert_same(runs, run_reference(runs, bert(1, 4, "2bw", *flags), 4), exact=True)
 
 
+@pytest.mark.proof("2")
 @pytest.mark.parametrize("stages", [2, 4])
 def test_tied_embeddings(stages):
     """The output layer's bias, the head and the pooler are on the last stage alone; words are on both ends."""
@@ -59,6 +63,7 @@ def test_a_skipped_step():
     assert_same(runs, expected, exact=True)
 
 
+@pytest.mark.proof("pipedream-flush")
 @pytest.mark.parametrize("schedule", ["pipedream-flush", "gpipe", "no-pipelining"])
 def test_flush_schedules_are_megatrons(schedule):
     """Tied embeddings, bf16, dropout, clipping, full recompute: losses, weights and norms of Megatron's schedule."""
@@ -106,7 +111,8 @@ def test_evaluation_leaves_the_pipeline_as_it_is():
     assert_same_runs(two_stages(UNTIED, eval_interval=2, eval_iters=2), two_stages(UNTIED), exact=True)
 
 
-@pytest.mark.parametrize("flags", [("--bf16",), ("--bf16", "--use-distributed-optimizer", NO_HEAD)], ids=str)
+@pytest.mark.proof("--bf16")
+@pytest.mark.parametrize("flags", [("--bf16",), ("--bf16", "--use-distributed-optimizer", NO_HEAD)], ids=" ".join)
 def test_resumed_run_is_the_uninterrupted_one(flags, tmp_path):
     whole, rest = interrupted(tmp_path, 2, bert(2, 3, "2bw", *flags, **DROPOUT))
     losses = [list(zip(*[iter(run.losses)] * (1 if NO_HEAD in flags else 2))) for run in (*whole, *rest)]

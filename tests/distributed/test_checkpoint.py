@@ -89,6 +89,7 @@ CASES = {
 }
 
 
+@pytest.mark.proof("four stages, bf16, recompute", "asynchronous, with evaluations")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     ranks, argv = CASES[name]
@@ -117,6 +118,7 @@ def watch_and_poison(model, optimizer) -> None:
     poison(1, model, optimizer, (SAVED - 1,))
 
 
+@pytest.mark.proof("more0")
 @pytest.mark.parametrize("more", [(), ("--use-distributed-optimizer",)])
 def test_dynamic_loss_scale(more, tmp_path):
     """The step before the save is skipped: the next batch has the scale of before, the one after it half of it."""
@@ -144,6 +146,7 @@ RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 EXTRAPOLATE = ("--two-bw-correction", "extrapolate")
 
 
+@pytest.mark.proof("stages 2 4 1")
 @pytest.mark.parametrize(
     "flags, resumed",
     [
@@ -213,6 +216,7 @@ def resume(saved: Saved, *flags: str, schedule: str = "2bw") -> Run:
     return run_pipeline([*argv, "--load", str(saved.folder), "--ckpt-step", str(SAVED), *flags], 2)[-1]
 
 
+@pytest.mark.proof
 def test_resumed_run_is_the_uninterrupted_one_in_fp32(saved):
     flags = ["--load", str(saved.folder), "--ckpt-step", str(SAVED)]
     assert_goes_on(saved.run, run_pipeline([*saved.argv, *flags], 2))
@@ -232,6 +236,7 @@ def without_our_checkpoints(rank: int, argv: list[str]) -> Run:
     return train(rank, argv)
 
 
+@pytest.mark.proof
 def test_plain_megatron_reads_it_and_2bw_starts_from_a_plain_one(saved, tmp_path):
     argv = ["megatron" if word == "2bw" else word for word in [*saved.argv, "--hidden-dropout", "0"]]
     argv = [*argv, "--attention-dropout", "0", "--ckpt-step", str(SAVED), "--load"]
@@ -285,6 +290,7 @@ EXITS = {
 }
 
 
+@pytest.mark.proof("--exit-signal-handler")
 @pytest.mark.parametrize("flag", EXITS)
 def test_a_run_that_leaves_early_goes_on(flag, saved, tmp_path):
     flags, prepare = EXITS[flag]

@@ -19,10 +19,12 @@ from tests.distributed.test_checkpoint import ASYNCHRONOUS, DROPOUT, SAVED, asse
 from tests.distributed.test_late_step import OVERLAP
 from tests.distributed.test_update_rule import POISONED, poison
 from tests.distributed.training import Run, command, train
+from tests.session import once_a_session
 
 EXTRAPOLATE = dict(two_bw_correction="extrapolate")
 
 
+@pytest.mark.proof("2-4-3-more0")
 @pytest.mark.parametrize(
     "stages, microbatches, sync, more",
     [(2, 4, 3, {}), (4, 5, 2, {}), (2, 3, 4, dict(two_bw_extra_warmup=1)), (1, 2, 3, {})],
@@ -35,6 +37,7 @@ def test_synchronous_start(stages, microbatches, sync, more):
     assert_same(runs, run_reference(runs, argv, microbatches, sync=sync), exact=True)
 
 
+@pytest.mark.proof("flags1-adam")
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("flags", [(), ("--bf16",), ("--fp16",)])
 def test_extrapolation(flags, optimizer):
@@ -69,7 +72,7 @@ def test_factor_and_synchronous_start_together():
     assert_same(runs, reference, exact=True)
 
 
-@functools.cache
+@once_a_session
 def wide(*flags: str) -> list[Run]:
     """Two pipelines of two stages, without clipping: then sharding changes no order of additions."""
     return run_pipeline(command(2, 2, "2bw", *flags, width=2, clip_grad=0, **EXTRAPOLATE), 4)
@@ -122,6 +125,7 @@ CASES = {
 }
 
 
+@pytest.mark.proof("fp32, tied")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     ranks, argv = CASES[name]
@@ -192,6 +196,7 @@ def model_in(checkpoint: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.proof("precision0")
 @pytest.mark.parametrize("precision", [(), ("--bf16",)])
 def test_evaluation_and_checkpoint_have_the_true_weights(precision, tmp_path):
     """The checkpoint's model is the reference's W(3), and Megatron alone evaluates it to the same loss."""

@@ -5,25 +5,25 @@ Bitwise where the additions keep their order; the tests say why where they do no
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 from tests.distributed.compare import UNTIED, assert_same_runs, run_pipeline
 from tests.distributed.training import command
+from tests.session import once_a_session
 
 NO_BIAS = "--disable-bias-linear"  # the keys' bias has a gradient of rounding only, which Adam would blow up
 DROPOUT = dict(attention_dropout=0.1, hidden_dropout=0.1)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-@functools.cache
+@once_a_session
 def two_stages(*flags: str, schedule: str = "2bw", microbatches: int = 4, **changes):
     """A run on two stages, made once for all tests that compare with it."""
     return run_pipeline(command(2, microbatches, schedule, *flags, **changes), 2)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("stages", [1, 4])
 def test_depth(stages):
     """The delay is 1 whatever the depth, so one device, two and four give the same losses and weights.
@@ -34,6 +34,7 @@ def test_depth(stages):
     assert_same_runs(runs, two_stages(UNTIED, clip_grad=0), exact=True)
 
 
+@pytest.mark.proof("4")
 @pytest.mark.parametrize("stages", [1, 4])
 def test_depth_with_clipping(stages):
     """The squares of the gradient norm are added by stage, so equal to rounding."""
@@ -41,6 +42,7 @@ def test_depth_with_clipping(stages):
     assert_same_runs(runs, two_stages(UNTIED, NO_BIAS), exact=False)
 
 
+@pytest.mark.proof
 def test_uneven_stages():
     """Three layers on the first stage, one on the last: the same numbers as two and two."""
     runs = two_stages(UNTIED, clip_grad=0, decoder_first_pipeline_num_layers=3)
@@ -66,6 +68,7 @@ def test_flush_with_the_distributed_optimizer():
     assert_same_runs(runs[0][0::2], runs[1][0::2], exact=True)
 
 
+@pytest.mark.proof
 def test_width():
     """Two pipelines of two microbatches each: the same batch, its gradients added by pairs."""
     runs = run_pipeline(command(2, 2, "2bw", UNTIED, NO_BIAS, width=2), 4)
@@ -88,6 +91,7 @@ def test_overlapped_grad_reduce():
     assert_same_runs(overlapped[0::2], plain[0::2], exact=True)
 
 
+@pytest.mark.proof
 def test_tensor_parallel():
     """Row-parallel layers add their partial sums over the ranks, so equal to rounding only."""
     runs = run_pipeline(command(2, 4, "2bw", UNTIED, NO_BIAS, tensor_model_parallel_size=2), 4)
@@ -96,6 +100,7 @@ def test_tensor_parallel():
     assert runs[0].grad_norms == pytest.approx(two_stages(UNTIED, NO_BIAS)[0].grad_norms, rel=1e-5)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("recompute", [FULL, dict(recompute_granularity="selective")], ids=["full", "selective"])
 def test_recompute_with_dropout(recompute):
     """The recompute of a microbatch in flight sees the weights and the dropout mask of its forward."""
@@ -105,12 +110,14 @@ def test_recompute_with_dropout(recompute):
     assert not torch.equal(torch.stack(plain[-1].losses), without), "dropout must do something"
 
 
+@pytest.mark.proof
 def test_evaluation_leaves_the_pipeline_as_it_is():
     """Evaluation runs while microbatches and a received message wait; training goes on as without it."""
     evaluated = two_stages(UNTIED, eval_interval=2, eval_iters=2)
     assert_same_runs(evaluated, two_stages(UNTIED), exact=True)
 
 
+@pytest.mark.proof("fp32-pipedream-flush", "fp32-gpipe", "fp32-no-pipelining")
 @pytest.mark.parametrize("schedule", ["pipedream-flush", "gpipe", "no-pipelining"])
 @pytest.mark.parametrize("flags", [(), ("--bf16",)], ids=["fp32", "bf16"])
 def test_flush_schedules_are_megatrons(schedule, flags):

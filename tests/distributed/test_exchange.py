@@ -51,6 +51,7 @@ def relay(rank: int, pipeline: list[int], staged: bool, messages: int) -> list[f
     return seen
 
 
+@pytest.mark.proof("[3, 1, 0, 2]-staged")
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("pipeline", [[0, 1], [0, 1, 2, 3], [3, 1, 0, 2]], ids=str)
 def test_messages_arrive_in_order(pipeline, staged):
@@ -123,6 +124,7 @@ def lost_neighbour(rank: int, staged: bool) -> str:
     return "nothing raised"
 
 
+@pytest.mark.proof("direct")
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 def test_a_lost_neighbour_raises(staged):
     assert run_world(2, lost_neighbour, staged)[1] != "nothing raised"

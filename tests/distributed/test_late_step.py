@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from megatron_2bw.local_ranks import run_world
-from tests.distributed.compare import UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference
+from tests.distributed.compare import UNTIED, assert_same, assert_same_runs, reference_run, run_pipeline, run_reference
 from tests.distributed.reference import Rule, reference
 from tests.distributed.training import Run, command, train
+from tests.session import once_a_session
 
 POISONED = 3
 FP16 = ("--fp16",)
 SCALE = dict(initial_loss_scale=4096, hysteresis=1)
 
 
+@pytest.mark.proof
 def test_clipping_that_bites_in_some_iterations_only():
     changes = dict(clip_grad=1.5)
     runs = run_pipeline(command(2, 3, "2bw", UNTIED, **changes), 2)
@@ -51,11 +53,11 @@ def poison(stage: int, model, optimizer, poisoned: tuple[int, ...] = (POISONED,)
 UNCLIPPED = SCALE | dict(clip_grad=0)  # so that no sum over four stages is rounded in another order
 
 
-@functools.cache
 def poisoned_reference() -> Run:
-    return run_world(1, reference, command(1, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), Rule(4, poison=POISONED))[0]
+    return reference_run(command(1, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), Rule(4, poison=POISONED))
 
 
+@pytest.mark.proof("4-2")
 @pytest.mark.parametrize("stages, stage", [(2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
 def test_an_inf_in_any_one_stage_skips_the_step_of_all(stages, stage):
     argv = command(stages, 4, "2bw", UNTIED, *FP16, **UNCLIPPED)
@@ -65,7 +67,7 @@ def test_an_inf_in_any_one_stage_skips_the_step_of_all(stages, stage):
     assert_same(runs, expected, exact=True)
 
 
-@functools.cache
+@once_a_session
 def plain(*flags: str, width: int = 2, microbatches: int = 2, **changes) -> list[Run]:
     return run_pipeline(command(2, microbatches, "2bw", *flags, width=width, **changes), 2 * width)
 
@@ -76,6 +78,7 @@ PRECISIONS = {"fp32": (), "bf16": ("--bf16",), "fp16": FP16}
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 
+@pytest.mark.proof("fp32-overlap0", "bf16-overlap2")
 @pytest.mark.parametrize("precision, overlap", [("fp32", ()), ("fp32", OVERLAP), ("bf16", OVERLAP), ("fp16", ())])
 def test_distributed_optimizer(precision, overlap):
     """Two pipelines, sharded over them. Each gradient is the sum of two, so only the norm adds in another order:
@@ -87,6 +90,7 @@ def test_distributed_optimizer(precision, overlap):
         assert torch.equal(value, sharded[1].weights[name]), "the replicas have drifted apart"
 
 
+@pytest.mark.proof
 def test_distributed_optimizer_with_clipping():
     flags = (UNTIED, "--disable-bias-linear")
     sharded, whole = (plain(*flags, *more) for more in (("--use-distributed-optimizer",), ()))
@@ -95,6 +99,7 @@ def test_distributed_optimizer_with_clipping():
     assert sharded[0].grad_norms == pytest.approx(whole[0].grad_norms, rel=1e-6)
 
 
+@pytest.mark.proof("flags0-2")
 @pytest.mark.parametrize("flags, microbatches", [((), 2), (FP16, 3), (("--use-distributed-optimizer", "--bf16"), 2)])
 def test_one_gradient_slot_equals_two(flags, microbatches):
     one = plain(*flags, "--two-bw-gradient-slots", "1", microbatches=microbatches, **SCALE)
@@ -139,13 +144,14 @@ def reference_masked(rank: int, argv: list[str], rule: Rule) -> Run:
     return reference(rank, argv, rule)
 
 
+@pytest.mark.proof("fp32")
 @pytest.mark.parametrize("flags", [(), ("--bf16",)], ids=["fp32", "bf16"])
 def test_per_token_loss_with_uneven_masks(flags):
     flags = (UNTIED, "--calculate-per-token-loss", *flags)
     runs = run_world(2, train_masked, command(2, 3, "2bw", *flags))
     rule = Rule(3, norm_order=[run.names for run in runs])
     (expected,) = run_world(1, reference_masked, command(1, 3, "2bw", *flags), rule)
-    (unmasked,) = run_world(1, reference, command(1, 3, "2bw", *flags), rule)
+    unmasked = reference_run(command(1, 3, "2bw", *flags), rule)
     assert_same(runs, expected, exact=True)
     assert not torch.equal(torch.stack(unmasked.losses), torch.stack(expected.losses)), "the masks must do something"
 
@@ -287,6 +293,7 @@ def watch(rank: int, argv: list[str]) -> Run:
 WATCHED = ("--fp16", "--log-num-zeros-in-grad", "--exit-signal-handler", "--calculate-per-token-loss")
 
 
+@pytest.mark.proof("--use-distributed-optimizer --overlap-grad-reduce")
 @pytest.mark.parametrize("flags", [(), ("--use-distributed-optimizer", "--overlap-grad-reduce")], ids=" ".join)
 def test_no_collective_of_the_training_thread_spans_stages(flags):
     """Clipping, dynamic loss scaling, tied embeddings, a log line in every iteration, exit conditions."""
@@ -351,6 +358,7 @@ def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
     return train(rank, argv)
 
 
+@pytest.mark.proof("3-3-1-flags0")
 @pytest.mark.parametrize(
     "stages, microbatches, width, flags",
     [

@@ -8,13 +8,12 @@ that is fast, late gradients cost much. Print the curves, to record them again, 
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.training import command, train
+from tests.session import once_a_session
 
 WINDOW = 20  # iterations that a number of a curve is the mean of
 VARIANTS = {
@@ -32,7 +31,7 @@ RECORDED = {
 BAND = 0.05  # of the recorded loss; one stage or two, which add in another order, agree to four digits
 
 
-@functools.cache
+@once_a_session
 def curve(variant: str) -> list[float]:
     stages, schedule, more = VARIANTS[variant]
     argv = command(

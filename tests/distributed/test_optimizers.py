@@ -23,6 +23,9 @@ MUON = ("--optimizer", "muon", "--muon-nesterov")
 LION_BESIDE_MUON = ("--optimizer", "muon", "--muon-scalar-optimizer", "lion")
 
 
+@pytest.mark.proof(
+    "--optimizer muon --muon-nesterov --bf16-extrapolate", "--optimizer lion --bf16-", "--optimizer soap --bf16-"
+)
 @pytest.mark.parametrize(
     "flags, correction",
     [
@@ -43,6 +46,7 @@ def test_2bw(flags, correction):
     assert_same(runs, expected, exact=True)
 
 
+@pytest.mark.proof
 def test_pipedream():
     flags = (UNTIED, *MUON)
     runs = run_pipeline(command(2, 2, "pipedream", *flags), 2)

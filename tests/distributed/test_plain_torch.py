@@ -29,6 +29,7 @@ def expected(rank: int, name: str, shape: Shape):
     return reference(name, shape)
 
 
+@pytest.mark.proof("2bw-4", "pipedream-4", "gpipe-2")
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_references_bits(name, stages):

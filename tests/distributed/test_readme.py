@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ def losses(rank: int, code: str) -> list[torch.Tensor]:
     return list(names["stage"].losses.values())
 
 
+@pytest.mark.proof
 def test_the_plain_torch_lines():
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     first, *_, last = run_world(2, losses, code)[1]

@@ -31,6 +31,7 @@ def observe(rank: int, argv: list[str]) -> Run:
     return run
 
 
+@pytest.mark.proof("2bw-4-4-None", "2bw-2-3-1")
 @pytest.mark.parametrize(
     "schedule, stages, microbatches, extra",
     [
@@ -184,6 +185,7 @@ def watch_the_start(rank: int, argv: list[str]) -> Run:
     return run
 
 
+@pytest.mark.proof("flags1-3")
 @pytest.mark.parametrize("flags, skipped", [((), 0), (("--fp16",), 3), (("--two-bw-extra-warmup", "2"), 0)])
 def test_on_nccl_steps_are_late_once_everything_has_run_once(flags, skipped):
     """From the third iteration on, and with 16-bit floats after the first step that was not skipped."""

@@ -14,6 +14,7 @@ from tests.distributed.compare import SGD, UNTIED, assert_same, run_pipeline, ru
 from tests.distributed.training import command
 
 
+@pytest.mark.proof("1-2-adam", "2-2-sgd", "2-3-adam", "4-4-adam")
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("stages, microbatches", [(1, 2), (2, 2), (2, 3), (2, 4), (4, 4), (4, 6)])
 def test_fp32(stages, microbatches, optimizer):
@@ -26,6 +27,7 @@ def test_fp32(stages, microbatches, optimizer):
     assert runs[0].grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
 
 
+@pytest.mark.proof("adam")
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_four_stages_without_clipping_are_exact(optimizer):
     changes = (SGD if optimizer == "sgd" else {}) | dict(clip_grad=0)
@@ -33,6 +35,7 @@ def test_four_stages_without_clipping_are_exact(optimizer):
     assert_same(runs, run_reference(runs, command(1, 4, "2bw", UNTIED, **changes), 4, optimizer=optimizer), exact=True)
 
 
+@pytest.mark.proof("2-3-1")
 @pytest.mark.parametrize("stages, microbatches, extra", [(2, 3, "1"), (2, 6, "3"), (4, 7, "1"), (4, 6, "0,2,0")])
 def test_extra_warmup(stages, microbatches, extra):
     """Forwards that run further ahead read the same versions: nothing changes."""
@@ -42,6 +45,7 @@ def test_extra_warmup(stages, microbatches, extra):
     assert_same(runs, run_reference(runs, command(1, microbatches, "2bw", UNTIED, **changes), microbatches), exact=True)
 
 
+@pytest.mark.proof("2-adam", "4-sgd")
 @pytest.mark.parametrize("stages, optimizer", [(2, "adam"), (2, "sgd"), (4, "sgd")])
 def test_tied_embeddings(stages, optimizer):
     """First and last stage hold copies of the embedding; `full_weights` checks that they stay equal bit for bit.
@@ -60,6 +64,7 @@ def test_tied_embeddings_on_one_stage_are_exact():
     assert_same(runs, run_reference(runs, command(1, 3), 3), exact=True)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
 def test_mixed_precision(precision):
     flags = (UNTIED, precision)
@@ -87,6 +92,7 @@ def poison(model, optimizer) -> None:
     get_model_config(model[0]).finalize_model_grads_func = finalize
 
 
+@pytest.mark.proof
 def test_fp16_skips_a_step_with_inf_and_versions_still_advance():
     """After a skipped step W(j+1) = W(j); the batches after it name the same versions as ever."""
     changes = dict(initial_loss_scale=4096, hysteresis=1)
@@ -103,6 +109,7 @@ def test_per_token_loss():
     assert_same(runs, run_reference(runs, command(1, 4, "2bw", *flags), 4), exact=True)
 
 
+@pytest.mark.proof("4-2")
 @pytest.mark.parametrize("stages, microbatches", [(2, 1), (2, 3), (4, 1), (4, 2)])
 def test_pipedream(stages, microbatches):
     """Each stage's newest weights at a forward, kept for its backward, the norm of each stage by itself."""

@@ -46,6 +46,7 @@ def test_a_fault_of_one_rank_ends_all_and_comes_first_in_the_log(kind, rank):
         assert "OutOfMemoryError: CUDA out of memory" in run.stderr
 
 
+@pytest.mark.proof
 def test_a_loss_of_nan_ends_the_run_as_in_megatron():
     flags = command(
         2, 2, "2bw", train_iters=100, lr=1e30, min_lr=None, lr_decay_style="constant", lr_warmup_iters=None, clip_grad=0
@@ -89,6 +90,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
     assert latest_iteration(tmp_path) == 2 and problem(tmp_path) is None
 
 
+@pytest.mark.proof
 def test_killed_ranks_are_started_again_and_nothing_is_lost(tmp_path):
     """The short form of bench/faults.py: one kill at a random moment."""
     path = tmp_path / "faults.json"

@@ -14,6 +14,7 @@ from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure import validate
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(150)
 def test_two_plans_run(tmp_path, capsys):
     device = Device("cpu", 16, 0.1, 10, tflops_fp32=0.1, flash=False)

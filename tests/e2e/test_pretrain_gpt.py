@@ -45,6 +45,7 @@ def validation(output: str) -> dict[str, str]:
     return dict(re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", output))
 
 
+@pytest.mark.proof
 def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path):
     options = dict(
         train_iters=6,
@@ -128,6 +129,7 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
     assert logged == list(range(1, saved + 1)) and saved >= 6
 
 
+@pytest.mark.proof
 def test_the_line_and_the_trace_show_how_busy_the_stages_are(tmp_path):
     """bubble and memory in the log line; every action of every stage in DIR/trace.json, and a picture."""
     flags = command(2, 3, "2bw", train_iters=4, split="100,0,0", two_bw_trace=tmp_path / "trace", log_interval=2)

@@ -98,6 +98,7 @@ def check(board: Values, lines: Values) -> None:
         assert shown["tokens per second"] > 0 and shown["peak memory (GiB)/stage 0"] > 0.1
 
 
+@pytest.mark.proof
 def test_both_dashboards_show_what_the_log_shows(tmp_path):
     flags = command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path / "board", **offline(tmp_path))
     lines = logged(forked(2, flags, WANDB_MODE="offline"))

@@ -25,11 +25,12 @@ import torch
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.training import BERT, command
 from tests.e2e.launcher import ROOT, torchrun
+from tests.session import once_a_session
 from tests.unit.test_arguments import DAMAGES, MISTAKEN, REFUSED, damage, dataset, refused_command
 from tests.unit.test_saved import DAMAGES as BROKEN
 from tests.unit.test_saved import distributed
 
-LIMIT = 30.0  # seconds in which every wrong command line must end
+LIMIT = 60.0  # seconds after which a process counts as hung and is killed
 GPT = "pretrain_gpt_2bw.py"
 ERRORS = tuple(f"{script}: error: " for script in (GPT, BERT))
 
@@ -47,11 +48,10 @@ class Case:
 
 @dataclass
 class Ending:
-    """How a process ended: its status, what it wrote, and after how many seconds."""
+    """How a process ended: its status, negative if it was killed, and what it wrote."""
 
     status: int
     output: str
-    seconds: float
 
     def check(self, expected: str, ranks: int = 1) -> None:
         """One line of error; of several ranks, which start seconds apart on a busy machine, the same from each."""
@@ -59,7 +59,7 @@ class Ending:
         assert 1 <= len(lines) <= ranks and len(set(lines)) == 1 and lines[0].startswith(ERRORS), self.output[-3000:]
         assert expected in lines[0]
         assert "Traceback" not in self.output
-        assert self.status not in (0, None) and self.seconds < LIMIT
+        assert self.status > 0
 
 
 # --- the processes -------------------------------------------------------------------------------------------------
@@ -76,13 +76,12 @@ def endings(rank: int, cases: list[Case]) -> list[Ending]:
                 number, case = waiting.pop(0)
                 running[fork(case, Path(folder, str(number)))] = number, time.monotonic()
             for pid, (number, start) in list(running.items()):
-                seconds = time.monotonic() - start
-                if seconds > LIMIT:
+                if time.monotonic() - start > LIMIT:
                     os.kill(pid, signal.SIGKILL)
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     output = Path(folder, str(number)).read_text()
-                    found[number] = Ending(os.waitstatus_to_exitcode(status), output, seconds)
+                    found[number] = Ending(os.waitstatus_to_exitcode(status), output)
                     del running[pid]
             time.sleep(0.005)
     return [found[number] for number in range(len(cases))]
@@ -199,15 +198,17 @@ def with_files(folder: Path) -> Iterator[Case]:
     yield Case("checkpoint", argv, "--num-experts 8 ", world=1)
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory) -> dict[str, tuple[Case, Ending]]:
+@once_a_session
+def ended() -> dict[str, tuple[Case, Ending]]:
     """All cases and how they ended, by name."""
-    cases = [*CASES, *with_files(tmp_path_factory.mktemp("files"))]
-    assert len({case.name for case in cases}) == len(cases)
-    (found,) = run_world(1, endings, cases, timeout=200)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [*CASES, *with_files(Path(folder))]
+        assert len({case.name for case in cases}) == len(cases)
+        (found,) = run_world(1, endings, cases, timeout=250)
     return {case.name: (case, ending) for case, ending in zip(cases, found)}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "name",
     [
@@ -219,8 +220,8 @@ def ended(tmp_path_factory) -> dict[str, tuple[Case, Ending]]:
         "checkpoint of another kind",
     ],
 )
-def test_one_line_names_the_flag(name, ended):
-    case, ending = ended[name]
+def test_one_line_names_the_flag(name):
+    case, ending = ended()[name]
     ending.check(case.expected)
 
 
@@ -234,28 +235,28 @@ TYPED = {
 
 
 def python(argv: list[str]) -> Ending:
-    start = time.monotonic()
     run = subprocess.run(
         [sys.executable, "pretrain_gpt_2bw.py", *argv],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=LIMIT + 10,
+        timeout=LIMIT,
         env=os.environ | {"WORLD_SIZE": "2", "RANK": "0", "PYTHONWARNINGS": "ignore"},
     )
-    return Ending(run.returncode, run.stdout + run.stderr, time.monotonic() - start)
+    return Ending(run.returncode, run.stdout + run.stderr)
 
 
-@pytest.fixture(scope="module")
+@once_a_session
 def typed() -> dict[str, Ending]:
     with ThreadPoolExecutor(2) as two:
         return dict(zip(TYPED, two.map(python, TYPED.values())))
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--device cuda is right here")
 @pytest.mark.parametrize("expected", TYPED)
-def test_typed_on_a_command_line(expected, typed):
-    typed[expected].check(expected)
+def test_typed_on_a_command_line(expected):
+    typed()[expected].check(expected)
 
 
 @pytest.mark.parametrize("where", ["arguments", "set-up"])
@@ -267,9 +268,7 @@ def test_two_ranks_under_torchrun(where, tmp_path):
         load = checkpoint(tmp_path / "model", num_layers=8)
         argv = command(2, 2, "2bw", ckpt_format="torch", load=load)
         expected = f"--load {load}: it was saved with --num-layers 8, but this run is with --num-layers 4"
-    start = time.monotonic()
-    run = torchrun(2, "pretrain_gpt_2bw.py", argv, PET_REDIRECTS="3", PET_LOG_DIR=str(tmp_path), timeout=LIMIT + 10)
-    seconds = time.monotonic() - start
+    run = torchrun(2, "pretrain_gpt_2bw.py", argv, PET_REDIRECTS="3", PET_LOG_DIR=str(tmp_path), timeout=2 * LIMIT)
     logs = sorted(tmp_path.rglob("stderr.log"))
     assert len(logs) == 2
-    Ending(run.returncode, "".join(log.read_text() for log in logs), seconds).check(expected, ranks=2)
+    Ending(run.returncode, "".join(log.read_text() for log in logs)).check(expected, ranks=2)

@@ -1,0 +1,32 @@
+"""The marker `proof`, and the folder through which the workers of pytest-xdist share results."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+from tests.session import FOLDER
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "proof(*cases): one proof of a claim; of these cases, if any are named")
+    if not hasattr(config, "workerinput"):  # the workers inherit the environment
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="session_")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the marker from the cases that it does not name. A name without a case is an error."""
+    unknown: dict[str, set[str]] = {}
+    for item in items:
+        for mark in [mark for mark in item.own_markers if mark.name == "proof" and mark.args]:
+            function, case = item.nodeid.removesuffix("]").split("[", 1)
+            unknown.setdefault(function, set(mark.args)).discard(case)
+            if case not in mark.args:
+                item.own_markers.remove(mark)
+    if config.option.markexpr and any(unknown.values()):  # else a case may have been left out on the command line
+        raise pytest.UsageError(f"proof: no such cases: { {name: cases for name, cases in unknown.items() if cases} }")

@@ -1,0 +1,39 @@
+"""Results that are computed once a session, whichever worker of pytest-xdist needs them first."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+FOLDER = "MEGATRON_2BW_TEST_SESSION"  # the environment variable with the session's folder, set by conftest.py
+
+
+def once_a_session[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """As functools.cache, but for all workers: the first one computes, the others wait and read its result.
+
+    The key is the text of the arguments. Results travel through torch.save. Outside of pytest there is no cache.
+    """
+    results: dict[str, R] = {}
+
+    @functools.wraps(function)
+    def shared(*args: P.args, **kwargs: P.kwargs) -> R:
+        if FOLDER not in os.environ:
+            return function(*args, **kwargs)
+        text = repr((function.__module__, function.__qualname__, args, sorted(kwargs.items())))
+        if text not in results:
+            path = Path(os.environ[FOLDER], hashlib.sha256(text.encode()).hexdigest())
+            with path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    torch.save(function(*args, **kwargs), path.with_suffix(".part"))
+                    path.with_suffix(".part").rename(path)
+            results[text] = torch.load(path, weights_only=False)
+        return results[text]
+
+    return shared
