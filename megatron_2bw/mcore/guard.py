@@ -10,6 +10,7 @@ import dis
 import functools
 import importlib
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,15 +60,18 @@ class Patch:
 class Required:
     """Names of one class (or module, if `owner` is empty) of Megatron that this project replaces, sets or reads.
 
-    methods     by name their parameters, with spaces between, "self" left out
-    attributes  that its methods set, or its fields, with spaces between
+    names  with spaces between: a method with its parameters, "self" left out, as in step(increment); an attribute that
+           the class's methods set, or a field, as in timers
     """
 
     module: str
     owner: str
     reason: str
-    methods: dict[str, str] | None = None
-    attributes: str = ""
+    names: str
+
+    def parsed(self) -> list[tuple[str, str | None]]:
+        """Each name with its parameters; None for an attribute."""
+        return [(match[1], match[2]) for match in re.finditer(r"(\w+)(?:\(([^)]*)\))?", self.names)]
 
     def check(self) -> None:
         """Raises DriftError at the first name that is missing or has other parameters."""
@@ -77,15 +81,12 @@ class Required:
             owner = getattr(module, self.owner) if self.owner else module
         except (ImportError, AttributeError) as error:
             raise _drift(f"{where} is missing") from error
-        for name, parameters in (self.methods or {}).items():
-            if not hasattr(owner, name):
+        for name, parameters in self.parsed():
+            if not hasattr(owner, name) and not (self.owner and parameters is None and name in _attributes(owner)):
                 raise _drift(f"{where}.{name} is missing")
-            _check_parameters(
-                f"{where}.{name}", getattr(owner, name), f"self {parameters}" if self.owner else parameters
-            )
-        for name in self.attributes.split():
-            if not hasattr(owner, name) and not (self.owner and name in _attributes(owner)):
-                raise _drift(f"{where}.{name} is missing")
+            if parameters is not None:
+                expected = f"self {parameters}" if self.owner else parameters
+                _check_parameters(f"{where}.{name}", getattr(owner, name), expected)
 
 
 def _check_parameters(where: str, found: Any, expected: str | None) -> None:

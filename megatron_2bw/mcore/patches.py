@@ -14,9 +14,9 @@ from megatron_2bw.mcore import repairs as repair
 from megatron_2bw.mcore.guard import Patch, Required
 from megatron_2bw.mcore.loop import Loop, first_argument
 
-LOOP, FILES = "megatron.training.training", "megatron.training.checkpointing"
-WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-ASYNC = "megatron.core.dist_checkpointing.strategies.async_utils"
+CORE, LOOP, FILES = "megatron.core", "megatron.training.training", "megatron.training.checkpointing"
+WRITER = f"{CORE}.dist_checkpointing.strategies.filesystem_async"
+ASYNC = f"{CORE}.dist_checkpointing.strategies.async_utils"
 GROUPS = "tp_group pp_group dp_cp_group dp_group"
 
 
@@ -245,9 +245,7 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
     ]
 
 
-OPTIMIZER, DISTRIBUTED = "megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"
-DDP, BUFFERS = "megatron.core.distributed.distributed_data_parallel", "megatron.core.distributed.param_and_grad_buffer"
-SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+OPTIMIZER, BUFFERS = f"{CORE}.optimizer.optimizer", f"{CORE}.distributed.param_and_grad_buffer"
 _STEPS = "the late step calls them behind proxies, and replaces what belongs to a batch"
 _SLOTS = "gradient slots and weight stores have the layout of Megatron's buffers"
 
@@ -257,119 +255,90 @@ REQUIRED = (
         OPTIMIZER,
         "MegatronOptimizer",
         _STEPS,
-        {
-            "step": "",
-            "zero_grad": "set_to_none",
-            "scale_loss": "loss",
-            "get_loss_scale": "",
-            "get_grad_stats_parallel_group": "",
-        },
+        "step() zero_grad(set_to_none) scale_loss(loss) get_loss_scale() get_grad_stats_parallel_group() "
         "optimizer config grad_stats_parallel_group init_state_fn",
     ),
-    Required(OPTIMIZER, "ChainedOptimizer", _STEPS, {"step": ""}, "chained_optimizers"),
-    Required(OPTIMIZER, "MixedPrecisionOptimizer", _STEPS, {"get_loss_scale": ""}, "grad_scaler"),
-    Required("megatron.core.optimizer.grad_scaler", "MegatronGradScaler", _STEPS, {"update": "found_inf"}, "scale"),
+    Required(OPTIMIZER, "ChainedOptimizer", _STEPS, "step() chained_optimizers"),
+    Required(OPTIMIZER, "MixedPrecisionOptimizer", _STEPS, "get_loss_scale() grad_scaler"),
+    Required(f"{CORE}.optimizer.grad_scaler", "MegatronGradScaler", _STEPS, "update(found_inf) scale"),
     Required(
         OPTIMIZER,
         "Float16OptimizerWithFloat16Params",
         _STEPS,
-        {"_copy_main_params_to_model_params": ""},
-        "float16_groups fp32_from_float16_groups fp32_from_fp32_groups",
+        "_copy_main_params_to_model_params() float16_groups fp32_from_float16_groups fp32_from_fp32_groups",
     ),
     Required(
-        DISTRIBUTED,
+        f"{CORE}.optimizer.distrib_optimizer",
         "DistributedOptimizer",
         _STEPS,
-        {
-            "_copy_main_params_to_model_params": "",
-            "_get_model_param_range_map": "param",
-            "start_param_sync_for_bucket_group_subset": "",
-        },
-        "model_param_gbuf_map model_float16_groups model_fp32_groups shard_fp32_from_float16_groups shard_fp32_groups",
+        "_copy_main_params_to_model_params() _get_model_param_range_map(param) "
+        "start_param_sync_for_bucket_group_subset() model_param_gbuf_map model_float16_groups model_fp32_groups "
+        "shard_fp32_from_float16_groups shard_fp32_groups",
     ),
-    Required("megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler", _STEPS, {"step": "increment"}),
+    Required(f"{CORE}.optimizer_param_scheduler", "OptimizerParamScheduler", _STEPS, "step(increment)"),
+    Required(f"{CORE}.optimizer.optimizer_config", "OptimizerConfig", "timers wait for the GPU", "timers"),
     Required(
-        "megatron.core.optimizer.optimizer_config", "OptimizerConfig", "timers wait for the GPU", attributes="timers"
+        f"{CORE}.optimizer.emerging_optimizers",
+        "TensorParallelMuon",
+        "its products over tensor-parallel ranks have a group of their own",
+        "pg_collection",
     ),
     Required(
-        DDP,
+        f"{CORE}.process_groups_config",
+        "ProcessGroupCollection",
+        "the late step has groups of its own",
+        "tp pp cp dp_cp embd pos_embd",
+    ),
+    Required(
+        f"{CORE}.distributed.distributed_data_parallel",
         "DistributedDataParallel",
         _SLOTS,
-        {
-            "zero_grad_buffer": "",
-            "scale_gradients": "scaling_factor",
-            "_start_bucket_group_param_sync": "bucket_group force_sync",
-        },
+        "zero_grad_buffer() scale_gradients(scaling_factor) _start_bucket_group_param_sync(bucket_group force_sync) "
         "buffers bucket_groups param_to_bucket_group ddp_config",
     ),
-    Required(BUFFERS, "_ParamAndGradBucket", _SLOTS, attributes="params param_data grad_data offset"),
+    Required(BUFFERS, "_ParamAndGradBucket", _SLOTS, "params param_data grad_data offset"),
     Required(
         BUFFERS,
         "_ParamAndGradBucketGroup",
         _SLOTS,
-        {"finish_grad_sync": "force_all_reduce"},
-        "buckets params param_to_bucket previous_grad_reduce_bucket_group golden_per_param_grad_ready_counts "
-        "per_param_grad_ready_counts cached_grad_buffer_shard_list cached_param_buffer_shard_list data_parallel_group "
-        "intra_distributed_optimizer_instance_group",
+        "finish_grad_sync(force_all_reduce) buckets params param_to_bucket previous_grad_reduce_bucket_group "
+        "golden_per_param_grad_ready_counts per_param_grad_ready_counts cached_grad_buffer_shard_list "
+        "cached_param_buffer_shard_list data_parallel_group intra_distributed_optimizer_instance_group",
     ),
     Required(
         BUFFERS,
         "_ParamAndGradBuffer",
         _SLOTS,
-        {"scale_gradients": "scaling_factor"},
-        "buckets param_data grad_data param_index_map",
+        "scale_gradients(scaling_factor) buckets param_data grad_data param_index_map",
     ),
     Required(
-        "megatron.core.process_groups_config",
-        "ProcessGroupCollection",
-        "the late step has groups of its own",
-        attributes="tp pp cp dp_cp embd pos_embd",
-    ),
-    Required(
-        "megatron.core.optimizer.emerging_optimizers",
-        "TensorParallelMuon",
-        "its products over tensor-parallel ranks have a group of their own",
-        attributes="pg_collection",
-    ),
-    Required(
-        "megatron.core.timers",
+        f"{CORE}.timers",
         "Timer",
         "the interval timer must not wait for a rank",
-        {"start": "barrier", "stop": "barrier", "elapsed": "reset barrier"},
-        "_start_time _started _elapsed _active_time",
+        "start(barrier) stop(barrier) elapsed(reset barrier) _start_time _started _elapsed _active_time",
     ),
     Required(
-        SCHEDULES,
+        f"{CORE}.pipeline_parallel.schedules",
         "",
-        "a stage runs Megatron's own forward and backward steps",
-        {
-            "forward_step": "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store "
-            "config cp_group_size collect_non_loss_data checkpoint_activations_microbatch is_first_microbatch "
-            "current_microbatch vp_stage is_last_stage",
-            "backward_step": "input_tensor output_tensor output_tensor_grad config",
-            "deallocate_output_tensor": "out deallocate_pipeline_outputs",
-            "get_tensor_shapes": "seq_length micro_batch_size decoder_seq_length config tp_group cp_group",
-            "_build_default_pg_collection": "",
-        },
+        "a stage runs Megatron's own forward and backward steps, and is called as its schedules",
+        "forward_step(forward_step_func data_iterator model num_microbatches input_tensor forward_data_store config "
+        "cp_group_size collect_non_loss_data checkpoint_activations_microbatch is_first_microbatch current_microbatch "
+        "vp_stage is_last_stage) backward_step(input_tensor output_tensor output_tensor_grad config) "
+        "deallocate_output_tensor(out deallocate_pipeline_outputs) get_tensor_shapes(seq_length micro_batch_size "
+        "decoder_seq_length config tp_group cp_group) _build_default_pg_collection() "
+        "forward_backward_pipelining_without_interleaving(forward_step_func data_iterator model num_microbatches "
+        "seq_length micro_batch_size decoder_seq_length forward_only collect_non_loss_data first_val_step "
+        "adjust_tensor_shapes_fn p2p_communicator pg_collection force_all_reduce)",
     ),
-    Required(
-        ASYNC, "PersistentAsyncCaller", "a persistent worker reports a save once; it is asked twice", None, "cur_item"
-    ),
-    Required(ASYNC, "AsyncCallsQueue", "the oldest save that is being written", None, "async_calls"),
-    Required("megatron.training.async_utils", "", "the oldest save that is being written", None, "_async_calls_queue"),
-    Required(
-        "megatron.core.dist_checkpointing.mapping",
-        "ShardedTensor",
-        "shadow weights are cut as weights",
-        None,
-        "key data",
-    ),
+    Required(ASYNC, "PersistentAsyncCaller", "a persistent worker reports a save once; it is asked twice", "cur_item"),
+    Required(ASYNC, "AsyncCallsQueue", "the oldest save that is being written", "async_calls"),
+    Required("megatron.training.async_utils", "", "the oldest save that is being written", "_async_calls_queue"),
+    Required(f"{CORE}.dist_checkpointing.mapping", "ShardedTensor", "shadow weights are cut as weights", "key data"),
     Required(
         "megatron.training.dist_signal_handler",
         "DistributedSignalHandler",
         "asked without a collective",
-        None,
         "_signal_received",
     ),
-    Required(LOOP, "", "the time since the start, without a collective", None, "_TRAIN_START_TIME"),
+    Required(LOOP, "", "the time since the start, without a collective", "_TRAIN_START_TIME"),
 )

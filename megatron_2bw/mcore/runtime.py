@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
-from megatron.core.utils import get_model_config
 from megatron.training import print_rank_0
 
 from megatron_2bw.checkpoints.state import RunState
@@ -106,74 +105,21 @@ class MegatronRuntime:
         """Take over the scheduler of learning rate and weight decay."""
         self._scheduler = scheduler
 
-    def forward_backward(
-        self,
-        *,
-        forward_step_func,
-        data_iterator,
-        model,
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Callable | None = None,
-        p2p_communicator=None,
-        pg_collection=None,
-        force_all_reduce: bool | None = False,
-    ) -> list[dict[str, torch.Tensor]]:
-        """One training iteration, with the signature of Megatron's schedules. Evaluation is Megatron's own.
+    def forward_backward(self, *, forward_only: bool = False, **values: Any) -> list[dict[str, torch.Tensor]]:
+        """One training iteration, called as Megatron's schedules are (see `Call`). Evaluation is Megatron's own.
 
         Returns the loss reports of the batch, one a microbatch, on the last stage; an empty list elsewhere.
         """
         if forward_only:
             self.sync_weights()
-            return megatron_schedules.get_forward_backward_func()(
-                forward_step_func=forward_step_func,
-                data_iterator=data_iterator,
-                model=model,
-                num_microbatches=num_microbatches,
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                forward_only=True,
-                collect_non_loss_data=collect_non_loss_data,
-                first_val_step=first_val_step,
-                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
-                p2p_communicator=p2p_communicator,
-                pg_collection=pg_collection,
-            )
-        (model,) = model if isinstance(model, list) else [model]
-        config = get_model_config(model)
-        _refuse(
-            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
-            p2p_communicator=p2p_communicator,
-            variable_seq_lengths=config.variable_seq_lengths,
-            num_microbatches_with_partial_activation_checkpoints=(
-                config.num_microbatches_with_partial_activation_checkpoints
-            ),
-        )
-        groups = pg_collection or megatron_schedules._build_default_pg_collection()
-        call = Call(
-            forward_step_func,
-            data_iterator,
-            model,
-            config,
-            groups,
-            bool(force_all_reduce),
-            seq_length,
-            micro_batch_size,
-            decoder_seq_length,
-        )
-        progress = self.progress()
+            return megatron_schedules.get_forward_backward_func()(forward_only=True, **values)
+        call, progress = Call(**values), self.progress()
         if self.pipeline is None:
-            self._start(call, progress, num_microbatches)
-        elif num_microbatches != self.pipeline.shape.microbatches:
+            self._start(call, progress)
+        elif call.num_microbatches != self.pipeline.shape.microbatches:
             raise RuntimeError(
                 f"--pipeline-schedule {self.schedule.name} cannot change the number of microbatches during a run "
-                f"({self.pipeline.shape.microbatches} to {num_microbatches})"
+                f"({self.pipeline.shape.microbatches} to {call.num_microbatches})"
             )
         return self._iterate(call, progress.iteration)
 
@@ -235,14 +181,14 @@ class MegatronRuntime:
 
     # The rest is this stage's work.
 
-    def _start(self, call: Call, progress: Progress, microbatches: int) -> None:
+    def _start(self, call: Call, progress: Progress) -> None:
         """On the first iteration: learn the pipeline's shape, connect to the neighbours, make stores and update.
 
         torch names process groups by a counter, so every rank makes them in this order: connections, late step, log.
         """
         ranks, index = torch.distributed.get_process_group_ranks(call.groups.pp), call.groups.pp.rank()
         device, options = self.trainable[0].device, self.options
-        shape = Shape(len(ranks), microbatches, progress.iteration, progress.end)
+        shape = Shape(len(ranks), call.num_microbatches, progress.iteration, progress.end)
         neighbours = connect(ranks, torch.distributed.get_rank(), options.transport, device, options.timeout)
         recorder, writer = Recorder(device), None
         if options.trace is not None and mpu.get_tensor_model_parallel_rank() == 0:
@@ -363,10 +309,3 @@ class MegatronRuntime:
         self.exit_requested |= result.exit_requested
         self.save_complete |= result.save_complete
         self.log.completed(result)
-
-
-def _refuse(**features: object) -> None:
-    """Stop at what Megatron's own schedules take and this one does not; the command line's checks come before."""
-    for name, value in features.items():
-        if value:
-            raise RuntimeError(f"{name} is set: only --pipeline-schedule megatron supports it")

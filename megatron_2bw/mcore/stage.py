@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
+from megatron.core.utils import get_model_config
 
 from megatron_2bw.mcore.rng_state import RandomState
 from megatron_2bw.schedules import Shape
@@ -21,17 +22,37 @@ from megatron_2bw.schedules import Shape
 
 @dataclass
 class Call:
-    """The arguments of one call of Megatron's schedule function."""
+    """The arguments of one call of Megatron's schedule function, under Megatron's names."""
 
     forward_step_func: Callable
     data_iterator: Any
-    model: torch.nn.Module
-    config: Any
-    groups: Any  # Megatron's ProcessGroupCollection
-    force_all_reduce: bool
+    model: Any
+    num_microbatches: int
     seq_length: int
     micro_batch_size: int
-    decoder_seq_length: int | None
+    decoder_seq_length: int | None = None
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable | None = None
+    p2p_communicator: Any = None
+    pg_collection: Any = None
+    force_all_reduce: bool | None = False
+
+    def __post_init__(self) -> None:
+        (self.model,) = self.model if isinstance(self.model, list) else [self.model]
+        self.config = get_model_config(self.model)
+        self.groups = self.pg_collection or megatron_schedules._build_default_pg_collection()
+        for name, value in (
+            ("adjust_tensor_shapes_fn", self.adjust_tensor_shapes_fn),
+            ("p2p_communicator", self.p2p_communicator),
+            ("variable_seq_lengths", self.config.variable_seq_lengths),
+            (
+                "num_microbatches_with_partial_activation_checkpoints",
+                self.config.num_microbatches_with_partial_activation_checkpoints,
+            ),
+        ):
+            if value:  # the command line's checks come before
+                raise RuntimeError(f"{name} is set: only --pipeline-schedule megatron supports it")
 
 
 @dataclass
@@ -138,7 +159,7 @@ class MegatronStage:
         """Data-parallel reduction, tied embeddings, token count: Megatron's own finalize function, at a flush."""
         tokens, call = self.end_batch(batch), self._call
         call.config.finalize_model_grads_func(
-            [call.model], tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
+            [call.model], tokens, pg_collection=call.groups, force_all_reduce=bool(call.force_all_reduce)
         )
 
     @contextlib.contextmanager

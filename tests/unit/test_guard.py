@@ -25,7 +25,7 @@ def megatron_on_cpu():
 @pytest.mark.parametrize("row", patches.REQUIRED, ids=lambda row: row.owner or row.module)
 def test_the_installed_megatron_has_not_drifted(row):
     row.check()
-    assert row.reason and (row.methods or row.attributes)
+    assert row.reason and row.parsed()
 
 
 def row(owner: str) -> guard.Required:
@@ -36,12 +36,12 @@ def row(owner: str) -> guard.Required:
 @pytest.mark.parametrize(
     "drifted, line",
     [
-        (replace(row("Timer"), attributes="_elapsed _gone"), "megatron.core.timers.Timer._gone is missing"),
-        (replace(row("Timer"), methods={"gone": ""}), "megatron.core.timers.Timer.gone is missing"),
-        (replace(row("Timer"), methods={"start": ""}), "Timer.start takes (self, barrier), expected (self)"),
+        (replace(row("Timer"), names="_elapsed _gone"), "megatron.core.timers.Timer._gone is missing"),
+        (replace(row("Timer"), names="gone()"), "megatron.core.timers.Timer.gone is missing"),
+        (replace(row("Timer"), names="start()"), "Timer.start takes (self, barrier), expected (self)"),
         (replace(row("Timer"), owner="Gone"), "megatron.core.timers.Gone is missing"),
         (replace(row("Timer"), module="megatron.gone"), "megatron.gone.Timer is missing"),
-        (replace(row("DistributedDataParallel"), attributes="gone"), "DistributedDataParallel.gone is missing"),
+        (replace(row("DistributedDataParallel"), names="gone"), "DistributedDataParallel.gone is missing"),
     ],
 )
 def test_drift_is_one_line_with_both_versions_and_nothing_is_rebound(drifted, line):
@@ -79,8 +79,8 @@ def touched(path: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def rows() -> set[str]:
-    names = {name for each in patches.REQUIRED for name in (*(each.methods or ()), *each.attributes.split())}
-    return names | {"name"}  # of `use_group`, a loop over two names that have rows
+    # "name": of `use_group`, a loop over two names that have rows.
+    return {name for each in patches.REQUIRED for name, _ in each.parsed()} | {"name"}
 
 
 def unguarded(paths) -> list[str]:
