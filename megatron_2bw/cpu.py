@@ -1,4 +1,4 @@
-"""Answers Megatron's CUDA calls with the CPU, so that its unmodified training loop runs on a host without a GPU.
+"""Maps Megatron's CUDA calls to the CPU, so that its unmodified training loop runs on a host without a GPU.
 
 Invariant: nothing of torch changes on a host with CUDA unless the CPU was asked for (`--device cpu`), and
 `uninstall` puts every name back. What of Megatron itself must be rebound for the CPU stands in `patches.py`.
@@ -125,7 +125,7 @@ def _memory_stats(device=None) -> dict[str, int]:
 
 
 def _properties(device=None) -> types.SimpleNamespace:
-    # Major 8: below 9 and 10 Megatron turns on nothing by itself.
+    # Major 8: Megatron enables further features only from 9 and 10 on.
     return types.SimpleNamespace(
         name="cpu", major=8, minor=0, total_memory=psutil.virtual_memory().total, multi_processor_count=os.cpu_count()
     )
@@ -198,7 +198,7 @@ _installed: contextlib.ExitStack | None = None
 
 
 def install() -> None:
-    """Answer for CUDA with the CPU from now on, in this process. A second call does nothing."""
+    """Map CUDA to the CPU in this process. A second call does nothing."""
     global _installed
     if _installed is not None:
         return
@@ -224,7 +224,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch back as it was."""
+    """Restore torch."""
     global _installed
     if _installed is not None:
         _installed.close()
@@ -237,7 +237,7 @@ def installed() -> bool:
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """For a new thread: answer there too if this process does. torch keeps function modes and settings by thread."""
+    """For a new thread of a process that maps CUDA to the CPU: torch keeps function modes and settings per thread."""
     if not installed():
         yield
         return

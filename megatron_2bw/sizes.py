@@ -16,7 +16,7 @@ from megatron_2bw.schedules import schedule_of
 
 
 class Sizes(NamedTuple):
-    """What the rules that the planner shares read, under Megatron's names. None: the flag is not given."""
+    """What the planner's rules read, under Megatron's names. None: the flag is not given."""
 
     pipeline_schedule: str
     world_size: int
@@ -26,6 +26,11 @@ class Sizes(NamedTuple):
     global_batch_size: int | None
     num_layers: int
     num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    seq_length: int
+    sequence_parallel: bool = False
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
     num_virtual_stages_per_pipeline_rank: int | None = None
@@ -124,17 +129,21 @@ def batch(s: Sizes) -> str | None:
     return None
 
 
-def evaluation_batch(s: Sizes) -> str | None:
-    """--eval-micro-batch-size must be 1 with --full-validation, and --micro-batch-size with tensor parallelism."""
-    size, undivided = s.eval_micro_batch_size or s.micro_batch_size, s.tensor_model_parallel_size == 1
-    if s.full_validation and not (undivided and s.pipeline_model_parallel_size == 1) and size != 1:
-        return "--full-validation takes one sample at a time: with several stages it needs --eval-micro-batch-size 1"
-    if undivided or size == s.micro_batch_size:
-        return None
-    return (
-        f"--eval-micro-batch-size {size} must equal --micro-batch-size {s.micro_batch_size} with tensor "
-        "parallelism: leave it out"
-    )
+EVALUATION = (
+    line(
+        "--full-validation takes one sample at a time: with several stages it needs --eval-micro-batch-size 1",
+        lambda s: (
+            s.full_validation
+            and s.tensor_model_parallel_size * s.pipeline_model_parallel_size > 1
+            and (s.eval_micro_batch_size or s.micro_batch_size) != 1
+        ),
+    ),
+    line(
+        "--eval-micro-batch-size {given} must equal --micro-batch-size {a.micro_batch_size} with tensor parallelism: "
+        "leave it out",
+        lambda s: s.tensor_model_parallel_size > 1 and s.eval_micro_batch_size not in (None, s.micro_batch_size),
+    ),
+)
 
 
 def microbatches(s: Sizes) -> str | None:
@@ -163,6 +172,42 @@ def microbatches(s: Sizes) -> str | None:
 HEADS = line(
     "--tensor-model-parallel-size {given} does not divide --num-attention-heads {a.num_attention_heads}",
     lambda s: s.num_attention_heads % s.tensor_model_parallel_size,
+)
+# Fewer groups than ranks are allowed, but the columns of the linear layer of queries, keys and values must divide.
+GROUPS = line(
+    "--num-query-groups {given} is neither a multiple nor a divisor of --tensor-model-parallel-size "
+    "{a.tensor_model_parallel_size}: use a size for which it is",
+    lambda s: (
+        s.num_query_groups != s.num_attention_heads
+        and s.num_query_groups % s.tensor_model_parallel_size
+        and s.tensor_model_parallel_size % s.num_query_groups
+    ),
+)
+KEYS = line(
+    "--num-query-groups {given} x --kv-channels {a.kv_channels}: --tensor-model-parallel-size "
+    "{a.tensor_model_parallel_size} does not divide twice that, the columns of keys and values; use a smaller size",
+    lambda s: (
+        2 * s.num_query_groups * s.kv_channels % s.tensor_model_parallel_size
+        and not (s.num_attention_heads % s.tensor_model_parallel_size or GROUPS.when(s))
+    ),
+)
+FFN = line(
+    "--tensor-model-parallel-size {given} does not divide --ffn-hidden-size {a.ffn_hidden_size}: use a size that does",
+    lambda s: s.ffn_hidden_size % s.tensor_model_parallel_size,
+)
+SEQUENCE = line(
+    "--tensor-model-parallel-size {given} with --sequence-parallel does not divide --seq-length {a.seq_length}: "
+    "use a size that does, or leave --sequence-parallel out",
+    lambda s: s.sequence_parallel and s.seq_length % s.tensor_model_parallel_size,
+)
+# Megatron's arguments drop the flag with a warning, its configuration raises an error.
+SEQUENCE_RANKS = line(
+    "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it out",
+    lambda s: s.sequence_parallel and s.tensor_model_parallel_size == 1,
+)
+CHUNKS = line(
+    "--num-virtual-stages-per-pipeline-rank {given} needs --pipeline-model-parallel-size 2 or more: leave it out",
+    lambda s: s.num_virtual_stages_per_pipeline_rank and s.pipeline_model_parallel_size == 1,
 )
 WIDTHS = (
     line(
@@ -208,4 +253,5 @@ def split(s: Sizes) -> str | None:
     )
 
 
-RULES = (processes, batch, evaluation_batch, microbatches, *WIDTHS, split)
+# Those of the command line, in their order. The planner's others Megatron finds later.
+RULES = (processes, batch, *EVALUATION, microbatches, *WIDTHS, split)

@@ -12,7 +12,7 @@ import importlib
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -60,13 +60,14 @@ WHEN = {
     "cpu": "on the CPU",
     "local": "with Megatron's local layers",
     "bert": "for a BERT",
+    "line": "always",
 }
 
 # In the order in which a run looks at them.
 RULES = {
     "What is not supported": UNSUPPORTED,
     "Values and combinations that do not work": (*CHECKS, *OWN),
-    "Flags without effect, if they are typed": NO_EFFECT,
+    "Flags without effect": NO_EFFECT,
 }
 
 
@@ -143,40 +144,27 @@ def _cell(text: str) -> str:
 
 
 def texts_of(rule: Rule | sizes.Check) -> tuple[str, str, str]:
-    """(flags, when, the rule) in words; `when` is empty for a rule without a scope."""
+    """(flag, when, the rule) in words."""
     if not isinstance(rule, Rule):
         text = " ".join(rule.__doc__.split("\n\n")[0].split())
-        return ", ".join(f"`{flag}`" for flag in dict.fromkeys(re.findall(r"--[\w-]+", text))), "", text
-    if rule.scope == "line":
-        text = re.sub(r" ?\{[^}]*\}", "", rule.why).removeprefix(":").strip()
-        return (
-            f"`{rule.flag}{'…' * rule.flag.endswith('-')}`",
-            "",
-            text.replace(f"leave {rule.flag} out", "leave it out"),
-        )
-    when = WHEN.get(rule.scope, f"with `{rule.scope}`")
-    return f"`{rule.flag}`" + " (in some cases)" * (rule.when is not None), when, rule.why
-
-
-def table(rules: Iterable[Rule | sizes.Check]) -> Iterator[str]:
-    """The rules in their order; neighbours that say the same share a row."""
-    grouped = itertools.groupby(map(texts_of, rules), key=lambda texts: texts[1:])
-    found = [(", ".join(flags for flags, _, _ in same), *texts) for texts, same in grouped]
-    if any(when for _, when, _ in found):
-        yield from ("| flag | when | why |", "| --- | --- | --- |")
-        yield from (f"| {flags} | {when} | {_cell(text)} |" for flags, when, text in found)
-    else:
-        yield from ("| flag | rule |", "| --- | --- |")
-        yield from (f"| {flags} | {_cell(text)} |" for flags, _, text in found)
+        return ", ".join(f"`{flag}`" for flag in dict.fromkeys(re.findall(r"--[\w-]+", text))), "always", text
+    text = (
+        re.sub(r" ?\{[^}]*\}", "", rule.why).removeprefix(":").strip().replace(f"leave {rule.flag} out", "leave it out")
+    )
+    when = "if it is typed" if rule.typed else WHEN.get(rule.scope, f"with `{rule.scope}`")
+    flag = f"`{rule.flag}{'…' * rule.flag.endswith('-')}`"
+    return flag + " (in some cases)" * (rule.when is not None and rule.scope != "line"), when, text
 
 
 def page() -> str:
-    """The whole of docs/flags.md."""
+    """The whole of docs/flags.md; neighbours among the rules that say the same share a row."""
     lines = ["| flag | default | meaning | of |", "| --- | --- | --- | --- |"]
     for flag, default, meaning, commands in rows():
         lines.append(f"| {_cell(flag)} | {_cell(default)} | {meaning} | {', '.join(commands)} |")
     for title, rules in RULES.items():
-        lines += ["", f"## {title}", "", *table(rules)]
+        lines += ["", f"## {title}", "", "| flag | when | rule |", "| --- | --- | --- |"]
+        for (when, text), same in itertools.groupby(map(texts_of, rules), key=lambda texts: texts[1:]):
+            lines.append(f"| {', '.join(flag for flag, _, _ in same)} | {when} | {_cell(text)} |")
     return HEAD + "\n".join(lines) + "\n"
 
 

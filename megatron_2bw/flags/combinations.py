@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron_2bw.flags.rule import Args, Rule, asks, installed, line, value
+from megatron_2bw.flags.rule import Args, Rule, asks, installed, line, names, value
 
 
 def _missing(flags: str) -> Iterator[Rule]:
@@ -77,11 +77,11 @@ EXCLUSIVE: tuple[Rule, ...] = (
 )
 
 
-def _need(flags: str, needed: str) -> Iterator[Rule]:
-    """The flags do nothing, or fail late, without the one that is `needed`."""
-    for flag in flags.split():
-        why = f"needs {needed}: add it, or leave {flag} out"
-        yield Rule(flag, why, "line", lambda a, flag=flag: asks(a, flag) and not asks(a, needed))
+def _need(flags: str, needed: str, words: str = "") -> Iterator[Rule]:
+    """The flags do nothing, or fail late, without one of those that are `needed`."""
+    for flag in names(flags):
+        why = words or f"needs {needed}: add it, or leave {flag} out"
+        yield Rule(flag, why, "line", lambda a, flag=flag: asks(a, flag) and not any(asks(a, n) for n in names(needed)))
 
 
 NEEDS: tuple[Rule, ...] = (
@@ -98,10 +98,7 @@ NEEDS: tuple[Rule, ...] = (
     *_need("--sharp-enabled-group", "--use-sharp"),
     *_need("--phase-transition-iterations", "--train-samples"),
     *_need("--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap", "--data-cache-path"),
-    line(
-        "--wandb-project needs --wandb-save-dir (or --save)",
-        lambda a: a.wandb_project and not (a.wandb_save_dir or a.save),
-    ),
+    *_need("--wandb-project", "--wandb-save-dir --save", "needs --wandb-save-dir (or --save)"),
     line(
         "--num-query-groups {given} needs --group-query-attention",
         lambda a: a.num_query_groups != 1 and not a.group_query_attention,
@@ -119,26 +116,17 @@ NEEDS: tuple[Rule, ...] = (
     ),
 )
 RECOMPUTE: tuple[Rule, ...] = (
-    line(
-        "--recompute-granularity full needs --recompute-method uniform (or block)",
-        lambda a: a.recompute_granularity == "full" and a.recompute_method is None,
-    ),
-    line(
-        "--recompute-method {given} needs --recompute-granularity full",
-        lambda a: a.recompute_method and a.recompute_granularity != "full",
-    ),
-    line(
-        "--recompute-method {given} needs --recompute-num-layers",
-        lambda a: a.recompute_method and not a.recompute_num_layers,
-    ),
+    *_need("--recompute-granularity full", "--recompute-method", "needs --recompute-method uniform (or block)"),
+    *_need("--recompute-method", "--recompute-granularity full", "{given} needs --recompute-granularity full"),
+    *_need("--recompute-method", "--recompute-num-layers", "{given} needs --recompute-num-layers"),
 )
 
 
-def _package(flags: str, package: str) -> Iterator[Rule]:
+def _package(flags: str, package: str, words: str = "") -> Iterator[Rule]:
     """Flags for what a package does. Without it Megatron would warn at most, or fail on one rank."""
     how = f"pip install {package}" if package in ("tensorboard", "wandb") else "install it"
-    for flag in flags.split():
-        why = f"needs the package {package}, which is not installed: {how}, or leave {flag} out"
+    for flag in names(flags):
+        why = words or f"needs the package {package}, which is not installed: {how}, or leave {flag} out"
         yield Rule(flag, why, "line", lambda a, flag=flag: asks(a, flag) and not installed(package))
 
 
@@ -154,15 +142,15 @@ PACKAGES: tuple[Rule, ...] = (
         "--async-save needs the package nvidia_resiliency_ext, not installed here: use --async-strategy mcore",
         lambda a: a.async_save and a.async_strategy == "nvrx" and not installed("nvidia_resiliency_ext"),
     ),
-    line(
-        "--optimizer {given} needs the package emerging_optimizers, which is not installed: "
-        "pip install emerging-optimizers, or use adam",
-        lambda a: a.optimizer not in ("adam", "sgd") and not installed("emerging_optimizers"),
+    *_package(
+        "--optimizer muon dist_muon adaptive_muon lion soap",
+        "emerging_optimizers",
+        "needs the package emerging_optimizers, which is not installed: pip install emerging-optimizers, or use adam",
     ),
-    line(
-        "--transformer-impl transformer_engine (Megatron's default) needs Transformer Engine, which is not installed: "
-        "use --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-        "--no-masked-softmax-fusion",
-        lambda a: a.transformer_impl == "transformer_engine" and not installed("transformer_engine"),
+    *_package(
+        "--transformer-impl transformer_engine",
+        "transformer_engine",
+        "(Megatron's default) needs Transformer Engine, which is not installed: use --transformer-impl local "
+        "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion",
     ),
 )

@@ -25,7 +25,7 @@ _HELP = {
     "to last, or one number for all: 1 hides messages that take up to half of a microbatch's time (slow links between "
     "servers), 2 up to all of it; each costs the activations of a microbatch on the stages before it",
     "--two-bw-sync-iterations": "the first N iterations of 2bw, in which the weights change most, run without gradient "
-    "delay, with a flush; then the pipeline goes over without a stop",
+    "delay, with a flush; the run then continues without flushes",
     "--two-bw-correction": "against the gradient delay of 2bw. extrapolate: a batch computes with W(j) + factor (W(j) "
     "- W(j-1)), so its gradients are taken near the weights that they change; evaluation and checkpoints have the true "
     "W(j)",

@@ -39,17 +39,17 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
 
 
 def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    """Megatron's arguments and this project's, parsed, validated and made global by Megatron; and their parser.
+    """Megatron's arguments and this project's, parsed, validated and set globally by Megatron; and their parser.
 
     Calls `stop` with one line that names the flag if anything is wrong.
     """
     from megatron.training.arguments import parse_and_validate_args
 
     world = processes(os.environ, stop)
-    made: list[argparse.ArgumentParser] = []
+    parsers: list[argparse.ArgumentParser] = []
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        made.append(prepare(parser, early, stop))
+        parsers.append(prepare(parser, early, stop))
         parse_args = parser.parse_args
 
         def parse_and_check() -> argparse.Namespace:
@@ -71,11 +71,11 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
 
     try:
         args = parse_and_validate_args(extend, args_defaults={"tokenizer_type": default_tokenizer(early.task)})
-    except Exception as error:  # Megatron asserts, raises and indexes; the user is told one thing
-        stop(explain(error, made[0] if made else None))
+    except Exception as error:  # Megatron asserts, raises and indexes; the user gets one line
+        stop(explain(error, parsers[0] if parsers else None))
     if args.use_checkpoint_args:
         check(args, stop)  # the checkpoint has brought the model's arguments, and what they ask for
-    return args, made[0]
+    return args, parsers[0]
 
 
 def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: Stop) -> argparse.ArgumentParser:
@@ -127,7 +127,7 @@ def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -
             stop(message)
     schedule = SCHEDULES.get(args.pipeline_schedule)
     if schedule is not None and schedule.late_step and args.use_distributed_optimizer and args.overlap_grad_reduce:
-        # The late step gathers concurrently with the computation, before a forward asks; Megatron's hooks would too.
+        # The late step gathers concurrently with the computation, before a forward asks; Megatron's hooks would repeat it.
         args.overlap_param_gather = False
 
 

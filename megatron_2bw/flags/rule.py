@@ -81,7 +81,7 @@ class Rule:
         if self.typed and not (name := self._typed_in(argv)):
             return None
         if self.scope == "line":
-            return f"{name} {self.why.format(a=args, given=given)}"
+            return f"{name}{f' {given}' * bool(choices)} {self.why.format(a=args, given=given)}"
         shown = f" {given}" if given and isinstance(given, (str, int, float)) and given is not True else ""
         words = _WORDS.get(self.scope) or f"does not work with --pipeline-schedule {args.pipeline_schedule}"
         return f"{name}{shown} {words}: {self.why}"

@@ -1,6 +1,6 @@
-"""What runs do not support: Megatron's flags that are refused by name, whatever else is on the command line.
+"""What runs do not support: Megatron's flags that are refused by name, with every value or with some.
 
-Invariant: whatever flag a run cannot honour is refused with the reason before training starts; nothing is silently
+Invariant: each flag that a run cannot honour is refused with the reason before training starts; no flag is silently
 ignored. `sizes.py` holds the rows that the planner shares.
 """
 

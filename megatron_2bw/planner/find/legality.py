@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_2bw import sizes
+from megatron_2bw.flags.rule import Rule as FlagRule
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.schedules import SCHEDULE_NAMES
@@ -76,6 +77,11 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
         global_batch_size=plan.global_batch,
         num_layers=model.layers,
         num_attention_heads=model.heads,
+        num_query_groups=model.groups,
+        kv_channels=model.head_size,
+        ffn_hidden_size=model.ffn,
+        seq_length=model.sequence,
+        sequence_parallel=plan.sequence_parallel,
         decoder_first_pipeline_num_layers=plan.first or None,
         decoder_last_pipeline_num_layers=plan.last or None,
         num_virtual_stages_per_pipeline_rank=plan.virtual if plan.virtual > 1 else None,
@@ -89,7 +95,7 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
     return Case(plan, model, gpus, precision, bf16, asked)
 
 
-# --- fields, each by itself ------------------------------------------------------------------------------------------
+# --- single fields ---------------------------------------------------------------------------------------------------
 
 
 def _sizes(case: Case) -> str | None:
@@ -175,56 +181,6 @@ def _has_bf16(case: Case) -> str | None:
     return "--bf16: the GPU has no bfloat16; use --fp16 instead"
 
 
-# --- tensor parallelism ----------------------------------------------------------------------------------------------
-
-
-def _groups(case: Case) -> str | None:
-    groups, tensor = case.model.groups, case.plan.tensor
-    if groups == case.model.heads or groups % tensor == 0 or tensor % groups == 0:
-        return None
-    return (
-        f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tensor}: "
-        "use a size for which it is"
-    )
-
-
-def _keys(case: Case) -> str | None:
-    # Fewer groups than ranks are allowed, but the columns of the linear layer of queries, keys and values must divide.
-    model, tensor = case.model, case.plan.tensor
-    if 2 * model.key_size % tensor == 0 or model.heads % tensor or _groups(case):
-        return None
-    return (
-        f"--num-query-groups {model.groups} x --kv-channels {model.head_size}: --tensor-model-parallel-size "
-        f"{tensor} does not divide the {2 * model.key_size} columns of keys and values; use a smaller size"
-    )
-
-
-def _ffn(case: Case) -> str | None:
-    if case.model.ffn % case.plan.tensor == 0:
-        return None
-    return (
-        f"--tensor-model-parallel-size {case.plan.tensor} does not divide --ffn-hidden-size {case.model.ffn}: "
-        "use a size that does"
-    )
-
-
-def _sequence(case: Case) -> str | None:
-    plan, sequence = case.plan, case.model.sequence
-    if not plan.sequence_parallel or sequence % plan.tensor == 0:
-        return None
-    return (
-        f"--tensor-model-parallel-size {plan.tensor} with --sequence-parallel does not divide --seq-length "
-        f"{sequence}: use a size that does, or leave --sequence-parallel out"
-    )
-
-
-def _sequence_ranks(case: Case) -> str | None:
-    # Megatron's arguments drop the flag with a warning, its configuration raises an error.
-    if not case.plan.sequence_parallel or case.plan.tensor > 1:
-        return None
-    return "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it out"
-
-
 # --- layers and stages -----------------------------------------------------------------------------------------------
 
 
@@ -255,15 +211,6 @@ def _uneven_split(case: Case) -> str | None:
 
 
 # --- Megatron's interleaved stages -----------------------------------------------------------------------------------
-
-
-def _interleaves_stages(case: Case) -> str | None:
-    if case.plan.virtual == 1 or case.plan.depth > 1:
-        return None
-    return (
-        f"--num-virtual-stages-per-pipeline-rank {case.plan.virtual} needs --pipeline-model-parallel-size 2 or more: "
-        "leave it out"
-    )
 
 
 def _whole_chunks(case: Case) -> str | None:
@@ -308,34 +255,34 @@ def _slots(case: Case) -> str | None:
     )
 
 
-def _shared(rule: Callable[[Sizes], str | None]) -> Callable[[Case], str | None]:
-    return lambda case: rule(case.sizes)
+def _shared(rule: FlagRule) -> Callable[[Case], str | None]:
+    return lambda case: rule.message(case.sizes)
 
 
 # The rules that a search breaks most often come first.
 RULES: tuple[Rule, ...] = (
     ("sizes do not use every GPU", _all_gpus),
-    ("heads not divisible by tensor size", _shared(sizes.HEADS.message)),
-    ("query groups neither multiple nor divisor of tensor size", _groups),
-    ("keys and values not divisible by tensor size", _keys),
-    ("feed-forward size not divisible by tensor size", _ffn),
-    ("sequence not divisible by tensor size", _sequence),
-    ("sequence parallelism with one tensor rank", _sequence_ranks),
+    ("heads not divisible by tensor size", _shared(sizes.HEADS)),
+    ("query groups neither multiple nor divisor of tensor size", _shared(sizes.GROUPS)),
+    ("keys and values not divisible by tensor size", _shared(sizes.KEYS)),
+    ("feed-forward size not divisible by tensor size", _shared(sizes.FFN)),
+    ("sequence not divisible by tensor size", _shared(sizes.SEQUENCE)),
+    ("sequence parallelism with one tensor rank", _shared(sizes.SEQUENCE_RANKS)),
     ("more stages than layers", _layer_a_stage),
     ("layers not divisible by stages", _even_split),
     ("uneven split leaves no equal middle stages", _uneven_split),
     ("too few microbatches for the schedule", _enough_microbatches),
-    ("virtual stages only with Megatron's schedule", _shared(sizes.ONE_CHUNK.message)),
-    ("virtual stages with one pipeline stage", _interleaves_stages),
+    ("virtual stages only with Megatron's schedule", _shared(sizes.ONE_CHUNK)),
+    ("virtual stages with one pipeline stage", _shared(sizes.CHUNKS)),
     ("layers of a stage not divisible by virtual stages", _whole_chunks),
     ("microbatches not divisible by stages with virtual stages", _whole_groups),
     ("bf16 not on this GPU", _has_bf16),
     ("gradient slots only with 2bw", _slots),
-    ("extra warm-up only with 2bw, for each boundary", _shared(sizes.extra_warmup)),
-    ("extrapolation only with 2bw", _shared(sizes.EXTRAPOLATES.message)),
-    ("pipedream with the distributed optimizer", _shared(sizes.SHARDS.message)),
-    ("pipedream with tied embeddings", _shared(sizes.TIES.message)),
-    ("pipedream with fp16 and dynamic loss scale", _shared(sizes.SCALES.message)),
+    ("extra warm-up only with 2bw, for each boundary", lambda case: sizes.extra_warmup(case.sizes)),
+    ("extrapolation only with 2bw", _shared(sizes.EXTRAPOLATES)),
+    ("pipedream with the distributed optimizer", _shared(sizes.SHARDS)),
+    ("pipedream with tied embeddings", _shared(sizes.TIES)),
+    ("pipedream with fp16 and dynamic loss scale", _shared(sizes.SCALES)),
 )
 
 _CHECKS = tuple(check for _, check in FIELDS + RULES)
