@@ -127,7 +127,7 @@ def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -
             stop(message)
     schedule = SCHEDULES.get(args.pipeline_schedule)
     if schedule is not None and schedule.late_step and args.use_distributed_optimizer and args.overlap_grad_reduce:
-        # The late step gathers concurrently with the computation, before a forward asks; Megatron's hooks would repeat it.
+        # The late step gathers while the stage computes, before a forward asks; Megatron's hooks would repeat it.
         args.overlap_param_gather = False
 
 
