@@ -1,7 +1,8 @@
 """Asynchronous messages between neighbouring pipeline stages.
 
 Each boundary has one process group per direction, so that messages of different directions never queue behind each
-other. Receives are posted early: message k + 1 travels while k is computed with (`Receiver.prefetch`).
+other (docs/design.md, [Note: collectives concurrent with point-to-point traffic]). Receives are posted early: message
+k + 1 travels while message k is in use (`Receiver.prefetch`).
 
 Invariant: `Receiver.announce` names exactly the messages that the neighbour sends in an iteration, so that the receives
 and sends of a boundary are equal in number at the end of every iteration.

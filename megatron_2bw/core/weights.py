@@ -1,8 +1,9 @@
 """The weight versions of one stage: contiguous stores, one per dtype and slot, and the pointers into them.
 
-Invariants (a graph in flight may hold the leaf Parameter or a view taken in its forward, so both must see one storage):
-- a microbatch's forward and backward are bound to the same storage;
-- a store is written only where `reserve` says, and only when no version that somebody still reads lives in it;
+Invariants (docs/design.md, rules 1 to 4 and [Note: one storage per microbatch]):
+- a microbatch's forward and backward are bound to the same storage: an autograd graph holds the leaf Parameter or a
+  view of it, and both must see the forward's weights;
+- only the slot that `reserve` returns is written, and no version in it has a reader left;
 - a version change rebinds `param.data`; it never copies.
 """
 
@@ -31,10 +32,10 @@ class WeightStores:
 
     params   the trainable parameters of the stage, of any dtypes; each appears once
     slots    versions held at most
-    buffers  Megatron's contiguous parameter buffers, if it has made some (distributed optimizer): slot 0 is they,
-             and the others have their layout, so that shards can be gathered into a store
+    buffers  Megatron's contiguous parameter buffers, if it has some (distributed optimizer): they are slot 0, and the
+             other slots have their layout, so that shards can be gathered into a store
 
-    Slot 0 takes over the values that the parameters have now. Bytes: slots x the size of the parameters, each
+    Slot 0 starts with the present values of the parameters. Bytes: slots x the size of the parameters, each
     padded to ALIGNMENT elements.
     """
 
@@ -62,7 +63,7 @@ class WeightStores:
         return [places[param] for param in self.params]
 
     def _allocate(self, copy: bool) -> list[torch.Tensor]:
-        """Views of one flat tensor per dtype, in the order of the parameters, with their values if `copy`."""
+        """Views of one flat tensor per dtype, in the order of the parameters; with their values if `copy`."""
         starts: list[int] = []
         sizes: dict[torch.dtype, int] = {}
         for param in self.params:
@@ -88,7 +89,7 @@ class WeightStores:
         return sorted(self._slot_of)
 
     def start(self, version: int, shadow: Sequence[torch.Tensor] | None = None) -> None:
-        """Call the present values W(version), and `shadow` W(version - 1).
+        """Name the present values W(version), and `shadow` W(version - 1).
 
         shadow: one tensor a parameter, in their order; None: a run starts with shadow := weights.
         """
@@ -155,7 +156,7 @@ class WeightStores:
         return self._views[slot]
 
     def prepare(self, target: int) -> None:
-        """An optimizer without main parameters steps in place: it must find W(v) where it writes W(v+1)."""
+        """Copy W(v) in fp32 to where W(v+1) is written: an optimizer without main parameters steps it in place."""
         current = self._slot_of[self.newest]
         if target == current or self.buffer_data:  # the distributed optimizer's shards are main parameters
             return

@@ -1,4 +1,7 @@
-"""Process groups of the late step, so that its collectives never meet those of the training thread."""
+"""Process groups of the late step, so that its collectives never meet those of the training thread.
+
+See docs/design.md, rule 10 and [Note: collectives concurrent with point-to-point traffic].
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch.distributed as dist
 
 
 class Groups:
-    """Twins of Megatron's process groups, with the same ranks (docs/design.md, rule 10).
+    """Twins of Megatron's process groups, with the same ranks.
 
     The small ones use gloo in the background: no kernel of theirs waits on the GPU for another stage. Every rank must
     make them, at the same time and in the same order as all others.

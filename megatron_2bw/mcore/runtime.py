@@ -126,7 +126,7 @@ class MegatronRuntime:
     def step(self) -> tuple:
         """Replaces the optimizer's `step`: runs the schedule's STEP action; returns what Megatron's does.
 
-        A late step runs in its thread. Megatron is told that it was not skipped; the log line reports the truth.
+        A late step runs in its thread. Megatron gets the answer that it was not skipped; the log line has the true one.
         """
         if self.late is not None:
             return True, None, None
@@ -143,7 +143,10 @@ class MegatronRuntime:
             self.log.flush()
 
     def sync_weights(self) -> None:
-        """Complete a pending step; the parameters are the newest true weights until the next iteration."""
+        """Complete a pending step; the parameters are the newest true weights until the next iteration.
+
+        See docs/design.md, [Note: what an evaluation sees].
+        """
         self.wait_step()
         if self.late is not None and self.late.working is not None:
             self.late.working.swap_in_true_weights()
