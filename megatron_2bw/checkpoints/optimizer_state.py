@@ -69,7 +69,7 @@ def _step_zero(inner: Any) -> torch.Tensor | int | None:
     return 0 if is_emerging(inner) and any("step" in state for state in inner.state.values()) else None
 
 
-def own_steps(optimizer: Any) -> None:
+def unshare_steps(optimizer: Any) -> None:
     """Give each parameter a step counter of its own after a load.
 
     Megatron's distributed optimizer gives all of them one tensor, which Adam would then count up once a parameter.

@@ -30,10 +30,10 @@ from megatron.training.async_utils import is_empty_async_queue
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_2bw.checkpoints.folder import latest_iteration, restore_old, same_folder, set_aside_old
-from megatron_2bw.checkpoints.optimizer_state import complete_optimizer, name_step_zero, own_steps
+from megatron_2bw.checkpoints.optimizer_state import complete_optimizer, name_step_zero, unshare_steps
 from megatron_2bw.checkpoints.save_workers import root
+from megatron_2bw.errors import UserError
 from megatron_2bw.flags.rule import value
-from megatron_2bw.start.exits import Fault
 
 KEY = "two_bw"
 COPIES = ("shadow", "working")  # of the weights, that it may hold under KEY
@@ -185,16 +185,16 @@ class Checkpoints:
             try:
                 iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
             except (CheckpointException, CheckpointingException) as error:  # the first is no Exception
-                raise Fault(f"--load {get_args().load}: it does not fit this run: {_causes(error)}") from error
+                raise UserError(f"--load {get_args().load}: it does not fit this run: {_causes(error)}") from error
             except AssertionError as error:
                 if "OptimizerParamScheduler" not in str(error):
                     raise
-                raise Fault(
+                raise UserError(
                     f"--load {get_args().load}: the learning rate's course is another than that of the checkpoint "
                     f"({error}): give --override-opt-param-scheduler to follow this command line, or "
                     "--use-checkpoint-opt-param-scheduler"
                 ) from error
-            own_steps(optimizer)
+            unshare_steps(optimizer)
             if self._runtime is not None and iteration > 0:
                 self._resume(ddp_model, iteration)
             self._tensors = {}
@@ -271,13 +271,13 @@ def _told_in_one_line() -> Iterator[None]:
         raise save_fault(root(error)) from error
 
 
-def save_fault(error: Exception) -> Fault:
+def save_fault(error: Exception) -> UserError:
     """What to tell when a checkpoint cannot be written."""
     folder = get_args().save
     good = latest_iteration(folder)
     rest = "there is no older one here" if good is None else f"the last good one is that of iteration {good}"
     told = isinstance(error, CheckpointException) and not error.failures  # torch tells the first rank only why
-    return Fault(f"--save {folder}: the checkpoint could not be written: {_causes(error)}; {rest}", told)
+    return UserError(f"--save {folder}: the checkpoint could not be written: {_causes(error)}; {rest}", told)
 
 
 def _causes(error: BaseException) -> str:
@@ -303,7 +303,7 @@ _MODEL = (
 
 
 def check_head(args: Any, head: dict, release: bool = False) -> None:
-    """A Fault if a run with `args` is of another model, or cannot load the optimizer state of the checkpoint.
+    """A UserError if a run with `args` is of another model, or cannot load the optimizer state of the checkpoint.
 
     head: the part of it that is read first. Megatron finds these only among the tensors, and names none of the flags.
     release: Megatron's name for a checkpoint of weights alone
@@ -315,7 +315,9 @@ def check_head(args: Any, head: dict, release: bool = False) -> None:
     for flag in (*_MODEL, *learned):
         before, now = value(then, flag), value(args, flag)
         if before is not None and now is not None and before != now:
-            raise Fault(f"--load {args.load}: it was saved {_typed(flag, before)}, but this run is {_typed(flag, now)}")
+            raise UserError(
+                f"--load {args.load}: it was saved {_typed(flag, before)}, but this run is {_typed(flag, now)}"
+            )
     if release or args.no_load_optim or value(then, "--no-save-optim"):
         return
     where = f"--load {args.load}: its optimizer state was saved"
@@ -323,16 +325,16 @@ def check_head(args: Any, head: dict, release: bool = False) -> None:
     halves = [bool(value(each, "--fp16") or value(each, "--bf16")) for each in (then, args)]
     if halves[0] != halves[1]:
         kinds = ["in fp32", "with --bf16 or --fp16"]
-        raise Fault(f"{where} {kinds[halves[0]]}, but this run is {kinds[halves[1]]}: change that, {out}")
+        raise UserError(f"{where} {kinds[halves[0]]}, but this run is {kinds[halves[1]]}: change that, {out}")
     for flag in ("--use-distributed-optimizer", "--optimizer"):
         before, now = value(then, flag), value(args, flag)
         if before is not None and before != now:
-            raise Fault(f"{where} {_typed(flag, before)}, but this run is {_typed(flag, now)}: change that, {out}")
+            raise UserError(f"{where} {_typed(flag, before)}, but this run is {_typed(flag, now)}: change that, {out}")
     kind = (head.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         before, now = value(then, flag), value(args, flag)
         if kind == "dp_reshardable" and before is not None and before != now:
-            raise Fault(
+            raise UserError(
                 f"{where} with {flag} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
                 "--dist-ckpt-optim-fully-reshardable can change its sizes"
             )

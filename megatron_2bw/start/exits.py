@@ -1,7 +1,7 @@
-"""How a run ends that cannot go on: the rank with the cause speaks first, and no rank stays behind.
+"""Ending a failed run: the rank that failed reports first, and every rank exits.
 
-torchrun ends the other ranks of a node as soon as one has ended. What those see before that, a connection that is
-closed, is an effect and would bury the cause: they wait for a while before they speak.
+torchrun stops the other ranks of a node as soon as one has exited. Until then they see closed connections. Those errors
+would hide the cause, so these ranks wait before they report them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,12 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-PATIENCE = 5  # seconds that a rank without a cause of its own waits to be ended
-GRACE = 20  # seconds that Python may take to leave: its last words can wait for a rank that is gone
+from megatron_2bw.errors import UserError, report
 
+PATIENCE = 5  # seconds that a rank with a peer's failure waits to be stopped
+GRACE = 20  # seconds that Python may take to exit: a flush can wait for a lost rank
 
-class Fault(RuntimeError):
-    """What ends a run and is told to the user in one line, without a traceback.
-
-    told: another rank tells it.
-    """
-
-    def __init__(self, message: str, told: bool = False):
-        super().__init__(message)
-        self.told = told
-
-
-# What torch says on a rank when another one is gone.
+# torch's messages on a rank that has lost another one.
 _LOST = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|socket (closed|has timed out|timeout)|"
     r"failed to (recv|send), |client socket has failed|"
@@ -44,38 +34,39 @@ _LOST = re.compile(
 )
 
 
-def is_effect(error: BaseException) -> bool:
-    """Whether the error says that another rank is gone, or is told there."""
-    if isinstance(error, Fault):
-        return error.told
-    # Not other kinds: a library that cannot reach its server is a cause, whose traceback is wanted.
-    ours = type(error) is RuntimeError or isinstance(error, dist.DistError)
-    return ours and bool(_LOST.search(str(error)))
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether the error comes from the loss of another rank, or is reported there."""
+    if isinstance(error, UserError):
+        return error.reported_elsewhere
+    # No other class: where a library cannot reach its server, the traceback is wanted.
+    torchs = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return torchs and bool(_LOST.search(str(error)))
 
 
-def end(error: Exception, last_words: Callable[[], None] | None = None) -> NoReturn:
+def leave(error: Exception, flush: Callable[[], None] | None = None) -> NoReturn:
     """End this rank after an exception in training, with status 1.
 
-    last_words: called once the cause is told; whatever it does, the process ends within GRACE seconds.
+    flush: called after the report; the process ends within GRACE seconds in any case.
     """
     rank = os.environ.get("RANK", "0")
-    if is_effect(error):
+    if is_peer_failure(error):
         time.sleep(PATIENCE)
         line = " ".join(str(error).split())
-        text = f"{_program()}: rank {rank} ends: another rank has ended or does not answer ({line})"
-    elif isinstance(error, Fault):
-        text = f"{_program()}: error: {' '.join(str(error).split())}"
+        print(f"{program()}: rank {rank} ends: another rank has ended or does not answer ({line})", file=sys.stderr)
+    elif isinstance(error, UserError):
+        report(program(), error)
     else:
-        text = f"{_program()}: rank {rank} ends with an exception\n" + "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(error)).rstrip()
+        print(f"{program()}: rank {rank} ends with an exception\n{text}", file=sys.stderr)
     sys.stdout.flush()
-    print(text.rstrip(), file=sys.stderr, flush=True)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the system ends the process then, whatever Python waits for
+    sys.stderr.flush()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process then, even if Python waits
     signal.alarm(GRACE)
-    if last_words is not None:
+    if flush is not None:
         with contextlib.suppress(Exception):
-            last_words()
+            flush()
     sys.exit(1)
 
 
-def _program() -> str:
+def program() -> str:
     return os.path.basename(sys.argv[0])

@@ -17,9 +17,9 @@ from datetime import timedelta
 from typing import NoReturn
 
 from megatron_2bw import cpu
+from megatron_2bw.errors import usage_error
 from megatron_2bw.flags import parse as arguments
-from megatron_2bw.start import exits as faults
-from megatron_2bw.start import restart_store as rendezvous
+from megatron_2bw.start import exits, restart_store
 
 
 def launch(task: str) -> None:
@@ -57,7 +57,7 @@ def launch(task: str) -> None:
                 ModelType.encoder_or_decoder,
                 module.forward_step,
                 getattr(module, "model_provider", None),  # for a task without a configuration
-                store=rendezvous.store(timedelta(minutes=args.distributed_timeout_minutes)),
+                store=restart_store.store(timedelta(minutes=args.distributed_timeout_minutes)),
             )
         except SystemExit as end:  # so Megatron leaves before the last iteration, and where it has only printed why
             if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
@@ -67,10 +67,10 @@ def launch(task: str) -> None:
             raise
         _merge_trace(args, runtime)
     except Exception as error:
-        if hasattr(args, "curr_iteration") or faults.is_effect(error):  # training has begun
+        if hasattr(args, "curr_iteration") or exits.is_peer_failure(error):  # training has begun
             log = runtime.log if runtime is not None else None
             alone = args.timing_log_level == 0 and not args.log_energy  # else a line needs the other ranks
-            faults.end(error, log.flush if log is not None and alone else None)
+            exits.leave(error, log.flush if log is not None and alone else None)
         stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
 
 
@@ -100,12 +100,10 @@ def _merge_trace(args, runtime) -> None:
 
 
 def stop(message: str) -> NoReturn:
-    """End this rank; the first rank of a job says why.
+    """End this rank with status 2; the first rank of a job reports why.
 
-    torchrun ends the others then. One that is still there some seconds later has a fault of its own, and says so.
+    torchrun then stops the others. A rank that still runs after PATIENCE has an error of its own and reports it.
     """
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(faults.PATIENCE)
-    line = " ".join(message.split())
-    print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr, flush=True)
-    sys.exit(2)
+        time.sleep(exits.PATIENCE)
+    usage_error(exits.program(), message)

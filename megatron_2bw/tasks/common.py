@@ -13,7 +13,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args
 
-from megatron_2bw.start.exits import Fault
+from megatron_2bw.errors import UserError
 
 MASKED = 3  # batches on end without a token that counts, after which a pipeline gives up; one alone may be chance
 SPIKE = 10  # with --check-for-spiky-loss: a loss this many times the largest so far is reported
@@ -32,14 +32,14 @@ class DataCheck:
         self._masked = 0  # batches on end without one
 
     def check(self, tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, args) -> None:
-        """A Fault at tokens that the model does not have, and if MASKED batches on end have no token for the loss.
+        """A UserError at tokens that the model does not have, and if MASKED batches on end have no token for the loss.
 
         All three tensors are [microbatch, sequence], on the host.
         """
         for words in (tokens, labels):
             low, high = (int(value) for value in torch.aminmax(words))
             if low < 0 or high >= args.padded_vocab_size:
-                raise Fault(
+                raise UserError(
                     f"--data-path: the data holds the token {low if low < 0 else high}, but the vocabulary of "
                     f"--tokenizer-type {args.tokenizer_type} ends at {args.padded_vocab_size - 1}: give the tokenizer "
                     "that the data was prepared with"
@@ -50,7 +50,7 @@ class DataCheck:
             self._masked = 0 if self._counts else self._masked + 1
             self._seen, self._counts = 0, False
         if self._masked >= MASKED:
-            raise Fault(f"--data-path: no token of the last {MASKED} batches counts for the loss: {self._cause}")
+            raise UserError(f"--data-path: no token of the last {MASKED} batches counts for the loss: {self._cause}")
 
 
 def check_loss(total: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_2bw.checkpoints import optimizer_state
 from megatron_2bw.checkpoints import state as checkpoint
-from megatron_2bw.start.exits import Fault
+from megatron_2bw.errors import UserError
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
@@ -53,7 +53,7 @@ def test_state_that_is_there_is_left_alone():
 
 def test_without_an_optimizer():
     optimizer_state.complete_optimizer(None)
-    optimizer_state.own_steps(None)
+    optimizer_state.unshare_steps(None)
 
 
 def test_every_parameter_has_a_step_of_its_own():
@@ -63,7 +63,7 @@ def test_every_parameter_has_a_step_of_its_own():
     for param in params:
         optimizer.state[param] = {"step": step, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
         param.grad = torch.ones(3)
-    optimizer_state.own_steps(SimpleNamespace(optimizer=optimizer))
+    optimizer_state.unshare_steps(SimpleNamespace(optimizer=optimizer))
     optimizer.step()
     assert [float(optimizer.state[param]["step"]) for param in params] == [6.0, 6.0]
 
@@ -104,7 +104,7 @@ def refusal(run: dict | None = None, then: dict | None = None, metadata: dict | 
     head = {"args": argparse.Namespace(**SAVED | (then or {})), "content_metadata": metadata}
     try:
         checkpoint.check_head(argparse.Namespace(**RUN | (run or {})), head)
-    except Fault as fault:
+    except UserError as fault:
         assert "\n" not in str(fault) and str(fault).startswith("--load folder: ")
         return str(fault)
     return None

@@ -14,8 +14,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_2bw.checkpoints import save_workers as helpers
-from megatron_2bw.start import exits as faults
+from megatron_2bw.checkpoints.save_workers import results_queue
+from megatron_2bw.errors import UserError
+from megatron_2bw.start import exits
 
 EFFECTS = [
     RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5823"),
@@ -25,12 +26,12 @@ EFFECTS = [
     dist.DistNetworkError("The client socket has timed out"),
     dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"),
     RuntimeError("[Rank 1] Watchdog caught collective operation timeout"),
-    faults.Fault("told by another", told=True),
+    UserError("reported by another", reported_elsewhere=True),
 ]
 CAUSES = [
     ValueError("a fault of this stage alone"),
     RuntimeError("found NaN in local forward loss calculation"),
-    faults.Fault("--save x: the checkpoint could not be written"),
+    UserError("--save x: the checkpoint could not be written"),
     RuntimeError("CUDA out of memory"),
     FileNotFoundError(2, "No such file or directory"),
     AssertionError("closed"),
@@ -48,12 +49,12 @@ CAUSES = [
 
 @pytest.mark.parametrize("error", EFFECTS, ids=str)
 def test_effects_of_another_rank(error):
-    assert faults.is_effect(error)
+    assert exits.is_peer_failure(error)
 
 
 @pytest.mark.parametrize("error", CAUSES, ids=str)
 def test_causes(error):
-    assert not faults.is_effect(error)
+    assert not exits.is_peer_failure(error)
 
 
 @pytest.fixture
@@ -62,12 +63,12 @@ def said(monkeypatch, capfd):
 
     def end(error: Exception) -> tuple[str, list[float]]:
         waited: list[float] = []
-        monkeypatch.setattr(faults.time, "sleep", waited.append)
-        monkeypatch.setattr(faults.signal, "alarm", lambda seconds: None)
-        monkeypatch.setattr(faults.signal, "signal", lambda number, handler: None)
+        monkeypatch.setattr(exits.time, "sleep", waited.append)
+        monkeypatch.setattr(exits.signal, "alarm", lambda seconds: None)
+        monkeypatch.setattr(exits.signal, "signal", lambda number, handler: None)
         monkeypatch.setenv("RANK", "3")
         with pytest.raises(SystemExit) as ended:
-            faults.end(error)
+            exits.leave(error)
         assert ended.value.code == 1
         return capfd.readouterr().err, waited
 
@@ -75,7 +76,7 @@ def said(monkeypatch, capfd):
 
 
 def test_a_fault_is_one_line(said):
-    text, waited = said(faults.Fault("--save x: no space\nleft"))
+    text, waited = said(UserError("--save x: no space\nleft"))
     assert text.endswith("error: --save x: no space left\n") and text.count("\n") == 1 and not waited
 
 
@@ -85,21 +86,21 @@ def test_a_cause_has_its_traceback(said):
 
 
 def test_last_words_come_after_the_cause_and_cannot_hide_it(monkeypatch, capfd):
-    monkeypatch.setattr(faults.signal, "alarm", lambda seconds: None)
-    monkeypatch.setattr(faults.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(exits.signal, "alarm", lambda seconds: None)
+    monkeypatch.setattr(exits.signal, "signal", lambda number, handler: None)
 
     def last_words() -> None:
         assert "ValueError: here" in capfd.readouterr().err
         raise KeyError("there")
 
     with pytest.raises(SystemExit):
-        faults.end(ValueError("here"), last_words)
+        exits.leave(ValueError("here"), last_words)
     assert "there" not in capfd.readouterr().err
 
 
 def test_an_effect_waits_for_the_cause(said):
     text, waited = said(EFFECTS[0])
-    assert waited == [faults.PATIENCE] and text.count("\n") == 1
+    assert waited == [exits.PATIENCE] and text.count("\n") == 1
     assert "rank 3 ends: another rank has ended or does not answer" in text
 
 
@@ -107,9 +108,9 @@ def test_a_rank_that_cannot_leave_is_ended(tmp_path):
     """A thread that waits for a lost rank for ever must not keep the process."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import threading, time\nfrom megatron_2bw.start import exits as faults\nfaults.GRACE = 1\n"
+        "import threading, time\nfrom megatron_2bw.start import exits\nexits.GRACE = 1\n"
         "threading.Thread(target=time.sleep, args=(100,)).start()\n"
-        "try:\n    raise ValueError('here')\nexcept ValueError as error:\n    faults.end(error)\n"
+        "try:\n    raise ValueError('here')\nexcept ValueError as error:\n    exits.leave(error)\n"
     )
     start = time.monotonic()
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
@@ -124,7 +125,7 @@ def rank(numbers) -> None:
     import megatron.training
 
     megatron.training.get_args = lambda: SimpleNamespace(async_save=True)
-    results = helpers.results_queue("fork")
+    results = results_queue("fork")
     results.put({"written": 1})
     assert results.get_nowait() == {"written": 1}
     numbers.put([child.pid for child in psutil.Process().children()])
@@ -150,4 +151,4 @@ def test_a_save_in_the_rank_itself_needs_no_helper(monkeypatch):
     import megatron.training
 
     monkeypatch.setattr(megatron.training, "get_args", lambda: SimpleNamespace(async_save=False))
-    assert isinstance(helpers.results_queue(), queue.Queue)
+    assert isinstance(results_queue(), queue.Queue)

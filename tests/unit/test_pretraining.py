@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_2bw.start.exits import Fault
+from megatron_2bw.errors import UserError
 from megatron_2bw.tasks import common as pretraining
 from megatron_2bw.tasks import gpt
 
@@ -28,9 +28,9 @@ def data(monkeypatch):
 @pytest.mark.parametrize("token", [128, 50_000, -1])
 def test_tokens_that_the_model_does_not_have(token, data):
     expected = f"the data holds the token {token}, but the vocabulary of --tokenizer-type NullTokenizer ends"
-    with pytest.raises(Fault, match=expected):
+    with pytest.raises(UserError, match=expected):
         data.check(*fields([5, token, 7], [1, 1]), ARGS)
-    with pytest.raises(Fault, match=expected):
+    with pytest.raises(UserError, match=expected):
         data.check(*fields([5, 6, token], [1, 1]), ARGS)
 
 
@@ -45,7 +45,9 @@ def feed(data, *masks: int) -> None:
 
 def test_batches_without_a_token_that_counts(data):
     feed(data, *(0,) * (3 * pretraining.MASKED - 1))
-    with pytest.raises(Fault, match="no token of the last 3 batches counts for the loss: leave --eod-mask-loss out"):
+    with pytest.raises(
+        UserError, match="no token of the last 3 batches counts for the loss: leave --eod-mask-loss out"
+    ):
         feed(data, 0)
 
 

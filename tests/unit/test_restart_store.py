@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from megatron_2bw.start import restart_store as rendezvous
+from megatron_2bw.start import restart_store
 
 
 def start(store, world: int) -> set[str]:
     with ThreadPoolExecutor(world) as ranks:
-        return set(ranks.map(lambda rank: rendezvous.agree(store, rank, world), range(world)))
+        return set(ranks.map(lambda rank: restart_store.agree(store, rank, world), range(world)))
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -40,9 +40,9 @@ def test_a_rank_that_never_comes():
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.3))
     with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] did not start"):
-        rendezvous.agree(store, 0, 3)
+        restart_store.agree(store, 0, 3)
 
 
 def test_only_jobs_that_can_be_started_again_need_it(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
-    assert rendezvous.store(timedelta(minutes=1)) is None
+    assert restart_store.store(timedelta(minutes=1)) is None
