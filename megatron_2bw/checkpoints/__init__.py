@@ -1,1 +1,1 @@
-"""What checkpoints hold, and the folder that they lie in."""
+"""The content of checkpoints, and their folder."""

@@ -1,11 +1,11 @@
-"""The folder of a run's checkpoints: what is saved there is never lost, and looked at before it is read.
+"""The folder of a run's checkpoints: no saved checkpoint is lost, and each is checked before it is read.
 
-Megatron writes a checkpoint to iter_NNNNNNN and then the file latest_checkpointed_iteration.txt, which names it.
+Megatron writes a checkpoint to iter_NNNNNNN and then its name to the tracker, latest_checkpointed_iteration.txt.
 
 Invariants:
-- the file has never been empty or half-written, and names a checkpoint that was whole;
-- a checkpoint that is saved anew stays aside, whole, until the new one is named. As long as there is one aside, it is
-  the one that counts: `restore_old` puts it back.
+- the tracker is never empty or half-written, and names a checkpoint that was whole;
+- when an iteration is saved again, its old checkpoint is kept, whole, as replaced_iter_NNNNNNN until the tracker names
+  the new one. While it exists it takes precedence: `restore_old` puts it back.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 from megatron_2bw.files import write_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
-ASIDE = "replaced_"  # before the name of a checkpoint that is being written anew
-DELETED = "deleted_"  # the beginning of the name of what is being deleted, however long that takes
+ASIDE = "replaced_"  # prefix of an old checkpoint while its iteration is saved again
+DELETED = "deleted_"  # prefix of what is being deleted, which can take long
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -35,7 +35,7 @@ def checkpoint_name(iteration: int) -> str:
 
 
 class TrackerFiles:
-    """Megatron's access to files; a tracker is replaced in one step instead of being written in place."""
+    """Megatron's access to files, with trackers that are replaced in one step."""
 
     def __init__(self, original: Any):
         self._original = original
@@ -50,7 +50,7 @@ class TrackerFiles:
 
 
 class _Tracker(io.StringIO):
-    """The new content of a tracker; takes its place at the end of a `with` that no exception has left."""
+    """The new content of a tracker, which replaces the old one at the end of a `with` without an exception."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -75,9 +75,9 @@ def _delete_leftovers(folder: Path) -> None:
 
 
 def set_aside_old(folder: str | os.PathLike, iteration: int) -> None:
-    """Before a checkpoint is written: keep the one of the same iteration, if there is a whole one.
+    """Before a checkpoint is written: keep the one of the same iteration, if it is whole.
 
-    On one rank only, and before any rank writes.
+    On one rank only, before any rank writes.
     """
     _delete_leftovers(Path(folder))
     target = Path(folder, checkpoint_name(iteration))
@@ -87,9 +87,9 @@ def set_aside_old(folder: str | os.PathLike, iteration: int) -> None:
 
 
 def restore_old(folder: str | os.PathLike) -> None:
-    """After a run that ended while it wrote a checkpoint anew: put the old one back.
+    """After a run that ended while it saved an iteration again: put the old checkpoint back.
 
-    On one rank only, in the folder that this run saves to, and only while no checkpoint is being written.
+    On one rank only, in the folder that this run saves to, and only while no checkpoint is written.
     """
     for aside in Path(folder).glob(ASIDE + "iter_*"):
         target = aside.with_name(aside.name.removeprefix(ASIDE))
@@ -98,19 +98,19 @@ def restore_old(folder: str | os.PathLike) -> None:
 
 
 def await_restored(folder: str | os.PathLike, seconds: float = 60) -> None:
-    """On the other ranks: wait until the first has put the old ones back."""
+    """On the other ranks: wait until the first has put the old checkpoints back."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(Path(folder).glob(ASIDE + "iter_*")):
         time.sleep(0.1)
 
 
 def same_folder(one: str | None, other: str | None) -> bool:
-    """Whether two flags name one folder of this file system."""
+    """Whether two flags name the same folder of this file system."""
     return bool(one and other) and "://" not in one and os.path.realpath(one) == os.path.realpath(other)
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether it was written to its end: a distributed format's last file, or the older format's files."""
+    """Whether it has the last file of a distributed format, or the files of the older format."""
     last = any(Path(checkpoint, file).is_file() for file in ("metadata.json", ".metadata"))
     return last or any(checkpoint.glob("mp_rank_*/*.pt"))
 
@@ -136,13 +136,13 @@ def latest_iteration(folder: str | os.PathLike) -> int | None:
 def problem(
     folder: str | os.PathLike, step: int | None = None, ours: bool = True, kind: str = "torch_dist"
 ) -> str | None:
-    """One line on what is wrong with the checkpoint that would be loaded from `folder`, or None.
+    """One line about the damage of the checkpoint that would be loaded from `folder`, or None.
 
     step  the iteration, if it is not the tracker's
-    ours  whether the run saves there too, so that it may put back what is aside
+    ours  whether the run saves there too, and so may put back an old checkpoint
     kind  the run's --ckpt-format
 
-    Looks at the sizes of all files, not at their content.
+    Checks the sizes of all files, not their content.
     """
     if not step:
         text = Path(folder, TRACKER).read_text(errors="replace").strip()
@@ -154,13 +154,15 @@ def problem(
     checkpoint = Path(folder, which)
     aside = Path(folder, ASIDE + which)
     if aside.is_dir() and not ours:
-        return f"{which} is being written anew, or a run was killed then: a run that also has it as --save repairs it"
+        return (
+            f"{which} is being saved again, or a run was killed during that: a run that has it as --save too repairs it"
+        )
     if aside.is_dir():
         checkpoint = aside
     if not checkpoint.is_dir():
         return f"there is no {which}: {_others(folder, checkpoint)}"
     if kind in ("torch_dcp", "fsdp_dtensor"):
-        return None  # of these Megatron writes no file at the end
+        return None  # in these formats no file is written last
     damage = _damage(checkpoint)
     return damage and f"{which} {damage}: {_others(folder, checkpoint)}"
 

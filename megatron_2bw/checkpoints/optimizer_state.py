@@ -1,7 +1,7 @@
 """State of torch's and the emerging optimizers in Megatron's checkpoints, on hosts without Apex and Transformer Engine.
 
-Megatron 0.19 was written for the optimizers of those. Invariant: what is changed here gives the bits of a run in which
-nothing was saved or loaded.
+Megatron 0.19 was written for the optimizers of those libraries. Invariant: a run that saves or loads has the bits of a
+run that does neither.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def is_emerging(inner: Any) -> bool:
-    """Whether it is an optimizer of the package emerging_optimizers, or derived from one."""
+    """Whether it is an optimizer of the package emerging_optimizers, or of a derived class."""
     return any(base.__module__.startswith("emerging_optimizers") for base in type(inner).__mro__)
 
 
 def complete_optimizer(optimizer: Any) -> None:
-    """Give Adam, SGD and the emerging optimizers the state that their first step would make, if it is not there yet.
+    """Give Adam, SGD and the emerging optimizers the state of before their first step, if they have none.
 
-    Megatron reads the state when it saves and when it plans a load, and fails if there has been no step: its
-    distributed optimizer asserts one common `step` (distrib_optimizer.py 839), the others write a checkpoint that
-    cannot be loaded. A first step from this state gives the bits of a first step from none.
+    Megatron reads the state when it saves and when it plans a load, and fails before the first step: its distributed
+    optimizer asserts one common `step` (distrib_optimizer.py 839), the others write a checkpoint that cannot be loaded.
+    A first step from this state gives the bits of a first step from none.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part is not None and getattr(part, "init_state_fn", part) is None:
             part.init_state_fn = lambda *args: None
         if is_emerging(getattr(part, "optimizer", None)):
-            part.init_state_fn(part.optimizer, part.config)  # only what is not there yet
+            part.init_state_fn(part.optimizer, part.config)  # only where it is missing
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             for param in group["params"]:
@@ -50,7 +50,7 @@ def complete_optimizer(optimizer: Any) -> None:
 
 
 def name_step_zero(content: Any, optimizer: Any) -> None:
-    """Put the common step of Adam and SOAP into a sharded optimizer state if it is 0, where Megatron leaves it out."""
+    """Put the common step of Adam and SOAP into a sharded optimizer state if it is 0, which Megatron leaves out."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for index, part in enumerate(parts):
         own = content if len(parts) == 1 else content.get(index) if isinstance(content, dict) else None
@@ -70,9 +70,9 @@ def _step_zero(inner: Any) -> torch.Tensor | int | None:
 
 
 def unshare_steps(optimizer: Any) -> None:
-    """Give each parameter a step counter of its own after a load.
+    """After a load, give each parameter its own step counter.
 
-    Megatron's distributed optimizer gives all of them one tensor, which Adam would then count up once a parameter.
+    Megatron's distributed optimizer gives all parameters one tensor, which Adam would increment once per parameter.
     """
     for inner in _torch_optimizers(optimizer):
         for state in inner.state.values():

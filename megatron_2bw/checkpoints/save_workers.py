@@ -1,7 +1,7 @@
-"""Processes that help a rank to write checkpoints: none where none is needed, and none that outlives its rank.
+"""Worker processes that write a rank's checkpoints: only where they are needed, and none outlives its rank.
 
-A rank that is killed cannot end its helpers. One that stays behind holds memory that the next start of the job needs,
-and the job's output, so that whoever reads that waits for ever.
+A killed rank cannot stop its workers. A worker that survives holds memory that the next start of the job needs, and
+keeps the job's output open, so that its reader never sees the end.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def async_loop(
     cpu_priority: int = 10,
     io_priority: int | None = None,
 ) -> None:
-    """The worker of asynchronous saves: Megatron's, which would wait for ever once its rank is killed."""
+    """The worker of asynchronous saves: Megatron's, which alone would wait forever once its rank is killed."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     end_with_parent()  # the rank, or a fork server that ends with it
-    # A new process has Megatron's own.
+    # In a new process this name is Megatron's own.
     PersistentAsyncCaller.async_loop(rank, queue, preload_q, comp_q, log_level, cpu_priority, io_priority)
 
 
 def root(error: BaseException) -> BaseException:
-    """The system's error that an error of torch's stream writer comes from, or the error itself."""
+    """The system's error behind an error of torch's stream writer, or the error itself."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError):
@@ -45,10 +45,10 @@ def root(error: BaseException) -> BaseException:
 
 
 def results_queue(mp_mode: str = "spawn") -> Any:
-    """The queue for what a save has written: stands in for Megatron's get_write_results_queue.
+    """The queue of a save's write results: replaces Megatron's get_write_results_queue.
 
-    A save that is not asynchronous puts and gets in one process. An asynchronous one writes in another, and what it
-    puts there may be more than a pipe holds, so a third keeps it.
+    A synchronous save puts and gets in one process. An asynchronous one writes in another process, and its results may
+    be larger than a pipe's buffer, so a third process holds them.
     """
     from megatron.training import get_args
 

@@ -1,13 +1,13 @@
-"""What a checkpoint holds beside Megatron's own content, and how a run goes on from it.
+"""What a checkpoint holds in addition to Megatron's content, and how a run resumes from it.
 
-Under the key `two_bw`: the schedule's name, the number of updates made, the loss scale of the next batch, and with 2bw
-the shadow weights, one update older than the model's, as sharded tensors that load at any parallel sizes; with
---two-bw-correction these are the older working copy, and the newer one is there too. Megatron's own entry for the
-random state is the one before the microbatches in flight, which run again when the run is resumed.
+Under the key `two_bw`: the schedule's name, the number of updates, the loss scale of the next batch, and with 2bw the
+shadow weights, one update older than the model's, as sharded tensors that load at any parallel sizes. With
+--two-bw-correction these are the older working copy, and the newer one is saved too. Megatron's entry for the random
+state is the state before the microbatches in flight, which run again after a resume.
 
 Invariants:
-- everything of Megatron is where Megatron looks for it, so that Megatron alone reads the checkpoint;
-- what cannot be resumed exactly is told in a line, and what cannot be resumed at all stops before training.
+- Megatron's content is where Megatron looks for it: plain Megatron reads the checkpoint;
+- a line reports what cannot be resumed exactly; what cannot be resumed at all stops before training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_2bw.errors import UserError
 from megatron_2bw.flags.rule import value
 
 KEY = "two_bw"
-COPIES = ("shadow", "working")  # of the weights, that it may hold under KEY
+COPIES = ("shadow", "working")  # copies of the weights that it may hold under KEY
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Checkpoints:
 
     def __init__(self, runtime: Any = None):
         self._runtime = runtime
-        self._saved: dict = {}  # what the checkpoint that is being loaded says under KEY, its tensors left out
+        self._saved: dict = {}  # under KEY in the checkpoint that is being loaded, without its tensors
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}  # its "shadow" and "working", by the parameter's name
 
     def collect(self, original: Callable) -> Callable:
@@ -119,7 +119,7 @@ class Checkpoints:
         return get_rng_state
 
     def read(self, original: Callable) -> Callable:
-        """_load_base_checkpoint: the head first, then everything that `collect` has planned."""
+        """_load_base_checkpoint: first the head, then all that `collect` has planned."""
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -137,14 +137,14 @@ class Checkpoints:
         return _load_base_checkpoint
 
     def save(self, original: Callable) -> Callable:
-        """save_checkpoint: nothing older is harmed; what cannot be written is told in one line."""
+        """save_checkpoint: keep the previous checkpoint intact; report write errors in one line."""
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def save_checkpoint(*args, **kwargs):
             values = signature.bind(*args, **kwargs).arguments
             folder = get_args().save
-            with _told_in_one_line():
+            with _write_errors():
                 if not values.get("non_persistent_ckpt") and "://" not in folder and dist.get_rank() == 0:
                     set_aside_old(folder, values["iteration"])
                 dist.barrier()  # before any rank writes
@@ -153,9 +153,9 @@ class Checkpoints:
         return save_checkpoint
 
     def finalize(self, original: Callable) -> Callable:
-        """maybe_finalize_async_save: while a checkpoint is being written, ask about it beside the pipeline.
+        """maybe_finalize_async_save: while a checkpoint is written, poll this rank's writer only.
 
-        Megatron asks all ranks in every iteration, which would make the stages wait for each other.
+        Megatron polls all ranks in every iteration, and the stages would wait for each other.
         """
         runtime = self._runtime
 
@@ -165,9 +165,9 @@ class Checkpoints:
             if late and not (blocking or terminate or runtime.save_complete):
                 return
             if runtime is not None:
-                runtime.wait_step()  # its questions are of the world, as those of Megatron that follow
+                runtime.wait_step()  # its collectives involve all ranks, as do Megatron's that follow
                 runtime.save_complete = False
-            with _told_in_one_line():
+            with _write_errors():
                 original(blocking=blocking, terminate=terminate)
 
         if runtime is not None:
@@ -175,7 +175,7 @@ class Checkpoints:
         return maybe_finalize_async_save
 
     def load(self, original: Callable) -> Callable:
-        """load_checkpoint: hand the runtime what it needs to go on."""
+        """load_checkpoint: also give the runtime its state."""
 
         @functools.wraps(original)
         def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
@@ -184,7 +184,7 @@ class Checkpoints:
             dist.barrier()
             try:
                 iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
-            except (CheckpointException, CheckpointingException) as error:  # the first is no Exception
+            except (CheckpointException, CheckpointingException) as error:  # the first is a BaseException
                 raise UserError(f"--load {get_args().load}: it does not fit this run: {_causes(error)}") from error
             except AssertionError as error:
                 if "OptimizerParamScheduler" not in str(error):
@@ -203,8 +203,8 @@ class Checkpoints:
         return load_checkpoint
 
     def _wants(self, name: str) -> bool:
-        """Whether the run goes on from the checkpoint's copy of this name."""
-        # Without an optimizer (--skip-train) there is nothing to go on with.
+        """Whether the run resumes from the checkpoint's copy of this name."""
+        # Without an optimizer (--skip-train) there is nothing to resume.
         wanted = self._runtime.schedule.late_step and self._runtime.trainable and not get_args().finetune
         if name == "working":
             wanted = wanted and self._runtime.options.factor is not None
@@ -226,13 +226,13 @@ class Checkpoints:
 
 
 def _written_here() -> bool | None:
-    """Whether this rank has written the oldest checkpoint that is on its way; None if none is. Asks no other rank."""
+    """Whether this rank has written the oldest checkpoint in the queue; None if it is empty. Asks no other rank."""
     if is_empty_async_queue():
         return None
     call = async_utils._async_calls_queue.async_calls[0]
     written = call.async_caller.is_current_async_call_done(blocking=False, no_dist=True)
     if written and hasattr(call.async_caller, "cur_item"):
-        call.async_caller.cur_item = call.idx  # a persistent worker says it once only, and Megatron will ask again
+        call.async_caller.cur_item = call.idx  # a persistent worker reports it only once, and Megatron asks again
     return written
 
 
@@ -249,7 +249,7 @@ def _named(
     """
     named = {name: (param, tensors[param]) for name, param in _parameters(model) if param in tensors}
     if not sharded:
-        # A copy: of a view the whole memory would be saved.
+        # A copy, since saving a view saves its whole storage.
         return {name: tensor.clone() for name, (_, tensor) in named.items()}
     entries = {id(entry.data): entry for entry in nested_values(content) if hasattr(entry, "data")}
     result = {}
@@ -260,52 +260,44 @@ def _named(
 
 
 @contextlib.contextmanager
-def _told_in_one_line() -> Iterator[None]:
+def _write_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException) as error:
-        raise save_fault(error) from error
+        raise save_error(error) from error
     except RuntimeError as error:
         if "PytorchStreamWriter" not in str(error):
             raise
-        raise save_fault(root(error)) from error
+        raise save_error(root(error)) from error
 
 
-def save_fault(error: Exception) -> UserError:
-    """What to tell when a checkpoint cannot be written."""
+def save_error(error: Exception) -> UserError:
+    """The report of a checkpoint that cannot be written."""
     folder = get_args().save
     good = latest_iteration(folder)
     rest = "there is no older one here" if good is None else f"the last good one is that of iteration {good}"
-    told = isinstance(error, CheckpointException) and not error.failures  # torch tells the first rank only why
-    return UserError(f"--save {folder}: the checkpoint could not be written: {_causes(error)}; {rest}", told)
+    elsewhere = isinstance(error, CheckpointException) and not error.failures  # torch gives the first rank the causes
+    return UserError(f"--save {folder}: the checkpoint could not be written: {_causes(error)}; {rest}", elsewhere)
 
 
 def _causes(error: BaseException) -> str:
-    """torch collects what the ranks have raised."""
+    """The messages of all ranks, which torch collects."""
     failures = getattr(error, "failures", None) or {}
     texts = {str(cause[0] if isinstance(cause, tuple) else cause) for cause in failures.values()}
     return "; ".join(sorted(texts)) or str(error)
 
 
-# What two runs of one model have in common.
-_MODEL = (
-    "--num-layers",
-    "--hidden-size",
-    "--num-attention-heads",
-    "--ffn-hidden-size",
-    "--kv-channels",
-    "--position-embedding-type",
-    "--swiglu",
-    "--normalization",
-    "--untie-embeddings-and-output-weights",
-    "--vocab-size",
-)
+# Flags that are the same in two runs of one model.
+_MODEL = """
+    --num-layers --hidden-size --num-attention-heads --ffn-hidden-size --kv-channels --position-embedding-type --swiglu
+    --normalization --untie-embeddings-and-output-weights --vocab-size
+""".split()
 
 
 def check_head(args: Any, head: dict, release: bool = False) -> None:
     """A UserError if a run with `args` is of another model, or cannot load the optimizer state of the checkpoint.
 
-    head: the part of it that is read first. Megatron finds these only among the tensors, and names none of the flags.
+    head: the part that is read first. Megatron would find these only among the tensors and name no flag.
     release: Megatron's name for a checkpoint of weights alone
     """
     then = head.get("args")

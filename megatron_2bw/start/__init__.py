@@ -1,1 +1,1 @@
-"""How a run starts and ends."""
+"""Start and end of a run."""

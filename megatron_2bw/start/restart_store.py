@@ -1,8 +1,8 @@
-"""A store of their own for the ranks of one start of the job.
+"""A separate store for each start of a job's ranks.
 
-torchrun keeps one store for all starts of a job (`--max-restarts`) unless it is told `--rdzv-backend c10d`. Ranks that
-are started again would find the addresses of those that are gone there, and wait for them. (torchrun's count of
-restarts is no remedy: each node has its own.)
+torchrun keeps one store for all starts of a job (`--max-restarts`), except with `--rdzv-backend c10d`. Restarted ranks
+would find the addresses of the old ranks there and wait for them. (torchrun's restart count does not help: each node
+has its own.)
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ def store(timeout: timedelta) -> Store | None:
 
 
 def agree(common: Store, rank: int, world: int) -> str:
-    """A name that all ranks of this start know and no earlier start has used. Every rank must call it.
+    """A name that all ranks of this start share and no earlier start has used. Every rank must call it.
 
-    Each rank says hello under its number, where an earlier one may have said it before, with a name of its own. The
-    first rank answers every name that it sees until each of the others has thanked for it, which only a living one
-    does.
+    Each rank writes a name of its own as the hello of its number, over the hello of an earlier start. The first rank
+    answers each name that it sees with its own, until each other rank has confirmed it, which only a living rank does.
     RuntimeError of the store if that takes longer than its timeout.
     """
     own = uuid.uuid4().hex

@@ -1,1 +1,1 @@
-"""What Megatron asks of an entry script: models, datasets, forward steps."""
+"""Models, datasets and forward steps for Megatron's `pretrain`."""

@@ -1,8 +1,8 @@
-"""What Megatron asks of a BERT entry script: model, datasets, forward step and loss.
+"""A BERT for Megatron's `pretrain`: model, datasets, forward step and loss.
 
-Imported by `launch` after the command line is checked and CUDA, if absent, is answered for. A masked language model,
-and with the binary head (left out by --bert-no-binary-head) a second loss: whether two spans of text are in their
-order. Every stage reads the data, since every layer needs the padding mask.
+`launch` imports it after it has checked the command line and, on a host without CUDA, installed cpu.py. A masked
+language model, and with the binary head (disabled by --bert-no-binary-head) a second loss: whether two spans of text
+are in order. Every stage reads the data, since every layer needs the padding mask.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.models.bert.bert_layer_specs import (
     bert_layer_local_spec,
     get_bert_layer_with_transformer_engine_spec,
@@ -20,15 +19,14 @@ from megatron.core.models.bert.bert_layer_specs import (
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
+from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_2bw.tasks.common import DataCheck, check_loss, masked_sum, micro_batch_size, report
+from megatron_2bw.tasks import common
 from megatron_2bw.tasks.mock_bert import MockBertDataset
 
 FIELDS = ("padding_mask", "text", "types", "labels", "loss_mask")  # [microbatch, sequence] each
-MASKED_WORDS = 3  # at most so many words in a row are masked together, as in Megatron's own BERT
+MASKED_WORDS = 3  # at most so many consecutive words are masked together, as in Megatron's own BERT
 
 
 def model_config(args) -> None:
@@ -88,7 +86,7 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     args = get_args()
     ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()  # of any chunk, if stages are interleaved
     names = FIELDS if ends else FIELDS[:1]
-    size = micro_batch_size(args, training)
+    size = common.micro_batch_size(args, training)
     parts = None
     if mpu.get_tensor_model_parallel_rank() == 0:
         fields = next(data_iterator)
@@ -115,25 +113,25 @@ def _from_first_tensor_rank(parts: list[torch.Tensor] | None, widths: list[int],
     return [part.contiguous() for part in message.split(widths, dim=1)]
 
 
-_DATA = DataCheck("look for documents without words")
+_DATA = common.DataCheck("look for documents without words")
 
 
 def loss(loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]):
     """Megatron's loss triple: a sum over the masked tokens, their number, and the reports of both losses.
 
-    Divided by the number of masked tokens the sum is the mean loss of those tokens, plus the binary head's mean over
-    the microbatch's samples. With --calculate-per-token-loss the latter is weighted as its microbatch's tokens are
-    (one where there are none).
+    The sum over the number of masked tokens is the mean loss of those tokens plus the binary head's mean over the
+    microbatch's samples. With --calculate-per-token-loss the latter has the weight of the microbatch's tokens (1
+    without tokens).
     """
     losses, order = output
-    total, tokens = masked_sum(losses, loss_mask)
-    reports = {"lm loss": report(total, tokens)}
+    total, tokens = common.masked_sum(losses, loss_mask)
+    reports = {"lm loss": common.report(total, tokens)}
     if order is not None:
         binary = torch.nn.functional.cross_entropy(order.float(), is_random)
         samples = torch.full_like(tokens, is_random.numel())
-        reports["sop loss"] = report(binary * samples, samples)
+        reports["sop loss"] = common.report(binary * samples, samples)
         total = total + binary * tokens.clamp(min=1)
-    check_loss(total)
+    common.check_loss(total)
     return total, tokens, reports
 
 
@@ -143,19 +141,16 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None):
     kind = MockBertDataset if args.mock_data else BERTMaskedWordPieceDataset
     if not args.mock_data:
         check_tokenizer(get_tokenizer(), args.tokenizer_type)
-    # With --eval-iters 0 Megatron asks for none, which this dataset gives and Megatron's loader refuses.
+    # With --eval-iters 0 Megatron asks for 0 samples; this dataset would be empty, which Megatron's loader refuses.
     samples = [count if count is None else max(count, 1) for count in samples]
-    print_rank_0(f"> building {kind.__name__} for training, validation and test ...")
-    return BlendedMegatronDatasetBuilder(
-        kind, samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, dataset_config(args)
-    ).build()
+    return common.build_datasets(kind, samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, dataset_config(args))
 
 
 datasets_provider.is_distributed = True  # Megatron calls it on every rank
 
 
 def check_tokenizer(tokenizer, name: str) -> None:
-    """A ValueError of one line if Megatron's dataset would fail with the tokenizer, or train on padding."""
+    """Raise ValueError, one line, if Megatron's dataset would fail with the tokenizer, or train on padding."""
     for token in ("cls", "sep", "mask"):
         try:
             number = getattr(tokenizer, token)
@@ -163,7 +158,7 @@ def check_tokenizer(tokenizer, name: str) -> None:
             number = None
         if number is None or number < 0:
             raise ValueError(f"--tokenizer-type {name}: the tokenizer has no {token} token: give a WordPiece tokenizer")
-    if tokenizer.pad != 0:  # Megatron marks padding with the number of its token, and takes 0 for "do not look"
+    if tokenizer.pad != 0:  # Megatron marks padding by its token's number, and reads 0 as masked
         raise ValueError(
             f"--tokenizer-type {name}: the padding token must be number 0 for Megatron's BERT dataset, not "
             f"{tokenizer.pad}: use another tokenizer"
@@ -172,20 +167,8 @@ def check_tokenizer(tokenizer, name: str) -> None:
 
 def dataset_config(args) -> BERTMaskedWordPieceDatasetConfig:
     """Megatron's dataset configuration from its own flags."""
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
     return BERTMaskedWordPieceDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        tokenizer=get_tokenizer(),
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        **common.dataset_options(args),
         masking_probability=args.mask_prob,
         short_sequence_probability=args.short_seq_prob,
         masking_max_ngram=MASKED_WORDS,

@@ -1,38 +1,42 @@
-"""What the tasks (gpt.py, bert.py) share: looking at the data while it is on the host, and at the loss.
+"""What the tasks (gpt.py, bert.py) share: checks of the data and of the loss, options of the datasets.
 
-Invariant: the data are looked at before they go to the GPU. The check of the loss waits for it, once a microbatch on
-the last stage (--no-check-for-nan-in-loss-and-grad leaves it out).
+Invariant: the data are checked on the host, before they go to the GPU. The check of the loss waits for the GPU, once
+per microbatch on the last stage (--no-check-for-nan-in-loss-and-grad disables it).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import get_args
+from megatron.training import get_args, get_tokenizer, print_rank_0
+from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_2bw.errors import UserError
 
-MASKED = 3  # batches on end without a token that counts, after which a pipeline gives up; one alone may be chance
-SPIKE = 10  # with --check-for-spiky-loss: a loss this many times the largest so far is reported
+MASKED = 3  # consecutive batches with an all-zero loss mask before the run stops; a single one may be chance
+SPIKE = 10  # --check-for-spiky-loss reports a loss that is this many times the largest so far
 
 
 class DataCheck:
-    """Looks at each microbatch while it is on the host, where that costs no wait for the GPU.
+    """Checks each microbatch on the host, without a wait for the GPU.
 
-    cause  what makes a whole batch count nothing in this task, and what to do
+    cause  why a whole batch may be masked in this task, and what to do
     """
 
     def __init__(self, cause: str) -> None:
         self._cause = cause
         self._seen = 0  # microbatches of the present batch
-        self._counts = False  # whether one of them had a token that counts
-        self._masked = 0  # batches on end without one
+        self._counts = False  # whether one of them had an unmasked token
+        self._masked = 0  # consecutive batches without one
 
     def check(self, tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, args) -> None:
-        """A UserError at tokens that the model does not have, and if MASKED batches on end have no token for the loss.
+        """Raise UserError at a token outside the vocabulary, and after MASKED batches without an unmasked token.
 
         All three tensors are [microbatch, sequence], on the host.
         """
@@ -54,9 +58,9 @@ class DataCheck:
 
 
 def check_loss(total: torch.Tensor) -> None:
-    """Stop on NaN or inf, report spikes: what Megatron's flags promise."""
+    """Stop on NaN or inf, report spikes, as Megatron's flags ask."""
     args, machine = get_args(), get_rerun_state_machine()
-    # Without Megatron's machine that runs iterations again, which keeps a record, a finite loss is the end of it.
+    # Megatron's rerun machine keeps a record of each loss; if it is disabled, a finite loss needs no more.
     if args.check_for_nan_in_loss_and_grad and not (args.rerun_mode == "disabled" and bool(torch.isfinite(total))):
         for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             machine.validate_result(
@@ -77,16 +81,41 @@ def check_loss(total: torch.Tensor) -> None:
 
 
 def masked_sum(losses: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the losses [microbatch, sequence] where the mask is 1, and how many those are."""
+    """The sum of the losses [microbatch, sequence] where the mask is 1, and their number."""
     mask = loss_mask.view(-1).float()
     return torch.sum(losses.view(-1).float() * mask), mask.sum().detach().to(torch.int)
 
 
 def report(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """A sum and its number of summands as Megatron's logging wants them: it adds up both before it divides."""
+    """A sum and its number of terms for Megatron's logging, which adds up both before it divides."""
     return torch.cat([total.detach().view(1), count.view(1)])
 
 
 def micro_batch_size(args, training: bool) -> int:
-    """Samples of a microbatch, which may differ in an evaluation."""
+    """Samples per microbatch; an evaluation may have another number."""
     return args.micro_batch_size if training else args.eval_micro_batch_size or args.micro_batch_size
+
+
+def dataset_options(args) -> dict[str, Any]:
+    """The options that Megatron's GPT and BERT dataset configurations share, from its own flags."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return dict(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        tokenizer=get_tokenizer(),
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+    )
+
+
+def build_datasets(kind: type, samples: list[int], builds: Callable[[], bool], config: Any) -> list[Any]:
+    """Training, validation and test datasets of a `kind`, on the ranks where `builds` is true."""
+    print_rank_0(f"> building {kind.__name__} for training, validation and test ...")
+    return BlendedMegatronDatasetBuilder(kind, samples, builds, config).build()

@@ -1,6 +1,6 @@
-"""What Megatron asks of a GPT entry script: model configuration, datasets, forward step and loss.
+"""A GPT for Megatron's `pretrain`: model configuration, datasets, forward step and loss.
 
-Imported by `launch` after the command line is checked and CUDA, if absent, is answered for.
+`launch` imports it after it has checked the command line and, on a host without CUDA, installed cpu.py.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from functools import partial
 
 import torch
 from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
+from megatron.training import get_args, get_timers
 from megatron.training.argument_utils import gpt_config_from_args as model_config  # noqa: F401  `launch` calls it
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
-from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_2bw.tasks.common import DataCheck, check_loss, masked_sum, micro_batch_size, report
+from megatron_2bw.tasks import common
 
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -39,7 +37,7 @@ def forward_step(data_iterator, model):
 
 
 def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None):
-    """The fields of the next microbatch that this stage needs, None for the others (all on middle stages).
+    """The fields of the next microbatch that this stage needs; the others (on middle stages all) are None.
 
     vp_stage: the number of the model chunk on this rank, with Megatron's interleaved stages.
     """
@@ -64,7 +62,7 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=mpu.get_tensor_model_parallel_rank(),
-        micro_batch_size=micro_batch_size(args, training),
+        micro_batch_size=common.micro_batch_size(args, training),
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -77,22 +75,21 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     return tuple(batch[key] for key in FIELDS)
 
 
-_DATA = DataCheck("leave --eod-mask-loss out, or look for documents of nothing but end-of-document tokens")
+_DATA = common.DataCheck("leave --eod-mask-loss out, or look for documents of nothing but end-of-document tokens")
 
 
 def loss(loss_mask: torch.Tensor, losses: torch.Tensor):
     """Megatron's loss triple: the summed loss of the unmasked tokens, their number, and the report of both."""
-    total, tokens = masked_sum(losses, loss_mask)
-    check_loss(total)
-    return total, tokens, {"lm loss": report(total, tokens)}
+    total, tokens = common.masked_sum(losses, loss_mask)
+    common.check_loss(total)
+    return total, tokens, {"lm loss": common.report(total, tokens)}
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None):
     """Training, validation and test datasets with at least `samples` samples each."""
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
-    print_rank_0(f"> building {kind.__name__} for training, validation and test ...")
-    return BlendedMegatronDatasetBuilder(kind, samples, _builds_datasets, dataset_config(args)).build()
+    return common.build_datasets(kind, samples, _builds_datasets, dataset_config(args))
 
 
 datasets_provider.is_distributed = True  # Megatron calls it on every rank
@@ -105,30 +102,17 @@ def _builds_datasets() -> bool:
 
 def dataset_config(args) -> GPTDatasetConfig:
     """Megatron's dataset configuration from its own flags."""
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences = None
     if args.per_dataset_sequences_path is not None:
         with open(args.per_dataset_sequences_path) as file:
             sequences = json.load(file)
-    options = dict(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
+    options = common.dataset_options(args) | dict(
         mmap_bin_files=args.mmap_bin_files,
-        tokenizer=get_tokenizer(),
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
         object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         sequences_per_dataset=sequences,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,

@@ -1,6 +1,6 @@
-"""Samples for a BERT that need no data: pairs of counting sequences, with words masked and the order swapped.
+"""BERT samples without data: pairs of counting sequences, with masked words and sometimes swapped order.
 
-Invariant: a sample depends on the seed, the split, its number and the sizes alone. The fields are those of Megatron's
+Invariant: a sample depends only on the seed, the split, its number and the sizes. The fields are those of Megatron's
 BERTMaskedWordPieceDataset. Both tasks can be learned: masked words from their neighbours, the order from the numbers.
 """
 

@@ -84,7 +84,7 @@ def test_other_files_are_opened_as_before(tmp_path):
         assert file.read() == "6"
 
 
-# --- a checkpoint that is written anew -------------------------------------------------------------------------------
+# --- a checkpoint that is saved again -------------------------------------------------------------------------------
 
 
 def value(folder: Path, iteration: int) -> float:
@@ -97,7 +97,9 @@ def test_a_checkpoint_stays_until_the_new_one_is_whole(tmp_path):
     distributed(tmp_path, 4)
     set_aside_old(tmp_path, 4)
     assert saved_iterations(tmp_path) == [] and problem(tmp_path) is None, "the one aside is what would be loaded"
-    assert problem(tmp_path, ours=False).startswith("iter_0000004 is being written anew, or a run was killed then")
+    assert problem(tmp_path, ours=False).startswith(
+        "iter_0000004 is being saved again, or a run was killed during that"
+    )
     half = tmp_path / checkpoint_name(4)  # the run is killed here
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half")
