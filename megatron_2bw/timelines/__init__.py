@@ -1,1 +1,1 @@
-"""Schedules against times: simulated, drawn, traced."""
+"""Schedules in time: simulated, drawn, traced."""

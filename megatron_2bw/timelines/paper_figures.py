@@ -1,4 +1,4 @@
-"""The paper's Figures 1, 2 and 3, from the lists that the runtime executes."""
+"""The paper's Figures 1, 2 and 3, drawn from the lists that the runtime executes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_2bw.timelines.text import render
 
 
 class Figure(NamedTuple):
-    """Schedules below each other, each on a shape; `until` cuts pipelines that go on."""
+    """Stacked schedules, each with a shape; `until` cuts pipelines that continue."""
 
     panels: list[tuple[str, Shape]]
     until: float | None = None

@@ -1,25 +1,26 @@
-"""Draws events of a schedule as the paper's figures do: a row a stage, time to the right."""
+"""Draws events of a schedule like the paper's figures: a row per stage, time to the right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_2bw.files import write_figure
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape, W
 from megatron_2bw.timelines.simulator import Event, PerStage, Times, iteration_time, makespan, simulate
 
-# By batch, so that the eye finds where one batch ends and the next begins; the backward is the darker of a pair.
+# One pair per batch, in turn; the backward is the darker of a pair.
 FORWARD = ("#9ecae1", "#fdd0a2", "#c7e9c0")
 BACKWARD = ("#4292c6", "#fd8d3c", "#41ab5d")
 WEIGHT = ("#08519c", "#a63603", "#006d2c")
-UPDATE = "#b0b0b0"  # a stage's own time that goes into an update
+UPDATE = "#b0b0b0"  # a stage's own time for an update
 ROW, HIGHEST = 0.30, 9.0  # inches of a stage's row, and of all rows together
 
 
 def draw(
     schedules: list[Schedule], stages: int, microbatches: int, iterations: int, path: Path, times: Times = Times()
 ) -> None:
-    """Write a picture (the kind by the ending of `path`) with one timeline below the other, on one time axis."""
+    """Write a picture (the kind by the ending of `path`) with the timelines stacked on one time axis."""
     shape = Shape(stages, microbatches, 0, iterations)
     draw_shapes([(schedule, shape) for schedule in schedules], path, times)
 
@@ -31,10 +32,10 @@ def draw_shapes(
     until: float | None = None,
     versions: bool = False,
 ) -> None:
-    """As `draw`, each schedule with a shape of its own.
+    """Like `draw`, each schedule with its own shape.
 
     until     where the time axis ends; by default with the last action
-    versions  below each microbatch the weights W(v) that it runs on
+    versions  write the weights W(v) below each microbatch
     """
     from matplotlib.figure import Figure
 
@@ -54,7 +55,7 @@ def draw_shapes(
         f"numbers are microbatches, {'letters model chunks, ' if chunked else ''}colours batches, "
         "black lines weight updates"
     )
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure)
 
 
 def _busy(schedule: Schedule, shape: Shape, times: Times) -> float:
@@ -83,7 +84,7 @@ def draw_events(
 ) -> None:
     """Write a picture of one timeline, measured or simulated, with times in seconds; of the part in `span` if given.
 
-    steps  a stage works during a STEP; otherwise it waits there
+    steps  a stage computes during a STEP; otherwise it waits
     """
     from matplotlib.figure import Figure
 
@@ -95,11 +96,11 @@ def draw_events(
     axis.set_xlabel(
         "time (s); light: forward, dark: backward, colours: batches, black lines: weight updates (grey: their time)"
     )
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure)
 
 
 def row_height(stages: int) -> float:
-    """Inches, less where many stages would make a picture higher than a screen."""
+    """Inches; less for many stages, so that the picture fits a screen."""
     return min(ROW, HIGHEST / stages)
 
 
@@ -112,7 +113,7 @@ def draw_rows(
     versions: bool = False,
     steps: bool = False,
 ) -> None:
-    """Draw onto an axis of a picture 13 inches wide: a collection of bars a stage, and numbers where they fit."""
+    """Draw on an axis of a picture 13 inches wide: a collection of bars per stage, and numbers where they fit."""
     begin, end = span or (min(event.start for event in events), max(event.end for event in events))
     events = [event for event in events if event.end >= begin and event.start <= end]
     chunks = 1 + max((event.action.chunk for event in events), default=0)
@@ -144,12 +145,11 @@ def draw_rows(
     axis.set_facecolor("#eeeeee")
     axis.set_xlim(begin, end)
     axis.set_ylim(-0.52, shape.stages - 0.48)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _colour(event: Event, shape: Shape, chunks: int) -> tuple[float, float, float]:
-    """By batch and kind; of several chunks, the later ones' forwards are lighter and their backwards darker."""
+    """By batch and kind; later chunks have lighter forwards and darker backwards."""
     from matplotlib.colors import to_rgb
 
     kind, microbatch, _, chunk = event.action
@@ -161,13 +161,13 @@ def _colour(event: Event, shape: Shape, chunks: int) -> tuple[float, float, floa
 
 
 def _ink(colour: tuple[float, float, float]) -> str:
-    """Of numbers that can be read on the colour."""
+    """The colour of readable numbers on the colour."""
     red, green, blue = colour
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.6 else "white"
 
 
 def _number(axis, event: Event, row: int, points: float, chunks: int, ink: str, versions: bool) -> None:
-    """The microbatch's number, where a bar of that many points has room for it."""
+    """Write the microbatch's number if a bar of that many points has room for it."""
     text = str(event.action.microbatch + 1) + (chr(ord("A") + event.action.chunk) if chunks > 1 else "")
     if points < 4.4 * len(text) + 2:
         return

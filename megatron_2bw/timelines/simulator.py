@@ -1,8 +1,8 @@
-"""Runs a schedule against times: when each action of each stage starts and ends. Pure Python.
+"""Simulates a schedule with given times: the start and end of each action of each stage. Pure Python.
 
-Invariant: the events follow the same lists that the runtime executes; an action starts when its stage is free and
-its inputs have arrived, a boundary between stages carries one message a direction at a time, and a step that spans
-all stages starts when all have reduced their gradients.
+Invariant: the events follow the lists that the runtime executes. An action starts when its stage is free and its inputs
+have arrived; a boundary between stages carries one message per direction at a time; a step of all stages starts when
+all have reduced their gradients.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Times:
-    """Durations in any one unit; each a number, or one a stage (of all its chunks together).
+    """Durations in one unit; each a number, or one per stage (of all its chunks together).
 
-    forward, backward   t_f and t_b of one microbatch; where W is apart, of the inputs' part
-    weight              of the weights' part, in schedules that have it apart
-    transfer            of a message over the boundary behind the stage (the last one's leads to the first)
-    occupied            the part of `transfer` in which the boundary carries nothing else
-    sending             of a message, what it takes from its sender's own time
+    forward, backward   t_f and t_b of one microbatch; in schedules with W, t_b of the inputs' part
+    weight              of the weights' part, in schedules with W
+    transfer            of a message over the boundary after the stage (the last stage's leads to the first)
+    occupied            the part of `transfer` in which the boundary carries no other message
+    sending             the part of a message's time in which its sender cannot compute
     reduce              of the gradients over the stage's replicas
-    step                of the optimizer's step, once all stages have reduced
+    step                of the optimizer's step, after all stages have reduced
     joint_step          stages that step alone still compare their norms after each batch, as Megatron's loop does
     overlap_cost        what a step that overlaps the computation takes from the stage's own time
     """
@@ -43,7 +43,7 @@ class Times:
     overlap_cost: PerStage = 0.0
 
     def of(self, name: str, stages: int) -> list[float]:
-        """The field `name` as a list, one a stage."""
+        """The field `name` as a list, one entry per stage."""
         given = getattr(self, name)
         if type(given) is list:
             return given
@@ -73,14 +73,14 @@ def _lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
 
 
 def simulate_lists(schedule: Schedule, lists: list[list[Action]], times: Times) -> list[Event]:
-    """As `simulate`, for lists of actions, one a stage, that follow the rules of `schedule`."""
+    """Like `simulate`, for lists of actions, one per stage, that follow the rules of `schedule`."""
     run = _Run(schedule, [_prepared(own, stage, len(lists), schedule.chunks) for stage, own in enumerate(lists)], times)
     run.play()
     return sorted(run.events, key=lambda event: (event.start, event.stage))
 
 
 class _Prepared(NamedTuple):
-    """An action with what every simulation of it asks: what it needs and gives, and over which boundary."""
+    """An action with the message that it needs, the message that it gives, and the boundary."""
 
     action: Action
     needs: tuple[str, int, int] | None  # the message (F or B, part of the model, microbatch) that it waits for
@@ -104,7 +104,7 @@ def _prepared(actions: list[Action], stage: int, stages: int, chunks: int) -> li
 
 
 class _Run:
-    """The state of one simulation: where each stage is in its list, and what has arrived when."""
+    """The state of one simulation: the position of each stage in its list, and the arrival times of messages."""
 
     def __init__(self, schedule: Schedule, lists: list[list[_Prepared]], times: Times):
         self.schedule, self.lists, self.stages = schedule, lists, len(lists)
@@ -120,24 +120,24 @@ class _Run:
         self.arrived: dict[tuple[str, int, int], float] = {}
         self.link_free = {F: [0.0] * self.stages, B: [0.0] * self.stages}
         self.reduced: dict[int, list[float]] = {}  # batch -> when each stage had its gradients
-        self.waiting: dict[object, list[int]] = {}  # what has not come yet -> the stages that wait for it
+        self.waiting: dict[object, list[int]] = {}  # missing input -> the stages that wait for it
         self.events: list[Event] = []
 
     def play(self) -> None:
         runnable = list(range(self.stages))
         while runnable:
             stage = runnable.pop()
-            missing = self._go_on(stage, runnable)
+            missing = self._advance(stage, runnable)
             if missing is not None:
                 self.waiting.setdefault(missing, []).append(stage)
         stuck = [stage for stage in range(self.stages) if self.position[stage] < len(self.lists[stage])]
         if stuck:
             raise ValueError(f"{self.schedule.name} deadlocks: stages {stuck} wait for each other")
 
-    def _go_on(self, stage: int, runnable: list[int]) -> object | None:
-        """Give the stage's actions their places in time, as far as what they need is known; else the missing key.
+    def _advance(self, stage: int, runnable: list[int]) -> object | None:
+        """Time the stage's actions until an input is missing; return its key, or None at the end.
 
-        A planner spends most of its time here: hence the local names, and no function for each kind of action.
+        A search of the planner spends most of its time here: hence the local names and the single function.
         """
         lists, position, arrived, waiting = self.lists[stage], self.position[stage], self.arrived, self.waiting
         free, took, append = self.free[stage], self.took, self.events.append
@@ -197,13 +197,16 @@ def makespan(events: list[Event]) -> float:
 
 
 def iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Times = Times()) -> float:
-    """Time from one optimizer step to the next after the pipeline has filled, on the stage that has most to do."""
-    if schedule.flushes and schedule.global_step:  # all stages start together again, so every iteration is the first
+    """Time from one optimizer step to the next after the pipeline has filled, on the stage with the most work."""
+    if schedule.flushes and schedule.global_step:  # all stages restart together: every iteration equals the first
         return makespan(_run(schedule, Shape(stages, microbatches, 0, 1), times))
     work = [f + b for f, b in zip(times.of("forward", stages), times.of("backward", stages))]
     # Iterations differ where batch j + 2 waits for the step of batch j, or messages are slower than computation.
-    count, skipped = max(min(stages, 4), 2), 2 + 8 // stages  # a short pipeline takes longer to settle, and is cheap
-    busiest = work.index(max(work))  # its own work bounds the time in every iteration, also while others still queue
+    count, skipped = (
+        max(min(stages, 4), 2),
+        2 + 8 // stages,
+    )  # a short pipeline needs more iterations to settle, and is cheap
+    busiest = work.index(max(work))  # its work bounds every iteration, also while messages still queue elsewhere
     ends = [
         event.end
         for event in _run(schedule, Shape(stages, microbatches, 0, skipped + count + 3), times)
@@ -213,7 +216,7 @@ def iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Ti
 
 
 def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
-    """The events of `simulate`, in any order; the lists of one shape are made once."""
+    """The events of `simulate`, in any order; the lists of a shape are cached."""
     key = (schedule, shape)
     lists = _made.get(key)
     if lists is None:
@@ -231,12 +234,11 @@ _made: dict[tuple[Schedule, Shape], list[list[_Prepared]]] = {}
 
 
 def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Times = Times()) -> float:
-    """As `iteration_time`, in a time that does not grow with the microbatches.
+    """Like `iteration_time`, at a cost that does not grow with the microbatches.
 
-    Past the pipeline's filling each further microbatch adds the same time, so two short batches tell what a long one
-    takes. Where a late step lasts longer than its window, another and smaller rate holds until the window is as long.
-    It differs from `iteration_time` by 1 % at most, by 3 % where messages take longer than the computation
-    (tests/unit/test_simulator.py).
+    After the pipeline has filled, each microbatch adds the same time, so two short batches determine a long one. If a
+    late step is longer than its window, a smaller rate holds until the window is as long. The difference to
+    `iteration_time` is at most 1 %, or 3 % if messages take longer than the computation (tests/unit/test_simulator.py).
     """
     short = max(3 * stages, schedule.min_microbatches(stages) + stages) + microbatches % stages
     long = short + 2 * stages
@@ -244,11 +246,11 @@ def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, time
         return iteration_time(schedule, stages, microbatches, times)
     if schedule.flushes and schedule.global_step:
         return _long_flush(schedule, stages, microbatches, times, short, long)
-    beside = replace(times, reduce=0.0, step=0.0) if schedule.late_step else times
-    before, after = (iteration_time(schedule, stages, m, beside) for m in (short, long))
+    hidden = replace(times, reduce=0.0, step=0.0) if schedule.late_step else times
+    before, after = (iteration_time(schedule, stages, m, hidden) for m in (short, long))
     each = (after - before) / (long - short)
     seconds = after + (microbatches - long) * each
-    if beside is times:
+    if hidden is times:
         return seconds
     waiting = iteration_time(schedule, stages, long, times)
     if waiting <= after:
@@ -258,7 +260,7 @@ def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, time
 
 
 def _long_flush(schedule, stages: int, microbatches: int, times: Times, short: int, long: int) -> float:
-    """Each stage's last backward grows with the microbatches at a rate of its own."""
+    """The end of each stage's last backward grows with the microbatches at its own rate."""
     ends = []
     for m in (short, long):
         events = _run(schedule, Shape(stages, m, 0, 1), times)

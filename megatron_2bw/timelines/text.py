@@ -1,8 +1,8 @@
-"""Writes events of a schedule as text, as the paper's figures show them: a row a stage, time to the right. Pure Python.
+"""Writes events of a schedule as text, like the paper's figures: a row per stage, time to the right. Pure Python.
 
-A forward is the microbatch's number, from 1, and blanks; a backward the number and b's. Each ends in a space. Dots
-are time in which a stage waits, | is a weight update, and u what one takes of the stage's time beside its batches.
-Where stages hold several model chunks, a capital letter tells the chunk.
+A forward is the microbatch's number, from 1, and blanks; a backward is the number and b's. Each ends in a space. A dot
+is time in which the stage waits, | a weight update, u the stage's time for an update that overlaps its batches. If
+stages hold several model chunks, a capital letter names the chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_2bw.schedules import REDUCE, STEP, B, F, W
 from megatron_2bw.timelines.simulator import Event, makespan
 
 FILL = {F: " ", B: "b", W: "w"}
-UPDATE = "u"  # a stage's own time that goes into an update made beside its batches
+UPDATE = "u"  # a stage's own time for an update that overlaps its batches
 LEGEND = {F: "1 forward", B: "1b backward", W: "1w weights' part of a backward"}
 
 
@@ -31,12 +31,12 @@ class _Scale(NamedTuple):
 def render(
     events: list[Event], stages: int, unit: float | None = None, columns: int = 160, versions: bool = False
 ) -> str:
-    """The timeline of `events` (simulator.simulate) and a line with its length and how busy the stages are.
+    """The timeline of `events` (simulator.simulate) and a line with its length and the busy share of the stages.
 
-    unit      time of one step to the right; by default the greatest in which all actions begin and end, or, where
-              there is no such step, the shortest action
-    columns   a line's greatest length; what does not fit is left out, and a line says so
-    versions  below each stage, the weights W(v) that an action runs on
+    unit      time of one step to the right; by default the largest step that divides the times of all actions, or
+              without one the shortest action
+    columns   maximum length of a line; the rest is cut, and a line says so
+    versions  write the weights W(v) of each action below its stage
     """
     chunked = any(event.action.chunk for event in events)
     work = [event for event in events if event.action.kind in FILL]
@@ -61,17 +61,17 @@ def render(
 
 
 def summary(events: list[Event], stages: int) -> str:
-    """One line: the last action's end, and the share of time in which the stages compute."""
+    """One line: the end of the last action, and the share of time in which the stages compute."""
     share, steady = busy(events, stages)
     where = "in the steady state" if steady else "of the whole run"
     return f"makespan {makespan(events):.6g}; stages busy {share:.1%} {where}"
 
 
 def busy(events: list[Event], stages: int) -> tuple[float, bool]:
-    """Share of time in which the stages run forwards and backwards, and whether it is that of the steady state.
+    """(share of time in which the stages run forwards and backwards, whether it is of the steady state).
 
-    That is taken over the batches, from one reduction's start to the next, in which each stage runs as many forwards
-    as backwards. Where a stage has none such, as in a single batch, it is the share of the whole run.
+    The steady state is the batches, from one reduction's start to the next, in which a stage runs as many forwards as
+    backwards. If a stage has no such batch, as in a run of one batch, the share is of the whole run.
     """
     windows = [_windows([event for event in events if event.stage == stage]) for stage in range(stages)]
     steady = all(windows)
@@ -98,7 +98,7 @@ def _windows(events: list[Event]) -> list[tuple[float, float]]:
 
 
 def _scale(work: list[Event], unit: float | None, chunked: bool) -> _Scale:
-    """So wide that the label of every action that lasts a unit fits, a mark for a backward and a space behind it."""
+    """Wide enough for the label of every action of one unit or more, a backward's mark and a space."""
     timed = [event for event in work if event.end > event.start]
     spare = 0
     if unit is None:
@@ -153,7 +153,7 @@ def _versions(events: list[Event], scale: _Scale, end: int) -> str:
 
 
 def _ruler(scale: _Scale, length: int) -> str:
-    """Times at round numbers of units, at least ten characters apart."""
+    """Times at round multiples of the unit, at least ten characters apart."""
     apart = next(step for power in range(12) for k in (1, 2, 5) if (step := k * 10**power) * scale.width >= 10)
     row = ""
     for place in range(0, -(-length // scale.width), apart):

@@ -1,7 +1,7 @@
 """The files of --two-bw-trace: when each action of a stage ran and how long it waited before.
 
-Each rank appends its events to a file of its own, in Chrome's JSON array format, which may end without its closing
-bracket: a run that is killed leaves a trace that opens. `merge` joins the files of the stages and draws them.
+Each rank appends its events to its own file, in Chrome's JSON array format. The closing bracket may be missing, so the
+trace of a killed run opens. `merge` joins the files of the stages and draws them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_2bw.core.recorder import Record
+from megatron_2bw.files import write_whole
 from megatron_2bw.schedules import parse
 
 
@@ -28,7 +29,7 @@ class TraceWriter:
         self._emit(name="thread_name", ph="M", pid=pipeline, tid=stage, args={"name": f"stage {stage}"})
 
     def write(self, records: list[Record]) -> None:
-        """Append; a disk that takes no more ends the trace with one line, and not the training."""
+        """Append; a full disk ends the trace with one line, but not the training."""
         if self._file is None:
             return
         try:
@@ -40,33 +41,16 @@ class TraceWriter:
     def _write(self, records: list[Record]) -> None:
         for record in records:
             if record.start - record.asked > 1e-6:
-                self._emit(
-                    name="wait",
-                    cat="wait",
-                    ph="X",
-                    pid=self.pipeline,
-                    tid=self.stage,
-                    ts=record.asked * 1e6,
-                    dur=(record.start - record.asked) * 1e6,
-                    cname="grey",
-                )
+                self._emit_span("wait", "wait", record.asked, record.start, cname="grey")
             kind, microbatch, version, _ = record.action
-            self._emit(
-                name=str(record.action),
-                cat=kind,
-                ph="X",
-                pid=self.pipeline,
-                tid=self.stage,
-                ts=record.start * 1e6,
-                dur=(record.end - record.start) * 1e6,
-                args={
-                    "kind": kind,
-                    "microbatch" if kind in "FB" else "batch": microbatch,
-                    "version": version,
-                    "waited_ms": (record.start - record.asked) * 1e3,
-                },
-            )
+            args = {"kind": kind, "microbatch" if kind in "FB" else "batch": microbatch, "version": version}
+            args["waited_ms"] = (record.start - record.asked) * 1e3
+            self._emit_span(str(record.action), kind, record.start, record.end, args=args)
         self._file.flush()
+
+    def _emit_span(self, name: str, kind: str, start: float, end: float, **more: Any) -> None:
+        times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+        self._emit(name=name, cat=kind, ph="X", pid=self.pipeline, tid=self.stage, **times, **more)
 
     def _emit(self, **event: Any) -> None:
         self._file.write(json.dumps(event) + ",\n")
@@ -79,7 +63,7 @@ def forget(directory: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a file of TraceWriter, also of one whose writer was killed."""
+    """The events of a TraceWriter's file, even if the writer was killed."""
     lines = path.read_text(encoding="utf-8").splitlines()[1:]
     events = []
     for line in lines:
@@ -91,17 +75,17 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def merge(directory: Path, batches: int = 4) -> list[Path]:
-    """Write DIR/trace.json (all stages, opens in Perfetto) and DIR/timeline.png (the last `batches` whole batches, if
-    there is one). Returns what was written.
+    """Write DIR/trace.json (all stages, opens in Perfetto) and, if a batch is whole, DIR/timeline.png (the last whole
+    batches, `batches` at most). Returns what was written.
 
-    Raises FileNotFoundError if no stage has left a file.
+    Raises FileNotFoundError if there is no file of a stage.
     """
     files = sorted(directory.glob("stage-*-pipeline-*.json"))
     if not files:
         raise FileNotFoundError(f"no stage-*.json in {directory}")
     events = [event for file in files for event in read(file)]
     trace, picture = directory / "trace.json", directory / "timeline.png"
-    trace.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    write_whole(trace, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     _draw([event for event in events if event["pid"] == 0], batches, picture)
     return [path for path in (trace, picture) if path.exists()]
 
