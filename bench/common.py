@@ -38,11 +38,11 @@ def gpt_flags(layers: int, hidden: int, heads: int, sequence: int, *flags: objec
     return [str(word) for word in (*(word for pair in words for word in pair), "--mock-data", *flags)]
 
 
-def parser(description: str, name: str) -> argparse.ArgumentParser:
+def new_parser(description: str, name: str) -> argparse.ArgumentParser:
     """With --json, by default out/bench/`name`.json."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=Path, default=Path("out/bench", f"{name}.json"))
-    return made
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("out/bench", f"{name}.json"))
+    return parser
 
 
 def numbers(text: str) -> list[int]:

@@ -18,7 +18,7 @@ import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import parser, write_result
+from bench.common import new_parser, write_result
 
 BETAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
 FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -63,7 +63,7 @@ def table(rows: list[dict[str, float]]) -> None:
 
 
 def main() -> int:
-    path = parser(__doc__, "delay_stability").parse_args().json
+    path = new_parser(__doc__, "delay_stability").parse_args().json
     rows = [
         {"beta1": beta, "no delay": limit(beta, None)} | {f"factor {f:g}": limit(beta, f) for f in FACTORS}
         for beta in BETAS

@@ -32,7 +32,7 @@ import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Output, gpt_flags, new_figure, parser, write_result
+from bench.common import Output, gpt_flags, new_figure, new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
 from megatron_2bw.local_ranks import WorldError
@@ -370,16 +370,16 @@ def draw(report: Report) -> Any:
 
 
 def main() -> int:
-    made = parser(__doc__, "faults")
-    made.add_argument("--kills", type=int, default=30)
-    made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--iterations", type=int, help="of the whole run (default: 5 per kill)")
-    made.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
-    made.add_argument("--servers", type=int, default=1, help="torchruns that share the ranks, as on several servers")
-    made.add_argument("--async-save", action="store_true", help="with Megatron's asynchronous checkpoints")
-    options = made.parse_args()
+    parser = new_parser(__doc__, "faults")
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--iterations", type=int, help="of the whole run (default: 5 per kill)")
+    parser.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
+    parser.add_argument("--servers", type=int, default=1, help="torchruns that share the ranks, as on several servers")
+    parser.add_argument("--async-save", action="store_true", help="with Megatron's asynchronous checkpoints")
+    options = parser.parse_args()
     if options.ranks < 2 or options.ranks % options.servers or options.kills < 1:
-        made.error("--ranks must be 2 or more and a multiple of --servers, and --kills 1 or more")
+        parser.error("--ranks must be 2 or more and a multiple of --servers, and --kills 1 or more")
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(options, Path(folder))
     result = asdict(report) | {"servers": options.servers, "async_save": options.async_save}

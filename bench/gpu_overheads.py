@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import gpt_flags, parser, write_result
+from bench.common import gpt_flags, new_parser, write_result
 from bench.emulated import iteration_seconds
 from bench.stage_probe import Probe, probe
 from megatron_2bw.local_ranks import run_world
@@ -98,12 +98,12 @@ def eight_stages(chosen: argparse.Namespace) -> list[dict]:
 def main() -> None:
     import torch
 
-    made = parser(__doc__, "gpu_overheads")
-    made.add_argument("--layers", type=int, default=32, help="of the whole model, a multiple of 8")
+    parser = new_parser(__doc__, "gpu_overheads")
+    parser.add_argument("--layers", type=int, default=32, help="of the whole model, a multiple of 8")
     sizes = {"hidden": 2304, "heads": 32, "sequence": 512, "micro-batch-size": 8, "microbatches": 8, "iterations": 10}
     for name, size in sizes.items():
-        made.add_argument(f"--{name}", type=int, default=size)
-    chosen = made.parse_args()
+        parser.add_argument(f"--{name}", type=int, default=size)
+    chosen = parser.parse_args()
     chosen.cpu = not torch.cuda.is_available()
     if chosen.cpu:
         print("no GPU here: a tiny model on the CPU, to show that the benchmark runs; its figures mean nothing")

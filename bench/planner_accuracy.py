@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import names_of, new_figure, numbers, parser, write_result
+from bench.common import names_of, new_figure, new_parser, numbers, write_result
 from bench.planner_checks import Check, described
 from bench.planner_paper import section5, table1
 from bench.planner_published import korthikanti_2022, megatron_2021, vtrain, zero_bubble_table
@@ -107,16 +107,16 @@ def draw(checks: list[Check]) -> Any:
 
 
 def main() -> int:
-    made = parser(__doc__, "planner_accuracy")
-    made.add_argument("--sections", type=names_of(SECTIONS), default=list(SECTIONS), metavar="NAME,...")
-    made.add_argument(
+    parser = new_parser(__doc__, "planner_accuracy")
+    parser.add_argument("--sections", type=names_of(SECTIONS), default=list(SECTIONS), metavar="NAME,...")
+    parser.add_argument(
         "--emulated",
         type=numbers,
         default=[],
         metavar="D,...",
         help="also run the emulated pipelines of schedule_efficiency.py, so deep",
     )
-    options = made.parse_args()
+    options = parser.parse_args()
     sections = {name: SECTIONS[name] for name in options.sections}
     if not options.emulated:
         print("the emulated pipelines are not run (--emulated 2,4,8)")

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import flag_sets, gpt_flags, names_of, new_figure, parser, write_result
+from bench.common import flag_sets, gpt_flags, names_of, new_figure, new_parser, write_result
 from bench.emulated import Observed, iteration_seconds, train
 from megatron_2bw.local_ranks import run_world
 
@@ -66,19 +66,19 @@ def command(schedule: str, chosen: argparse.Namespace, *flags: str) -> list[str]
 
 
 def main() -> None:
-    made = parser(__doc__, "real_compute")
+    parser = new_parser(__doc__, "real_compute")
     model = {"layers": 8, "hidden": 256, "sequence": 256, "microbatches": 4, "iterations": 14}
     for name, size in model.items():
-        made.add_argument(f"--{name}", type=int, default=size)
-    made.add_argument("--schedules", type=names_of(SCHEDULES), default=list(SCHEDULES), metavar="NAME,...")
-    made.add_argument(
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--schedules", type=names_of(SCHEDULES), default=list(SCHEDULES), metavar="NAME,...")
+    parser.add_argument(
         "--flags",
         type=flag_sets,
         default=[],
         metavar="FLAGS;...",
         help="more rows: 2bw with these flags of Megatron and of this project",
     )
-    chosen = made.parse_args()
+    chosen = parser.parse_args()
     rows: list[Row] = []
     for name in ("limit", *chosen.schedules, *(f"2bw {flags}" for flags in chosen.flags)):
         schedule, *flags = name.split()

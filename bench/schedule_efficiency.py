@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import flag_sets, gpt_flags, names_of, new_figure, numbers, parser, write_result
+from bench.common import flag_sets, gpt_flags, names_of, new_figure, new_parser, numbers, write_result
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from megatron_2bw.local_ranks import WorldError, run_world
 
@@ -47,8 +47,8 @@ class Row:
 
 
 def options() -> argparse.Namespace:
-    made = parser(__doc__, "schedule_efficiency")
-    option = made.add_argument
+    parser = new_parser(__doc__, "schedule_efficiency")
+    option = parser.add_argument
     option("--stages", type=numbers, default=[8], metavar="D,...")
     option(
         "--microbatches",
@@ -70,9 +70,9 @@ def options() -> argparse.Namespace:
         metavar="FLAGS;...",
         help="more flags of Megatron: a row for each part (write --flags=..., a part may be empty)",
     )
-    chosen = made.parse_args()
+    chosen = parser.parse_args()
     if chosen.iterations < 7:
-        made.error("--iterations must be 7 at least: three fill the pipeline, two empty it")
+        parser.error("--iterations must be 7 at least: three fill the pipeline, two empty it")
     return chosen
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import gpt_flags, names_of, new_figure, parser, write_result
+from bench.common import gpt_flags, names_of, new_figure, new_parser, write_result
 from bench.server_run import Observed, Run
 from bench.servers import BUCKET, MTU, QUEUE, Servers, missing
 from megatron_2bw.errors import UserError, report
@@ -115,40 +115,40 @@ class Row:
 
 
 def options() -> argparse.Namespace:
-    made = parser(__doc__, "slow_links")
-    made.add_argument(
+    parser = new_parser(__doc__, "slow_links")
+    parser.add_argument(
         "--rates",
         type=lambda text: text.split(","),
         default=["1000", "200", "50"],
         metavar="MBIT,...",
         help="Mbit/s in each direction; the unlimited link always comes first",
     )
-    made.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), metavar="NAME,...")
+    parser.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), metavar="NAME,...")
     for name, size in {"layers": 8, "hidden": 512, "heads": 8, "sequence": 128, "micro-batch": 1}.items():
-        made.add_argument(f"--{name}", type=int, default=size)
-    made.add_argument("--microbatches", type=int, default=8, help="in a global batch")
-    made.add_argument("--iterations", type=int, default=3, help="measured at each rate")
-    made.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
-    made.add_argument(
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--microbatches", type=int, default=8, help="in a global batch")
+    parser.add_argument("--iterations", type=int, default=3, help="measured at each rate")
+    parser.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
+    parser.add_argument(
         "--sleep-ms",
         type=lambda text: tuple(float(word) for word in text.split(",")),
         default=(0.0, 0.0),
         metavar="F,B",
         help="that every microbatch's forward and backward sleep",
     )
-    chosen = made.parse_args()
+    chosen = parser.parse_args()
     for rate in chosen.rates:
         if not re.fullmatch(r"\d+(\.\d+)?", rate) or not 1 <= float(rate) <= 4000:
-            made.error(f"--rates: {rate} is not a number of Mbit/s between 1 and 4000")
+            parser.error(f"--rates: {rate} is not a number of Mbit/s between 1 and 4000")
     if len(chosen.sleep_ms) != 2 or min(chosen.sleep_ms) < 0:
-        made.error("--sleep-ms takes two numbers, of a forward and a backward, such as 50,100")
+        parser.error("--sleep-ms takes two numbers, of a forward and a backward, such as 50,100")
     for name in ("iterations", "settle"):
         if getattr(chosen, name) < 1:
-            made.error(f"--{name} must be 1 at least")
+            parser.error(f"--{name} must be 1 at least")
     if chosen.microbatches < 4:
-        made.error("--microbatches must be 4 at least: 2bw-ahead runs two forwards ahead")
+        parser.error("--microbatches must be 4 at least: 2bw-ahead runs two forwards ahead")
     if chosen.layers % 2 or chosen.microbatches % 2 or chosen.heads % 2 or chosen.hidden % chosen.heads:
-        made.error("--layers, --microbatches and --heads must be even, and --hidden a multiple of --heads")
+        parser.error("--layers, --microbatches and --heads must be even, and --hidden a multiple of --heads")
     return chosen
 
 

@@ -1,1 +1,1 @@
-"""Data that needs no download: `corpus.build_corpus` turns the host's standard library into it."""
+"""Training data: preparation of text, and a built-in corpus made of the host's standard library."""

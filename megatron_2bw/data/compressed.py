@@ -1,6 +1,6 @@
-"""Compressed input, by the last part of a file's name, with what Python itself has.
+"""Compressed input, by the suffix of a file's name, with Python's own modules.
 
-Invariant: a file is decompressed as it is read, and a damaged one raises one of DAMAGED.
+Invariant: a file is decompressed while it is read; a damaged file raises one of DAMAGED.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_compressed(file: str) -> bool:
 
 
 def opened(file: str, raw: BinaryIO) -> contextlib.AbstractContextManager[BinaryIO]:
-    """What `raw`, the open `file`, holds: decompressed if its name says so."""
+    """The content of `raw`, the open `file`: decompressed if its name says so."""
     if not is_compressed(file):
         return contextlib.nullcontext(raw)
     return _OPEN[Path(file).suffix.lower()](raw, "rb")

@@ -1,9 +1,9 @@
 """The built-in corpus: the host's Python standard library, written as Megatron training data.
 
-Invariant: a corpus folder is whole or absent. It is written in a temporary folder beside its
-place and renamed into it, and its name carries a key of all that its content depends on.
+Invariant: a corpus folder is whole or absent. It is written in a temporary folder next to its place and then renamed;
+its name contains a digest of all that its content depends on.
 
-One source file is one document and ends with the end-of-document token. From a shell:
+Each source file is one document and ends with the end-of-document token. From a shell:
 
     python pretrain_gpt_2bw.py $(python -m megatron_2bw.data.corpus) ...
 """
@@ -37,13 +37,13 @@ DEFAULT_MAX_BYTES = 8_000_000
 MIN_VOCAB_SIZE = smallest("bpe", GPT)
 MAX_VOCAB_SIZE = 65_499  # the most that Megatron stores in 16 bits
 
-_FORMAT = 1  # raise it when the same inputs come to give other files
+_FORMAT = 1  # raise it when the same inputs give other files
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus on disk: where its parts are and how large it is."""
+    """A corpus on disk: the places of its parts, and its size."""
 
     prefix: Path  # of the .bin and .idx files, for --data-path
     tokenizer: Path  # folder, for --tokenizer-model
@@ -60,10 +60,10 @@ class Corpus:
 def build_corpus(
     cache_dir: Path | None = None, vocab_size: int = DEFAULT_VOCAB_SIZE, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> Corpus:
-    """Return the corpus below `cache_dir`, built now if this is the first call for its key.
+    """Return the corpus below `cache_dir`; the first call for its key builds it.
 
-    `cache_dir` defaults to $MEGATRON_2BW_CACHE, else ~/.cache/megatron_2bw. At most `max_bytes`
-    of source are taken. Raises UserError for a request that cannot be met.
+    `cache_dir` defaults to $MEGATRON_2BW_CACHE, else ~/.cache/megatron_2bw. At most `max_bytes` of source are taken.
+    UserError names the flag of a request that cannot be met.
     """
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         bounds = f"must be {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}"
@@ -73,7 +73,7 @@ def build_corpus(
     cache = Path(cache_dir or default).expanduser().absolute()
     folder = cache / _key(texts, vocab_size, max_bytes)
 
-    # Before anything is written, so that a cache filled by another user may be read-only.
+    # Before any write: a cache that another user has filled may be read-only.
     corpus = _load(folder)
     if corpus is not None:
         return corpus
@@ -86,10 +86,10 @@ def build_corpus(
 
 
 def read_library(max_bytes: int) -> list[str]:
-    """The documents: whole source files of at most `max_bytes` in all.
+    """The documents: whole source files of at most `max_bytes` in total.
 
-    The order is that of the digests of the file names. It is as fixed as the alphabet, and any
-    stretch of it, be it what fits `max_bytes` or Megatron's validation split, mixes the library.
+    In the order of the digests of their names: it is fixed, and any part of it, such as what fits `max_bytes` or
+    Megatron's validation split, is a mix of the library.
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = []
@@ -115,14 +115,14 @@ def read_library(max_bytes: int) -> list[str]:
 
 
 def _key(texts: list[str], vocab_size: int, max_bytes: int) -> str:
-    """The folder name: what a person wants to see, then a digest of all that matters."""
+    """The folder's name: readable sizes, then a digest of all inputs."""
     inputs = [_FORMAT, EOD, tokenizers.__version__, texts]
     digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     return f"stdlib-{platform.python_version()}-v{vocab_size}-b{max_bytes}-{digest}"
 
 
 def _load(folder: Path) -> Corpus | None:
-    """The corpus in `folder`, or None if there is none or one of its files is not as written."""
+    """The corpus in `folder`; None without one, or if a file has another size than when it was written."""
     try:
         record = json.loads((folder / "corpus.json").read_text())
         if any((folder / name).stat().st_size != size for name, size in record["files"].items()):
@@ -133,7 +133,7 @@ def _load(folder: Path) -> Corpus | None:
 
 
 def _build(folder: Path, texts: list[str], vocab_size: int, max_bytes: int) -> Corpus:
-    """Write the whole corpus beside `folder`, then rename it into place."""
+    """Write the whole corpus next to `folder`, then rename it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
         work = Path(scratch) / folder.name
@@ -178,23 +178,23 @@ def _write_documents(prefix: Path, texts: list[str], tokenizer: Tokenizer) -> in
 
 
 def _publish(work: Path, folder: Path) -> None:
-    """Move a finished corpus into place, unless another process was first."""
+    """Rename a finished corpus, unless another process was first."""
     try:
         os.rename(work, folder)
     except OSError:
-        if _load(folder) is None:  # in the way and damaged
+        if _load(folder) is None:  # a damaged folder has the name
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(work, folder)
 
 
 def _progress(text: str, passing: bool = False) -> None:
-    """A line on stderr; on a terminal the next one takes the place of a `passing` one."""
+    """Print a line on stderr; on a terminal the next line overwrites a `passing` one."""
     start, end = ("\r\033[K", "" if passing else "\n") if sys.stderr.isatty() else ("", "\n")
     print(f"{start}corpus: {text}", end=end, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the flags of the corpus as one line on stdout; all else goes to stderr."""
+    """Print the flags of the corpus as one line on stdout, everything else on stderr."""
     parser = Parser(
         prog="megatron_2bw.data.corpus",
         description="Build or reuse the built-in corpus and print the Megatron flags that load it.",

@@ -1,8 +1,8 @@
 """Texts to token ids, for GPT (documents) and BERT (sentences).
 
-Invariant: the end of a document is the only special token: text that spells one out never becomes one. What a document
-becomes depends on its text alone, not on those beside it. Imports neither torch nor transformers, so that a worker
-process starts in a moment.
+Invariant: the end of a document is the only special token; text that spells out a special token never becomes one. The
+ids of a document depend only on its text, not on its neighbours. Imports neither torch nor transformers, so that a
+worker process starts quickly.
 """
 
 from __future__ import annotations
@@ -17,25 +17,15 @@ from tokenizers import Tokenizer
 from megatron_2bw.data.indexed import LONGEST_SENTENCE
 
 BATCH_CHARACTERS = 1_000_000  # tokenized in one call
-COUNTS = (
-    "documents",
-    "sequences",
-    "tokens",
-    "bytes",
-    "empty",
-    "bad",
-    "spelled",
-    "single",
-    "long",
-)  # what is counted of a shard; bytes: of text in UTF-8
+COUNTS = "documents sequences tokens bytes empty bad spelled single long".split()  # of a shard; bytes: of UTF-8 text
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """How text becomes ids.
+    """Converts text to ids.
 
     encode     texts → the ids of each, without special tokens
-    forbidden  ids that are never text: where the tokenizer makes one of a text, it is left out and counted
+    forbidden  ids that are never text: if the tokenizer makes one of a text, it is removed and counted
     eod        ends each document of GPT; None for BERT, whose documents are sentences
     language   of the sentences, for BERT
     """
@@ -47,7 +37,7 @@ class Encoder:
     language: str = "en"
 
     def shard(self, texts: Iterable[str], counts: Counter[str]) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Encode the documents: their tokens, the length of each sequence, the sequence at which each document ends."""
+        """Encode the documents: their tokens, the length of each sequence, the sequence after each document."""
         parts, lengths, ends = [numpy.zeros(0, self.dtype)], [], []
         for batch in _batches(texts):
             written = [text for text in batch if text.strip()]
@@ -68,7 +58,7 @@ class Encoder:
     def documents(self, texts: list[str], counts: Counter[str]) -> Iterator[list[numpy.ndarray]]:
         """The sequences of each document: one that ends with eod for GPT, the sentences for BERT.
 
-        None for a document of which no token comes.
+        Empty for a document without a token.
         """
         documents = self._sentences(texts) if self.eod is None else [[text] for text in texts]
         encoded = iter(self.encode([text for document in documents for text in document]))
@@ -104,7 +94,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _judge(sentences: list[numpy.ndarray], counts: Counter[str]) -> None:
-    """Count the documents that Megatron's BERT dataset passes over."""
+    """Count the documents that Megatron's BERT dataset skips."""
     if len(sentences) == 1:
         counts["single"] += 1  # with the binary head
     elif max(map(len, sentences)) > LONGEST_SENTENCE:
@@ -112,7 +102,7 @@ def _judge(sentences: list[numpy.ndarray], counts: Counter[str]) -> None:
 
 
 def plain(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
-    """`encode` of a tokenizer of the tokenizers library: whole texts, and no special tokens in or around them."""
+    """`encode` of a tokenizer of the tokenizers library: whole texts, without special tokens."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -120,7 +110,7 @@ def plain(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
 
 
 def slow(tokenizer) -> Callable[[list[str]], list[list[int]]]:
-    """`encode` of a transformers tokenizer that is written in Python."""
+    """`encode` of a transformers tokenizer written in Python."""
 
     def encode(texts: list[str]) -> list[list[int]]:
         if not texts:

@@ -1,7 +1,7 @@
 """Opens tokenizers and datasets in Hugging Face's formats, from a local folder or by their name on the Hub.
 
-Invariant: whatever the libraries raise becomes one line that names the flag. A Hub that cannot be reached costs
-seconds, not the minutes of the libraries' retries, and what is in their cache is used then.
+Invariant: every error of the libraries becomes one line that names the flag. An unreachable Hub costs seconds, not the
+minutes of the libraries' retries; their caches are used then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPECIAL = ("eod", "bos", "cls", "sep", "mask", "pad")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A tokenizer as Megatron sees it. `json` is that of the tokenizers library, None for one written in Python."""
+    """A tokenizer as Megatron sees it. `json`: of the tokenizers library, None for a tokenizer written in Python."""
 
     tokenizer: Any  # of transformers
     json: str | None
@@ -42,7 +42,7 @@ class Loaded:
 def load_tokenizer(name: str, task: str) -> Loaded:
     """The tokenizer that Megatron builds for --tokenizer-type HuggingFaceTokenizer --tokenizer-model `name`.
 
-    Raises UserError if it cannot be loaded or lacks what Megatron's dataset for the task takes from it.
+    Raises UserError if it cannot be loaded or lacks a token that Megatron's dataset for the task needs.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -68,7 +68,7 @@ def load_tokenizer(name: str, task: str) -> Loaded:
     for token in _SPECIAL:
         try:
             found[token] = getattr(ours, token)
-        except Exception:  # Megatron asks for the id of a token that there is not
+        except Exception:  # Megatron asks for the id of a missing token
             found[token] = None
     missing = [token for token in _NEEDED[task] if found[token] is None]
     if missing:
@@ -91,7 +91,7 @@ def load_tokenizer(name: str, task: str) -> Loaded:
 
 
 def open_dataset(name: str, config: str | None, split: str | None, key: str, skip_bad: bool) -> DatasetSource:
-    """The dataset of a folder that save_to_disk wrote, of a folder of data files, or of a name on the Hub."""
+    """The dataset in a folder written by save_to_disk, in a folder of data files, or of a name on the Hub."""
     path = Path(name).expanduser()
     if path.is_file():
         raise UserError(f"--dataset {name}: a file; give the folder that it is in, or --input for text and JSON lines")
@@ -132,7 +132,7 @@ def _reason(error: Exception, offline: bool, path: Path) -> str:
 
 
 def _unreachable() -> bool:
-    """Whether the Hub is out of reach; if so its libraries are told to use their caches. Call before importing them."""
+    """Whether the Hub is unreachable; if so its libraries are set to use their caches. Call before importing them."""
     import huggingface_hub.constants as hub
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""Looks at Megatron's indexed datasets from outside: header and sizes, without reading the tokens.
+"""Checks Megatron's indexed datasets by header and sizes, without reading the tokens.
 
-Invariant: reads only; an answer costs a few system calls whatever the size of the dataset (`has_samples`: if its
-documents are sound).
+Invariant: reads only; each check is a few system calls for any size of dataset (`has_samples`: if its documents are
+sound).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy
 
-LONGEST_SENTENCE = 512  # tokens; Megatron's BERT leaves a document with a longer sentence out
+LONGEST_SENTENCE = 512  # tokens; Megatron's BERT skips a document with a longer sentence
 
 _INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents
-_LOOK = 1 << 20  # documents that are looked at together
+_LOOK = 1 << 20  # documents that are read together
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 
 def fault(prefix: str) -> str | None:
-    """What is wrong with the dataset `prefix`.idx and .bin, seen from header and sizes; or None."""
+    """The damage of the dataset `prefix`.idx and .bin, by header and sizes; or None."""
     index, tokens = Path(prefix + ".idx"), Path(prefix + ".bin")
     for file in (index, tokens):
         if not file.is_file():
@@ -52,7 +52,7 @@ def fault(prefix: str) -> str | None:
 
 
 def sequences(prefix: str) -> int:
-    """The number of sequences of a sound dataset; Megatron deals them out to the shares of --split."""
+    """The number of sequences of a sound dataset; --split divides them."""
     with open(prefix + ".idx", "rb") as file:
         return _INDEX.unpack(file.read(_INDEX.size))[3]
 

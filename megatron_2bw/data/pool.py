@@ -1,7 +1,7 @@
-"""Worker processes that do one task after another.
+"""Worker processes that run one task after another.
 
-Invariant: no worker outlives the pool, whatever ends it: an error, a signal, or the kill of the process that made it.
-A worker has one task at a time, so what waits is never more than a task for each.
+Invariant: no worker outlives the pool, even if an error, a signal or a kill ends the pool's process. A worker has one
+task at a time, so at most one task per worker waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_2bw.processes import end_with_parent
 def _work(connection: Connection, job: Callable[[Any], Any]) -> None:
     """A worker: answers each task with (True, result) or (False, error)."""
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the pool ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the pool stops its workers
     while True:
         try:
             task = connection.recv()
@@ -32,7 +32,7 @@ def _work(connection: Connection, job: Callable[[Any], Any]) -> None:
             answer = (False, error)
         except OSError as error:
             answer = (False, ChildProcessError(f"{error.filename or 'a file'}: {error.strerror or error}"))
-        except Exception as error:  # whatever a library raises on some text: the line must say which
+        except Exception as error:  # of a library, on some text: the line must name it
             reason = (str(error).splitlines() or [""])[0]
             answer = (False, ChildProcessError(f"a worker failed with {type(error).__name__}: {reason}"))
         connection.send(answer)
@@ -63,7 +63,7 @@ class Pool:
         self.end()
 
     def end(self) -> None:
-        """Kill the workers, by their ids: what they were writing is not in place yet."""
+        """Kill the workers, by their ids: their unfinished files are not in place yet."""
         for connection, process in self._workers.items():
             connection.close()
             process.kill()
@@ -72,7 +72,7 @@ class Pool:
         self._workers = {}
 
     def map(self, tasks: Iterable[Any]) -> Iterator[Any]:
-        """The results, in the order in which they are ready. Raises the first error."""
+        """The results, in order of completion. Raises the first error."""
         tasks, busy, idle = iter(tasks), set(), list(self._workers)
         following = next(tasks, None)
         while following is not None or busy:

@@ -1,7 +1,7 @@
 """Data preparation: a source of documents → shards by several processes → Megatron's .bin and .idx.
 
-Invariant: the result depends on the inputs and the options alone, not on the number of workers or on how often the work
-broke off. The work of a call that was ended in any way is there for the next one.
+Invariant: the result depends only on the inputs and the options, not on the number of workers or of interruptions. The
+next call continues the work of an interrupted one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_2bw.data.unfinished import Unfinished
 from megatron_2bw.errors import UserError
 
 NO_DOCUMENTS = "the input holds no documents: give other --input or --dataset, or see what --skip-bad-documents hides"
-_FORMAT = 2  # raise it when the same inputs come to give other files
+_FORMAT = 2  # raise it when the same inputs give other files
 Source = FileSource | DatasetSource
 
 
 @dataclass(frozen=True)
 class NewTokenizer:
-    """A tokenizer that is made here: trained on about `sample` bytes of the text, or put together from files."""
+    """A new tokenizer: trained on about `sample` bytes of the text, or built from files."""
 
     kind: str  # bpe, wordpiece, files
     cased: bool = False
@@ -45,7 +45,7 @@ class NewTokenizer:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked for. `tokenizer` is a folder, a name on the Hub, or one to be made."""
+    """A request. `tokenizer` is a folder, a name on the Hub, or a new one."""
 
     task: str  # gpt, bert
     source: Source
@@ -58,7 +58,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """What is in place. This call has tokenized `fresh` bytes of text in `seconds`, and earlier ones the rest."""
+    """The outputs. This call tokenized `fresh` bytes of text in `seconds`, earlier calls the rest."""
 
     prefix: Path
     tokenizer: str  # for --tokenizer-model
@@ -74,7 +74,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker does with a shard; it loads the tokenizer at the first one."""
+    """A worker's function of a shard; it loads the tokenizer at the first one."""
 
     folder: Path
     source: Source
@@ -96,7 +96,7 @@ class Job:
 
 
 def run(task: Task) -> Result:
-    """Do the task, or what an earlier call has left of it. Raises UserError and ChildProcessError, with one line."""
+    """Do the task, or the rest of an earlier call's. Raises UserError, and OSError if the work is interrupted."""
     unfinished = Unfinished(task.prefix)
     makes = isinstance(task.tokenizer, NewTokenizer)
     unfinished.check_free(makes)
@@ -104,8 +104,8 @@ def run(task: Task) -> Result:
     with unfinished.locked():
         unfinished.check_free(makes)  # another call may have ended meanwhile
         manifest = _manifest(task, loaded)
-        if unfinished.agree(manifest, "--skip-bad-documents"):  # the shards that are done hold no bad ones
-            say(f"going on with the work in {unfinished.folder}")
+        if unfinished.agree(manifest, "--skip-bad-documents"):  # the finished shards have no bad documents
+            say(f"continuing the work in {unfinished.folder}")
         try:
             counts, fresh, seconds = unfinished.merged(), 0, 0.0
             if counts is None:
@@ -133,7 +133,7 @@ def _absolute(name: str) -> str:
 
 
 def _manifest(task: Task, loaded) -> dict:
-    """All that the result depends on, by the names that a person knows it by."""
+    """All that the result depends on, by its flags."""
     entries = {
         "--task": task.task,
         "input files": hashlib.sha256(json.dumps(task.source.identity()).encode()).hexdigest()[:16],
@@ -146,15 +146,15 @@ def _manifest(task: Task, loaded) -> dict:
     entries |= {"--json-keys": task.source.key, "--skip-bad-documents": task.source.skip_bad}
     if loaded is not None:
         return entries | {"tokenizer": loaded.digest()}
-    made = dataclasses.asdict(task.tokenizer)
+    new = dataclasses.asdict(task.tokenizer)
     if task.tokenizer.kind == "files":
-        made["files"] = [path and path.stat().st_mtime_ns for path in (made["vocab_file"], made["merge_file"])]
-    return entries | {"tokenizer": {name: str(value) for name, value in made.items()}}
+        new["files"] = [path and path.stat().st_mtime_ns for path in (new["vocab_file"], new["merge_file"])]
+    return entries | {"tokenizer": {name: str(value) for name, value in new.items()}}
 
 
 def _work(task: Task, unfinished: Unfinished, loaded) -> tuple[Counter[str], int, float]:
-    """Tokenize what is not done yet, and merge. Returns what the result holds; the bytes of text and the time, in s, of
-    this call, without the training of a tokenizer."""
+    """Tokenize the missing shards, and merge. Returns the counts of the result, and this call's bytes of text and
+    seconds, without the training of a tokenizer."""
     if loaded is None:
         unfinished.make_tokenizer(lambda folder: _make_tokenizer(task, folder))
         loaded = _load(str(unfinished.tokenizer), task.task)
@@ -180,7 +180,7 @@ def _settings(task: Task, loaded) -> dict:
 
 
 def _for_workers(unfinished: Unfinished, loaded) -> Path:
-    """The tokenizer where the workers find it, which need not import transformers if it is a fast one."""
+    """Save the tokenizer for the workers, which do not import transformers for a fast one."""
     path = unfinished.folder / ("workers.json" if loaded.json else "workers")
     if loaded.json:
         path.write_text(loaded.json, encoding="utf-8")
@@ -190,7 +190,7 @@ def _for_workers(unfinished: Unfinished, loaded) -> Path:
 
 
 def _tokenize(task: Task, unfinished: Unfinished, job: Job) -> tuple[int, int]:
-    """Write all shards. Returns their number, and the bytes of text in those that earlier calls have written."""
+    """Write all shards. Returns their number, and the bytes of text in the shards of earlier calls."""
     count = before = 0
 
     def missing() -> Iterator[Shard]:
@@ -204,7 +204,7 @@ def _tokenize(task: Task, unfinished: Unfinished, job: Job) -> tuple[int, int]:
             progress.skip(shard.size)
 
     workers = task.workers
-    if not task.source.expands():  # else nobody knows how many shards there are
+    if not task.source.expands():  # else the number of shards is unknown
         workers = min(workers, max(1, -(-task.source.size() // task.shard_bytes)))
     with Progress(task.source.size()) as progress, Pool(workers, job) as pool:
         for size, _ in pool.map(missing()):
@@ -221,20 +221,20 @@ def _make_tokenizer(task: Task, folder: Path) -> None:
         raise UserError(NO_DOCUMENTS)
     special = vocabulary.special_tokens(task.task, new.kind)
     read = _sample(task, new.sample)
-    made = vocabulary.train(new.kind, read, new.vocab_size, special, new.cased)
-    if made.get_vocab_size() < new.vocab_size:
+    trained = vocabulary.train(new.kind, read, new.vocab_size, special, new.cased)
+    if trained.get_vocab_size() < new.vocab_size:
         if not any(map(str.strip, read())):
             raise UserError(NO_DOCUMENTS)
         raise UserError(
-            f"--vocab-size {new.vocab_size}: the text gives only {made.get_vocab_size()} tokens: ask for fewer"
+            f"--vocab-size {new.vocab_size}: the text gives only {trained.get_vocab_size()} tokens: ask for fewer"
         )
-    vocabulary.save(folder, made, special)
+    vocabulary.save(folder, trained, special)
 
 
 def _sample(task: Task, limit: int) -> Callable[[], Iterator[str]]:
-    """Reads about `limit` bytes of text: all, or a like share of the beginning of each shard.
+    """Reads about `limit` bytes of text: all, or an equal share of the beginning of each shard.
 
-    Nobody knows how much text compressed input holds: it is cut at its share, however small its files are.
+    The amount of text in compressed input is unknown: it is always cut at its share.
     """
     size, expands = task.source.size(), task.source.expands()
     everything = limit >= size and not expands

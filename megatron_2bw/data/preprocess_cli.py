@@ -1,7 +1,7 @@
 """scripts/preprocess_data.py: the flags of data preparation.
 
-Invariant: bad input ends with status 2 and one line that names the flag, before anything is written; a flag that would
-have no effect is refused. On stdout are the Megatron flags that train on the result, and nothing else.
+Invariant: bad input ends with status 2 and one line that names the flag, before anything is written; a flag without an
+effect is refused. Stdout has only the Megatron flags that train on the result.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(BaseException):
-    """A signal that ends the work."""
+    """A signal stops the work."""
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(PROG, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
-    group = made.add_argument_group("what is made")
+    cli = Parser(PROG, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
+    group = cli.add_argument_group("output")
     group.add_argument("--task", choices=("gpt", "bert"), required=True, help="gpt: documents; bert: sentences")
     group.add_argument(
         "--output-prefix",
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="PREFIX",
         help="makes PREFIX.bin and PREFIX.idx; PREFIX is what --data-path takes",
     )
-    group = made.add_argument_group("input: --input or --dataset")
+    group = cli.add_argument_group("input: --input or --dataset")
     group.add_argument("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
     group.add_argument(
         "--input-format",
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="count and leave out what is not text; without it the first one ends the work",
     )
-    group = made.add_argument_group("tokenizer: one of the first three")
+    group = cli.add_argument_group("tokenizer: one of the first three")
     group.add_argument("--tokenizer-model", metavar="FOLDER|NAME", help="any Hugging Face tokenizer")
     group.add_argument("--vocab-file", type=Path, metavar="FILE", help="BERT's vocab.txt; vocab.json with --merge-file")
     group.add_argument("--train-tokenizer", choices=("bpe", "wordpiece"), help="on the input; bpe is byte-level")
@@ -90,20 +90,20 @@ def parser() -> argparse.ArgumentParser:
         help=f"text to train on, taken evenly from the input (default: {SAMPLE_MB:.0f})",
     )
     group.add_argument("--cased", action="store_true", help="WordPiece keeps capital letters and accents")
-    made.add_argument("--language", metavar="CODE", help="of the sentences, for bert: en (default), de, zh, …")
-    made.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores that the job may use)")
-    made.add_argument(
+    cli.add_argument("--language", metavar="CODE", help="of the sentences, for bert: en (default), de, zh, …")
+    cli.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores that the job may use)")
+    cli.add_argument(
         "--shard-mb",
         type=float,
         default=SHARD_MB,
         metavar="MB",
         help="input that a worker takes at once: what an interruption loses (default: %(default)g)",
     )
-    return made
+    return cli
 
 
 def task_of(options: argparse.Namespace) -> Task:
-    """The task that the flags describe. Raises UserError."""
+    """The task of the flags. Raises UserError."""
     check(options)
     prefix = Path(options.output_prefix).expanduser().absolute()
     if os.path.basename(options.output_prefix) in ("", ".", "..") or prefix.is_dir():
@@ -127,7 +127,7 @@ def task_of(options: argparse.Namespace) -> Task:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what contradicts itself, or would have no effect."""
+    """Refuse flags that contradict each other or have no effect."""
     for names in (("input", "dataset"), ("tokenizer_model", "vocab_file", "train_tokenizer")):
         given = [name for name in names if getattr(options, name) is not None]
         if len(given) != 1:
@@ -142,7 +142,7 @@ def check(options: argparse.Namespace) -> None:
         ("merge_file", "--vocab-file", options.vocab_file),
         ("vocab_size", "--train-tokenizer", options.train_tokenizer),
         ("train_tokenizer_mb", "--train-tokenizer", options.train_tokenizer),
-        ("cased", "a WordPiece tokenizer made here (--train-tokenizer wordpiece, --vocab-file)", wordpiece),
+        ("cased", "a new WordPiece tokenizer (--train-tokenizer wordpiece, --vocab-file)", wordpiece),
         ("language", "--task bert", options.task == "bert"),
     ):
         if getattr(options, name) and not met:
@@ -177,7 +177,7 @@ def source_of(options: argparse.Namespace) -> Source:
 
 
 def input_files(name: str, form: str) -> list[str]:
-    """The file, or the files below a folder in the order of their names, without hidden ones."""
+    """The file, or the files below a folder in the order of their names, without hidden files."""
     path = Path(name).expanduser()
     found = (
         [path]
@@ -243,7 +243,7 @@ def tokenizer_of(options: argparse.Namespace) -> str | NewTokenizer:
 
 
 def report(task: Task, result: Result) -> None:
-    """What was made, what was left out, and how fast, on stderr."""
+    """Print counts and speed on stderr."""
     counts = result.counts
     for name, text in (
         ("empty", "empty documents left out"),
@@ -275,17 +275,17 @@ def report(task: Task, result: Result) -> None:
 
 def _stop(number: int, _frame) -> None:
     for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)  # once is enough: the workers are being ended
+        signal.signal(each, signal.SIG_IGN)  # once is enough: the pool stops the workers
     raise Stopped(number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 2 for wrong input, 1 for work that broke off, 128 + n for signal n."""
-    made = parser()
-    options = made.parse_args(argv)
+    """The exit status: 0, 2 for wrong input, 1 for interrupted work, 128 + n for signal n."""
+    cli = parser()
+    options = cli.parse_args(argv)
     handlers = {number: signal.signal(number, _stop) for number in SIGNALS}
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # says that there is no GPU
-    again = "the same command goes on from here"
+    again = "the same command continues from here"
     try:
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron's import lists what is not installed
@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = run(task)
             report(task, result)
     except UserError as error:
-        made.error(str(error))
+        cli.error(str(error))
     except OSError as error:
         report_error(PROG, error, again)
         return 1

@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal, a line every few seconds elsewhere. Everything goes to stderr."""
+"""Progress of long work on stderr: a bar on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Progress:
             self._bar.close()
 
     def skip(self, size: int) -> None:
-        """Count what an earlier call has done."""
+        """Count the work of an earlier call."""
         self._done += size
         self._skipped += size
         if self._bar is not None:

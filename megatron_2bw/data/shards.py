@@ -1,8 +1,8 @@
-"""Tokenized shards, and Megatron's .bin and .idx made of them.
+"""Tokenized shards, and the merge into Megatron's .bin and .idx.
 
-Invariant: a shard's file is whole or absent, and so is what they are merged into. The merged files are byte for byte
-what Megatron's IndexedDatasetBuilder writes, but need the memory of one shard: the builder holds a Python object for
-each sequence, which for the sentences of a large corpus is more than a host has.
+Invariant: a shard's file is whole or absent, and so are the merged files. They equal the output of Megatron's
+IndexedDatasetBuilder byte for byte, but need only the memory of one shard: the builder holds a Python object for each
+sequence, too much for the sentences of a large corpus.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def write_shard(folder: Path, shard: Shard, source, encoder: Encoder) -> tuple[int, Counter[str]]:
-    """Tokenize a shard into its file. Returns its size in the input, and what it holds."""
+    """Tokenize a shard into its file. Returns its size in the input, and its counts."""
     counts: Counter[str] = Counter()
     tokens, lengths, ends = encoder.shard(source.texts(shard, counts), counts)
     arrays = {"tokens": tokens, "lengths": lengths, "ends": ends}

@@ -1,8 +1,8 @@
-"""Where documents come from: text files, JSON lines, plain or compressed, and datasets; cut into shards.
+"""Sources of documents: text files, JSON lines, plain or compressed, and datasets; cut into shards.
 
-Invariant: the shards of a source, one after the other, hold each of its documents once and in order, wherever they are
-cut. A shard is read by itself: from a range of a file's bytes, or from lines that were decompressed for it. At most a
-shard and one document are in memory.
+Invariant: the consecutive shards of a source hold each of its documents once and in order, for any cuts. A shard is
+read independently: from a range of a file's bytes, or from lines that were decompressed for it. At most a shard and one
+document are in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class FileSource:
-    """Documents in files. `documents` of text files: file, blank-lines or lines; `key` holds the text of JSON lines."""
+    """Documents in files. `documents` of a text file: file, blank-lines or lines; `key`: of the text in JSON lines."""
 
     files: tuple[str, ...]
     format: str = "auto"  # auto, text, jsonl
@@ -55,11 +55,11 @@ class FileSource:
         return sum(os.path.getsize(file) for file in self.files)
 
     def expands(self) -> bool:
-        """Whether there may be more text than `size` bytes."""
+        """Whether the text may be longer than `size` bytes."""
         return any(map(is_compressed, self.files))
 
     def identity(self) -> list:
-        """What must not change between two calls that share their work."""
+        """What two calls that share their work must agree on."""
         return identity(self.files)
 
     def is_json(self, file: str) -> bool:
@@ -72,7 +72,7 @@ class FileSource:
         return self.documents == "file" and not self.is_json(file)
 
     def shards(self, limit: int) -> Iterator[Shard]:
-        """Shards of about `limit` bytes; of more only for a document that is larger."""
+        """Shards of about `limit` bytes; larger only for a larger document."""
         number, pieces, taken = 0, [], 0
         for file in self.files:
             if is_compressed(file) and not self._whole(file):
@@ -102,7 +102,7 @@ class FileSource:
             yield Piece(file, start, end), end - start
 
     def _decompressed(self, file: str, limit: int) -> Iterator[tuple[bytes, int]]:
-        """The file's lines in parts of about `limit` bytes that begin with a document; what each took of the file."""
+        """(part, its bytes in the file): the lines, in parts of about `limit` bytes that begin with a document."""
         at_blank = self.documents == "blank-lines" and not self.is_json(file)
         try:
             with open(file, "rb") as raw, opened(file, raw) as stream:
@@ -120,7 +120,7 @@ class FileSource:
             raise UserError(f"{file}: cannot be read, {error}") from error
 
     def texts(self, shard: Shard, counts: Counter[str]) -> Iterator[str]:
-        """The documents of a shard. One that is not text raises UserError, or is counted if it may be skipped."""
+        """The documents of a shard. One that is not text raises UserError, or is counted with `skip_bad`."""
         for piece in shard.pieces:
             for position, raw in self._raw(piece, shard.data):
                 where = f"{piece.path}, byte {position:,}"
@@ -200,7 +200,7 @@ def checked(text: object, counts: Counter[str]) -> str:
 
 
 def bad(where: str, error: ValueError, skip: bool, counts: Counter[str]) -> None:
-    """Count a document that is not text, or stop."""
+    """Count a document that is not text, or raise UserError."""
     if not skip:
         reason = "not valid UTF-8" if isinstance(error, UnicodeError) else str(error)
         raise UserError(f"{where}: {reason} (--skip-bad-documents leaves such documents out)") from error

@@ -1,8 +1,8 @@
-"""The folder in which data preparation works: PREFIX.unfinished, beside what it makes.
+"""The work folder of data preparation: PREFIX.unfinished, next to the outputs.
 
-Invariant: nothing that exists is overwritten. The outputs are whole before the first of them is moved into place, and
-.idx comes last, so a PREFIX.idx means that all is there. What the folder holds belongs to the inputs and options in its
-manifest; another call with the same goes on with it, with others is refused.
+Invariant: no existing file is overwritten. The outputs are whole before the first of them is moved into place, and .idx
+comes last, so a PREFIX.idx means that all is there. The folder's content belongs to the inputs and options in its
+manifest: a call with the same ones continues it, a call with others is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_2bw.files import write_json
 class Unfinished:
     """The work of one --output-prefix.
 
-    manifest.json  inputs and options       tokenizer/    the tokenizer, if it was made here
+    manifest.json  inputs and options       tokenizer/    the new tokenizer, if one was asked for
     NNNNNNNN.npz   shards that are done      data.bin, .idx, merged.json   the result, and that it is whole
     """
 
@@ -41,15 +41,15 @@ class Unfinished:
         ]
 
     def check_free(self, makes_tokenizer: bool) -> None:
-        """Raise UserError if something would be overwritten."""
-        for made, place in self._outputs if makes_tokenizer else self._outputs[1:]:
-            moved = self._merged.exists() and not made.exists()  # by a call that was killed while it moved the outputs
+        """Raise UserError if an output exists."""
+        for output, place in self._outputs if makes_tokenizer else self._outputs[1:]:
+            moved = self._merged.exists() and not output.exists()  # by a call that was killed while it moved them
             if place.exists() and not moved:
                 raise UserError(f"--output-prefix {self.prefix}: {place} exists; remove it or give another prefix")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder and hold it against a second call. A folder to which nothing was written is left as it is."""
+        """Create the folder and lock it against a second call."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = open(self.folder / "lock", "a")
@@ -66,9 +66,9 @@ class Unfinished:
             yield
 
     def agree(self, manifest: dict, may_come: str) -> bool:
-        """Write the manifest, or compare with that of an earlier call. Returns whether there is one.
+        """Write the manifest, or compare it with an earlier call's. Returns whether there is one.
 
-        may_come: a flag that a later call may add, because what is done would be the same with it.
+        may_come: a flag that a later call may add: the finished shards would be the same with it.
         """
         path = self.folder / "manifest.json"
         manifest = json.loads(json.dumps(manifest))
@@ -88,7 +88,7 @@ class Unfinished:
         return True
 
     def make_tokenizer(self, make: Callable[[Path], None]) -> None:
-        """Let `make` write the tokenizer's folder, unless an earlier call has done so."""
+        """Let `make` write the tokenizer's folder, unless an earlier call has."""
         if self.tokenizer.exists():
             return
         part = self.folder / "tokenizer.part"
@@ -97,7 +97,7 @@ class Unfinished:
         os.rename(part, self.tokenizer)
 
     def drop_if_unused(self) -> None:
-        """Remove the folder if no shard is done: then nothing is lost, and other options are not refused."""
+        """Remove the folder if no shard is done: nothing is lost, and other options are then accepted."""
         if self.merged() is None and not any(self.folder.glob("*.npz")):
             self.remove()
 
@@ -105,7 +105,7 @@ class Unfinished:
         return shard_path(self.folder, number).exists()
 
     def merged(self) -> Counter[str] | None:
-        """What the result holds, if it is whole; it may be partly in place."""
+        """The counts of the merged result, if it is whole; parts of it may be in place already."""
         try:
             return Counter(json.loads(self._merged.read_text()))
         except FileNotFoundError:
@@ -115,12 +115,12 @@ class Unfinished:
         write_json(self._merged, counts, sync=True)
 
     def place(self) -> None:
-        """Move the result into its place and remove the folder."""
-        for made, place in self._outputs:
-            if made.exists():
+        """Move the outputs into place and remove the folder."""
+        for output, place in self._outputs:
+            if output.exists():
                 if place.exists():
                     raise UserError(f"--output-prefix {self.prefix}: {place} exists now: move it away, and call again")
-                os.rename(made, place)
+                os.rename(output, place)
         self.remove()
 
     def remove(self) -> None:

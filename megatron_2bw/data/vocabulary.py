@@ -1,6 +1,6 @@
-"""Tokenizers made here: trained on texts, or put together from vocabulary files, and saved as a folder for Megatron.
+"""New tokenizers: trained on texts or built from vocabulary files, and saved as a folder for Megatron.
 
-Invariant: what is saved is what Megatron's HuggingFaceTokenizer loads without a network, with the special tokens that
+Invariant: Megatron's HuggingFaceTokenizer loads a saved folder without a network, and it has the special tokens that
 the task needs; the same texts in the same order give the same tokenizer.
 """
 
@@ -17,8 +17,8 @@ from megatron_2bw.errors import UserError
 
 EOD = "<|endoftext|>"
 
-# By the name that transformers gives them, in the order of their ids. Megatron takes `eos_token` as its end of
-# document; its BERT dataset writes the padding's id into the padding mask, so that must be 0.
+# By their transformers names, in the order of their ids. Megatron uses `eos_token` as its end of document; its BERT
+# dataset writes the padding's id into the padding mask, so that must be 0.
 GPT = {"eos_token": EOD}
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 _LETTERS = 1000  # single characters in a WordPiece vocabulary; rarer ones are unknown, as in BERT's own
@@ -32,21 +32,21 @@ def special_tokens(task: str, kind: str) -> dict[str, str]:
 
 
 def smallest(kind: str, special: dict[str, str]) -> int:
-    """The fewest tokens that can be asked for: of BPE every byte and a merge, of WordPiece some letters."""
+    """The minimum vocabulary: every byte and a merge for BPE, some letters for WordPiece."""
     return len(special) + (256 + 1 if kind == "bpe" else 32)
 
 
 def train(
     kind: str, read: Callable[[], Iterable[str]], vocab_size: int, special: dict[str, str], cased: bool = False
 ) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens, fewer if the texts give no more. `read` is called once or twice."""
+    """A tokenizer of at most `vocab_size` tokens, as many as the texts give. `read` is called once or twice."""
     if kind == "bpe":
         return train_bpe(read(), vocab_size, list(special.values()))
     return _train_wordpiece(read, vocab_size, special, cased)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer: it loses nothing, so decoding gives back the very text."""
+    """A byte-level BPE tokenizer: lossless, so decoding restores the text."""
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -70,10 +70,10 @@ def _train_wordpiece(
 ) -> Tokenizer:
     """A WordPiece tokenizer as BERT has it.
 
-    Two choices that the trainer leaves to chance are made for it: which of equally frequent letters to keep, and the
-    order of the letters within words, by which it breaks the ties of merges. It takes them as if they were special
-    tokens, so the tokenizer is made anew from its vocabulary. Letters come twice, at the start of a word and within it,
-    so at most a third of the vocabulary may be letters.
+    The trainer leaves two choices to chance: which of equally frequent letters to keep, and the order of the letters
+    within words, which breaks the ties of merges. Both are fixed by passing the letters as special tokens; the result
+    is then rebuilt from its vocabulary. Letters come twice, at the start of a word and within it, so at most a third of
+    the vocabulary may be letters.
     """
     tokenizer = _bert_like(models.WordPiece(unk_token=special["unk_token"]), cased)
     found: Counter[str] = Counter()
@@ -90,9 +90,9 @@ def _train_wordpiece(
         show_progress=False,
     )
     tokenizer.train_from_iterator(read(), trainer)
-    made = _bert_like(models.WordPiece(tokenizer.get_vocab(), unk_token=special["unk_token"]), cased)
-    made.add_special_tokens(list(special.values()))
-    return made
+    rebuilt = _bert_like(models.WordPiece(tokenizer.get_vocab(), unk_token=special["unk_token"]), cased)
+    rebuilt.add_special_tokens(list(special.values()))
+    return rebuilt
 
 
 def _within(tokenizer: Tokenizer, letter: str) -> bool:
@@ -145,7 +145,7 @@ def save(folder: Path, tokenizer: Tokenizer, special: dict[str, str]) -> None:
 
 
 def _frame(tokenizer: Tokenizer, start: str, end: str) -> None:
-    """Let those who encode a whole text, or a pair, get it between BERT's tokens."""
+    """Enclose an encoded text, or a pair of texts, in BERT's tokens."""
     ids = [(token, tokenizer.token_to_id(token)) for token in (start, end)]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{start} $A {end}", pair=f"{start} $A {end} $B:1 {end}:1", special_tokens=ids

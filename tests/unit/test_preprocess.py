@@ -267,7 +267,7 @@ def test_going_on_needs_the_same_inputs_and_options(tmp_path, source, capsys, mo
         patch.setattr(preprocess, "Pool", Broken)
         handler = signal.getsignal(signal.SIGTERM)
         status, out, err = call(capsys, *flags)
-        assert status == 128 + signal.SIGTERM and out == "" and "stopped by SIGTERM; the same command goes on" in err
+        assert status == 128 + signal.SIGTERM and out == "" and "stopped by SIGTERM; the same command continues" in err
         assert signal.getsignal(signal.SIGTERM) is handler
     shards = sorted((tmp_path / "out.unfinished").glob("*.npz"))
     stamps = [path.stat().st_mtime_ns for path in shards]
@@ -282,7 +282,7 @@ def test_going_on_needs_the_same_inputs_and_options(tmp_path, source, capsys, mo
     assert status == 2 and "with other input files" in err
     assert [path.stat().st_mtime_ns for path in shards] == stamps
     status, out, err = call(capsys, *flags)
-    assert status == 0 and "going on with" in err and "an earlier call has done the rest" in err
+    assert status == 0 and "continuing the work" in err and "an earlier call has done the rest" in err
     whole = call(capsys, *flags, "--output-prefix", tmp_path / "whole")
     assert whole[0] == 0
     for suffix in (".bin", ".idx", "-tokenizer/tokenizer.json"):
@@ -311,7 +311,7 @@ def test_skipping_bad_documents_goes_on_with_what_was_done_without(tmp_path, cap
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preprocess, "Pool", Watched)
         status, out, err = call(capsys, *flags, tmp_path / "out", "--skip-bad-documents")
-    assert status == 128 + signal.SIGTERM and "going on with the work" in err and all(kept) and len(kept) > 2
+    assert status == 128 + signal.SIGTERM and "continuing the work" in err and all(kept) and len(kept) > 2
     status, out, err = call(capsys, *flags, tmp_path / "out")  # some shards may have been done with it now
     assert status == 2 and "with other --skip-bad-documents: repeat" in err
     status, out, err = call(capsys, *flags, tmp_path / "out", "--skip-bad-documents")
@@ -559,7 +559,7 @@ WRONG = [  # flags that are added or changed ({} is a folder), what the line say
     ("--dataset-split train", "--dataset-split: only with --dataset"),
     ("--tokenizer-model {}", "give one of --tokenizer-model, --vocab-file, --train-tokenizer, not 2"),
     ("--merge-file {}/a.txt", "--merge-file: only with --vocab-file"),
-    ("--cased", "--cased: only with a WordPiece tokenizer"),
+    ("--cased", "--cased: only with a new WordPiece tokenizer"),
     ("--language en", "--language: only with --task bert"),
     ("--task bert --language english", "--language english: give a code"),
     ("--vocab-size 257", "--vocab-size 257: must be at least 258"),
