@@ -72,3 +72,13 @@ def test_the_changelog_names_modules_that_exist():
     modules = re.findall(r"^\|.*\| `(megatron_2bw[\w.]*)`.*\|$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     missing = [name for name in modules if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
     assert len(modules) > 20 and missing == []
+
+
+def test_the_notes_that_code_cites_exist():
+    cited = {
+        " ".join(note.split())
+        for path in (ROOT / "megatron_2bw").rglob("*.py")
+        for note in re.findall(r"\[Note:\s([^\]]+)\]", path.read_text())
+    }
+    notes = re.findall(r"^### \[Note: (.+)\]$", (ROOT / "docs" / "design.md").read_text(), re.M)
+    assert len(notes) == 4 and cited <= set(notes)

@@ -37,7 +37,7 @@ def test_no_pipelining(stages, microbatches):
 
 @pytest.mark.parametrize("stages, microbatches", SHAPES)
 def test_2bw_has_no_bubble(stages, microbatches):
-    """m(t_f + t_b), with m = d too: the step's quantities are there before it is due (design, rule 5)."""
+    """m(t_f + t_b), with m = d too: the step's quantities are there before it is due (docs/design.md, rule 5)."""
     assert iteration_time(SCHEDULES["2bw"], stages, microbatches) == microbatches * 3
 
 

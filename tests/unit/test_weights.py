@@ -24,7 +24,7 @@ class LeafSaving(torch.autograd.Function):
 
 
 class ThreeOps(torch.nn.Module):
-    """One of each kind of operator of design rule 1, and parameters of two dtypes."""
+    """One of each kind of operator of docs/design.md, rule 1, and parameters of two dtypes."""
 
     def __init__(self):
         super().__init__()
