@@ -7,10 +7,10 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw.errors import words
 from megatron_2bw.files import write_figure, write_json
 
 SMALL_GPT = {
@@ -47,19 +47,7 @@ def new_parser(description: str, name: str) -> argparse.ArgumentParser:
 
 def numbers(text: str) -> list[int]:
     """A comma-separated list, for argparse."""
-    return [int(word) for word in text.split(",")]
-
-
-def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """A comma-separated list of known names, for argparse."""
-
-    def parse(text: str) -> list[str]:
-        for name in text.split(","):
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name} is not one of {', '.join(known)}")
-        return text.split(",")
-
-    return parse
+    return [int(word) for word in words(text)]
 
 
 def flag_sets(text: str) -> list[str]:

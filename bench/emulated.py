@@ -1,7 +1,7 @@
-"""Pipelines whose stages also sleep, so that many processes on few cores behave like as many devices.
+"""Pipelines whose stages also sleep, so that many processes on few cores behave like many devices.
 
-The Megatron rows train a tiny real GPT through the real entry path (parser, training loop, optimizer, data), and every
-stage's forward and backward sleeps on top. The peers of torch.distributed.pipelining run layers that sleep as long.
+The Megatron rows train a tiny real GPT through the real entry path (parser, training loop, optimizer, data); each
+stage's forward and backward also sleeps. The peers of torch.distributed.pipelining run layers that sleep as long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 @dataclass
 class Observed:
-    """What one rank saw. ends: time.monotonic() at the end of each iteration (one clock for all processes)."""
+    """Measurements of a rank. ends: time.monotonic() at the end of each iteration (one clock for all processes)."""
 
     ends: list[float] = field(default_factory=list)
     peak_activations: int = 0  # microbatches (chunks of them, if interleaved) between their forward and backward
@@ -36,7 +36,7 @@ def iteration_seconds(runs: list[Observed], skip_first: int = 3, skip_last: int 
 
 
 class Sleep(torch.autograd.Function):
-    """The identity, which takes its time."""
+    """The identity, which sleeps."""
 
     @staticmethod
     def forward(ctx, tensor, forward, backward, note):
@@ -111,42 +111,37 @@ class SleepingLayer(torch.nn.Module):
         return torch.nn.functional.linear(x, Sleep.apply(self.weight, 0.0, backward / 2, lambda change: None))
 
 
-PEERS = {"torch-gpipe": 1, "torch-1f1b": 1, "torch-interleaved-1f1b": 2, "torch-zbv": 2}  # chunks a rank
+# Classes of torch.distributed.pipelining, and chunks per rank.
+PEERS = {
+    "torch-gpipe": ("ScheduleGPipe", 1),
+    "torch-1f1b": ("Schedule1F1B", 1),
+    "torch-interleaved-1f1b": ("ScheduleInterleaved1F1B", 2),
+    "torch-zbv": ("ScheduleZBVZeroBubble", 2),
+}
 
 
 def train_with_torch(
     rank: int, schedule: str, stages: int, microbatches: int, forward: float, backward: float, iterations: int
 ) -> Observed:
-    """Run a schedule of torch.distributed.pipelining on layers that sleep, with SGD and without clipping."""
-    from torch.distributed.pipelining import (
-        PipelineStage,
-        Schedule1F1B,
-        ScheduleGPipe,
-        ScheduleInterleaved1F1B,
-        ScheduleZBVZeroBubble,
-    )
+    """Run a schedule of torch.distributed.pipelining on sleeping layers, with SGD and without clipping."""
+    from torch.distributed import pipelining
 
     dist.init_process_group("gloo")
-    observed, now, chunks, size = Observed(versions=1), [0], PEERS[schedule], 16
-    kinds = {
-        "torch-gpipe": ScheduleGPipe,
-        "torch-1f1b": Schedule1F1B,
-        "torch-interleaved-1f1b": ScheduleInterleaved1F1B,
-        "torch-zbv": ScheduleZBVZeroBubble,
-    }
+    observed, now, size = Observed(versions=1), [0], 16
+    kind, chunks = PEERS[schedule]
 
     def note(change: int) -> None:
         now[0] += change
         observed.peak_activations = max(observed.peak_activations, now[0])
 
-    # ZBV goes down the ranks with the first chunks and back up with the second.
+    # ZBV: the first chunks go down the ranks, the second chunks back up.
     numbers = [rank, 2 * stages - 1 - rank] if schedule == "torch-zbv" else range(rank, chunks * stages, stages)
     parts = []
     for number in numbers:
         layer = SleepingLayer(size, forward / chunks, backward / chunks, note)
-        parts.append(PipelineStage(layer, number, chunks * stages, torch.device("cpu")))
+        parts.append(pipelining.PipelineStage(layer, number, chunks * stages, torch.device("cpu")))
     optimizer = torch.optim.SGD([p for part in parts for p in part.submod.parameters()], lr=1e-3)
-    runner = kinds[schedule](
+    runner = getattr(pipelining, kind)(
         parts if chunks > 1 else parts[0], microbatches, loss_fn=lambda output, target: (output - target).pow(2).mean()
     )
     batch = torch.ones(microbatches, size)

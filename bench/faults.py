@@ -37,7 +37,7 @@ from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import free_port, stop_tree
-from megatron_2bw.start.torchrun import ROOT, environment
+from megatron_2bw.start.torchrun import ROOT, start
 
 PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
 MOMENTS = {"start": 1, "iteration": 3, "save": 3, "evaluation": 3}  # relative frequencies
@@ -94,14 +94,7 @@ class Job:
         words += f"--master-addr 127.0.0.1 --master-port {free_port()}".split()
         words += f"--max-restarts {restarts} --monitor-interval 0.1 --node-rank".split()
         self.servers = [
-            subprocess.Popen(
-                [sys.executable, *words, str(number), "pretrain_gpt_2bw.py", *argv],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment(OMP_NUM_THREADS="1"),
-            )
+            start([sys.executable, *words, str(number), "pretrain_gpt_2bw.py", *argv], cwd=ROOT)
             for number in range(servers)
         ]
         self._output = Output(self.servers)
@@ -220,13 +213,13 @@ def disturb(job: Job, folder: Path, ranks: int, kills: int, draw: random.Random)
 
 def runs_of(lines: list[str]) -> list[list[tuple[int, str]]]:
     """Iterations and losses as printed, by start of the job."""
-    starts: list[list[tuple[int, str]]] = []
+    attempts: list[list[tuple[int, str]]] = []
     for line in lines:
         if STARTED in line:
-            starts.append([])
+            attempts.append([])
         for record in run_log.training([line]):
-            starts[-1].append((record.iteration, record.fields.get("lm loss", NO_STEP)))
-    return starts
+            attempts[-1].append((record.iteration, record.fields.get("lm loss", NO_STEP)))
+    return attempts
 
 
 def different_losses(found: list[str], undisturbed: list[str]) -> list[str]:
@@ -239,8 +232,8 @@ def different_losses(found: list[str], undisturbed: list[str]) -> list[str]:
     losses = {iteration: float(text) for iteration, text in expected}
     losses[2] = 2 * losses[2] - losses[1]  # neither is skipped
     wrong = []
-    for start in runs_of(found):
-        for place, (iteration, text) in enumerate(start):
+    for attempt in runs_of(found):
+        for place, (iteration, text) in enumerate(attempt):
             if place == 1 or iteration == 2:
                 pair = (losses[iteration - 1], losses[iteration]) if place == 1 else (losses[iteration],)
                 counted = [loss for loss in pair if loss]
@@ -251,7 +244,7 @@ def different_losses(found: list[str], undisturbed: list[str]) -> list[str]:
                 wrong.append(f"iteration {iteration}: lm loss {text}")
     validation, seen = dict(validations_of(undisturbed)), validations_of(found)
     wrong += [f"{name}: validation loss {text}" for name, text in seen if validation.get(name) != text]
-    unseen = texts.keys() - {iteration for start in runs_of(found) for iteration, _ in start}
+    unseen = texts.keys() - {iteration for attempt in runs_of(found) for iteration, _ in attempt}
     wrong += [f"iteration {iteration} was never printed" for iteration in sorted(unseen)]
     return wrong + [f"{name}: no validation loss" for name in sorted(validation.keys() - {name for name, _ in seen})]
 

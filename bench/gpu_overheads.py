@@ -110,11 +110,8 @@ def main() -> None:
         chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, chosen.micro_batch_size = 8, 32, 4, 16, 1
     os.environ["MEGATRON_2BW_WORLD_DEVICE"] = "cpu" if chosen.cpu else "cuda"
     begun = time.monotonic()
-    result = {
-        "device": "cpu, tiny model: no figures" if chosen.cpu else torch.cuda.get_device_name(),
-        "one_stage": one_stage(chosen),
-        "eight_stages": eight_stages(chosen),
-    }
+    device = "cpu, tiny model: no figures" if chosen.cpu else torch.cuda.get_device_name()
+    result = {"device": device, "one_stage": one_stage(chosen), "eight_stages": eight_stages(chosen)}
     result["seconds"] = round(time.monotonic() - begun)
     write_result(chosen.json, result)
     print(f"wrote {chosen.json}")

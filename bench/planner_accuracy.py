@@ -21,10 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import names_of, new_figure, new_parser, numbers, write_result
+from bench.common import new_figure, new_parser, numbers, write_result
 from bench.planner_checks import Check, described
 from bench.planner_paper import section5, table1
 from bench.planner_published import korthikanti_2022, megatron_2021, vtrain, zero_bubble_table
+from megatron_2bw.errors import names_of
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
 from megatron_2bw.planner.find.search import Search, Space
@@ -110,11 +111,7 @@ def main() -> int:
     parser = new_parser(__doc__, "planner_accuracy")
     parser.add_argument("--sections", type=names_of(SECTIONS), default=list(SECTIONS), metavar="NAME,...")
     parser.add_argument(
-        "--emulated",
-        type=numbers,
-        default=[],
-        metavar="D,...",
-        help="also run the emulated pipelines of schedule_efficiency.py, so deep",
+        "--emulated", type=numbers, default=[], metavar="D,...", help="also run emulated pipelines of these depths"
     )
     options = parser.parse_args()
     sections = {name: SECTIONS[name] for name in options.sections}

@@ -18,8 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import flag_sets, gpt_flags, names_of, new_figure, new_parser, write_result
+from bench.common import flag_sets, gpt_flags, new_figure, new_parser, write_result
 from bench.emulated import Observed, iteration_seconds, train
+from megatron_2bw.errors import names_of
 from megatron_2bw.local_ranks import run_world
 
 SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
@@ -72,11 +73,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--schedules", type=names_of(SCHEDULES), default=list(SCHEDULES), metavar="NAME,...")
     parser.add_argument(
-        "--flags",
-        type=flag_sets,
-        default=[],
-        metavar="FLAGS;...",
-        help="more rows: 2bw with these flags of Megatron and of this project",
+        "--flags", type=flag_sets, default=[], metavar="FLAGS;...", help="more rows: 2bw with these flags"
     )
     chosen = parser.parse_args()
     rows: list[Row] = []

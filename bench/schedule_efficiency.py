@@ -21,8 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import flag_sets, gpt_flags, names_of, new_figure, new_parser, numbers, write_result
+from bench.common import flag_sets, gpt_flags, new_figure, new_parser, numbers, write_result
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
+from megatron_2bw.errors import names_of, words
 from megatron_2bw.local_ranks import WorldError, run_world
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
@@ -51,11 +52,7 @@ def options() -> argparse.Namespace:
     option = parser.add_argument
     option("--stages", type=numbers, default=[8], metavar="D,...")
     option(
-        "--microbatches",
-        type=lambda text: text.split(","),
-        default=["1x"],
-        metavar="M,...",
-        help="numbers, or multiples of the stages such as 1x,2x,4x",
+        "--microbatches", type=words, default=["1x"], metavar="M,...", help="numbers, or multiples of the stages: 1x,2x"
     )
     option("--width", type=int, default=1, help="data-parallel pipelines")
     option("--forward-ms", type=float, default=100)
@@ -68,7 +65,7 @@ def options() -> argparse.Namespace:
         type=flag_sets,
         default=[""],
         metavar="FLAGS;...",
-        help="more flags of Megatron: a row for each part (write --flags=..., a part may be empty)",
+        help="of Megatron: a row for each set, which may be empty",
     )
     chosen = parser.parse_args()
     if chosen.iterations < 7:

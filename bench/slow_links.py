@@ -31,10 +31,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import gpt_flags, names_of, new_figure, new_parser, write_result
+from bench.common import gpt_flags, new_figure, new_parser, write_result
 from bench.server_run import Observed, Run
 from bench.servers import BUCKET, MTU, QUEUE, Servers, missing
-from megatron_2bw.errors import UserError, report
+from megatron_2bw.errors import UserError, names_of, report, words
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW
@@ -118,10 +118,10 @@ def options() -> argparse.Namespace:
     parser = new_parser(__doc__, "slow_links")
     parser.add_argument(
         "--rates",
-        type=lambda text: text.split(","),
+        type=words,
         default=["1000", "200", "50"],
         metavar="MBIT,...",
-        help="Mbit/s in each direction; the unlimited link always comes first",
+        help="Mbit/s in each direction, after the unlimited link",
     )
     parser.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), metavar="NAME,...")
     for name, size in {"layers": 8, "hidden": 512, "heads": 8, "sequence": 128, "micro-batch": 1}.items():
@@ -131,10 +131,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
     parser.add_argument(
         "--sleep-ms",
-        type=lambda text: tuple(float(word) for word in text.split(",")),
+        type=lambda text: tuple(map(float, words(text))),
         default=(0.0, 0.0),
         metavar="F,B",
-        help="that every microbatch's forward and backward sleep",
+        help="sleep in each forward and backward",
     )
     chosen = parser.parse_args()
     for rate in chosen.rates:

@@ -17,13 +17,9 @@ def table(rows: list[dict]) -> str:
 def checks(entries: list[dict]) -> str:
     """A summary, then the rows of each check (planner_accuracy.py)."""
     summary = [
-        {
-            "claim": check["name"],
-            "source": check["source"],
-            "bar": check["bar"],
-            "result": check["result"],
-            "holds": "yes" if check["holds"] else "**no**",
-        }
+        {"claim": check["name"]}
+        | {name: check[name] for name in ("source", "bar", "result")}
+        | {"holds": "yes" if check["holds"] else "**no**"}
         for check in entries
     ]
     parts = [f"### {check['name']}\n\n{table(check['rows'])}" for check in entries if check["rows"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
 
 
@@ -43,6 +43,29 @@ def file_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{what}: {error.strerror or error}") from None
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words before and after the first --."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
+def words(text: str) -> tuple[str, ...]:
+    """A comma-separated list, for argparse."""
+    return tuple(word.strip() for word in text.split(","))
+
+
+def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """A comma-separated list of known names, for argparse."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        for name in words(text):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name or 'an empty word'} is not one of {', '.join(known)}")
+        return words(text)
+
+    return parse
 
 
 class Parser(argparse.ArgumentParser):

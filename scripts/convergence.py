@@ -22,7 +22,6 @@ import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from megatron_2bw import errors, run_log
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import set_aside, write_json, write_whole
 from megatron_2bw.processes import exit_on_signals, stop_tree
-from megatron_2bw.start.torchrun import environment
+from megatron_2bw.start.torchrun import environment, start
 from scripts.convergence_options import Run, built_in, defaults, given, grid, parse, takes_corpus, value
 from scripts.convergence_plot import draw
 from scripts.convergence_report import STARTED, markdown, number, outcome, summarize, too_large
@@ -109,15 +108,8 @@ class Job:
             self._log = open(run.log, errors="replace")
             self._log.seek(0, os.SEEK_END)
             self.first: int | None = None  # iteration that the process began with
-            self.process = subprocess.Popen(
-                run.command,
-                env=environment(**({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(lock,),
-            )
+            more = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+            self.process = start(run.command, log, env=environment(**more), pass_fds=(lock,))
 
     @property
     def seconds(self) -> float:
@@ -292,13 +284,8 @@ def report(board: Board, options) -> list[dict[str, Any]]:
     ]
     rows = [row for row in rows if row["finished"]]
     runs = [
-        {
-            "variant": run.variant,
-            "lr": run.lr,
-            "seed": run.seed,
-            "folder": str(run.folder.relative_to(options.out)),
-            "failure": board.failures.get(run),
-        }
+        {"variant": run.variant, "lr": run.lr, "seed": run.seed, "folder": str(run.folder.relative_to(options.out))}
+        | {"failure": board.failures.get(run)}
         | board.results.get(run, {})
         | {"command": portable(run.command)}
         for run in board.runs

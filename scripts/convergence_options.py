@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, read_library
-from megatron_2bw.errors import Parser, UserError, file_errors
+from megatron_2bw.errors import Parser, UserError, file_errors, names_of, split_flags, words
 from megatron_2bw.files import write_whole
 from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, log_interval, torchrun
 
@@ -95,10 +95,7 @@ def given(words: Sequence[str], *flags: str) -> str | None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, checked; `.flags` are Megatron's and `.variants` maps labels to the flags of each."""
-    words, flags = list(argv), []
-    if "--" in words:
-        at = words.index("--")
-        words, flags = words[:at], words[at + 1 :]
+    own, flags = split_flags(argv)
     parser = Parser(
         prog="convergence.py",
         description=DESCRIPTION,
@@ -113,43 +110,38 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--vanilla",
         choices=("pipedream-flush", "megatron"),
         default="pipedream-flush",
-        help="the schedule that the others are compared with (default: %(default)s)",
+        help="to compare with (default: %(default)s)",
     )
     option(
         "--variants",
-        type=_words,
+        type=names_of(VARIANTS),
         default=("vanilla", "2bw"),
         metavar="NAME,...",
-        help=f"of {', '.join(VARIANTS)} (default: vanilla,2bw)",
+        help=f"of {', '.join(VARIANTS)}",
     )
     option(
         "--variant",
         action="append",
         default=[],
         metavar="LABEL=FLAGS",
-        help='your own: 2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; may be repeated',
+        help='2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable',
     )
     option("--sync-iterations", type=int, metavar="N", help="of 2bw+sync and 2bw+both (default: a fifth of the run)")
-    option(
-        "--correction-factor",
-        type=float,
-        metavar="F",
-        help="of 2bw+extrapolate and 2bw+both, 0 to 1 (default: the entry script's)",
-    )
-    option("--seeds", type=_words, default=("1234",), metavar="N,...", help="default: 1234")
-    option("--lr", type=_words, default=("3e-4",), metavar="RATE,...", help="learning rates (default: 3e-4)")
+    option("--correction-factor", type=float, metavar="F", help="of 2bw+extrapolate and 2bw+both (0 to 1)")
+    option("--seeds", type=words, default=("1234",), metavar="N,...", help="default: 1234")
+    option("--lr", type=words, default=("3e-4",), metavar="RATE,...", help="learning rates (default: 3e-4)")
     option("--stages", type=int, default=1, metavar="D", help="default: 1; the losses do not depend on it")
     option("--width", type=int, default=1, metavar="W", help="data-parallel size of every run (default: 1)")
     option("--jobs", type=int, default=1, metavar="J", help="concurrent runs (default: 1)")
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="as the entry script's")
     option("--max-gap", type=float, metavar="PERCENT", help="exit with 1 if a variant's gap to vanilla is larger")
-    option("--max-gap-of", type=_words, metavar="VARIANT,...", help="that --max-gap is for (default: all)")
+    option("--max-gap-of", type=words, metavar="VARIANT,...", help="that --max-gap is for (default: all)")
     option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
     option("--no-defaults", action="store_true", help="only Megatron's flags after --, none of this script's own")
     option("--fresh", action="store_true", help="set earlier runs aside as runs.1, ... and run all of them")
     option("--report-only", action="store_true", help="run nothing; report on what is there")
-    options = parser.parse_args(words)
-    lasting = [word for word in words if word not in ("--fresh", "--report-only")]
+    options = parser.parse_args(own)
+    lasting = [word for word in own if word not in ("--fresh", "--report-only")]
     again = ["python", "scripts/convergence.py", *lasting, *(["--", *flags] if flags else [])]
     options.flags, options.again = flags, shlex.join(again)
     try:
@@ -159,10 +151,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     except UserError as error:
         parser.error(str(error))
     return options
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(","))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -238,9 +226,6 @@ def _number(flags: Sequence[str], flag: str, default: int | None) -> int:
 
 def variants(options: argparse.Namespace) -> dict[str, list[str]]:
     """Label to flags of all variants. Raises UserError."""
-    for label in options.variants:
-        if label not in VARIANTS:
-            raise UserError(f"--variants: {label or 'an empty word'} is not one of {', '.join(VARIANTS)}")
     if "vanilla" not in options.variants:
         raise UserError("--variants: vanilla must be one of them, the others are compared with it")
     for flag, number, users in (

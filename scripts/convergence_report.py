@@ -65,11 +65,9 @@ def parse_log(text: str) -> dict[str, Any]:
         tried = (line for line in run_log.validations(attempt) if line.dataset != "test set")
         validation |= {line.iteration: line.loss for line in tried if line.loss is not None}
     times = [milliseconds for milliseconds in times if milliseconds is not None]
-    return {
-        "training": training,
-        "validation": [list(pair) for pair in validation.items()],
-        "seconds_per_iteration": statistics.median(times) / 1e3 if times else None,
-    }
+    seconds = statistics.median(times) / 1e3 if times else None
+    points = [list(pair) for pair in validation.items()]
+    return {"training": training, "validation": points, "seconds_per_iteration": seconds}
 
 
 def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:

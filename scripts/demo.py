@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -24,7 +23,7 @@ from megatron_2bw.errors import Parser, UserError, file_errors, report
 from megatron_2bw.files import write_figure, write_json
 from megatron_2bw.processes import exit_on_signals, stop_tree
 from megatron_2bw.schedules import SCHEDULE_NAMES
-from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, environment, log_interval, torchrun
+from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, log_interval, start, torchrun
 
 STAGES, MICROBATCHES, MICRO_BATCH_SIZE, SEQUENCE = 2, 4, 4, 128
 
@@ -59,12 +58,12 @@ class Losses:
 
 def parse_log(text: str) -> Losses:
     """The losses that Megatron logged; run_log says which iterations a line is the mean of."""
-    steps, training, start = [], [], 1
+    steps, training, first = [], [], 1
     for line in run_log.training(text):
         if line.loss is not None:
-            steps.append((start + line.iteration) / 2)
+            steps.append((first + line.iteration) / 2)
             training.append(line.loss)
-        start = line.iteration + 1 if line.iteration > 1 else 1
+        first = line.iteration + 1 if line.iteration > 1 else 1
     validations = [line.loss for line in run_log.validations(text)]
     return Losses(steps, training, validations[-1] if validations else None)
 
@@ -97,16 +96,7 @@ def pick_device() -> str:
 
 def train(command: list[str], log: Path) -> str:
     """Run the command, its output on the screen and in `log`; return the output. Raises UserError if it fails."""
-    process = subprocess.Popen(
-        command,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    process = start(command)
     try:
         with open(log, "w") as file:
             for line in fold_arguments(_copied(process.stdout, file)):
@@ -236,9 +226,9 @@ def run(options: argparse.Namespace) -> None:
     processes = f"{STAGES} stages on {STAGES} processes ({device})"
     print(f"demo.py: {options.schedule}, {processes}, {options.iterations} iterations", flush=True)
     command = training_command(options.schedule, options.iterations, build_corpus().flags(), device)
-    start = time.monotonic()
+    begun = time.monotonic()
     losses = parse_log(train(command, options.out / "train.log"))
-    summary = summarize(losses, options.schedule, options.iterations, time.monotonic() - start)
+    summary = summarize(losses, options.schedule, options.iterations, time.monotonic() - begun)
     draw(options.out / "loss.png", losses, summary)
     write_json(options.out / "summary.json", summary, indent=2)
     print("\n" + table(summary, log_interval(options.iterations), options.out))

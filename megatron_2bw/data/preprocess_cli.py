@@ -41,41 +41,30 @@ def parser() -> argparse.ArgumentParser:
     group = cli.add_argument_group("output")
     group.add_argument("--task", choices=("gpt", "bert"), required=True, help="gpt: documents; bert: sentences")
     group.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="makes PREFIX.bin and PREFIX.idx; PREFIX is what --data-path takes",
+        "--output-prefix", required=True, metavar="PREFIX", help="of the .bin and .idx; --data-path takes it"
     )
     group = cli.add_argument_group("input: --input or --dataset")
     group.add_argument("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
     group.add_argument(
-        "--input-format",
-        choices=("auto", "text", "jsonl"),
-        help="auto (default): JSON lines if the name ends in .jsonl, .json or .ndjson, else text",
+        "--input-format", choices=("auto", "text", "jsonl"), help="auto (default): jsonl by .jsonl, .json, .ndjson"
     )
     group.add_argument(
-        "--text-documents",
-        choices=("file", "blank-lines", "lines"),
-        help="a document of a text file: all of it (default), what is between blank lines, or a line",
+        "--text-documents", choices=("file", "blank-lines", "lines"), help="a document of a text file (default: file)"
     )
     group.add_argument(
         "--dataset",
         metavar="FOLDER|NAME",
-        help="what save_to_disk wrote, a folder of data files (parquet, csv, …), or a name on the Hub",
+        help="of save_to_disk, of data files (parquet, csv, …), or a name on the Hub",
     )
     group.add_argument("--dataset-config", metavar="NAME", help="as in load_dataset")
     group.add_argument("--dataset-split", metavar="NAME", help="default: train")
     group.add_argument(
-        "--json-keys",
-        "--text-column",
-        dest="key",
-        metavar="NAME",
-        help="the key, or the column, that holds the text (default: text)",
+        "--json-keys", "--text-column", dest="key", metavar="NAME", help="key or column of the text (default: text)"
     )
     group.add_argument(
         "--skip-bad-documents",
         action="store_true",
-        help="count and leave out what is not text; without it the first one ends the work",
+        help="count and skip documents that are not text, which are errors otherwise",
     )
     group = cli.add_argument_group("tokenizer: one of the first three")
     group.add_argument("--tokenizer-model", metavar="FOLDER|NAME", help="any Hugging Face tokenizer")
@@ -87,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "--train-tokenizer-mb",
         type=float,
         metavar="MB",
-        help=f"text to train on, taken evenly from the input (default: {SAMPLE_MB:.0f})",
+        help=f"text sampled evenly from the input (default: {SAMPLE_MB:.0f})",
     )
     group.add_argument("--cased", action="store_true", help="WordPiece keeps capital letters and accents")
     cli.add_argument("--language", metavar="CODE", help="of the sentences, for bert: en (default), de, zh, …")
@@ -97,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=SHARD_MB,
         metavar="MB",
-        help="input that a worker takes at once: what an interruption loses (default: %(default)g)",
+        help="input of one unit of work (default: %(default)g)",
     )
     return cli
 
@@ -227,12 +216,8 @@ def tokenizer_of(options: argparse.Namespace) -> str | NewTokenizer:
         for flag, path in (("--vocab-file", options.vocab_file), ("--merge-file", options.merge_file)):
             if path and not path.is_file():
                 raise UserError(f"{flag} {path}: no such file")
-        return NewTokenizer(
-            "files",
-            options.cased,
-            vocab_file=options.vocab_file.absolute(),
-            merge_file=options.merge_file and options.merge_file.absolute(),
-        )
+        merges = options.merge_file and options.merge_file.absolute()
+        return NewTokenizer("files", options.cased, vocab_file=options.vocab_file.absolute(), merge_file=merges)
     kind, size = options.train_tokenizer, options.vocab_size
     least = vocabulary.smallest(kind, vocabulary.special_tokens(options.task, kind))
     if size is None:

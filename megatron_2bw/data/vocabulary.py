@@ -48,11 +48,9 @@ def train(
 def train_bpe(texts: Iterable[str], vocab_size: int, special: list[str]) -> Tokenizer:
     """A byte-level BPE tokenizer: lossless, so decoding restores the text."""
     tokenizer = _byte_level(models.BPE())
+    letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=letters, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
@@ -82,13 +80,8 @@ def _train_wordpiece(
     letters = sorted((letter for letter in found if not letter.isspace()), key=lambda each: (-found[each], each))
     limit = min(_LETTERS, (vocab_size - len(special)) // 3)
     within = [f"##{letter}" for letter in letters[:limit] if _within(tokenizer, letter)]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[*special.values(), *within],
-        initial_alphabet=letters[:limit],
-        limit_alphabet=limit,
-        show_progress=False,
-    )
+    alphabet = dict(special_tokens=[*special.values(), *within], initial_alphabet=letters[:limit], limit_alphabet=limit)
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, show_progress=False, **alphabet)
     tokenizer.train_from_iterator(read(), trainer)
     rebuilt = _bert_like(models.WordPiece(tokenizer.get_vocab(), unk_token=special["unk_token"]), cased)
     rebuilt.add_special_tokens(list(special.values()))

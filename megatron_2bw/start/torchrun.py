@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]  # of the clone, with the entry scripts; of a wheel too
 
@@ -25,6 +28,12 @@ def torchrun(ranks: int, task: str = "gpt") -> list[str]:
 def environment(**more: str) -> dict[str, str]:
     """A core for each rank, and no list of missing libraries from each; what the user has set stays."""
     return {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | os.environ | more
+
+
+def start(command: Sequence[str], stdout: Any = subprocess.PIPE, **options: Any) -> subprocess.Popen[str]:
+    """Start a command in a session of its own, without input; its errors also go to `stdout`, as text."""
+    options = {"env": environment(), "text": True, "errors": "replace", "start_new_session": True} | options
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT, **options)
 
 
 def log_interval(iterations: int) -> int:

@@ -63,21 +63,11 @@ def check_loss(total: torch.Tensor) -> None:
     # Megatron's rerun machine keeps a record of each loss; if it is disabled, a finite loss needs no more.
     if args.check_for_nan_in_loss_and_grad and not (args.rerun_mode == "disabled" and bool(torch.isfinite(total))):
         for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            machine.validate_result(
-                result=total,
-                rejection_func=rejected,
-                message=f"found {name} in local forward loss calculation",
-                tolerance=0.0,
-                fatal=True,
-            )
+            message = f"found {name} in local forward loss calculation"
+            machine.validate_result(total, rejection_func=rejected, message=message, tolerance=0.0, fatal=True)
     if args.check_for_spiky_loss:
-        machine.validate_result(
-            result=total,
-            message="Spiky loss",
-            tolerance=0.0,
-            fatal=False,
-            rejection_func=partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss"),
-        )
+        spiky = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
+        machine.validate_result(total, rejection_func=spiky, message="Spiky loss", tolerance=0.0, fatal=False)
 
 
 def masked_sum(losses: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -116,12 +116,8 @@ def measured(text: str, warm_up: int) -> dict[str, Any]:
     if not times:
         return {}
     mean = sum(times) / len(times)
-    return {
-        "samples_per_second": round(1000 * batch / mean, 3),
-        "ms_per_iteration": round(mean, 3),
-        "iterations": len(times),
-        "peak_memory_gib": memory or "",
-    }
+    speed = {"samples_per_second": round(1000 * batch / mean, 3), "ms_per_iteration": round(mean, 3)}
+    return speed | {"iterations": len(times), "peak_memory_gib": memory or ""}
 
 
 def bars(entries: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[tuple[str, int], float | str]]:

@@ -99,9 +99,7 @@ def main() -> int:
     parser.add_argument("--data", default="", metavar="FLAGS", help="instead of the mock data")
     parser.add_argument("--precision", default="", metavar="|".join(PRECISIONS))
     parser.add_argument(
-        "--null",
-        action="store_true",
-        help="for job.sh: a NUL after each word and after an error line, which also goes to stdout",
+        "--null", action="store_true", help="for job.sh: NULs after the words, or after an error line on stdout"
     )
     options = vars(parser.parse_args())
     null = options.pop("null")

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_2bw.errors import Parser, UserError, report
+from megatron_2bw.errors import Parser, UserError, names_of, report, split_flags
 from megatron_2bw.files import set_aside, write_json, write_whole
 from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.describe.model import PRESETS
@@ -205,10 +205,7 @@ def collect(options: argparse.Namespace) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    words, flags = list(words), []
-    if "--" in words:
-        at = words.index("--")
-        words, flags = words[:at], words[at + 1 :]
+    words, flags = split_flags(words)
     parser = Parser(prog="sweep.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(required=True)
     for name, function in (("submit", submit), ("status", show), ("collect", collect)):
@@ -230,25 +227,27 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.epilog = "Words after -- are Megatron's flags for every run."
     command.add_argument("--figure", choices=("6", "7"), help="the paper's: 6 GPT, 7 BERT")
-    command.add_argument("--panel", default="a,b,c", metavar="a,...", help="of the figure (a: one server; b, c: eight)")
+    command.add_argument(
+        "--panel",
+        type=names_of("abc"),
+        default="a,b,c",
+        metavar="a,...",
+        help="of the figure (a: one server; b, c: eight)",
+    )
     command.add_argument("--model", choices=PRESETS, metavar="NAME", help="instead of a figure, with the next four")
     command.add_argument("--nodes", type=int, help="servers of a job")
     command.add_argument("--gpus-per-node", type=int, help="with --cpu: processes")
     command.add_argument("--model-parallel-size", type=int, help="GPUs for a copy of the model: stages or tensor ranks")
     command.add_argument("--batch-sizes", type=numbers, metavar="N,...", help="also instead of the figure's")
     command.add_argument(
-        "--systems",
-        type=lambda text: tuple(text.split(",")),
-        default=tuple(SYSTEMS),
-        metavar="NAME,...",
-        help=", ".join(SYSTEMS),
+        "--systems", type=names_of(SYSTEMS), default=tuple(SYSTEMS), metavar="NAME,...", help=", ".join(SYSTEMS)
     )
     command.add_argument(
         "--micro-batch-size",
         type=numbers,
         default=(1, 2, 4, 8),
         metavar="N,...",
-        help="the fastest makes the bar (default: 1,2,4,8)",
+        help="the fastest counts (default: 1,2,4,8)",
     )
     command.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="fp16", help="default: the paper's")
     command.add_argument("--train-iters", type=int, default=30)
@@ -256,36 +255,20 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--cpu", action="store_true", help="the nodes have no GPUs")
     command.add_argument("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
     command.add_argument(
-        "--again",
-        type=lambda text: tuple(text.split(",")),
-        default=AGAIN,
-        metavar="WORD,...",
-        help=f"submit these again (default: {','.join(AGAIN)})",
+        "--again", type=names_of(status.WORDS), default=AGAIN, metavar="WORD,...", help=f"default: {','.join(AGAIN)}"
     )
     command.add_argument("--dry-run", action="store_true", help="print the commands")
 
 
 def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
     """Set `panels`; report flags that contradict each other in one line."""
-    own = {
-        "--model": options.model,
-        "--nodes": options.nodes,
-        "--gpus-per-node": options.gpus_per_node,
-        "--model-parallel-size": options.model_parallel_size,
-    }
+    flags = ("--model", "--nodes", "--gpus-per-node", "--model-parallel-size")
+    own = {flag: getattr(options, flag[2:].replace("-", "_")) for flag in flags}
     given = [flag for flag, value in own.items() if value is not None]
     if options.figure and given:
         parser.error(f"{given[0]}: --figure {options.figure} says it already; give one of them")
-    for flag, found, known in (
-        ("--systems", options.systems, tuple(SYSTEMS)),
-        ("--again", options.again, status.WORDS),
-        ("--panel", options.panel.split(","), ("a", "b", "c")),
-    ):
-        wrong = [word for word in found if word not in known]
-        if wrong:
-            parser.error(f"{flag}: {wrong[0]} is not one of {', '.join(known)}")
     if options.figure:
-        names = [options.figure + letter for letter in options.panel.split(",")]
+        names = [options.figure + letter for letter in options.panel]
         options.panels = [panel for panel in PANELS if panel.figure in names]
         if options.batch_sizes:
             options.panels = [Panel(**vars(panel) | {"batches": options.batch_sizes}) for panel in options.panels]
@@ -299,16 +282,7 @@ def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
                 f"--model-parallel-size {options.model_parallel_size} does not divide "
                 f"{options.nodes * options.gpus_per_node} GPUs"
             )
-        options.panels = [
-            Panel(
-                "own",
-                options.model,
-                options.nodes,
-                options.gpus_per_node,
-                options.model_parallel_size,
-                options.batch_sizes,
-            )
-        ]
+        options.panels = [Panel("own", *own.values())]
     if not grid(options.panels, options.systems, options.micro_batch_size):
         parser.error("--batch-sizes: no microbatch of --micro-batch-size divides them and fills the stages")
 
