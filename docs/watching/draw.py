@@ -1,11 +1,11 @@
-"""Draws the pictures of docs/watching.md from runs that it makes, a minute and a half.
+"""Runs the trainings of docs/watching.md and draws its pictures, in a minute and a half.
 
     python docs/watching/draw.py
 
-2BW and PipeDream-Flush, four stages, eight microbatches a batch: a tiny real GPT through pretrain_gpt_2bw.py's own
-path, whose stages also sleep in each forward and backward (bench/emulated.py), so that four processes on two cores
-behave like four devices. Reads back what --tensorboard-dir has recorded, takes the picture of --two-bw-trace as it is,
-and prints a line of each log and the shares' means.
+2BW and PipeDream-Flush, four stages, eight microbatches per batch: a tiny real GPT through the code path of
+pretrain_gpt_2bw.py, whose stages also sleep in each forward and backward (bench/emulated.py), so that four processes on
+two cores behave like four devices. Reads the scalars of --tensorboard-dir, copies the picture of --two-bw-trace, and
+prints a line of each log and the mean shares.
 """
 
 from __future__ import annotations
@@ -16,66 +16,34 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.common import gpt_flags, new_figure
+from bench.emulated import train
+from megatron_2bw.local_ranks import own_output, run_world
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent))
-
-from bench.emulated import train  # noqa: E402
-from megatron_2bw.local_ranks import own_output, run_world  # noqa: E402
-
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 16
 FORWARD, BACKWARD = 0.05, 0.1  # seconds
 SCHEDULES = ("2bw", "pipedream-flush")
 
 
 def command(schedule: str, folder: Path) -> list[str]:
-    words = [
-        "--pipeline-schedule",
-        schedule,
-        "--pipeline-model-parallel-size",
+    return gpt_flags(
         STAGES,
-        "--num-layers",
-        STAGES,
-        "--hidden-size",
         16,
-        "--num-attention-heads",
         2,
-        "--seq-length",
         8,
-        "--max-position-embeddings",
-        8,
-        "--micro-batch-size",
-        1,
-        "--global-batch-size",
-        MICROBATCHES,
-        "--train-iters",
-        ITERATIONS,
-        "--lr",
-        1e-3,
-        "--lr-decay-style",
-        "constant",
-        "--mock-data",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        63,
-        "--num-workers",
-        0,
-        "--eval-iters",
-        0,
-        "--eval-interval",
-        1000,
-        "--log-interval",
-        1,
-        "--split",
-        "98,1,1",
-        "--device",
-        "cpu",
-        "--tensorboard-dir",
-        folder / "scalars",
-        "--two-bw-trace",
-        folder / "trace",
-    ]
-    return [str(word) for word in words]
+        pipeline_schedule=schedule,
+        pipeline_model_parallel_size=STAGES,
+        global_batch_size=MICROBATCHES,
+        train_iters=ITERATIONS,
+        lr=1e-3,
+        vocab_size=63,
+        log_interval=1,
+        tensorboard_dir=folder / "scalars",
+        two_bw_trace=folder / "trace",
+    )
 
 
 def run(rank: int, argv: list[str]) -> str:
@@ -94,9 +62,7 @@ def scalars(folder: Path, name: str) -> tuple[list[int], list[float]]:
 
 
 def main() -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    figure = new_figure(8, 3.4)
     axis = figure.subplots()
     flushed = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
     axis.axhline(flushed, color="black", linewidth=0.8, linestyle=":", label="(d - 1) / (m + d - 1)")
@@ -116,8 +82,7 @@ def main() -> None:
     axis.set_xlabel("iteration")
     axis.set_ylabel("bubble/mean")
     axis.legend(frameon=False)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(HERE / "bubble.png", dpi=150)
 
 
