@@ -1,4 +1,4 @@
-"""Errors that a program reports to its user in one line, without a traceback."""
+"""Errors that a program reports to its user in one line, without a traceback; parsers of command lines that do so."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From the command line to Megatron's `pretrain`: parse, validate, install, run.
 
-Invariant: every fault of the command line ends here, before any rank waits for another, with one line on
-standard error that names the flag, and exit status 2.
+Invariant: every error of the command line is reported here, before any rank waits for another: one line on standard
+error that names the flag, and exit status 2.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import NoReturn
 
 from megatron_2bw import cpu
 from megatron_2bw.errors import usage_error
-from megatron_2bw.flags import parse as arguments
+from megatron_2bw.flags import parse
 from megatron_2bw.start import exits, restart_store
 
 
 def launch(task: str) -> None:
-    """Train the task whose module is named `task`; it is imported once the command line is known to be good.
+    """Train the task of the module named `task`, which is imported after the command line is checked.
 
-    The module gives `model_config(args)` or `model_provider`, `datasets_provider` and `forward_step` (see `gpt.py`
+    The module defines `model_config(args)` or `model_provider`, `datasets_provider` and `forward_step` (see `gpt.py`
     and `bert.py`).
     """
-    early = arguments.parse_early(sys.argv[1:], stop, task=task.rpartition(".")[2])
+    early = parse.parse_early(sys.argv[1:], stop, task=task.rpartition(".")[2])
     if cpu.wanted(early.device):
-        cpu.install()  # before Megatron is imported: some of its modules look for CUDA then
+        cpu.install()  # before Megatron is imported: some of its modules look for CUDA at import
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -38,7 +38,7 @@ def launch(task: str) -> None:
     from megatron_2bw.mcore import install
     from megatron_2bw.mcore.guard import DriftError
 
-    args, parser = arguments.parse(early, stop)
+    args, parser = parse.parse(early, stop)
     if "MASTER_ADDR" not in os.environ:
         stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
     try:
@@ -59,7 +59,7 @@ def launch(task: str) -> None:
                 getattr(module, "model_provider", None),  # for a task without a configuration
                 store=restart_store.store(timedelta(minutes=args.distributed_timeout_minutes)),
             )
-        except SystemExit as end:  # so Megatron leaves before the last iteration, and where it has only printed why
+        except SystemExit as end:  # Megatron exits so before the last iteration, and after errors that it prints
             if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
                 sys.exit(end.code or 1)
             if end.code in (None, 0):
@@ -71,20 +71,20 @@ def launch(task: str) -> None:
             log = runtime.log if runtime is not None else None
             alone = args.timing_log_level == 0 and not args.log_energy  # else a line needs the other ranks
             exits.leave(error, log.flush if log is not None and alone else None)
-        stop(arguments.explain(error, parser))  # what Megatron finds only while it builds the model and the data
+        stop(parse.explain(error, parser))  # errors that Megatron finds while it builds the model and the data
 
 
 def _end_loader_workers() -> None:
-    """Before Python waits for the data loader's processes: it sends them a SIGTERM, and they have inherited Megatron's
-    handler, which only makes a note of it. So a run that has ended would never exit."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error about a worker that was killed
+    """Kill the data loader's processes before Python joins them: it sends SIGTERM, which they ignore, since they have
+    inherited Megatron's handler. The run would never exit."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error about a killed worker
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
 
 
 def _merge_trace(args, runtime) -> None:
-    """With --two-bw-trace: once all stages have written theirs, join and draw them."""
+    """With --two-bw-trace: after all stages have written their files, join and draw them."""
     import torch.distributed as dist
 
     from megatron_2bw.timelines import trace

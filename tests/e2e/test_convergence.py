@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_2bw import run_log
 from megatron_2bw.processes import stop_tree
 from scripts import convergence
 from tests.e2e.launcher import ROOT
@@ -87,4 +87,4 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
 
 
 def first_loss(log: str) -> float:
-    return float(re.search(r"iteration +1/ +120 \|.* lm loss: (\S+) \|", log)[1])
+    return next(line.loss for line in run_log.training(log) if (line.iteration, line.planned) == (1, 120))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_2bw import run_log
 from tests.distributed.training import command
 from tests.e2e.launcher import ROOT, torchrun
 from tests.e2e.test_source_patches import CPU_FLAGS
@@ -35,7 +35,7 @@ def losses(site: Path, schedule: str, *flags: str) -> list[str]:
     argv = [word for word in command(2, 2, schedule, *flags, device=None) if word != "--mock-data"]
     result = torchrun(2, "train.py", [*argv, *CPU_FLAGS], cwd=site, PYTHONPATH=str(site / "site"))
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return re.findall(r"iteration +\d+/ +\d+ .*?lm loss: (\S+)", result.stdout)
+    return [line.fields["lm loss"] for line in run_log.training(result.stdout)]
 
 
 def test_it_trains(site):

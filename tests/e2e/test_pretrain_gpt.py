@@ -9,6 +9,7 @@ import signal
 import psutil
 import pytest
 
+from megatron_2bw import run_log
 from megatron_2bw.data.corpus import build_corpus
 from megatron_2bw.schedules import SCHEDULES, Shape
 from tests.distributed.training import command
@@ -38,11 +39,12 @@ def on(data: list[str], flags: list[str]) -> list[str]:
 
 
 def losses(output: str) -> list[float]:
-    return [float(x) for x in re.findall(r"iteration +\d+/ +\d+ .*?lm loss: (\S+)", output)]
+    return [line.loss for line in run_log.training(output)]
 
 
 def validation(output: str) -> dict[str, str]:
-    return dict(re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", output))
+    names = ((line, f"iteration {line.iteration}") for line in run_log.validations(output))
+    return {name + (line.dataset and f" on {line.dataset}"): line.fields["lm loss value"] for line, name in names}
 
 
 @pytest.mark.proof
@@ -124,7 +126,7 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
     output = seen + run.stdout
     assert run.returncode == 0, output[-2000:] + run.stderr[-4000:]
     assert "exiting program after receiving SIGTERM" in output
-    logged = [int(number) for number in re.findall(r"iteration +(\d+)/ +\d+ \| consumed", output)]
+    logged = [line.iteration for line in run_log.training(output)]
     saved = int((tmp_path / "model" / "latest_checkpointed_iteration.txt").read_text())
     assert logged == list(range(1, saved + 1)) and saved >= 6
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
+from megatron_2bw import run_log
 from tests.distributed.training import command
 from tests.e2e.launcher import forked, torchrun
 
@@ -35,7 +34,7 @@ def test_the_schedule_may_change_between_the_runs_of_a_job(tmp_path):
             output = run.stdout
         else:
             output = forked(2, flags)
-        logged = [int(number) for number in re.findall(r"iteration +(\d+)/ +12 \|.*? lm loss: [\d.]+E", output)]
+        logged = [line.iteration for line in run_log.training(output) if line.planned == 12 and line.loss is not None]
         assert logged == list(range(before + 1, end + 1))
         assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(end)
         assert line is None or line in output

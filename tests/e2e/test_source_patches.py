@@ -6,7 +6,6 @@ The tree is a copy of the installed package; a source checkout of the tag holds 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_2bw import run_log
 from tests.distributed.training import command
 from tests.e2e.launcher import ROOT, forked, torchrun
 
@@ -69,7 +69,7 @@ def tree(tmp_path_factory) -> Path:
 
 
 def losses(output: str) -> list[str]:
-    return re.findall(r"iteration +\d+/ +\d+ .*?lm loss: (\S+)", output)
+    return [line.fields["lm loss"] for line in run_log.training(output)]
 
 
 def test_the_patch_has_little_context():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import shutil
 import signal
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_2bw import run_log
 from megatron_2bw.planner.describe.cluster import preset
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
@@ -92,8 +92,10 @@ class Job:
 
     def losses(self, start: int = 0) -> dict[int, list[str]]:
         """Iteration -> the losses of its line, as printed: `lm loss`, and BERT's `sop loss`."""
-        lines = re.findall(r"iteration +(\d+)/ +\d+ \|(.*)", self.log(start))
-        return {int(number): re.findall(r"\w+ loss: (\S+)", line) for number, line in lines}
+        lines = run_log.training(self.log(start))
+        return {
+            line.iteration: [text for name, text in line.fields.items() if name.endswith(" loss")] for line in lines
+        }
 
     def saved(self) -> int:
         return int((self.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())

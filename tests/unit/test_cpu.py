@@ -87,7 +87,7 @@ def test_wanted(monkeypatch, device, cuda, expected):
 
 def test_nothing_changes_on_a_cuda_host(monkeypatch):
     """With a GPU and --device auto, `launch` neither installs the layer nor moves a default of Megatron's flags."""
-    from megatron_2bw.flags import parse as arguments
+    from megatron_2bw.flags import parse
     from megatron_2bw.start import launch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -95,10 +95,10 @@ def test_nothing_changes_on_a_cuda_host(monkeypatch):
     before, seen = state(), {}
 
     def stop_here(early, stop):
-        seen.update(early=early, defaults=arguments._defaults(early), state=state())
+        seen.update(early=early, defaults=parse._defaults(early), state=state())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(arguments, "parse", stop_here)
+    monkeypatch.setattr(parse, "parse", stop_here)
     with pytest.raises(KeyboardInterrupt):
         launch.launch("megatron_2bw.tasks.gpt")
     assert not cpu.installed() and seen["state"] == before
