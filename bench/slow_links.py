@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import gpt_flags, new_figure, new_parser, write_result
 from bench.server_run import Observed, Run
 from bench.servers import BUCKET, MTU, QUEUE, Servers, missing
-from megatron_2bw.errors import UserError, names_of, report, words
+from megatron_2bw.errors import UserError, names_of, run_program, words
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW
@@ -367,16 +367,14 @@ def main() -> int:
     model = Model(
         chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, chosen.micro_batch, chosen.microbatches, 1024
     )
-    try:
+
+    def work() -> int:
         if why := missing():
             raise UserError(why)
         with Servers() as servers:
             return 1 if measure(servers, chosen, model) else 0
-    except UserError as error:
-        report("slow_links.py", error)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+
+    return run_program("slow_links.py", work)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,23 @@ def usage_error(prog: str, line: object) -> NoReturn:
     sys.exit(2)
 
 
+def run_program(prog: str, work: Callable[[], int | None], remedy: str = "") -> int:
+    """The exit status of `work`: what it returns, 1 after a UserError or OSError, 130 after Ctrl-C; reports in a line.
+
+    remedy: of what is not the user's mistake
+    """
+    try:
+        return work() or 0
+    except UserError as error:
+        report(prog, error)
+    except OSError as error:
+        report(prog, error, remedy)
+    except KeyboardInterrupt:
+        print(f"{prog}: stopped" + (remedy and f"; {remedy}"), file=sys.stderr)
+        return 130
+    return 1
+
+
 @contextlib.contextmanager
 def file_errors(what: str) -> Iterator[None]:
     """Raise an OSError of the block as a UserError: `what`, such as a flag with its path, and the system's reason."""

@@ -30,8 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_2bw import errors, run_log
-from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw import run_log
+from megatron_2bw.errors import UserError, file_errors, run_program
 from megatron_2bw.files import set_aside, write_json, write_whole
 from megatron_2bw.processes import exit_on_signals, stop_tree
 from megatron_2bw.start.torchrun import environment, start
@@ -40,7 +40,6 @@ from scripts.convergence_plot import draw
 from scripts.convergence_report import STARTED, markdown, number, outcome, summarize, too_large
 
 EVERY = 5.0  # seconds between two lines of a run
-CONTINUE = "the same command continues from here"
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -342,7 +341,12 @@ def judge(rows: Sequence[dict[str, Any]], options) -> int:
     return 1 if lines else 0
 
 
-def work(options, lock: int) -> int:
+def work(options) -> int:
+    with locked(options.out) as lock:
+        return compare(options, lock)
+
+
+def compare(options, lock: int) -> int:
     if options.fresh:
         set_aside(options.out / "runs")
     board = Board(grid(options, built_in(options)), options.iterations)
@@ -363,18 +367,7 @@ def work(options, lock: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 if a run failed or a gap is too large, 2 for a wrong option, 130 if interrupted."""
     options = parse(sys.argv[1:] if argv is None else argv)
-    try:
-        with locked(options.out) as lock:
-            return work(options, lock)
-    except UserError as error:
-        errors.report("convergence.py", error)
-        return 1
-    except OSError as error:
-        errors.report("convergence.py", f"{error.filename or options.out}: {error.strerror}", CONTINUE)
-        return 1
-    except KeyboardInterrupt:
-        print(f"convergence.py: stopped; {CONTINUE}", file=sys.stderr)
-        return 130
+    return run_program("convergence.py", lambda: work(options), "the same command continues from here")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_2bw import run_log
 from megatron_2bw.data.corpus import build_corpus
-from megatron_2bw.errors import Parser, UserError, file_errors, report
+from megatron_2bw.errors import Parser, UserError, file_errors, run_program
 from megatron_2bw.files import write_figure, write_json
 from megatron_2bw.processes import exit_on_signals, stop_tree
 from megatron_2bw.schedules import SCHEDULE_NAMES
@@ -237,15 +237,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0, 1 if training failed, 2 for a wrong option, 130 if interrupted."""
     options = parse_options(argv)
-    try:
-        run(options)
-    except UserError as error:
-        report("demo.py", error)
-        return 1
-    except KeyboardInterrupt:
-        print("demo.py: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return run_program("demo.py", lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
+
 from megatron_2bw import run_log
-from megatron_2bw.errors import UserError, report
+from megatron_2bw.errors import UserError, report, run_program
 from megatron_2bw.files import write_json
 
 WORDS = ("pending", "running", "completed", "out of memory", "timeout", "failed")
@@ -274,11 +276,7 @@ def main() -> int:
     command.set_defaults(function=show)
     command.add_argument("logs", type=Path, nargs="+", metavar="DIR")
     options = parser.parse_args()
-    try:
-        return options.function(options)
-    except (UserError, OSError) as error:
-        report("status.py", error)
-        return 1
+    return run_program("status.py", lambda: options.function(options))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_2bw.errors import Parser, UserError, names_of, report, split_flags
+from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
 from megatron_2bw.files import set_aside, write_json, write_whole
 from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.describe.model import PRESETS
@@ -288,15 +288,8 @@ def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
 
 
 def main() -> int:
-    try:
-        options = parse(sys.argv[1:])
-        return options.function(options)
-    except UserError as error:
-        report("sweep.py", error)
-        return 1
-    except KeyboardInterrupt:
-        print("sweep.py: stopped; the same command continues from here", file=sys.stderr)
-        return 128 + signal.SIGINT
+    options = parse(sys.argv[1:])
+    return run_program("sweep.py", lambda: options.function(options), "the same command continues from here")
 
 
 if __name__ == "__main__":
