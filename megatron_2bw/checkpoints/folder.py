@@ -17,8 +17,9 @@ import shutil
 import time
 import uuid
 import zipfile
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_2bw.files import write_whole
 
@@ -61,12 +62,18 @@ class _Tracker(io.StringIO):
         self.close()
         if kind is not None:
             return
-        if text.strip().isdecimal():  # the new checkpoint is whole: this rename ends the old one's precedence
+        write_whole(self._path, partial(self._write, text))
+        _delete_leftovers(self._path.parent)
+
+    def _write(self, text: str, file: BinaryIO) -> None:
+        """Before the tracker is replaced: its new content is on the disk, then the old checkpoint loses precedence."""
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+        if text.strip().isdecimal():
             aside = self._path.with_name(ASIDE + checkpoint_name(int(text)))
             if aside.is_dir():
                 aside.rename(aside.with_name(f"{DELETED}{uuid.uuid4().hex}"))
-        write_whole(self._path, text, sync=True)
-        _delete_leftovers(self._path.parent)
 
 
 def _delete_leftovers(folder: Path) -> None:

@@ -67,6 +67,21 @@ def test_the_tracker_is_replaced_in_one_step(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [TRACKER]
 
 
+def test_a_tracker_that_cannot_be_written_leaves_the_old_checkpoint_in_precedence(tmp_path, monkeypatch):
+    """The new content is on the disk before anything is renamed: a full disk changes nothing."""
+    distributed(tmp_path, 4)
+    set_aside_old(tmp_path, 4)
+    distributed(tmp_path, 4, value=2.0)
+
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"), TrackerFiles(builtin).open(str(tmp_path / TRACKER), "w") as file:
+        file.write("4")
+    assert (tmp_path / (ASIDE + checkpoint_name(4))).is_dir() and (tmp_path / TRACKER).read_text() == "4"
+
+
 def test_a_tracker_that_is_not_finished_changes_nothing(tmp_path):
     tracker = tmp_path / TRACKER
     tracker.write_text("2")
