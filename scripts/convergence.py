@@ -40,6 +40,7 @@ from scripts.convergence_plot import draw
 from scripts.convergence_report import STARTED, markdown, number, outcome, summarize, too_large
 
 EVERY = 5.0  # seconds between two lines of a run
+POLL = 0.2  # seconds between two looks at the runs
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ def train(board: Board, options, lock: int, after: Callable[[], None]) -> None:
                         after()
                     except OSError as error:  # the next report may succeed; the runs continue
                         say(f"convergence.py: the report could not be written: {error}")
-            time.sleep(0.2)
+            time.sleep(POLL)
     finally:
         for job in jobs.values():
             job.end()

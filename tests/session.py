@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 FOLDER = "MEGATRON_2BW_TEST_SESSION"  # the environment variable with the session's folder, set by conftest.py
 
 
@@ -23,6 +21,8 @@ def once_a_session[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def shared(*args: P.args, **kwargs: P.kwargs) -> R:
+        import torch  # here, since every test imports this module
+
         if FOLDER not in os.environ:
             return function(*args, **kwargs)
         text = repr((function.__module__, function.__qualname__, args, sorted(kwargs.items())))

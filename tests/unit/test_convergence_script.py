@@ -522,6 +522,7 @@ def experiment(tmp_path, monkeypatch):
 
     monkeypatch.setattr(convergence_options, "command", fake)
     monkeypatch.setattr(convergence, "draw", lambda *arguments: arguments[-1].write_bytes(b""))  # it takes a second
+    monkeypatch.setattr(convergence, "POLL", 0.01)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # else torch is imported to count them
 
     def run(*options: str, flags: tuple[str, ...] = ()) -> tuple[int, int]:

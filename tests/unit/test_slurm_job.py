@@ -361,12 +361,15 @@ def batch(
     scancel: str = "true",
     **changes: str | None,
 ):
-    """The GPT script under bash, with stand-ins for Slurm's commands that write down what they are given."""
+    """The GPT script under bash, with stand-ins for Slurm's commands that write down what they are given, and for
+    sleep, which takes a tenth of its seconds."""
     scontrol = f'echo "scontrol $*" >> called; [[ $* = *hostnames* ]] && echo a || echo "{job}"'
     stubs = {"srun": srun, "squeue": squeue, "scontrol": scontrol, "scancel": scancel}
     for name, text in stubs.items():
         (folder / name).write_text(f'#!/bin/bash\n[ {name} != srun ] || printf "%s\\n" "$@" > words\n{text}\n')
         (folder / name).chmod(0o755)
+    (folder / "sleep").write_text("#!/bin/bash\nPATH=/usr/bin:/bin sleep 0.$1\n")
+    (folder / "sleep").chmod(0o755)
     variables = {name: value for name, value in (SLURM | changes).items() if value is not None}
     return subprocess.run(
         ["bash", SCRIPTS / "pretrain_gpt_2bw.sbatch", *words],
