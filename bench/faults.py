@@ -36,7 +36,7 @@ from bench.common import Output, gpt_flags, new_figure, new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
 from megatron_2bw.local_ranks import WorldError
-from megatron_2bw.processes import free_port, stop_tree
+from megatron_2bw.processes import exit_on_signals, free_port, stop_tree
 from megatron_2bw.start.torchrun import ROOT, start
 
 PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
@@ -363,6 +363,7 @@ def draw(report: Report) -> Any:
 
 
 def main() -> int:
+    exit_on_signals()  # the job is in a session of its own
     parser = new_parser(__doc__, "faults")
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)

@@ -21,23 +21,29 @@ def write_whole(
 
     content: what to write, or a function that writes it to the open file
     sync: the content is on the disk before the file is replaced, so that it also survives a power failure.
-    The temporary file lies in the same folder. It is removed if writing fails. Raises OSError.
+    The temporary file lies in the same folder. It is removed if writing fails. Raises OSError, which names `path`.
+    Devices and pipes, such as /dev/stdout, are written in place: root could replace them.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    in_place = path.exists() and (not path.is_file() or path.parent == Path("/dev"))
+    temporary = path if in_place else path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with open(temporary, "wb") as file:
             if callable(content):
                 content(file)
             else:
                 file.write(content.encode() if isinstance(content, str) else content)
-            if sync:
+            if sync and not in_place:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        if not in_place:
+            os.replace(temporary, path)
+    except BaseException as error:
+        if not in_place:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        if isinstance(error, OSError) and error.filename in (None, temporary, str(temporary)):
+            error.filename = str(path)
         raise
 
 

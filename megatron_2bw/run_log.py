@@ -10,6 +10,7 @@ Megatron prints no loss if its mean is not above 0: for NaN, and at first where 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -37,24 +38,28 @@ class Record(NamedTuple):
     @property
     def loss(self) -> float | None:
         """Of training or of a validation, nats per token."""
-        text = self.fields.get("lm loss") or self.fields.get("lm loss value")
-        return float(text) if text else None
+        return self._number("lm loss value" if "lm loss value" in self.fields else "lm loss")
 
     @property
     def milliseconds(self) -> float | None:
         """Mean time of an iteration."""
-        text = self.fields.get("elapsed time per iteration (ms)")
-        return float(text) if text else None
+        return self._number("elapsed time per iteration (ms)")
 
     @property
     def skipped(self) -> int:
         """Iterations since the line before whose step was skipped, for inf or nan gradients."""
-        return int(self.fields.get("number of skipped iterations", 0))
+        return int(self._number("number of skipped iterations") or 0)
 
     @property
     def stage_memory(self) -> list[float]:
         """GiB at most on each stage, in the lines of this project's schedules; else empty."""
         return [float(word) for word in self.fields.get("peak memory by stage (GiB)", "").split()]
+
+    def _number(self, name: str) -> float | None:
+        """None also where another process's output has broken the field."""
+        with contextlib.suppress(KeyError, ValueError):
+            return float(self.fields[name])
+        return None
 
 
 def training(log: str | Iterable[str]) -> Iterator[Record]:

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from megatron_2bw import run_log
 from megatron_2bw.data.corpus import build_corpus
 from megatron_2bw.errors import Parser, UserError, file_errors, run_program

@@ -107,11 +107,12 @@ def measured(text: str, warm_up: int) -> dict[str, Any]:
     """Speed from Megatron's log lines after `warm_up` iterations; empty if there is none."""
     times, batch, memory, before = [], 0, 0.0, 0
     for line in run_log.training(text):
-        if line.milliseconds is None:  # cut off
+        size = line.fields.get("global batch size")
+        if line.milliseconds is None or size is None:  # cut off
             continue
         if before >= warm_up:
             times += [line.milliseconds] * (line.iteration - before)
-        before, batch = line.iteration, int(line.fields["global batch size"])
+        before, batch = line.iteration, int(size)
         memory = max([memory, *line.stage_memory])
     if not times:
         return {}

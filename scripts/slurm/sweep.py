@@ -229,7 +229,7 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--figure", choices=("6", "7"), help="the paper's: 6 GPT, 7 BERT")
     command.add_argument(
         "--panel",
-        type=names_of("abc"),
+        type=names_of(("a", "b", "c")),
         default="a,b,c",
         metavar="a,...",
         help="of the figure (a: one server; b, c: eight)",

@@ -27,8 +27,9 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(fails, tmp_p
     path = tmp_path / "a.txt"
     path.write_text("old")
     monkeypatch.setattr(os, fails, full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as error:
         write_whole(path, "new", sync=True)
+    assert error.value.filename == str(path)
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
 
 
@@ -42,6 +43,21 @@ def test_a_function_may_write_the_content(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, fails)
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_an_error_names_the_file(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        write_whole(tmp_path / "none" / "a.txt", "new")
+    assert error.value.filename == str(tmp_path / "none" / "a.txt")
+
+
+def test_a_pipe_is_written_in_place(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(path, "new", sync=True)
+    assert os.read(reader, 10) == b"new" and path.is_fifo() and os.listdir(tmp_path) == ["pipe"]
+    os.close(reader)
 
 
 def test_json_has_null_for_what_is_not_finite(tmp_path):

@@ -31,6 +31,11 @@ def test_training():
     assert list(run_log.training(LOG.splitlines())) == [first, second, last]
 
 
+def test_a_field_that_other_output_has_broken_is_missing():
+    (line,) = run_log.training("iteration 3/ 9 | elapsed time per iteration (ms): 1[W] x | lm loss: 7.[rank1] |")
+    assert (line.iteration, line.milliseconds, line.loss, line.skipped) == (3, None, None, 0)
+
+
 def test_validations():
     assert [(each.iteration, each.dataset, each.loss) for each in run_log.validations(LOG)] == [
         (10, "validation set", 6.25),

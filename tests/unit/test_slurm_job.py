@@ -204,7 +204,7 @@ def test_a_full_quota_does_not_keep_a_job_from_being_queued_again(tmp_path, monk
         assert call(monkeypatch, tmp_path, command, 0, "--signalled") == 1
         out, err = capsys.readouterr()
         assert out == ("requeue\n" if command == "end" else "")
-        assert err == "status.py: error: Disk quota exceeded\n"
+        assert err == f"status.py: error: {tmp_path / 'status.json'}: Disk quota exceeded\n"
 
 
 def test_a_job_that_saves_nothing_ends(tmp_path, monkeypatch, capsys):

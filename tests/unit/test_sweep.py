@@ -185,6 +185,8 @@ def test_the_speed_is_that_after_the_warm_up():
     assert measured(log(500, 200, every=5), 5)["iterations"] == 5  # a line stands for all since the one before
     assert measured(log(500, 200), 2) == measured("", 0) == {}
     assert measured(log(500.0).replace("peak memory", "no memory"), 0)["peak_memory_gib"] == ""
+    cut_off = " iteration 9/ 30 | elapsed time per iteration (ms): 100.0 | learning rate: 1.0"
+    assert measured(log(500.0) + cut_off, 0) == measured(log(500.0), 0)
 
 
 def write_run(out: Path, run: Run, word: str, text: str = "") -> None:
@@ -255,6 +257,7 @@ def test_a_word_gives_way_to_a_speed():
         ([*OWN, "--systems", "GPipe,x"], "--systems: x is not one of inter-layer MP, tensor MP, GPipe, "),
         ([*OWN, "--again", "x"], "--again: x is not one of pending, running, "),
         (["--figure", "6", "--panel", "d"], "--panel: d is not one of a, b, c"),
+        (["--figure", "6", "--panel", "ab"], "--panel: ab is not one of a, b, c"),
         ([*OWN, "--batch-sizes", "7"], "--batch-sizes: no microbatch of --micro-batch-size divides them"),
         ([*OWN, "--model", "x"], "argument --model: invalid choice: 'x'"),
     ],
