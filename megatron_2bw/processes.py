@@ -41,11 +41,17 @@ def stop_tree(process: subprocess.Popen | psutil.Process, patience: float = 0.0)
         leader = psutil.Process(process.pid)
         members = [leader, *leader.children(recursive=True)]
     for number, seconds in [(signal.SIGTERM, patience)] * (patience > 0) + [(signal.SIGKILL, 5.0)]:
+        groups = set()
         for member in members:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                member.send_signal(number)  # refuses an id that another process has by now
-                if (group := os.getpgid(member.pid)) != os.getpgrp():
-                    os.killpg(group, number)
+                group = os.getpgid(member.pid)
+                if group == os.getpgrp():
+                    member.send_signal(number)  # refuses an id that another process has by now
+                elif member.is_running():
+                    groups.add(group)
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, number)
         deadline = time.monotonic() + seconds
         while (members := [member for member in members if _runs(member)]) and time.monotonic() < deadline:
             time.sleep(0.02)

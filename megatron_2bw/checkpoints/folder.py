@@ -79,6 +79,8 @@ class _Tracker(io.StringIO):
 def _delete_leftovers(folder: Path) -> None:
     for path in folder.glob(DELETED + "*"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f".{TRACKER}.*"):  # of a run that was killed while it wrote the tracker
+        path.unlink(missing_ok=True)
 
 
 def set_aside_old(folder: str | os.PathLike, iteration: int) -> None:
