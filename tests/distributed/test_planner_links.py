@@ -21,4 +21,4 @@ def test_links_of_two_ranks():
     (inside, no_between), (no_inside, between) = first
     assert no_between is None and no_inside is None
     for link in (inside, between):
-        assert link.measured and 0.001 < link.gb_s < 1000 and 0 < link.latency_us < 1e6
+        assert link.measured and link.gb_s > 0 and link.latency_us > 0

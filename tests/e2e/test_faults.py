@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.distributed.training import command
 from tests.e2e.launcher import ROOT, end, forked, torchrun
 from tests.unit.test_arguments import dataset
 
-SOON = 60.0  # seconds, with the start of two Python processes; a hang would last for --distributed-timeout-minutes
+HUNG = 120.0  # seconds after which a run counts as hung; it would hang for --distributed-timeout-minutes
 
 KINDS = {
     "out of memory": "rank {rank} ends with an exception",
@@ -35,10 +34,9 @@ def first_words(stderr: str) -> str:
 
 @pytest.mark.parametrize("kind, rank", [("out of memory", 0), ("step", 1), ("kill", 0)])
 def test_a_fault_of_one_rank_ends_all_and_comes_first_in_the_log(kind, rank):
-    start = time.monotonic()
     flags = command(2, 3, "2bw", train_iters=100_000)
-    run = torchrun(2, "tests/e2e/faulty.py", flags, FAULT=kind, FAULT_RANK=str(rank), timeout=SOON + 10)
-    assert run.returncode != 0 and time.monotonic() - start < SOON
+    run = torchrun(2, "tests/e2e/faulty.py", flags, FAULT=kind, FAULT_RANK=str(rank), timeout=HUNG)
+    assert run.returncode != 0
     assert KINDS[kind].format(rank=rank) in first_words(run.stderr), run.stderr[-3000:]
     if kind == "step":
         assert "ValueError: a fault of this stage alone" in run.stderr
@@ -80,7 +78,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
         "pretrain_gpt_2bw.py",
         *map(str, flags()),
     ]
-    run = end(subprocess.Popen(limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), SOON * 2)
+    run = end(subprocess.Popen(limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), HUNG)
     assert run.returncode != 0
     assert re.search(
         rf"error: --save {tmp_path}: the checkpoint could not be written: .*File too large.*; the last good one is "

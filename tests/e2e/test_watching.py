@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import statistics
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,15 +117,16 @@ def watched(rank: int, argv: list[str], forward: float, backward: float) -> str:
 
 
 def test_wandb_alone_and_the_bubble_of_a_flush(tmp_path):
-    """Megatron by itself logs nothing of training there without --tensorboard-dir. On stages that sleep as long as each
-    other the bubble is (d - 1) / (m + d - 1) on every stage: the ends that wait for the update count."""
+    """Megatron by itself logs nothing of training there without --tensorboard-dir. The stages sleep, and wait 0.15 s an
+    iteration for each other, for a forward and a backward: the last one mostly at the end, which must count too."""
     flags = command(2, 2, "pipedream-flush", **RUN, num_layers=2, **offline(tmp_path))
     output = run_world(2, watched, flags, 0.05, 0.1)[1]
     board = wandb(tmp_path)
     check(board, logged(output))
+    tokens = 2 * 2 * 16  # an iteration
     for stage in (0, 1):
-        measured = statistics.median(board[iteration][f"bubble/stage {stage}"] for iteration in board)
-        assert measured == pytest.approx(1 / 3, abs=0.06)
+        waited = [tokens / shown["tokens per second"] * shown[f"bubble/stage {stage}"] for shown in board.values()]
+        assert max(waited) > 0.1  # no load makes all of them shorter
 
 
 def test_tensorboard_alone_and_stages_that_step_by_themselves(tmp_path):

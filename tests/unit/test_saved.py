@@ -184,7 +184,7 @@ def test_other_ranks_wait_for_the_first(tmp_path):
     set_aside_old(tmp_path, 4)
     start = time.monotonic()
     await_restored(tmp_path, seconds=0.3)
-    assert time.monotonic() - start >= 0.3
+    assert time.monotonic() - start >= 0.3  # no load makes it shorter
 
 
 def test_a_link_is_left_alone(tmp_path):
