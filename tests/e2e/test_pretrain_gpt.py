@@ -59,7 +59,7 @@ def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path
         split="80,10,10",
         adam_beta2=0.95,
     )
-    trained = pretrain(2, command(2, 4, "2bw", **options), data)
+    trained = forked(2, on(data, command(2, 4, "2bw", **options)))
     assert len(losses(trained)) == 4  # iteration 1, then every second
     assert losses(trained)[-1] < losses(trained)[0]
     seen = validation(trained)
