@@ -6,11 +6,14 @@ The reference runs in one process and one loop; it knows no schedule, only the v
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import queue
 import random
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,16 +27,25 @@ _spec.loader.exec_module(example)
 _seeding, _layers_of = threading.Lock(), example.layers_of
 
 
-def _layers_of_one_at_a_time(stage: int, stages: int):
+def _layers_with_norms(stage: int, stages: int):
+    """The example's layers and norms: graphs save a view of a linear's weight, but the leaf Parameter of a norm's."""
     with _seeding:  # threads share torch's generator
-        return _layers_of(stage, stages)
+        layers = _layers_of(stage, stages)
+    for layer in layers:
+        layer.append(torch.nn.LayerNorm(example.WIDTH))
+    return layers
 
 
-example.layers_of = _layers_of_one_at_a_time
+example.layers_of = _layers_with_norms
 
 
-def make_update(schedule: Schedule, stores, step):
-    """The update that `schedule` needs; the example's if the step is late."""
+def make_update(schedule: Schedule, stores, step, skipped: Collection[int] = ()):
+    """The update that `schedule` needs; the example's if the step is late. skipped: batches whose step is skipped."""
+    batches, whole_step = itertools.count(), step
+
+    def step(gradients, target) -> bool:
+        return next(batches) not in skipped and whole_step(gradients, target)
+
     if schedule.late_step:
         return example.late_update(schedule, stores, step)
 
@@ -56,7 +68,9 @@ def version(name: str, shape: Shape, stage: int, microbatch: int, sync_iteration
     return batch
 
 
-def reference(name: str, shape: Shape, sync_iterations: int = 0) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+def reference(
+    name: str, shape: Shape, sync_iterations: int = 0, skipped: Collection[int] = ()
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     """The losses, and each stage's final weights."""
     parts = [example.layers_of(stage, shape.stages) for stage in range(shape.stages)]
     model = example.ModuleStage(torch.nn.Sequential(*parts), True, shape.microbatches)
@@ -75,6 +89,9 @@ def reference(name: str, shape: Shape, sync_iterations: int = 0) -> tuple[list[t
             model.backward(microbatch, None, model.forward(microbatch, None), None)
         gradients = [[param.grad for param in part.parameters()] for part in parts]
         squares[:] = [sum(gradient.square().sum() for gradient in own) for own in gradients]
+        if batch in skipped:
+            weights.append(weights[-1])
+            continue
         weights.append([[torch.empty_like(value) for value in own] for own in weights[0]])
         for step, own, target in zip(steps, gradients, weights[-1]):
             step(own, target)
@@ -95,13 +112,16 @@ class Delays:
 
 
 class Memory:
-    """A channel between two threads. A message arrives some time after it was sent."""
+    """A channel between two threads. A message arrives some time after it was sent.
 
-    occupies_device, peer = False, 0
+    occupies_device  what the channel reports
+    """
 
-    def __init__(self, delays: Delays):
-        self._messages: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        self._delays = delays
+    peer = 0
+
+    def __init__(self, delays: Delays, occupies_device: bool = False):
+        self._messages: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self._delays, self.occupies_device = delays, occupies_device
 
     def send(self, tensor: torch.Tensor) -> Arrived:
         self._messages.put(tensor.clone())
@@ -110,10 +130,16 @@ class Memory:
     def receive(self, tensor: torch.Tensor) -> Arrived:
         def wait() -> None:
             message = self._messages.get(timeout=30)
+            if message is None:
+                raise ConnectionError("another stage has failed")
             self._delays.sleep()
             tensor.copy_(message)
 
         return Arrived(wait)
+
+    def close(self) -> None:
+        """Whoever waits for a message fails."""
+        self._messages.put(None)
 
 
 class Arrived:
@@ -127,10 +153,14 @@ class Arrived:
 
 
 class Gather:
-    """An all-gather between threads; the k-th call of a stage belongs to the k-th calls of the others."""
+    """An all-gather between threads; the k-th call of a stage belongs to the k-th calls of the others.
 
-    def __init__(self, stages: int):
+    may_end  asked until it is true before the k-th calls return: may_end(k)
+    """
+
+    def __init__(self, stages: int, may_end: Callable[[int], bool] = lambda call: True):
         self._condition, self._rounds, self._stages = threading.Condition(), defaultdict(dict), stages
+        self._may_end, self._closed = may_end, False
 
     def of(self, stage: int, delays: Delays):
         calls = iter(range(1 << 30))
@@ -138,24 +168,47 @@ class Gather:
         def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
             delays.sleep()
             with self._condition:
-                values = self._rounds[next(calls)]
+                call = next(calls)
+                values = self._rounds[call]
                 values[stage] = tensor
                 self._condition.notify_all()
-                if not self._condition.wait_for(lambda: len(values) == self._stages, timeout=30):
+                complete = lambda: self._closed or (len(values) == self._stages and self._may_end(call))
+                if not self._condition.wait_for(complete, timeout=30) or self._closed:
                     raise TimeoutError("a stage did not come to the all-gather")
             return [values[other] for other in range(self._stages)]
 
         return gather
 
+    def ask_again(self) -> None:
+        """`may_end` may have another answer."""
+        with self._condition:
+            self._condition.notify_all()
 
-def run_threads(schedule: Schedule, shape: Shape, seed: int = 0, seconds: float = 0.0):
+    def close(self) -> None:
+        """Whoever waits here fails."""
+        self._closed = True
+        self.ask_again()
+
+
+def run_threads(
+    schedule: Schedule,
+    shape: Shape,
+    seed: int = 0,
+    seconds: float = 0.0,
+    *,
+    skipped: Collection[int] = (),
+    occupies_device: bool = False,
+    gather: Gather | None = None,
+):
     """Train with one thread a stage, delayed at random. Returns the losses, and each stage's final weights.
 
-    Raises what a stage raised; TimeoutError if they wait for each other.
+    Raises what the first stage that failed raised; TimeoutError if they wait for each other.
     """
     delays = Delays(seed, seconds)
-    channels = [(Memory(delays), Memory(delays)) for _ in range(shape.stages - 1)]  # activations, gradients
-    gather, results, errors = Gather(shape.stages), {}, []
+    channels = [  # activations, gradients
+        (Memory(delays, occupies_device), Memory(delays, occupies_device)) for _ in range(shape.stages - 1)
+    ]
+    gather, results, errors = gather or Gather(shape.stages), {}, []
 
     class Delayed(example.ModuleStage):
         def forward(self, *args):
@@ -176,9 +229,12 @@ def run_threads(schedule: Schedule, shape: Shape, seed: int = 0, seconds: float 
             neighbours.activations_out, neighbours.gradients_in = Sender(down), Receiver(up)
         own = gather.of(stage, delays) if schedule.global_step else lambda square: [square]
         try:
-            results[stage] = example.train(schedule, shape, stage, neighbours, own, make_update)
+            update = partial(make_update, skipped=skipped)
+            results[stage] = example.train(schedule, shape, stage, neighbours, own, update)
         except BaseException as error:
             errors.append(error)
+            for closing in (gather, *itertools.chain(*channels)):
+                closing.close()
 
     plain, example.ModuleStage = example.ModuleStage, Delayed
     try:

@@ -87,6 +87,12 @@ class Pipeline:
         free_output: Callable[[Tensor], object] = lambda output: None,
         defer_step: bool = False,
     ):
+        needed = schedule.min_microbatches(shape.stages)
+        if shape.microbatches < needed:
+            raise ValueError(
+                f"{schedule.name} needs at least {needed} microbatches with {shape.stages} stages, "
+                f"not {shape.microbatches}"
+            )
         self.schedule, self.shape, self.index = schedule, shape, index
         self.neighbours, self.stage, self.update = neighbours, stage, update
         self.recorder: Recorder | NoRecorder = recorder or NoRecorder()

@@ -53,6 +53,8 @@ class Groups:
         self.megatron.pp = twin(megatron.pp, "pipeline", "gloo")
         self.megatron.tp = twin(megatron.tp, "tensor", "gloo")
         self.megatron.dp_cp = self.data
+        if getattr(megatron, "dp_cp_gtp_remat", None) is not None:  # an entry script's own collection: the same ranks
+            self.megatron.dp_cp_gtp_remat = self.data
         self.megatron.embd = self.embedding if megatron.embd is not None else None
         position = twin(megatron.pos_embd, "position embedding")
         self.megatron.pos_embd = position if megatron.pos_embd is not None else None

@@ -309,7 +309,7 @@ REQUIRED = (
         BUFFERS,
         "_ParamAndGradBuffer",
         _SLOTS,
-        "scale_gradients(scaling_factor) buckets param_data grad_data param_index_map",
+        "scale_gradients(scaling_factor) buckets param_data grad_data param_index_map main_grad",
     ),
     Required(
         f"{CORE}.timers",
@@ -330,6 +330,21 @@ REQUIRED = (
         "seq_length micro_batch_size decoder_seq_length forward_only collect_non_loss_data first_val_step "
         "adjust_tensor_shapes_fn p2p_communicator pg_collection force_all_reduce)",
     ),
+    Required(
+        f"{CORE}.distributed.finalize_model_grads",
+        "",
+        "the late step calls it with proxies and with groups of its own",
+        "finalize_model_grads(model num_tokens pg_collection force_all_reduce)",
+    ),
+    Required(
+        f"{CORE}.transformer.transformer_config",
+        "TransformerConfig",
+        "a stage's forwards, backwards and reduction follow them",
+        "timers no_sync_func grad_sync_func finalize_model_grads_func deallocate_pipeline_outputs pipeline_dtype "
+        "calculate_per_token_loss variable_seq_lengths num_microbatches_with_partial_activation_checkpoints",
+    ),
+    Required(ASYNC, "AsyncCaller", "asked in the step's thread", "is_current_async_call_done(blocking no_dist)"),
+    Required(ASYNC, "_ActiveAsyncRequest", "the oldest save that is being written", "idx async_caller"),
     Required(ASYNC, "PersistentAsyncCaller", "a persistent worker reports a save once; it is asked twice", "cur_item"),
     Required(ASYNC, "AsyncCallsQueue", "the oldest save that is being written", "async_calls"),
     Required("megatron.training.async_utils", "", "the oldest save that is being written", "_async_calls_queue"),

@@ -58,9 +58,9 @@ def test_drift_is_one_line_with_both_versions_and_nothing_is_rebound(drifted, li
 
 # --- places without a row ------------------------------------------------------------------------------------------
 
-# Variables that hold no object of Megatron: this project's own, and torch's.
+# Variables that hold no object of Megatron: this project's own, and torch's. (A parameter has attributes of both.)
 OURS = {"self", "cls", "neighbours", "sender", "receiver", "write", "self.working", "runtime", "batch", "super()"}
-TORCH = {"torch", "torch._dynamo", "torch._dynamo.trace_rules", "param", "main", "proxy", "self._proxies[param]"}
+TORCH = {"torch", "torch._dynamo", "torch._dynamo.trace_rules"}
 # Objects of Megatron that this project makes itself, for itself.
 COPIES = {"self.megatron", "part.optimizer.pg_collection", "self.model", "self.config", "other", "entry"}
 # Checked elsewhere: the arguments by the parser, what tests and benchmarks preload by their run.
@@ -79,8 +79,8 @@ def touched(path: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def rows() -> set[str]:
-    # "name": of `use_group`, a loop over two names that have rows.
-    return {name for each in patches.REQUIRED for name, _ in each.parsed()} | {"name"}
+    # "name": of `use_group`, a loop over two names that have rows; data and grad: of torch's parameters.
+    return {name for each in patches.REQUIRED for name, _ in each.parsed()} | {"name", "data", "grad"}
 
 
 def unguarded(paths) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -25,6 +27,19 @@ def test_errors_are_raised_where_the_result_is_asked_for_and_the_next_job_runs()
     with pytest.raises(ZeroDivisionError):
         broken.result(10)
     assert fine.result(10) == "fine"
+
+
+def test_a_job_is_not_kept():
+    """A late step's job holds a batch's gradients."""
+    worker, gradients = Worker("test", CPU), torch.zeros(1)
+    kept = weakref.ref(gradients)
+    worker.submit(lambda gradients=gradients: None).result(10)
+    del gradients
+    for _ in range(1000):  # the thread forgets it after the result is there
+        if kept() is None:
+            break
+        time.sleep(0.01)
+    assert kept() is None
 
 
 def test_it_does_not_hold_the_process_at_its_end():

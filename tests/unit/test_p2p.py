@@ -1,0 +1,75 @@
+"""When receives are posted, and what a sender keeps, with channels that only count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_2bw.core.p2p import Neighbours, Receiver, Sender
+from tests.plain import Arrived
+
+
+class Numbers:
+    """A channel whose messages are 0, 1, 2, ...; those posted are counted."""
+
+    peer = 0
+
+    def __init__(self):
+        self.posted = 0
+
+    def receive(self, tensor: torch.Tensor) -> Arrived:
+        number, self.posted = self.posted, self.posted + 1
+        return Arrived(lambda: tensor.fill_(number))
+
+
+@pytest.mark.parametrize(
+    "prefetch, depth, carried_over, posted",
+    [
+        (True, 1, 0, [1, 2, 3, 4, 4]),
+        (True, 2, 0, [2, 3, 4, 4, 4]),
+        (False, 1, 0, [0, 1, 2, 3, 4]),
+        (False, 2, 2, [0, 1, 4]),
+        (True, 1, 2, [1, 2, 4]),
+    ],
+)
+def test_posted_receives(prefetch, depth, carried_over, posted):
+    """After four messages are announced, and after each one that is received; the next iteration takes the others."""
+    channel = Numbers()
+    receiver = Receiver(channel)
+    receiver.prefetch, receiver.prefetch_depth = prefetch, depth
+    receiver.announce(4, lambda: torch.empty(1), carried_over)
+    seen, counts = [], [channel.posted]
+    for _ in range(4 - carried_over):
+        seen.append(receiver.receive().item())
+        counts.append(channel.posted)
+    assert counts == posted and receiver.outstanding == carried_over
+    receiver.announce(1, lambda: torch.empty(1))
+    seen += [receiver.receive().item() for _ in range(carried_over + 1)]
+    assert seen == [0, 1, 2, 3, 4] and receiver.outstanding == 0
+
+
+class Slow:
+    """A channel that has sent a message when it is waited for."""
+
+    def __init__(self):
+        self.tensors: list[torch.Tensor] = []
+        self.sent: list[int] = []
+
+    def send(self, tensor: torch.Tensor) -> Arrived:
+        number = len(self.tensors)
+        self.tensors.append(tensor)
+        work = Arrived(lambda: self.sent.append(number))
+        work.is_completed = lambda: False
+        return work
+
+
+def test_a_sender_waits_for_the_oldest_message_beyond_its_limit():
+    channel = Slow()
+    sender = Sender(channel, max_pending=2)
+    for number in range(4):
+        sender.send(torch.full((2, 3), float(number)).t())
+        assert channel.sent == list(range(number - 1))
+    assert [tensor[0, 0].item() for tensor, _ in sender._pending] == [2, 3], "kept until they are sent"
+    assert all(tensor.is_contiguous() and tensor.shape == (3, 2) for tensor in channel.tensors)
+    Neighbours(gradients_out=sender).flush()
+    assert channel.sent == [0, 1, 2, 3]
