@@ -1,4 +1,4 @@
-"""The marker `proof`, and the folder through which the workers of pytest-xdist share results."""
+"""The marker `proof`, Hypothesis' profile `thousand`, and the folder through which xdist's workers share results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import shutil
 import tempfile
 
 import pytest
+from hypothesis import settings
 
 from tests.session import FOLDER
+
+settings.register_profile("thousand", max_examples=1000, deadline=None)  # --hypothesis-profile thousand
 
 
 def pytest_configure(config: pytest.Config) -> None:
