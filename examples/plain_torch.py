@@ -5,7 +5,8 @@
 
 Each stage runs the actions of its schedule: forwards and backwards of microbatches, messages to its neighbours, one
 update per batch. The update of batch j (gradient norm over all stages, clipping, Adam) runs in a thread while batch
-j + 1 computes. So no stage waits for another at the end of a batch, and every gradient is late by one update.
+j + 1 computes. So no stage waits for another at the end of a batch, and every gradient is late by one update. Tensors
+are on the CPU and messages go over gloo; `LateUpdate` says what changes for a step on a GPU.
 """
 
 import argparse

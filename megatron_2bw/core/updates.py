@@ -86,7 +86,9 @@ class LateUpdate:
             parameter's new value to `target`. Both lists are in the order of `stores.params`; a gradient is None if
             the parameter had none. It runs in the worker's thread: its collectives need process groups of their own.
 
-    Bytes: the second gradient slot is the memory of `gradients`, which lives until the step is complete.
+    Bytes: the second gradient slot is the memory of `gradients`, which lives until `step` returns. So on a GPU a `step`
+    on a stream of its own waits for the training stream first, and ends with `synchronize()`. On the thread's default
+    stream it needs neither, but overlaps nothing.
     """
 
     def __init__(self, stores: WeightStores, worker: Worker, step: Callable[[list[Tensor | None], list[Tensor]], bool]):

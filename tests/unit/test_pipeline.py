@@ -7,7 +7,18 @@ import itertools
 import pytest
 import torch
 
-from megatron_2bw import InPlaceUpdate, LateUpdate, Neighbours, Pipeline, Shape, WeightStores, Worker, schedule_of
+from megatron_2bw import (
+    Action,
+    InPlaceUpdate,
+    LateUpdate,
+    Neighbours,
+    Pipeline,
+    Shape,
+    StashedUpdate,
+    WeightStores,
+    Worker,
+    schedule_of,
+)
 from megatron_2bw.core.p2p import Receiver, Sender
 from megatron_2bw.core.recorder import Recorder
 from tests.plain import Arrived, assert_same, example, reference
@@ -70,6 +81,17 @@ def test_a_deferred_step_runs_once_when_the_caller_says_so():
         with pytest.raises(RuntimeError, match="without an iteration"):
             pipeline.run_deferred_step()
         steps.clear()
+
+
+def test_a_skipped_step_of_pipedream_writes_no_weights():
+    """W(1) is W(0) then, in the same memory; in 16 bits nothing has been written to another."""
+    (param,), reduced = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], []
+    stores = WeightStores([param], 2)
+    update = StashedUpdate(stores, lambda: False, reduced.append)
+    update.reduce(Action("R", 0, 0), set())
+    update.step(Action("S", 0, 1))
+    assert stores.newest == 1 and stores.slot(1) == 0 and torch.equal(param, torch.ones_like(param))
+    assert reduced == [Action("R", 0, 0)]
 
 
 def test_too_few_microbatches_are_refused():

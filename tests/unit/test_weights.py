@@ -84,6 +84,8 @@ def test_backward_sees_the_weights_of_its_forward():
                     param.data.copy_(versions[batch]["low"])
             update(model, batch)
         versions.append(snapshot(model))
+        for name, value in versions[-2].items():
+            assert torch.equal(versions[-1][name], value + torch.full_like(value, 0.1 * (batch + 1)))
         loss = early
 
 
