@@ -12,7 +12,7 @@ _HOMES = {
     "megatron_2bw.schedules": "SCHEDULES Action Schedule ScheduleError Shape TwoBW parse schedule_of validate",
     "megatron_2bw.timelines.simulator": "Times simulate",
     "megatron_2bw.core": (
-        "InPlaceUpdate LateUpdate Neighbours Pipeline Stage StashedUpdate Update WeightStores Worker connect"
+        "InPlaceUpdate LateUpdate Neighbours Pipeline Stage StashedUpdate StepGroup Update WeightStores Worker connect"
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

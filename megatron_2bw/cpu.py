@@ -74,7 +74,7 @@ class _Stream:
     """A stream that has always caught up: CPU work is done when the call returns."""
 
     def __init__(self, *args, **kwargs):
-        self.device, self.cuda_stream, self.stream_id = CPU, 0, 0
+        self.device, self.cuda_stream, self.stream_id = CPU, id(self), 0
 
     def wait_stream(self, stream): ...
     def wait_event(self, event): ...

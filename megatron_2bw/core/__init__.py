@@ -3,6 +3,7 @@
 Nothing here imports Megatron, reads flags or prints.
 """
 
+from megatron_2bw.core.groups import StepGroup
 from megatron_2bw.core.p2p import Neighbours, connect
 from megatron_2bw.core.pipeline import Pipeline, Stage, Update
 from megatron_2bw.core.recorder import Record, Recorder

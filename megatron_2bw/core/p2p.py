@@ -15,11 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_2bw.core.groups import new_group
+from megatron_2bw.core.streams import own_stream
 from megatron_2bw.core.worker import Worker
 
 
@@ -73,7 +75,7 @@ class HostStagedChannel(Channel):
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device):
         super().__init__(group, peer, device)
         self._worker = Worker(f"exchange with rank {peer}", device)
-        self._stream = torch.cuda.Stream(device=device)
+        self._stream = own_stream(device)
 
     def send(self, tensor: torch.Tensor) -> Work:
         host = _host_copy_of(tensor)
@@ -139,6 +141,8 @@ class Receiver:
     def __init__(self, channel: Channel):
         self.channel, self.prefetch, self.prefetch_depth = channel, True, 1
         self._expected = self._carried_over = 0
+        self._allowed: int | None = None  # receives that may be posted while `_is_stepping`
+        self._is_stepping: Callable[[], bool] = lambda: False
         self._new_buffer: Callable[[], torch.Tensor] | None = None
         self._posted: deque[tuple[torch.Tensor, Work]] = deque()
 
@@ -149,7 +153,25 @@ class Receiver:
         """
         self._expected += count
         self._carried_over, self._new_buffer = carried_over, new_buffer
-        self._post_early()
+        self.post_early()
+
+    def hold_back(self, sent_before_step: int, is_stepping: Callable[[], bool]) -> None:
+        """While `is_stepping`, post only messages that do not depend on this stage's pending step.
+
+        They are those of earlier announcements, which are sent, and the next `sent_before_step`, which the neighbour
+        sends before its own step. With another receive posted on NCCL, a wait for the whole GPU in the step's thread
+        (by cudaFree, by the loading of a kernel) would never end: the sender waits for this stage's part of the norm.
+        """
+        self._allowed, self._is_stepping = self._expected + sent_before_step, is_stepping
+
+    def post_early(self) -> None:
+        """Post what may be posted by now."""
+        while (
+            self._expected
+            and self._may_post()
+            and ((self.prefetch and len(self._posted) < self.prefetch_depth) or self.outstanding <= self._carried_over)
+        ):
+            self._post()
 
     def receive(self) -> torch.Tensor:
         """Wait for the next message. With `prefetch` the receives after it are posted before this returns.
@@ -162,7 +184,7 @@ class Receiver:
             self._post()
         tensor, work = self._posted.popleft()
         work.wait()
-        self._post_early()
+        self.post_early()
         return tensor
 
     @property
@@ -170,15 +192,17 @@ class Receiver:
         """Messages announced and not received yet."""
         return self._expected + len(self._posted)
 
-    def _post_early(self) -> None:
-        while self._expected and (
-            (self.prefetch and len(self._posted) < self.prefetch_depth) or self.outstanding <= self._carried_over
-        ):
-            self._post()
+    def _may_post(self) -> bool:
+        if self._allowed is not None and not self._is_stepping():
+            self._allowed = None
+        return self._allowed != 0
 
     def _post(self) -> None:
         assert self._new_buffer is not None
+        assert self._may_post(), "a message is needed that depends on this stage's step"
         self._expected -= 1
+        if self._allowed is not None:
+            self._allowed -= 1
         tensor = self._new_buffer()
         self._posted.append((tensor, self.channel.receive(tensor)))
 
@@ -253,14 +277,8 @@ def connect(
     for parity in (0, 1):  # even boundaries, then odd ones: a stage is at one of each at most
         boundary = stage if stage % 2 == parity else stage - 1
         ends = pipeline[boundary : boundary + 2] if 0 <= boundary < len(pipeline) - 1 else [rank]
-        # torch names a group by a counter that must agree on its members, so each rank makes equally many;
-        # a rank without this boundary makes groups of its own, which cost nothing.
-        groups: list[Any] = [
-            dist.new_group(
-                ends, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=f"2bw {direction}"
-            )
-            for direction in ("activations", "gradients")
-        ]
+        # A rank without this boundary makes groups of itself: see `new_group`.
+        groups = [new_group(ends, direction, backend, timeout) for direction in ("activations", "gradients")]
         if ends == [rank]:
             continue
         above = boundary == stage  # this stage is the upper end: it sends activations and receives gradients

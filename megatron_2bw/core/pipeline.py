@@ -6,6 +6,7 @@ actions run in the order of the schedule's list, and there is no other loop.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ class Update(Protocol):
 
     def step(self, action: Action) -> None:
         """W(action.version) exists when this returns."""
+
+    def is_stepping(self) -> bool:
+        """Whether a step may be running in a thread."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,9 @@ class Pipeline:
             self.update.reduce(action, self._still_read(action))
         else:
             self.update.step(action)
+            for receiver in (self.neighbours.activations_in, self.neighbours.gradients_in):
+                if receiver is not None:
+                    receiver.post_early()
             if self.schedule.late_step:  # the step ran in its thread; this stage has only waited for it
                 start = self.recorder.mark()
         self.recorder.add(action, asked, start, self.recorder.mark())
@@ -159,6 +166,9 @@ class Pipeline:
             if receiver is not None:
                 sent, taken = (sum(a.kind == kind for a in self.actions(iteration, i)) for i in (neighbour, self.index))
                 receiver.prefetch = prefetch
+                if receiver.channel.occupies_device:
+                    before_step = itertools.takewhile(lambda a: a.kind != STEP, self.actions(iteration, neighbour))
+                    receiver.hold_back(sum(a.kind == kind for a in before_step), self.update.is_stepping)
                 carried_over = receiver.outstanding + sent - taken
                 receiver.announce(sent, self.stage.receive_buffer, carried_over)
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_2bw.core.streams import own_stream
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.core.worker import Worker
 from megatron_2bw.schedules import Action
@@ -40,6 +43,9 @@ class InPlaceUpdate:
 
     def step(self, action: Action) -> None:
         self._step()
+
+    def is_stepping(self) -> bool:
+        return False
 
 
 class StashedUpdate(InPlaceUpdate):
@@ -84,16 +90,17 @@ class LateUpdate:
     worker  the thread of the step
     step    (gradients, target) -> whether it stepped: reduces and clips the gradients, steps, and writes every
             parameter's new value to `target`. Both lists are in the order of `stores.params`; a gradient is None if
-            the parameter had none. It runs in the worker's thread: its collectives need process groups of their own.
+            the parameter had none. It runs in the worker's thread, on a GPU in a stream of its own. Its collectives
+            need process groups of their own, on NCCL in a `StepGroup`.
 
-    Bytes: the second gradient slot is the memory of `gradients`, which lives until `step` returns. So on a GPU a `step`
-    on a stream of its own waits for the training stream first, and ends with `synchronize()`. On the thread's default
-    stream it needs neither, but overlaps nothing.
+    Bytes: the second gradient slot is the memory of `gradients`, which lives until `step` is complete.
     """
 
     def __init__(self, stores: WeightStores, worker: Worker, step: Callable[[list[Tensor | None], list[Tensor]], bool]):
         self.stores, self.worker, self._step = stores, worker, step
         self.pending: PendingStep | None = None
+        device = stores.params[0].device
+        self.stream: torch.cuda.Stream | None = own_stream(device) if device.type == "cuda" else None
 
     def bind(self, action: Action) -> None:
         self.stores.bind(action.version)
@@ -105,11 +112,17 @@ class LateUpdate:
         """Launch the step of the batch."""
         assert self.pending is None, f"the step of batch {self.pending.batch} is still pending"
         target = self.stores.reserve(still_read)
-        self.pending = PendingStep(action.microbatch, target, self.worker.submit(self._job(action, target)))
+        job = self._job(action, target)
+        ready = None if self.stream is None else torch.cuda.current_stream().record_event()
+        future = self.worker.submit(partial(self._run, job, ready))
+        self.pending = PendingStep(action.microbatch, target, future)
 
     def step(self, action: Action) -> None:
         if self.pending is not None and self.pending.batch == action.microbatch:  # else `sync_weights` has waited
             self.wait_step()
+
+    def is_stepping(self) -> bool:
+        return self.pending is not None and not self.pending.future.done()
 
     def wait_step(self) -> None:
         """Wait for the pending step: W(batch + 1) exists then. Raises what the step raised."""
@@ -131,6 +144,16 @@ class LateUpdate:
         for param in self.stores.params:
             param.grad = None  # the next batch accumulates into new memory: the second gradient slot
         return lambda: self._step(gradients, self.stores.views(target))
+
+    def _run(self, job: Callable[[], Any], ready: torch.cuda.Event | None) -> Any:
+        """In the worker's thread: the job, from when the gradients are `ready` until the GPU has completed it."""
+        if self.stream is None or ready is None:
+            return job()
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(ready)
+            result = job()
+            self.stream.synchronize()  # the gradients' memory goes back to the training stream
+        return result
 
     def _complete(self, result: Any) -> bool:
         """In the training thread, with the job's result: whether the target holds new weights."""

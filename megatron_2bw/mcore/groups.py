@@ -13,12 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_2bw.core.groups import StepGroup, new_group
+
 
 class Groups:
-    """Twins of Megatron's process groups, with the same ranks.
+    """Twins of Megatron's process groups, with the same ranks, as step groups (`core.groups.StepGroup`).
 
-    The small ones use gloo in the background: no kernel of theirs waits on the GPU for another stage. Every rank must
-    make them, at the same time and in the same order as all others.
+    The small ones use gloo: no kernel of theirs waits on the GPU for another stage. Every rank must make them, at the
+    same time and in the same order as all others.
 
     megatron    Megatron's ProcessGroupCollection
     statistics  the ranks over which the gradient norm is taken; None: the world
@@ -33,12 +35,9 @@ class Groups:
         timeout: timedelta | None,
         parts: Sequence[Any] = (),
     ):
-        def twin(group: dist.ProcessGroup | None, name: str, backend: str | None = None) -> dist.ProcessGroup:
-            # torch names a group by a counter that must agree on its members, so each rank makes equally many.
+        def twin(group: dist.ProcessGroup | None, name: str, backend: str | None = None) -> Any:
             ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-            return dist.new_group(
-                ranks, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=f"2bw {name}"
-            )
+            return StepGroup(new_group(ranks, name, backend, timeout))
 
         self.world = twin(dist.group.WORLD, "world", "gloo")
         self.statistics = twin(statistics or dist.group.WORLD, "statistics", "gloo")
@@ -52,9 +51,8 @@ class Groups:
         self.megatron = copy.copy(megatron)
         self.megatron.pp = twin(megatron.pp, "pipeline", "gloo")
         self.megatron.tp = twin(megatron.tp, "tensor", "gloo")
-        self.megatron.dp_cp = self.data
-        if getattr(megatron, "dp_cp_gtp_remat", None) is not None:  # an entry script's own collection: the same ranks
-            self.megatron.dp_cp_gtp_remat = self.data
+        self.megatron.dp_cp = self.data  # of the token count, which Megatron prefers to take from the other one:
+        self.megatron.dp_cp_gtp_remat = self.data
         self.megatron.embd = self.embedding if megatron.embd is not None else None
         position = twin(megatron.pos_embd, "position embedding")
         self.megatron.pos_embd = position if megatron.pos_embd is not None else None

@@ -29,6 +29,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints.optimizer_state import is_emerging
+from megatron_2bw.core.streams import own_stream
 from megatron_2bw.core.updates import LateUpdate
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.core.worker import Worker
@@ -83,7 +84,6 @@ class Job:
     scale: torch.Tensor
     end: BatchEnd
     wants_exit: bool
-    ready: torch.cuda.Event  # the gradients are complete
 
 
 class LateStep(LateUpdate):
@@ -129,7 +129,7 @@ class LateStep(LateUpdate):
         self._increment, self._end_batch, self._report = increment, end_batch, complete
         self._wants_exit, self._save_pending = wants_exit, save_pending
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
-        self._stream = torch.cuda.Stream(device=device)
+        self.stream = own_stream(device)  # on the CPU a stand-in
         self.has_stepped = False  # a step was not skipped, so that all its kernels have run once
         # Its first step is compiled, and compiling resets the random generators to their states before it, whatever
         # the training thread has drawn meanwhile.
@@ -171,13 +171,10 @@ class LateStep(LateUpdate):
         batch = action.microbatch
         end, slot = self._end_batch(batch), self._slots.gradients_of(batch)
         wants_exit = self._wants_exit is not None and self._wants_exit()
-        ready = torch.cuda.Event()
-        ready.record()
-        return partial(self.run_job, Job(batch, target, slot, self.scales.current, end, wants_exit, ready))
+        return partial(self.run_job, Job(batch, target, slot, self.scales.current, end, wants_exit))
 
-    def _complete(self, result: tuple[Job, StepResult, torch.Tensor, torch.cuda.Event]) -> bool:
-        job, outcome, scale, done = result
-        torch.cuda.current_stream().wait_event(done)
+    def _complete(self, result: tuple[Job, StepResult, torch.Tensor]) -> bool:
+        job, outcome, scale = result
         if self.working is not None:
             self.working.extrapolated = job.end.extrapolate
         self.scales.complete(job.batch + 1, scale, outcome.loss_scale)
@@ -187,11 +184,10 @@ class LateStep(LateUpdate):
 
     # The rest runs in the worker's thread.
 
-    def run_job(self, job: Job) -> tuple[Job, StepResult, torch.Tensor, torch.cuda.Event]:
+    def run_job(self, job: Job) -> tuple[Job, StepResult, torch.Tensor]:
         """The step of one batch."""
         proxies = self._proxies
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            self._stream.wait_event(job.ready)
+        with torch.no_grad():
             views = self.stores.views(job.target)
             proxies.point_to(views)
             proxies.use_gradients(job.slot)
@@ -221,9 +217,7 @@ class LateStep(LateUpdate):
                 exit_requested,
                 save_complete,
             )
-            done = torch.cuda.Event()
-            done.record()
-        return job, outcome, scale, done
+        return job, outcome, scale
 
     def _megatron_step(self, job: Job, views: list[torch.Tensor]) -> tuple[bool, Any, Any]:
         """Megatron's step, into the job's weight store, whose parameters are `views`."""

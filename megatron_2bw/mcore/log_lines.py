@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer
 
+from megatron_2bw.core.groups import new_group
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
 
@@ -110,9 +111,7 @@ class ImmediateLog(LogLines):
         self._times = times
         self._own = torch.zeros(3, dtype=torch.float64, device="cpu")  # the fields of StageTimes since the last line
         # Over gloo: no kernel waits on the GPU for another stage.
-        self._group = dist.new_group(
-            list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True, group_desc="2bw reports"
-        )
+        self._group = new_group(ranks, "reports", "gloo", timeout)
 
     def _elapsed(self, reset: bool, barrier: bool) -> float:
         return self._read(reset=reset, barrier=barrier)

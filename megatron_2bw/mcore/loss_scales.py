@@ -22,6 +22,9 @@ class LossScales:
 
     def __init__(self, parts: Sequence[Any], first: int, saved: float | None = None):
         self._parts = parts
+        # Each scaler's first scale is memory of the training stream. The step's thread replaces it, right after it has
+        # launched the kernel that reads it: the training thread must not get its memory.
+        self._first = [getattr(getattr(part, "grad_scaler", None), "scale", None) for part in parts]
         scale = self.now()
         shadow = scale if saved is None else torch.full_like(scale, saved)
         self._by_version = {first - 1: shadow, first: scale}

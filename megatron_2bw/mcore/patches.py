@@ -287,7 +287,7 @@ REQUIRED = (
         f"{CORE}.process_groups_config",
         "ProcessGroupCollection",
         "the late step has groups of its own",
-        "tp pp cp dp_cp embd pos_embd",
+        "tp pp cp dp_cp dp_cp_gtp_remat embd pos_embd",
     ),
     Required(
         f"{CORE}.distributed.distributed_data_parallel",

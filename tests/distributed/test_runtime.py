@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -87,10 +90,13 @@ class Once:
             self.done = True
 
 
-def train_like_nccl(rank: int, argv: list[str]) -> Run:
+def train_like_nccl(rank: int, argv: list[str], waits: Callable[[int, str], bool] | None = None) -> Run:
     """Every posted message occupies the device until its other end has come, as NCCL's kernels do, and
     torch.cuda.synchronize, which Megatron's timers call in every forward and backward, waits for all of them. So does
-    whatever a late step's thread does for the first time."""
+    whatever a late step's thread does for the first time.
+
+    waits: (rank, "start" or "end" of a late step) -> whether its thread waits for the device there, in every step
+    """
     import torch
 
     from megatron_2bw.core.p2p import Channel
@@ -115,12 +121,17 @@ def train_like_nccl(rank: int, argv: list[str]) -> Run:
 
     update = LateStep.run_job
 
+    def wait(self, place: str) -> None:
+        if waits is not None and waits(rank, place):
+            time.sleep(0.1)  # the training thread has posted all that it may
+            synchronize()
+        elif not self.has_stepped:
+            synchronize()
+
     def first_use(self, *args):
-        if not self.has_stepped:
-            synchronize()
+        wait(self, "start")
         result = update(self, *args)
-        if not self.has_stepped:
-            synchronize()
+        wait(self, "end")
         return result
 
     LateStep.run_job = first_use
@@ -164,6 +175,23 @@ def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches, ex
     plain = run_world(stages, train, command(stages, microbatches, schedule, UNTIED, train_iters=4))
     runs = run_world(stages, train_like_nccl, argv, timeout=60)
     assert_same_runs(runs, plain, exact=True)
+
+
+@pytest.mark.proof("all-start-2-3-None")
+@pytest.mark.parametrize("stages, microbatches, extra", [(2, 2, None), (2, 3, None), (4, 4, None), (2, 3, "1")])
+@pytest.mark.parametrize("place", ["start", "end"])
+@pytest.mark.parametrize("which", ["all", 0])
+def test_a_late_step_may_wait_for_the_whole_device(stages, microbatches, extra, place, which):
+    """A cudaFree, a kernel that is loaded: no receive is posted then whose message depends on the step."""
+    waits = partial(waits_there, which, place)
+    changes = dict(train_iters=6, two_bw_extra_warmup=extra)
+    argv = command(stages, microbatches, "2bw", UNTIED, **changes)
+    runs = run_world(stages, train_like_nccl, argv, waits, timeout=60)
+    assert_same_runs(runs, run_world(stages, train, argv), exact=True)
+
+
+def waits_there(which: int | str, where: str, rank: int, place: str) -> bool:
+    return which in ("all", rank) and place == where
 
 
 def watch_the_start(rank: int, argv: list[str]) -> Run:

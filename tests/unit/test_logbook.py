@@ -128,10 +128,11 @@ def prompt(world, monkeypatch):
         rows[0].copy_(own)
         rows[1].copy_(torch.tensor([0.0, elapsed, rest + 2.0, 2.0**31]))
 
-    groups = types.SimpleNamespace(
-        new_group=lambda ranks, **options: types.SimpleNamespace(size=lambda: len(ranks)), all_gather=all_gather
-    )
-    monkeypatch.setattr(world.module, "dist", groups)
+    def new_group(ranks, *options):
+        return types.SimpleNamespace(size=lambda: len(ranks))
+
+    monkeypatch.setattr(world.module, "new_group", new_group)
+    monkeypatch.setattr(world.module, "dist", types.SimpleNamespace(all_gather=all_gather))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
     world.gathered = gathered
     world.book = world.module.ImmediateLog(lambda: world.module.StageTimes(1.0, 6.0, 2.0), [0, 1])

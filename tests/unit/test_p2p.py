@@ -48,6 +48,39 @@ def test_posted_receives(prefetch, depth, carried_over, posted):
     assert seen == [0, 1, 2, 3, 4] and receiver.outstanding == 0
 
 
+def test_what_depends_on_the_pending_step_is_held_back():
+    """Of six messages two are left from before, and two are sent before the neighbour's step."""
+    channel, steps = Numbers(), [True]
+    receiver = Receiver(channel)
+    receiver.prefetch_depth = 6
+    receiver.prefetch = False
+    receiver.announce(2, lambda: torch.empty(1))
+    receiver.prefetch = True
+    receiver.hold_back(2, lambda: steps[-1])
+    receiver.announce(4, lambda: torch.empty(1))
+    assert channel.posted == 4
+    assert [receiver.receive().item() for _ in range(4)] == [0, 1, 2, 3] and channel.posted == 4
+    with pytest.raises(AssertionError, match="depends on this stage's step"):
+        receiver.receive()
+    steps.append(False)
+    receiver.post_early()
+    assert channel.posted == 6
+    steps.append(True)  # another step: what is posted stays, what is announced later is counted anew
+    assert receiver.receive().item() == 4
+    receiver.hold_back(1, lambda: steps[-1])
+    receiver.announce(3, lambda: torch.empty(1))
+    assert channel.posted == 7
+
+
+def test_a_message_may_be_asked_for_once_the_step_is_complete():
+    channel, steps = Numbers(), [True]
+    receiver = Receiver(channel)
+    receiver.hold_back(0, lambda: steps[-1])
+    receiver.announce(1, lambda: torch.empty(1))
+    steps.append(False)
+    assert channel.posted == 0 and receiver.receive().item() == 0
+
+
 class Slow:
     """A channel that has sent a message when it is waited for."""
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw import SCHEDULES, Pipeline, Shape
+from megatron_2bw import SCHEDULES, LateUpdate, Pipeline, Shape
 from megatron_2bw.schedules import REDUCE, F
 from tests.plain import Gather, assert_same, reference, run_threads, schedule
 
@@ -60,9 +60,11 @@ def test_no_stage_waits_for_a_step_before_it_needs_the_weights(stages, extra, mo
     assert_same(run_threads(rule, shape, gather=gather), reference("2bw", shape))
 
 
-def test_early_receives_where_they_occupy_the_device(monkeypatch):
+@pytest.mark.parametrize("pending, second", [(False, [2, 2, 2, 2]), (True, [2, 2, 1, 0])])
+def test_early_receives_where_they_occupy_the_device(monkeypatch, pending, second):
     """In the first two iterations only what an iteration leaves for the next is posted before it is asked for.
 
+    pending: every step runs until its STEP; before that no message is posted which the neighbour sends after its own.
     No stage has more messages under way than one and the microbatches in flight of the stage before the boundary.
     """
     rule, shape, left = schedule("2bw", extra_warmup=(1, 0)), Shape(3, 5, 0, 4), {1: 2, 2: 1}
@@ -82,9 +84,10 @@ def test_early_receives_where_they_occupy_the_device(monkeypatch):
             posted[stage][-1].append(len(receiver._posted))
 
     monkeypatch.setattr(Pipeline, "observe", observe)
+    monkeypatch.setattr(LateUpdate, "is_stepping", lambda self: pending and self.pending is not None)
     assert_same(run_threads(rule, shape, occupies_device=True), reference("2bw", shape))
     assert ends == [[], [(2, 2)] * 3 + [(0, 0)], [(1, 1)] * 3 + [(0, 0)]]
-    assert posted[1][:3] == [[0] * 5, [1, 0, 0, 0], [2] * 4]  # the first iteration has one forward more
+    assert posted[1][:3] == [[0] * 5, [1, 0, 0, 0], second]  # the first iteration has one forward more
     assert posted[2][:3] == [[0] * 4, [0] * 4, [1] * 4]
 
 

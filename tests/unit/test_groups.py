@@ -1,0 +1,163 @@
+"""Groups with names of their own, and groups for the step's thread: on one rank, with a stand-in for the GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_2bw.core import groups
+from megatron_2bw.core.groups import StepGroup, new_group
+from megatron_2bw.core.streams import POOL, own_stream
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """A GPU whose current stream notes each wait of the CPU."""
+    noted: list[str] = []
+
+    class Stream:
+        def synchronize(self):
+            noted.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    return noted
+
+
+@pytest.mark.parametrize("before", [(), ("other",), ("other", "other", "third")])
+def test_a_name_depends_on_ranks_and_purpose_alone(world, monkeypatch, before):
+    """So the two ends of a boundary agree, whatever other groups each of them is in."""
+    monkeypatch.setattr(groups, "_made", Counter())
+    first = new_group([0], "data").group_name
+    monkeypatch.setattr(groups, "_made", Counter())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    others = [new_group([0], name).group_name for name in before]
+    dist.new_group([0])
+    assert new_group([0], "data").group_name == first
+    assert len({first, *others, new_group([0], "data").group_name}) == len(before) + 2
+
+
+def test_torchs_function_is_back_after_an_error(world):
+    function = distributed_c10d._hash_ranks_to_str
+    with pytest.raises((ValueError, RuntimeError)):
+        new_group([0, 7], "data", timeout=timedelta(seconds=1))
+    assert distributed_c10d._hash_ranks_to_str is function
+
+
+def collectives(group) -> dict[str, torch.Tensor]:
+    """Results of every collective that Megatron or an optimizer calls in the step's thread."""
+    results = {}
+    for name in ("all_reduce", "broadcast"):
+        results[name] = torch.arange(3.0)
+        getattr(dist, name)(results[name], **({"src": 0} if name == "broadcast" else {}), group=group)
+    results["all_gather"] = torch.empty(3)
+    dist.all_gather([results["all_gather"]], torch.arange(3.0), group)
+    results["all_gather_into_tensor"] = torch.empty(3)
+    dist.all_gather_into_tensor(results["all_gather_into_tensor"], torch.arange(3.0), group=group)
+    results["reduce_scatter_tensor"] = torch.empty(3)
+    dist.reduce_scatter_tensor(results["reduce_scatter_tensor"], torch.arange(3.0), group=group)
+    dist.barrier(group=group)
+    return results
+
+
+def test_every_collective_ends_with_a_wait(world, waits):
+    group = StepGroup(new_group([0], "step"))
+    for count, (name, result) in enumerate(collectives(group).items()):
+        assert torch.equal(result, torch.arange(3.0)), name
+    assert len(waits) == 6
+
+
+@pytest.mark.parametrize("async_ops", [False, True])
+def test_coalesced_collectives_end_with_one_wait(world, waits, async_ops):
+    """As Megatron's bucket groups reduce; with --overlap-grad-reduce the handle is waited for later."""
+    group, tensors = StepGroup(new_group([0], "step")), [torch.arange(3.0), torch.ones(2)]
+    with dist._coalescing_manager(group, async_ops=async_ops) as handle:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group, async_op=async_ops)
+    if async_ops:
+        assert waits == []
+        handle.wait()
+    assert waits == ["wait"]
+    assert torch.equal(tensors[0], torch.arange(3.0))
+
+
+def test_asked_for_its_ranks_it_answers_as_the_group(world):
+    group = new_group([0], "step")
+    step = StepGroup(group)
+    assert (step.size(), step.rank(), dist.get_backend(step)) == (1, 0, "gloo")
+    assert dist.get_process_group_ranks(step) == [0] and dist.get_group_rank(step, 0) == 0
+    assert step == group and group == step and step == StepGroup(group) and hash(step) == hash(group)
+    assert step != new_group([0], "step")
+
+
+class OnGpu(torch.Tensor):
+    """A host tensor that says it is on a GPU, and notes its copies."""
+
+    is_cuda = True
+    copies: list[str] = []
+
+    def cpu(self):
+        self.copies.append("to the host")
+        return self.as_subclass(torch.Tensor).clone()
+
+    def copy_(self, other):
+        self.copies.append("back")
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().copy_(other)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
+def test_gpu_tensors_go_through_the_host_over_gloo(world, waits, monkeypatch, name):
+    """gloo would copy them on streams of torch's pool. The copy to the host waits for the stream itself."""
+    monkeypatch.setattr(OnGpu, "copies", [])
+    tensor = torch.arange(3.0).as_subclass(OnGpu)
+    seen = []
+
+    class Gloo:
+        def __getattr__(self, called):
+            def collective(tensors, options):
+                seen.append((called, [type(each) for each in tensors]))
+                tensors[0].add_(1)
+
+            return collective
+
+    group = StepGroup(new_group([0], "step"))
+    group.group = Gloo()
+    {"all_reduce": group.allreduce, "broadcast": group.broadcast}[name]([tensor], None)
+    assert seen == [(name.replace("_", ""), [torch.Tensor])]
+    assert OnGpu.copies == ["to the host", "back"] and tensor.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_streams_are_distinct(monkeypatch):
+    """torch gives out the 32 streams of a priority in turn; others take some of them too."""
+    made = []
+
+    class Stream:
+        def __init__(self, device, priority):
+            assert priority == -2
+            made.append(self)
+            self.cuda_stream = 1000 + len(made) % POOL
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr("megatron_2bw.core.streams._taken", [])
+    own = []
+    for number in range(POOL):
+        own.append(own_stream(torch.device("cuda")).cuda_stream)
+        for _ in range(number % 3):
+            Stream("cuda", -2)
+    assert len(set(own)) == POOL
+    with pytest.raises(RuntimeError, match="32 CUDA streams of priority -2"):
+        own_stream(torch.device("cuda"))
