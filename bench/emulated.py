@@ -52,12 +52,19 @@ class Sleep(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def train(rank: int, argv: list[str], forward: float, backward: float) -> Observed:
-    """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward` seconds a microbatch."""
+def train(rank: int, argv: list[str], forward: float, backward: float, as_nccl: bool = False) -> Observed:
+    """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward` seconds a microbatch.
+
+    as_nccl: post receives no earlier than on NCCL (`Receiver.hold_back`)
+    """
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import training
 
+    from megatron_2bw.core.p2p import Channel
     from megatron_2bw.start.launch import launch
+
+    if as_nccl:
+        Channel.occupies_device = True
 
     observed, storages, now = Observed(), set(), [0]
     setup, step = training.setup_model_and_optimizer, training.train_step

@@ -5,6 +5,7 @@
 Each row trains a tiny real GPT (one layer per stage, fp16 with dynamic loss scaling, tied embeddings, clipping) through
 the code path of pretrain_gpt_2bw.py; a stage's forward and backward also sleep for the given times. ideal_ms is
 microbatches x (forward + backward), efficiency is ideal_ms / iteration_ms of the median steady-state iteration.
+2bw-as-nccl is 2bw that posts receives no earlier than on NCCL; the messages go over gloo as in all rows.
 Writes the JSON and a picture of the same name.
 """
 
@@ -57,7 +58,7 @@ def options() -> argparse.Namespace:
     option("--width", type=int, default=1, help="data-parallel pipelines")
     option("--forward-ms", type=float, default=100)
     option("--backward-ms", type=float, default=200)
-    option("--schedules", type=names_of(ALL), default=list(ALL), metavar="NAME,...")
+    option("--schedules", type=names_of((*ALL, "2bw-as-nccl")), default=list(ALL), metavar="NAME,...")
     option("--iterations", type=int, default=9)
     option("--clip-grad", type=float, default=1.0)
     option(
@@ -84,7 +85,7 @@ def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
         8,
         "--fp16",
         *flags.split(),
-        pipeline_schedule="megatron" if interleaved else schedule,
+        pipeline_schedule="megatron" if interleaved else schedule.removesuffix("-as-nccl"),
         pipeline_model_parallel_size=stages,
         num_virtual_stages_per_pipeline_rank=2 if interleaved else None,
         global_batch_size=microbatches * chosen.width,
@@ -108,7 +109,8 @@ def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
     else:
         words = command(schedule, stages, microbatches, chosen, flags)
         clip = float(words[len(words) - 1 - words[::-1].index("--clip-grad") + 1])  # the last one counts
-        runs = run_world(stages * chosen.width, train, words, forward, backward, timeout=limit)
+        as_nccl = schedule.endswith("-as-nccl")
+        runs = run_world(stages * chosen.width, train, words, forward, backward, as_nccl, timeout=limit)
     seconds = iteration_seconds(runs)
     return Row(
         schedule,

@@ -68,6 +68,8 @@ class StepGroup:
         return hash(self.group)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "group":  # a copy under way has none yet
+            raise AttributeError(name)
         found = getattr(self.group, name)
         if not callable(found):
             return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from datetime import timedelta
 
@@ -100,7 +101,7 @@ def test_asked_for_its_ranks_it_answers_as_the_group(world):
     assert (step.size(), step.rank(), dist.get_backend(step)) == (1, 0, "gloo")
     assert dist.get_process_group_ranks(step) == [0] and dist.get_group_rank(step, 0) == 0
     assert step == group and group == step and step == StepGroup(group) and hash(step) == hash(group)
-    assert step != new_group([0], "step")
+    assert step != new_group([0], "step") and copy.copy(step) == step
 
 
 class OnGpu(torch.Tensor):
