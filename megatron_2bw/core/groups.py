@@ -61,8 +61,8 @@ class StepGroup:
         self.group = group
         self._over_gloo = dist.get_backend(group) == "gloo"
 
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]  # torch asks for it, for `barrier` on a host with GPUs
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # torch asks for it, for `barrier` on a host with GPUs
         return dist.ProcessGroup
 
     def __eq__(self, other: object) -> bool:
