@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_2bw import sizes  # noqa: E402
+from megatron_2bw.flags import environment  # noqa: E402
 from megatron_2bw.flags.checks import CHECKS  # noqa: E402
 from megatron_2bw.flags.no_effect import NO_EFFECT  # noqa: E402
 from megatron_2bw.flags.own import OWN, add_flags  # noqa: E402
@@ -35,9 +36,12 @@ holds it to them.
 hundred), but for those of the other tables. Benchmarks have theirs in their first lines (`bench/*.py`).
 
 A run looks at every rule of these tables before training, from the first to the last; the first that is broken ends it
-with one line, which names the flag, and status 2. A name that ends in … stands for all flags that begin with it.
+with one line, which names the flag or the variable, and status 2. A name that ends in … stands for all flags that begin
+with it.
 
 """
+
+SET = """Export another value and it stays. None of these values has been measured on a GPU."""
 
 # What is typed, and the function that parses it.
 COMMANDS: dict[str, tuple[str, str, list[str]]] = {
@@ -67,6 +71,7 @@ WHEN = {
 RULES = {
     "What is not supported": UNSUPPORTED,
     "Values and combinations that do not work": (*CHECKS, *OWN),
+    "Environment variables that do not work": environment.REFUSED,
     "Flags without effect": NO_EFFECT,
 }
 
@@ -162,9 +167,12 @@ def page() -> str:
     for flag, default, meaning, commands in rows():
         lines.append(f"| {_cell(flag)} | {_cell(default)} | {meaning} | {', '.join(commands)} |")
     for title, rules in RULES.items():
-        lines += ["", f"## {title}", "", "| flag | when | rule |", "| --- | --- | --- |"]
+        lines += ["", f"## {title}", "", "| name | when | rule |", "| --- | --- | --- |"]
         for (when, text), same in itertools.groupby(map(texts_of, rules), key=lambda texts: texts[1:]):
             lines.append(f"| {', '.join(flag for flag, _, _ in same)} | {when} | {_cell(text)} |")
+    lines += ["", "## Environment variables that a run sets", "", SET, "", "| name | value | when | meaning |"]
+    lines.append("| --- | --- | --- | --- |")
+    lines += [f"| `{name}` | `{texts[0]}` | {' | '.join(texts[1:])} |" for name, texts in environment.SET.items()]
     return HEAD + "\n".join(lines) + "\n"
 
 

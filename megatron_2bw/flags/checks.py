@@ -14,11 +14,14 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import yaml
+
 from megatron_2bw import sizes
 from megatron_2bw.checkpoints.folder import TRACKER, problem, same_folder
 from megatron_2bw.data import indexed
 from megatron_2bw.flags.combinations import EXCLUSIVE, MISSING, NEEDS, PACKAGES, RANGES, RECOMPUTE
 from megatron_2bw.flags.rule import Args, Rule, installed, line, task, value
+from megatron_2bw.schedules import SCHEDULES
 
 
 def default_tokenizer(task: str | None) -> str:
@@ -240,6 +243,30 @@ def checkpoint(args: Args) -> str | None:
     return None
 
 
+def communicators(args: Args) -> str | None:
+    """--nccl-communicator-config-path and --high-priority-stream-groups must not name pp with this project's schedules,
+    nor dp_cp, embd or pos_embd with 2bw, which have process groups of their own for these."""
+    schedule = SCHEDULES.get(args.pipeline_schedule)
+    if schedule is None:
+        return None
+    own = {"pp", "dp_cp", "embd", "pos_embd"} if schedule.late_step else {"pp"}
+    path = args.nccl_communicator_config_path
+    try:
+        settings = yaml.safe_load(Path(path).read_text()) if path else None
+    except (yaml.YAMLError, ValueError) as error:
+        return f"--nccl-communicator-config-path {path}: {' '.join(str(error).split())}"
+    for flag, groups in (
+        ("--nccl-communicator-config-path", settings),
+        ("--high-priority-stream-groups", args.high_priority_stream_groups),
+    ):
+        for name in sorted(own.intersection(groups or ())):
+            return (
+                f"{flag} does not reach the traffic of {name} with --pipeline-schedule {schedule.name}, which has "
+                f"process groups of its own for it: take {name} out"
+            )
+    return None
+
+
 def spec(args: Args) -> str | None:
     """--spec must be a module and the name of a layer specification in it."""
     if not args.spec:
@@ -271,4 +298,5 @@ CHECKS: tuple[Rule | Callable[[Args], str | None], ...] = (
     tokenizer,
     *PACKAGES,
     spec,
+    communicators,
 )

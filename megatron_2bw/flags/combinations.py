@@ -5,9 +5,10 @@ Invariant: tables only; what needs to look at files or to compute stands in `che
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 
-from megatron_2bw.flags.rule import Args, Rule, asks, installed, line, names, value
+from megatron_2bw.flags.rule import Args, Rule, asks, installed, line, names, task, value
 
 
 def _missing(flags: str) -> Iterator[Rule]:
@@ -151,6 +152,15 @@ PACKAGES: tuple[Rule, ...] = (
         "--transformer-impl transformer_engine",
         "transformer_engine",
         "(Megatron's default) needs Transformer Engine, which is not installed: use --transformer-impl local "
-        "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion",
+        "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion",
+    ),
+    line(
+        "--transformer-impl {given}: Megatron takes the installed package apex for NVIDIA's Apex, but it has no CUDA "
+        "extensions (module amp_C): pip uninstall apex",
+        lambda a: (
+            importlib.util.find_spec("apex")
+            and not installed("apex")
+            and (a.transformer_impl == "local" or task(a) == "bert")
+        ),
     ),
 )

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 
 from megatron_2bw import sizes
+from megatron_2bw.flags.environment import exchange
 from megatron_2bw.flags.rule import Args, Rule, line, value
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 
@@ -77,8 +78,7 @@ def _for_nothing(args: Args) -> bool:
 
 def _waits_for_timers(args: Args) -> bool:
     # The timers wait for the GPU, so receives are posted when they are asked for; then stages wait for each other.
-    exchange = args.distributed_backend if args.two_bw_exchange == "auto" else args.two_bw_exchange
-    return max(args.two_bw_extra_warmup, default=0) > 1 and args.timing_log_level >= 2 and exchange == "nccl"
+    return max(args.two_bw_extra_warmup, default=0) > 1 and args.timing_log_level >= 2 and exchange(args) == "nccl"
 
 
 def _not_megatron(flag: str, default: object) -> Rule:

@@ -1,7 +1,7 @@
 """From argv to checked arguments: this project's flags first, then Megatron's, then every rule.
 
-Invariant: every rule is looked at before training starts (`unsupported.py`, `checks.py`, `own.py`, `no_effect.py`, in
-this order), and the first that is broken ends the run with its line.
+Invariant: every rule is looked at before training starts (`unsupported.py`, `checks.py`, `own.py`, `environment.py`,
+`no_effect.py`, in this order), and the first that is broken ends the run with its line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_folder
-from megatron_2bw.flags import unsupported
+from megatron_2bw.flags import environment, unsupported
 from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer
 from megatron_2bw.flags.no_effect import NO_EFFECT
 from megatron_2bw.flags.own import OWN, add_flags
@@ -28,11 +28,14 @@ Stop = Callable[[str], NoReturn]
 
 
 def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Namespace:
-    """This project's flags alone, read before Megatron is imported; and the `task`, "gpt" or "bert"."""
+    """This project's flags, read before Megatron is imported and CUDA starts; and the `task`, "gpt" or "bert"."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    for flag in ("--tensor-model-parallel-size", "--context-parallel-size"):  # Megatron's
+        parser.add_argument(flag, type=int, default=1)
     parser.error = stop
     early, _ = parser.parse_known_args(argv)
     early.task = task
+    environment.prepare_cuda(early)
     if early.device == "cuda" and cpu.wanted("auto"):
         stop("--device cuda: no GPU is visible to torch; use --device cpu")
     return early
@@ -121,7 +124,7 @@ def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -
     argv: the words that `args` were parsed from (default: the command line).
     """
     argv = sys.argv[1:] if argv is None else argv
-    for rule in (*unsupported.UNSUPPORTED, *CHECKS, *OWN, *NO_EFFECT):
+    for rule in (*unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED, *NO_EFFECT):
         message = rule.message(args, argv) if isinstance(rule, Rule) else rule(args)
         if message:
             stop(message)
@@ -129,6 +132,7 @@ def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -
     if schedule is not None and schedule.late_step and args.use_distributed_optimizer and args.overlap_grad_reduce:
         # The late step gathers while the stage computes, before a forward asks; Megatron's hooks would repeat it.
         args.overlap_param_gather = False
+    environment.prepare_nccl(args)
 
 
 def explain(error: BaseException, parser: argparse.ArgumentParser | None) -> str:

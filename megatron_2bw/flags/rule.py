@@ -44,8 +44,11 @@ def asks(args: Args, flag: str) -> bool:
     return getattr(given, "name", given) in choices if choices else bool(given)  # Megatron makes enums of some choices
 
 
+_BUILT = {"apex": "amp_C"}  # Apex's CUDA extensions: the registry has another package named apex
+
+
 def installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    return importlib.util.find_spec(_BUILT.get(package, package)) is not None
 
 
 @dataclass(frozen=True)

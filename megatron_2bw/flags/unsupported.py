@@ -7,7 +7,7 @@ ignored. `sizes.py` holds the rows that the planner shares.
 from __future__ import annotations
 
 from megatron_2bw import sizes
-from megatron_2bw.flags.rule import OUT, Args, Rule, installed, rules
+from megatron_2bw.flags.rule import OUT, Args, Rule, installed, rules, value
 
 
 def _sharded_weights(args: Args) -> bool:
@@ -45,6 +45,7 @@ _SHARDS = f"sharded parameters are not supported; {OUT}"
 _ORDER = f"it follows Megatron's own order of forwards and backwards; {OUT}"
 _BARRIERS = "its barriers would hold all stages up; add --no-barrier-with-level-1-timing"
 _NOT_YET = f"it is not supported yet; {OUT}"
+_OWN_GROUPS = f"the late step reduces over process groups of its own, which it does not reach; {OUT}"
 _BATCH_SIZE = "the number of microbatches must stay; give one --global-batch-size"
 _WHOLE_MATRICES = "Megatron gives each rank whole matrices to step, which are not versioned yet; "
 _TF32 = "TF32 is a setting of the whole process, whose next batch runs beside the step; use medium"
@@ -139,6 +140,12 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--num-experts", _EXPERTS),
         ("--fp8-format", "fp8 weights are not versioned yet; use --bf16", lambda a: a.fp8),
         ("--fp4-format", "fp4 weights are not versioned yet; use --bf16", lambda a: a.fp4),
+        ("--te-precision-config-file --kitchen-config-file", f"quantised weights are not versioned yet; {OUT}"),
+        (
+            "--kitchen-recipe-number",
+            f"quantised weights are not versioned yet; {OUT}",
+            lambda a: value(a, "--kitchen-recipe-number") is not None,
+        ),
         ("--pipeline-model-parallel-comm-backend", "stages exchange by themselves; use --two-bw-exchange"),
         ("--use-ring-exchange-p2p", f"stages exchange by themselves; {OUT}"),
         ("--fake-process-group", f"stages exchange real messages; {OUT}"),
@@ -157,7 +164,12 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET),
         ("--use-precision-aware-optimizer", f"its kernel writes one weight store only; {OUT}"),
     ),
-    Rule("--overlap-param-gather-with-optimizer-step", f"the late step gathers by itself; {OUT}", "2bw"),
+    *rules(
+        "2bw",
+        ("--overlap-param-gather-with-optimizer-step", f"the late step gathers by itself; {OUT}"),
+        ("--use-sharp", _OWN_GROUPS),
+        ("--use-nccl-ub", _OWN_GROUPS, lambda a: a.nccl_ub),
+    ),
     Rule("--optimizer", f"{_WHOLE_MATRICES}use muon, without --use-distributed-optimizer", "no flush", _whole_matrices),
     Rule(
         "--use-distributed-optimizer",

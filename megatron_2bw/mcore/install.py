@@ -69,6 +69,7 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
 
 def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
+    from megatron_2bw.flags import environment
     from megatron_2bw.mcore.extrapolation import warning
     from megatron_2bw.mcore.runtime import MegatronRuntime, Options, Progress
     from megatron_2bw.schedules import schedule_of
@@ -76,8 +77,9 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
 
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
-    if args.rank == 0 and (line := warning(args)):
-        print(line, flush=True)
+    for line in (warning(args), environment.warning(args)):
+        if args.rank == 0 and line:
+            print(line, flush=True)
     schedule = schedule_of(
         args.pipeline_schedule,
         gradient_slots=args.two_bw_gradient_slots,

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer
 
 from megatron_2bw.core.groups import new_group
+from megatron_2bw.core.pipeline import WARM_UP
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
 
@@ -35,6 +36,7 @@ class LogLines(ABC):
         self._printed: int | None = None  # the iteration whose line Megatron is writing
         self._iterations = 0  # written since Megatron last reset the interval timer
         self._tokens_per_second = 0.0  # in the interval that Megatron last read
+        self._calls = self._retries = 0  # of `add`; of torch's allocator, as far as they are reported
         self._timer = get_timers()("interval-time", log_level=0)
         self._read = self._timer.elapsed
         self._timer.elapsed = self._interval
@@ -58,6 +60,26 @@ class LogLines(ABC):
         if reset:
             self._iterations = 0
         return seconds
+
+    def _warn_of_retries(self, values: dict[str, Any]) -> None:
+        """Report that this rank's GPU ran out of memory after the warm-up.
+
+        torch then frees its cache. That waits for the whole GPU, and so for receives that are posted.
+        """
+        self._calls += 1
+        warm = self._calls > WARM_UP + 1  # the first iteration that posts receives early needs their memory
+        if warm and not _has_line(values):
+            return
+        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        if warm and retries > self._retries:
+            print(
+                f"> rank {dist.get_rank()}, before the end of iteration {values['iteration']}: GPU memory ran out, "
+                f"allocator retries: {retries - self._retries}. A retry frees torch's cache, which waits for the whole "
+                "GPU and can hang the run: leave more memory free, or try "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                flush=True,
+            )
+        self._retries = retries
 
     def _write_now(self, write: Callable, values: dict[str, Any]) -> bool:
         self._iterations += 1
@@ -117,6 +139,7 @@ class ImmediateLog(LogLines):
         return self._read(reset=reset, barrier=barrier)
 
     def add(self, write: Callable, values: dict[str, Any]) -> bool:
+        self._warn_of_retries(values)
         times = self._times()
         self._own += torch.tensor([times.waited, times.elapsed, times.tail], dtype=torch.float64, device="cpu")
         if _has_line(values):
@@ -167,6 +190,7 @@ class DeferredLog(LogLines):
         return seconds
 
     def add(self, write: Callable, values: dict[str, Any]) -> bool:
+        self._warn_of_retries(values)
         args = get_args()
         self._write = write
         self._entries.append(_Entry(values, self._read(), args.consumed_train_samples, args.skipped_train_samples))

@@ -114,6 +114,7 @@ def _from_first_tensor_rank(parts: list[torch.Tensor] | None, widths: list[int],
 
 
 _DATA = common.DataCheck("look for documents without words")
+_LOSS = common.LossCheck()
 
 
 def loss(loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]):
@@ -131,7 +132,7 @@ def loss(loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.T
         samples = torch.full_like(tokens, is_random.numel())
         reports["sop loss"] = common.report(binary * samples, samples)
         total = total + binary * tokens.clamp(min=1)
-    common.check_loss(total)
+    _LOSS.check(total)
     return total, tokens, reports
 
 

@@ -1,7 +1,8 @@
 """What the tasks (gpt.py, bert.py) share: checks of the data and of the loss, options of the datasets.
 
-Invariant: the data are checked on the host, before they go to the GPU. The check of the loss waits for the GPU, once
-per microbatch on the last stage (--no-check-for-nan-in-loss-and-grad disables it).
+Invariant: the data are checked on the host, before they go to the GPU. The check of the loss leaves the GPU a
+microbatch of work while the host waits, but for the last one of a batch (--no-check-for-nan-in-loss-and-grad disables
+it).
 """
 
 from __future__ import annotations
@@ -57,17 +58,52 @@ class DataCheck:
             raise UserError(f"--data-path: no token of the last {MASKED} batches counts for the loss: {self._cause}")
 
 
-def check_loss(total: torch.Tensor) -> None:
-    """Stop on NaN or inf, report spikes, as Megatron's flags ask."""
-    args, machine = get_args(), get_rerun_state_machine()
-    # Megatron's rerun machine keeps a record of each loss; if it is disabled, a finite loss needs no more.
-    if args.check_for_nan_in_loss_and_grad and not (args.rerun_mode == "disabled" and bool(torch.isfinite(total))):
-        for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            message = f"found {name} in local forward loss calculation"
-            machine.validate_result(total, rejection_func=rejected, message=message, tolerance=0.0, fatal=True)
-    if args.check_for_spiky_loss:
-        spiky = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
-        machine.validate_result(total, rejection_func=spiky, message="Spiky loss", tolerance=0.0, fatal=False)
+class LossCheck:
+    """Stops on NaN or inf, reports spikes, as Megatron's flags ask.
+
+    A loss is looked at when the next microbatch's forward is launched, so that the GPU has work while the host waits.
+    That of a batch's last microbatch is looked at once: Megatron checks the gradients next, and would name them.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0  # microbatches of the present batch
+        self._unread: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
+
+    def check(self, total: torch.Tensor) -> None:
+        """`total` is the loss of a microbatch, a scalar. RuntimeError of Megatron's, which names the iteration."""
+        args, machine = get_args(), get_rerun_state_machine()
+        # Megatron's rerun machine keeps a record of each loss; if it is disabled, a finite loss needs no more.
+        if args.check_for_nan_in_loss_and_grad and args.rerun_mode == "disabled":
+            self._read()
+            finite = torch.isfinite(total.detach()).to("cpu", non_blocking=True)  # into pinned memory
+            copied = torch.cuda.Event()
+            copied.record()
+            self._unread = total.detach(), finite, copied
+            if total.requires_grad:  # else in an evaluation
+                self._seen = (self._seen + 1) % get_num_microbatches()
+            if not total.requires_grad or self._seen == 0:
+                self._read()
+        elif args.check_for_nan_in_loss_and_grad:
+            _stop_at_nan(total)
+        if args.check_for_spiky_loss:
+            spiky = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
+            machine.validate_result(total, rejection_func=spiky, message="Spiky loss", tolerance=0.0, fatal=False)
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            total, finite, copied = self._unread
+            self._unread = None
+            copied.synchronize()
+            if not finite:
+                _stop_at_nan(total)
+
+
+def _stop_at_nan(total: torch.Tensor) -> None:
+    for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        message = f"found {name} in local forward loss calculation"
+        get_rerun_state_machine().validate_result(
+            total, rejection_func=rejected, message=message, tolerance=0.0, fatal=True
+        )
 
 
 def masked_sum(losses: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,12 +76,13 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
 
 
 _DATA = common.DataCheck("leave --eod-mask-loss out, or look for documents of nothing but end-of-document tokens")
+_LOSS = common.LossCheck()
 
 
 def loss(loss_mask: torch.Tensor, losses: torch.Tensor):
     """Megatron's loss triple: the summed loss of the unmasked tokens, their number, and the report of both."""
     total, tokens = common.masked_sum(losses, loss_mask)
-    common.check_loss(total)
+    _LOSS.check(total)
     return total, tokens, {"lm loss": common.report(total, tokens)}
 
 

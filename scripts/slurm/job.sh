@@ -135,14 +135,20 @@ check_allocation() {
 }
 
 check_flags() {
-    local word before="" tensor=1
+    local word before="" tensor=1 context=1
     for word in "$@"; do
         [[ ! $word =~ ^--(save|load)(=|$) ]] || fail "${word%%=*}: give CHECKPOINTS=folder, which a restarted job loads"
-        [[ $before != --tensor-model-parallel-size ]] || tensor=$word
-        [[ $word != --tensor-model-parallel-size=* ]] || tensor=${word#*=}
+        case $before in
+            --tensor-model-parallel-size) tensor=$word ;;
+            --context-parallel-size) context=$word ;;
+        esac
+        case $word in
+            --tensor-model-parallel-size=*) tensor=${word#*=} ;;
+            --context-parallel-size=*) context=${word#*=} ;;
+        esac
         before=$word
     done
-    if [[ $tensor != 1 ]]; then # Megatron asks for it before Blackwell
+    if [[ $tensor != 1 || $context != 1 ]]; then # Megatron asks for it before Blackwell
         export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
     fi
 }

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megatron_2bw import cpu
-from megatron_2bw.flags import checks, combinations
+from megatron_2bw.flags import checks, combinations, environment, unsupported
 from megatron_2bw.flags.checks import CHECKS
 from megatron_2bw.flags.no_effect import NO_EFFECT
 from megatron_2bw.flags.own import OWN
@@ -51,9 +53,11 @@ def on_the_cpu():
 
 @functools.cache
 def parser_of(schedule: str, task: str) -> argparse.ArgumentParser:
+    from megatron.core.extensions import kitchen
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    with mock.patch.object(kitchen, "HAVE_KITCHEN", True):  # it brings flags
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return prepare(parser, parse_early(["--pipeline-schedule", schedule], stop, task), stop)
 
 
@@ -113,6 +117,9 @@ VALUES: dict[str, str] = {
     "--num-experts": "4",
     "--fp8-format": "e4m3",
     "--fp4-format": "e2m1",
+    "--te-precision-config-file": "{}/recipe.yaml",
+    "--kitchen-config-file": "{}/recipe.yaml",
+    "--kitchen-recipe-number": "0",
     "--pipeline-model-parallel-comm-backend": "nccl",
     "--cpu-offloading-num-layers": "1",
     "--step-batch-size-schedule": "8:4",
@@ -779,6 +786,126 @@ def test_flags_with_effect_in_a_bert_are_accepted(flags):
     assert complaint([BERT, *command(2, 2, "2bw", *flags)], 2) is None
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream-flush", "megatron"])
+@pytest.mark.parametrize("name", ["pp", "dp_cp", "embd", "tp"])
+@pytest.mark.parametrize("flag", ["--nccl-communicator-config-path", "--high-priority-stream-groups"])
+def test_settings_of_communicators_that_a_schedule_replaces(flag, name, schedule, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "installed", lambda: False)
+    (tmp_path / "nccl.yaml").write_text(f"{name}:\n  max_ctas: 4\n")
+    given = name if flag.endswith("groups") else str(tmp_path / "nccl.yaml")
+    message = complaint(command(2, 2, schedule, flag, given), 2)
+    replaced = {"2bw": {"pp", "dp_cp", "embd"}, "pipedream-flush": {"pp"}, "megatron": set()}[schedule]
+    assert (message is not None) == (name in replaced)
+    assert message is None or message.startswith(flag) and message.endswith(f"take {name} out")
+
+
+def test_settings_of_communicators_that_are_no_yaml(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "installed", lambda: False)
+    (tmp_path / "nccl.yaml").write_text("{dp_cp: [")
+    message = complaint(command(2, 2, "2bw", nccl_communicator_config_path=tmp_path / "nccl.yaml"), 2)
+    assert message.startswith(f"--nccl-communicator-config-path {tmp_path}/nccl.yaml: ") and "\n" not in message
+
+
+# --- environment variables -----------------------------------------------------------------------------------------
+
+NAMES = ("CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """The checks of a GPU host, with no variable set."""
+    monkeypatch.setattr(cpu, "installed", lambda: False)
+    for name in (*NAMES, *environment.SET):
+        monkeypatch.setenv(name, "")  # restored at the end even where a check sets it
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "stages, world, schedule, flags, hangs",
+    [
+        (2, 2, "2bw", {}, True),
+        (2, 2, "gpipe", {}, True),
+        (2, 2, "megatron", {}, False),
+        (1, 2, "2bw", {}, True),  # the late step's collectives
+        (1, 1, "2bw", {}, False),
+        (1, 2, "pipedream-flush", {}, False),
+        (2, 2, "2bw", {"two_bw_exchange": "gloo"}, True),
+        (2, 2, "gpipe", {"two_bw_exchange": "gloo"}, False),
+        (2, 2, "2bw", {"distributed_backend": "gloo"}, False),
+    ],
+)
+def test_variables_with_which_a_run_over_nccl_would_hang(name, stages, world, schedule, flags, hangs, on_gpus):
+    argv = command(stages, 2, schedule, **{"distributed_backend": "nccl"} | flags)
+    for text in ("", "0"):
+        on_gpus.setenv(name, text)
+        assert complaint(argv, world) is None
+    on_gpus.setenv(name, "1")
+    message = complaint(argv, world)
+    assert (message is not None) == hangs
+    assert not hangs or message.startswith(f"{name}=1 does not work with --pipeline-schedule {schedule}: ")
+    assert not hangs or message.endswith("; unset it, or give --distributed-backend gloo")
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
+def test_a_warning_where_the_cpu_would_wait_for_each_message(name, monkeypatch):
+    over_nccl = parse(command(2, 2, "2bw", distributed_backend="nccl"), 2)
+    assert environment.warning(over_nccl) is None
+    monkeypatch.setenv(name, "1")
+    assert environment.warning(over_nccl).startswith(f"> {name}=1: ")
+    for argv in (command(2, 2, "2bw"), command(2, 2, "megatron", distributed_backend="nccl")):
+        assert environment.warning(parse(argv, 2)) is None
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--pipeline-schedule", "2bw"], "32"),
+        (["--pipeline-schedule", "gpipe", "--tensor-model-parallel-size", "1"], "32"),
+        (["--pipeline-schedule", "2bw", "--tensor-model-parallel-size", "2"], None),
+        (["--pipeline-schedule", "2bw", "--context-parallel-size=2"], None),
+        (["--pipeline-schedule", "megatron"], None),
+        ([], None),
+    ],
+)
+def test_a_hardware_queue_for_each_stream(flags, expected, on_gpus):
+    parse_early(flags, stop)
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+    on_gpus.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    parse_early(flags, stop)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+def test_the_queues_are_set_before_anything_asks_cuda(on_gpus):
+    seen = []
+    on_gpus.setattr(cpu, "wanted", lambda device: seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+    parse_early(["--pipeline-schedule", "2bw", "--device", "cuda"], stop)
+    assert seen == ["32"]
+
+
+@pytest.mark.parametrize(
+    "schedule, stages, flags, expected",
+    [
+        ("2bw", 2, {}, "4"),
+        ("gpipe", 2, {}, "4"),
+        ("2bw", 1, {}, None),
+        ("2bw", 2, {"two_bw_exchange": "gloo"}, None),
+        ("2bw", 2, {"distributed_backend": "gloo"}, None),
+        ("2bw", 2, {"context_parallel_size": 2, "transformer_impl": "transformer_engine"}, None),
+        ("megatron", 2, {}, None),
+    ],
+)
+def test_a_bound_on_the_channels_of_a_message(schedule, stages, flags, expected, on_gpus):
+    on_gpus.setattr(combinations, "installed", lambda package: True)
+    argv = command(stages, 2, schedule, **{"distributed_backend": "nccl"} | flags)
+    assert complaint(argv, 4 if "context_parallel_size" in flags else stages) is None
+    assert os.environ.get("NCCL_MAX_P2P_NCHANNELS") == expected
+    on_gpus.setenv("NCCL_MAX_P2P_NCHANNELS", "16")
+    assert complaint(argv, 4 if "context_parallel_size" in flags else stages) is None
+    assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == "16"
+
+
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
@@ -887,9 +1014,9 @@ def test_flags_of_this_project_are_checked_before_megatron_is_imported(flags, ex
 
 def test_number_of_processes():
     assert processes({}, stop) == 1 and processes({"RANK": "3", "WORLD_SIZE": "4"}, stop) == 4
-    for environment in ({"WORLD_SIZE": "two"}, {"RANK": "-1"}, {"LOCAL_RANK": ""}):
+    for variables in ({"WORLD_SIZE": "two"}, {"RANK": "-1"}, {"LOCAL_RANK": ""}):
         with pytest.raises(Stopped, match="start the processes with torchrun"):
-            processes(environment, stop)
+            processes(variables, stop)
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -908,6 +1035,20 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(cpu, "installed", lambda: False)
     message = complaint(command(2, 2, "2bw", "--transformer-impl", "transformer_engine"), 2)
     assert message.startswith("--transformer-impl transformer_engine") and "--transformer-impl local" in message
+    assert all(flag in message for flag in ("persist-layer-norm", "gradient-acc", "masked-softmax", "rope-fusion"))
+
+
+@pytest.mark.parametrize("modules, real", [((), False), (("apex",), False), (("apex", "amp_C"), True)])
+def test_apex_is_nvidias(modules, real, tmp_path, monkeypatch):
+    """The registry has another package of the name, which Megatron would take for it."""
+    for module in modules:
+        (tmp_path / f"{module}.py").write_text("raise ImportError('it is only looked for')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert unsupported.installed("apex") == real
+    for argv, local in ((command(2, 2), "local"), ([BERT, *command(2, 2)], "local")):
+        message = complaint(argv, 2)
+        assert (message is not None) == (bool(modules) and not real)
+        assert message is None or message.startswith(f"--transformer-impl {local}: Megatron takes the installed")
 
 
 @pytest.mark.parametrize(

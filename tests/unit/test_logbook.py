@@ -85,6 +85,24 @@ def test_a_line_waits_for_its_step_and_shows_its_values(late):
     assert book.line("other") == "other", "only Megatron's line gets the suffix"
 
 
+def test_a_gpu_that_runs_out_of_memory_after_the_warm_up(late, monkeypatch, capsys):
+    """The allocator's retries of each iteration, and the lines that report them: at the lines of Megatron's log."""
+    counts = {1: 1, 2: 3, 3: 4, 4: 4, 5: 5, 6: 5, 7: 6, 8: 7, 9: 7, 10: 7}
+    asked = []
+    monkeypatch.setattr(late.module.dist, "get_rank", lambda: 3)
+    retries = iter(())
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: asked.append(0) or {"num_alloc_retries": next(retries)})
+    for iteration, count in counts.items():
+        retries = iter([count])
+        late.book.add(lambda **values: True, call(iteration))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(". ")[0] for line in lines] == [
+        "> rank 3, before the end of iteration 6: GPU memory ran out, allocator retries: 1",
+        "> rank 3, before the end of iteration 8: GPU memory ran out, allocator retries: 2",
+    ]
+    assert len(asked) == 3 + 4, "asked in the warm-up and at each line"
+
+
 def test_the_interval_timer_counts_the_iterations_of_the_line(late):
     """Two lines written at once: each shows the time of its own interval."""
     read = []

@@ -238,6 +238,7 @@ def test_ranks_on_the_cpu_have_one_thread(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     assert places.environment(PLAN, "cpu")["OMP_NUM_THREADS"] == "1"
     assert places.environment(PLAN, "cuda")["OMP_NUM_THREADS"] == "7"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in places.environment(PLAN, "cuda")  # the run chooses
     assert places.environment(replace(PLAN, tensor=2), "cuda")["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 

@@ -417,9 +417,12 @@ def test_flags_are_the_words_whatever_the_interpreter_says(tmp_path):
         (("--tensor-model-parallel-size=8",), "1"),
         ((), ""),
         (("--tensor-model-parallel-size=8", "--tensor-model-parallel-size", "1"), ""),
+        (("--context-parallel-size", "2"), "1"),
+        (("--context-parallel-size=2", "--tensor-model-parallel-size", "1"), "1"),
+        (("--context-parallel-size", "1"), ""),
     ],
 )
-def test_one_queue_of_kernels_with_tensor_parallelism(words, expected, tmp_path):
+def test_one_queue_of_kernels_with_tensor_or_context_parallelism(words, expected, tmp_path):
     assert batch(tmp_path, *words, srun="printenv CUDA_DEVICE_MAX_CONNECTIONS > connections; true").returncode == 0
     assert (tmp_path / "connections").read_text().strip() == expected
 

@@ -111,7 +111,7 @@ def flags(cost: Cost, plan: Plan, iterations: int, device: str) -> list[str]:
     on_cpu = device == "cpu"
     engine, norm, scores, gradients = (
         on_cpu or _installed(name)
-        for name in ("transformer_engine", "apex", "scaled_masked_softmax_cuda", "fused_weight_gradient_mlp_cuda")
+        for name in ("transformer_engine", "amp_C", "scaled_masked_softmax_cuda", "fused_weight_gradient_mlp_cuda")
     )
     return [
         *cost.model.flags(),

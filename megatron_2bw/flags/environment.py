@@ -1,0 +1,86 @@
+"""Environment variables of CUDA, NCCL and torch: those that a run refuses or warns of, and those that it sets.
+
+Invariant: a variable that the user has set keeps its value.
+"""
+
+from __future__ import annotations
+
+import os
+
+from megatron_2bw.flags.rule import Args, Rule
+from megatron_2bw.schedules import SCHEDULES
+
+
+def exchange(args: Args) -> str:
+    """The transport between stages: nccl or gloo."""
+    return args.distributed_backend if args.two_bw_exchange == "auto" else args.two_bw_exchange
+
+
+def _messages_over_nccl(args: Args) -> bool:
+    return args.pipeline_schedule in SCHEDULES and args.pipeline_model_parallel_size > 1 and exchange(args) == "nccl"
+
+
+def _late_step_over_nccl(args: Args) -> bool:
+    schedule = SCHEDULES.get(args.pipeline_schedule)
+    late = schedule is not None and schedule.late_step
+    return late and args.world_size > 1 and args.distributed_backend == "nccl"
+
+
+def _on(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "n", "no", "f", "false")
+
+
+def _refused(variable: str, why: str) -> Rule:
+    def when(args: Args) -> bool:
+        return _on(variable) and (_messages_over_nccl(args) or _late_step_over_nccl(args))
+
+    return Rule(f"{variable}=1", f"{why}; unset it, or give --distributed-backend gloo", "ours", when)
+
+
+REFUSED: tuple[Rule, ...] = (
+    _refused("CUDA_LAUNCH_BLOCKING", "each launch would wait for messages that depend on later launches of this rank"),
+    _refused("NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL would have to see one order of launches, but two threads launch"),
+    _refused("PYTORCH_NO_CUDA_MEMORY_CACHING", "each tensor that is freed would wait for posted receives"),
+)
+
+# What a run sets if the user has not: the value, when, and why. Neither value has been measured on a GPU.
+SET = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        "32",
+        "with this project's schedules, without tensor and context parallelism; not in an entry script of your own",
+        "a hardware queue for each CUDA stream, so that no kernel waits behind a collective of another thread",
+    ),
+    "NCCL_MAX_P2P_NCHANNELS": (
+        "4",
+        "with several stages that exchange over NCCL, without context parallelism",
+        "channels of a message, each a thread block: a posted receive occupies that many of the GPU's multiprocessors "
+        "until its message arrives, with NCCL's default up to 32",
+    ),
+}
+
+
+def prepare_cuda(early: Args) -> None:
+    """Set the number of hardware queues. Call it before anything asks CUDA, which reads the variable when it starts."""
+    if early.pipeline_schedule in SCHEDULES and early.tensor_model_parallel_size == early.context_parallel_size == 1:
+        _set("CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def prepare_nccl(args: Args) -> None:
+    """Bound the channels of a message. Call it before the first process group is made: NCCL reads the variable then."""
+    if _messages_over_nccl(args) and args.context_parallel_size == 1:
+        _set("NCCL_MAX_P2P_NCHANNELS")
+
+
+def _set(name: str) -> None:
+    os.environ.setdefault(name, SET[name][0])
+
+
+def warning(args: Args) -> str | None:
+    """A line about a variable that slows a run down, or None."""
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        if _on(name) and _messages_over_nccl(args):
+            return (
+                f"> {name}=1: in torch before 2.15 each stage's CPU waits for each message, so its GPU runs out of "
+                "work; unset it"
+            )
+    return None

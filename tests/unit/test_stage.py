@@ -1,0 +1,38 @@
+"""What a stage hands to the reduction at the end of a batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_2bw import cpu
+from megatron_2bw.schedules import Shape
+
+
+@pytest.fixture
+def stage():
+    cpu.install()
+    from megatron_2bw.mcore.stage import MegatronStage
+
+    stage = MegatronStage(Shape(2, 2, 0, 4), 1)
+    stage._call = SimpleNamespace(config=SimpleNamespace(calculate_per_token_loss=True, grad_sync_func=None))
+    yield stage
+    cpu.uninstall()
+
+
+def test_the_number_of_tokens_is_not_copied_from_the_host(stage, monkeypatch):
+    """On a GPU the copy of a number would wait for all that the stage has launched."""
+    for name in ("tensor", "as_tensor"):
+        monkeypatch.setattr(torch, name, lambda *args, **kwargs: pytest.fail("a copy from the host"))
+    tokens = stage.end_batch(0)  # a stage without a loss
+    assert tokens.shape == () and tokens.dtype == torch.int and tokens.item() == 0
+
+
+def test_the_number_of_tokens_on_the_last_stage(stage):
+    counted = torch.tensor(12, dtype=torch.int)
+    stage._batches[0].tokens = counted
+    tokens = stage.end_batch(0)
+    tokens.zero_()  # Megatron reduces it in place
+    assert tokens.dtype == torch.int and counted.item() == 12
