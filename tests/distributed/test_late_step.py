@@ -156,36 +156,6 @@ def test_per_token_loss_with_uneven_masks(flags):
     assert not torch.equal(torch.stack(unmasked.losses), torch.stack(expected.losses)), "the masks must do something"
 
 
-def train_fused(rank: int, argv: list[str]) -> Run:
-    """With gradient accumulation fusion, on for every GPU user: the weight's gradient is added to the main_grad that
-    Megatron's linear layer noted in the forward. The kernel's place is taken by two lines of torch."""
-    import types
-
-    from megatron.core.tensor_parallel import layers
-
-    from megatron_2bw import cpu
-
-    def accumulate(inputs, gradient, main_grad):
-        main_grad.add_((gradient.t() @ inputs).to(main_grad.dtype))
-
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
-        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
-    )
-    layers._grad_accum_fusion_available = True
-    del cpu.FLAG_DEFAULTS["gradient_accumulation_fusion"]
-    run = train(rank, argv)
-    from megatron.training import get_args
-
-    assert get_args().gradient_accumulation_fusion
-    return run
-
-
-@pytest.mark.parametrize("stages, microbatches, flags", [(2, 3, ()), (4, 4, ("--bf16",))])
-def test_gradient_accumulation_fusion(stages, microbatches, flags):
-    argv = command(stages, microbatches, "2bw", UNTIED, *flags)
-    assert_same_runs(run_world(stages, train_fused, argv), run_pipeline(argv, stages), exact=True)
-
-
 def train_with_sequence_parallelism(rank: int, argv: list[str]) -> Run:
     """Megatron's local layers wrap torch's LayerNorm, which refuses sequence parallelism only because nobody marks
     its parameters; marked as Megatron's fused LayerNorm marks them, it works."""

@@ -1,0 +1,198 @@
+"""Apex under the late step, by stand-ins for its kernels: FusedAdam, and gradients fused into the weights' main_grad.
+
+The stand-ins have Apex's arguments, state and arithmetic (apex/optimizers/fused_adam.py, csrc/multi_tensor_adam.cu) in
+torch's operations. Apex itself needs a GPU and has not been run.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+
+from megatron_2bw.local_ranks import run_world
+from tests.distributed.compare import UNTIED, assert_same, assert_same_runs, run_pipeline
+from tests.distributed.reference import Rule, reference
+from tests.distributed.test_checkpoint import DROPOUT, SAVED, assert_goes_on
+from tests.distributed.test_equivalence import NO_BIAS
+from tests.distributed.test_late_step import FP16, POISONED, UNCLIPPED, poison
+from tests.distributed.training import Run, command, train
+
+SHARDED = "--use-distributed-optimizer"
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """One step counter for each group, in the group; a parameter's state is its moments, made at its first step."""
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        bias_correction=True,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        adam_w_mode=True,
+        weight_decay=0.0,
+        amsgrad=False,
+        set_grad_none=True,
+        capturable=False,
+        master_weights=False,
+    ):
+        assert not (amsgrad or capturable or master_weights), "not of this stand-in"
+        super().__init__(
+            params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        )
+        self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
+
+    def zero_grad(self) -> None:
+        assert self.set_grad_none
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param) for _ in range(2))
+                self._update(param.data, param.grad, state["exp_avg"], state["exp_avg_sq"], group)
+
+    def _update(self, weight, gradient, mean, square, group) -> None:
+        """The kernel: a parameter is written once, in place."""
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        if not self.adam_w_mode:
+            gradient = gradient + decay * weight
+        mean.copy_(beta1 * mean + (1 - beta1) * gradient)
+        square.copy_(beta2 * square + (1 - beta2) * gradient * gradient)
+        corrections = (1 - beta ** group["step"] if group["bias_correction"] else 1.0 for beta in (beta1, beta2))
+        mean_correction, square_correction = corrections
+        update = mean / mean_correction / ((square / square_correction).sqrt() + group["eps"])
+        weight.copy_(weight - group["lr"] * (update + decay * weight if self.adam_w_mode else update))
+
+
+def use_apex() -> None:
+    """What Megatron's two modules hold after `from apex.optimizers import FusedAdam as Adam`."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distrib_optimizer.Adam, distrib_optimizer.USING_APEX_OPTIMIZER = FusedAdam, True
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+
+
+def is_fused(then, model, optimizer) -> None:
+    assert {type(part.optimizer) for part in optimizer.chained_optimizers} == {FusedAdam}
+    if then is not None:
+        then(model, optimizer)
+
+
+def train_with_apex(rank: int, argv: list[str], prepare=None) -> Run:
+    use_apex()
+    return train(rank, argv, functools.partial(is_fused, prepare))
+
+
+def reference_with_apex(rank: int, argv: list[str], rule: Rule) -> Run:
+    """The reference makes its own optimizer; here it is the stand-in."""
+    use_apex()
+    torch.optim.AdamW = FusedAdam
+    return reference(rank, argv, rule)
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--bf16",), ("--bf16", SHARDED)], ids=["fp32", "bf16", "bf16, distributed optimizer"]
+)
+def test_late_step_is_exact(flags):
+    runs = run_world(2, train_with_apex, command(2, 3, "2bw", UNTIED, *flags))
+    rule = Rule(3, norm_order=[run.names for run in runs])
+    argv = command(1, 3, "2bw", UNTIED, *(flag for flag in flags if flag != SHARDED))
+    (expected,) = run_world(1, reference_with_apex, argv, rule)
+    assert max(runs[0].grad_norms) > 1.0, "clipping must bite"
+    assert_same(runs, expected, exact=True)
+
+
+def test_a_skipped_step_does_not_count():
+    """The bias correction knows the step of its group alone."""
+    runs = run_world(2, train_with_apex, command(2, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), functools.partial(poison, 1))
+    rule = Rule(4, poison=POISONED)
+    (expected,) = run_world(1, reference_with_apex, command(1, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), rule)
+    assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0]] * 2 == [expected.skipped] * 2
+    assert_same(runs, expected, exact=True)
+
+
+@pytest.mark.parametrize("flags, tolerance", [((), 1e-5), (("--bf16", SHARDED), 1e-2)], ids=["fp32", "bf16"])
+def test_losses_are_those_of_torchs_adam(flags, tolerance):
+    argv = command(2, 2, "2bw", NO_BIAS, *flags, width=2)
+    fused, plain = run_world(4, train_with_apex, argv), run_pipeline(argv, 4)
+    for run, other in zip(fused, plain):
+        torch.testing.assert_close(run.losses, other.losses, rtol=tolerance, atol=0)
+    assert len(fused[-1].losses) == 6
+
+
+CASES = {
+    "fp32": (2, ()),
+    "bf16": (2, ("--bf16",)),
+    "bf16, torch format": (2, ("--bf16", "--ckpt-format", "torch")),
+    "fp32, distributed optimizer": (4, (SHARDED,)),
+    "bf16, distributed optimizer": (4, ("--bf16", SHARDED)),
+    "bf16, distributed optimizer, fully reshardable": (4, ("--bf16", SHARDED, "--dist-ckpt-optim-fully-reshardable")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
+    ranks, flags = CASES[name]
+    argv = command(2, 2, "2bw", *flags, width=ranks // 2, **DROPOUT)
+    whole = run_world(ranks, train_with_apex, [*argv, "--save", str(tmp_path), "--save-interval", str(SAVED)])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    assert_goes_on(whole, run_world(ranks, train_with_apex, [*argv, "--load", str(tmp_path)]))
+
+
+def train_fused(rank: int, argv: list[str]) -> Run:
+    """With gradient accumulation fusion, on for every GPU user: the weight's gradient is added to the main_grad that
+    Megatron's linear layer noted in the forward. The kernels' place is taken by a line of torch."""
+    from megatron.core.tensor_parallel import layers
+    from megatron.training import get_args
+
+    from megatron_2bw import cpu
+
+    used: list[torch.dtype] = []
+
+    def kernel(*dtypes: torch.dtype):
+        def accumulate(inputs, gradient, main_grad) -> None:
+            assert main_grad.dtype in dtypes
+            main_grad.add_((gradient.t() @ inputs).to(main_grad.dtype))
+            used.append(main_grad.dtype)
+
+        return accumulate
+
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=kernel(torch.float32), wgrad_gemm_accum_fp16=kernel(torch.float16, torch.bfloat16)
+    )
+    layers._grad_accum_fusion_available = True
+    del cpu.FLAG_DEFAULTS["gradient_accumulation_fusion"]
+    run = train(rank, argv)
+    assert get_args().gradient_accumulation_fusion and used
+    return run
+
+
+@pytest.mark.parametrize(
+    "stages, microbatches, width, flags",
+    [
+        (2, 3, 1, ()),
+        (4, 4, 1, ("--bf16",)),
+        (2, 3, 1, FP16),  # 16-bit gradients: the other kernel
+        (2, 3, 1, ("--bf16", "--two-bw-gradient-slots", "1")),
+        (2, 2, 2, ("--bf16", SHARDED, "--overlap-grad-reduce")),
+    ],
+)
+def test_gradient_accumulation_fusion(stages, microbatches, width, flags):
+    argv = command(stages, microbatches, "2bw", UNTIED, *flags, width=width)
+    fused, plain = run_world(stages * width, train_fused, argv), run_pipeline(argv, stages * width)
+    assert_same_runs(fused[::width], plain[::width], exact=True)
