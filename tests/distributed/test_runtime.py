@@ -11,6 +11,8 @@ import pytest
 
 from megatron_2bw.flags.own import extra_warmup
 from megatron_2bw.local_ranks import run_world
+from megatron_2bw.planner.cost.memory import communicators
+from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.schedules import Shape, schedule_of
 from tests.distributed.compare import UNTIED, assert_same_runs
 from tests.distributed.training import Run, command, train
@@ -228,17 +230,19 @@ def test_on_nccl_steps_are_late_once_everything_has_run_once(flags, skipped):
 
 
 def note_groups(rank: int, argv: list[str]) -> Run:
-    """Train, and note the process groups that are made after Megatron's, in their order."""
+    """Train, and note the process groups that this rank makes, or makes with others, in their order: whose it is, its
+    name, the number of its ranks, and whether it would be one of NCCL on GPUs."""
     import torch.distributed as dist
 
-    noted: list[str] = []
+    noted: list[tuple[str, str, int, bool]] = []
     new_group = dist.new_group
 
-    def noting(*args, **kwargs):
-        description = kwargs.get("group_desc") or ""
-        if description.startswith("2bw "):
-            noted.append(description.removeprefix("2bw "))
-        return new_group(*args, **kwargs)
+    def noting(ranks=None, *args, **kwargs):
+        description, backend = kwargs.get("group_desc") or "", kwargs.get("backend")
+        owner, name = ("2bw", description[4:]) if description.startswith("2bw ") else ("Megatron", description)
+        nccl = name in ("activations", "gradients") or backend is None  # here all are gloo's
+        noted.append((owner, name, dist.get_world_size() if ranks is None else len(ranks), nccl))
+        return new_group(ranks, *args, **kwargs)
 
     dist.new_group = noting
     run = train(rank, argv)
@@ -246,11 +250,33 @@ def note_groups(rank: int, argv: list[str]) -> Run:
     return run
 
 
+LINKS = ["activations", "gradients"] * 2
 LATE = ["world", "statistics", "data", "embedding", "embedding meeting", "pipeline", "tensor", "position embedding"]
 
 
-@pytest.mark.parametrize("schedule, stages, after", [("2bw", 4, LATE), ("pipedream-flush", 2, ["reports"])])
-def test_every_rank_makes_the_same_groups_in_the_same_order(schedule, stages, after):
-    """torch names a group by a counter, which must agree on the members: connections, late step, log."""
-    for run in run_world(stages, note_groups, command(stages, 4, schedule, UNTIED, train_iters=4)):
-        assert run.events == ["activations", "gradients"] * 2 + after
+@pytest.mark.parametrize(
+    "schedule, stages, width, tensor, flags, after",
+    [
+        ("2bw", 4, 1, 1, (UNTIED,), LATE),
+        ("2bw", 2, 2, 1, ("--use-distributed-optimizer",), LATE),
+        ("2bw", 1, 2, 2, (), LATE),
+        ("2bw", 2, 1, 2, ("--optimizer", "muon"), [*LATE, "matrices"]),
+        ("pipedream", 2, 1, 1, (UNTIED,), ["reports"]),
+        ("pipedream-flush", 2, 1, 1, (UNTIED,), ["reports"]),
+        ("gpipe", 2, 2, 1, (), ["reports"]),
+    ],
+)
+def test_every_rank_makes_the_same_groups_in_the_same_order(schedule, stages, width, tensor, flags, after):
+    """Megatron's, connections, late step, log. torch >= 2.15 makes a communicator of NCCL by splitting the world's, in
+    which all ranks take part; the planner knows how many of several ranks each stage has."""
+    sizes = dict(width=width, tensor_model_parallel_size=tensor)
+    microbatches = 1 if schedule == "pipedream" else 4
+    argv = command(stages, microbatches, schedule, *flags, train_iters=4, **sizes)
+    runs = run_world(stages * width * tensor, note_groups, argv)
+    plan = Plan(tensor, stages, width, 2, microbatches, schedule=schedule)
+    for rank, run in enumerate(runs):
+        assert [name for owner, name, *_ in run.events if owner == "2bw"] == LINKS + after
+        nccl = [(owner, name) for owner, name, _, nccl in run.events if nccl]
+        assert nccl == [(owner, name) for owner, name, _, nccl in runs[0].events if nccl]
+        shared = [name for owner, name, ranks, nccl in run.events if owner == "2bw" and nccl and ranks > 1]
+        assert len(shared) - shared.count("matrices") == len(communicators(plan, rank // (width * tensor)))

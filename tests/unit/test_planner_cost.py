@@ -13,6 +13,7 @@ import pytest
 from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.compute import Compute, Work
 from megatron_2bw.planner.cost.links import Group, all_reduce, half, layout, message
+from megatron_2bw.planner.cost.memory import LINK, PAIR
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
@@ -446,11 +447,32 @@ def test_extra_warmup_hides_what_is_slow():
 
 
 def test_a_plan_fits_up_to_its_margin():
-    plan = replace(PLAN, microbatch=1)
+    plan = replace(PLAN, microbatch=32)
     heaviest = Cost(GPT, CLUSTER).memory.heaviest(plan)
     for margin, fits in ((0.1999, True), (0.2001, False)):
         device = replace(DEVICE, memory_gib=heaviest / 2**30 / 0.8)
         assert Cost(GPT, replace(CLUSTER, device=device), margin=margin).fits(plan) == fits
+
+
+def test_what_the_margin_leaves_free_must_hold_the_communicators():
+    plan = replace(PLAN, microbatch=1)
+    heaviest, held = Cost(GPT, CLUSTER).memory.heaviest(plan), 2 * LINK + 2 * PAIR  # of the first stage, width 2
+    for more, fits in ((-1e6, False), (1e6, True)):
+        device = replace(DEVICE, memory_gib=(heaviest + held + more) / 2**30)
+        for margin in (0.0, 0.01, 0.1):
+            assert Cost(GPT, replace(CLUSTER, device=device), margin=margin).fits(plan) == fits
+        assert Cost(GPT, replace(CLUSTER, device=replace(device, name="cpu")), margin=0.0).fits(plan)  # over gloo
+
+
+@pytest.mark.parametrize(
+    "optimizer, counted",
+    [("torch's AdamW", True), ("apex's FusedAdam", False), ("transformer_engine's FusedAdam", False)],
+)
+def test_torchs_adam_is_known_from_the_profile(optimizer, counted):
+    profile = replace(PROFILE, optimizer=f"Megatron's Float16OptimizerWithFloat16Params with {optimizer}")
+    for device, known in ((DEVICE, counted), (replace(DEVICE, name="cpu"), False)):
+        assert Cost(GPT, replace(CLUSTER, profile=profile, device=device)).memory.torch_adam == known
+    assert not Cost(GPT, CLUSTER).memory.torch_adam
 
 
 # --- the paper's closed forms ----------------------------------------------------------------------------------------

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw.planner.cost.memory import BYTES, Memory, layer_activations, score_activations
+from megatron_2bw.planner.cost.memory import (
+    BYTES,
+    GROUP,
+    LINK,
+    PAIR,
+    Memory,
+    communicators,
+    layer_activations,
+    score_activations,
+)
 from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import is_legal
@@ -140,6 +149,28 @@ def test_extrapolation_takes_main_weights_once_more(distributed):
         more = 4 * memory.parameters(plain, stage, 4) / (plain.width if distributed else 1)
         assert after.optimizer - before.optimizer == near(more)
         assert after.total - before.total == near(more)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_torchs_adam_takes_four_bytes_a_parameter_during_a_late_step(distributed):
+    plan = replace(TWO_BW, distributed_optimizer=distributed)
+    apex, torch = (Memory(GPT, "bf16", False, torch_adam) for torch_adam in (False, True))
+    for stage in range(4):
+        more = 4 * apex.parameters(plan, stage, 4) / (plan.width if distributed else 1)
+        assert torch.stage(plan, stage, 4).buffers - apex.stage(plan, stage, 4).buffers == near(more)
+    assert torch.stages(FLUSH) == apex.stages(FLUSH)  # its step may take what the activations had
+
+
+def test_communicators_by_hand():
+    def held(stage: int, **changes) -> list[float]:
+        return communicators(replace(TWO_BW, **changes), stage)
+
+    assert TWO_BW.depth == 4 and TWO_BW.width > 1
+    assert held(0, width=1) == held(3, width=1) == [LINK, LINK, PAIR]
+    assert held(1, width=1) == [LINK] * 4
+    assert held(1, width=2) == [LINK] * 4 + [PAIR] and held(1, width=8) == [LINK] * 4 + [GROUP]
+    assert held(0, depth=1, width=1) == [] and held(0, depth=1, width=4) == [GROUP]
+    assert held(0, schedule="pipedream-flush") == [LINK] * 2 and held(0, schedule="megatron") == []
 
 
 @pytest.mark.parametrize("microbatches, expected", [(1, [4, 3, 2, 1]), (2, [3, 2, 2, 1]), (8, [2, 2, 2, 1])])

@@ -34,8 +34,8 @@ def tiny(layers: int = 6, **changes) -> Model:
 
 
 def slow(servers: int, per_server: int = 2, memory_gib: float = 2.0) -> Cluster:
-    """Servers with so slow a network that it matters where the ranks lie."""
-    device = Device("small", memory_gib, tflops=10, memory_gb_s=200)
+    """Servers with so slow a network that it matters where the ranks lie. No GPU, since NCCL alone would fill one."""
+    device = Device("cpu", memory_gib, tflops=10, memory_gb_s=200)
     return Cluster("slow", servers, per_server, device, inside=Link(5, 10), between=Link(0.2, 50))
 
 

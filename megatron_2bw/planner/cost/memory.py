@@ -41,6 +41,27 @@ class Bytes:
 
 
 BYTES = {"bf16": Bytes(2, 4, 4, 0), "fp16": Bytes(2, 2, 4, 4), "fp32": Bytes(4, 4, 0, 0)}
+ROOTS = 4  # bytes a parameter of torch's Adam on a GPU: the square roots of all second moments, during its step
+
+# Bytes of a communicator of NCCL, as users report them; not measured here. Two A100 on NVLink take 544 MB, more of them
+# 688 MB (github.com/NVIDIA/nccl, issue 964). For messages, an H100 takes 3.28 GB with seven others (issue 1685), which
+# makes 235 MB for one direction to one neighbour. Fewer channels, as over a network, take less.
+LINK, PAIR, GROUP = 235e6, 544e6, 688e6
+
+
+def communicators(plan: Plan, stage: int) -> list[float]:
+    """Bytes of each communicator of NCCL with several ranks that a GPU of the stage holds for this project's schedules.
+
+    One for each neighbour and direction; with a late step, twins of the data-parallel group and of the embeddings'.
+    Megatron's own communicators come on top, and those of one rank.
+    """
+    if plan.schedule == "megatron":
+        return []
+    links = [LINK] * 2 * ((stage > 0) + (stage < plan.depth - 1))
+    if not plan.pipeline.late_step:
+        return links
+    data = [PAIR if plan.width == 2 else GROUP] if plan.width > 1 else []
+    return links + data + [PAIR] * (plan.depth > 1 and stage in (0, plan.depth - 1))
 
 
 @dataclass(frozen=True)
@@ -83,10 +104,14 @@ def score_activations(model: Model, microbatch: int, tensor: int, flash: bool, p
 
 
 class Memory:
-    """Bytes of a model's plans in a precision. flash: attention that never stores its scores."""
+    """Bytes of a model's plans in a precision.
 
-    def __init__(self, model: Model, precision: str, flash: bool):
-        self.model, self.precision, self.flash = model, precision, flash
+    flash       attention that never stores its scores
+    torch_adam  Adam is torch's, on a GPU. Its temporaries are in use while the next batch computes, if the step is late
+    """
+
+    def __init__(self, model: Model, precision: str, flash: bool, torch_adam: bool = False):
+        self.model, self.precision, self.flash, self.torch_adam = model, precision, flash, torch_adam
         self.element = ELEMENT[precision]
 
     def stages(self, plan: Plan) -> list[StageMemory]:
@@ -114,6 +139,8 @@ class Memory:
         waiting = sum(plan.extra[max(stage - 1, 0) : stage + 1]) if plan.extra_warmup else 0
         buffers = (4 * sides + 2 * waiting) * message  # two slots, two directions
         buffers /= plan.tensor if plan.sequence_parallel else 1
+        if self.torch_adam and schedule.late_step:
+            buffers += ROOTS * parameters / shards
         return StageMemory(*(size * parameters for size in each), activations, logits, buffers)
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:

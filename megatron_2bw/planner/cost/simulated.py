@@ -5,13 +5,14 @@ Invariant: `lower_bound` is never above `seconds`, so a search that discards pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cost.compute import Compute, Work
 from megatron_2bw.planner.cost.links import all_reduce, half, layout, message
-from megatron_2bw.planner.cost.memory import BYTES, ELEMENT, GIB, Memory, StageMemory
+from megatron_2bw.planner.cost.memory import BYTES, ELEMENT, GIB, Memory, StageMemory, communicators
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan, by_fields
@@ -81,7 +82,8 @@ class Cost:
     """Times and memory of plans of one model on one cluster.
 
     flash           attention that never stores its scores; the device's default if None
-    margin          share of the memory for the CUDA context, the communication library and fragmentation
+    margin          share of the memory for the CUDA context, the communication library and fragmentation. What this
+                    project's communicators need beyond it a plan must have free
     old_exchange    messages of Megatron-LM in 2021 to 2023, for tables published then: each tensor rank sends its part
                     also without sequence parallelism (arXiv 2104.04473, section 4.1), and interleaved stages wait for
                     a message as others do
@@ -102,11 +104,15 @@ class Cost:
         self.model, self.cluster, self.precision, self.margin = model, cluster, precision, margin
         flash = cluster.device.flash if flash is None else flash
         self.compute = Compute(model, cluster, precision, flash)
-        self.memory = Memory(model, precision, flash)
+        on_gpus, profile = cluster.device.name != "cpu", cluster.profile
+        torch_adam = on_gpus and profile is not None and "torch's Adam" in profile.optimizer
+        self.memory = Memory(model, precision, flash, torch_adam)
         self.capacity = cluster.device.memory_gib * GIB * (1 - margin)
+        self._nccl_free = cluster.device.memory_gib * GIB * margin if on_gpus else math.inf
 
     def fits(self, plan: Plan) -> bool:
-        return self.memory.heaviest(plan) <= self.capacity
+        needed = max(sum(communicators(plan, stage)) for stage in {0, min(1, plan.depth - 1)})
+        return self.memory.heaviest(plan) + max(0.0, needed - self._nccl_free) <= self.capacity
 
     def seconds(self, plan: Plan) -> float:
         """Simulated seconds of an iteration in the steady state."""
