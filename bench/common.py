@@ -1,4 +1,4 @@
-"""What the benchmarks share: the command line of a small GPT, their options, how they write results."""
+"""What the benchmarks share: their options, how they write results."""
 
 from __future__ import annotations
 
@@ -12,30 +12,6 @@ from typing import Any
 
 from megatron_2bw.errors import words
 from megatron_2bw.files import write_figure, write_json
-
-SMALL_GPT = {
-    "micro_batch_size": 1,
-    "lr": 1e-4,
-    "lr_decay_style": "constant",
-    "clip_grad": 1.0,
-    "tokenizer_type": "NullTokenizer",
-    "make_vocab_size_divisible_by": 32,
-    "attention_dropout": 0,
-    "hidden_dropout": 0,
-    "num_workers": 0,
-    "eval_iters": 0,
-    "eval_interval": 1000,
-    "split": "98,1,1",
-    "device": "cpu",
-}
-
-
-def gpt_flags(layers: int, hidden: int, heads: int, sequence: int, *flags: object, **more: object) -> list[str]:
-    """Flags of a GPT on mock data with a fixed learning rate; `more` are flags in snake case, None leaves one out."""
-    shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": sequence}
-    found = SMALL_GPT | shape | {"max_position_embeddings": sequence} | more
-    words = [("--" + name.replace("_", "-"), value) for name, value in found.items() if value is not None]
-    return [str(word) for word in (*(word for pair in words for word in pair), "--mock-data", *flags)]
 
 
 def new_parser(description: str, name: str) -> argparse.ArgumentParser:

@@ -32,9 +32,10 @@ import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Output, gpt_flags, new_figure, new_parser, write_result
+from bench.common import Output, new_figure, new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
+from megatron_2bw.gpu_check.rows import gpt_flags
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals, free_port, stop_tree
 from megatron_2bw.start.torchrun import ROOT, start

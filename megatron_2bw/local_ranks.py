@@ -1,10 +1,14 @@
 """Several ranks on this machine, forked from one server that has imported what they need: for tests and benchmarks.
 
+With MEGATRON_2BW_WORLD_START=spawn each rank imports it anew, where an import of the server starts CUDA: a forked rank
+could not use it then.
+
 Invariant: a world has a time limit, a port and a folder of its own, and none of its processes outlives it.
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -17,15 +21,19 @@ from pathlib import Path
 
 import torch
 
-from megatron_2bw.processes import free_port
+from megatron_2bw.processes import end_with_parent, free_port
 
 MEGATRON = "megatron_2bw.start.preload"
 
-_context = multiprocessing.get_context("forkserver")
+LATE = "the world ran out of time"
 
 
 class WorldError(AssertionError):
-    """A rank failed or the world ran out of time; the message holds the ends of the ranks' logs."""
+    """A rank failed; the message holds the ends of the ranks' logs."""
+
+
+class WorldTimeout(WorldError):
+    """The world ran out of time."""
 
 
 def run_world(size: int, function: Callable, *args, timeout: float = 120.0, preload: str = MEGATRON) -> list:
@@ -35,11 +43,12 @@ def run_world(size: int, function: Callable, *args, timeout: float = 120.0, prel
 
     preload: the module that the server imports. One server serves a process, so the first call decides.
     """
-    _context.set_forkserver_preload([preload])
+    context = multiprocessing.get_context(os.environ.get("MEGATRON_2BW_WORLD_START", "forkserver"))
+    context.set_forkserver_preload([preload])
     with tempfile.TemporaryDirectory(prefix="world_") as folder:
         port = free_port()
         ranks = [
-            _context.Process(target=_rank_main, args=(rank, size, port, folder, function, args), daemon=True)
+            context.Process(target=_rank_main, args=(rank, size, port, folder, preload, function, args), daemon=True)
             for rank in range(size)
         ]
         for process in ranks:
@@ -52,7 +61,9 @@ def run_world(size: int, function: Callable, *args, timeout: float = 120.0, prel
                     process.kill()
                 process.join()
         if failed:
-            raise WorldError(f"{failed}\n" + "\n".join(_log_end(folder, rank) for rank in range(size)))
+            raise (WorldTimeout if failed == LATE else WorldError)(
+                f"{failed}\n" + "\n".join(_log_end(folder, rank) for rank in range(size))
+            )
         return [torch.load(Path(folder, f"result{rank}.pt"), weights_only=False) for rank in range(size)]
 
 
@@ -67,7 +78,7 @@ def _wait(ranks: list, deadline: float) -> str | None:
     while running:
         ended = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
         if not ended:
-            return "the world ran out of time"
+            return LATE
         for sentinel in ended:
             running.pop(sentinel).join()
         for rank, process in enumerate(ranks):
@@ -76,7 +87,8 @@ def _wait(ranks: list, deadline: float) -> str | None:
     return None
 
 
-def _rank_main(rank: int, size: int, port: int, folder: str, function: Callable, args: tuple) -> None:
+def _rank_main(rank: int, size: int, port: int, folder: str, preload: str, function: Callable, args: tuple) -> None:
+    end_with_parent()  # the server, which ends with the process that started it
     log = open(Path(folder, f"log{rank}"), "w", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -89,6 +101,7 @@ def _rank_main(rank: int, size: int, port: int, folder: str, function: Callable,
         MASTER_PORT=str(port),
         WORLD_FOLDER=folder,
     )
+    importlib.import_module(preload)  # done already, if the rank was forked
     torch.set_num_threads(1)
     # An asynchronous save starts processes, which a daemon may not. They end with the rank (processes.end_with_parent).
     multiprocessing.current_process()._config["daemon"] = False

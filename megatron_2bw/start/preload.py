@@ -18,7 +18,10 @@ logging.disable(logging.WARNING)
 
 from megatron_2bw import cpu  # noqa: E402
 
-if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") != "cuda":
+if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") == "cuda":
+    # Imports ask torch.cuda.is_available(). It would start CUDA, and no forked rank could use CUDA then.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+else:
     cpu.install()
 
 import megatron.core.models.mimo.optimizer  # noqa: E402
