@@ -132,7 +132,7 @@ def delays(observed: Observed, hooks: Hooks, seed: int) -> None:
         execute(self, action)
 
     def paused_job(self, job):
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             pause()
         return run_job(self, job)
 
