@@ -51,17 +51,22 @@ class Hooks:
 
 
 def train(
-    rank: int, argv: list[str], gpus: int, environment: dict[str, str], limit: float, observers: Sequence[Callable] = ()
+    rank: int,
+    argv: list[str],
+    gpus: int,
+    environment: dict[str, str],
+    deadline: float,
+    observers: Sequence[Callable] = (),
 ) -> Observed:
     """Run pretrain_gpt_2bw.py with `argv`. For run_world.
 
     gpus         of this machine; the ranks are spread over them
     environment  {rank} in a value stands for the rank
-    limit        seconds of the world
+    deadline     of the world, on the clock of time.monotonic()
     """
     os.environ.update({name: value.format(rank=rank) for name, value in environment.items()})
     os.environ["LOCAL_RANK"] = str(rank % max(gpus, 1))
-    faulthandler.dump_traceback_later(max(limit - MARGIN, 1))
+    faulthandler.dump_traceback_later(max(deadline - time.monotonic() - MARGIN, 1))
     from megatron.training import training
 
     from megatron_2bw.start.launch import launch

@@ -72,8 +72,7 @@ class Check:
         else:
             argv = [*argv, "--distributed-backend", transport]
             variables = REPEATABLE | (SHARED_GPU if size > self.gpus and transport == "nccl" else {}) | variables
-        left = self.deadline - time.monotonic()
-        return self.world(size, observe.train, argv, self.gpus, variables, left, observers)
+        return self.world(size, observe.train, argv, self.gpus, variables, self.deadline, observers)
 
 
 @dataclass(frozen=True)
