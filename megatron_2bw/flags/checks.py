@@ -23,6 +23,18 @@ from megatron_2bw.flags.combinations import EXCLUSIVE, MISSING, NEEDS, PACKAGES,
 from megatron_2bw.flags.rule import Args, Rule, installed, line, task, value
 from megatron_2bw.schedules import SCHEDULES
 
+OLDEST_TORCH = "2.8"  # pyproject.toml says why
+
+
+def torch_version(args: Args | None = None) -> str | None:
+    """torch must be as new as the oldest that was tested. pip checks that too, but not with --no-deps."""
+    import torch
+
+    found, oldest = (tuple(map(int, version.split(".")[:2])) for version in (torch.__version__, OLDEST_TORCH))
+    if found < oldest:
+        return f"torch {torch.__version__} is too old: install torch {OLDEST_TORCH} or newer"
+    return None
+
 
 def default_tokenizer(task: str | None) -> str:
     """Megatron's --tokenizer-type for a task, if none is given."""

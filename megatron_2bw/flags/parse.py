@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_folder
 from megatron_2bw.flags import environment, unsupported
-from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer
+from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer, torch_version
 from megatron_2bw.flags.no_effect import NO_EFFECT
 from megatron_2bw.flags.own import OWN, add_flags
 from megatron_2bw.flags.rule import Rule, installed
@@ -36,6 +36,8 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
     early, _ = parser.parse_known_args(argv)
     early.task = task
     environment.prepare_cuda(early)
+    if message := torch_version():  # before Megatron is imported, which may fail with it
+        stop(message)
     if early.device == "cuda" and cpu.wanted("auto"):
         stop("--device cuda: no GPU is visible to torch; use --device cpu")
     return early
@@ -124,7 +126,7 @@ def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -
     argv: the words that `args` were parsed from (default: the command line).
     """
     argv = sys.argv[1:] if argv is None else argv
-    for rule in (*unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED, *NO_EFFECT):
+    for rule in (torch_version, *unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED, *NO_EFFECT):
         message = rule.message(args, argv) if isinstance(rule, Rule) else rule(args)
         if message:
             stop(message)

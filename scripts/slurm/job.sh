@@ -153,14 +153,27 @@ check_flags() {
     fi
 }
 
+torchrun_waits() { # whether torchrun can give ranks longer than its 30 s after a signal: in newer versions of torch
+    "$PYTHON" - <<'EOF'
+import importlib.util, pathlib
+torchrun = pathlib.Path(importlib.util.find_spec("torch").origin).parent / "distributed" / "run.py"
+raise SystemExit("--shutdown-timeout" not in torchrun.read_text())
+EOF
+}
+
 run_job() {
-    local entry=$1 hosts exit_status=0 checkpoints=() before
+    local entry=$1 hosts exit_status=0 checkpoints=() before shutdown=()
     shift
     check_allocation
     check_flags "$@"
     if [[ $CHECKPOINTS != none ]]; then
         claim_checkpoints
         checkpoints=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 1000 --exit-signal-handler)
+    fi
+    if torchrun_waits; then
+        shutdown=(--shutdown-timeout "${SHUTDOWN:-100}")
+    else
+        echo "$SLURM_JOB_NAME: this torch's torchrun kills ranks 30 s after a signal; SHUTDOWN has no effect" >&2
     fi
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     before=$(saved_iteration)
@@ -171,7 +184,7 @@ run_job() {
         srun --kill-on-bad-exit=1 --cpu-bind=none --output="$LOGS/start-$START-node-%n-%N.log" \
             bash "$MEGATRON_2BW/scripts/slurm/node.sh" "$PYTHON" -m torch.distributed.run \
             --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$PROCESSES_PER_NODE" \
-            --max-restarts "${RESTARTS:-3}" --shutdown-timeout "${SHUTDOWN:-100}" \
+            --max-restarts "${RESTARTS:-3}" "${shutdown[@]}" \
             --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-$START" \
             --rdzv-endpoint "${MASTER_ADDR:-${hosts[0]}}:${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}" \
             "$MEGATRON_2BW/$entry" "${checkpoints[@]}" "$@" &

@@ -44,9 +44,10 @@ BYTES = {"bf16": Bytes(2, 4, 4, 0), "fp16": Bytes(2, 2, 4, 4), "fp32": Bytes(4, 
 ROOTS = 4  # bytes a parameter of torch's Adam on a GPU: the square roots of all second moments, during its step
 
 # Bytes of a communicator of NCCL, as users report them; not measured here. Two A100 on NVLink take 544 MB, more of them
-# 688 MB (github.com/NVIDIA/nccl, issue 964). For messages, an H100 takes 3.28 GB with seven others (issue 1685), which
-# makes 235 MB for one direction to one neighbour. Fewer channels, as over a network, take less.
-LINK, PAIR, GROUP = 235e6, 544e6, 688e6
+# 688 MB (github.com/NVIDIA/nccl, issue 964). For messages over 32 channels, an H100 takes 3.28 GB with seven others
+# (issue 1685): 235 MB for one direction to one neighbour. The bytes are linear in the channels (issue 864), and a run
+# has 4 for messages (flags/environment.py). Collectives over a network take less.
+LINK, PAIR, GROUP = 235e6 * 4 / 32, 544e6, 688e6
 
 
 def communicators(plan: Plan, stage: int) -> list[float]:
