@@ -45,7 +45,9 @@ class Groups:
         self.embedding = twin(megatron.embd, "embedding")
         for group in (self.data, self.embedding):
             # NCCL creates a communicator at first use: here, where every rank is, and not concurrently with training.
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            # Nobody uses an embedding group of one rank; NCCL may take 512 MiB for it (its issue 2363).
+            if group is self.data or group.size() > 1:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
         self._embedding_barrier = twin(megatron.embd, "embedding meeting", "gloo")
         # The collection for Megatron's finalize function.
         self.megatron = copy.copy(megatron)
@@ -54,7 +56,7 @@ class Groups:
         self.megatron.dp_cp = self.data  # of the token count, which Megatron prefers to take from the other one:
         self.megatron.dp_cp_gtp_remat = self.data
         self.megatron.embd = self.embedding if megatron.embd is not None else None
-        position = twin(megatron.pos_embd, "position embedding")
+        position = twin(megatron.pos_embd, "position embedding", "gloo")  # of one rank, but for a T5: never used
         self.megatron.pos_embd = position if megatron.pos_embd is not None else None
         for part in parts:
             # Muon orthogonalises a matrix that the tensor-parallel ranks share; every stage has such a part, or none.
