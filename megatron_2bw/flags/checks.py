@@ -162,7 +162,7 @@ def tokenizer(args: Args) -> str | None:
     for flag in ("--vocab-file", "--merge-file", "--tokenizer-model"):
         path = value(args, flag)
         # A tokenizer's model may be a name on a hub; a vocabulary is a file.
-        if path and not Path(path).exists():
+        if path and not os.path.exists(path):
             if flag != "--tokenizer-model" or package or path.startswith(("/", ".")):
                 return f"{flag} {path}: there is no such file or folder"
             fault = _fault_of_hub(path)
@@ -212,7 +212,7 @@ _FOLDERS = "--save --tensorboard-dir --wandb-save-dir --data-cache-path --two-bw
 def paths(args: Args) -> str | None:
     """A file to read must be there; --load must hold a checkpoint; a folder like that of --save must be writable."""
     for flag in _FILES.split():
-        if value(args, flag) and not Path(value(args, flag)).is_file():
+        if value(args, flag) and not os.path.isfile(value(args, flag)):
             return f"{flag} {value(args, flag)}: there is no such file"
     for flag in ("--load", "--pretrained-checkpoint"):
         path = value(args, flag)
@@ -220,15 +220,17 @@ def paths(args: Args) -> str | None:
         saved_there = args.save and path and os.path.abspath(path) == os.path.abspath(args.save)
         if not path or "://" in path or (saved_there and not args.exit_on_missing_checkpoint):
             continue
-        if not Path(path, TRACKER).is_file() and args.ckpt_step is None:
+        if not os.path.isfile(Path(path, TRACKER)) and args.ckpt_step is None:
             return f"{flag} {path}: there is no checkpoint (no file {TRACKER})"
     for flag in _FOLDERS.split():
         path = value(args, flag)
         if not path or "://" in str(path):
             continue
-        parent = Path(path).absolute()
-        while not parent.exists():
-            parent = parent.parent
+        folder = Path(path).absolute()
+        try:
+            parent = next(each for each in (folder, *folder.parents) if each.exists())
+        except OSError as error:  # a name that is too long
+            return f"{flag} {path}: {error.strerror}"
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             return f"{flag} {path}: {parent} is not a folder that can be written to"
     return None
@@ -245,10 +247,10 @@ def checkpoint(args: Args) -> str | None:
             "--ckpt-step does not work with --ckpt-format torch and --use-distributed-optimizer: Megatron 0.19 would "
             f"load the latest optimizer state; write the iteration into {TRACKER} instead"
         )
-    own = args.load and Path(args.load, TRACKER).is_file()
+    own = args.load and os.path.isfile(Path(args.load, TRACKER))
     flag = "--load" if own or not args.pretrained_checkpoint else "--pretrained-checkpoint"  # Megatron's choice
     path = value(args, flag)
-    there = path and "://" not in path and (args.ckpt_step or Path(path, TRACKER).is_file())
+    there = path and "://" not in path and (args.ckpt_step or os.path.isfile(Path(path, TRACKER)))
     if there and os.environ.get("RANK", "0") == "0":
         fault = problem(path, args.ckpt_step, same_folder(path, args.save), args.ckpt_format)
         return fault and f"{flag} {path}: {fault}"

@@ -28,6 +28,7 @@ from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, repor
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
+MOST_SAMPLES, MOST_PLANS = 1_000_000, 10_000
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
 
@@ -137,9 +138,12 @@ def _check(options: argparse.Namespace, parser: Parser) -> None:
             parser.error(f"{flag}: {wrong[0]} is not one of {', '.join(map(str, known))}")
     if options.extrapolate and "2bw" not in options.schedules:
         parser.error("--extrapolate has no effect without 2bw among --schedules: leave it out")
-    for flag, number in (("--max-global-batch-size", options.max_global_batch_size), ("--top", options.top)):
-        if number < 1:
-            parser.error(f"{flag} must be positive, not {number}")
+    for flag, number, most in (
+        ("--max-global-batch-size", options.max_global_batch_size, MOST_SAMPLES),
+        ("--top", options.top, MOST_PLANS),
+    ):
+        if not 1 <= number <= most:
+            parser.error(f"{flag} must be from 1 to {most}, not {number}")
     if not 0 <= options.memory_margin < 1:
         parser.error(f"--memory-margin must be a share from 0 to below 1, not {options.memory_margin}")
 

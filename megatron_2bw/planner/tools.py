@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
 from megatron_2bw.timelines.text import render
 
 TIMES = {"forward": 1.0, "backward": 2.0, "transfer": 0.0, "reduce": 0.0, "step": 0.0}
+SHORTEST, LONGEST = 1e-9, 1e9  # times; a float holds every sum of them
+STAGES, FORWARDS = 1_000, 20_000  # of one timeline, which takes seconds
 
 
 def run_simulate(words: list[str], prog: str) -> int:
@@ -49,11 +52,18 @@ def run_simulate(words: list[str], prog: str) -> int:
         if getattr(options, name) is None:
             parser.error(f"--{name} is missing (or give --figure 1, 2 or 3)")
     for name in ("stages", "microbatches", "iterations", "virtual", "columns"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be positive, not {getattr(options, name)}")
+        most = STAGES if name == "stages" else FORWARDS
+        if not 1 <= getattr(options, name) <= most:
+            parser.error(f"--{name} must be from 1 to {most}, not {getattr(options, name)}")
+    factors = ["stages", "microbatches", "iterations", *["virtual"] * (options.schedule == "megatron-interleaved")]
+    forwards = math.prod(getattr(options, name) for name in factors)
+    if forwards > FORWARDS:
+        flags = " x ".join(f"--{name}" for name in factors)
+        parser.error(f"{flags} makes {forwards} forwards: at most {FORWARDS} are simulated")
     for name in TIMES:
-        if not 0 <= getattr(options, name) < float("inf"):
-            parser.error(f"--{name} must be a time, not {getattr(options, name):g}")
+        if getattr(options, name) != 0 and not SHORTEST <= getattr(options, name) <= LONGEST:
+            limits = f"0 or from {SHORTEST:g} to {LONGEST:g}"
+            parser.error(f"--{name} must be a time, {limits}, not {getattr(options, name):g}")
     if options.forward + options.backward == 0:
         parser.error("--forward and --backward must not both be 0")
     _simulate(options, _schedule(options, parser))

@@ -15,6 +15,8 @@ from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule, Shape, 
 
 PerStage = float | Sequence[float]
 
+AT_ONCE = 256  # actions of a stage, before another stage's turn
+
 
 @dataclass(frozen=True)
 class Times:
@@ -135,14 +137,14 @@ class _Run:
             raise ValueError(f"{self.schedule.name} deadlocks: stages {stuck} wait for each other")
 
     def _advance(self, stage: int, runnable: list[int]) -> object | None:
-        """Time the stage's actions until an input is missing; return its key, or None at the end.
+        """Time the stage's actions, at most AT_ONCE, until an input is missing; return its key, or None.
 
         A search of the planner spends most of its time here: hence the local names and the single function.
         """
         lists, position, arrived, waiting = self.lists[stage], self.position[stage], self.arrived, self.waiting
         free, took, append = self.free[stage], self.took, self.events.append
         missing = None
-        for action, needs, gives, boundary in lists[position:]:
+        for action, needs, gives, boundary in lists[position : position + AT_ONCE]:  # a copy, so not of a long rest
             kind, start = action[0], free
             if needs is not None:
                 came = arrived.get(needs)
@@ -171,6 +173,8 @@ class _Run:
             append(Event(stage, action, start, end))
             position += 1
         self.position[stage], self.free[stage] = position, free
+        if missing is None and position < len(lists):
+            runnable.append(stage)
         return missing
 
     def _update(self, action: Action, stage: int, free: float, runnable: list[int]) -> tuple[float, float] | None:

@@ -44,12 +44,13 @@ def render(
     head = len(f"stage {stages - 1}  ")
     end = scale.column(makespan(events))
     room = max(columns - head, scale.width)
-    lines = [("time".ljust(head) + _ruler(scale, min(end, room))).rstrip()]
-    for stage in range(stages):
-        own = [event for event in events if event.stage == stage]
-        lines.append(f"stage {stage}".ljust(head) + _row(own, scale, end, chunked)[:room])
+    length = min(end, room)
+    lines = [("time".ljust(head) + _ruler(scale, length)).rstrip()]
+    for stage, own in enumerate(_by_stage(events, stages)):
+        shown = [event for event in own if scale.column(event.start) <= length]
+        lines.append(f"stage {stage}".ljust(head) + _row(shown, scale, length, chunked))
         if versions:
-            lines.append(("   W(v)".ljust(head) + _versions(own, scale, end)[:room]).rstrip())
+            lines.append(("   W(v)".ljust(head) + _versions(shown, scale, length)).rstrip())
     if end > room:
         shown = room / scale.width * scale.unit
         lines.append(f"cut at {columns} columns: time 0 to {shown:.4g} of {makespan(events):.4g} is shown")
@@ -58,6 +59,13 @@ def render(
     slow = any(event.action.kind == REDUCE and event.end > event.start for event in events)
     legend += ["A, B, ... model chunk"] * chunked + [". idle", "| weight update"] + [f"{UPDATE} its time"] * slow
     return "\n".join([*lines, ", ".join(legend), summary(events, stages)])
+
+
+def _by_stage(events: list[Event], stages: int) -> list[list[Event]]:
+    rows: list[list[Event]] = [[] for _ in range(stages)]
+    for event in events:
+        rows[event.stage].append(event)
+    return rows
 
 
 def summary(events: list[Event], stages: int) -> str:
@@ -73,7 +81,7 @@ def busy(events: list[Event], stages: int) -> tuple[float, bool]:
     The steady state is the batches, from one reduction's start to the next, in which a stage runs as many forwards as
     backwards. If a stage has no such batch, as in a run of one batch, the share is of the whole run.
     """
-    windows = [_windows([event for event in events if event.stage == stage]) for stage in range(stages)]
+    windows = [_windows(own) for own in _by_stage(events, stages)]
     steady = all(windows)
     if steady:
         spans = [span for own in windows for span in own]
@@ -122,33 +130,35 @@ def _label(event: Event, chunked: bool) -> str:
     return str(event.action.microbatch + 1) + (chr(ord("A") + event.action.chunk) if chunked else "")
 
 
-def _row(events: list[Event], scale: _Scale, end: int, chunked: bool) -> str:
-    row = ["."] * end
+def _row(events: list[Event], scale: _Scale, columns: int, chunked: bool) -> str:
+    """The first `columns` characters of a stage's row."""
+    row = ["."] * columns
     for event in events:
         kind, first = event.action.kind, scale.column(event.start)
+        length = scale.column(event.end) - first
         if kind == REDUCE:
-            row[first : scale.column(event.end)] = UPDATE * (scale.column(event.end) - first)
+            row[first : first + length] = UPDATE * min(length, columns - first)
         elif kind in FILL and event.end > event.start:
-            length = max(scale.column(event.end) - first, 1)
+            length = max(length, 1)
             label, fill = _label(event, chunked), FILL[kind]
             marked = label + (fill if kind != F else "")
             if length <= len(marked):  # no room for the number and a space
                 text = (fill.strip() or "f") * length
             else:
-                text = label + fill * (length - 1 - len(label)) + " "
-            row[first : first + length] = text
+                text = label + fill * min(length - 1 - len(label), columns) + " "
+            row[first : first + length] = text[: columns - first]
     for event in events:
-        if event.action.kind == STEP and event.end > 0:
+        if event.action.kind == STEP and 0 < scale.column(event.end) <= columns:
             row[scale.column(event.end) - 1] = "|"
     return "".join(row)
 
 
-def _versions(events: list[Event], scale: _Scale, end: int) -> str:
-    row = [" "] * end
+def _versions(events: list[Event], scale: _Scale, columns: int) -> str:
+    row = [" "] * columns
     for event in events:
         text, first = str(event.action.version), scale.column(event.start)
         if event.action.kind in FILL and scale.column(event.end) - first > len(text):
-            row[first : first + len(text)] = text
+            row[first : first + len(text)] = text[: columns - first]
     return "".join(row).rstrip()
 
 

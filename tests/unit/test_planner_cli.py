@@ -297,6 +297,17 @@ BAD = [
     ([*SHAPE, *P3, "--kv-channels", "0"], "--kv-channels"),
     ([*SHAPE, *P3, "--kv-channels", "-4"], "--kv-channels"),
     ([*SHAPE, *P3, "--num-layers", "4.5"], "--num-layers"),
+    ([*SHAPE, *P3, "--num-layers", "1001"], "--num-layers: 1001 layers are more than the planner searches, 1000"),
+    ([*SHAPE, *P3, "--rotary-base", "0"], "--rotary-base must be positive, not 0"),
+    ([*SHAPE, *P3, "--norm-epsilon", "nan"], "--norm-epsilon must be greater than 0 and less than 1, not nan"),
+    ([*SHAPE, *P3, "--hidden-dropout", "nan"], "--hidden-dropout must be at least 0 and less than 1, not nan"),
+    ([*SHAPE, *P3, "--attention-dropout", "1"], "--attention-dropout must be at least 0 and less than 1, not 1.0"),
+    ([*MODEL, *P3, "--servers", "100000000000000000000"], "--servers: 800000000000000000000 GPUs are more than the"),
+    ([*MODEL, *P3, "--max-global-batch-size", "1000001"], "--max-global-batch-size must be from 1 to 1000000, not"),
+    ([*MODEL, *P3, "--top", "10001"], "--top must be from 1 to 10000, not 10001"),
+    (["--model", "x" * 300, *P3], f"--model {'x' * 300}"),
+    ([*MODEL, "--cluster", "x" * 300, "--max-global-batch-size", "64"], f"--cluster {'x' * 300}"),
+    ([*MODEL, *P3, "--profile", "x" * 300], f"--profile {'x' * 300}"),
 ]
 
 
@@ -495,12 +506,27 @@ BAD_SIMULATIONS = [
     (["--forward", "nan"], "--forward"),
     (["--transfer", "inf"], "--transfer"),
     (["--forward", "0", "--backward", "0"], "--forward"),
+    (["--forward", "1e-300"], "--forward must be a time, 0 or from 1e-09 to 1e+09, not 1e-300"),
+    (["--backward", "1e300"], "--backward must be a time, 0 or from 1e-09 to 1e+09, not 1e+300"),
+    (["--columns", "1000000000"], "--columns must be from 1 to 20000"),
+    (["--stages", "1001", "--schedule", "gpipe"], "--stages must be from 1 to 1000, not 1001"),
+    (["--iterations", "1251"], "--stages x --microbatches x --iterations makes 20016 forwards: at most 20000 are"),
+    (
+        ["--schedule", "megatron-interleaved", "--iterations", "100", "--virtual", "13"],
+        "--stages x --microbatches x --iterations x --virtual makes 20800 forwards",
+    ),
 ]
 
 
 @pytest.mark.parametrize("words, flag", BAD_SIMULATIONS, ids=[" ".join(words) for words, _ in BAD_SIMULATIONS])
 def test_bad_simulations(words, flag, call):
     refused(call(*SIMULATE, *words), flag, prog="megatron-2bw-plan simulate")
+
+
+@pytest.mark.parametrize("flag", ["--trace", "--report"])
+def test_a_plan_too_long_to_draw(flag, call, tmp_path):
+    words = [*TINY, *FOUR, "--max-global-batch-size", "1000000", "--pipeline-model-parallel-size", "4"]
+    refused(call(*words, "--micro-batch-size", "1", flag, tmp_path / "out"), "--max-global-batch-size", flag)
 
 
 def test_a_picture_that_cannot_be_written(call, write):

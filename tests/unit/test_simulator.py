@@ -9,6 +9,7 @@ import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Action, Schedule, Shape, TwoBW, parse
 from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.timelines import simulator
 from megatron_2bw.timelines.picture import draw
 from megatron_2bw.timelines.simulator import (
     Event,
@@ -431,3 +432,11 @@ def test_only_the_slow_boundary_needs_more_forwards_ahead():
     times = Times(1, 2, transfer=[0.0, 1.5, 0.0, 0.0])
     seconds = [iteration_time(TwoBW(2, extra), 4, 16, times) for extra in ((), (1, 0, 1), (0, 1, 0))]
     assert seconds == pytest.approx([16 * 4.5, 16 * 4.5, 16 * 3])
+
+
+def test_the_turns_of_the_stages_change_no_event(monkeypatch):
+    shape, times = Shape(3, 5, 0, 4), Times([1, 1.3, 0.9], 2.1, transfer=0.4, occupied=0.2, reduce=0.3)
+    expected = {name: simulate(schedule, shape, times) for name, schedule in SCHEDULES.items()}
+    for actions in (1, 3, 1000):
+        monkeypatch.setattr(simulator, "AT_ONCE", actions)
+        assert {name: simulate(schedule, shape, times) for name, schedule in SCHEDULES.items()} == expected

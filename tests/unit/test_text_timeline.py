@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Shape, parse
@@ -62,6 +64,27 @@ def test_cut_says_so():
     assert text[1:4] == ["stage 0  1 2 ......", "stage 1  ..1 2 1bb ", "cut at 19 columns: time 0 to 5 of 9 is shown"]
     assert not any("cut" in line for line in rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1), columns=27))
     assert max(map(len, rows(SCHEDULES["2bw"], Shape(4, 4, 0, 9))[:5])) == 160
+
+
+@pytest.mark.parametrize("name", ["gpipe", "2bw"])
+@pytest.mark.parametrize("columns", [13, 19, 24, 57, 80])
+def test_a_cut_row_is_the_start_of_the_whole_row(name, columns):
+    def drawn(columns):
+        times = Times(1.3, 2.1, overlap_cost=0.7)
+        return rows(SCHEDULES[name], Shape(3, 4, 0, 3), times, columns=columns, versions=True)[1:7]
+
+    whole, cut = drawn(1000), drawn(columns)
+    assert cut == [line[:columns].rstrip() if "W(v)" in line else line[:columns] for line in whole]
+
+
+def test_memory_is_for_the_characters_that_are_shown():
+    tracemalloc.start()
+    text = rows(SCHEDULES["2bw"], Shape(2, 2, 0, 2), Times(1, 1e9), columns=40)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert text[1:3] == ["stage 0  1 2 ...........................", "stage 1  ..1 1bbbbbbbbbbbbbbbbbbbbbbbbbb"]
+    assert text[3].startswith("cut at 40 columns: time 0 to ")
 
 
 @pytest.mark.parametrize("scale", [1, 3, 0.013])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,10 @@ SWITCHES = (
 )
 NUMBERS = {"rotary_base": 10000, "norm_epsilon": 1e-5, "attention_dropout": 0.1, "hidden_dropout": 0.1}
 CHOICES = {"normalization": ("LayerNorm", "RMSNorm"), "position_embedding_type": ("learned_absolute", "rope")}
+
+
+# What a search covers in seconds to minutes.
+MOST_LAYERS, MOST_GPUS = 1_000, 1_000_000
 
 
 def flag(name: str) -> str:
@@ -61,16 +66,29 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    """The model that the flags describe. UserError names the flag that is missing or given twice."""
-    _check_positive(options, "seq_length", *SIZES)
+    """The model that the flags describe. UserError names the flag that is missing, wrong, or given twice."""
+    model = _model(options)
+    if model.layers > MOST_LAYERS:
+        name = f"--model {options.model}" if options.model else "--num-layers"
+        raise UserError(f"{name}: {model.layers} layers are more than the planner searches, {MOST_LAYERS}")
+    return model
+
+
+def _model(options: argparse.Namespace) -> Model:
+    _check_positive(options, "seq_length", *SIZES, "rotary_base")
+    for name in ("attention_dropout", "hidden_dropout"):
+        if not 0 <= getattr(options, name) < 1:
+            raise UserError(f"{flag(name)} must be at least 0 and less than 1, not {getattr(options, name)}")
+    if not 0 < options.norm_epsilon < 1:
+        raise UserError(f"--norm-epsilon must be greater than 0 and less than 1, not {options.norm_epsilon}")
     if options.model:
         twice = _typed(options)
         if twice:
             raise UserError(f"{twice}: --model {options.model} says it already; give one of them")
         path = Path(options.model)
-        if path.is_dir():
+        if os.path.isdir(path):
             path /= "config.json"
-        if path.suffix == ".json" or path.is_file():
+        if path.suffix == ".json" or os.path.isfile(path):
             return from_hugging_face(path, options.seq_length)
         return models.preset(options.model, options.seq_length)
     missing = [name for name in SHAPE if getattr(options, name) is None]
@@ -130,6 +148,9 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     cluster = replace(
         cluster, servers=options.servers or cluster.servers, gpus_per_server=per_server or cluster.gpus_per_server
     )
+    if cluster.gpus > MOST_GPUS:
+        name = "--servers" if options.servers else f"--cluster {options.cluster}"
+        raise UserError(f"{name}: {cluster.gpus} GPUs are more than the planner searches, {MOST_GPUS}")
     options.profile = options.profile or cluster.profile  # errors name it
     if not options.profile:
         return cluster
@@ -140,6 +161,6 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 
 def named_cluster(name: str) -> Cluster:
     """The cluster of --cluster: a preset, or a YAML file that exists. Its profile is a path."""
-    if name in clusters.PRESETS or not Path(name).exists():
+    if name in clusters.PRESETS or not os.path.exists(name):
         return clusters.preset(name, 1)
     return clusters.from_yaml(Path(name))

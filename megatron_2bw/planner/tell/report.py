@@ -6,6 +6,7 @@ and the Pareto front. It imports matplotlib when it draws.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ SCHEDULE_COLOURS = {
 }
 MARKERS = dict(zip(RECOMPUTE, "o^s"))
 RANKED = 16  # plans in `splits`
+FORWARDS = 250_000  # of a timeline; a simulation and its file take seconds
 
 
 def timeline(cost: Cost, estimate: Estimate, path: Path) -> None:
@@ -68,6 +70,13 @@ def reduced(events: list[Event], batch: int) -> float:
 
 
 def simulated(plan: Plan, times: Times, iterations: int) -> list[Event]:
+    """The plan's timeline. UserError if that would take minutes."""
+    forwards = plan.depth * plan.microbatches * iterations
+    if forwards > FORWARDS:
+        raise UserError(
+            f"--max-global-batch-size: {plan.title} has {forwards} forwards in {iterations} iterations, and --trace "
+            f"and --report draw at most {FORWARDS}: give a smaller batch"
+        )
     return simulate(plan.pipeline, Shape(plan.depth, plan.microbatches, 0, iterations), times)
 
 
@@ -227,7 +236,7 @@ def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Esti
     """
     if not estimates:
         raise UserError(f"--report {folder}: there is no plan to report")
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(f"--report {folder}: it exists and is not a folder")
     best, every = estimates[0], list({estimate.plan: estimate for estimate in (*cloud, *estimates)}.values())
     pictures = {
