@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 
 def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -67,6 +68,34 @@ def _step_zero(inner: Any) -> torch.Tensor | int | None:
     if isinstance(inner, torch.optim.Adam):
         return torch.zeros((), dtype=torch.float32, device="cpu")
     return 0 if is_emerging(inner) and any("step" in state for state in inner.state.values()) else None
+
+
+_MAIN = "fp32_from_fp16_params"  # the main parameters, a list of groups
+
+
+def number_groups(content: Any) -> None:
+    """Give each group of main parameters its number as key in a sharded optimizer state, instead of a place in a list.
+
+    Megatron drops empty groups from a list before it loads: on a stage without a parameter of one group the next ones
+    move up, and where it then looks for SwiGLU's weights there are none (mapping.py 550).
+    """
+    for part in _parts(content):
+        if isinstance(part[_MAIN], list):
+            groups = enumerate(part[_MAIN])
+            part[_MAIN] = {i: group or LocalNonpersistentObject(group) for i, group in groups}
+
+
+def list_groups(content: Any) -> None:
+    """Undo `number_groups` in what was loaded."""
+    for part in _parts(content):
+        if isinstance(part[_MAIN], dict):
+            part[_MAIN] = [group for _, group in sorted(part[_MAIN].items())]
+
+
+def _parts(content: Any) -> list[dict]:
+    """The parts of an optimizer's state that have main parameters."""
+    parts = [content, *content.values()] if isinstance(content, dict) else []
+    return [part for part in parts if isinstance(part, dict) and _MAIN in part]
 
 
 def unshare_steps(optimizer: Any) -> None:

@@ -29,8 +29,16 @@ from megatron.training import async_utils, get_args
 from megatron.training.async_utils import is_empty_async_queue
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_2bw.checkpoints import owner
 from megatron_2bw.checkpoints.folder import latest_iteration, restore_old, same_folder, set_aside_old
-from megatron_2bw.checkpoints.optimizer_state import complete_optimizer, name_step_zero, unshare_steps
+from megatron_2bw.checkpoints.loadable import obstacle
+from megatron_2bw.checkpoints.optimizer_state import (
+    complete_optimizer,
+    list_groups,
+    name_step_zero,
+    number_groups,
+    unshare_steps,
+)
 from megatron_2bw.checkpoints.save_workers import root
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags.rule import value
@@ -65,6 +73,7 @@ class Checkpoints:
         self._runtime = runtime
         self._saved: dict = {}  # under KEY in the checkpoint that is being loaded, without its tensors
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}  # its "shadow" and "working", by the parameter's name
+        self._checked = False  # whether a checkpoint of this run can be loaded
 
     def collect(self, original: Callable) -> Callable:
         """generate_state_dict: for saving, and as the plan of what to load."""
@@ -80,31 +89,38 @@ class Checkpoints:
             loading = bool((values["optim_sd_kwargs"] or {}).get("is_loading"))
             if not loading:
                 name_step_zero(state.get("optimizer"), values["optimizer"])
-            if self._runtime is None:
-                return state
-            (model,) = values["model"]
             sharded = values["args"].ckpt_format == "torch_dist"
-            if not loading:
-                schedule, run = self._runtime.schedule, self._runtime.state()
-                copies = {"shadow": run.shadow, "working": run.working}
-                scale = None if values["args"].no_save_optim else run.loss_scale
-                state[KEY] = {
-                    "schedule": schedule.name,
-                    "version": values["iteration"],
-                    "loss_scale": scale,
-                    "factor": self._runtime.options.factor if schedule.extrapolates(values["iteration"]) else None,
-                    **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
-                }
-                state[KEY] |= {
-                    name: _named(name, model, state["model"], each, sharded) for name, each in copies.items() if each
-                }
-            else:
-                for name in filter(self._wants, COPIES):
-                    places = {param: torch.empty_like(param.data) for param in self._runtime.trainable}
-                    state.setdefault(KEY, {})[name] = _named(name, model, state["model"], places, sharded)
+            if sharded:
+                number_groups(state.get("optimizer"))
+            if self._runtime is not None:
+                (model,) = values["model"]
+                self._add_own(state, model, loading, sharded, values)
+            if sharded and not loading and not self._checked:
+                _check_loadable(state)
+                self._checked = True
             return state
 
         return generate_state_dict
+
+    def _add_own(self, state: dict, model: Any, loading: bool, sharded: bool, values: dict[str, Any]) -> None:
+        """Add the entry KEY to the state. values: the arguments of generate_state_dict"""
+        if loading:
+            for name in filter(self._wants, COPIES):
+                places = {param: torch.empty_like(param.data) for param in self._runtime.trainable}
+                state.setdefault(KEY, {})[name] = _named(name, model, state["model"], places, sharded)
+            return
+        schedule, run = self._runtime.schedule, self._runtime.state()
+        copies = {"shadow": run.shadow, "working": run.working}
+        state[KEY] = {
+            "schedule": schedule.name,
+            "version": values["iteration"],
+            "loss_scale": None if values["args"].no_save_optim else run.loss_scale,
+            "factor": self._runtime.options.factor if schedule.extrapolates(values["iteration"]) else None,
+            **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
+        }
+        state[KEY] |= {
+            name: _named(name, model, state["model"], each, sharded) for name, each in copies.items() if each
+        }
 
     def random_state(self, original: Callable) -> Callable:
         """get_rng_state: as it was before the microbatches in flight."""
@@ -128,6 +144,7 @@ class Checkpoints:
             state = result[0]
             if state is None:
                 return result
+            list_groups(state.get("optimizer"))
             own = dict(state.pop(KEY, None) or {})
             self._tensors = {name: own.pop(name, None) or {} for name in COPIES}
             self._saved = own
@@ -144,9 +161,12 @@ class Checkpoints:
         def save_checkpoint(*args, **kwargs):
             values = signature.bind(*args, **kwargs).arguments
             folder = get_args().save
+            complete_optimizer(values["optimizer"])  # the torch format reads it before generate_state_dict
             with _write_errors():
-                if not values.get("non_persistent_ckpt") and "://" not in folder and dist.get_rank() == 0:
-                    set_aside_old(folder, values["iteration"])
+                if dist.get_rank() == 0:
+                    owner.hold(folder)
+                    if not values.get("non_persistent_ckpt") and "://" not in folder:
+                        set_aside_old(folder, values["iteration"])
                 dist.barrier()  # before any rank writes
                 return original(*args, **kwargs)
 
@@ -180,6 +200,7 @@ class Checkpoints:
         @functools.wraps(original)
         def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
             if same_folder(get_args().load, get_args().save) and dist.get_rank() == 0:
+                owner.hold(get_args().save)
                 restore_old(get_args().save)
             dist.barrier()
             try:
@@ -257,6 +278,16 @@ def _named(
         result[name] = entry = copy.copy(entries[id(param)])
         entry.key, entry.data = f"{KEY}.{copy_name}.{entry.key}", tensor
     return result
+
+
+def _check_loadable(state: dict) -> None:
+    faults: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, obstacle(state))
+    for rank, fault in enumerate(faults):
+        if fault is not None:
+            line = f"--save {get_args().save}: no run could load this checkpoint (rank {rank}: {fault})"
+            remedy = "choose other parallel sizes, another --optimizer, or --ckpt-format torch"
+            raise UserError(f"{line}: {remedy}", dist.get_rank() != rank)
 
 
 @contextlib.contextmanager

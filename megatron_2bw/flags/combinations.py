@@ -102,7 +102,11 @@ NEEDS: tuple[Rule, ...] = (
     *_need("--wandb-project", "--wandb-save-dir --save", "needs --wandb-save-dir (or --save)"),
     line(
         "--num-query-groups {given} needs --group-query-attention",
-        lambda a: a.num_query_groups != 1 and not a.group_query_attention,
+        # Without that flag Megatron gives the arguments, which it saves, as many groups as heads.
+        lambda a: (
+            a.num_query_groups not in (1, a.use_checkpoint_args and a.num_attention_heads)
+            and not a.group_query_attention
+        ),
     ),
     line(
         "--no-initialization needs --load: the weights would be whatever the memory held",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from megatron_2bw import cpu
+from megatron_2bw.checkpoints import owner
 from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_folder
 from megatron_2bw.flags import environment, unsupported
 from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer, torch_version
@@ -67,8 +68,11 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
                 if fault:
                     stop(fault)
                 if same_folder(args.load, args.save):  # Megatron reads the arguments before it loads
-                    first = os.environ.get("RANK", "0") == "0"
-                    (restore_old if first else await_restored)(args.save)
+                    if os.environ.get("RANK", "0") == "0":
+                        owner.hold(args.save)
+                        restore_old(args.save)
+                    else:
+                        await_restored(args.save)
             return args
 
         parser.parse_args = parse_and_check

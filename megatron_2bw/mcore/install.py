@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_2bw import cpu
+from megatron_2bw.checkpoints import owner
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.runtime import MegatronRuntime
@@ -44,7 +45,7 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
     """Rebind what `args.pipeline_schedule` needs; call it after Megatron's arguments are parsed, before its `pretrain`.
 
     Returns the runtime, None with Megatron's own schedule. Raises DriftError, with nothing rebound, if the installed
-    Megatron is another one than this project was written for.
+    Megatron is another one than this project was written for, and UserError if another run saves to the same folder.
 
     hooks: also rebind how the training loop finds its schedule and makes its optimizer; a patched source checkout has
     that in its source (native.py), and its device is its own affair
@@ -64,6 +65,8 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
         if runtime.schedule.late_step:
             rows += patches.for_late_step(loop)
     guard.apply(rows, patches.REQUIRED if runtime is not None else ())
+    if args.save and args.rank == 0:
+        owner.hold(args.save)
     return runtime
 
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from megatron_2bw import cpu
-from megatron_2bw.errors import usage_error
+from megatron_2bw.errors import UserError, usage_error
 from megatron_2bw.flags import parse
 from megatron_2bw.start import exits, restart_store
 
@@ -43,7 +43,7 @@ def launch(task: str) -> None:
         stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
     try:
         runtime = install(args)
-    except DriftError as error:
+    except (DriftError, UserError) as error:
         stop(str(error))
     if args.exit_signal_handler:
         atexit.register(_end_loader_workers)

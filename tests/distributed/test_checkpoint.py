@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.checkpoints import owner
+from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.compare import UNTIED, assert_same_runs, run_pipeline
 from tests.distributed.test_late_step import poison
-from tests.distributed.training import Run, command, train
+from tests.distributed.training import BERT, Run, command, train
 
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
@@ -34,7 +35,8 @@ def assert_goes_on(whole: list[Run], rest: list[Run]) -> None:
     for before, after in zip(whole, rest, strict=True):
         assert after.iterations == list(range(SAVED + 1, 7))
         assert after.scales == before.scales[SAVED:] and after.skipped == before.skipped[SAVED:]
-        assert [float(loss) for loss in after.losses] == [float(loss) for loss in before.losses[SAVED:]]
+        skipped = SAVED * (len(before.losses) // 6)  # a BERT has two losses
+        assert [float(loss) for loss in after.losses] == [float(loss) for loss in before.losses[skipped:]]
         assert before.weights.keys() == after.weights.keys()
         for name, weight in before.weights.items():
             assert torch.equal(after.weights[name], weight), name
@@ -96,6 +98,31 @@ def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     assert_goes_on(*interrupted(tmp_path, ranks, argv))
 
 
+LLAMA = ("--swiglu", "--group-query-attention", "--disable-bias-linear")
+MODELS = {
+    "GPT": command(2, 2, "2bw", **DROPOUT),
+    "GPT with Megatron's schedule": command(2, 2, "megatron", **DROPOUT),
+    "grouped queries": command(2, 2, "2bw", *LLAMA, position_embedding_type="rope", num_query_groups=2, **DROPOUT),
+    "BERT": [BERT, *command(2, 2, "2bw", **DROPOUT)],
+}
+OF_THE_MODEL = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "max-position-embeddings", *DROPOUT)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_of_the_checkpoint(name, tmp_path):
+    """With --use-checkpoint-args the checkpoint gives the flags of the model."""
+    argv = MODELS[name]
+    whole = run_pipeline([*argv, "--save", str(tmp_path), "--save-interval", str(SAVED)], 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    given = {"--" + flag.replace("_", "-") for flag in (*OF_THE_MODEL, "position_embedding_type", "num_query_groups")}
+    kept = [word for i, word in enumerate(argv) if not given & {word, argv[i - 1]} and word not in LLAMA]
+    assert len(kept) < len(argv) - 10
+    flags = ["--use-checkpoint-args", "--load", str(tmp_path)]
+    assert_goes_on(whole, run_pipeline([*kept, *flags], 2))
+    evaluation = ["--skip-train", "--eval-iters", "1"]
+    run_pipeline([*kept, *flags, *evaluation], 2)
+
+
 scales: list[float] = []  # by which this rank's losses were multiplied, one a microbatch
 
 
@@ -133,13 +160,32 @@ def skip_all(model, optimizer) -> None:
     poison(0, model, optimizer, tuple(range(SAVED)))
 
 
-@pytest.mark.parametrize("more", [(), ("--use-distributed-optimizer",)])
+@pytest.mark.parametrize(
+    "more",
+    [(), ("--use-distributed-optimizer",), ("--use-distributed-optimizer", "--ckpt-format", "torch")],
+    ids=lambda more: " ".join(more),
+)
 def test_saved_before_the_first_step(more, tmp_path):
     """fp16 runs begin with skipped steps: the optimizer has no state yet."""
     argv = command(2, 2, "2bw", "--fp16", *more, initial_loss_scale=4096, hysteresis=1, **DROPOUT)
     whole, rest = interrupted(tmp_path, 2, argv, skip_all)
     assert whole[0].skipped == [1, 1, 1, 0, 0, 0]
     assert_goes_on(whole, rest)
+
+
+def drop_empty_groups(model, optimizer) -> None:
+    """Megatron's fault, of which optimizer_state.number_groups takes care."""
+    from megatron_2bw.checkpoints import state
+
+    state.number_groups = lambda content: None
+
+
+def test_what_no_run_could_load_is_not_saved(tmp_path):
+    argv = command(3, 3, "2bw", "--bf16", "--swiglu", "--decoupled-lr", "0.005", num_layers=6)
+    line = r"--save .*: no run could load this checkpoint \(rank 1: Dict key 2 out of bound"
+    with pytest.raises(WorldError, match=line):
+        run_pipeline([*argv, "--save", str(tmp_path), "--save-interval", "1"], 3, drop_empty_groups)
+    assert not list(tmp_path.glob("iter_*")) and not (tmp_path / "latest_checkpointed_iteration.txt").exists()
 
 
 RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
@@ -318,3 +364,11 @@ def test_evaluation_leaves_dropout_as_it_is(schedule, saved):
     runs, plain = (run_pipeline(words, 2) for words in (evaluated, [*argv, "--eval-iters", "2"]))
     assert runs[-1].losses == plain[-1].losses and len(runs[-1].losses) == 6
     assert_same_runs(runs, plain, exact=True)
+
+
+def test_a_folder_that_another_run_saves_to(tmp_path):
+    """Here the tests' own process."""
+    owner.hold(tmp_path)
+    with pytest.raises(WorldError, match=rf"--save {tmp_path}: the run of process {os.getpid()} on "):
+        run_pipeline(command(2, 2, "2bw", save=tmp_path, save_interval=SAVED), 2)
+    assert [path.name for path in tmp_path.iterdir()] == [owner.OWNER]

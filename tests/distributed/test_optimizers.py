@@ -90,6 +90,14 @@ def test_resumed_run_is_the_uninterrupted_one(flags, tmp_path):
     assert_goes_on(*interrupted(tmp_path, 2, command(2, 2, "2bw", *flags, **DROPOUT)))
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "megatron"])
+@pytest.mark.parametrize("flags", [MUON, ("--decoupled-lr", "0.005")], ids=" ".join)
+def test_resumed_where_a_stage_has_no_parameter_of_a_group(flags, schedule, tmp_path):
+    """The middle stage has neither embedding nor output layer, which have a group of their own."""
+    argv = command(3, 3, schedule, "--bf16", "--swiglu", *flags, num_layers=6, **DROPOUT)
+    assert_goes_on(*interrupted(tmp_path, 3, argv))
+
+
 def test_the_precision_of_products_is_that_of_one_thread():
     """Muon lowers it in the step's thread, while the next batch computes."""
     before, seen = torch.get_float32_matmul_precision(), []
