@@ -207,10 +207,13 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def _cut_short(checkpoint: Path) -> str | None:
-    from torch.distributed.checkpoint import FileSystemReader
+    from megatron_2bw.checkpoints.unpickle import Refused, read_metadata
 
     try:
-        places = FileSystemReader(checkpoint).read_metadata().storage_data.values()
+        with open(checkpoint / ".metadata", "rb") as file:
+            places = read_metadata(file).storage_data.values()
+    except Refused as error:
+        return f"is refused ({error})"
     except Exception as error:  # unpickling fails in many ways
         return f"is damaged (.metadata: {type(error).__name__})"
     needed: dict[str, int] = {}

@@ -40,6 +40,7 @@ from megatron_2bw.checkpoints.optimizer_state import (
     unshare_steps,
 )
 from megatron_2bw.checkpoints.save_workers import root
+from megatron_2bw.checkpoints.unpickle import Refused, writable_by_all
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags.rule import value
 
@@ -202,9 +203,13 @@ class Checkpoints:
             if same_folder(get_args().load, get_args().save) and dist.get_rank() == 0:
                 owner.hold(get_args().save)
                 restore_old(get_args().save)
+            if dist.get_rank() == 0 and writable_by_all(get_args().load):
+                print(f"> --load {get_args().load}: every user can exchange the files there (chmod o-w)", flush=True)
             dist.barrier()
             try:
                 iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
+            except Refused as error:
+                raise UserError(f"--load {get_args().load}: {error}") from error
             except (CheckpointException, CheckpointingException) as error:  # the first is a BaseException
                 raise UserError(f"--load {get_args().load}: it does not fit this run: {_causes(error)}") from error
             except AssertionError as error:

@@ -51,6 +51,8 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
     """
     from megatron.training.arguments import parse_and_validate_args
 
+    from megatron_2bw.mcore import guard, patches
+
     world = processes(os.environ, stop)
     parsers: list[argparse.ArgumentParser] = []
 
@@ -64,6 +66,7 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
             if not args.use_checkpoint_args:
                 check(args, stop)  # before Megatron's own validation, whose messages name no flags
             else:
+                guard.apply(patches.for_reading())
                 fault = checkpoint(args)
                 if fault:
                     stop(fault)

@@ -17,12 +17,14 @@ from megatron_2bw.mcore.loop import Loop, first_argument
 CORE, LOOP, FILES = "megatron.core", "megatron.training.training", "megatron.training.checkpointing"
 WRITER = f"{CORE}.dist_checkpointing.strategies.filesystem_async"
 ASYNC = f"{CORE}.dist_checkpointing.strategies.async_utils"
+TORCH_FORMAT = "torch.distributed.checkpoint"
 GROUPS = "tp_group pp_group dp_cp_group dp_group"
 
 
 def repairs() -> list[Patch]:
     """Faults of Megatron that every user meets."""
     return [
+        *for_reading(),
         Patch(
             "megatron.core.datasets.utils",
             "compile_helpers",
@@ -58,6 +60,26 @@ def repairs() -> list[Patch]:
             "rank queue preload_q comp_q log_level cpu_priority io_priority",
             "the process would outlive a rank that is killed, with its memory on the GPU",
             repair.async_loop,
+        ),
+    ]
+
+
+def for_reading() -> list[Patch]:
+    """No code of whoever wrote a checkpoint runs. May be applied twice: --use-checkpoint-args reads one first."""
+    return [
+        Patch(
+            f"{TORCH_FORMAT}.filesystem",
+            "FileSystemReader.read_metadata",
+            "self args kwargs",
+            "it unpickles whatever the file names",
+            repair.known_records,
+        ),
+        Patch(
+            f"{TORCH_FORMAT}.default_planner",
+            "DefaultLoadPlanner.load_bytes",
+            "self read_item value",
+            "it loads what is no tensor without weights_only",
+            repair.weights_only,
         ),
     ]
 

@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 from collections.abc import Callable
 
-from megatron_2bw.checkpoints import save_workers
+from megatron_2bw.checkpoints import save_workers, unpickle
 
 
 def skip_when_compiled(original: Callable) -> Callable:
@@ -50,3 +50,22 @@ def raise_cause(original: Callable) -> staticmethod:
         return output
 
     return staticmethod(write_preloaded_data)
+
+
+def known_records(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def read_metadata(self, *args, **kwargs):
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            unpickle.read_metadata(file)
+        return original(self, *args, **kwargs)
+
+    return original if hasattr(original, "__wrapped__") else read_metadata
+
+
+def weights_only(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def load_bytes(self, read_item, value):
+        unpickle.check_bytes(read_item.storage_index.fqn, value)
+        return original(self, read_item, value)
+
+    return original if hasattr(original, "__wrapped__") else load_bytes

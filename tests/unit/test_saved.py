@@ -6,9 +6,11 @@ import io
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import types
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,8 @@ from megatron_2bw.checkpoints.folder import (
     saved_iterations,
     set_aside_old,
 )
+from megatron_2bw.checkpoints.unpickle import Refused, writable_by_all
+from megatron_2bw.mcore import guard, patches
 
 builtin = types.SimpleNamespace(open=open)
 
@@ -257,12 +261,27 @@ def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
+class Code:
+    """What a stranger could put into a checkpoint."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a stranger has run code')",)
+
+
 DAMAGES = {
     "cut short": (lambda c: cut(next(c.glob("*.distcp")), 100), "iter_0000004 is damaged (__0_0.distcp has 100 of "),
     "a file is gone": (lambda c: next(c.glob("*.distcp")).unlink(), "is damaged (__0_0.distcp is missing)"),
     "not finished": (lambda c: (c / "metadata.json").unlink(), "was not written to its end, or not by Megatron"),
     "index gone": (lambda c: (c / ".metadata").unlink(), "is damaged (.metadata: FileNotFoundError)"),
     "index cut short": (lambda c: cut(c / ".metadata", 20), "is damaged (.metadata: "),
+    "with code": (
+        lambda c: (c / ".metadata").write_bytes(pickle.dumps(Code())),
+        "is refused (.metadata names builtins.exec, which is no record of torch's and could run code)",
+    ),
+    "with code in a record's module": (
+        lambda c: (c / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.filesystem\nos\n."),
+        "is refused (.metadata names torch.distributed.checkpoint.filesystem.os, ",
+    ),
     "garbage": (lambda c: (c / "metadata.json").write_text("{"), "is damaged (metadata.json)"),
     "of another kind": (
         lambda c: (c / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
@@ -281,6 +300,43 @@ def test_damage_is_named_with_what_else_could_be_loaded(how, tmp_path):
     assert expected in message and "\n" not in message
     assert message.endswith(": load another with --ckpt-step N, whole ones are 2")
     assert problem(tmp_path, step=2) is None
+
+
+@pytest.fixture
+def guarded():
+    undo = guard.apply(patches.for_reading())
+    again = guard.apply(patches.for_reading())
+    yield
+    again()
+    undo()
+
+
+def test_a_load_reads_no_index_with_code(guarded, tmp_path):
+    checkpoint = distributed(tmp_path, 4)
+    assert value(tmp_path, 4) == 1.0
+    DAMAGES["with code"][0](checkpoint)
+    with pytest.raises(Refused, match="builtins.exec"):
+        dcp.FileSystemReader(checkpoint).read_metadata()
+
+
+def test_a_load_runs_no_code_in_an_entry(guarded, tmp_path, monkeypatch):
+    """torch reads what is no tensor without weights_only, and collects the errors of all ranks."""
+    dcp.save({"entry": [Namespace(kept=1)]}, checkpoint_id=tmp_path / "whole", no_dist=True)
+    found = {"entry": [None]}
+    dcp.load(found, checkpoint_id=tmp_path / "whole", no_dist=True)
+    assert found == {"entry": [Namespace(kept=1)]}
+    dcp.save({"entry": Code()}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(dcp.CheckpointException, match="entry names exec, which could run code: if you trust"):
+        dcp.load({"entry": None}, checkpoint_id=tmp_path, no_dist=True)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.raises(dcp.CheckpointException, match="a stranger has run code"):
+        dcp.load({"entry": None}, checkpoint_id=tmp_path, no_dist=True)
+
+
+@pytest.mark.parametrize("mode, expected", [(0o777, True), (0o1777, False), (0o775, False)])
+def test_a_folder_that_all_may_write_to(mode, expected, tmp_path):
+    tmp_path.chmod(mode)
+    assert writable_by_all(tmp_path) is expected and not writable_by_all(tmp_path / "gone")
 
 
 def test_formats_without_a_last_file(tmp_path):

@@ -1,0 +1,71 @@
+"""What of a checkpoint is unpickled: only the classes that torch and Megatron save.
+
+Invariant: loading a checkpoint runs no code of whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import os
+import pickle
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+_MODULES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
+
+
+class Refused(pickle.UnpicklingError):
+    """The checkpoint names what torch and Megatron do not save."""
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads a file .metadata: the records that torch writes there, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        place = (module, name)
+        if place in (("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")):
+            return super().find_class(module, name)
+        if module in ("pathlib", "pathlib._local") and name == "PosixPath":  # the latter from Python 3.13 on
+            return Path
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module in _MODULES and "." not in name:
+            found = super().find_class(module, name)
+            record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            if record and found.__module__ == module:
+                return found
+        raise Refused(f".metadata names {module}.{name}, which is no record of torch's and could run code")
+
+
+def read_metadata(file: BinaryIO) -> Any:
+    """torch's Metadata from an open file .metadata. Raises Refused if it names anything else."""
+    return _Metadata(file).load()
+
+
+def check_bytes(name: str, content: io.BytesIO) -> None:
+    """Raise Refused if the entry `name` holds what torch.load refuses with weights_only, its default."""
+    try:
+        torch.load(content, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        found = re.search(r"Unsupported \w+:? (?:GLOBAL )?(\S+)", str(error))
+        what = found[1] if found else "what weights_only refuses"
+        raise Refused(
+            f"{name} names {what}, which could run code: if you trust who wrote it, set "
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
+        ) from None
+    content.seek(0)
+
+
+def writable_by_all(folder: str | os.PathLike) -> bool:
+    """Whether every user of the host can exchange files in the folder."""
+    try:
+        mode = Path(folder).stat().st_mode
+    except OSError:
+        return False
+    return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
