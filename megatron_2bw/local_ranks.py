@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_2bw.processes import end_with_parent, free_port
+from megatron_2bw.processes import free_port
 
 MEGATRON = "megatron_2bw.start.preload"
 
@@ -88,7 +89,7 @@ def _wait(ranks: list, deadline: float) -> str | None:
 
 
 def _rank_main(rank: int, size: int, port: int, folder: str, preload: str, function: Callable, args: tuple) -> None:
-    end_with_parent()  # the server, which ends with the process that started it
+    threading.Thread(target=_end_with_program, daemon=True).start()
     log = open(Path(folder, f"log{rank}"), "w", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -115,6 +116,14 @@ def _rank_main(rank: int, size: int, port: int, folder: str, preload: str, funct
     while time.monotonic() < deadline and not all(Path(folder, f"result{other}.pt").exists() for other in range(size)):
         time.sleep(0.01)
     os._exit(0)  # without the teardown of groups whose peers have exited already
+
+
+def _end_with_program() -> None:
+    """The server is a rank's parent for the kernel, and outlives a program that is killed as long as a rank runs."""
+    program = multiprocessing.parent_process()
+    assert program is not None
+    connection.wait([program.sentinel])
+    os._exit(1)
 
 
 def _log_end(folder: str, rank: int, lines: int = 60) -> str:

@@ -264,7 +264,8 @@ def fused_gradients(check: Check, words: str) -> dict[str, Any]:
 
 
 def _large(check: Check, schedule: str, *more: str, stages: int = 1, iterations: int = 20) -> list[str]:
-    """GPT 355M in bf16, the paper's measure of a GPU; on the CPU a tiny model."""
+    """GPT 355M in bf16, the paper's measure of a GPU; on the CPU a tiny model. One rank runs it over NCCL: gloo would
+    copy all gradients to the host, also to add up those of one rank."""
     on_cpu = check.device == "cpu"
     size = (8, 32, 4, 16) if on_cpu else (24, 1024, 16, 512)
     microbatch = 1 if on_cpu else 2 if stages > 1 or check.gib < 24 else 8
@@ -278,7 +279,7 @@ def _large(check: Check, schedule: str, *more: str, stages: int = 1, iterations:
 def overhead(check: Check) -> dict[str, Any]:
     """2bw between two runs of Megatron's own schedule, whose difference is the noise."""
     before, run, after = (
-        check.train(_large(check, schedule), 1, observers=[observe.timed])[0].figures
+        check.train(_large(check, schedule), 1, "nccl", [observe.timed])[0].figures
         for schedule in ("megatron", "2bw", "megatron")
     )
     seconds = [figures["seconds"] for figures in (before, after)]
@@ -292,7 +293,7 @@ def overhead(check: Check) -> dict[str, Any]:
 def memory(check: Check, variant: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
     """Bytes per parameter between iterations against the design, and the peak against the planner."""
     schedule = variant.split(",")[0]
-    (run,) = check.train(_large(check, schedule, *more), 1, observers=[observe.timed])
+    (run,) = check.train(_large(check, schedule, *more), 1, "nccl", [observe.timed])
     model = replace(preset("gpt-355m", 512), dropout=False)
     plan = Plan(1, 1, 1, 8 if check.gib >= 24 else 2, 8, schedule=schedule, gradient_slots=1 if more else 2)
     predicted = Memory(model, "bf16", flash=False).stages(plan)[0].total
@@ -314,7 +315,7 @@ def stages(check: Check, schedule: str) -> dict[str, Any]:
 
 def observed(check: Check, observer: Callable) -> dict[str, Any]:
     """The figures of an observer on one stage."""
-    return check.train(_large(check, "2bw"), 1, observers=[observer])[0].figures
+    return check.train(_large(check, "2bw"), 1, "nccl", [observer])[0].figures
 
 
 def waiting_calls(check: Check, **variables: str) -> dict[str, Any]:

@@ -55,7 +55,10 @@ def main(argv: Sequence[str], prog: str) -> int:
         if not any(row.name == name for row in rows):
             parser.error(f"--row {name}: no such row; rows are {'; '.join(row.name for row in ROWS)}")
     exit_on_signals()
-    return run(rows, options.device, options.minutes, options.json, options.again)
+    try:
+        return run(rows, options.device, options.minutes, options.json, options.again)
+    except UserError as error:
+        parser.error(str(error))
 
 
 def run(rows: Sequence[Row], device: str, minutes: float, path: Path, again: bool = False) -> int:

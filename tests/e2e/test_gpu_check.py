@@ -14,7 +14,7 @@ import pytest
 
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.gpu_check import observe, rows, runner
-from megatron_2bw.gpu_check.rows import MODELS, ROWS, Check, Row
+from megatron_2bw.gpu_check.rows import MODELS, Check, Row
 from tests.e2e.launcher import ROOT, end
 
 CHOSEN = ["fp32", "tied, bf16, 1 queue", "kill and resume", "memory, 2bw", "hidden waits", "launches"]
@@ -71,7 +71,3 @@ def test_planted_faults_are_in_the_table(tmp_path, capsys):
     assert "losses differ by" in found["part: wrong weights"]["why"]
     assert "Timeout (0:00:" in found["part: stuck"]["log"], "the ranks print where their threads are"
     assert "1 ok, 1 FAILED, 1 hangs" in capsys.readouterr().out
-
-
-def test_all_rows_that_need_no_gpu_are_chosen_on_the_cpu():
-    assert sum("cuda" not in row.needs for row in ROWS) == 22

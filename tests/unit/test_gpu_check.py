@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 import torch
 
 from megatron_2bw import cli
 from megatron_2bw.errors import UserError
+from megatron_2bw.files import write_whole
 from megatron_2bw.gpu_check import observe, rows, runner
 from megatron_2bw.gpu_check.rows import Check, Failed, Row
 from megatron_2bw.gpu_check.runner import FAILED, HANGS, LATER, OK, SKIPPED
+from megatron_2bw.start.torchrun import ROOT
 
 LIGHT = "tests.plain"  # a server without Megatron
 
@@ -170,6 +175,65 @@ def test_wrong_words(words, line, capsys):
     assert end.value.code == 2 and line in capsys.readouterr().err
 
 
+def test_rows_without_a_gpu():
+    """Each part but those that are about CUDA has rows that run on the CPU."""
+    assert {each.part for each in rows.ROWS if "cuda" not in each.needs} == {"reference", "ranks", "cost", "thread"}
+
+
 def test_cuda_must_be_there(capsys):
-    assert cli.main(["gpu-check", "--device", "cuda"]) == 1
-    assert "--device cuda: torch finds no GPU here" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        cli.main(["gpu-check", "--device", "cuda"])
+    assert end.value.code == 2 and "--device cuda: torch finds no GPU here" in capsys.readouterr().err
+
+
+STARTS = """
+import torch
+torch.cuda._device_count_nvml = lambda: 1
+def start(*args):
+    raise SystemExit("CUDA starts")
+torch._C._cuda_getDeviceCount = torch.cuda._lazy_init = start
+import megatron_2bw.start.preload
+assert torch.cuda.is_available()
+"""
+
+
+@pytest.mark.parametrize("device, starts", [("cuda", False), ("", True)])
+def test_the_server_of_forked_ranks_does_not_start_cuda(device, starts):
+    """After a start no forked rank could use CUDA. Without a GPU the CPU stands in, and this test would see no start:
+    so the second case asks torch itself."""
+    code = STARTS if device else STARTS.replace("import megatron_2bw.start.preload\n", "")
+    environment = os.environ | {"MEGATRON_2BW_WORLD_DEVICE": device}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (run.returncode == 1 and "CUDA starts" in run.stderr) if starts else run.returncode == 0, run.stderr[-2000:]
+
+
+ORPHAN = """
+import time
+from megatron_2bw.local_ranks import run_world
+from tests.unit.test_gpu_check import name_and_sleep
+if __name__ == "__main__":
+    run_world(1, name_and_sleep, {path!r}, preload="tests.plain")
+"""
+
+
+def name_and_sleep(rank: int, path: str) -> None:
+    write_whole(path, str(os.getpid()))
+    time.sleep(1000)
+
+
+def test_ranks_end_with_the_program_that_started_them(tmp_path):
+    """Also after a SIGKILL, so that a hung rank does not keep the GPU."""
+    path = tmp_path / "pid"
+    (tmp_path / "orphan.py").write_text(ORPHAN.format(path=str(path)))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    program = subprocess.Popen([sys.executable, str(tmp_path / "orphan.py")], env=environment)
+    try:
+        while not path.exists():
+            assert program.poll() is None
+            time.sleep(0.05)
+    finally:
+        program.kill()
+        program.wait()
+    rank = int(path.read_text())
+    while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.05)
