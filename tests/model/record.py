@@ -65,8 +65,9 @@ def place() -> str:
 
 
 class Stream:
-    def __init__(self, *args, **kwargs):
-        self.number = self.cuda_stream = self.stream_id = number("stream")
+    def __init__(self, *args, name: str | None = None, **kwargs):
+        self.cuda_stream = self.stream_id = number("stream")
+        self.number = name or f"stream {self.stream_id}"
         self.device = torch.device("cpu")
 
     def wait_stream(self, stream: Stream) -> None:
@@ -110,7 +111,7 @@ class Event:
         return 1.0
 
 
-COMPUTE = Stream()
+COMPUTE = Stream(name="compute")
 
 
 def current(device=None) -> Stream:
@@ -327,7 +328,7 @@ _streams: dict[str, Stream] = {}
 
 
 def stream_of(name: str) -> Stream:
-    return _streams.setdefault(name, Stream())
+    return _streams.setdefault(name, Stream(name=name))
 
 
 def in_gloo_stream(touched: tuple, what: str) -> Event:
@@ -384,7 +385,7 @@ def replace_threads() -> None:
     from megatron_2bw.core.pipeline import Pipeline
     from megatron_2bw.core.worker import Worker
 
-    answering, submit, execute = cpu.answering, Worker.submit, Pipeline.execute
+    answering, submit, run_iteration, execute = cpu.answering, Worker.submit, Pipeline.run, Pipeline.execute
 
     @contextlib.contextmanager
     def watched():
@@ -413,11 +414,15 @@ def replace_threads() -> None:
         future.result = taken
         return future
 
+    def iteration(self, number, *args):
+        here.label = f"iteration {number}"
+        run_iteration(self, number, *args)
+
     def labelled(self, action):
         here.label = str(action)
         execute(self, action)
 
-    cpu.answering, Worker.submit, Pipeline.execute = watched, handed_over, labelled
+    cpu.answering, Worker.submit, Pipeline.run, Pipeline.execute = watched, handed_over, iteration, labelled
 
 
 def install() -> None:
