@@ -31,6 +31,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 log: list[tuple] = []
@@ -169,6 +170,14 @@ def accesses(reads, writes) -> tuple:
     return tuple(found)
 
 
+@contextlib.contextmanager
+def paused():
+    """Operations here are the CPU's own."""
+    before, here.paused = getattr(here, "paused", False), True
+    yield
+    here.paused = before
+
+
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh"}
 WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive"}
 
@@ -179,7 +188,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[-1]
-        if func._schema.name.startswith("c10d::"):
+        if getattr(here, "paused", False):
             return func(*args, **kwargs)
         reads, writes = [], []
         for index, argument in enumerate(func._schema.arguments):
@@ -255,7 +264,8 @@ class Message:
     def wait(self, *timeout) -> bool:
         if not self._over:
             self._over = True
-            self._work.wait()
+            with paused():
+                self._work.wait()
         self._finish()
         return True
 
@@ -308,7 +318,8 @@ def issue(group: ProcessGroup, name: str, args: tuple, work):
             current().wait_event(done)
 
     if synchronous:
-        work.wait()
+        with paused():
+            work.wait()
         if finish is not None:
             finish()
         return None
@@ -350,7 +361,9 @@ def replace_groups() -> None:
         method = getattr(ProcessGroup, name)
 
         def call(self, *args, **kwargs):
-            return issue(self, name, (*args, *kwargs.values()), method(self, *args, **kwargs))
+            with paused():
+                work = method(self, *args, **kwargs)
+            return issue(self, name, (*args, *kwargs.values()), work)
 
         return call
 
@@ -378,6 +391,7 @@ def replace_groups() -> None:
         return ("nccl" if groups[name][1] else "gloo") if name in groups else backend_of(group)
 
     dist.new_group, dist.init_process_group, dist.get_backend = make, start, backend
+    distributed_c10d.has_torch_function = lambda tensors: False  # else the mode of cpu.py is off in collectives
 
 
 def replace_threads() -> None:
@@ -408,8 +422,10 @@ def replace_threads() -> None:
         result = future.result
 
         def taken(timeout=None):
-            note("T", this)
-            return result(timeout)
+            try:
+                return result(timeout)
+            finally:
+                note("T", this)
 
         future.result = taken
         return future
