@@ -46,10 +46,10 @@ TWO := -n 2 --dist worksteal
 
 test: install
 	$(PYTEST) $(TWO) tests/unit
-	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e
+	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e tests/model
 
 test-rest: install
-	$(PYTEST) $(TWO) -m "not proof" tests/distributed tests/e2e
+	$(PYTEST) $(TWO) -m "not proof" tests/distributed tests/e2e tests/model
 	$(PYTEST) --hypothesis-profile thousand tests/unit/test_plain_torch.py
 
 test-all: test test-rest

@@ -12,11 +12,10 @@ A state is (position of each thread, queues, started, done, snapshots): integers
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-Place = tuple[int, str, int]  # rank, thread, index of an instruction
 SET, WAIT, ISSUE, SNAP, DRAIN = range(5)  # kinds of instructions; DRAIN waits for what SNAP has seen
 K, R, W, C = range(4)  # kinds of operations on a GPU
 
@@ -53,14 +52,46 @@ def programs(logs: list[list[tuple]]) -> Programs:
                 known.add(values[1])
             if (kind == "W" and values[1] not in known) or (kind == "E" and values[0] not in known):
                 continue
-            threads[thread].append((label, kind, *values))
+            entries = threads[thread]
+            if kind == "K" and entries and entries[-1][:3] == (label, kind, values[0]):
+                continue  # consecutive kernels of a stream
+            entries.append((label, kind, *values))
         result.append(dict(threads))
     return result
 
 
-def device_wait(label: str, locked: bool) -> tuple:
-    """An entry: the thread waits for the whole GPU, perhaps with the driver's lock."""
-    return (label, "S", None, "device-wide wait", locked)
+def streams_of(threads: Programs, thread: str | None = None) -> list[str]:
+    """The streams of a thread's operations, or of all threads', the most used first."""
+    used = Counter(
+        entry[2]
+        for by_name in threads
+        for name, entries in by_name.items()
+        for entry in entries
+        if thread in (None, name) and entry[1] in "KRWC"
+    )
+    return [stream for stream, _ in used.most_common()]
+
+
+def device_waits(threads: Programs, thread: str, locked: bool, everywhere: bool = False) -> Iterator[tuple]:
+    """Each place in a thread's programs, and the programs with a wait for the whole GPU there.
+
+    locked: the waiting thread holds the driver's lock meanwhile, so that the other one cannot issue
+    everywhere: at one place (action of the schedule, number of the entry in it) on all ranks at once
+    """
+    places: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
+    for rank, by_name in enumerate(threads):
+        counts: Counter[str] = Counter()
+        for index, entry in enumerate(by_name.get(thread, ())):
+            key = entry[0], counts[entry[0]]
+            counts[entry[0]] += 1
+            places[key if everywhere else (rank, *key)].append((rank, index))
+    for place, found in places.items():
+        changed = [dict(by_name) for by_name in threads]
+        for rank, index in found:
+            entries = changed[rank][thread]
+            wait = (entries[index][0], "S", None, "device-wide wait", locked)
+            changed[rank][thread] = [*entries[:index], wait, *entries[index:]]
+        yield place, changed
 
 
 class World:
@@ -103,11 +134,8 @@ class World:
                     step.value = self.members[step.value]
                 elif step.kind == WAIT and callable(step.value):
                     step.value = step.value()
-        self.partners = [
-            [other for comm in comms for other in bits_of(self.members[comm])] for comms in self.comms
-        ]
-        self.needs = [sum({self.members[comm] for comm in comms}) if len(comms) == 1 else
-                      _union(self.members[comm] for comm in comms) for comms in self.comms]
+        self.needs = [self.members[comm] if comm else 0 for comm in self.comms]  # an NCCL kernel's, on all its ranks
+        self.partners = [list(bits_of(need)) for need in self.needs]
         alone = {stream for stream, users in self._users(self.stream).items() if len(users) == 1}
         waits = {  # what another thread issues may change these
             (self.ranks[i], number)
@@ -145,11 +173,9 @@ class World:
             self._bits[name] = self._new()
         return self._bits[name]
 
-    def _new(self, kind=None, stream=-1, target=0, comms=(), queue=-1, text="") -> int:
-        for column, value in zip(
-            (self.kind, self.stream, self.target, self.comms, self.queue, self.text),
-            (kind, stream, target, comms, queue, text),
-        ):
+    def _new(self) -> int:
+        columns = self.kind, self.stream, self.target, self.comms, self.queue, self.text
+        for column, value in zip(columns, (None, -1, 0, None, -1, "")):
             column.append(value)
         return len(self.kind) - 1
 
@@ -163,7 +189,6 @@ class World:
 
     def _compile(self, rank: int, entries: list[tuple]) -> list[Instruction]:
         code: list[Instruction] = []
-        asked = {entry[2] for entry in entries if entry[1] == "E"}
         ops: list[int] = []
 
         def flush(label: str) -> None:
@@ -181,7 +206,11 @@ class World:
         last = "start"
         for label, kind, *values in entries:
             if kind in "KRWC":
-                self._operation(rank, kind, values, ops, lambda: flush(last))
+                stream = self._stream(rank, values[0])
+                if kind != "R" and any(self.kind[op] == C for op in ops):
+                    flush(last)
+                if not (ops and kind == "K" and self.kind[ops[-1]] == K and self.stream[ops[-1]] == stream):
+                    ops.append(self._operation(rank, kind, stream, values))
             else:
                 flush(last)
             last = label
@@ -207,33 +236,23 @@ class World:
         flush(last)
         return code
 
-    def _operation(self, rank: int, kind: str, values: list, ops: list[int], flush: Callable[[], None]) -> None:
-        stream = self._stream(rank, values[0])
-        if ops and self.kind[ops[-1]] == K and kind == "K" and self.stream[ops[-1]] == stream:
-            return
-        if kind != "R" and any(self.kind[op] == C for op in ops):
-            flush()
-        queue = (rank, values[0] if self._queue_of is None else self._queue_of(rank, self.names[stream]))
+    def _operation(self, rank: int, kind: str, stream: int, values: list) -> int:
+        name = self.names[stream]
+        queue = (rank, name if self._queue_of is None else self._queue_of(rank, name))
         if queue not in self._queues:
             self._queues[queue] = len(self._queues)
             self.names_of_queues.append(f"{queue[1]}")
-        comms = values[1] if kind == "C" else ()
-        text = comms[0][0] if kind == "C" else str(values[-1]) if kind == "K" else ""
-        columns = KINDS[kind], stream, 0, comms, self._queues[queue], text
-        if kind in "RW":
-            event = self._bit(rank, "event", values[1])
-            columns = KINDS[kind], stream, event, (), self._queues[queue], text
-        if kind == "R":
-            op = event
-            for column, value in zip((self.kind, self.stream, self.target, self.comms, self.queue, self.text), columns):
-                column[op] = value
-        else:
-            op = self._new(*columns)
-        for comm in comms:
-            self.members[comm] |= 1 << op
+        text = values[1][0] if kind == "C" else "" if kind in "RW" else str(values[-1])
+        target = self._bit(rank, "event", values[1]) if kind in "RW" else 0
+        op = target if kind == "R" else self._new()
+        self.kind[op], self.stream[op], self.target[op] = KINDS[kind], stream, target
+        self.queue[op], self.text[op] = self._queues[queue], text
+        if kind == "C":
+            self.comms[op] = tuple(values[1])
+            self.members[self.comms[op]] |= 1 << op
         self.masks[stream] |= 1 << op
         self.rank_mask[rank] |= 1 << op
-        ops.append(op)
+        return op
 
     # Running
 
@@ -263,7 +282,9 @@ class World:
                     elif not self.private[thread][at[thread]]:
                         break
                     elif step.kind == SNAP:
-                        snaps[thread] = self._issued(queues, started) & ~done & _union(self.masks[s] for s in step.value)
+                        snaps[thread] = (
+                            self._issued(queues, started) & ~done & _union(self.masks[s] for s in step.value)
+                        )
                     else:
                         queues, started, done = self._progress(self._put(queues, step.value), started, done)
                         again = True
@@ -297,9 +318,8 @@ class World:
                         break
                     elif kind == C:
                         started |= 1 << op
-                        for other in self.partners[op]:
-                            need = self.needs[other]
-                            if need & started == need and not done >> other & 1:
+                        if self.needs[op] & started == self.needs[op]:
+                            for other in self.partners[op]:
                                 done |= started & masks[streams[other]]
                     else:
                         started |= 1 << op
@@ -316,7 +336,9 @@ class World:
         found = []
         locked = {self.ranks[i] for i, code in enumerate(self.code) if at[i] < len(code) and code[at[i]].locked}
         full = {
-            self.ranks[next(iter(self.users[q]))] for q, queue in enumerate(queues) if self.limit and len(queue) >= self.limit
+            self.ranks[next(iter(self.users[q]))]
+            for q, queue in enumerate(queues)
+            if self.limit and len(queue) >= self.limit
         }
         for thread, code in enumerate(self.code):
             rank = self.ranks[thread]
@@ -361,7 +383,13 @@ class World:
             what = "is through"
             if at[thread] < len(code):
                 step = code[at[thread]]
-                verb = {SET: "is at", WAIT: "waits for", DRAIN: "waits for the GPU:", ISSUE: "cannot issue", SNAP: "is at"}[step.kind]
+                verb = {
+                    SET: "is at",
+                    WAIT: "waits for",
+                    DRAIN: "waits for the GPU:",
+                    ISSUE: "cannot issue",
+                    SNAP: "is at",
+                }[step.kind]
                 what = f"{step.label:12} {verb} {step.text}"
             rows.append(f"rank {self.ranks[thread]}  {self.thread_names[thread]:9}  {what}")
         for number, queue in enumerate(queues):
@@ -371,8 +399,11 @@ class World:
                 held = ", ".join(self.text[b] for b in bits_of(mask) if self.kind[b] == C) or "an event"
                 head = f"{self.names[self.stream[op]]}: {'KRWC'[self.kind[op]]} {self.text[op]}"
                 rank = self.ranks[next(iter(self.users[number]))]
-                rows.append(f"rank {rank}  queue {self.names_of_queues[number]:9}  {head} waits for {held}; {len(queue) - 1} behind")
-        running = [f"{self.text[b]} ({self.names[self.stream[b]]})" for b in bits_of(started & ~done) if self.kind[b] == C]
+                name = f"queue {self.names_of_queues[number]}"
+                rows.append(f"rank {rank}  {name:9}  {head} waits for {held}; {len(queue) - 1} behind")
+        running = [
+            f"{self.text[b]} ({self.names[self.stream[b]]})" for b in bits_of(started & ~done) if self.kind[b] == C
+        ]
         return "\n".join([*sorted(rows), "started, without all ranks: " + ", ".join(running)])
 
 

@@ -64,7 +64,9 @@ class Races:
             earlier += [("read", other, use) for other, uses in memory.reads.items() for use in uses.values()]
         for kind, other, use in earlier:
             if meets(other, use):
-                self.found[f"{kind}, then {'write' if write else 'read'}", f"{use[0]}: {use[2]}", f"{stream}: {what}"] += 1
+                self.found[
+                    f"{kind}, then {'write' if write else 'read'}", f"{use[0]}: {use[2]}", f"{stream}: {what}"
+                ] += 1
         use = stream, clock[stream], what
         if write:  # what it covers is ordered before it, or reported
             for areas in (memory.writes, memory.reads):

@@ -4,15 +4,16 @@ After `cpu.install()` this double replaces torch.cuda's streams and events, the 
 hand-over of jobs between threads. Each call does what it did, and adds one entry to `log`. Nothing of a schedule is
 written here: a change of the runtime changes the log.
 
-Assumed of a GPU (ProcessGroupNCCL of torch 2.15): a group is NCCL's unless "gloo" was asked for. A synchronous collective
-runs in the current stream; an asynchronous one and a message run in a stream of their group, which waits for the current
-one, and `wait` lets the current stream wait. Messages of `batch_isend_irecv` start together. gloo copies GPU tensors in
-a stream of its own and waits for that. Copies between the host and the GPU wait for their stream unless non_blocking.
+Assumed of a GPU, as in ProcessGroupNCCL of torch 2.15: a group is NCCL's unless "gloo" was asked for. A synchronous
+collective runs in the current stream. An asynchronous one and a message run in a stream of their group, which waits for
+the current one; `wait` lets the current stream wait. gloo copies GPU tensors in a stream of its own and waits for that.
+Copies between the host and the GPU wait for their stream unless non_blocking. Whoever asks whether something is over
+hears no: the latest that can be.
 
 Entries are (thread, label, kind, ...):
     K stream accesses            a kernel; an access is (memory, first byte, end, writes)
     R/W stream event             the stream records an event; it waits for one
-    C stream ((id, ranks), ...) accesses    an NCCL kernel: complete when all ranks have started theirs
+    C stream (id, ranks) accesses    an NCCL kernel: complete when all ranks have started theirs
     S stream                     the thread waits for the stream, or with None for the whole GPU
     E event                      the thread waits for an event
     G/H id ranks                 the thread arrives at a collective of gloo; it waits until all ranks have
@@ -225,7 +226,9 @@ def moving(cuda_means_cpu, is_cuda):
             if func == getter and on_gpu(args[0]):
                 return answer
         device = kwargs.get("device", args[1] if func is torch.Tensor.to and len(args) > 1 else None)
-        asked = func is torch.Tensor.cuda or (not isinstance(device, (bool, int)) or "device" in kwargs) and is_cuda(device)
+        asked = (
+            func is torch.Tensor.cuda or (not isinstance(device, (bool, int)) or "device" in kwargs) and is_cuda(device)
+        )
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and on_gpu(args[0]):
             note("S", current().number, place())
         to_host = func is torch.Tensor.cpu or (func is torch.Tensor.to and str(device).startswith("cpu"))
@@ -270,11 +273,6 @@ class Message:
         return True
 
 
-def grouped() -> list | None:
-    """The messages that wait for the end of `batch_isend_irecv`."""
-    return getattr(here, "batch", None)
-
-
 def issue(group: ProcessGroup, name: str, args: tuple, work):
     """Note an operation of a process group, whose `work` is under way. Returns what torch's method returns."""
     common, nccl, ranks = groups[group.group_name]
@@ -300,19 +298,14 @@ def issue(group: ProcessGroup, name: str, args: tuple, work):
                 current().wait_event(gloo)
 
     elif synchronous:
-        complete(current(), [operation], touched, what)
+        kernel(current(), operation, touched, what)
         if name == "barrier":
             note("S", current().number, place())
     else:
-        stream = stream_of(common)
+        stream = stream_of(groups[group.group_name][0])
         stream.wait_stream(current())
-        if grouped() is not None:
-            grouped().append((stream, operation, touched, what))
-            done = Event()
-            grouped().append(done)
-        else:
-            complete(stream, [operation], touched, what)
-            done = stream.record_event()
+        kernel(stream, operation, touched, what)
+        done = stream.record_event()
 
         def finish() -> None:
             current().wait_event(done)
@@ -326,11 +319,10 @@ def issue(group: ProcessGroup, name: str, args: tuple, work):
     return Message(work, finish)
 
 
-def complete(stream: Stream, operations, touched: tuple, what: str) -> None:
-    """An NCCL kernel. One whose only rank is this one is a kernel like others."""
-    shared = tuple(operation for operation in operations if len(set(operation[1])) > 1)
-    if shared:
-        note("C", stream.number, shared, touched, what)
+def kernel(stream: Stream, operation: tuple, touched: tuple, what: str) -> None:
+    """A kernel of NCCL. One whose only rank is this one is a kernel like others."""
+    if len(set(operation[1])) > 1:
+        note("C", stream.number, operation, touched, what)
     else:
         note("K", stream.number, touched, what)
 
@@ -350,10 +342,10 @@ def in_gloo_stream(touched: tuple, what: str) -> Event:
     return stream.record_event()
 
 
-COLLECTIVES = """allreduce allreduce_coalesced broadcast reduce allgather _allgather_base all_gather_single gather scatter
-    allgather_into_tensor_coalesced all_gather_single_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_single
-    reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced alltoall alltoall_base all_to_all_single barrier
-    send recv"""
+COLLECTIVES = """allreduce allreduce_coalesced broadcast reduce gather scatter barrier send recv
+    allgather _allgather_base allgather_into_tensor_coalesced all_gather_single all_gather_single_coalesced
+    reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced reduce_scatter_single
+    reduce_scatter_single_coalesced alltoall alltoall_base all_to_all_single"""
 
 
 def replace_groups() -> None:
@@ -427,7 +419,7 @@ def replace_threads() -> None:
             finally:
                 note("T", this)
 
-        future.result = taken
+        future.result, future.done = taken, lambda: False  # the latest that can be
         return future
 
     def iteration(self, number, *args):

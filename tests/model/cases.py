@@ -1,0 +1,169 @@
+"""The runs that the model explores, the mends that it takes out, and the bugs that it must find."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+from megatron_2bw.local_ranks import run_world
+from tests.distributed.compare import UNTIED
+from tests.distributed.training import command
+from tests.model.explore import Programs, programs
+from tests.model.record import record
+
+
+def case(stages, microbatches, *flags, schedule="2bw", width=1, tensor=1, **changes) -> tuple[int, list[str]]:
+    """Ranks and command line. Two iterations warm up: the third is the first that posts receives early."""
+    changes = dict(train_iters=6, log_interval=1000, tensor_model_parallel_size=tensor) | changes
+    flags = ("--no-check-for-nan-in-loss-and-grad", *flags)  # its waits on the CPU would hide deadlocks
+    return stages * width * tensor, command(stages, microbatches, schedule, *flags, width=width, **changes)
+
+
+SHARDED = "--use-distributed-optimizer"
+CASES = {
+    "untied": case(2, 2, UNTIED),
+    "tied": case(2, 2),
+    "one-stage": case(1, 2, UNTIED, width=2),
+    "width": case(2, 2, UNTIED, width=2),
+    "sharded": case(2, 2, SHARDED, width=2),
+    "sharded-overlap": case(2, 2, SHARDED, "--overlap-grad-reduce", width=2),
+    "tensor": case(2, 2, tensor=2),
+    "muon": case(1, 2, UNTIED, "--optimizer", "muon", "--muon-tp-mode", "distributed", tensor=2),
+    "four-stages": case(4, 4),
+    "extra-warmup": case(2, 3, UNTIED, two_bw_extra_warmup=1),
+    "more-extra-warmup": case(2, 4, UNTIED, two_bw_extra_warmup=2),
+    "fp16": case(2, 2, "--fp16", train_iters=10, initial_loss_scale=2**21, hysteresis=1),
+    "evaluation": case(2, 2, log_interval=1, train_iters=6, eval_interval=3, eval_iters=2, split="90,10,0"),
+    "tokens": case(2, 3, "--calculate-per-token-loss"),
+    "extrapolation": case(2, 2, "--two-bw-correction", "extrapolate", two_bw_sync_iterations=2, train_iters=7),
+    "pipedream-flush": case(2, 3, schedule="pipedream-flush", train_iters=3),
+    "gpipe": case(2, 3, schedule="gpipe", train_iters=3),
+    "no-pipelining": case(2, 2, schedule="no-pipelining", train_iters=3),
+    "pipedream": case(2, 2, UNTIED, schedule="pipedream", train_iters=3),
+}
+
+
+def drawn(seed: int) -> tuple[int, list[str]]:
+    """A case at random: one to four stages, as many to twice as many microbatches, at most eight ranks."""
+    rng = random.Random(seed)
+    stages = rng.randint(1, 4)
+    width, tensor = rng.choice([(1, 1), (1, 2), (2, 1), (2, 2)]) if stages < 3 else rng.choice([(1, 1), (1, 2), (2, 1)])
+    flags = [UNTIED] * rng.randint(0, 1) + ["--bf16"] * rng.randint(0, 1)
+    if width > 1:
+        flags += rng.choice([[], [SHARDED], [SHARDED, "--overlap-grad-reduce"]])
+    if rng.random() < 0.3:
+        flags += ["--calculate-per-token-loss"]
+    if SHARDED not in flags and rng.random() < 0.3:
+        flags += ["--two-bw-correction", "extrapolate"]
+    return case(stages, rng.randint(stages, 2 * stages), *flags, width=width, tensor=tensor, num_layers=stages)
+
+
+@functools.cache
+def logs_of(name: str, plant=None) -> list[list[tuple]]:
+    """The logs of a case, or of the one that a seed draws ("drawn 3"). plant: a function of this module."""
+    size, argv = CASES[name] if name in CASES else drawn(int(name.split()[1]))
+    return run_world(size, record, argv, plant, timeout=250)
+
+
+def programs_of(name: str, plant=None) -> Programs:
+    return programs(logs_of(name, plant))
+
+
+# Mends taken out.
+
+
+def without_waits() -> None:
+    """The step's thread does not wait after its collectives."""
+    from megatron_2bw.core import groups
+
+    groups._wait_for_stream = lambda: None
+
+
+def without_holding_back() -> None:
+    """Receives are posted whatever they depend on."""
+    from megatron_2bw.core.p2p import Receiver
+
+    Receiver.hold_back = lambda self, *args: None
+
+
+def without_both() -> None:
+    without_waits()
+    without_holding_back()
+
+
+def without_host_copies() -> None:
+    """gloo copies GPU tensors in a stream of torch's pool."""
+    from megatron_2bw.core.groups import StepGroup
+
+    StepGroup._through_host = lambda self, name, tensors, options: self.__getattr__(name)(tensors, *options)
+
+
+def without_host_copies_and_holding_back() -> None:
+    without_host_copies()
+    without_holding_back()
+
+
+# Bugs that are races.
+
+
+def no_wait_for_gradients() -> None:
+    """The step's stream does not wait for the last backward."""
+    from megatron_2bw.core.updates import LateUpdate
+
+    run = LateUpdate._run
+
+    class Past:
+        number = None
+
+    LateUpdate._run = lambda self, job, ready: run(self, job, Past())
+
+
+def no_wait_for_step() -> None:
+    """The training thread goes on without the end of the step."""
+    from tests.model import record
+
+    note = record.note
+    record.note = lambda kind, *values: note(kind, *values) if kind != "T" else None
+
+
+def wrong_store() -> None:
+    """A step writes over the version that is still read."""
+    from megatron_2bw.core.weights import WeightStores
+
+    WeightStores.views = lambda self, slot: self._views[1 - slot]
+
+
+def one_gradient_slot() -> None:
+    """Two batches have one slot."""
+    from megatron_2bw.mcore.grad_buffers import GradientSlots
+
+    GradientSlots._slot = lambda self, batch: self._slots[0]
+
+
+def no_wait_for_message() -> None:
+    """A message is used before it has come."""
+    from megatron_2bw.core.p2p import Receiver
+
+    def receive(self):
+        if not self._posted:
+            self._post()
+        tensor, message = self._posted.popleft()
+        message._work.wait()
+        self.post_early()
+        return tensor
+
+    Receiver.receive = receive
+
+
+def sent_tensors_not_kept() -> None:
+    """The memory of a sent tensor is given out again."""
+    from megatron_2bw.core.p2p import Sender
+    from tests.model.record import off_gpu
+
+    send = Sender.send
+
+    def forgetful(self, tensor):
+        send(self, tensor)
+        off_gpu(self._pending[-1][0].untyped_storage()._cdata)
+
+    Sender.send = forgetful

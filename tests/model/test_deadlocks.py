@@ -1,0 +1,128 @@
+"""No order in which the ranks' threads issue their work to the GPUs ends in a deadlock; without a mend some do."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+
+from tests.model import cases
+from tests.model.explore import Programs, World, device_waits, exhaust, sample, streams_of
+
+QUEUES = 1, 2, 8, 32
+
+
+def mapping(queues: int, seed: int):
+    """Streams on hardware queues at random, on each rank in another way."""
+
+    @functools.cache
+    def queue_of(rank: int, stream: str) -> int:
+        return random.Random(f"{queues} {seed} {rank} {stream}").randrange(queues)
+
+    return queue_of
+
+
+def assert_free(world: World, runs: int, states: int = 0) -> None:
+    for result in (sample(world, runs), *([exhaust(world, states)] if states else [])):
+        assert result.dead == 0, f"{result.dead} deadlocks; one of them:\n{result.example}"
+
+
+def deadlocks(programs: Programs, runs: int = 200, **device) -> int:
+    return sample(World(programs, **device), runs).dead
+
+
+def examine(programs: Programs, runs: int) -> None:
+    own = exhaust(World(programs, queue_of=None), 10_000)
+    assert own.dead == 0 and own.complete, f"with a queue for each stream:\n{own.example}"
+    assert_free(World(programs), runs, states=10 * runs)
+    for queues in QUEUES:
+        for seed in range(max(runs // 200, 1)):
+            assert_free(World(programs, mapping(queues, seed)), 20)
+    for limit in (4, 16):
+        assert_free(World(programs, limit=limit), runs // 20)
+        assert_free(World(programs, queue_of=None, limit=limit), runs // 20)
+
+
+FAST = "tied", "one-stage", "sharded", "muon", "four-stages", "extra-warmup", "evaluation", "pipedream"
+DEEP = "more-extra-warmup"  # see its own test
+
+
+@pytest.mark.proof(*FAST)
+@pytest.mark.parametrize("name", [name for name in cases.CASES if name != DEEP])
+def test_no_order_of_issue_ends_in_a_deadlock(name):
+    examine(cases.programs_of(name), runs=100 if name in FAST else 1000)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nor_does_one_of_a_run_at_random(seed):
+    print("case", seed, *cases.drawn(seed))
+    examine(cases.programs_of(f"drawn {seed}"), runs=1000)
+
+
+@pytest.mark.proof
+def test_two_more_forwards_ahead_need_a_queue_for_each_stream():
+    """A message that waits for the one before in its stream stops its queue, with the other direction's messages."""
+    programs = cases.programs_of(DEEP)
+    assert exhaust(World(programs, queue_of=None)).dead == 0
+    assert deadlocks(programs, runs=20) == 20
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["untied", "tied", "one-stage"])
+def test_all_orders_of_two_ranks_are_explored(name):
+    result = exhaust(World(cases.programs_of(name)))
+    assert result.complete and result.dead == 0, result.example
+    assert result.states > 1000
+
+
+@pytest.mark.proof("tied", "one-stage")
+@pytest.mark.parametrize("name", ["tied", "one-stage", "width", "sharded", "four-stages"])
+def test_without_waits_after_collectives_one_queue_deadlocks(name):
+    programs = cases.programs_of(name, cases.without_waits)
+    assert deadlocks(programs) > 0
+    assert deadlocks(programs, queue_of=None) == 0
+
+
+@pytest.mark.proof
+def test_without_waits_few_queues_deadlock():
+    programs = cases.programs_of("tied", cases.without_waits)
+    assert any(deadlocks(programs, queue_of=mapping(2, seed)) for seed in range(8))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("messages", ["activations", "gradients"])
+def test_the_stream_of_the_step_must_not_be_that_of_a_receive(messages):
+    """Streams of our own exclude it. Without holding back nearly every run would hang."""
+    programs = cases.programs_of("tied", cases.without_both)
+    step = streams_of(programs, "2bw step")[0]
+    alias = {stream: step for stream in streams_of(programs) if stream.startswith(f"2bw {messages}")}
+    assert alias and deadlocks(programs, queue_of=None, alias=alias) > 100
+
+
+@pytest.mark.proof
+def test_the_streams_of_gloo_must_not_be_those_of_a_receive():
+    """StepGroup excludes it: gloo has no tensors of the GPU."""
+    assert "gloo" not in streams_of(cases.programs_of("untied"), "2bw step")
+    programs = cases.programs_of("untied", cases.without_host_copies_and_holding_back)
+    assert "gloo" in streams_of(programs, "2bw step")
+    alias = {stream: "gloo" for stream in streams_of(programs) if stream.startswith("2bw activations")}
+    assert deadlocks(programs, queue_of=None, alias=alias) > 0
+
+
+@pytest.mark.proof
+def test_launch_blocking_deadlocks():
+    """CUDA_LAUNCH_BLOCKING=1 is refused."""
+    assert deadlocks(cases.programs_of("untied"), runs=40, queue_of=None, blocking=True) > 0
+
+
+@pytest.mark.proof("tied-True")
+@pytest.mark.parametrize("locked", [True, False])
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_the_step_may_wait_for_the_whole_gpu_anywhere(name, locked):
+    """On one rank; without holding back it may not."""
+    for place, programs in device_waits(cases.programs_of(name), "2bw step", locked):
+        result = sample(World(programs, queue_of=None), 3)
+        assert result.dead == 0, f"{place}:\n{result.example}"
+    programs = cases.programs_of(name, cases.without_holding_back)
+    assert any(deadlocks(waiting, 3, queue_of=None) for _, waiting in device_waits(programs, "2bw step", locked))
