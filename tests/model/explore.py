@@ -98,7 +98,7 @@ class World:
     """The ranks' programs on GPUs.
 
     queue_of   (rank, stream) -> hardware queue; None: each stream has its own
-    alias      stream -> the stream that it is the same as, on all ranks
+    alias      (rank, stream) -> the stream that it is the same as
     limit      operations that a hardware queue has room for
     blocking   CUDA_LAUNCH_BLOCKING=1
     """
@@ -107,7 +107,7 @@ class World:
         self,
         threads: Programs,
         queue_of: Callable[[int, str], object] | None = lambda rank, stream: 0,
-        alias: dict[str, str] | None = None,
+        alias: dict[tuple[int, str], str] | None = None,
         limit: int = 0,
         blocking: bool = False,
     ):
@@ -180,7 +180,7 @@ class World:
         return len(self.kind) - 1
 
     def _stream(self, rank: int, name: str) -> int:
-        key = rank, self._alias.get(name, name)
+        key = rank, self._alias.get((rank, name), name)
         if key not in self._streams:
             self._streams[key] = len(self._streams)
             self.names.append(f"{key[1]}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tests.model import cases
 from tests.model.explore import Programs, World, device_waits, exhaust, sample, streams_of
-from tests.model.test_deadlocks import mapping
+from tests.model.test_deadlocks import mapping, receives
 
 MENDS = {
     "with all mends": None,
@@ -32,8 +32,7 @@ def mappings(queues: int) -> Callable[[Programs], str]:
 def aliased(messages: str) -> Callable[[Programs], str]:
     def count(programs: Programs) -> str:
         step = streams_of(programs, "2bw step")[0]
-        alias = {stream: step for stream in streams_of(programs) if stream.startswith(f"2bw {messages}")}
-        return runs(queue_of=None, alias=alias)(programs)
+        return runs(queue_of=None, alias=dict.fromkeys(receives(programs, messages), step))(programs)
 
     return count
 
@@ -41,7 +40,7 @@ def aliased(messages: str) -> Callable[[Programs], str]:
 def waiting(thread: str, everywhere: bool) -> Callable[[Programs], str]:
     def count(programs: Programs) -> str:
         places = [
-            sample(World(changed, queue_of=None), 6).dead
+            exhaust(World(changed, queue_of=None), 20_000).dead
             for locked in (True, False)
             for _, changed in device_waits(programs, thread, locked, everywhere)
         ]

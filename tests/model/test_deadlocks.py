@@ -23,6 +23,12 @@ def mapping(queues: int, seed: int):
     return queue_of
 
 
+def receives(programs: Programs, messages: str) -> list[tuple[int, str]]:
+    """(rank, stream) of the messages of a case with two ranks."""
+    receiver = {"activations": 1, "gradients": 0}[messages]
+    return [(receiver, stream) for stream in streams_of(programs) if stream.startswith(f"2bw {messages}")]
+
+
 def assert_free(world: World, runs: int, states: int = 0) -> None:
     for result in (sample(world, runs), *([exhaust(world, states)] if states else [])):
         assert result.dead == 0, f"{result.dead} deadlocks; one of them:\n{result.example}"
@@ -96,7 +102,7 @@ def test_the_stream_of_the_step_must_not_be_that_of_a_receive(messages):
     """Streams of our own exclude it. Without holding back nearly every run would hang."""
     programs = cases.programs_of("tied", cases.without_both)
     step = streams_of(programs, "2bw step")[0]
-    alias = {stream: step for stream in streams_of(programs) if stream.startswith(f"2bw {messages}")}
+    alias = dict.fromkeys(receives(programs, messages), step)
     assert alias and deadlocks(programs, queue_of=None, alias=alias) > 100
 
 
@@ -106,7 +112,7 @@ def test_the_streams_of_gloo_must_not_be_those_of_a_receive():
     assert "gloo" not in streams_of(cases.programs_of("untied"), "2bw step")
     programs = cases.programs_of("untied", cases.without_host_copies_and_holding_back)
     assert "gloo" in streams_of(programs, "2bw step")
-    alias = {stream: "gloo" for stream in streams_of(programs) if stream.startswith("2bw activations")}
+    alias = dict.fromkeys(receives(programs, "activations"), "gloo")
     assert deadlocks(programs, queue_of=None, alias=alias) > 0
 
 
@@ -116,13 +122,26 @@ def test_launch_blocking_deadlocks():
     assert deadlocks(cases.programs_of("untied"), runs=40, queue_of=None, blocking=True) > 0
 
 
-@pytest.mark.proof("tied-True")
+@pytest.mark.proof("tied-2bw step-True", "tied-train-True")
 @pytest.mark.parametrize("locked", [True, False])
+@pytest.mark.parametrize("thread", ["2bw step", "train"])
 @pytest.mark.parametrize("name", ["untied", "tied"])
-def test_the_step_may_wait_for_the_whole_gpu_anywhere(name, locked):
-    """On one rank; without holding back it may not."""
-    for place, programs in device_waits(cases.programs_of(name), "2bw step", locked):
-        result = sample(World(programs, queue_of=None), 3)
-        assert result.dead == 0, f"{place}:\n{result.example}"
-    programs = cases.programs_of(name, cases.without_holding_back)
-    assert any(deadlocks(waiting, 3, queue_of=None) for _, waiting in device_waits(programs, "2bw step", locked))
+def test_a_rank_may_wait_for_the_whole_gpu_anywhere(name, thread, locked):
+    """All orders, at each place. Without holding back it may not."""
+    for place, programs in device_waits(cases.programs_of(name), thread, locked):
+        result = exhaust(World(programs, queue_of=None), 20_000)
+        assert result.complete and result.dead == 0, f"{place}:\n{result.example}"
+    if thread == "2bw step":
+        waits = device_waits(cases.programs_of(name, cases.without_holding_back), thread, locked)
+        assert any(exhaust(World(programs, queue_of=None)).dead for _, programs in waits)
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_all_ranks_at_once_may_not_wait_where_a_step_has_let_receives_go(name):
+    """Each would wait for a message that the other sends after its own wait. Without the driver's lock nowhere else."""
+    programs = cases.programs_of(name)
+    waits = list(device_waits(programs, "train", locked=False, everywhere=True))
+    dead = {place[0].split("@")[0] for place, waiting in waits if exhaust(World(waiting, queue_of=None)).dead}
+    assert {label[0] for label in dead} == {"S"}
+    waits = device_waits(programs, "2bw step", locked=False, everywhere=True)
+    assert not any(exhaust(World(waiting, queue_of=None)).dead for _, waiting in waits)
