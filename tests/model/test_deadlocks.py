@@ -83,7 +83,7 @@ def test_all_orders_of_two_ranks_are_explored(name):
 
 
 @pytest.mark.proof("tied", "one-stage")
-@pytest.mark.parametrize("name", ["tied", "one-stage", "width", "sharded", "four-stages"])
+@pytest.mark.parametrize("name", ["tied", "one-stage", "width", "sharded", "muon", "four-stages"])
 def test_without_waits_after_collectives_one_queue_deadlocks(name):
     programs = cases.programs_of(name, cases.without_waits)
     assert deadlocks(programs) > 0
