@@ -1,0 +1,394 @@
+"""Random legal configurations of both entry scripts, and what must hold for each of them without a reference.
+
+    python bench/draws.py --minutes 60
+    python bench/draws.py --case '{"check": "depth", "base": {...}, "change": {...}}'
+
+A draw is two command lines: a base and the base with a change, and a check names what they must have in common. The
+command line's own rules say which draws are legal; the others are drawn again, and counted. A draw that fails is made
+smaller, one flag at a time, while it fails. Each failure is printed and written to the JSON at once.
+
+Differences are bitwise, but for `rounding`: other additions of gradients (tied embeddings over stages, tensor ranks,
+pipelines, larger microbatches) or of the norm's squares (clipping over other stages or shards).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from bench.common import new_parser, write_result
+from megatron_2bw.checkpoints.folder import TRACKER
+from megatron_2bw.local_ranks import WorldError, run_world
+from tests.distributed.compare import UNTIED
+from tests.distributed.training import BERT, TINY, Run, full_weights, train
+
+# Flags and their values as typed, and three words of our own: task, width and microbatches. None takes a flag away.
+Config = dict[str, Any]
+
+STAGES, TENSOR = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
+FLUSH = ("pipedream-flush", "gpipe", "no-pipelining")
+ASYNC = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
+FORMATS = f"||--ckpt-format torch|{ASYNC}|--dist-ckpt-optim-fully-reshardable"
+
+# Each row: how often, and the alternatives.
+MODEL = """
+0.6 --untie-embeddings-and-output-weights
+0.5 --disable-bias-linear
+0.4 --swiglu | --squared-relu | --swiglu --ffn-hidden-size 48
+0.3 --group-query-attention --num-query-groups 1 | --group-query-attention --num-query-groups 2
+0.3 --position-embedding-type rope | --position-embedding-type none
+0.1 --position-embedding-type rope --rotary-percent 0.5
+0.3 --normalization RMSNorm
+0.2 --qk-layernorm | --add-qkv-bias | --kv-channels 16 | --hidden-size 48 | --use-cpu-initialization
+0.3 --seq-length 8 | --micro-batch-size 1 | --micro-batch-size 3 | --vocab-size 61 | --bert-no-binary-head
+0.4 --num-layers 2 | --num-layers 3 | --num-layers 6 | --num-layers 8
+0.2 --decoder-first-pipeline-num-layers 1 | --decoder-last-pipeline-num-layers 1
+0.1 --init-method-std 0.1 | --use-mup | --window-size 4,0 | --no-rope-freq 2"""
+RULE = """
+0.5 --bf16 | --fp16 --initial-loss-scale 4096 | --fp16 --initial-loss-scale 4294967296 | --fp16 --loss-scale 256
+0.1 --attention-softmax-in-fp32 | --accumulate-allreduce-grads-in-fp32 | --calculate-per-token-loss
+0.5 --clip-grad 0 | --clip-grad 0.1
+0.4 --optimizer sgd --sgd-momentum 0 --lr 0.1 | --optimizer sgd --sgd-momentum 0.9 --lr 0.1
+0.3 --optimizer muon | --optimizer lion | --optimizer soap | --optimizer muon --muon-scalar-optimizer lion
+0.2 --weight-decay 0 | --adam-beta1 0.5 | --adam-eps 1e-5 | --decoupled-lr 0.005 | --calculate-per-token-loss
+0.3 --lr-decay-style constant | --lr-decay-style cosine | --lr-decay-style inverse-square-root
+0.2 --lr-warmup-iters 0 | --lr-decay-iters 4 | --seed 11
+0.3 --two-bw-sync-iterations 1 | --two-bw-sync-iterations 2 | --two-bw-sync-iterations 4 | --two-bw-sync-iterations 6
+0.3 --two-bw-correction extrapolate | --two-bw-correction extrapolate --two-bw-correction-factor 0.5"""
+DROPOUT = """
+0.4 --hidden-dropout 0.1 --attention-dropout 0.1 | --hidden-dropout 0.3"""
+# What must not change a bit, but for clipping with the distributed optimizer.
+NEUTRAL = f"""
+0.3 --recompute-granularity full --recompute-num-layers 1 --recompute-method {"uniform | --recompute-activations"}
+0.1 --recompute-granularity full --recompute-num-layers 1 --recompute-method block | --recompute-granularity selective
+0.3 --two-bw-gradient-slots 1
+0.3 --two-bw-extra-warmup 1 | --two-bw-extra-warmup 2 | --two-bw-extra-warmup 0,1 | --two-bw-extra-warmup 1,0,2
+0.3 --use-distributed-optimizer | --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+0.2 --overlap-grad-reduce | --overlap-grad-reduce --ddp-bucket-size 5000
+0.3 --eval-interval 1 --eval-iters 1 | --eval-interval 2 --eval-iters 3 | --eval-interval 5 --eval-iters 2
+0.3 --log-interval 2 | --log-interval 3 | --log-interval 6
+0.2 {" | ".join("--save {folder}/kept --save-interval 2 " + each for each in FORMATS.split("|"))}
+0.2 --two-bw-trace {{folder}}/trace | --tensorboard-dir {{folder}}/board | --log-params-norm | --log-throughput
+0.2 --log-num-zeros-in-grad | --manual-gc | --num-workers 1 | --exit-signal-handler
+0.2 --timing-log-level 2 --no-barrier-with-level-1-timing | --no-check-for-nan-in-loss-and-grad"""
+CHECKS = {
+    "again": 1,
+    "depth": 3,
+    "neutral": 4,
+    "megatron": 2,
+    "width": 1,
+    "tensor": 1,
+    "microbatch size": 1,
+}  # how often
+CHECKS |= {"double batch": 1, "resume": 4, "resume at other sizes": 2, "kill": 2}
+
+
+@dataclass
+class Draw:
+    check: str
+    base: Config
+    change: Config
+    at: float = 0  # the iteration to resume after, or the seconds before the kill
+
+
+def config(text: str) -> Config:
+    """Of a text such as "--bf16 --clip-grad 0"."""
+    return {words[0]: " ".join(words[1:]) for words in (part.split() for part in re.split(r"(?=--)", text)) if words}
+
+
+def some(draw: random.Random, table: str, often: float = 1.0) -> Config:
+    chosen: Config = {}
+    for share, row in (line.split(" ", 1) for line in table.strip().splitlines()):
+        if draw.random() < float(share) * often:
+            chosen |= config(draw.choice(row.split("|")))
+    return chosen
+
+
+def without(one: Config, *flags: str) -> Config:
+    return {flag: value for flag, value in one.items() if flag not in flags}
+
+
+def size(one: Config, name: str) -> int:
+    return int(one.get(name) or 1)
+
+
+def ranks(one: Config) -> int:
+    return size(one, STAGES) * size(one, TENSOR) * size(one, "width")
+
+
+def new_draw(draw: random.Random) -> Draw:
+    """Legal or not."""
+    (check,) = draw.choices(list(CHECKS), weights=list(CHECKS.values()))
+    schedule = draw.choice(FLUSH if check == "megatron" else ("2bw",) * 8 + (*FLUSH, "pipedream", "megatron"))
+    base = {"task": draw.choice(("gpt", "gpt", "bert")), "--pipeline-schedule": schedule}
+    base |= {STAGES: draw.choice((1, 2, 2, 3, 4)), "microbatches": draw.randint(1, 6)}
+    base |= {TENSOR: 2} if draw.random() < 0.2 or check == "tensor" else {}
+    base |= {"width": 2} if draw.random() < 0.3 or check == "width" else {}
+    base |= some(draw, MODEL) | some(draw, RULE) | some(draw, NEUTRAL, 0.4)
+    if check in ("again", "neutral", "megatron", "resume", "kill"):  # else the masks are others
+        base |= some(draw, DROPOUT)
+    microbatches, often = base["microbatches"], draw.randint(1, 5)
+    depth = {STAGES: draw.choice((1, 2, 3, 4))}  # and without what goes with a number of stages
+    depth |= {flag: None for flag in base if flag.endswith("-pipeline-num-layers") or flag == "--two-bw-extra-warmup"}
+    saved = config(f"--save {{folder}}/saved --save-interval {often} {draw.choice(FORMATS.split('|'))}")
+    change: Config = {}
+    match check:
+        case "depth":
+            change = depth
+        case "neutral":
+            change = some(draw, NEUTRAL) or {"--log-interval": 2}
+            base = without(base, *change)
+        case "megatron":
+            change = {"--pipeline-schedule": "megatron", "--two-bw-trace": None}
+        case "width":
+            change = {"width": 1, "microbatches": 2 * microbatches}
+        case "tensor":
+            base = without(base, "--swiglu")  # its two halves lie in one matrix
+            change = {TENSOR: None}
+        case "microbatch size":  # a BERT's microbatches have masked words of different numbers
+            base |= {"task": "gpt", "microbatches": 2 * microbatches, "--micro-batch-size": 2}
+            change = {"microbatches": microbatches, "--micro-batch-size": 4}
+        case "double batch":  # batches 0 and 1 of 2bw both run on W(0)
+            base = without(base, *re.findall(r"--[\w-]+", RULE)) | {"--pipeline-schedule": "2bw", "--train-iters": 2}
+            base |= config("--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr 0.05")
+            base |= config("--lr-decay-style constant --lr-warmup-iters 0")
+            change = {"--train-iters": 1, "microbatches": 2 * microbatches, "--lr": 0.1}
+        case "resume" | "resume at other sizes":
+            base = without(base, *config(ASYNC), "--ckpt-format") | saved
+            change = dict.fromkeys(("--save", "--save-interval", *config(ASYNC))) | {"--load": "{folder}/saved"}
+            if check != "resume":
+                base = without(base, "--ckpt-format")
+                change |= depth | {TENSOR: draw.choice((None, None, 2))}
+        case "kill":
+            base = without(base, *config(ASYNC), "--ckpt-format") | saved | {"--load": "{folder}/saved"}
+    return Draw(check, base, change, round(draw.random(), 3) if check == "kill" else often)
+
+
+def words(one: Config, folder: Path) -> list[str]:
+    """The command line; a BERT's begins with its script, as `train` takes it."""
+    flags = TINY | {flag: value for flag, value in one.items() if flag.startswith("--")} | {"--mock-data": ""}
+    samples = size(one, "microbatches") * size(one, "width")
+    flags |= {"--global-batch-size": samples * int(flags["--micro-batch-size"])}
+    text = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
+    return [BERT] * (one.get("task") == "bert") + text.replace("{folder}", str(folder)).split()
+
+
+# --- what the rules say, and what must hold --------------------------------------------------------------------------
+
+
+def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
+    """For each draw the line that refuses one of its commands, or nothing."""
+    from megatron.training import global_vars
+
+    from megatron_2bw.flags.parse import parse, parse_early
+
+    def stop(line: str) -> None:
+        raise SystemExit(line)
+
+    def refusal(one: Config) -> str:
+        argv = words(without(one, "--load", "--tensorboard-dir"), folder)
+        os.environ["WORLD_SIZE"], sys.argv[1:] = str(ranks(one)), [word for word in argv if word != BERT]
+        try:
+            parse(parse_early(sys.argv[1:], stop, one.get("task", "gpt")), stop)
+        except SystemExit as end:
+            return str(end.code)
+        finally:
+            global_vars.unset_global_variables()
+        return ""
+
+    return [refusal(draw.base) or refusal(draw.base | draw.change) for draw in draws]
+
+
+class Refused(Exception):
+    """A draw is not legal, with the line that says so."""
+
+
+def tolerance(draw: Draw) -> float:
+    """Of the losses, relative to the largest; 0: bitwise, weights too. Refused if the rounding has no bound."""
+    base, other = draw.base, draw.base | draw.change
+    clips, stages = float(base.get("--clip-grad", 1)) > 0, (size(base, STAGES), size(other, STAGES))
+    if draw.check == "depth":
+        same = not clips and (UNTIED in base or min(stages) > 1 or max(stages) == 1)
+    elif draw.check == "neutral":
+        same = not (clips and "--use-distributed-optimizer" in draw.change)
+    else:
+        same = draw.check in ("again", "megatron", "resume", "kill")
+    if same or draw.check == "double batch":
+        return 0 if same else 1e-6
+    optimizer, short = base.get("--optimizer", "adam"), not {"--bf16", "--fp16"}.isdisjoint(base)
+    bounds = {"adam": 2e-6, "sgd": 2e-6, "muon": 1e-3}
+    if short:  # an ulp flips the rounding of a weight
+        bounds = {"adam": 5e-3, "sgd": 5e-3}
+    if optimizer not in bounds:
+        raise Refused(f"the rounding of {optimizer} in {'16' if short else '32'} bits has no bound")
+    return bounds[optimizer]
+
+
+def run(one: Config, folder: Path, prepare: Any = None) -> list[Run]:
+    """By rank. Copies of a weight must be equal. WorldError if the run fails."""
+    try:
+        runs = run_world(ranks(one), train, words(one, folder), prepare)
+    except WorldError as error:  # Megatron finds some mistakes while it builds the model
+        line = re.search(r"py: error: (.*)", str(error))
+        raise (Refused(line[1]) if line and "SystemExit: 2" in str(error) else error) from None
+    tensor, apart = size(one, TENSOR), size(one, TENSOR) * size(one, "width")
+    weights = [full_weights(runs[rank::apart]) for rank in range(apart)]  # tied copies too
+    for rank in range(tensor, apart):
+        assert_equal(weights[rank], weights[rank % tensor], f" of pipeline {rank // tensor}")
+    return runs
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str = "") -> None:
+    assert found.keys() == expected.keys()
+    wrong = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert not wrong, f"{len(wrong)} weights{what} differ: {wrong[0]}"
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape, f"{len(found)} losses, not {len(expected)}"
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def compare(draw: Draw, first: list[Run], second: list[Run]) -> float:
+    """The distance of the losses. AssertionError if it is too large, or a weight or a skipped step differs."""
+    apart, limit = size(draw.base, TENSOR) * size(draw.base, "width"), tolerance(draw)
+    if draw.check == "double batch":
+        found, expected = full_weights(second[::apart]), full_weights(first[::apart])
+        far = max(distance(found[name], value) for name, value in expected.items())
+    else:
+        done, left = len(first[-1].iterations), len(second[-1].iterations)
+        assert draw.check == "kill" or left == done - int(draw.at if "resume" in draw.check else 0), f"{left} left"
+        expected, found = torch.stack(first[-1].losses), torch.stack(second[-1].losses)
+        assert expected.isfinite().all() and len(expected.unique()) > len(expected) // 2, "the losses stand still"
+        far = distance(found, expected[len(expected) * (done - left) // done :])
+        assert first[-1].skipped[done - left :] == second[-1].skipped, "other steps are skipped"
+    assert far <= limit, f"relative distance {far:.2g}"
+    for rank in range(apart if limit == 0 else 0):
+        assert_equal(full_weights(second[rank::apart]), full_weights(first[rank::apart]), ", but no loss,")
+    return far
+
+
+def kill_later(rank: int, seconds: float, model: Any, optimizer: Any) -> None:
+    if os.environ["RANK"] == str(rank):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def check(draw: Draw) -> float:
+    """The distance of the two runs. AssertionError says what is wrong; a WorldError is one."""
+    with tempfile.TemporaryDirectory(prefix="draws_") as name:
+        folders = [Path(name, "first"), Path(name, "first" if "resume" in draw.check else "second")]
+        first = run(draw.base, folders[0])
+        if "resume" in draw.check:
+            (folders[0] / "saved" / TRACKER).write_text(str(int(draw.at)))
+        if draw.check == "kill":
+            victim = int(1000 * draw.at) % ranks(draw.base)
+            with contextlib.suppress(WorldError):
+                run(draw.base, folders[1], functools.partial(kill_later, victim, draw.at))
+        return compare(draw, first, run(draw.base | draw.change, folders[1]))
+
+
+# --- many draws, and what is left of one that fails ------------------------------------------------------------------
+
+
+def fault(draw: Draw) -> str:
+    """The first line of what is wrong, its numbers left out; nothing for a draw that is refused."""
+    try:
+        check(draw)
+    except AssertionError as error:
+        return re.sub(r"[\d.e-]+", "N", (str(error) or "assertion").splitlines()[0])
+    except Refused:
+        pass
+    return ""
+
+
+def shrink(draw: Draw, wrong: str) -> Draw:
+    """A draw with the same fault, and without the flags that the fault does not need."""
+    for part in ("change", "base"):
+        for flag in list(getattr(draw, part)):
+            smaller = Draw(**asdict(draw) | {part: without(getattr(draw, part), flag)})
+            draw = smaller if fault(smaller) == wrong else draw
+    return draw
+
+
+def legal(source: random.Random, refused: Counter[str]) -> Iterator[Draw]:
+    """Endless."""
+    with tempfile.TemporaryDirectory(prefix="draws_") as folder:
+        while True:
+            draws = [new_draw(source) for _ in range(40)]
+            (lines,) = run_world(1, refusals, draws, Path(folder))
+            for draw, line in zip(draws, lines):
+                refused.update([re.sub(r"\d+", "N", line.replace(folder, ""))] if line else [])
+                if not line:
+                    yield draw
+
+
+def try_draws(seed: int, number: int, minutes: float = 1e9) -> Iterator[dict[str, Any]]:
+    """What was found so far, after each draw: counts by check, flag and refusal, the largest distances, failures."""
+    begin, checks, flags, refused = time.monotonic(), Counter[str](), Counter[str](), Counter[str]()
+    rounding: dict[str, float] = {}
+    failures: list[dict[str, Any]] = []
+    for draw in legal(random.Random(seed), refused):
+        try:
+            limit, far = tolerance(draw), check(draw)
+        except Refused as line:
+            refused[re.sub(r"\d+", "N", str(line))] += 1
+            continue
+        except AssertionError as error:
+            smallest = asdict(shrink(draw, fault(draw)))
+            failures.append({"why": str(error)[-4000:], "draw": smallest, "drawn": asdict(draw)})
+            print(f"FAILED: {str(error)[-1000:]}\n  --case '{json.dumps(smallest)}'", flush=True)
+        else:
+            short = "fp32" if {"--bf16", "--fp16"}.isdisjoint(draw.base) else "16 bits"
+            name = f"{draw.check}, {short}, {draw.base.get('--optimizer', 'adam')}" if limit else "bitwise"
+            rounding[name] = max(far, rounding.get(name, 0.0))
+        checks[f"{draw.check}, bitwise" if tolerance(draw) == 0 else f"{draw.check}, to rounding"] += 1
+        pairs = {*draw.base.items(), *draw.change.items()}
+        flags.update(f"{flag} {value}".strip() for flag, value in pairs if value is not None)
+        seconds, drawn = round(time.monotonic() - begin, 1), sum(checks.values())
+        found = {"seed": seed, "draws": drawn, "seconds": seconds, "refusals": sum(refused.values()), "checks": checks}
+        yield found | {"rounding": rounding, "failures": failures, "flags": flags, "refused": refused}
+        if drawn >= number or seconds >= 60 * minutes:
+            return
+
+
+def main() -> int:
+    parser = new_parser(__doc__, "draws")
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--draws", type=int, default=10**9)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--case", type=json.loads, help="one draw, as printed")
+    options = parser.parse_args()
+    if options.case:
+        print(f"distance {check(Draw(**options.case)):.3g}")
+        return 0
+    for found in try_draws(options.seed, options.draws, options.minutes):
+        write_result(options.json, found)
+        failures = len(found["failures"])
+        print(
+            f"seed {options.seed}: {found['draws']} draws in {found['seconds']:.0f} s, {found['refusals']} refused, "
+            f"{failures} failures",
+            flush=True,
+        )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Random legal configurations, with a fresh seed, and those that have failed once (bench/draws.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from bench import draws
+
+FAILED_ONCE = json.loads(Path(__file__).with_name("draws.json").read_text())
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("part", range(4))  # for pytest's workers
+def test_what_holds_for_every_configuration(part):
+    """Five draws each. A failure prints its smallest command: `bench/draws.py --case` runs that again."""
+    seed = random.SystemRandom().randrange(10**6)
+    for found in draws.try_draws(seed, 5):
+        print(f"seed {seed}: {found['draws']} draws, {found['refusals']} refused")
+    assert found["draws"] == 5 and not found["failures"]
+
+
+@pytest.mark.parametrize("case", FAILED_ONCE, ids=lambda case: case["why"])
+def test_failed_once(case):
+    draws.check(draws.Draw(**case["draw"]))
