@@ -10,8 +10,9 @@ and sends of a boundary are equal in number at the end of every iteration.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,33 +34,37 @@ class Work(Protocol):
 
 
 class Channel:
-    """One direction of one boundary: a process group of two ranks. Tensors arrive in the order in which they are sent.
+    """One direction of one boundary. Tensors arrive in the order in which they are sent.
 
-    peer  the global rank of the other end
+    lanes  process groups of two ranks, which take the messages in turn. On NCCL each has a stream: a message that
+           waited in it for an unfinished one would stop its hardware queue (CUDA_DEVICE_MAX_CONNECTIONS).
+    peer   the global rank of the other end
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device):
-        self.group, self.peer, self.device = group, peer, device
+    def __init__(self, lanes: Sequence[dist.ProcessGroup], peer: int, device: torch.device):
+        self.lanes, self.peer, self.device = lanes, peer, device
+        self._next = itertools.cycle(lanes)
 
     @property
     def occupies_device(self) -> bool:
         """Whether a posted message is a kernel that occupies the GPU until its peer arrives (NCCL)."""
-        return dist.get_backend(self.group) == "nccl"
+        return dist.get_backend(self.lanes[0]) == "nccl"
 
     def preconnect(self, sends: bool) -> None:
-        """Exchange one message now: NCCL creates a communicator at first use and blocks until the peer does too."""
-        token = torch.zeros(1, device=self.device)
-        (self.send(token) if sends else self.receive(token)).wait()
+        """Exchange a message per lane now: NCCL makes a communicator at first use and blocks until the peer does."""
+        for _ in self.lanes:
+            token = torch.zeros(1, device=self.device)
+            (self.send(token) if sends else self.receive(token)).wait()
 
     def send(self, tensor: torch.Tensor) -> Work:
         """Start to send; `tensor` must not change until the work is complete."""
-        work = dist.isend(tensor, self.peer, group=self.group)
+        work = dist.isend(tensor, self.peer, group=next(self._next))
         assert work is not None, "this rank is not in the group"
         return work
 
     def receive(self, tensor: torch.Tensor) -> Work:
         """Start to receive into `tensor`."""
-        work = dist.irecv(tensor, self.peer, group=self.group)
+        work = dist.irecv(tensor, self.peer, group=next(self._next))
         assert work is not None, "this rank is not in the group"
         return work
 
@@ -72,8 +77,8 @@ class HostStagedChannel(Channel):
 
     occupies_device = False
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device):
-        super().__init__(group, peer, device)
+    def __init__(self, lanes: Sequence[dist.ProcessGroup], peer: int, device: torch.device):
+        super().__init__(lanes, peer, device)
         self._worker = Worker(f"exchange with rank {peer}", device)
         self._stream = own_stream(device)
 
@@ -87,7 +92,7 @@ class HostStagedChannel(Channel):
 
         def job() -> None:
             copied.synchronize()
-            dist.send(host, self.peer, group=self.group)
+            dist.send(host, self.peer, group=next(self._next))
 
         return _StagedWork(self._worker.submit(job), keep=tensor)
 
@@ -96,7 +101,7 @@ class HostStagedChannel(Channel):
         self._stream.wait_stream(torch.cuda.current_stream())  # `tensor` may reuse memory that is still being read
 
         def job() -> torch.cuda.Event:
-            dist.recv(host, self.peer, group=self.group)
+            dist.recv(host, self.peer, group=next(self._next))
             with torch.cuda.stream(self._stream):
                 tensor.copy_(host, non_blocking=True)
                 arrived = torch.cuda.Event()
@@ -263,12 +268,14 @@ def connect(
     transport: str = "auto",
     device: torch.device = torch.device("cpu"),
     timeout: timedelta | None = None,
+    lanes: Sequence[int] = (),
 ) -> Neighbours:
     """Make the process groups of `rank`'s boundaries in `pipeline` (the ranks of its stages, first to last).
 
     transport: "nccl", "gloo", or "auto" (the backend of the default group). GPU tensors over gloo are staged
     through the host. timeout: after which a lost neighbour is an error (default: torch's of the backend).
-    Every rank of every pipeline must call this, at the same time.
+    lanes: process groups of each boundary and direction (default: one); as many as the stage before the boundary runs
+    forwards ahead of the one behind it. Every rank of every pipeline must call this, at the same time.
     """
     backend = dist.get_backend() if transport == "auto" else transport
     channel = HostStagedChannel if backend == "gloo" and device.type == "cuda" else Channel
@@ -278,7 +285,10 @@ def connect(
         boundary = stage if stage % 2 == parity else stage - 1
         ends = pipeline[boundary : boundary + 2] if 0 <= boundary < len(pipeline) - 1 else [rank]
         # A rank without this boundary makes groups of itself: see `new_group`.
-        groups = [new_group(ends, direction, backend, timeout) for direction in ("activations", "gradients")]
+        groups = [
+            [new_group(ends, direction, backend, timeout) for _ in range(max(lanes[parity::2], default=1))]
+            for direction in ("activations", "gradients")
+        ]
         if ends == [rank]:
             continue
         above = boundary == stage  # this stage is the upper end: it sends activations and receives gradients

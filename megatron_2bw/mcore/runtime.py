@@ -7,6 +7,7 @@ Invariant: outside of an iteration the parameters are bound to the newest comple
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -192,7 +193,9 @@ class MegatronRuntime:
         ranks, index = torch.distributed.get_process_group_ranks(call.groups.pp), call.groups.pp.rank()
         device, options = self.trainable[0].device, self.options
         shape = Shape(len(ranks), call.num_microbatches, progress.iteration, progress.end)
-        neighbours = connect(ranks, torch.distributed.get_rank(), options.transport, device, options.timeout)
+        ahead = [self.schedule.ahead(shape, stage) for stage in range(shape.stages)]
+        lanes = [max(upper - lower, 1) for upper, lower in itertools.pairwise(ahead)]
+        neighbours = connect(ranks, torch.distributed.get_rank(), options.transport, device, options.timeout, lanes)
         recorder, writer = Recorder(device), None
         if options.trace is not None and mpu.get_tensor_model_parallel_rank() == 0:
             writer = TraceWriter(options.trace, index, call.groups.dp_cp.rank())

@@ -250,7 +250,6 @@ def note_groups(rank: int, argv: list[str]) -> Run:
     return run
 
 
-LINKS = ["activations", "gradients"] * 2
 LATE = ["world", "statistics", "data", "embedding", "embedding meeting", "pipeline", "tensor", "position embedding"]
 
 
@@ -258,6 +257,7 @@ LATE = ["world", "statistics", "data", "embedding", "embedding meeting", "pipeli
     "schedule, stages, width, tensor, flags, after",
     [
         ("2bw", 4, 1, 1, (UNTIED,), LATE),
+        ("2bw", 3, 1, 1, (UNTIED, "--num-layers", "3", "--two-bw-extra-warmup", "0,1"), LATE),
         ("2bw", 2, 2, 1, ("--use-distributed-optimizer",), LATE),
         ("2bw", 1, 2, 2, (), LATE),
         ("2bw", 2, 1, 2, ("--optimizer", "muon"), [*LATE, "matrices"]),
@@ -273,9 +273,13 @@ def test_every_rank_makes_the_same_groups_in_the_same_order(schedule, stages, wi
     microbatches = 1 if schedule == "pipedream" else 4
     argv = command(stages, microbatches, schedule, *flags, train_iters=4, **sizes)
     runs = run_world(stages * width * tensor, note_groups, argv)
-    plan = Plan(tensor, stages, width, 2, microbatches, schedule=schedule)
+    extra = (0, 1) if "--two-bw-extra-warmup" in flags else ()
+    plan = Plan(tensor, stages, width, 2, microbatches, schedule=schedule, extra_warmup=extra)
+    links = ["activations", "gradients"] + [
+        name for name in ("activations", "gradients") for _ in range(1 + sum(extra))
+    ]
     for rank, run in enumerate(runs):
-        assert [name for owner, name, *_ in run.events if owner == "2bw"] == LINKS + after
+        assert [name for owner, name, *_ in run.events if owner == "2bw"] == links + after
         nccl = [(owner, name) for owner, name, _, nccl in run.events if nccl]
         assert nccl == [(owner, name) for owner, name, _, nccl in runs[0].events if nccl]
         shared = [name for owner, name, ranks, nccl in run.events if owner == "2bw" and nccl and ranks > 1]

@@ -32,6 +32,7 @@ CASES = {
     "four-stages": case(4, 4),
     "extra-warmup": case(2, 3, UNTIED, two_bw_extra_warmup=1),
     "more-extra-warmup": case(2, 4, UNTIED, two_bw_extra_warmup=2),
+    "uneven-extra-warmup": case(4, 8, UNTIED, two_bw_extra_warmup="0,2,0"),
     "fp16": case(2, 2, "--fp16", train_iters=10, initial_loss_scale=2**21, hysteresis=1),
     "evaluation": case(2, 2, log_interval=1, train_iters=6, eval_interval=3, eval_iters=2, split="90,10,0"),
     "tokens": case(2, 3, "--calculate-per-token-loss"),
@@ -55,7 +56,12 @@ def drawn(seed: int) -> tuple[int, list[str]]:
         flags += ["--calculate-per-token-loss"]
     if SHARDED not in flags and rng.random() < 0.3:
         flags += ["--two-bw-correction", "extrapolate"]
-    return case(stages, rng.randint(stages, 2 * stages), *flags, width=width, tensor=tensor, num_layers=stages)
+    microbatches, extra = rng.randint(stages, 2 * stages), None
+    if stages > 1 and rng.random() < 0.4:
+        extra = rng.randint(1, 3)
+        microbatches += extra * (stages - 1)
+    sizes = dict(width=width, tensor=tensor, num_layers=stages, two_bw_extra_warmup=extra)
+    return case(stages, microbatches, *flags, **sizes)
 
 
 @functools.cache
@@ -89,6 +95,14 @@ def without_holding_back() -> None:
 def without_both() -> None:
     without_waits()
     without_holding_back()
+
+
+def one_lane() -> None:
+    """All messages of a direction share a stream."""
+    from megatron_2bw.mcore import runtime
+
+    connect = runtime.connect
+    runtime.connect = lambda *args: connect(*args[:-1])
 
 
 def without_host_copies() -> None:

@@ -10,11 +10,13 @@ from tests.model.test_deadlocks import mapping, receives
 
 MENDS = {
     "with all mends": None,
+    "one lane": cases.one_lane,
     "no waits": cases.without_waits,
     "no holding back": cases.without_holding_back,
     "neither": cases.without_both,
 }
 RUNS = 200
+SEVERAL = "sharded", "more-extra-warmup"
 
 
 def runs(**device) -> Callable[[Programs], str]:
@@ -58,10 +60,10 @@ ROWS: list[tuple[str, str, Callable[[Programs], str]]] = [
     *((f"a queue for each stream: {name}", name, runs(queue_of=None)) for name in ("tied", "sharded", "four-stages")),
     *(
         (f"one queue: {name}", name, runs())
-        for name in ("tied", "one-stage", "width", "sharded", "muon", "four-stages")
+        for name in ("tied", "one-stage", "width", "sharded", "muon", "four-stages", "more-extra-warmup")
     ),
     *((f"one queue, all orders: {name}", name, all_orders) for name in ("tied", "one-stage")),
-    *((f"{queues} queues: sharded", "sharded", mappings(queues)) for queues in (2, 4, 8, 32)),
+    *((f"{queues} queues: {name}", name, mappings(queues)) for name in SEVERAL for queues in (2, 4, 8, 32)),
     *((f"step's stream = that of {what}", "tied", aliased(what)) for what in ("activations", "gradients")),
     ("CUDA_LAUNCH_BLOCKING=1", "untied", runs(queue_of=None, blocking=True)),
     ("wait for the GPU in the step, one rank", "tied", waiting("2bw step", False)),
