@@ -35,7 +35,7 @@ class _Metadata(pickle.Unpickler):
             return Path
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module in _MODULES and "." not in name:
+        if module in _MODULES:
             found = super().find_class(module, name)
             record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
             if record and found.__module__ == module:

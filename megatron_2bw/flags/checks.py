@@ -56,20 +56,27 @@ def learning_rate(args: Args) -> str | None:
 
 def data(args: Args) -> str | None:
     """--data-path or --mock-data must be given, and the files of each dataset must be whole and fit together."""
-    lists = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
     files = ("--data-args-path", "--per-split-data-args-path")
     ours = task(args) is not None  # an entry script of the user's own may have datasets without flags
-    if ours and not args.mock_data and not any(value(args, flag) for flag in (*lists, *files)):
+    if ours and not args.mock_data and not any(value(args, flag) for flag in (*_DATA, *files)):
         return "--data-path is missing (or --mock-data)"
-    blends = [(flag, value(args, flag) or []) for flag in lists]
+    for flag, prefix in datasets(args):
+        fault = indexed.fault(prefix)
+        if fault:
+            return f"{flag} {prefix}: {fault}"
+    return None
+
+
+_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+
+
+def datasets(args: Args) -> Iterator[tuple[str, str]]:
+    """The flag and the prefix of each dataset in this file system."""
+    blends = [(flag, value(args, flag) or []) for flag in _DATA]
     if args.data_args_path:
         blends.append((f"--data-args-path {args.data_args_path}:", Path(args.data_args_path).read_text().split()))
     for flag, blend in blends:
-        for prefix in _prefixes(blend):
-            fault = None if "://" in prefix else indexed.fault(prefix)
-            if fault:
-                return f"{flag} {prefix}: {fault}"
-    return None
+        yield from ((flag, prefix) for prefix in _prefixes(blend) if "://" not in prefix)
 
 
 def _prefixes(blend: list[str]) -> Iterator[str]:

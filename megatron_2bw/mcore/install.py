@@ -10,6 +10,7 @@ install(args)                                                   # 3: before pret
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import owner
+from megatron_2bw.data import indexed
+from megatron_2bw.flags.checks import datasets
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.runtime import MegatronRuntime
@@ -67,6 +70,9 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
     guard.apply(rows, patches.REQUIRED if runtime is not None else ())
     if args.save and args.rank == 0:
         owner.hold(args.save)
+    # Megatron saves the arguments, in all formats; checkpoints/state.py compares.
+    found = [prefix for _, prefix in datasets(args) if os.path.isfile(f"{prefix}.bin")]
+    args.dataset_identities = {prefix: indexed.identity(prefix) for prefix in found}
     return runtime
 
 

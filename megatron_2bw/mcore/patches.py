@@ -17,7 +17,7 @@ from megatron_2bw.mcore.loop import Loop, first_argument
 CORE, LOOP, FILES = "megatron.core", "megatron.training.training", "megatron.training.checkpointing"
 WRITER = f"{CORE}.dist_checkpointing.strategies.filesystem_async"
 ASYNC = f"{CORE}.dist_checkpointing.strategies.async_utils"
-TORCH_FORMAT = "torch.distributed.checkpoint"
+DATA, TORCH_FORMAT = f"{CORE}.datasets", "torch.distributed.checkpoint"
 GROUPS = "tp_group pp_group dp_cp_group dp_group"
 
 
@@ -26,7 +26,21 @@ def repairs() -> list[Patch]:
     return [
         *for_reading(),
         Patch(
-            "megatron.core.datasets.utils",
+            f"{DATA}.indexed_dataset",
+            "_MMapBinReader.read",
+            "self dtype count offset",
+            "a file that was cut short since it was mapped ends the rank by SIGBUS, without a word",
+            repair.whole_file,
+        ),
+        Patch(
+            f"{DATA}.megatron_dataset",
+            "MegatronDataset.__init__",
+            "self dataset dataset_path indices num_samples index_split config",
+            "an index in the cache is found by the dataset's path, and is used for other files of that name",
+            repair.named_by_content,
+        ),
+        Patch(
+            f"{DATA}.utils",
             "compile_helpers",
             "",
             "the wheel ships the compiled helper without the Makefile that this function runs, and exits",
@@ -369,6 +383,8 @@ REQUIRED = (
     Required(ASYNC, "_ActiveAsyncRequest", "the oldest save that is being written", "idx async_caller"),
     Required(ASYNC, "PersistentAsyncCaller", "a persistent worker reports a save once; it is asked twice", "cur_item"),
     Required(ASYNC, "AsyncCallsQueue", "the oldest save that is being written", "async_calls"),
+    Required(f"{DATA}.megatron_dataset", "MegatronDataset", "it names cached indices", "unique_description_hash"),
+    Required(f"{DATA}.indexed_dataset", "_MMapBinReader", "its size is checked", "_bin_file_reader"),
     Required("megatron.training.async_utils", "", "the oldest save that is being written", "_async_calls_queue"),
     Required(f"{CORE}.dist_checkpointing.mapping", "ShardedTensor", "shadow weights are cut as weights", "key data"),
     Required(

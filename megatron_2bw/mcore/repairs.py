@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import multiprocessing
+import os
 from collections.abc import Callable
 
 from megatron_2bw.checkpoints import save_workers, unpickle
+from megatron_2bw.data import indexed
+from megatron_2bw.errors import UserError
 
 
 def skip_when_compiled(original: Callable) -> Callable:
@@ -69,3 +74,32 @@ def weights_only(original: Callable) -> Callable:
         return original(self, read_item, value)
 
     return original if hasattr(original, "__wrapped__") else load_bytes
+
+
+def whole_file(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def read(self, dtype, count, offset):
+        import numpy
+
+        file, end = self._bin_file_reader, offset + count * numpy.dtype(dtype).itemsize
+        size = os.fstat(file.fileno()).st_size
+        if end > size:
+            raise UserError(f"--data-path: {file.name} was cut short during the run: {size} bytes, {end} are needed")
+        return original(self, dtype, count, offset)
+
+    return read
+
+
+def named_by_content(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __init__(self, dataset, dataset_path, *args, **kwargs):
+        original(self, dataset, dataset_path, *args, **kwargs)
+        if dataset_path is not None and os.path.isfile(f"{dataset_path}.idx"):
+            self.unique_identifiers["dataset_identity"] = indexed.identity(dataset_path)
+            self.unique_description = json.dumps(
+                self.unique_identifiers, indent=4, default=lambda each: each.unique_identifiers
+            )
+            name = hashlib.md5(self.unique_description.encode(), usedforsecurity=False)
+            self.unique_description_hash = name.hexdigest()
+
+    return __init__
