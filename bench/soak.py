@@ -1,0 +1,105 @@
+"""A long run of a tiny model, with all that a long run does: what grows?
+
+    python bench/soak.py --iterations 20000
+
+Two stages of 2BW train with evaluations, saves, a trace, W&B offline and TensorBoard. Each rank notes every few
+iterations its memory, its threads, its open files and the time of an iteration. The JSON has these by iteration, and
+the medians of the second and of the last quarter, which should be the same; a picture has the same name.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import psutil
+
+from bench.common import new_figure, new_parser, write_result
+from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.local_ranks import run_world
+
+COLUMNS = ("iteration", "memory (MiB)", "threads", "open files", "iteration (ms)")
+
+
+def watch(_rank: int, argv: list[str], every: int) -> list[tuple[float, ...]]:
+    """Train with `argv`; a row of COLUMNS every few iterations. The time is a median."""
+    from megatron.training import training
+
+    from megatron_2bw.start.launch import launch
+
+    os.environ["WANDB_MODE"] = "offline"
+    step, me = training.train_step, psutil.Process()
+    rows: list[tuple[float, ...]] = []
+    times: list[float] = []
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        result = step(*args, **kwargs)
+        times.append(1e3 * (time.perf_counter() - begin))
+        if len(times) == every:
+            done = every * (len(rows) + 1)
+            memory = me.memory_info().rss / 2**20
+            rows.append((done, round(memory, 2), me.num_threads(), me.num_fds(), round(statistics.median(times), 2)))
+            times.clear()
+        return result
+
+    training.train_step = observed
+    sys.argv = ["pretrain_gpt_2bw.py", *argv]
+    launch("megatron_2bw.tasks.gpt")
+    return rows
+
+
+def command(iterations: int, folder: Path) -> list[str]:
+    often = max(1, iterations // 40)
+    writes = ("--save", folder / "saved", "--two-bw-trace", folder / "trace", "--tensorboard-dir", folder / "board")
+    wandb = ("--wandb-project", "soak", "--wandb-exp-name", "soak", "--wandb-save-dir", folder)
+    sizes = dict(pipeline_schedule="2bw", pipeline_model_parallel_size=2, micro_batch_size=2, global_batch_size=4)
+    lasts = dict(train_iters=iterations, save_interval=often, eval_interval=often, eval_iters=2, log_interval=10)
+    rest = dict(lr=1e-3, vocab_size=127, split="90,10,0", device="cpu", save_retain_interval=iterations)
+    return gpt_flags(2, 32, 4, 16, "--bf16", *writes, *wandb, **sizes, **lasts, **rest)
+
+
+def quarters(rows: list[tuple[float, ...]]) -> dict[str, tuple[float, float]]:
+    """By column the medians of the second and of the last quarter."""
+    size = len(rows) // 4
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(COLUMNS) if place}
+    return {name: (statistics.median(c[size : 2 * size]), statistics.median(c[-size:])) for name, c in columns.items()}
+
+
+def picture(ranks: list[list[tuple[float, ...]]]) -> Any:
+    figure = new_figure(8, 8)
+    for place, axis in enumerate(figure.subplots(len(COLUMNS) - 1, 1, sharex=True), 1):
+        for rank, rows in enumerate(ranks):
+            axis.plot([row[0] for row in rows], [row[place] for row in rows], linewidth=0.8, label=f"stage {rank}")
+        axis.set_ylabel(COLUMNS[place])
+    axis.set_xlabel("iteration")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def main() -> None:
+    parser = new_parser(__doc__, "soak")
+    parser.add_argument("--iterations", type=int, default=20_000)
+    options = parser.parse_args()
+    every = max(1, options.iterations // 200)
+    with tempfile.TemporaryDirectory(prefix="soak_") as folder:
+        begin = time.monotonic()
+        ranks = run_world(2, watch, command(options.iterations, Path(folder)), every, timeout=86_400)
+        seconds = round(time.monotonic() - begin, 1)
+    found = {f"stage {rank}": quarters(rows) for rank, rows in enumerate(ranks)}
+    result = {"iterations": options.iterations, "seconds": seconds, "second and last quarter": found}
+    write_result(options.json, result | {"columns": COLUMNS, "ranks": ranks}, picture(ranks))
+    print(f"{options.iterations} iterations in {seconds:.0f} s; second and last quarter:")
+    for stage, columns in found.items():
+        print(f"{stage}: " + ", ".join(f"{name} {one:g} {other:g}" for name, (one, other) in columns.items()))
+
+
+if __name__ == "__main__":
+    main()
