@@ -171,6 +171,7 @@ def new_draw(draw: random.Random) -> Draw:
                 change |= depth | {TENSOR: draw.choice((None, None, 2))}
         case "kill":
             base = without(base, *config(ASYNC), "--ckpt-format") | saved | {"--load": "{folder}/saved"}
+            base |= {"--train-iters": 20}
     return Draw(check, base, change, round(draw.random(), 3) if check == "kill" else often)
 
 
@@ -232,7 +233,7 @@ def tolerance(draw: Draw) -> float:
     if size(base, TENSOR) == size(other, TENSOR):  # by default Muon orthogonalizes each tensor rank's part
         bounds["muon"] = 1e-3
     if short:  # an ulp flips the rounding of a weight
-        bounds = {"adam": 5e-3, "sgd": 5e-3}
+        bounds = {"adam": 2e-3, "sgd": 2e-3}
     if optimizer not in bounds:
         raise Refused(f"the rounding of {optimizer} in {'16' if short else '32'} bits has no bound")
     return bounds[optimizer]
