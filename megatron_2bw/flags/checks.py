@@ -61,7 +61,10 @@ def data(args: Args) -> str | None:
     if ours and not args.mock_data and not any(value(args, flag) for flag in (*_DATA, *files)):
         return "--data-path is missing (or --mock-data)"
     for flag, prefix in datasets(args):
-        fault = indexed.fault(prefix)
+        try:
+            fault = indexed.fault(prefix)
+        except OSError as error:  # a name that is too long
+            fault = error.strerror
         if fault:
             return f"{flag} {prefix}: {fault}"
     return None
@@ -310,6 +313,10 @@ CHECKS: tuple[Rule | Callable[[Args], str | None], ...] = (
     *RECOMPUTE,
     line("--min-lr {given} is more than --lr {a.lr}", lambda a: a.min_lr > a.lr),
     line("--lr-warmup-init {given} is more than --lr {a.lr}", lambda a: a.lr_warmup_init > a.lr),
+    line(
+        "--seq-length {given} is too short for a pair of sentences: --mock-data of a BERT needs 5 or more",
+        lambda a: task(a) == "bert" and a.mock_data and a.seq_length < 5,
+    ),
     learning_rate,
     paths,
     checkpoint,

@@ -6,6 +6,7 @@ Invariant: tables only; what needs to look at files or to compute stands in `che
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 
 from megatron_2bw.flags.rule import Args, Rule, asks, installed, line, names, task, value
@@ -44,16 +45,20 @@ _POSITIVE = (
     "--tensor-model-parallel-size --context-parallel-size --lr --lr-decay-iters --lr-decay-samples --log-interval "
     "--tensorboard-log-interval --eval-interval --save-interval --exit-interval --recompute-num-layers --loss-scale "
     "--initial-loss-scale --distributed-timeout-minutes --decoder-first-pipeline-num-layers "
-    "--decoder-last-pipeline-num-layers"
+    "--decoder-last-pipeline-num-layers --expert-model-parallel-size --expert-tensor-parallel-size"
 )
 _NOT_NEGATIVE = (
-    "--min-lr --weight-decay --clip-grad --eval-iters --num-workers --lr-warmup-iters --lr-warmup-samples --seed "
-    "--adam-eps"
+    "--min-lr --weight-decay --clip-grad --eval-iters --num-workers --lr-warmup-iters --lr-warmup-samples "
+    "--adam-eps --start-weight-decay --end-weight-decay"
 )
+_LARGE = "--lr --min-lr --weight-decay --start-weight-decay --end-weight-decay --adam-eps"
 _FRACTIONS = "--hidden-dropout --attention-dropout --adam-beta1 --adam-beta2 --sgd-momentum --lr-warmup-fraction"
 RANGES: tuple[Rule, ...] = (
     *_range(_POSITIVE, "be greater than 0", lambda x: x > 0),
     *_range(_NOT_NEGATIVE, "not be negative", lambda x: x >= 0),
+    *_range(_LARGE, "be at most 1e6", lambda x: x <= 1e6),
+    *_range("--loss-scale --initial-loss-scale", "be finite", lambda x: x < math.inf),
+    *_range("--seed", "be from 1 to 4e9", lambda x: 1 <= x <= 4e9),  # each stage adds to it; NumPy takes 32 bits
     *_range(_FRACTIONS, "be at least 0 and less than 1", lambda x: 0 <= x < 1),
     *_range("--mask-prob", "be greater than 0 and less than 1", lambda x: 0 < x < 1),
     *_range("--short-seq-prob", "be at least 0 and at most 1", lambda x: 0 <= x <= 1),

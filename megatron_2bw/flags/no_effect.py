@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_2bw.flags.rule import Args, Condition, Rule, asks, names, task
+from megatron_2bw.flags.rule import Args, Condition, Rule, asks, installed, names, task
 
 
 def _scalars_by_lion(args: Args) -> bool:
     """Whether Muon leaves all but the matrices to Lion."""
     return "muon" in args.optimizer and args.muon_scalar_optimizer == "lion"
+
+
+def _on_the_cpu() -> bool:
+    from megatron_2bw import cpu  # it imports torch
+
+    return cpu.installed()
 
 
 def _has_graphs(args: Args) -> bool:
@@ -23,6 +29,7 @@ _EXPERTS = (
     "--moe- --ep-overlap- --overlap-dispatch-backward- --use-grouped-gemm-for-shared-expert --high-priority-a2a- "
     "--expert-tensor-parallel- --use-fused-weighted-squared-relu --save-tokens-per-expert-interval"
 )
+_LOSS_SCALES = "--initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis"
 _FSDP = (
     "--fsdp- --megatron-fsdp- --data-parallel-sharding- --outer-dp-sharding- --keep-fp8- --enable-full-sharding- "
     "--suggested-communication- --init-model-with-meta-device --no-strict-fsdp-"
@@ -65,6 +72,13 @@ _ROWS: tuple[tuple, ...] = (
     ("--fp8-format", "--fp8- --no-fp8- --disable-fp8- --first-last-layers-bf16 --num-layers-at-", lambda a: a.fp8),
     ("--fp4-format", "--fp4-", lambda a: a.fp4),
     ("--bf16", "--grad-reduce-in-bf16"),
+    ("--fp16", _LOSS_SCALES),
+    ("with --loss-scale, a constant", _LOSS_SCALES, lambda a: not a.loss_scale),
+    # The distributed optimizer scales in fp32 too.
+    ("in fp32", "--loss-scale", lambda a: a.fp16 or a.bf16 or a.use_distributed_optimizer),
+    ("--swiglu", "--no-bias-swiglu-fusion"),
+    ("without Transformer Engine", "--te-rng-tracker", lambda a: installed("transformer_engine")),
+    ("on the CPU", "--high-priority-stream-groups --empty-unused-memory-level", lambda a: not _on_the_cpu()),
     ("--fim-data", "--fim-"),
     ("--dataloader-type cyclic", "--no-data-sharding"),
     ("--use-mup", "--mup-"),
@@ -113,6 +127,16 @@ _ROWS: tuple[tuple, ...] = (
     ("--log-straggler", "--straggler- --disable-straggler-"),
     ("--manual-gc", "--manual-gc-"),
     ("--save", "--save-interval --persistent-save-interval --no-save-optim --no-save-rng"),
+    (
+        "--load",
+        "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --no-load-optim --no-load-rng",
+        "--pretrained-checkpoint",
+    ),
+    (
+        "without --save and --load",
+        "--ckpt-format --dist-ckpt-optim-fully-reshardable",
+        lambda a: a.save or a.load or a.pretrained_checkpoint,
+    ),
     ("--load", "--finetune --ckpt-step --override-ckpt-iteration --auto-detect-ckpt-format", "--pretrained-checkpoint"),
     ("--load", "--ckpt-fully-parallel-load", "--pretrained-checkpoint"),
     ("--async-save", "--async- --use-persistent-ckpt-worker"),
@@ -125,6 +149,11 @@ _ROWS: tuple[tuple, ...] = (
     ("--logits-save-dir", "--logits-save-"),
     ("--tokenizer-type TikTokenizer", "--tiktoken-"),
     ("--tokenizer-type NullTokenizer", "--null-tokenizer-"),
+    (
+        "with --tokenizer-type NullTokenizer",
+        "--chat-template --tokenizer-metadata --allow-ambiguous-pad-tokens",
+        lambda a: a.tokenizer_type != "NullTokenizer",
+    ),
     ("in pretraining a GPT", "--mask-prob --short-seq-prob --bert-no-binary-head", lambda a: task(a) != "gpt"),
     ("in pretraining a BERT", _OF_A_GPT, lambda a: task(a) != "bert"),
     ("in pretraining", _OF_OTHER_TASKS),

@@ -6,7 +6,6 @@ Invariant: without torch and Megatron, so that they can be read before either is
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 from megatron_2bw import sizes
@@ -71,9 +70,18 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     return parser
 
 
-def _for_nothing(args: Args) -> bool:
-    start = args.two_bw_sync_iterations
-    return args.two_bw_correction == "extrapolate" and start >= (args.train_iters or math.inf)
+def _correction_for_nothing(args: Args) -> str | None:
+    """--two-bw-sync-iterations must leave iterations for --two-bw-correction extrapolate."""
+    start, iterations, flag = args.two_bw_sync_iterations, args.train_iters, "--train-iters"
+    if not iterations:
+        batch = args.global_batch_size or args.micro_batch_size
+        iterations, flag = args.train_samples // batch, "--train-samples / --global-batch-size"
+    if args.two_bw_correction != "extrapolate" or start < iterations:
+        return None
+    return (
+        f"--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations {start} is not below {flag} "
+        f"{iterations}"
+    )
 
 
 def _waits_for_timers(args: Args) -> bool:
@@ -103,11 +111,7 @@ OWN: tuple[Rule | sizes.Check, ...] = (
     line(
         "--two-bw-correction-factor {given} must be between 0 and 1", lambda a: not 0 <= a.two_bw_correction_factor <= 1
     ),
-    line(
-        "--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations {a.two_bw_sync_iterations} is not "
-        "below --train-iters {a.train_iters}",
-        _for_nothing,
-    ),
+    _correction_for_nothing,
     sizes.extra_warmup,
     line(
         "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0",

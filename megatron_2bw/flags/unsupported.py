@@ -100,6 +100,11 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ),
         ("--loss-scale", _PARTLY_SCALED, lambda a: a.loss_scale and _emerging(a)),
         ("--save", _NO_SOAP, _unsaved),
+        (
+            "--use-distributed-optimizer",
+            f"Megatron 0.19 does not have it with --optimizer sgd; use adam, or {OUT}",
+            lambda a: a.use_distributed_optimizer and a.optimizer == "sgd",
+        ),
         ("--muon-fp32-matmul-prec low", "torch has no such precision; use medium or high"),
     ),
     *rules(
@@ -195,6 +200,11 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--tensor-parallel-num-weight-shards", _NEEDS_TE, _sharded_weights),
         ("--context-parallel-size", _NEEDS_TE, lambda a: a.context_parallel_size > 1),
         ("--multi-latent-attention", _NEEDS_TE),
+        (
+            "--fp32-residual-connection",
+            f"with --bf16 or --fp16 its norms would get floats of two kinds; {OUT}",
+            lambda a: a.fp32_residual_connection and (a.bf16 or a.fp16) and not installed("apex"),
+        ),
         ("--apply-layernorm-1p", _NEEDS_TE, lambda a: a.layernorm_zero_centered_gamma),
         ("--save-activations-interval --save-dgrads-interval --use-te-activation-func", _NEEDS_TE),
         ("--use-transformer-engine-op-fuser --fused-residual-rmsnorm --use-kitchen-attention", _NEEDS_TE),

@@ -55,6 +55,9 @@ def command(stages: int, microbatches: int, schedule: str = "2bw", *flags: str, 
     }
     options |= {"--" + name.replace("_", "-"): value for name, value in changes.items()}
     options = {name: value for name, value in options.items() if value is not None}
+    if "--fp16" not in flags:  # else they have no effect
+        for name in ("--initial-loss-scale", "--loss-scale-window", "--hysteresis"):
+            options.pop(name, None)
     return [*(str(word) for pair in options.items() for word in pair), "--mock-data", *flags]
 
 

@@ -132,10 +132,13 @@ def mistaken() -> Iterator[Case]:
 def found_elsewhere() -> Iterator[Case]:
     """What argparse, Megatron's validation, its configuration classes, its set-up and the environment bring."""
 
-    def case(expected: str, *flags: str, world: int = 2, schedule: str = "2bw", environment=None, **changes) -> Case:
+    def case(
+        expected: str, *flags: str, world: int = 2, schedule: str = "2bw", environment=None, bert=False, **changes
+    ) -> Case:
         changed = (f"{name}={value}" for name, value in {**changes, **(environment or {})}.items())
         name = " ".join(("other", *flags, *changed, schedule))
-        return Case(name, command(2, 2, schedule, *flags, **changes), expected, world, environment or {})
+        argv = [*[BERT] * bert, *command(2, 2, schedule, *flags, **changes)]
+        return Case(name, argv, expected, world, environment or {})
 
     yield case("--frobnicate", "--frobnicate")
     yield case("--pipeline-schedle 2bw (did you mean --pipeline-schedule?)", "--pipeline-schedle", "2bw")
@@ -155,7 +158,10 @@ def found_elsewhere() -> Iterator[Case]:
     yield case("it must be that --start-weight-decay is None", start_weight_decay=0.1)
     yield case("--start-weight-decay", weight_decay_incr_style="linear")
     yield case("--num-experts", expert_model_parallel_size=2)
-    yield case("--ckpt-format torch_dcp", ckpt_format="torch_dcp")
+    yield case("--fp32-residual-connection", "--fp32-residual-connection", "--fp16")
+    yield case("--use-distributed-optimizer", "--use-distributed-optimizer", optimizer="sgd", schedule="gpipe")
+    yield case("--seq-length 2", seq_length=2, bert=True)
+    yield case("--ckpt-format torch_dcp", ckpt_format="torch_dcp", save="folder", save_interval=2)
     # Its configuration classes.
     yield case("--use-precision-aware-optimizer", "--use-precision-aware-optimizer", schedule="pipedream-flush")
     yield case("--main-grads-dtype", main_grads_dtype="bf16")

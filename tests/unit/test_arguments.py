@@ -155,6 +155,8 @@ def refused_command(rule: Rule, folder: str = "folder") -> tuple[list[str], int]
         ("--loss-scale", "any"): [rule.flag, "64", "--optimizer", "muon"],
         ("--save", "any"): [rule.flag, folder, "--save-interval", "2", "--optimizer", "soap"],
         ("--use-distributed-optimizer", "no flush"): [rule.flag, "--optimizer", "lion"],
+        ("--use-distributed-optimizer", "any"): [rule.flag, "--optimizer", "sgd"],
+        ("--fp32-residual-connection", "local"): [rule.flag, "--bf16"],
     }.get((rule.flag, rule.scope), flags)
     if rule.flag.startswith("--muon"):
         flags += ["--optimizer", "muon"]
@@ -304,6 +306,19 @@ MISTAKEN = [
     line("--eval-iters -1: it must not be negative", eval_iters=-1),
     line("--hidden-dropout 1.5: it must be", hidden_dropout=1.5),
     line("--log-interval 0: it must be greater than 0", log_interval=0),
+    line("--lr inf: it must be at most 1e6", lr="inf"),
+    line("--lr 1e+308: it must be at most 1e6", lr="1e308"),
+    line("--weight-decay inf: it must be at most 1e6", weight_decay="inf"),
+    line("--adam-eps inf: it must be at most 1e6", adam_eps="inf"),
+    line("--loss-scale inf: it must be finite", "--fp16", loss_scale="inf"),
+    line("--seed 0: it must be from 1 to 4e9", seed=0),
+    line("--seed 99999999999: it must be from 1 to 4e9", seed=99999999999),
+    line("--expert-model-parallel-size -1: it must be greater than 0", expert_model_parallel_size=-1),
+    line("--save xxxx", save="x" * 300, save_interval=2),
+    line(": File name too long", save="x" * 300, save_interval=2, train_iters=7),
+    line("--load xxxx", load="x" * 300),
+    line("--tensorboard-dir xxxx", tensorboard_dir="x" * 300),
+    line("--vocab-file xxxx", tokenizer_type="GPT2BPETokenizer", vocab_file="x" * 300, merge_file="no.txt"),
     line("--fp16 and --bf16 exclude each other", "--fp16", "--bf16"),
     line("--train-iters and --train-samples exclude each other", train_samples=64),
     line("--mock-data and --data-path exclude each other", data_path="some/data"),
@@ -415,6 +430,14 @@ MISTAKEN = [
         "--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations 6 is not below --train-iters 6",
         two_bw_correction="extrapolate",
         two_bw_sync_iterations=6,
+    ),
+    line(
+        "--two-bw-sync-iterations 3 is not below --train-samples / --global-batch-size 3",
+        train_iters=None,
+        lr_warmup_iters=None,
+        train_samples=12,
+        two_bw_correction="extrapolate",
+        two_bw_sync_iterations=3,
     ),
     line(
         "--two-bw-correction-factor 1.5 must be between 0 and 1",
@@ -689,6 +712,7 @@ def test_megatrons_own_datasets_are_accepted(tmp_path):
     [
         ([], "--data-path is missing (or --mock-data)"),
         (["--data-path", "no/such"], "--data-path no/such: there is no file no/such.idx"),
+        (["--data-path", "x" * 300], f"--data-path {'x' * 300}: File name too long"),
         (["--data-args-path", "no/such"], "--data-args-path no/such: there is no such file"),
         (["--per-split-data-args-path", "no/such"], "--per-split-data-args-path no/such: there is no such file"),
     ],
@@ -703,7 +727,9 @@ def test_missing_data(flags, expected):
 
 @pytest.mark.parametrize("rule", NO_EFFECT, ids=lambda rule: f"{rule.flag} {rule.why}")
 def test_flags_without_effect_are_refused_when_typed(rule):
-    argv = command(2, 2, tokenizer_type=None)
+    argv = command(2, 2, tokenizer_type="NullTokenizer" if "with --tokenizer-type" in rule.why else None)
+    if "with --loss-scale" in rule.why:
+        argv += ["--fp16", "--loss-scale", "64"]
     if "with --optimizer sgd" in rule.why:
         argv += ["--optimizer", "sgd"]
     if "with --muon-scalar-optimizer lion" in rule.why:
@@ -734,6 +760,23 @@ def test_flags_without_effect_are_refused_when_typed(rule):
         ["--null-tokenizer-pad-id", "3"],
         ["--reset-position-ids", "--eod-mask-loss"],
         ["--rotary-percent=0.5", "--use-rotary-position-embeddings"],
+        ["--fp16", "--initial-loss-scale", "64", "--min-loss-scale", "2", "--loss-scale-window", "5", "--hysteresis=1"],
+        ["--bf16", "--loss-scale", "64"],
+        ["--use-distributed-optimizer", "--loss-scale", "64"],
+        ["--swiglu", "--no-bias-swiglu-fusion"],
+        ["--save", "folder", "--save-interval", "2", "--ckpt-format", "torch"],
+        [
+            "--save",
+            "new",
+            "--save-interval=2",
+            "--load",
+            "new",
+            "--no-load-optim",
+            "--no-load-rng",
+            "--ckpt-format=torch",
+        ],
+        ["--clip-grad", "inf"],
+        ["--seed", "1"],
     ],
     ids=" ".join,
 )
@@ -746,10 +789,15 @@ def test_flags_with_effect_are_accepted(flags):
     [
         (["--mask-prob", "0"], "--mask-prob 0.0: it must be greater than 0 and less than 1"),
         (["--short-seq-prob", "1.5"], "--short-seq-prob 1.5: it must be at least 0 and at most 1"),
+        (
+            ["--seq-length", "4"],
+            "--seq-length 4 is too short for a pair of sentences: --mock-data of a BERT needs 5 or more",
+        ),
+        (["--seq-length", "5"], None),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, list) else None,
 )
-def test_probabilities_of_a_bert(flags, expected):
+def test_numbers_of_a_bert(flags, expected):
     assert complaint([BERT, *command(2, 2, "2bw", *flags)], 2) == expected
 
 
