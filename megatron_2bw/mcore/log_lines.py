@@ -31,6 +31,8 @@ from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
 class LogLines(ABC):
     """Calls Megatron's `training_log`, and adds the stages' part to its line and to the dashboards."""
 
+    barriers = True  # whether Megatron's interval timer may wait for other ranks and the GPU
+
     def __init__(self):
         self._stages: list[tuple[StageStats, ...]] = []  # since the last line
         self._printed: int | None = None  # the iteration whose line Megatron is writing
@@ -40,6 +42,7 @@ class LogLines(ABC):
         self._timer = get_timers()("interval-time", log_level=0)
         self._read = self._timer.elapsed
         self._timer.elapsed = self._interval
+        _monotonic(self._timer, self.barriers)
 
     @abstractmethod
     def add(self, write: Callable, values: dict[str, Any]) -> bool:
@@ -104,10 +107,9 @@ class LogLines(ABC):
         scalars = {"bubble/mean": mean, "bubble/max": most, "tokens per second": self._tokens_per_second}
         scalars |= {f"bubble/stage {stage}": share for stage, share in enumerate(shares)}
         scalars |= {f"peak memory (GiB)/stage {stage}": value for stage, value in enumerate(memory)}
-        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        writer, wandb = _guarded(get_tensorboard_writer()), get_wandb_writer()
         for name, value in scalars.items():
-            if writer:
-                writer.add_scalar(name, value, iteration)
+            writer.add_scalar(name, value, iteration)
         if wandb:
             wandb.log(scalars, iteration)
         each = " ".join(f"{value:.2f}" for value in memory)
@@ -174,6 +176,8 @@ class DeferredLog(LogLines):
     The stages' stats arrive with the step, in the background.
     """
 
+    barriers = False
+
     def __init__(self):
         super().__init__()
         self._entries: deque[_Entry] = deque()
@@ -181,7 +185,6 @@ class DeferredLog(LogLines):
         self._report_memory = True
         self._write: Callable | None = None
         self._seconds = 0.0  # of the iterations written since Megatron last read the interval timer
-        _without_barriers(self._timer)
 
     def _elapsed(self, reset: bool, barrier: bool) -> float:
         seconds = self._seconds
@@ -231,14 +234,23 @@ def _has_line(values: dict[str, Any]) -> bool:
     return values["iteration"] % get_args().log_interval == 0 or values["is_first_iteration"]
 
 
-def _without_barriers(timer: Any) -> None:
-    """Let one of Megatron's timers wait for no rank and for no GPU."""
+def _monotonic(timer: Any, barriers: bool) -> None:
+    """Let one of Megatron's timers use a clock that is never set back; without `barriers` it waits for no rank and no
+    GPU."""
+
+    def wait(barrier: bool) -> None:
+        if barriers and barrier:
+            dist.barrier(group=timer._barrier_group)
+        if barriers:
+            torch.cuda.synchronize()
 
     def start(barrier: bool = False) -> None:
-        timer._start_time, timer._started = time.time(), True
+        wait(barrier)
+        timer._start_time, timer._started = time.perf_counter(), True
 
     def stop(barrier: bool = False) -> None:
-        elapsed = time.time() - timer._start_time
+        wait(barrier)
+        elapsed = time.perf_counter() - timer._start_time
         timer._elapsed += elapsed
         timer._active_time += elapsed
         timer._started = False
@@ -246,18 +258,42 @@ def _without_barriers(timer: Any) -> None:
     timer.start, timer.stop = start, stop
 
 
-class _Nowhere:
-    """Has the methods of TensorBoard's writer, and keeps nothing."""
+class _Writer:
+    """TensorBoard's writer, or None. After its first error it reports that in a line and keeps nothing: a folder that
+    is gone, or a full disk, must not end a training run."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+    def __init__(self, writer: Any):
+        self.writer = writer
+        self._writes = writer is not None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._writes:
+                return None
+            try:
+                return getattr(self.writer, name)(*args, **kwargs)
+            except Exception as error:  # of the system, or of the package's own kinds
+                self._writes = False
+                print(f"> --tensorboard-dir: no more values are written: {error}", flush=True)
+
+        return call
 
 
-def writer_for_wandb(original: Callable) -> Callable:
+_writer = _Writer(None)
+
+
+def _guarded(writer: Any) -> _Writer:
+    global _writer
+    if _writer.writer is not writer:
+        _writer = _Writer(writer)
+    return _writer
+
+
+def dashboards_writer(original: Callable) -> Callable:
     """Megatron's `get_tensorboard_writer`; never None while Weights & Biases logs."""
 
-    def get_writer():
+    def get_writer() -> _Writer | None:
         writer = original()
-        return _Nowhere() if writer is None and get_wandb_writer() is not None else writer
+        return None if writer is None and get_wandb_writer() is None else _guarded(writer)
 
     return get_writer

@@ -47,9 +47,9 @@ class Loop:
         return lambda message: original(self.runtime.log.line(message) if self.runtime.log else message)
 
     def writer(self, original: Callable) -> Callable:
-        from megatron_2bw.mcore.log_lines import writer_for_wandb
+        from megatron_2bw.mcore.log_lines import dashboards_writer
 
-        return writer_for_wandb(original)
+        return dashboards_writer(original)
 
     def attach_scheduler(self, original: Callable) -> Callable:
         @functools.wraps(original)

@@ -171,7 +171,8 @@ def for_log(loop: Loop) -> list[Patch]:
             LOOP,
             "get_tensorboard_writer",
             "",
-            "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases",
+            "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases; an error of the writer "
+            "would end the run",
             loop.writer,
         ),
     ]
@@ -350,8 +351,8 @@ REQUIRED = (
     Required(
         f"{CORE}.timers",
         "Timer",
-        "the interval timer must not wait for a rank",
-        "start(barrier) stop(barrier) elapsed(reset barrier) _start_time _started _elapsed _active_time",
+        "the interval timer must not follow a clock that is set back, nor wait for a rank",
+        "start(barrier) stop(barrier) elapsed(reset barrier) _start_time _started _elapsed _active_time _barrier_group",
     ),
     Required(
         f"{CORE}.pipeline_parallel.schedules",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 import types
 
 import pytest
@@ -192,10 +194,47 @@ def test_whoever_finishes_early_has_waited_for_the_last(world):
 
 def test_wandb_gets_megatrons_values_without_tensorboard(world, monkeypatch):
     """Megatron logs to Weights & Biases only `if writer`."""
-    from megatron_2bw.mcore.log_lines import writer_for_wandb
+    from megatron_2bw.mcore.log_lines import dashboards_writer
 
-    writer = writer_for_wandb(lambda: None)()
+    writer = dashboards_writer(lambda: None)()
     assert writer and writer.add_scalar("lm loss", 1.0, 1) is None and writer.flush() is None
-    assert writer_for_wandb(lambda: "TensorBoard's")() == "TensorBoard's"
+    assert dashboards_writer(lambda: "TensorBoard's")().upper() == "TENSORBOARD'S"
     monkeypatch.setattr(world.module, "get_wandb_writer", lambda: None)
-    assert writer_for_wandb(lambda: None)() is None
+    assert dashboards_writer(lambda: None)() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_tensorboard_folder_that_goes_away_is_reported_once(late, monkeypatch, tmp_path, capsys):
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = tmp_path / "board"
+    writer = SummaryWriter(folder, flush_secs=0)
+    writer.add_scalar("lm loss", 1.0, 1)
+    writer.flush()
+    shutil.rmtree(folder)
+    monkeypatch.setattr(late.module, "get_tensorboard_writer", lambda: writer)
+    megatrons_writer = late.module.dashboards_writer(lambda: writer)()
+    deadline = time.monotonic() + 60
+    while not (reports := capsys.readouterr().out):
+        assert time.monotonic() < deadline, "the writer has no error"
+        megatrons_writer.add_scalar("lm loss", 1.0, 2)
+    assert reports.startswith("> --tensorboard-dir: no more values are written: ") and reports.count("\n") == 1
+    late.book.add(megatrons(late, []), call(1))
+    late.book.completed(outcome(0))
+    late.book.flush()
+    assert megatrons_writer.add_scalar("lm loss", 1.0, 3) is None and capsys.readouterr().out == ""
+    assert late.scalars[("wandb", 1)]["bubble/mean"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("kind", ["DeferredLog", "ImmediateLog"])
+def test_a_clock_that_is_set_back_changes_no_interval(kind, world, monkeypatch):
+    from megatron.core import timers
+
+    timer = timers.Timer("interval-time")
+    clock = iter(range(10**9, 0, -3600))
+    monkeypatch.setattr(timers.time, "time", lambda: next(clock))
+    monkeypatch.setattr(world.module, "get_timers", lambda: lambda name, log_level: timer)
+    monkeypatch.setattr(world.module, "new_group", lambda *args: None)
+    book = getattr(world.module, kind)(*[list, [0]][: 2 * (kind == "ImmediateLog")])
+    timer.start()
+    assert 0 <= book._read() < 60 and 0 <= timer._active_time < 60
