@@ -85,6 +85,17 @@ def test_a_skipped_step_skips_all_parts(correction):
     assert_same(runs, expected, exact=True)
 
 
+@pytest.mark.parametrize(
+    "optimizer, clip, tolerance",
+    [("muon", 0, 0), ("soap", 0, 0), ("lion", 0, 0), ("sgd", 0, 0), ("lion", 1.0, 1e-6), ("sgd", 1.0, 1e-6)],
+)
+def test_the_depth_changes_no_loss(optimizer, clip, tolerance):
+    """Exact without clipping. An ulp of the norm is all that the depth changes; Muon and SOAP enlarge it."""
+    flags = (UNTIED, "--optimizer", optimizer)
+    one, two = (run_pipeline(command(n, 3, "2bw", *flags, clip_grad=clip), n)[-1].losses for n in (1, 2))
+    assert [loss.item() for loss in two] == pytest.approx([loss.item() for loss in one], rel=tolerance, abs=0)
+
+
 @pytest.mark.parametrize("flags", [(*MUON, "--bf16"), ("--optimizer", "lion")], ids=" ".join)
 def test_resumed_run_is_the_uninterrupted_one(flags, tmp_path):
     assert_goes_on(*interrupted(tmp_path, 2, command(2, 2, "2bw", *flags, **DROPOUT)))

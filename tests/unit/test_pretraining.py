@@ -65,8 +65,10 @@ def losses(monkeypatch):
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
     machine = RerunStateMachine(mode=RerunMode.DISABLED)
-    machine.current_iteration = 6
-    args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, rerun_mode="disabled", check_for_spiky_loss=False)
+    machine.current_iteration = 7  # as Megatron's loop has it, after 6 iterations
+    args = SimpleNamespace(
+        check_for_nan_in_loss_and_grad=True, rerun_mode="disabled", check_for_spiky_loss=False, curr_iteration=6
+    )
     waited: list[int] = []
 
     class Event:
