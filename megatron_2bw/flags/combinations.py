@@ -49,15 +49,16 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "--min-lr --weight-decay --clip-grad --eval-iters --num-workers --lr-warmup-iters --lr-warmup-samples "
-    "--adam-eps --start-weight-decay --end-weight-decay"
+    "--adam-eps --start-weight-decay --end-weight-decay --init-method-std"
 )
-_LARGE = "--lr --min-lr --weight-decay --start-weight-decay --end-weight-decay --adam-eps"
+_LARGE = "--lr --min-lr --weight-decay --start-weight-decay --end-weight-decay --adam-eps --init-method-std"
 _FRACTIONS = "--hidden-dropout --attention-dropout --adam-beta1 --adam-beta2 --sgd-momentum --lr-warmup-fraction"
 RANGES: tuple[Rule, ...] = (
     *_range(_POSITIVE, "be greater than 0", lambda x: x > 0),
     *_range(_NOT_NEGATIVE, "not be negative", lambda x: x >= 0),
     *_range(_LARGE, "be less than 1e38, for 32-bit floats", lambda x: x < 1e38),
     *_range("--loss-scale --initial-loss-scale", "be finite", lambda x: x < math.inf),
+    *_range("--num-workers", "be at most 1000", lambda x: x <= 1000),
     *_range("--seed", "be from 1 to 4e9", lambda x: 1 <= x <= 4e9),  # each stage adds to it; NumPy takes 32 bits
     *_range(_FRACTIONS, "be at least 0 and less than 1", lambda x: 0 <= x < 1),
     *_range("--mask-prob", "be greater than 0 and less than 1", lambda x: 0 < x < 1),
