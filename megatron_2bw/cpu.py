@@ -186,6 +186,20 @@ def _with_own_generator(original: Callable) -> Callable:
     return __init__
 
 
+def _with_the_mode(original: Callable) -> Callable:
+    """For the engine of torch.autograd.backward: a mode is off in what it calls, here in all functions of a backward.
+
+    A backward inside another one comes this way, such as that of a full recompute.
+    """
+
+    @functools.wraps(original)
+    def run(*args, **kwargs):
+        with _CudaMeansCpu():
+            return original(*args, **kwargs)
+
+    return run
+
+
 _TRACKER_LOG = logging.getLogger("megatron.core.tensor_parallel.random")
 
 
@@ -208,6 +222,7 @@ def install() -> None:
     _replace(undo, torch.cuda.random, "get_rng_state", _get_rng_state)
     _replace(undo, torch.utils.data.DataLoader, "__init__", _with_own_generator(torch.utils.data.DataLoader.__init__))
     _replace(undo, torch.nn.Module, "cuda", lambda self, device=None: self)
+    _replace(undo, torch.autograd, "_engine_run_backward", _with_the_mode(torch.autograd._engine_run_backward))
     undo.callback(_TRACKER_LOG.removeFilter, _one_generator)
     _TRACKER_LOG.addFilter(_one_generator)
     # --device cpu on a GPU host: libraries that look for a GPU must not find one.

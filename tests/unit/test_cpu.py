@@ -41,6 +41,32 @@ def test_tensors_asked_for_on_cuda_are_on_the_cpu(layer):
     assert torch.nn.Linear(2, 2).cuda(0).weight.device.type == "cpu"
 
 
+def test_tensors_that_a_backward_asks_for(layer):
+    """Also one that starts inside another, as a full recompute does."""
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            assert gradient.type() == "torch.cuda.FloatTensor"
+            return torch.ones(2, device=torch.cuda.current_device()) * gradient
+
+    class Outer(Inner):
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad():
+                inner = Inner.apply(leaf)
+            torch.autograd.backward(inner, gradient)
+            return Inner.backward(ctx, gradient)
+
+    leaf, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    Outer.apply(other).sum().backward()
+    assert leaf.grad.tolist() == other.grad.tolist() == [1, 1]
+
+
 def test_type_names(layer):
     assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
     assert torch.zeros(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
