@@ -51,7 +51,7 @@ def examine(programs: Programs, runs: int) -> None:
         assert_free(World(programs, queue_of=None, limit=limit), runs // 20)
 
 
-FAST = "tied", "one-stage", "sharded", "muon", "four-stages", "more-extra-warmup", "evaluation", "pipedream"
+FAST = "tied", "sharded", "muon", "more-extra-warmup", "evaluation"
 
 
 @pytest.mark.proof(*FAST)
