@@ -10,8 +10,6 @@ import sys
 import time
 from functools import partial
 
-import pytest
-
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.gpu_check import observe, rows, runner
 from megatron_2bw.gpu_check.rows import MODELS, Check, Row
@@ -20,7 +18,6 @@ from tests.e2e.launcher import ROOT, end
 CHOSEN = ["fp32", "tied, bf16, 1 queue", "kill and resume", "memory, 2bw", "hidden waits", "launches"]
 
 
-@pytest.mark.proof
 def test_a_selection_of_rows(tmp_path):
     path = tmp_path / "results.json"
     words = [word for name in CHOSEN for word in ("--row", name)]
