@@ -75,7 +75,8 @@ class LossCheck:
         # Megatron's rerun machine keeps a record of each loss; if it is disabled, a finite loss needs no more.
         if args.check_for_nan_in_loss_and_grad and args.rerun_mode == "disabled":
             # Megatron 0.19's number is one more than that of the log's next line; messages add one to either.
-            machine.current_iteration = args.curr_iteration
+            if hasattr(args, "curr_iteration"):  # not with --skip-train
+                machine.current_iteration = args.curr_iteration
             self._read()
             finite = torch.isfinite(total.detach()).to("cpu", non_blocking=True)  # into pinned memory
             copied = torch.cuda.Event()
