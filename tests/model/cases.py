@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import tempfile
 
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.compare import UNTIED
@@ -35,6 +36,9 @@ CASES = {
     "uneven-extra-warmup": case(4, 8, UNTIED, two_bw_extra_warmup="0,2,0"),
     "fp16": case(2, 2, "--fp16", train_iters=10, initial_loss_scale=2**21, hysteresis=1),
     "evaluation": case(2, 2, log_interval=1, train_iters=6, eval_interval=3, eval_iters=2, split="90,10,0"),
+    "exit": case(2, 2, exit_interval=4),
+    "saving": case(2, 2, save="FOLDER", save_interval=4),
+    "saving-torch": case(2, 2, save="FOLDER", save_interval=4, ckpt_format="torch"),
     "tokens": case(2, 3, "--calculate-per-token-loss"),
     "extrapolation": case(2, 2, "--two-bw-correction", "extrapolate", two_bw_sync_iterations=2, train_iters=7),
     "pipedream-flush": case(2, 3, schedule="pipedream-flush", train_iters=3),
@@ -68,7 +72,9 @@ def drawn(seed: int) -> tuple[int, list[str]]:
 def logs_of(name: str, plant=None) -> list[list[tuple]]:
     """The logs of a case, or of the one that a seed draws ("drawn 3"). plant: a function of this module."""
     size, argv = CASES[name] if name in CASES else drawn(int(name.split()[1]))
-    return run_world(size, record, argv, plant, timeout=250)
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [folder if word == "FOLDER" else word for word in argv]
+        return run_world(size, record, argv, plant, timeout=250)
 
 
 def programs_of(name: str, plant=None) -> Programs:
