@@ -380,8 +380,8 @@ def changed_datasets(then: Any, now: Any) -> list[str]:
         changes = [f"{name} {old[name]} -> {new}" for name, new in identity.items() if old[name] != new]
         if changes:
             lines.append(
-                f"> --load {now.load}: the dataset {prefix} has changed since ({', '.join(changes)}): the run goes on "
-                "at the same sample number of other data"
+                f"> --load {now.load}: the dataset {prefix} has changed since ({', '.join(changes)}): the run "
+                "continues at the same sample number of other data"
             )
     return lines
 

@@ -92,7 +92,7 @@ def without_waits() -> None:
 
 
 def without_holding_back() -> None:
-    """Receives are posted whatever they depend on."""
+    """Receives are posted without regard to the pending step."""
     from megatron_2bw.core.p2p import Receiver
 
     Receiver.hold_back = lambda self, *args: None
@@ -139,7 +139,7 @@ def no_wait_for_gradients() -> None:
 
 
 def no_wait_for_step() -> None:
-    """The training thread goes on without the end of the step."""
+    """The training thread continues without the end of the step."""
     from tests.model import record
 
     note = record.note

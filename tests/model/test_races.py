@@ -13,7 +13,7 @@ def races_of(name: str, plant=None) -> list[Races]:
     return [Races(log) for log in cases.logs_of(name, plant)]
 
 
-def told(races: list[Races]) -> str:
+def description(races: list[Races]) -> str:
     return "\n".join(f"{n} times {'; '.join(key)}" for rank in races for key, n in rank.found.most_common(3))
 
 
@@ -22,14 +22,14 @@ def told(races: list[Races]) -> str:
 def test_every_access_is_ordered(name):
     races = races_of(name)
     assert all(rank.accesses > 1000 for rank in races)
-    assert not any(rank.found for rank in races), told(races)
+    assert not any(rank.found for rank in races), description(races)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_and_in_a_run_at_random(seed):
     print("case", seed, *cases.drawn(seed))
     races = races_of(f"drawn {seed}")
-    assert not any(rank.found for rank in races), told(races)
+    assert not any(rank.found for rank in races), description(races)
 
 
 @pytest.mark.proof
@@ -46,4 +46,4 @@ def test_and_in_a_run_at_random(seed):
 )
 def test_a_planted_bug_is_found(plant, found):
     races = races_of("untied", plant)
-    assert any(key[0] == found for rank in races for key in rank.found), told(races)
+    assert any(key[0] == found for rank in races for key in rank.found), description(races)

@@ -39,7 +39,7 @@ def waits(monkeypatch):
 
 @pytest.mark.parametrize("before", [(), ("other",), ("other", "other", "third")])
 def test_a_name_depends_on_ranks_and_purpose_alone(world, monkeypatch, before):
-    """So the two ends of a boundary agree, whatever other groups each of them is in."""
+    """So the two ends of a boundary agree, however many other groups each of them is in."""
     monkeypatch.setattr(groups, "_made", Counter())
     first = new_group([0], "data").group_name
     monkeypatch.setattr(groups, "_made", Counter())
