@@ -54,6 +54,19 @@ def repairs() -> list[Patch]:
             "parameter is a view of it, to which autograd allows no write",
             repair.set_without_step,
         ),
+        *(
+            Patch(
+                f"{CORE}.distributed.distributed_data_parallel",
+                f"DistributedDataParallel.{name}",
+                parameters,
+                "an evaluation before the first step that is not skipped disables the hooks twice, with a KeyError",
+                repair.switch_once,
+            )
+            for name, parameters in (
+                ("enable_forward_pre_hook", "self"),
+                ("disable_forward_pre_hook", "self param_sync"),
+            )
+        ),
         Patch(
             WRITER,
             "get_write_results_queue",
@@ -192,16 +205,8 @@ def for_late_step(loop: Loop) -> list[Patch]:
         ),
         Patch(LOOP, "logical_and_across_model_parallel_group", "input group", everywhere, first_argument),
         Patch(LOOP, "reduce_max_stat_across_model_parallel_group", "stat group", everywhere, first_argument),
-        Patch(
-            LOOP, "calc_params_l2_norm", "model force_create_fp32_copy", "it reads the newest weights", loop.sync_first
-        ),
-        Patch(
-            LOOP,
-            "check_param_hashes_across_dp_replicas",
-            "model cross_check",
-            "it reads the newest weights",
-            loop.sync_first,
-        ),
+        Patch(LOOP, "calc_params_l2_norm", "model force_create_fp32_copy", "it reads all weights", loop.sync_first),
+        Patch(LOOP, "check_param_hashes_across_dp_replicas", "model cross_check", "it reads them too", loop.sync_first),
         Patch(
             LOOP,
             "save_checkpoint_and_time",
@@ -265,11 +270,7 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
             ours.save,
         ),
         Patch(
-            LOOP,
-            "maybe_finalize_async_save",
-            "blocking terminate",
-            "it asks all ranks in every iteration while a checkpoint is being written",
-            ours.finalize,
+            LOOP, "maybe_finalize_async_save", "blocking terminate", "it asks all ranks while it writes", ours.finalize
         ),
         Patch(
             LOOP,

@@ -36,6 +36,17 @@ def set_without_step(original: Callable) -> Callable:
     return set_states
 
 
+def switch_once(original: Callable) -> Callable:
+    disables = original.__name__ == "disable_forward_pre_hook"
+
+    @functools.wraps(original)
+    def switch(self, *args, **kwargs):
+        if bool(self.remove_forward_pre_hook_handles) == disables:
+            original(self, *args, **kwargs)
+
+    return switch
+
+
 def results_queue(original: Callable) -> Callable:
     return save_workers.results_queue
 
