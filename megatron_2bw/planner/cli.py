@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_2bw.errors import Parser, UserError, file_errors, usage_error
 from megatron_2bw.files import write_json
 from megatron_2bw.planner import tools
-from megatron_2bw.planner.cost.closed_form import ClosedForm
+from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
 from megatron_2bw.planner.cost.simulated import MARGIN, Cost, Estimate
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.describe.inputs import add_model_flags, cluster_of, model_of, numbers
@@ -29,6 +29,7 @@ from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
 MOST_SAMPLES, MOST_PLANS = 1_000_000, 10_000
+COSTS = {"simulation": Cost, "closed-form": ClosedForm, "printed-form": Printed}
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
 
@@ -82,8 +83,8 @@ def planning_parser(prog: str, description: str) -> Parser:
     add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
     margin = f"share of the memory that stays free (default: {MARGIN})"
     add("--memory-margin", type=float, default=MARGIN, metavar="SHARE", help=margin)
-    costs = ("simulation", "closed-form")
-    add("--cost", choices=costs, default="simulation", help="closed-form: the paper's Appendix A")
+    forms = "closed-form: the paper's Appendix A, corrected; printed-form: its section 4.2 as printed on arXiv"
+    add("--cost", choices=COSTS, default="simulation", help=forms)
     add("--top", type=int, default=8, metavar="K", help="number of plans (default: 8)")
     return parser
 
@@ -107,9 +108,8 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         parser.error("--attention flash: not available on the CPU; use core")
     if precision == "bf16" and not cluster.device.bf16:
         parser.error(f"--precision bf16: not available on {cluster.device.name}; use fp16")
-    kind = ClosedForm if options.cost == "closed-form" else Cost
     flash = {None: False if on_cpu else None, "flash": True, "core": False}[options.attention]
-    cost = kind(model, cluster, precision, flash, options.memory_margin)
+    cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin)
     space = Space(
         options.max_global_batch_size,
         options.schedules,
@@ -181,7 +181,7 @@ def run_plan(words: list[str], prog: str) -> int:
     print(
         explain.table(result),
         explain.memory_table(result.estimates[0]),
-        explain.reason(result),
+        f"{explain.reason(result)}\n{explain.on_fewer_gpus(result)}",
         rejections.rejections(result),
         explain.evidence(cost),
         explain.CAVEAT,

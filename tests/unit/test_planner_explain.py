@@ -15,7 +15,7 @@ from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.legality import is_legal
-from megatron_2bw.planner.find.search import Search, Space, best
+from megatron_2bw.planner.find.search import Search, Space, best, on_fewer
 from megatron_2bw.planner.tell import rejections as left_out
 from megatron_2bw.planner.tell.explain import (
     CAVEAT,
@@ -26,6 +26,7 @@ from megatron_2bw.planner.tell.explain import (
     Result,
     evidence,
     memory_table,
+    on_fewer_gpus,
     reason,
     table,
     terms,
@@ -106,6 +107,8 @@ def test_every_number_of_the_table_is_the_estimates(result):
             ("batch", plan.global_batch),
         ):
             assert row[column] == str(number)
+        # Algorithm 1: g = B / (N b), where one GPU is one stage of one pipeline.
+        assert is_shown(row["g"], plan.global_batch / (plan.width * plan.depth * plan.microbatch))
         assert (row["optim."], row["ranks"]) == (
             "sharded" if plan.distributed_optimizer else "whole",
             "pp-dp" if plan.pipeline_inside else "dp-pp",
@@ -292,6 +295,31 @@ def test_the_rivals_are_the_best_of_every_other_schedule(result):
         assert rate in [rival.throughput for rival in rivals if rival.plan.schedule == schedule]
         assert f"{fastest.title} ({rate:.1f} samples/s)" in text
         assert f"{winner.throughput / rate:.2f} times" in text or round(winner.throughput / rate, 2) == 1
+
+
+def test_a_part_of_the_cluster_that_is_faster_is_named():
+    """A batch of five fills five GPUs. Six run only three samples of it, since three do not divide the layers."""
+    model, space = replace(GPT, layers=20), dict(batch=5, tensor=(1,), uneven=False)
+    each = {n: searched(model, replace(P3, gpus_per_server=n), **space) for n in range(1, 7)}
+    rates = {n: result.estimates[0].throughput for n, result in each.items()}
+    cluster, estimate = each[6].fewer
+    assert max(rates, key=rates.get) == cluster.gpus == 5 and estimate.throughput == rates[5]
+    line = " ".join(on_fewer_gpus(each[6]).split())
+    assert f"({rates[5]:.1f} samples/s)" in line and line.endswith("--servers 1 --gpus-per-server 5")
+    assert as_json(each[6])["fewer_gpus"]["gpus_per_server"] == 5
+    assert each[5].fewer is as_json(each[5])["fewer_gpus"] is None and "No part" in on_fewer_gpus(each[5])
+
+
+@pytest.mark.parametrize("servers", [1, 3, 8, 12])
+def test_every_smaller_part_is_searched(servers, monkeypatch):
+    searched_on = []
+    monkeypatch.setattr(
+        "megatron_2bw.planner.find.search.Search", lambda cost, *_, **__: searched_on.append(cost) or []
+    )
+    assert on_fewer(Cost(GPT, clusters.preset("p3.16xlarge", servers), "fp16"), Space(8)) is None
+    sizes = {(cost.cluster.servers, cost.cluster.gpus_per_server) for cost in searched_on}
+    whole = {1: set(), 3: {1, 2}, 8: set(range(1, 8)), 12: {8, 6, 3, 1}}[servers]
+    assert sizes == {(n, 8) for n in whole} | {(servers, n) for n in range(1, 8)}
 
 
 def test_a_schedule_without_a_plan_is_named():

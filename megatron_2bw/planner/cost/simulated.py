@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cost.compute import Compute, Work
@@ -109,6 +110,14 @@ class Cost:
         self.memory = Memory(model, precision, flash, torch_adam)
         self.capacity = cluster.device.memory_gib * GIB * (1 - margin)
         self._nccl_free = cluster.device.memory_gib * GIB * margin if on_gpus else math.inf
+
+    def on(self, cluster: Cluster) -> Self:
+        """The same costs on another cluster."""
+        return type(self)(self.model, cluster, self.precision, self.memory.flash, self.margin, self.old_exchange)
+
+    def parameter_bytes(self, versions: int, slots: int, shards: int, extrapolate: bool = False) -> tuple[float, ...]:
+        """(weights, gradients, optimizer) of a parameter, as the memory counts them."""
+        return BYTES[self.precision].a_parameter(versions, slots, shards, extrapolate)
 
     def fits(self, plan: Plan) -> bool:
         needed = max(sum(communicators(plan, stage)) for stage in {0, min(1, plan.depth - 1)})

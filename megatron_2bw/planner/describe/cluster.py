@@ -89,6 +89,7 @@ class Cluster:
 
 
 V100 = Device("V100-16GB", 15.8, 125, 900, tflops_fp32=15.7, bf16=False, flash=False, units=80)
+V100_32 = replace(V100, name="V100-32GB", memory_gib=31.7)
 GTX1080TI = Device("1080Ti", 10.9, 11.3, 484, tflops_fp32=11.3, bf16=False, flash=False, units=28)
 A100_40 = Device("A100-40GB", 39.6, 312, 1555, tflops_fp32=19.5, units=108)
 A100_80 = Device("A100-80GB", 79.2, 312, 2039, tflops_fp32=19.5, units=108)
@@ -107,11 +108,12 @@ _V100_TIMES = "45 TFLOP/s on GPT 355M at microbatch 8 (arXiv 2006.09503, section
 _ASSUMED = "shares of the A100 assumed"
 
 # Links inside a server: the bus bandwidth of NCCL's all-reduce, and the latency of one ring step. Between servers: the
-# rate of one server's network cards, less a fifth for protocols: 25 Gbit/s, 10 (assumed), 8 × 200, 8 × 400.
+# rate of one server's network cards, less a fifth for protocols: 25 Gbit/s, 100, 10 (assumed), 8 × 200, 8 × 400.
 PRESETS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
         Cluster("p3.16xlarge", 1, 8, _calibrated(V100, _V100_TIMES, **_V100), Link(130, 5), Link(2.5, 50)),
+        Cluster("p3dn.24xlarge", 1, 8, _calibrated(V100_32, _V100_TIMES, **_V100), Link(130, 5), Link(10, 50)),
         Cluster("8x1080ti", 1, 8, _calibrated(GTX1080TI, _ASSUMED, **_V100), Link(10, 10), Link(1.0, 50)),
         Cluster("dgx-a100-40", 1, 8, _calibrated(A100_40, _LAYER_TIMES, **_A100), Link(230, 6), Link(160, 20, 8)),
         Cluster("dgx-a100-80", 1, 8, _calibrated(A100_80, _LAYER_TIMES, **_A100), Link(230, 6), Link(160, 20, 8)),

@@ -181,7 +181,8 @@ _LLAMA = dict(vocab=128256, sequence=8192, groups=8, rotary_base=500000, tied=Fa
 
 # The paper names its models by size and says that their layers are similar to Megatron's (section 5): 1.3B and the
 # BERT models are Megatron's own, 2.2B has the layers of its 4.2B, and 3.8B those of its BERT 3.9B with 32 heads,
-# since 16-way tensor parallelism must divide them. BERT-48 and -192 are BERT-large with more layers (Table 1).
+# since 16-way tensor parallelism must divide them. BERT-48 and -192 are BERT-large with more layers (Table 1). It names
+# a BERT by the size of the GPT with its layers: BERT 355M is BERT-large. 8.3B is Megatron's (arXiv 1909.08053).
 PRESETS: dict[str, Model] = {
     model.name: model
     for model in (
@@ -189,11 +190,14 @@ PRESETS: dict[str, Model] = {
         Model("gpt-1.3b", 24, 2048, 16, sequence=512),
         Model("gpt-2.2b", 32, 2304, 24, sequence=512),
         Model("gpt-3.8b", 48, 2560, 32, sequence=512),
+        Model("gpt-8.3b", 72, 3072, 24),
         Model("gpt-28.3b", 64, 6048, 36, sequence=512),
         Model("gpt-175b", 96, 12288, 96, sequence=2048),
         Model("bert-24", 24, 1024, 16, **_BERT),
         Model("bert-48", 48, 1024, 16, **_BERT),
         Model("bert-192", 192, 1024, 16, **_BERT),
+        Model("bert-355m", 24, 1024, 16, **_BERT),
+        Model("bert-1.3b", 24, 2048, 32, **_BERT),
         Model("bert-2.2b", 32, 2304, 24, **_BERT),
         Model("bert-3.8b", 48, 2560, 40, **_BERT),
         Model("llama-8b", 32, 4096, 32, ffn=14336, **_LLAMA),

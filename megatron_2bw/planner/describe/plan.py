@@ -69,6 +69,11 @@ class Plan:
         return self.microbatch * self.microbatches * self.width
 
     @property
+    def accumulation(self) -> float:
+        """g of the paper's Algorithm 1, B / (N b): microbatches per stage."""
+        return self.microbatches / self.depth
+
+    @property
     def name(self) -> str:
         """Schedule and sizes, such as `2bw t1 d8 w8 b4`."""
         return f"{self.schedule_name} t{self.tensor} d{self.depth} w{self.width} b{self.microbatch}"

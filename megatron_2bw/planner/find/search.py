@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cost.bounds import work_bound
 from megatron_2bw.planner.cost.links import layout
-from megatron_2bw.planner.cost.memory import BYTES
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan, by_fields
 from megatron_2bw.planner.find.legality import is_legal, violations
@@ -60,10 +59,11 @@ class Search:
     too_large  the plans that do not fit and whose bound is below the last plan yielded, lowest bound first
     examined   number of simulated plans
     distinct   whether to yield only the fastest plan of each (tensor, depth, width, schedule)
+    limit      seconds per sample; only faster plans are yielded
     """
 
-    def __init__(self, cost: Cost, space: Space, distinct: bool = True):
-        self.cost, self.space, self.distinct = cost, space, distinct
+    def __init__(self, cost: Cost, space: Space, distinct: bool = True, limit: float = math.inf):
+        self.cost, self.space, self.distinct, self.limit = cost, space, distinct, limit
         self.rejected: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
         self._smallest: dict[str, int] = {}
@@ -86,6 +86,8 @@ class Search:
         found: set[tuple] = set()
         while queue:
             bound, _, state, plan, choice = heapq.heappop(queue)
+            if bound >= self.limit:
+                return
             if state == "shape" and self._least_memory(plan) > self.cost.capacity:
                 self.too_large.append(self._leanest(plan))
             elif state == "shape":
@@ -143,8 +145,7 @@ class Search:
         parameters = sum(memory.parameters(shape, stage, n) for stage, n in enumerate(shape.layers_of(self.cost.model)))
         versions, shards = (2 if plan.schedule == "2bw" else 1), (plan.width if plan.distributed_optimizer else 1)
         slots = plan.gradient_slots if plan.schedule == "2bw" else 1
-        each = BYTES[self.cost.precision].a_parameter(versions, slots, shards)
-        return parameters / plan.depth * sum(each)
+        return parameters / plan.depth * sum(self.cost.parameter_bytes(versions, slots, shards))
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""
@@ -292,3 +293,20 @@ def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:
 def best(cost: Cost, space: Space, count: int = 1) -> list[Plan]:
     """The `count` fastest plans."""
     return [plan for _, plan in itertools.islice(Search(cost, space), count)]
+
+
+def on_fewer(cost: Cost, space: Space, limit: float = math.inf) -> tuple[Cost, float, Plan] | None:
+    """(costs there, seconds per sample, plan) on the part of the cluster with the fastest plan, if it takes less than
+    `limit` seconds per sample.
+
+    The parts: fewer servers (of many servers, counts with more factors of two), or fewer GPUs of every server.
+    """
+    servers, per_server = cost.cluster.servers, cost.cluster.gpus_per_server
+    counts = {n for k in range(20) for n in (servers >> k, servers >> k << k)} if servers > 8 else range(1, servers)
+    parts = [(n, per_server) for n in counts if 0 < n < servers] + [(servers, n) for n in range(1, per_server)]
+    found = None
+    for part in sorted(parts, key=math.prod, reverse=True):
+        on = cost.on(replace(cost.cluster, servers=part[0], gpus_per_server=part[1]))
+        for seconds, plan in itertools.islice(Search(on, space, limit=found[1] if found else limit), 1):
+            found = on, seconds, plan
+    return found

@@ -5,6 +5,7 @@ Invariant: every number is from an Estimate, and every term is marked MEASURED o
 
 from __future__ import annotations
 
+import math
 import textwrap
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,9 +13,9 @@ from operator import attrgetter
 
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.cluster import Link
+from megatron_2bw.planner.describe.cluster import Cluster, Link
 from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.planner.find.search import Search, Space
+from megatron_2bw.planner.find.search import Search, Space, on_fewer
 
 MEASURED, ESTIMATED = "MEASURED", "ESTIMATED"
 TERMS = {
@@ -27,10 +28,12 @@ TERMS = {
 }
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 LISTED_STAGES = 12  # deeper pipelines list runs of equal stages in one line
+MIN_FEWER_GAIN = 0.01  # of the time per sample: what a plan on fewer GPUs must save to be reported
 MIN_TERM_SHARE = 0.02  # of the time: terms that differ by less are not reported
 
 LEGEND = (
     "t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.",
+    "g: m / d, the gradient accumulation of the paper's Algorithm 1.",
     "ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).",
     "2bw +k: k extra warm-up forwards on the first stage hide messages (--two-bw-extra-warmup).",
     "layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations.",
@@ -68,6 +71,13 @@ class Result:
                 found.append(best)
         return found
 
+    @cached_property
+    def fewer(self) -> tuple[Cluster, Estimate] | None:
+        """A part of the cluster and its fastest plan, if that is faster than the first plan on all GPUs."""
+        limits = (_per_sample(estimate) * (1 - MIN_FEWER_GAIN) for estimate in self.estimates)
+        found = on_fewer(self.cost, self.space, next(limits, math.inf))
+        return found and (found[0].cluster, found[0].estimate(found[2]))
+
 
 _shape = attrgetter("tensor", "depth", "width")
 
@@ -90,7 +100,7 @@ def _percent(share: float, digits: int = 0) -> str:
     return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # + 0.0 turns a rounded -0.0 into 0.0
 
 
-PLAN_COLUMNS = "# schedule t d w b m recompute optim. ranks layers batch samples/s tok/s/GPU TF/s/GPU".split()
+PLAN_COLUMNS = "# schedule t d w b m g recompute optim. ranks layers batch samples/s tok/s/GPU TF/s/GPU".split()
 
 
 def table(result: Result) -> str:
@@ -98,7 +108,7 @@ def table(result: Result) -> str:
     cost, plans, times = result.cost, [], []
     for rank, estimate in enumerate(result.estimates, 1):
         plan, split, each = estimate.plan, estimate.split, estimate.throughput / estimate.plan.gpus
-        sizes = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches)
+        sizes = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches, f"{plan.accumulation:.1f}")
         rates = (
             f"{estimate.throughput:.1f}",
             f"{each * cost.model.sequence:.0f}",
@@ -119,7 +129,7 @@ def table(result: Result) -> str:
         [
             f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first (ESTIMATED)",
             f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}.",
-            *aligned([PLAN_COLUMNS, *plans], {1, 7, 8, 9, 10}),
+            *aligned([PLAN_COLUMNS, *plans], {1, 8, 9, 10, 11}),
             *LEGEND,
             "",
             f"Where an iteration's time goes, and memory ({_tags(cost)})",
@@ -170,6 +180,21 @@ def reason(result: Result) -> str:
     if missing:
         lines.append(wrapped(f"No plan of {' or '.join(missing)} is legal and fits."))
     return "\n".join(lines)
+
+
+def on_fewer_gpus(result: Result) -> str:
+    """Whether a part of the cluster has a faster plan, and the flags that plan for that part."""
+    if result.fewer is None:
+        return "- No part of the cluster is faster (fewer servers, or fewer GPUs of each server)."
+    cluster, best = result.fewer
+    return wrapped(
+        f"A plan on {cluster.gpus} of the {result.cost.cluster.gpus} GPUs is faster: {best.plan.title} "
+        f"({best.throughput:.1f} samples/s). Plan for these: {part_flags(cluster)}"
+    )
+
+
+def part_flags(cluster: Cluster) -> str:
+    return f"--servers {cluster.servers} --gpus-per-server {cluster.gpus_per_server}"
 
 
 def _against(winner: Estimate, rival: Estimate) -> str:

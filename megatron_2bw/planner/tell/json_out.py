@@ -23,6 +23,9 @@ def as_json(result: Result) -> dict[str, Any]:
             "flash": cost.memory.flash,
             "margin": cost.margin,
             "plans": [_estimate(cost, estimate) for estimate in result.estimates],
+            "fewer_gpus": result.fewer
+            and {"servers": result.fewer[0].servers, "gpus_per_server": result.fewer[0].gpus_per_server}
+            | _estimate(cost, result.fewer[1]),
             "rejected": dict(search.rejected),
             "examples": dict(search.examples),
             "cost": cost.method,
@@ -46,6 +49,7 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "flags": plan.flags(cost.precision),
         "layers": plan.layers_of(cost.model),
         "global_batch": plan.global_batch,
+        "gradient_accumulation": plan.accumulation,
         "seconds": estimate.seconds,
         "samples_per_second": estimate.throughput,
         "tokens_per_second": estimate.throughput * cost.model.sequence,

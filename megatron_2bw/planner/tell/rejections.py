@@ -11,8 +11,8 @@ from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import is_legal
-from megatron_2bw.planner.find.search import Search, Space
-from megatron_2bw.planner.tell.explain import ESTIMATED, Result, wrapped
+from megatron_2bw.planner.find.search import Search, Space, on_fewer
+from megatron_2bw.planner.tell.explain import ESTIMATED, Result, part_flags, wrapped
 from megatron_2bw.planner.tell.jobs import by_flag
 
 MAX_CHANGED_PLANS = 1000  # plans that do not fit, of which one may fit after a single change
@@ -114,7 +114,9 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         counted = search.rejected.most_common()
         causes = [f"{cause} ({count}; {search.examples.get(cause, 'no other size')})" for cause, count in counted]
         why = "; ".join(causes) or "the choices are empty"
-        return f"No plan is legal on {cost.cluster.gpus} GPUs with a global batch of {space.batch}: {why}."
+        fewer = on_fewer(cost, space)
+        part = f" Fewer GPUs have one: {part_flags(fewer[0].cluster)}, {fewer[2].title}." if fewer else ""
+        return f"No plan is legal on {cost.cluster.gpus} GPUs with a global batch of {space.batch}: {why}.{part}"
     smallest = min(search.too_large, key=cost.memory.heaviest)
     need, device = cost.memory.heaviest(smallest), cost.cluster.device
     text = (
@@ -136,7 +138,7 @@ def _more_servers(cost: Cost, space: Space) -> list[str]:
     """The smallest cluster of 2, 4, ... 64 times as many servers on which a plan fits."""
     for times in (2, 4, 8, 16, 32, 64):
         cluster = replace(cost.cluster, servers=times * cost.cluster.servers)
-        plan = _fitting(Cost(cost.model, cluster, cost.precision, cost.memory.flash, cost.margin), space)
+        plan = _fitting(cost.on(cluster), space)
         if plan is not None:
             return [f"{cluster.servers} servers ({cluster.gpus} GPUs), for example with {plan.title}"]
     return []
