@@ -60,6 +60,7 @@ def options() -> argparse.Namespace:
     option("--forward-ms", type=float, default=100)
     option("--backward-ms", type=float, default=200)
     option("--schedules", type=names_of((*ALL, "2bw-as-nccl")), default=list(ALL), metavar="NAME,...")
+    option("--gpipe-round", type=numbers, default=[], metavar="N,...", help="of gpipe: a row for each, and one without")
     option("--iterations", type=int, default=9)
     option("--clip-grad", type=float, default=1.0)
     option(
@@ -159,10 +160,11 @@ def main() -> int:
     result = {"machine": machine, "rows": [], "failures": []}
     rows: list[Row] = []
     cases = [
-        (stages, int(text[:-1]) * stages if text.endswith("x") else int(text), schedule, flags)
+        (stages, int(text[:-1]) * stages if text.endswith("x") else int(text), schedule, f"{size} {flags}".strip())
         for stages in chosen.stages
         for text in chosen.microbatches
         for schedule in chosen.schedules
+        for size in ("", *(f"--gpipe-round {n}" for n in chosen.gpipe_round if schedule == "gpipe"))
         for flags in chosen.flags
     ]
     for stages, microbatches, schedule, flags in cases:

@@ -37,6 +37,7 @@ class Sizes(NamedTuple):
     two_bw_gradient_slots: int = 2
     two_bw_extra_warmup: tuple[int, ...] = ()
     two_bw_correction: str = "none"
+    gpipe_round: int | None = None
     use_distributed_optimizer: bool = False
     untie_embeddings_and_output_weights: bool = False
     fp16: bool = False
@@ -69,14 +70,15 @@ TIES = Rule(
 )
 
 
-def only_2bw(flag: str, default: object) -> Rule:
-    """A flag that another schedule would not read, so it must have its default there."""
-    text = f"{flag} has no effect without --pipeline-schedule 2bw: leave it out"
-    return line(text, lambda s: s.pipeline_schedule != "2bw" and value(s, flag) != default)
+def only(schedule: str, flag: str, default: object) -> Rule:
+    """A flag that only `schedule` reads, so it must have its default with the others."""
+    text = f"{flag} has no effect without --pipeline-schedule {schedule}: leave it out"
+    return line(text, lambda s: s.pipeline_schedule != schedule and value(s, flag) != default)
 
 
-SLOTS = only_2bw("--two-bw-gradient-slots", 2)
-EXTRAPOLATES = only_2bw("--two-bw-correction", "none")
+SLOTS = only("2bw", "--two-bw-gradient-slots", 2)
+EXTRAPOLATES = only("2bw", "--two-bw-correction", "none")
+ROUND = only("gpipe", "--gpipe-round", None)
 
 
 def extra_warmup(s: Sizes) -> str | None:
@@ -112,6 +114,12 @@ def processes(s: Sizes) -> str | None:
 
 def _pipelines(s: Sizes) -> int:
     return s.world_size // (s.pipeline_model_parallel_size * s.tensor_model_parallel_size * s.context_parallel_size)
+
+
+def _microbatches(s: Sizes) -> int:
+    """Of a batch on each pipeline."""
+    replica = s.micro_batch_size * _pipelines(s)
+    return (s.global_batch_size or replica) // replica
 
 
 def batch(s: Sizes) -> str | None:
@@ -153,17 +161,27 @@ def microbatches(s: Sizes) -> str | None:
     schedule = schedule_of(s.pipeline_schedule, gradient_slots=s.two_bw_gradient_slots, extra_warmup=extra)
     if schedule is None or len(extra) not in (0, 1, stages - 1):
         return None
+    number, needed = _microbatches(s), schedule.min_microbatches(stages)
+    if number >= needed:
+        return None
     pipelines = _pipelines(s)
     replica = s.micro_batch_size * pipelines
     size = s.global_batch_size or replica
-    number, needed = size // replica, schedule.min_microbatches(stages)
-    if number >= needed:
-        return None
     reason = "with --two-bw-extra-warmup needs" if extra else "needs as many as there are stages,"
     return (
         f"--global-batch-size {size} gives {number} microbatch{'es' * (number != 1)} on each of "
         f"{pipelines} pipeline{'s' * (pipelines != 1)}, but --pipeline-schedule {schedule.name} {reason} {needed}: use "
         f"--global-batch-size {needed * replica} or more"
+    )
+
+
+def gpipe_round(s: Sizes) -> str | None:
+    """--gpipe-round must be at most the microbatches of a batch on each pipeline."""
+    if s.gpipe_round is None or s.gpipe_round <= (number := _microbatches(s)):
+        return None
+    return (
+        f"--gpipe-round {s.gpipe_round} is more than the {number} microbatch{'es' * (number != 1)} of a batch on each "
+        f"pipeline: give at most {number}, or leave it out to run all in one round"
     )
 
 

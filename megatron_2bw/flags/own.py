@@ -6,6 +6,7 @@ Invariant: without torch and Megatron, so that they can be read before either is
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_2bw import sizes
@@ -31,6 +32,8 @@ _HELP = {
     "W(j)",
     "--two-bw-correction-factor": "of --two-bw-correction extrapolate, between 0 (no correction) and 1 (a whole "
     "update)",
+    "--gpipe-round": "microbatches that gpipe admits at a time: a batch runs in rounds of N, each all forwards, then "
+    "all backwards, with the activations of N microbatches; default: the whole batch in one round",
     "--two-bw-trace": "record when every action of every stage ran and how long it waited: DIR/trace.json for "
     "Perfetto, DIR/timeline.png",
 }
@@ -43,11 +46,15 @@ def extra_warmup(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
 
 
-def sync_iterations(text: str) -> int:
-    """The value of --two-bw-sync-iterations: a whole number, not negative."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of 0 or more")
-    return int(text)
+def whole(least: int) -> Callable[[str], int]:
+    """A parser of a flag's value: a whole number of `least` or more."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number of {least} or more")
+        return int(text)
+
+    return parse
 
 
 def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.ArgumentParser:
@@ -63,9 +70,10 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--two-bw-exchange", choices=("auto", "nccl", "gloo"), default="auto")
     add("--two-bw-gradient-slots", type=int, choices=(1, 2), default=2)
     add("--two-bw-extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]")
-    add("--two-bw-sync-iterations", type=sync_iterations, default=0, metavar="N")
+    add("--two-bw-sync-iterations", type=whole(0), default=0, metavar="N")
     add("--two-bw-correction", choices=("none", "extrapolate"), default="none")
     add("--two-bw-correction-factor", type=float, default=1.0, metavar="FACTOR")
+    add("--gpipe-round", type=whole(1), metavar="N")
     add("--two-bw-trace", type=Path, metavar="DIR")
     return parser
 
@@ -102,7 +110,7 @@ OWN: tuple[Rule | sizes.Check, ...] = (
     _not_megatron("--two-bw-exchange", "auto"),
     _not_megatron("--two-bw-trace", None),
     sizes.SLOTS,
-    sizes.only_2bw("--two-bw-sync-iterations", 0),
+    sizes.only("2bw", "--two-bw-sync-iterations", 0),
     sizes.EXTRAPOLATES,
     line(
         "--two-bw-correction-factor has no effect without --two-bw-correction extrapolate: leave it out",
@@ -113,6 +121,8 @@ OWN: tuple[Rule | sizes.Check, ...] = (
     ),
     _correction_for_nothing,
     sizes.extra_warmup,
+    sizes.ROUND,
+    sizes.gpipe_round,
     line(
         "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0",
         _waits_for_timers,

@@ -94,6 +94,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
         gradient_slots=args.two_bw_gradient_slots,
         extra_warmup=args.two_bw_extra_warmup,
         sync_iterations=args.two_bw_sync_iterations,
+        gpipe_round=args.gpipe_round,
     )
     wants_exit = None
     if schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_2bw.errors import Parser, UserError
-from megatron_2bw.flags.own import extra_warmup
+from megatron_2bw.flags.own import extra_warmup, whole
 from megatron_2bw.planner.describe.cluster import to_yaml
 from megatron_2bw.planner.describe.inputs import named_cluster
 from megatron_2bw.planner.measure import calibrate as calibration
@@ -36,6 +36,7 @@ def run_simulate(words: list[str], prog: str) -> int:
     add("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
     extra = "of 2bw: extra warm-up forwards, a number per boundary between stages or one for all"
     add("--extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]", help=extra)
+    add("--gpipe-round", type=whole(1), metavar="N", help="of gpipe: microbatches of a round (default: all)")
     for name, default in TIMES.items():
         add(f"--{name}", type=float, default=default, help=f"time (default: {default:g})")
     add("--versions", action="store_true", help="print the weight version of each microbatch")
@@ -76,7 +77,13 @@ def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:
         parser.error("--extra-warmup has no effect without --schedule 2bw and several stages: leave it out")
     if len(extra) not in (0, 1, boundaries):
         parser.error(f"--extra-warmup: give one number, or one for each of the {boundaries} boundaries between stages")
-    schedule = schedule_of(options.schedule, gradient_slots=options.gradient_slots, extra_warmup=extra)
+    if options.gpipe_round is not None and options.schedule != "gpipe":
+        parser.error("--gpipe-round has no effect without --schedule gpipe: leave it out")
+    if (options.gpipe_round or 0) > options.microbatches:
+        parser.error(f"--gpipe-round {options.gpipe_round} is more than --microbatches {options.microbatches}")
+    schedule = schedule_of(
+        options.schedule, gradient_slots=options.gradient_slots, extra_warmup=extra, gpipe_round=options.gpipe_round
+    )
     if schedule is None:
         schedule = Interleaved(options.virtual)
         if options.microbatches % options.stages:

@@ -16,11 +16,18 @@ SCHEDULE_NAMES = ("megatron", *SCHEDULES)
 
 
 def schedule_of(
-    name: str, *, gradient_slots: int = 2, extra_warmup: tuple[int, ...] = (), sync_iterations: int = 0
+    name: str,
+    *,
+    gradient_slots: int = 2,
+    extra_warmup: tuple[int, ...] = (),
+    sync_iterations: int = 0,
+    gpipe_round: int | None = None,
 ) -> Schedule | None:
-    """The schedule of --pipeline-schedule `name` with 2bw's options; None for Megatron's own."""
+    """The schedule of --pipeline-schedule `name` with the options of 2bw and gpipe; None for Megatron's own."""
     if name == TwoBW.name:
         return TwoBW(gradient_slots, extra_warmup, sync_iterations)
+    if name == GPipe.name:
+        return GPipe(gpipe_round)
     return SCHEDULES.get(name)
 
 

@@ -20,6 +20,7 @@ class Schedule:
     chunks: int = 1  # parts of the model that a stage holds
     late_step: bool = False  # a batch's optimizer step overlaps the next batch, between its REDUCE and its STEP
     sync_iterations: int = 0  # batches at the start without gradient delay, in a schedule that delays the others
+    round: int | None = None  # microbatches after which the pipeline drains inside a batch, in a schedule that does
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         """The actions of `stage` in `iteration`, in order.
@@ -79,11 +80,12 @@ def one_forward_one_backward(forwards: list[Action], backwards: list[Action], ah
 
 
 def with_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) -> list[Action]:
-    """An iteration on the newest weights that empties the pipeline before its step."""
+    """An iteration on the newest weights that empties the pipeline before its step, and after each round."""
     batch = range(iteration * shape.microbatches, (iteration + 1) * shape.microbatches)
-    order = one_forward_one_backward(
-        [Action(F, x, iteration) for x in batch], [Action(B, x, iteration) for x in batch], schedule.ahead(shape, stage)
-    )
+    size, order = schedule.round or shape.microbatches, []
+    for first in range(0, shape.microbatches, size):
+        forwards, backwards = ([Action(kind, x, iteration) for x in batch[first : first + size]] for kind in (F, B))
+        order += one_forward_one_backward(forwards, backwards, schedule.ahead(shape, stage))
     return order + finish(iteration)
 
 

@@ -1,7 +1,7 @@
 """The schedules that drain the pipeline at every batch: one weight version, no gradient delay.
 
-They differ in how many forwards a stage runs ahead of its backwards. Backwards run in the order of the microbatches in
-all of them, so all add the gradients in the same order and give the same bits.
+They differ in how many forwards a stage runs ahead of its backwards. Forwards run in the order of the microbatches in
+all of them, and so do backwards. So all add the gradients in the same order and give the same bits.
 """
 
 from dataclasses import dataclass
@@ -31,13 +31,23 @@ class PipeDreamFlush(Flush):
 
 @dataclass(frozen=True)
 class GPipe(Flush):
-    """All forwards, then all backwards (paper, Figure 1)."""
+    """All forwards, then all backwards (paper, Figure 1).
+
+    round  N: a batch runs in ceil(m / N) rounds of at most N microbatches, each all forwards, then all backwards. So a
+           stage holds N activations, not m, and the pipeline drains after each round (paper, section 5.2). The
+           gradients add up over the rounds; the last one is smaller if N does not divide m. None: one round.
+    """
 
     name = "gpipe"
     summary = "all forwards, then all backwards, flush"
 
+    round: int | None = None
+
     def ahead(self, shape: Shape, stage: int) -> int:
-        return shape.microbatches
+        return min(self.round or shape.microbatches, shape.microbatches)
+
+    def max_in_flight(self, shape: Shape, stage: int) -> int:
+        return self.ahead(shape, stage)
 
 
 @dataclass(frozen=True)

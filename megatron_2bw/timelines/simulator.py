@@ -244,6 +244,8 @@ def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, time
     late step is longer than its window, a smaller rate holds until the window is as long. The difference to
     `iteration_time` is at most 1 %, or 3 % if messages take longer than the computation (tests/unit/test_simulator.py).
     """
+    if schedule.round and schedule.round < microbatches:
+        return _in_rounds(schedule, stages, microbatches, times)
     short = max(3 * stages, schedule.min_microbatches(stages) + stages) + microbatches % stages
     long = short + 2 * stages
     if microbatches <= long:
@@ -261,6 +263,14 @@ def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, time
         return seconds
     slope = (waiting - iteration_time(schedule, stages, short, times)) / (long - short)
     return max(seconds, waiting + (microbatches - long) * min(max(slope, 0.0), each))
+
+
+def _in_rounds(schedule, stages: int, microbatches: int, times: Times) -> float:
+    """Stage 0 runs a round's last backward and the next round's first forward, so rounds follow each other whole."""
+    one, before = replace(schedule, round=None), (microbatches - 1) // schedule.round
+    alone = replace(times, reduce=0.0, step=0.0)
+    last = long_iteration_time(one, stages, microbatches - before * schedule.round, times)
+    return before * long_iteration_time(one, stages, schedule.round, alone) + last
 
 
 def _long_flush(schedule, stages: int, microbatches: int, times: Times, short: int, long: int) -> float:

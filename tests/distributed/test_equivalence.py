@@ -128,6 +128,25 @@ def test_flush_schedules_are_megatrons(schedule, flags):
     assert runs[0].grad_norms == expected[0].grad_norms
 
 
+@pytest.mark.parametrize("flags", [(), ("--bf16",)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_gpipe_in_rounds_is_megatrons(size, flags):
+    """As above, with the pipeline drained inside the batch: two rounds of two microbatches, or one of three and one of
+    one. The backwards keep the microbatches' order over the rounds, so every gradient is the same sum."""
+    runs = two_stages(*flags, schedule="gpipe", gpipe_round=size, **DROPOUT, **FULL)
+    expected = two_stages(*flags, schedule="megatron", **DROPOUT, **FULL)
+    assert_same_runs(runs, expected, exact=True)
+    assert runs[0].grad_norms == expected[0].grad_norms
+
+
+def test_gpipe_in_rounds_with_the_distributed_optimizer():
+    """Its reduction starts in the last round's last backward: one in a batch, as with Megatron's schedule."""
+    flags = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+    changes = [dict(schedule="gpipe", gpipe_round=2), dict(schedule="megatron")]
+    runs = [run_pipeline(command(2, 3, change.pop("schedule"), *flags, width=2, **change), 4) for change in changes]
+    assert_same_runs(runs[0][0::2], runs[1][0::2], exact=True)
+
+
 @pytest.mark.parametrize("schedule", ["pipedream-flush", "gpipe", "no-pipelining"])
 def test_flush_schedules_with_few_microbatches(schedule):
     """Fewer microbatches than stages: m = 1 and d = 2."""

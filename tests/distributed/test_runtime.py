@@ -38,7 +38,7 @@ def observe(rank: int, argv: list[str]) -> Run:
 
 @pytest.mark.proof("2bw-4-4-None", "2bw-2-3-1")
 @pytest.mark.parametrize(
-    "schedule, stages, microbatches, extra",
+    "schedule, stages, microbatches, option",
     [
         ("2bw", 2, 3, None),
         ("2bw", 4, 4, None),
@@ -46,14 +46,19 @@ def observe(rank: int, argv: list[str]) -> Run:
         ("2bw", 4, 6, "0,2,0"),
         ("pipedream", 2, 1, None),
         ("gpipe", 2, 3, None),
+        ("gpipe", 4, 5, "2"),
         ("pipedream-flush", 2, 3, None),
         ("no-pipelining", 2, 2, None),
     ],
 )
-def test_executes_the_list(schedule, stages, microbatches, extra):
-    argv = command(stages, microbatches, schedule, UNTIED, train_iters=4, two_bw_extra_warmup=extra)
-    runs = run_world(stages, observe, argv)
-    rule = schedule_of(schedule, extra_warmup=extra_warmup(extra) if extra else ())
+def test_executes_the_list(schedule, stages, microbatches, option):
+    """option: the extra warm-up of 2bw, the round of gpipe."""
+    extra, size = (option, None) if schedule == "2bw" else (None, option)
+    flags = dict(two_bw_extra_warmup=extra, gpipe_round=size)
+    runs = run_world(stages, observe, command(stages, microbatches, schedule, UNTIED, train_iters=4, **flags))
+    rule = schedule_of(
+        schedule, extra_warmup=extra_warmup(extra) if extra else (), gpipe_round=int(size) if size else None
+    )
     shape = Shape(stages, microbatches, 0, 4)
     for stage, run in enumerate(runs):
         actions = [str(action) for j in range(4) for action in rule.actions(shape, stage, j)]

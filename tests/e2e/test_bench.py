@@ -30,7 +30,7 @@ FIELDS = {
 def test_schedule_efficiency(tmp_path: Path, monkeypatch):
     """In this process, whose fork server has imported Megatron."""
     path = tmp_path / "efficiency.json"
-    flags = "--stages 2 --microbatches 1x,3 --forward-ms 4 --backward-ms 8 --iterations 7".split()
+    flags = "--stages 2 --microbatches 1x,3 --forward-ms 4 --backward-ms 8 --iterations 7 --gpipe-round 1".split()
     names = "2bw,gpipe,megatron-interleaved,torch-zbv"
     monkeypatch.setattr(sys, "argv", ["schedule_efficiency.py", *flags, "--schedules", names, "--json", str(path)])
     assert schedule_efficiency.main() == 0
@@ -45,7 +45,9 @@ def test_schedule_efficiency(tmp_path: Path, monkeypatch):
         if row["schedule"] == "2bw":
             assert (row["versions"], row["peak_activations"]) == (2, 2)
         if row["schedule"] == "gpipe":
-            assert (row["versions"], row["peak_activations"]) == (1, row["microbatches"])
+            in_flight = 1 if row["flags"] == "--gpipe-round 1" else row["microbatches"]
+            assert (row["versions"], row["peak_activations"]) == (1, in_flight)
+    assert {row["schedule"] for row in rows if row["flags"] == "--gpipe-round 1"} == {"gpipe"}
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 

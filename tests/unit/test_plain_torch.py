@@ -109,6 +109,8 @@ def runs(draw):
             "extra_warmup": draw(st.sampled_from([(), (1,), (2,)])) if stages > 1 else (),
             "sync_iterations": draw(st.integers(0, 3)),
         }
+    if name == "gpipe":
+        options = {"gpipe_round": draw(st.sampled_from([None, 1, 2]))}
     least = schedule(name, **options).min_microbatches(stages)
     shape = Shape(stages, draw(st.integers(least, least + 2)), 0, draw(st.integers(1, 5)))
     return name, options, shape, draw(st.sets(st.integers(0, 4), max_size=2)), draw(st.integers(0, 1 << 30))

@@ -462,6 +462,9 @@ def test_a_schedule_is_drawn_as_text(call):
     assert stages[3][:5] == ["......1", "1bb", "2", "2bb", "3"]  # the last stage, once filled, never waits
     assert lines[-1] == "an iteration takes 12"  # 4 microbatches of 1 + 2, without a bubble
     assert call(*SIMULATE, "--schedule", "pipedream-flush").out.splitlines()[-1] == "an iteration takes 21"
+    rounds = call(*SIMULATE, "--schedule", "gpipe", "--gpipe-round", "2").out.splitlines()
+    assert rounds[-1] == "an iteration takes 30"  # two rounds of 2 + 3 microbatches
+    assert rounds[5].split()[2:8] == ["......1", "2", "1bb", "2bb", "..................3", "4"]
     ended = call(*SIMULATE, "--schedule", "megatron-interleaved", "--virtual", "2")
     assert ended.out.splitlines()[-1] == "an iteration takes 16.5"  # half of the bubble of 9
     assert call(*SIMULATE, "--forward", "2", "--backward", "2").out.endswith("takes 16\n")
@@ -502,6 +505,9 @@ BAD_SIMULATIONS = [
     (["--extra-warmup", "1", "--microbatches", "6"], "--microbatches 6: 2bw needs 7 with 4 stages and --extra-warmup"),
     (["--extra-warmup", "1", "--schedule", "gpipe"], "--extra-warmup has no effect without --schedule 2bw"),
     (["--extra-warmup", "1", "--stages", "1"], "--extra-warmup has no effect without"),
+    (["--gpipe-round", "2"], "--gpipe-round has no effect without --schedule gpipe: leave it out"),
+    (["--gpipe-round", "0", "--schedule", "gpipe"], "--gpipe-round: 0: must be a whole number of 1 or more"),
+    (["--gpipe-round", "5", "--schedule", "gpipe"], "--gpipe-round 5 is more than --microbatches 4"),
     (["--chunks", "2"], "--chunks"),
     (["--forward", "nan"], "--forward"),
     (["--transfer", "inf"], "--transfer"),

@@ -16,6 +16,7 @@ from megatron_2bw.schedules import (
     TwoBW,
     check_actions,
     parse,
+    schedule_of,
     validate,
 )
 from megatron_2bw.schedules.interleaved import Interleaved
@@ -125,6 +126,34 @@ def test_gpipe_and_no_pipelining():
     assert text(SCHEDULES["gpipe"].actions(shape, 0, 1)) == "F3@1 F4@1 F5@1 B3@1 B4@1 B5@1 R1@1 S1@2"
     assert text(SCHEDULES["no-pipelining"].actions(shape, 1, 0)) == "F0@0 B0@0 F1@0 B1@0 F2@0 B2@0 R0@0 S0@1"
     assert text(SCHEDULES["pipedream-flush"].actions(shape, 0, 0)) == "F0@0 F1@0 B0@0 F2@0 B1@0 B2@0 R0@0 S0@1"
+
+
+def test_gpipe_in_rounds_by_hand():
+    """Two microbatches at a time, five a batch: three rounds, the last of one; one reduction and one step."""
+    schedule, shape = schedule_of("gpipe", gpipe_round=2), Shape(2, 5, 0, 2)
+    assert text(schedule.actions(shape, 0, 0)) == "F0@0 F1@0 B0@0 B1@0 F2@0 F3@0 B2@0 B3@0 F4@0 B4@0 R0@0 S0@1"
+    assert text(schedule.actions(shape, 1, 1)) == "F5@1 F6@1 B5@1 B6@1 F7@1 F8@1 B7@1 B8@1 F9@1 B9@1 R1@1 S1@2"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 4, 7])
+def test_gpipe_in_rounds_is_valid_and_holds_a_round(stages, microbatches):
+    """For every N up to m, N activations on each stage, and no fewer; with N = m the lists of gpipe without rounds,
+    with N = 1 those of no-pipelining."""
+    shape = Shape(stages, microbatches, 2, 5)
+    for size in range(1, microbatches + 1):
+        schedule = schedule_of("gpipe", gpipe_round=size)
+        validate(schedule, shape)
+        assert [schedule.max_in_flight(shape, stage) for stage in range(stages)] == [size] * stages
+
+        class Tighter(type(schedule)):
+            def max_in_flight(self, shape, stage):
+                return self.round - 1
+
+        with pytest.raises(ScheduleError, match=f"{size} microbatches in flight, at most {size - 1} allowed"):
+            validate(Tighter(size), shape)
+    assert lists(schedule, shape) == lists(SCHEDULES["gpipe"], shape)
+    assert lists(schedule_of("gpipe", gpipe_round=1), shape) == lists(SCHEDULES["no-pipelining"], shape)
 
 
 def test_pipedream_with_one_microbatch_is_the_papers():

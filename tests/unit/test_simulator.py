@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from megatron_2bw.schedules import SCHEDULES, Action, Schedule, Shape, TwoBW, parse
+from megatron_2bw.schedules import SCHEDULES, Action, Schedule, Shape, TwoBW, parse, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.timelines import simulator
 from megatron_2bw.timelines.picture import draw
@@ -29,6 +29,15 @@ SHAPES = [(1, 1), (2, 2), (2, 5), (4, 4), (4, 9), (8, 8)]
 def test_flush(name, stages, microbatches):
     """(m + d - 1)(t_f + t_b): the bubble of d - 1 microbatches (paper, section 2)."""
     assert iteration_time(SCHEDULES[name], stages, microbatches) == (microbatches + stages - 1) * 3
+
+
+@pytest.mark.parametrize(
+    "stages, microbatches, size, rounds", [(4, 8, 4, 2), (4, 8, 3, 3), (2, 5, 1, 5), (8, 64, 16, 4)]
+)
+def test_gpipe_in_rounds(stages, microbatches, size, rounds):
+    """Each round has the bubble of d - 1 microbatches: (m + ceil(m / N)(d - 1))(t_f + t_b)."""
+    found = iteration_time(schedule_of("gpipe", gpipe_round=size), stages, microbatches)
+    assert found == (microbatches + rounds * (stages - 1)) * 3
 
 
 @pytest.mark.parametrize("stages, microbatches", SHAPES)
@@ -323,13 +332,15 @@ EVERY = [
     TwoBW(2),
     TwoBW(1),
     *(SCHEDULES[n] for n in ("pipedream-flush", "gpipe", "no-pipelining", "pipedream")),
+    *(schedule_of("gpipe", gpipe_round=size) for size in (1, 3, 16)),
     Interleaved(2),
     Interleaved(3),
 ]
 
 
 def label(schedule: Schedule) -> str:
-    return f"{schedule.name}{getattr(schedule, 'gradient_slots', '')}{schedule.chunks if schedule.chunks > 1 else ''}"
+    chunks = schedule.chunks if schedule.chunks > 1 else ""
+    return f"{schedule.name}{getattr(schedule, 'gradient_slots', '')}{schedule.round or ''}{chunks}"
 
 
 def random_case(schedule: Schedule, number: int, most: int) -> tuple[Schedule, int, int, Times]:
