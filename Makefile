@@ -1,9 +1,9 @@
-# make install | demo | test | test-rest | test-all | test-docs | test-slurm | lint | bench | gpu-check | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-rest | test-all | test-docs | test-slurm | lint | bench | paper | gpu-check | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-rest test-all test-docs test-slurm lint bench gpu-check clean
+.PHONY: help install demo test test-rest test-all test-docs test-slurm lint bench paper gpu-check clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
 	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
+	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (ten minutes)"
 	@echo "make gpu-check  what holds on the GPUs of this machine (half an hour; docs/gpu.md)"
 	@echo "make clean     remove what the others wrote, except .venv"
 
@@ -72,6 +73,9 @@ lint: install
 bench: install
 	$(PYTHON) bench/schedule_efficiency.py --stages 8 --microbatches 8 --json out/bench/all_schedules.json
 	$(PYTHON) bench/real_compute.py --json out/bench/real_compute.json
+
+paper: install
+	$(PYTHON) scripts/paper.py
 
 gpu-check: install
 	$(PYTHON) -m megatron_2bw.cli gpu-check

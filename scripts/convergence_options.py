@@ -22,6 +22,7 @@ from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, re
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, split_flags, words
 from megatron_2bw.files import write_whole
 from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, log_interval, torchrun
+from scripts.paper_data import PAPER
 
 DESCRIPTION = "Trains one configuration with and without 2BW's late gradients."
 ITERATIONS, SEQUENCE, WARM_UP = 1500, 128, 100
@@ -129,7 +130,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option("--sync-iterations", type=int, metavar="N", help="of 2bw+sync and 2bw+both (default: a fifth of the run)")
     option("--correction-factor", type=float, metavar="F", help="of 2bw+extrapolate and 2bw+both (0 to 1)")
     option("--seeds", type=words, default=("1234",), metavar="N,...", help="default: 1234")
-    option("--lr", type=words, default=("3e-4",), metavar="RATE,...", help="learning rates (default: 3e-4)")
+    option("--lr", type=words, metavar="RATE,...", help="learning rates (default: 3e-4; with --paper 1e-4)")
+    option("--paper", action="store_true", help="Adam, warm-up and linear decay as in the paper (scripts/paper.yaml)")
     option("--stages", type=int, default=1, metavar="D", help="default: 1; the losses do not depend on it")
     option("--width", type=int, default=1, metavar="W", help="data-parallel size of every run (default: 1)")
     option("--jobs", type=int, default=1, metavar="J", help="concurrent runs (default: 1)")
@@ -144,6 +146,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     lasting = [word for word in own if word not in ("--fresh", "--report-only")]
     again = ["python", "scripts/convergence.py", *lasting, *(["--", *flags] if flags else [])]
     options.flags, options.again = flags, shlex.join(again)
+    options.lr = options.lr or (PAPER["training"]["lr"] if options.paper else "3e-4",)
     try:
         _check(options)
         _check_flags(options)
@@ -157,6 +160,8 @@ def _check(options: argparse.Namespace) -> None:
     """This script's own options. Raises UserError; sets `out`."""
     if not re.fullmatch(r"[\w.+-]+", options.name):
         raise UserError(f"NAME {options.name}: letters, digits and . _ + - only; --out takes a folder")
+    if options.paper and options.no_defaults:
+        raise UserError("--paper: --no-defaults leaves its flags out; give one of them")
     if options.fresh and options.report_only:
         raise UserError("--fresh: with --report-only there would be nothing to report on; leave one out")
     options.out = (options.out or ROOT / "out" / "convergence" / options.name).absolute()
@@ -313,15 +318,17 @@ def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
         "--log-interval": log_interval(options.iterations),
         "--eval-interval": eval_interval(options.iterations),
     }
-    if not given(flags, "--lr-warmup-fraction", "--lr-warmup-samples"):
+    if not options.paper and not given(flags, "--lr-warmup-fraction", "--lr-warmup-samples"):
         sizes["--lr-warmup-iters"] = min(WARM_UP, options.iterations // 2)
     words = [str(word) for pair in sizes.items() for word in pair]
     # Without Adam the entry script refuses its flags.
     adam = value(flags, "--optimizer") != "sgd" and value(flags, "--muon-scalar-optimizer") != "lion"
     model = [*MODEL, *(GPT if options.task == "gpt" else [])]
-    decay = ["--lr-decay-style", "cosine"]
+    recipe = ["--lr-decay-style", "cosine", *(ADAM if adam else []), *OPTIMIZER]
+    if options.paper:
+        recipe = PAPER["training"]["flags"].split()
     split = [] if given(flags, *SPLIT_DATA) else SPLIT  # Megatron takes one of them
-    return [*words, *model, *PLAIN_TORCH, *decay, *(ADAM if adam else []), *OPTIMIZER, *split, *EVALUATION]
+    return [*words, *model, *PLAIN_TORCH, *recipe, *split, *EVALUATION]
 
 
 def command(options: argparse.Namespace, data: Sequence[str], variant: str, lr: str, seed: str, folder: Path) -> tuple:

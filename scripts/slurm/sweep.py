@@ -1,4 +1,4 @@
-"""Measures the throughputs of the paper's Figures 6 and 7 on a Slurm cluster: short jobs, then a CSV and bars.
+"""Measures the paper's figures (scripts/paper.yaml) on a Slurm cluster: jobs, then a CSV and bars.
 
 Invariant: every submitted run has a row, with the word of its status file.
 
@@ -23,57 +23,76 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_2bw import run_log
 from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
 from megatron_2bw.files import set_aside, write_json, write_whole
 from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.start.torchrun import ROOT
+from scripts.paper_data import PAPER, SYSTEMS, Panel, Run, grid, panels
+from scripts.paper_picture import draw
 from scripts.slurm import status
-from scripts.slurm.figures import PANELS, SYSTEMS, Panel, Run, bars, draw, grid, measured
 
 AGAIN = ("failed", "timeout")  # out of memory is a result
 COLUMNS = """
-    figure model system schedule servers gpus tensor depth width microbatch batch status reason samples_per_second
-    ms_per_iteration iterations peak_memory_gib job
+    figure model system schedule servers gpus tensor depth width microbatch recompute batch status reason
+    samples_per_second ms_per_iteration iterations peak_memory_gib validation_loss job run
 """.split()
 
 
 def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """(variables, command) of a job of its own: short, without checkpoints, ended by its first error."""
+    """(variables, command) of a job: short, without checkpoints, ended by its first error; or a whole training."""
+    panel, whole = run.panel, run.panel.iterations
+    precision, kind = panel.precision or options.precision, PRESETS[panel.model].kind
     variables = {
-        "MODEL": run.panel.model,
+        "MODEL": panel.model,
         "PLAN": "",
-        "PRECISION": options.precision,
-        "CHECKPOINTS": "none",
-        "PROCESSES_PER_NODE": str(run.panel.gpus_per_server),
-        "RESTARTS": "0",
+        "PRECISION": precision,
+        "CHECKPOINTS": str(folder / "checkpoints") if whole else "none",
+        "PROCESSES_PER_NODE": str(panel.gpus_per_server),
+        "RESTARTS": "3" if whole else "0",
         "MEGATRON_2BW": str(ROOT),
         "LOGS": str(folder),
     }
-    gpus = [] if options.cpu else [f"--gpus-per-node={run.panel.gpus_per_server}"]
-    training = ["--train-iters", str(options.train_iters), "--lr", "1e-4", "--eval-iters", "0", "--log-interval", "1"]
+    gpus = [] if options.cpu else [f"--gpus-per-node={panel.gpus_per_server}"]
+    short = [f"--time={options.minutes}", "--no-requeue"]
+    training = ["--train-iters", str(whole or options.train_iters), "--lr", PAPER["training"]["lr"]]
+    training += [] if whole else ["--eval-iters", "0", "--log-interval", "1"]
+    if whole:
+        prefix = options.out / f"{PAPER['data']['name']}-{kind}"
+        variables["DATA_ARGS"] = shlex.join(["--data-path", str(prefix), *PAPER["data"][kind]["flags"].split()])
+        training += PAPER["training"]["flags"].split()
     return variables, [
         "sbatch",
         "--parsable",
         f"--job-name={run.name}",
-        f"--nodes={run.panel.servers}",
+        f"--nodes={panel.servers}",
         *gpus,
-        f"--time={options.minutes}",
-        "--no-requeue",
+        *([] if whole else short),
         f"--output={folder}/batch.log",
         *shlex.split(options.sbatch),
-        str(ROOT / "scripts" / "slurm" / f"pretrain_{PRESETS[run.panel.model].kind}_2bw.sbatch"),
-        *run.plan.flags(options.precision),
+        str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch"),
+        *run.plan.flags(precision),
         *training,
-        *run.panel.flags,
+        *panel.flags,
         *options.flags,
     ]
+
+
+def preparation(out: Path, kind: str, options: argparse.Namespace) -> list[str]:
+    """The command of the job that prepares the data of whole trainings, once."""
+    data = PAPER["data"]
+    words = f"--task {kind} --dataset {data['dataset']} {data[kind]['prepare']}".split()
+    script = [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), *words]
+    prepare = shlex.join([*script, "--output-prefix", str(out / f"{data['name']}-{kind}")])
+    head = ["sbatch", "--parsable", f"--job-name={data['name']}-{kind}", "--nodes=1", "--exclusive"]
+    return [*head, f"--output={out}/{data['name']}-{kind}.log", *shlex.split(options.sbatch), f"--wrap={prepare}"]
 
 
 def wanted(folder: Path, again: Sequence[str]) -> bool:
@@ -128,9 +147,11 @@ def submit(options: argparse.Namespace) -> int:
             )
         _refresh(options.out)
     runs = [run for run in runs if wanted(options.out / run.name, options.again)]
+    after = prepare(runs, options)
     for number, run in enumerate(runs, 1):
         folder = options.out / run.name
         variables, command = sbatch(run, folder, options)
+        command[2:2] = after.get(PRESETS[run.panel.model].kind, []) if run.panel.iterations else []
         if options.dry_run:
             print(" ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command))
             continue
@@ -142,15 +163,32 @@ def submit(options: argparse.Namespace) -> int:
     return 0
 
 
+def prepare(runs: Sequence[Run], options: argparse.Namespace) -> dict[str, list[str]]:
+    """Submit the preparation of the data that whole trainings read and that is missing. Kind -> sbatch's dependency."""
+    after = {}
+    for kind in sorted({PRESETS[run.panel.model].kind for run in runs if run.panel.iterations}):
+        command = preparation(options.out, kind, options)
+        if (options.out / f"{PAPER['data']['name']}-{kind}.idx").exists():
+            continue
+        if options.dry_run:
+            print(shlex.join(command))
+            after[kind] = [f"--dependency=afterok:JOB_OF_{kind.upper()}"]
+            continue
+        options.out.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"sbatch does not take the preparation of the data: {' '.join(done.stderr.split())}")
+        after[kind] = [f"--dependency=afterok:{done.stdout.strip().split(';')[0]}"]
+    return after
+
+
 def stored(out: Path) -> list[tuple[Run, str, Path]]:
     """(run, job, folder) of all submitted runs, without earlier tries."""
     found = []
     for path in sorted(out.glob("*/run.json")):
         content = json.loads(path.read_text())
         fields = content["run"]
-        panel = fields.pop("panel")
-        panel |= {"batches": tuple(panel["batches"]), "flags": tuple(panel["flags"])}
-        run = Run(Panel(**panel), **fields)
+        run = Run(Panel.of(fields.pop("panel")), **fields)
         if run.name == path.parent.name:
             found.append((run, content["job"], path.parent))
     return found
@@ -181,8 +219,43 @@ def rows(out: Path, warm_up: int) -> list[dict[str, Any]]:
         content = status.read(folder / "status.json")
         logs = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("start-*-node-*.log")))
         speed = measured(logs, warm_up) if content["status"] == "completed" else {}
-        word = {"status": content["status"], "reason": content["reason"], "job": job}
+        word = {"status": content["status"], "reason": content["reason"], "job": job, "run": run.name}
         found.append(dict.fromkeys(COLUMNS, "") | run.row() | word | speed)
+    return found
+
+
+def measured(text: str, warm_up: int) -> dict[str, Any]:
+    """Speed from Megatron's log lines after `warm_up` iterations; empty if there is none."""
+    times, batch, memory, before = [], 0, 0.0, 0
+    for line in run_log.training(text):
+        size = line.fields.get("global batch size")
+        if line.milliseconds is None or size is None:  # cut off
+            continue
+        if before >= warm_up:
+            times += [line.milliseconds] * (line.iteration - before)
+        before, batch = line.iteration, int(size)
+        memory = max([memory, *line.stage_memory])
+    if not times:
+        return {}
+    mean = sum(times) / len(times)
+    losses = [line.loss for line in run_log.validations(text) if line.loss is not None]
+    speed = {"samples_per_second": round(1000 * batch / mean, 3), "ms_per_iteration": round(mean, 3)}
+    return speed | {
+        "iterations": len(times),
+        "peak_memory_gib": memory or "",
+        "validation_loss": losses[-1] if losses else "",
+    }
+
+
+def bars(entries: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[tuple[str, int], float | str]]:
+    """Panel (figure, model, GPUs) -> (system, batch) -> samples a second of the fastest microbatch, or the word."""
+    found: dict[tuple[str, str, int], dict[tuple[str, int], float | str]] = {}
+    for entry in entries:
+        panel = found.setdefault((entry["figure"], entry["model"], entry["gpus"]), {})
+        key, speed = (entry["system"], entry["batch"]), entry["samples_per_second"] or entry["status"]
+        best = panel.get(key)
+        if best is None or isinstance(speed, float) and (isinstance(best, str) or speed > best):
+            panel[key] = speed
     return found
 
 
@@ -195,8 +268,10 @@ def collect(options: argparse.Namespace) -> int:
     writer.writeheader()
     writer.writerows(entries)
     write_whole(options.out / "sweep.csv", text.getvalue())
-    draw(entries, options.out / "sweep.png")
-    for (name, model, gpus), values in bars(entries).items():
+    fastest = bars(entries)
+    titles = {f"{name}  {model}, {gpus} GPUs".strip(): values for (name, model, gpus), values in fastest.items()}
+    draw(titles, options.out / "sweep.png", "samples / s", "global batch size")
+    for (name, model, gpus), values in fastest.items():
         for (system, batch), value in values.items():
             speed = f"{value:.3f} samples/s" if isinstance(value, float) else value
             print(f"{name} {model} on {gpus} GPUs, batch {batch}, {system}: {speed}")
@@ -226,13 +301,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.epilog = "Words after -- are Megatron's flags for every run."
-    command.add_argument("--figure", choices=("6", "7"), help="the paper's: 6 GPT, 7 BERT")
+    trained = [name for name, figure in PAPER["figures"].items() if "runs" in figure]
+    command.add_argument("--figure", choices=trained, help="of the paper (scripts/paper.yaml)")
     command.add_argument(
         "--panel",
         type=names_of(("a", "b", "c")),
         default="a,b,c",
         metavar="a,...",
-        help="of the figure (a: one server; b, c: eight)",
+        help="of the figure, if it has several (of 6 and 7, a: one server; b, c: eight)",
     )
     command.add_argument("--model", choices=PRESETS, metavar="NAME", help="instead of a figure, with the next four")
     command.add_argument("--nodes", type=int, help="servers of a job")
@@ -245,9 +321,9 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--micro-batch-size",
         type=numbers,
-        default=(1, 2, 4, 8),
+        default=(),
         metavar="N,...",
-        help="the fastest counts (default: 1,2,4,8)",
+        help="the fastest counts (default: the figure's, or 1,2,4,8)",
     )
     command.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="fp16", help="default: the paper's")
     command.add_argument("--train-iters", type=int, default=30)
@@ -268,10 +344,11 @@ def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
     if options.figure and given:
         parser.error(f"{given[0]}: --figure {options.figure} says it already; give one of them")
     if options.figure:
-        names = [options.figure + letter for letter in options.panel]
-        options.panels = [panel for panel in PANELS if panel.figure in names]
+        own = panels(options.figure)
+        lettered = [panel for panel in own if panel.figure[-1] in options.panel]
+        options.panels = lettered if len({panel.figure for panel in own}) > 1 and lettered else own
         if options.batch_sizes:
-            options.panels = [Panel(**vars(panel) | {"batches": options.batch_sizes}) for panel in options.panels]
+            options.panels = [replace(panel, batches=options.batch_sizes) for panel in options.panels]
     else:
         own["--batch-sizes"] = options.batch_sizes
         missing = [flag for flag, value in own.items() if not value]

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.planner.describe.model import PRESETS
+from scripts.paper_data import SYSTEMS, Panel, Run, grid, panels
+from scripts.paper_picture import draw
 from scripts.slurm import status, sweep
-from scripts.slurm.figures import PANELS, SYSTEMS, Panel, Run, bars, draw, grid, measured
 from scripts.slurm.status import Outcome
+from scripts.slurm.sweep import bars, measured
+
+PANELS = panels("6") + panels("7")
 
 OWN = [
     "--model",
@@ -44,7 +48,7 @@ def test_the_figures_are_the_papers():
 def test_every_run_is_legal():
     for run in grid(PANELS, tuple(SYSTEMS), (1, 2, 4, 8)):
         plan, model = run.plan, PRESETS[run.panel.model]
-        heads = int(run.panel.flags[1]) if run.panel.flags else model.heads
+        heads = dict(run.panel.shape).get("heads", model.heads)
         assert plan.global_batch == run.batch and plan.gpus == run.panel.servers * run.panel.gpus_per_server
         assert model.layers % plan.depth == 0 and heads % plan.tensor == 0 and model.hidden % heads == 0, run.name
         assert (plan.tensor, plan.depth) in ((1, run.panel.parallel), (run.panel.parallel, 1))
@@ -102,7 +106,7 @@ def test_a_dry_run_prints_what_a_shell_can_run(tmp_path, monkeypatch, capsys):
         == 0
     )
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 40 and not (tmp_path / "o").exists()
+    assert len(lines) == len(grid(panels("7")[2:])) == 58 and not (tmp_path / "o").exists()
     for line in lines:
         assert line.startswith("MODEL=bert-3.8b PLAN='' PRECISION=fp16 CHECKPOINTS=none ") and " RESTARTS=0 " in line
         assert "--nodes=8 --gpus-per-node=8" in line and "--partition=gpu --account=me" in line
@@ -181,6 +185,7 @@ def test_the_speed_is_that_after_the_warm_up():
         "ms_per_iteration": 200.0,
         "iterations": 3,
         "peak_memory_gib": 5.5,
+        "validation_loss": "",
     }
     assert measured(log(500, 200, every=5), 5)["iterations"] == 5  # a line stands for all since the one before
     assert measured(log(500, 200), 2) == measured("", 0) == {}
@@ -227,14 +232,12 @@ def test_bars_are_drawn_with_words_where_nothing_was_measured(tmp_path, monkeypa
 
     texts, heights = [], []
     monkeypatch.setattr(matplotlib.axes.Axes, "text", lambda self, x, y, text, **_: texts.append(text.strip()))
-    monkeypatch.setattr(matplotlib.axes.Axes, "bar", lambda self, x, y, *words, **_: heights.append(y))
-    entry = {"figure": "6a", "model": "gpt-2.2b", "gpus": 8, "batch": 64}
+    monkeypatch.setattr(matplotlib.axes.Axes, "bar", lambda self, x, y, *words, **_: heights.extend(y))
     draw(
-        [
-            entry | {"system": "GPipe", "samples_per_second": "", "status": "out of memory"},
-            entry | {"system": "PipeDream-2BW", "samples_per_second": 12.5, "status": "completed"},
-        ],
+        {"6a": {("GPipe", 64): "out of memory", ("PipeDream-2BW", 64): 12.5}},
         tmp_path / "a.png",
+        "samples / s",
+        "batch",
     )
     assert heights == [0, 12.5] and texts == ["OOM", "12.5"]
 

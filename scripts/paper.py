@@ -1,0 +1,338 @@
+"""Every figure and table of the PipeDream-2BW paper: predicted, measured here, and on a cluster, beside its own values.
+
+    python scripts/paper.py                                          # all of it: out/paper/report.md
+    python scripts/paper.py --figure 6,8 --skip-measurements
+    python scripts/paper.py --figure 6 --cluster mine.yaml           # prints the Slurm jobs that measure it
+    python scripts/paper.py --figure 6 --cluster mine.yaml --submit
+    python scripts/paper.py --figure 6 --cluster mine.yaml --collect
+
+Each figure gets a page, a picture and a table (CSV) in --out; report.md joins all pages. The predictions are those of
+the planner's cost model. What is measured here comes from benchmarks on this machine, a few minutes in all, or with
+--skip-measurements from their recorded results.
+
+Invariant: all settings and all of the paper's values come from scripts/paper.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
+from megatron_2bw.files import write_whole
+from megatron_2bw.planner.describe.cluster import PRESETS
+from megatron_2bw.planner.describe.inputs import named_cluster
+from megatron_2bw.start.torchrun import ROOT
+from megatron_2bw.timelines.paper_figures import FIGURES, draw_figure
+from scripts import convergence_plot, paper_figures
+from scripts.convergence_report import summarize
+from scripts.paper_data import PAPER, Panel, panels
+from scripts.paper_figures import Claim, Point
+from scripts.paper_picture import draw, draw_placement
+from scripts.slurm import sweep
+
+NAMES = tuple(PAPER["figures"])
+COLUMNS = ("claim", "paper", "predicted", "holds", "measured here", "on the cluster", "notes")
+
+
+def title(figure: str) -> str:
+    return {"table1": "Table 1", "table2": "Table 2", "text": "The text"}.get(figure, f"Figure {figure}")
+
+
+# --- what is measured here -------------------------------------------------------------------------------------------
+
+
+def measured_rows(name: str, out: Path, fresh: bool) -> list[dict[str, Any]]:
+    """The rows of a benchmark of paper.yaml; `fresh` ones are of a run now."""
+    rows = []
+    for part in PAPER["measured"][name]["parts"]:
+        path = ROOT / part["recorded"]
+        if fresh and "command" in part:
+            path = out / "measured" / path.name
+            command = [sys.executable, *part["command"].split(), "--json", str(path)]
+            print(f"paper.py: python {part['command']}", flush=True)
+            if subprocess.run(command, cwd=ROOT, check=False).returncode:
+                raise UserError(
+                    f"{part['command'].split()[0]} failed, see above; --skip-measurements takes recorded results"
+                )
+        rows += json.loads(path.read_text())["rows"]
+    return rows
+
+
+def measured_here(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The value that a claim takes from the rows: of one row, of a pair of them, or the ratio of a pair."""
+
+    def value(wanted: Mapping[str, Any]) -> float:
+        return next(row[spec["of"]] for row in rows if all(row[name] == word for name, word in wanted.items()))
+
+    if "row" in spec:
+        return str(value(spec["row"]))
+    one, two = map(value, spec.get("ratio") or spec["pair"])
+    return f"{one / two:.2f}" if "ratio" in spec else f"{one} against {two}"
+
+
+def losses(kind: str) -> dict[str, Any]:
+    """The recorded runs of scripts/convergence.py --paper: 2BW's row, and the number of iterations."""
+    content = json.loads((ROOT / PAPER["convergence"][kind]).read_text())
+    results = {(run["lr"], run["variant"], run["seed"]): run for run in content["runs"] if "training" in run}
+    lr, seeds, iterations = content["learning_rates"][0], content["seeds"], content["iterations"]
+    rows = {name: summarize(results, lr, name, seeds, iterations) for name in ("vanilla", "2bw")}
+    return {"results": results, "lr": lr, "seeds": seeds, "iterations": iterations, **rows}
+
+
+def judge_losses(spec: Mapping[str, Any], row: Claim, collected: Mapping[str, Mapping[str, Any]]) -> None:
+    """Figure 5, in the paper's statistic: the gap in perplexity, and the iterations that it stands for."""
+    real = {(entry["figure"], entry["schedule"]): entry["validation_loss"] for entry in collected.values()}
+    two, one = (real.get(pair) for pair in ((spec["two_bw"], "2bw"), (spec["vanilla"], "pipedream-flush")))
+    if one and two:
+        row.on_cluster = f"{100 * (math.exp(two - one) - 1):+.2f} % perplexity"
+    found = losses("bert" if spec["id"] == "bert" else "gpt")
+    by_seed = {name: found[name]["validation_loss"]["by_seed"] for name in ("vanilla", "2bw")}
+    gaps = [100 * (math.exp(by_seed["2bw"][seed] - loss) - 1) for seed, loss in by_seed["vanilla"].items()]
+    gap, lag = sum(gaps) / len(gaps), 100 * found["2bw"]["lag_iterations"]["of_means"] / found["iterations"]
+    row.here = f"{lag:.0f} % of the iterations" if spec["id"] == "lag" else f"{gap:+.2f} % perplexity"
+    count = f"{len(gaps)} seeds" if len(gaps) > 1 else "one seed"
+    row.notes.append(f"small model, {found['iterations']} iterations, {count}; the same rate, warm-up and decay")
+    row.holds = lag <= spec["most"] if spec["id"] == "lag" else gap <= spec["most"]
+
+
+# --- a figure --------------------------------------------------------------------------------------------------------
+
+
+def judged(figure: str, found: list[Point], collected: Mapping[str, Any], out: Path, fresh: bool) -> list[Claim]:
+    """The claims of a figure as rows."""
+    rows, benchmarks = [], {}
+    for spec in PAPER["figures"][figure]["claims"]:
+        row = Claim(spec["says"], spec["source"], str(spec["paper"]))
+        rows.append(row)
+        if "ratio" in spec:
+            paper_figures.judge_ratio(spec, row, found)
+        elif "fit" in spec:
+            paper_figures.judge_fit(spec, row, found)
+        elif figure == "5":
+            judge_losses(spec, row, collected)
+        elif "missing" in spec:
+            row.notes.append(spec["missing"])
+        else:
+            row.predicted, row.holds = paper_figures.CHECKS[spec["id"]](found)
+        if "here" in spec:
+            name = spec["here"]["rows"]
+            benchmarks[name] = benchmarks.get(name) or measured_rows(name, out, fresh)
+            row.here = measured_here(spec["here"], benchmarks[name])
+        if row.holds is False and "why" in spec:
+            row.notes.append(spec["why"])
+    return rows
+
+
+def picture(figure: str, found: list[Point], path: Path) -> bool:
+    """Draw the figure; False if it has no picture."""
+    spec = PAPER["figures"][figure]
+    if figure.isdigit() and int(figure) in FIGURES:
+        draw_figure(int(figure), path)
+    elif figure == "4":
+        draw_placement(path, 4, 2, 2)
+    elif figure == "5":
+        runs = losses("gpt")
+        names = ["vanilla", "2bw"]
+        convergence_plot.draw(runs["results"], [runs["lr"]], names, runs["seeds"], runs["iterations"], path)
+    elif found:
+        values, dots = ({point.panel: {} for point in found} for _ in range(2))
+        for point in found:
+            values[point.panel][point.series, point.x] = point.predicted
+            dots[point.panel][point.series, point.x] = point.measured or point.paper
+        x = {"batch": "global batch", "microbatch": "microbatch", "depth": "stages"}.get(
+            spec["x"], "(w, d), b, recompute"
+        )
+        draw(values, path, spec.get("y", "samples / s"), x, dots, spec.get("picture") == "curves")
+    else:
+        return False
+    return True
+
+
+def cells(row: Claim) -> list[str]:
+    holds = {True: "yes", False: "**no**", None: "–"}[row.holds]
+    notes = "; ".join(row.notes)
+    return [
+        row.says,
+        f"{row.paper} ({row.source})",
+        row.predicted or "–",
+        holds,
+        row.here or "–",
+        row.on_cluster or "–",
+        notes,
+    ]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+
+
+def page(figure: str, found: list[Point], rows: list[Claim], drawn: bool) -> str:
+    """The Markdown of a figure: its picture, its claims, its numbers."""
+    spec, parts = PAPER["figures"][figure], []
+    if drawn:
+        dots = "; black dots: the paper's values" if figure == "table1" else ""
+        parts.append(f"![{title(figure)}: {spec['title']}{dots}](figure{figure}.png)")
+    parts.append(table(COLUMNS, [cells(row) for row in rows]))
+    if "assumed" in spec:
+        parts.append(f"Assumed: {spec['assumed'].strip()}.")
+    if found:
+        columns = ["panel", "series", "x", "paper", "predicted", "other order", "measured", "plan"]
+        numbers = [
+            [
+                point.panel,
+                point.series,
+                str(point.x),
+                *map(shown, (point.paper, point.predicted, point.free, point.measured)),
+                point.plan,
+            ]
+            for point in found
+        ]
+        parts.append(table(columns, numbers))
+    return f"## {title(figure)}: {spec['title']}\n\n" + "\n\n".join(parts) + "\n"
+
+
+def shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def write_figure(figure: str, own: Sequence[Panel], options: argparse.Namespace) -> tuple[str, list[Claim]]:
+    """Write the figure's picture, table and page to --out. Returns the page and its claims."""
+    collected = {}
+    if options.collect and (own or figure == "11"):
+        collected = {row["run"]: row for row in sweep.rows(jobs_folder(options.out, figure), options.warm_up)}
+        if not collected:
+            raise UserError(
+                f"--collect: nothing was submitted for figure {figure} to {jobs_folder(options.out, figure)}"
+            )
+    found = paper_figures.largest_models(collected) if figure == "11" else []
+    if "panel" in PAPER["figures"][figure] and figure != "11":
+        found = paper_figures.points(figure, own, collected)
+    rows = judged(figure, found, collected, options.out, not options.skip_measurements)
+    options.out.mkdir(parents=True, exist_ok=True)
+    drawn = picture(figure, found, options.out / f"figure{figure}.png")
+    text = io.StringIO(newline="")
+    entries = [asdict(point) for point in found] or [asdict(row) | {"notes": "; ".join(row.notes)} for row in rows]
+    writer = csv.DictWriter(text, list(entries[0]))
+    writer.writeheader()
+    writer.writerows(entries)
+    write_whole(options.out / f"figure{figure}.csv", text.getvalue())
+    content = page(figure, found, rows, drawn)
+    write_whole(options.out / f"figure{figure}.md", content)
+    return content, rows
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def jobs_folder(out: Path, figure: str) -> Path:
+    return out / "jobs" / f"figure{figure}"
+
+
+def panels_on(figure: str, name: str) -> list[Panel]:
+    """The figure's panels with as many GPUs of the cluster `name`; those for which it is too small are left out."""
+    own = paper_figures.largest_panels() if figure == "11" and name else panels(figure)
+    if not name:
+        return own
+    cluster = named_cluster(name)
+    each = cluster.gpus_per_server
+    fitting = [panel for panel in own if name in PRESETS or panel.gpus <= cluster.gpus]
+    for panel in own:
+        if panel not in fitting:
+            print(
+                f"paper.py: {panel.figure} is left out: it needs {panel.gpus} GPUs, {name} has {cluster.gpus}",
+                flush=True,
+            )
+    if own and not fitting:
+        raise UserError(f"--cluster {name}: it has {cluster.gpus} GPUs, fewer than any run of figure {figure}")
+    return [
+        replace(panel, cluster=name, servers=math.ceil(panel.gpus / each), gpus_per_server=min(each, panel.gpus))
+        for panel in fitting
+    ]
+
+
+def submit(figure: str, own: list[Panel], options: argparse.Namespace) -> None:
+    words = ["submit", "--figure", "6", "--out", str(jobs_folder(options.out, figure)), "--sbatch", options.sbatch]
+    chosen = sweep.parse([*words, *([] if options.submit else ["--dry-run"]), "--", *options.flags])
+    chosen.panels = own
+    sweep.submit(chosen)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    words, flags = split_flags(words)
+    parser = Parser(prog="paper.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    option = parser.add_argument
+    option("--figure", type=names_of(NAMES), default=NAMES, metavar="NAME,...", help=f"of {', '.join(NAMES)} (all)")
+    option("--out", type=lambda text: Path(text).resolve(), default=ROOT / "out" / "paper", metavar="DIR")
+    option("--skip-measurements", action="store_true", help="take the recorded results of the benchmarks")
+    option("--cluster", default="", metavar="NAME|FILE.yaml", help="of the planner: print the Slurm jobs for it")
+    option("--submit", action="store_true", help="submit the jobs")
+    option("--collect", action="store_true", help="add what the jobs measured to the tables")
+    option("--warm-up", type=int, default=10, metavar="N", help="with --collect: iterations not counted (10)")
+    option("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
+    options = parser.parse_args(words)
+    options.flags = flags
+    jobs = bool(options.cluster) and not options.collect
+    if options.submit and not options.cluster:
+        parser.error("--submit: give --cluster NAME|FILE.yaml, whose servers the jobs use")
+    if options.submit and options.collect:
+        parser.error("--collect: it comes after --submit; give one of them")
+    if jobs and options.figure == NAMES:
+        parser.error("--cluster: give --figure, whose jobs it prints or submits")
+    if (flags or options.sbatch) and not jobs:
+        parser.error(f"{flags[0] if flags else '--sbatch'}: it is for jobs; give --cluster")
+    options.jobs = jobs
+    return options
+
+
+def run(options: argparse.Namespace) -> int:
+    texts, claims = [], []
+    for figure in options.figure:
+        own = panels_on(figure, options.cluster)
+        if options.jobs:
+            if not own:
+                raise UserError(f"--figure {figure}: nothing of it is trained, so there are no jobs")
+            submit(figure, own, options)
+            continue
+        text, rows = write_figure(figure, own, options)
+        print(f"{title(figure)}: {sum(row.holds is True for row in rows)} of {len(rows)} claims hold", flush=True)
+        texts.append(text)
+        claims += rows
+    if options.jobs:
+        return 0
+    if options.figure == NAMES:
+        write_whole(options.out / "report.md", "\n".join([head(claims), *texts]))
+    print(f"wrote {options.out}/" + ("report.md" if options.figure == NAMES else f"figure{options.figure[0]}.md"))
+    return 0
+
+
+def head(claims: list[Claim]) -> str:
+    counts = {word: sum(row.holds is value for row in claims) for word, value in (("hold", True), ("do not", False))}
+    measured = "\n".join(f"- {entry['what']}" for entry in PAPER["measured"].values())
+    return f"""# The paper, figure by figure
+
+{len(claims)} claims: {counts["hold"]} hold, {counts["do not"]} do not, the others are open. Predicted: the planner's
+cost model for the paper's servers; nothing was run on them. Measured here:
+
+{measured}
+"""
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    return run_program("paper.py", lambda: run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

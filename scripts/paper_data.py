@@ -1,0 +1,131 @@
+"""The paper's experiments (paper.yaml) as runs, for paper.py, the sweep, convergence.py and the planner's checks.
+
+Invariant: each run's plan is legal, uses all GPUs of its panel, and has the panel's global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_2bw.planner.describe.model import FLAGS
+from megatron_2bw.planner.describe.plan import Plan
+
+PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
+# The systems of section 5.2: the schedule, and whether the model is split into stages or by tensor parallelism.
+SYSTEMS = {name: (system["schedule"], system["split"] == "stages") for name, system in PAPER["systems"].items()}
+MICROBATCHES = tuple(PAPER["microbatches"])
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Runs of one model on one cluster, `parallel` GPUs a copy of it, at several global batch sizes.
+
+    microbatches, systems, recompute  what the runs differ in; of the first two, all if empty
+    shape       (field, number) pairs that replace fields of the model
+    precision   the caller's choice if empty
+    cluster     of the planner's presets
+    iterations  of a whole training; 0: a short run, whose speed counts
+    paper       the paper's samples/s, where it prints them
+    ticked      the row that Table 1 ticks
+    label       in the names of its runs, where two panels of a figure have runs of the same sizes
+    """
+
+    figure: str
+    model: str
+    servers: int
+    gpus_per_server: int
+    parallel: int
+    batches: tuple[int, ...]
+    microbatches: tuple[int, ...] = ()
+    systems: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ("full",)
+    shape: tuple[tuple[str, int], ...] = ()
+    precision: str = ""
+    cluster: str = "p3.16xlarge"
+    iterations: int = 0
+    paper: float | None = None
+    ticked: bool = False
+    label: str = ""
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> Panel:
+        """From YAML or JSON, which have lists; entries of other versions are left out."""
+        shape = entries.get("shape", ())
+        shape = [*shape.items()] if isinstance(shape, dict) else shape
+        entries = {"gpus_per_server": PAPER["gpus_per_server"]} | dict(entries, shape=[tuple(pair) for pair in shape])
+        known = {name: entry for name, entry in entries.items() if name in cls.__dataclass_fields__}
+        return cls(**{name: tuple(entry) if isinstance(entry, list) else entry for name, entry in known.items()})
+
+    @property
+    def gpus(self) -> int:
+        return self.servers * self.gpus_per_server
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's flags of `shape`."""
+        words = [f"{FLAGS[name]} {number}" for name, number in self.shape]
+        words += [f"--max-position-embeddings {number}" for name, number in self.shape if name == "sequence"]
+        return " ".join(words).split()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job."""
+
+    panel: Panel
+    system: str
+    batch: int
+    microbatch: int
+    recompute: str = "full"
+
+    @property
+    def name(self) -> str:
+        system = self.system.lower().replace(" ", "-")
+        name = f"{self.panel.figure}-{self.panel.model}-{system}-batch{self.batch}-micro{self.microbatch}"
+        return "-".join(
+            [name, *([] if self.recompute == "full" else [self.recompute]), *filter(None, [self.panel.label])]
+        )
+
+    @property
+    def plan(self) -> Plan | None:
+        """The sizes; None if the microbatches do not divide the batch or, with 2BW, do not fill the stages."""
+        schedule, staged = SYSTEMS[self.system]
+        tensor, depth = (1, self.panel.parallel) if staged else (self.panel.parallel, 1)
+        width = self.panel.gpus // self.panel.parallel
+        microbatches, rest = divmod(self.batch, self.microbatch * width) if width else (0, 0)
+        if rest or not microbatches or schedule == "2bw" and microbatches < depth:
+            return None
+        return Plan(tensor, depth, width, self.microbatch, microbatches, recompute=self.recompute, schedule=schedule)
+
+    def row(self) -> dict[str, Any]:
+        plan, panel = self.plan, self.panel
+        row = {"figure": panel.figure, "model": panel.model, "system": self.system, "schedule": plan.schedule}
+        row |= {"servers": panel.servers, "gpus": plan.gpus}
+        row |= {name: getattr(plan, name) for name in ("tensor", "depth", "width", "microbatch", "recompute")}
+        return row | {"batch": self.batch}
+
+
+def grid(
+    panels: Sequence[Panel], systems: Sequence[str] = tuple(SYSTEMS), microbatches: Sequence[int] = ()
+) -> list[Run]:
+    """All runs that are legal. microbatches: instead of the panels' own."""
+    runs = [
+        Run(panel, system, batch, microbatch, recompute)
+        for panel in panels
+        for batch in panel.batches
+        for system in panel.systems or systems
+        if system in systems
+        for microbatch in microbatches or panel.microbatches or MICROBATCHES
+        for recompute in panel.recompute
+    ]
+    return [run for run in runs if run.plan is not None]
+
+
+def panels(figure: str) -> list[Panel]:
+    """Of a figure or table of paper.yaml; none if nothing of it is trained."""
+    return [Panel.of(entries) for entries in PAPER["figures"][figure].get("runs", ())]

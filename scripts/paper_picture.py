@@ -1,0 +1,79 @@
+"""The pictures of the paper's figures with numbers: bars by x, or curves over x, a panel for each model and cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.files import write_figure
+
+Values = Mapping[tuple[str, Any], float | str]  # (series, x) -> a number, or a word that stands in its place
+
+
+def draw(
+    panels: Mapping[str, Values], path: Path, y: str, x: str, dots: Mapping[str, Values] = {}, curves: bool = False
+) -> None:
+    """Write the picture. dots: other numbers of the same places, as black dots."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(6, 4.6 * len(panels)), 4.2), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    names = list(dict.fromkeys(series for values in panels.values() for series, _ in values))
+    for axes, (title, values) in zip(all_axes, panels.items()):
+        places = list(dict.fromkeys(place for _, place in values))
+        places = sorted(places) if not any(isinstance(place, str) for place in places) else places
+        own = [name for name in names if any(series == name for series, _ in values)]
+        for number, series in enumerate(own):
+            colour, shift = f"C{names.index(series)}", 0.0 if curves else 0.8 * (number + 0.5) / len(own) - 0.4
+            at = [(place, values[series, place]) for place in places if (series, place) in values]
+            xs = [places.index(place) + shift for place, _ in at]
+            heights = [value if isinstance(value, (int, float)) else 0 for _, value in at]
+            if curves:
+                words = [left for left, height in zip(xs, heights) if not height]
+                axes.plot(words, [0] * len(words), "x", color=colour, clip_on=False)
+                xs, heights = zip(*[pair for pair in zip(xs, heights) if pair[1]] or [(0, float("nan"))])
+                axes.plot(xs, heights, "o-", color=colour, label=series + (" (x: OOM)" if words else ""))
+            else:
+                axes.bar(xs, heights, 0.75 / len(own), color=colour, label=series)
+                for left, height, (_, value) in zip(xs, heights, at):
+                    word = f"{value:.3g}" if height else {"out of memory": "OOM"}.get(str(value), str(value))
+                    axes.text(left, height, f" {word}", ha="center", va="bottom", fontsize=7, rotation=90)
+            real = [(left, dots.get(title, {}).get((series, place))) for left, (place, _) in zip(xs, at)]
+            real = [(left, value) for left, value in real if isinstance(value, (int, float))]
+            axes.plot(*zip(*real or [(0, float("nan"))]), "o", color="black", markersize=4, zorder=3)
+        axes.set_xticks(range(len(places)), [str(place).replace(" b ", "\nb ") for place in places])
+        axes.set(xlabel=x, title=title)
+        axes.set_ylim(0, axes.get_ylim()[1] * (1.0 if curves else 1.15))
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].set_ylabel(y)
+    if len(names) > 1:
+        all_axes[0].legend(fontsize=7)
+    write_figure(path, figure)
+
+
+def draw_placement(path: Path, stages: int, width: int, servers: int) -> None:
+    """Figure 4: the stage of each GPU of `servers`, coloured by pipeline, in both of Megatron's rank orders."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    each = stages * width // servers
+    for axes, inside in zip(figure.subplots(1, 2), (False, True)):
+        for rank in range(stages * width):
+            stage, pipeline = (rank % stages, rank // stages) if inside else (rank // width, rank % width)
+            axes.add_patch(_gpu(rank % each, -(rank // each), f"C{pipeline}"))
+            axes.text(rank % each + 0.45, 0.4 - rank // each, f"rank {rank}\nstage {stage}", ha="center", va="center")
+        axes.set(xlim=(-0.1, each), ylim=(1.0 - servers, 1.0), xticks=[])
+        axes.set_yticks([0.4 - server for server in range(servers)], [f"server {server}" for server in range(servers)])
+        order = "--use-tp-pp-dp-mapping: messages stay inside" if inside else "Megatron's order: reductions stay inside"
+        axes.set_title(order, fontsize=10)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+    figure.supxlabel("colours: the pipelines", fontsize=9)
+    write_figure(path, figure)
+
+
+def _gpu(left: float, bottom: float, colour: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((left, bottom), 0.9, 0.8, color=colour, alpha=0.4)
