@@ -34,7 +34,7 @@ from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, file_errors, run_program
 from megatron_2bw.files import set_aside, write_json, write_whole
 from megatron_2bw.processes import exit_on_signals, stop_tree
-from megatron_2bw.start.torchrun import environment, start
+from megatron_2bw.start.torchrun import ROOT, environment, start
 from scripts.convergence_options import Run, built_in, defaults, given, grid, parse, takes_corpus, value
 from scripts.convergence_plot import draw
 from scripts.convergence_report import STARTED, markdown, number, outcome, summarize, too_large
@@ -61,7 +61,7 @@ def _trains(words: Sequence[str]) -> list[str]:
 def portable(words: Sequence[str]) -> list[str]:
     """A run's command as one would type it in any clone: without this machine's folders."""
     at = list(words).index("--nproc-per-node")
-    rest = (word.replace(str(Path.home()), "~") for word in words[at + 3 :])
+    rest = (word.replace(f"{ROOT}/", "").replace(str(Path.home()), "~") for word in words[at + 3 :])
     return ["python", *words[1 : at + 2], Path(words[at + 2]).name, *rest]
 
 

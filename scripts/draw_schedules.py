@@ -1,7 +1,7 @@
 """Draws the timelines of docs/schedules.md, or with --figure those of the paper's figures.
 
 python scripts/draw_schedules.py [--out docs/schedules.png]
-python scripts/draw_schedules.py --figure all [--out docs]   docs/figure1.png ..., and as text
+python scripts/draw_schedules.py --figure all [--out docs/paper]   docs/paper/figure1.png ..., and as text
 """
 
 import argparse
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.figure:
         for number in FIGURES if options.figure == "all" else [int(options.figure)]:
-            path = (options.out or Path("docs")) / f"figure{number}.png"
+            path = (options.out or Path("docs/paper")) / f"figure{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             draw_figure(number, path)
             print_figure(number)

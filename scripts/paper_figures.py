@@ -347,6 +347,12 @@ def whole_models(found: list[Point]) -> Judged:
     return "; ".join(f"{way}: {', '.join(own) or 'none'} fits" for way, own in fits.items()), not any(fits.values())
 
 
+def megatron_8b(found: list[Point]) -> Judged:
+    cost = Cost(replace(models.preset("gpt-8.3b"), tied=False), clusters.preset("p3dn.24xlarge", 1), "fp16")
+    plan = Plan(8, 1, 1, 1, 8, "full", "megatron")
+    return f"{cost.memory.heaviest(plan) / GIB:.1f} GiB of {cost.capacity / GIB:.1f}", cost.fits(plan)
+
+
 def planned_depths(found: list[Point]) -> Judged:
     pairs = []
     for batch in (512, 1024, 2048):
@@ -360,6 +366,7 @@ CHECKS: dict[str, Callable[[list[Point]], Judged]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         *(flush_cost, pipedream_versions, versions, in_flight, first_use, version_formula, flush_stashes, placement),
-        *(recompute_larger, deeper_larger, largest, ticked, rows_order, flops, whole_models, planned_depths),
+        *(recompute_larger, deeper_larger, largest, ticked, rows_order, flops, whole_models, megatron_8b),
+        planned_depths,
     )
 }
