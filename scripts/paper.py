@@ -22,6 +22,7 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -190,7 +191,7 @@ def page(figure: str, found: list[Point], rows: list[Claim], drawn: bool) -> str
         parts.append(f"![{title(figure)}: {spec['title']}{dots}](figure{figure}.png)")
     parts.append(table(COLUMNS, [cells(row) for row in rows]))
     if "assumed" in spec:
-        parts.append(f"Assumed: {spec['assumed'].strip()}.")
+        parts.append(textwrap.fill(f"Assumed: {spec['assumed'].strip()}.", 118))
     if found:
         columns = ["panel", "series", "x", "paper", "predicted", "other order", "measured", "plan"]
         numbers = [
@@ -324,7 +325,8 @@ def run(options: argparse.Namespace) -> int:
 
 def head(claims: list[Claim]) -> str:
     counts = {word: sum(row.holds is value for row in claims) for word, value in (("hold", True), ("do not", False))}
-    measured = "\n".join(f"- {entry['what']}" for entry in PAPER["measured"].values())
+    items = (f"- {entry['what']}" for entry in PAPER["measured"].values())
+    measured = "\n".join(textwrap.fill(item, 118, subsequent_indent="  ") for item in items)
     return f"""# The paper, figure by figure
 
 {len(claims)} claims: {counts["hold"]} hold, {counts["do not"]} do not, the others are open. Predicted: the planner's
