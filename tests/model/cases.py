@@ -43,6 +43,7 @@ CASES = {
     "extrapolation": case(2, 2, "--two-bw-correction", "extrapolate", two_bw_sync_iterations=2, train_iters=7),
     "pipedream-flush": case(2, 3, schedule="pipedream-flush", train_iters=3),
     "gpipe": case(2, 3, schedule="gpipe", train_iters=3),
+    "gpipe-rounds": case(3, 3, "--num-layers", "3", schedule="gpipe", gpipe_round=2, train_iters=3),
     "no-pipelining": case(2, 2, schedule="no-pipelining", train_iters=3),
     "pipedream": case(2, 2, UNTIED, schedule="pipedream", train_iters=3),
 }

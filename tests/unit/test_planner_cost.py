@@ -446,6 +446,24 @@ def test_extra_warmup_hides_what_is_slow():
     assert Cost(cost.model, tight, flash=True).extra_warmup(plan) == ()
 
 
+@pytest.mark.parametrize("kind", [Cost, ClosedForm])
+@pytest.mark.parametrize("microbatches", [2, 7, 16, 64])
+def test_the_round_of_gpipe_is_the_smallest_with_the_fewest_rounds_that_fit(kind, microbatches):
+    plan = replace(PLAN, schedule="gpipe", microbatches=microbatches)
+    plans = [replace(plan, gpipe_round=size) for size in range(1, microbatches + 1)]
+    for most in (0, 1, 3, microbatches // 2, microbatches - 1, microbatches):
+        cost = kind(GPT, CLUSTER, flash=True)
+        cost.fits = lambda given, most=most: (given.gpipe_round or given.microbatches) <= most
+        fitting = [given for given in plans if cost.fits(given)]
+        found = cost.gpipe_round(plan)
+        if not fitting or most >= microbatches:
+            assert found is None
+            continue
+        fewest = min(given.rounds for given in fitting)
+        assert found == min(given.gpipe_round for given in fitting if given.rounds == fewest)
+        assert cost.gpipe_round(replace(plan, schedule="pipedream-flush")) is None
+
+
 def test_a_plan_fits_up_to_its_margin():
     plan = replace(PLAN, microbatch=32)
     heaviest = Cost(GPT, CLUSTER).memory.heaviest(plan)
@@ -501,6 +519,7 @@ THREE = Plan(1, 3, 2, 1, 6)
         (0.5, 30.0, "2bw", 6 * 6.0),
         (0.0, 0.0, "pipedream-flush", (6 + 2) * 4.0),
         (0.0, 30.0, "pipedream-flush", (6 + 2) * 5.0),
+        (0.0, 0.0, "gpipe", (6 + 2) * 4.0),
         (0.0, 0.0, "no-pipelining", 6 * (3.0 + 4.0 + 3.0)),
         (0.5, 0.0, "no-pipelining", 6 * (10.0 + 2 * 4 * 0.5)),
         (0.0, 21.0, "no-pipelining", 6 * (3.5 + 4.0 + 3.5)),  # each stage's own maximum
@@ -508,6 +527,12 @@ THREE = Plan(1, 3, 2, 1, 6)
 )
 def test_appendix_a_by_hand(transfer, reduce, schedule, expected):
     assert closed(replace(THREE, schedule=schedule), WORKS, transfer, reduce) == pytest.approx(expected)
+
+
+def test_each_round_of_gpipe_has_a_flush_in_the_closed_forms():
+    for size, rounds in ((6, 1), (5, 2), (3, 2), (1, 6)):
+        plan = replace(THREE, schedule="gpipe", gpipe_round=size)
+        assert closed(plan, WORKS, 0.0, 0.0) == pytest.approx((6 + rounds * 2) * 4.0)
 
 
 @pytest.mark.parametrize(

@@ -161,9 +161,10 @@ def test_the_plans_are_ranked(result):
         (Plan(1, 4, 2, 1, 8, extra_warmup=(1,)), "2bw +3"),
         (Plan(1, 4, 2, 1, 8, gradient_slots=1, extra_warmup=(1,)), "2bw 1 slot +3"),
         (Plan(1, 4, 2, 1, 8, extra_warmup=(0,)), "2bw"),
+        (Plan(1, 4, 2, 1, 8, schedule="gpipe", gpipe_round=3), "gpipe round 3"),
     ],
 )
-def test_schedules_are_named_with_chunks_slots_and_extra_warmup(plan, name):
+def test_schedules_are_named_with_chunks_slots_extra_warmup_and_round(plan, name):
     assert plan.schedule_name == name and plan.title == f"{name} t1 d4 w2 b1"
 
 
@@ -323,9 +324,9 @@ def test_every_smaller_part_is_searched(servers, monkeypatch):
 
 
 def test_a_schedule_without_a_plan_is_named():
-    found = searched(LARGER, schedules=("2bw", "gpipe"), depth=(8,), recompute=("none",), microbatch=(4,))
-    assert [rival.plan.schedule for rival in found.rivals].count("gpipe") == 0
-    assert reason(found).endswith("- No plan of gpipe is legal and fits.")
+    found = searched(LARGER, schedules=("2bw", "pipedream"), depth=(8,), recompute=("none",), microbatch=(4,))
+    assert [rival.plan.schedule for rival in found.rivals].count("pipedream") == 0
+    assert reason(found).endswith("- No plan of pipedream is legal and fits.")
 
 
 # --- what was left out -----------------------------------------------------------------------------------------------
@@ -376,6 +377,7 @@ def test_the_nearest_change_is_the_fastest_single_one_that_is_legal_and_fits(tig
         Plan(2, 4, 1, 1, 8, "full", "gpipe", distributed_optimizer=True, sequence_parallel=True),
         Plan(1, 4, 2, 2, 8, schedule="megatron", virtual=2),
         Plan(1, 4, 2, 2, 8, extra_warmup=(0, 1, 0)),
+        Plan(1, 4, 2, 2, 8, schedule="gpipe", gpipe_round=3),
     ],
     ids=lambda plan: plan.title,
 )

@@ -226,6 +226,14 @@ CASES = [
         extra_warmup=(1, -1, 0),
     ),
     broken("extra warm-up is not whole numbers", "--two-bw-extra-warmup 0.5", extra_warmup=(0.5,)),
+    broken("a round is not a positive whole number", "--gpipe-round 0: give a whole", schedule="gpipe", gpipe_round=0),
+    broken("rounds only with gpipe", "--gpipe-round has no effect without --pipeline-schedule gpipe", gpipe_round=2),
+    broken(
+        "a round of more microbatches than a batch has",
+        "--gpipe-round 9 is more than the 8 microbatches of a batch on each pipeline: give at most 8",
+        schedule="gpipe",
+        gpipe_round=9,
+    ),
     broken("extrapolation only with 2bw", "--two-bw-correction has no effect", schedule="gpipe", extrapolate=True),
     broken(
         "extra warm-up only with 2bw, for each boundary",
@@ -315,6 +323,7 @@ def test_all_broken_rules_are_told():
         replace(LEGAL, microbatches=7, extra_warmup=(1,)),
         replace(LEGAL, microbatches=6, extra_warmup=(0, 2, 0)),
         replace(LEGAL, schedule="pipedream-flush", microbatches=1),
+        replace(LEGAL, schedule="gpipe", gpipe_round=8),
         replace(LEGAL, schedule="megatron", microbatches=3),
         replace(LEGAL, schedule="megatron", virtual=3),
         replace(LEGAL, schedule="megatron", virtual=2, first=4, last=8),
@@ -437,6 +446,7 @@ ROUND_TRIP = [
     case(GPT, 1, 4, 2, 10, gradient_slots=1, extra_warmup=(1,)),
     case(GPT, 1, 4, 2, 8, extra_warmup=(0, 0, 0)),
     case(GPT, 1, 4, 2, 8, extrapolate=True, distributed_optimizer=True),
+    case(GPT, 1, 4, 2, 8, schedule="gpipe", gpipe_round=3),
     case(GPT, 2, 4, 2, 4, "fp32", recompute="selective"),
     case(GPT, 2, 4, 2, 16, distributed_optimizer=True),
     case(GPT, 2, 4, 2, 16, pipeline_inside=True, gradient_slots=1, distributed_optimizer=True, recompute="full"),
@@ -515,6 +525,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "sequence_parallel": plan.sequence_parallel,
         "two_bw_gradient_slots": plan.gradient_slots,
         "two_bw_correction": "extrapolate" if plan.extrapolate else "none",
+        "gpipe_round": plan.gpipe_round,
         "two_bw_extra_warmup": ()
         if not any(plan.extra)
         else plan.extra[:1]
@@ -554,6 +565,7 @@ def test_the_round_trip_covers_every_field():
         ("first", 4),
         ("last", 4),
         ("extrapolate", 2),
+        ("gpipe_round", 2),
     ):
         assert len({getattr(plan, name) for plan in plans}) >= least, name
 

@@ -141,6 +141,18 @@ def test_extra_warmup_keeps_microbatches_and_messages_of_the_stages_before_the_b
     assert memory.heaviest(more) == max(stage.total for stage in memory.stages(more))
 
 
+def test_a_round_of_gpipe_keeps_its_microbatches():
+    """On every stage: N layers' activations, N embeddings' masks on the first one, N softmaxes on the last one."""
+    memory, whole = Memory(GPT, "bf16", False), replace(FLUSH, schedule="gpipe", microbatches=8)
+    few = replace(whole, gpipe_round=3)
+    kept, logits = memory.layer(few)[0], 4 * 2 * 512 * GPT.padded_vocab(1) + 2 * 2 * 2 * 512 * 1024
+    for stage, (all_, three) in enumerate(zip(memory.stages(whole), memory.stages(few))):
+        mask = 2 * 512 * 1024 if stage == 0 else 0
+        assert all_.activations - three.activations == near(5 * (4 * kept + mask))
+        assert all_.logits - three.logits == near(5 * logits if stage == 3 else 0)
+        assert (all_.weights, all_.gradients, all_.optimizer) == (three.weights, three.gradients, three.optimizer)
+
+
 @pytest.mark.parametrize("distributed", [False, True])
 def test_extrapolation_takes_main_weights_once_more(distributed):
     memory, plain = Memory(GPT, "bf16", False), replace(TWO_BW, distributed_optimizer=distributed)

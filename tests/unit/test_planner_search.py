@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -111,8 +112,17 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
                 sequence_parallel=space.sequence_parallel and tensor > 1,
             )
             if legal(cost, plan):
-                yield plan
+                yield in_rounds(cost, plan)
                 yield from further_ahead(cost, plan) if space.extra_warmup else ()
+
+
+def in_rounds(cost: Cost, plan: Plan) -> Plan:
+    """What Cost.gpipe_round says of itself, by trying all numbers of rounds, from the fewest on."""
+    if plan.schedule != "gpipe" or cost.fits(plan):
+        return plan
+    sizes = (math.ceil(plan.microbatches / rounds) for rounds in range(2, plan.microbatches + 1))
+    plans = (replace(plan, gpipe_round=size) for size in sizes)
+    return next((variant for variant in plans if legal(cost, variant) and cost.fits(variant)), plan)
 
 
 def further_ahead(cost: Cost, plan: Plan) -> Iterator[Plan]:
@@ -262,6 +272,7 @@ def test_plans_that_are_too_large_are_listed():
     cost, space = SPACES["gpt-355m that hardly fits"]
     search = Search(cost, space, distinct=False)
     found = list(search)
+    assert any(plan.gpipe_round for _, plan in found)
     unfit = {p for p in everything(cost, space) if not cost.fits(p) and not is_double(p, cost, space)}
     assert set(search.too_large) == unfit and len(search.too_large) == len(unfit) > 0
     bounds = [cost.lower_bound(plan) / plan.global_batch for plan in search.too_large]
@@ -396,12 +407,14 @@ def planned(draw, schedules=SCHEDULED, rounds: int = 3, ahead: bool = False) -> 
     if ahead and schedule == "2bw" and depth > 1:
         extra = draw(st.sampled_from([(), (1,), (2,), tuple(draw(st.integers(0, 2)) for _ in range(depth - 1))]))
         more += sum(extra) * (depth - 1 if len(extra) == 1 else 1)
+    microbatches = depth * draw(st.integers(1, rounds)) + more
+    size = draw(st.none() | st.integers(1, microbatches)) if schedule == "gpipe" else None
     plan = Plan(
         tensor,
         depth,
         gpus // (tensor * depth),
         draw(st.sampled_from([1, 4, 16])),
-        depth * draw(st.integers(1, rounds)) + more,
+        microbatches,
         draw(st.sampled_from(RECOMPUTE)),
         schedule,
         virtual,
@@ -412,6 +425,7 @@ def planned(draw, schedules=SCHEDULED, rounds: int = 3, ahead: bool = False) -> 
         draw(st.booleans()),
         sequence_parallel=tensor > 1 and draw(st.booleans()),
         extra_warmup=extra,
+        gpipe_round=size,
     )
     assume(legal(cost, plan))
     return cost, plan
@@ -461,6 +475,20 @@ def test_the_bound_with_any_extra_warmup(kind, case):
     cost = kind(cost.model, cost.cluster, cost.precision)
     bound = cost.bound_ahead(replace(plan, extra_warmup=()))
     assert bound is None or bound <= cost.lower_bound(plan) * (1 + 1e-9)
+
+
+@property_of(100)
+@given(planned(st.just(("gpipe", 2, 1))))
+def test_fewer_rounds_are_faster_and_need_more_memory(case):
+    """So the fewest that fit are the fastest that fit, but where another stage's reduction of gradients is longer."""
+    cost, plan = case
+    sizes = sorted({math.ceil(plan.microbatches / rounds) for rounds in range(1, plan.microbatches + 1)})
+    plans = [replace(plan, gpipe_round=size) for size in sizes]
+    times = replace(cost.times(plan), reduce=0.0)
+    seconds = [iteration_time(p.pipeline, p.depth, p.microbatches, times) for p in plans]
+    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(seconds))
+    memory = [cost.memory.heaviest(p) for p in plans]
+    assert memory == sorted(memory) and len({p.rounds for p in plans}) == len(plans)
 
 
 @property_of(50)

@@ -57,7 +57,10 @@ def _chain_of_flush(plan, forward, backward, reduce, transfer) -> float:
         # its warm-up.
         later = max(m - 1 - plan.pipeline.ahead(plan.shape, s), 0)
         bound = max(bound, busy + reduce[s], busy + up[s] + reduce[0], whole + (m - 1) * b + later * f + reduce[0])
-    return bound
+    if plan.schedule != "gpipe":
+        return bound
+    # A round's first microbatch takes the whole way down, its last one the whole way back.
+    return max(bound, plan.rounds * whole + (m - plan.rounds) * (max(forward) + max(backward)) + reduce[0])
 
 
 def _without_flush(plan: Plan, times: Times) -> float:

@@ -31,12 +31,12 @@ class ClosedForm(Cost):
 
     def seconds(self, plan: Plan) -> float:
         """A microbatch takes max over stages of max(T_comp + T_comm to the neighbours, T_comm of the replicas / m);
-        without pipelining their sum. A flush adds d - 1 microbatches' time. Each extra warm-up forward of a boundary
-        hides as much of its T_comm as the slowest stage's T_comp."""
+        without pipelining their sum. A flush adds d - 1 microbatches' time, and gpipe has one in each round. Each extra
+        warm-up forward of a boundary hides as much of its T_comm as the slowest stage's T_comp."""
         each = self._each(plan)
         if plan.schedule == "no-pipelining":
             return plan.microbatches * sum(each)
-        fill = (plan.depth - 1) / plan.virtual if plan.pipeline.flushes else 0
+        fill = plan.rounds * (plan.depth - 1) / plan.virtual if plan.pipeline.flushes else 0
         return (plan.microbatches + fill) * max(each)
 
     lower_bound = seconds

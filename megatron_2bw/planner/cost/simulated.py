@@ -6,6 +6,7 @@ Invariant: `lower_bound` is never above `seconds`, so a search that discards pla
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
@@ -207,6 +208,15 @@ class Cost:
             return ()
         legal = (extra for extra in self._warmups(plan) if plan.depth + sum(extra) <= plan.microbatches)
         return next((extra for extra in legal if self.fits(plan.changed(extra_warmup=extra))), ())
+
+    def gpipe_round(self, plan: Plan) -> int | None:
+        """The smallest round of gpipe with the fewest rounds that fit: the paper's GPipe admits as many microbatches as
+        fit. None if the whole batch fits, if not even one microbatch does, and for other schedules."""
+        if plan.schedule != "gpipe" or self.fits(plan):
+            return None
+        sizes = range(1, plan.microbatches)
+        most = bisect_left(sizes, True, key=lambda size: not self.fits(plan.changed(gpipe_round=size)))
+        return math.ceil(plan.microbatches / math.ceil(plan.microbatches / most)) if most else None
 
     def _warmups(self, plan: Plan) -> Iterator[tuple[int, ...]]:
         """The least extra warm-up for each of several times of a microbatch, until none is needed.

@@ -32,6 +32,7 @@ class Plan:
                            order: the replicas of a stage are neighbours
     extra_warmup           of 2bw: additional warm-up forwards, a number per boundary between stages or one for all
     extrapolate            of 2bw: --two-bw-correction extrapolate
+    gpipe_round            of gpipe: microbatches that it admits at a time; None: the whole batch
     """
 
     tensor: int
@@ -50,6 +51,7 @@ class Plan:
     sequence_parallel: bool = False
     extra_warmup: tuple[int, ...] = ()
     extrapolate: bool = False
+    gpipe_round: int | None = None
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
@@ -74,17 +76,23 @@ class Plan:
         return self.microbatches / self.depth
 
     @property
+    def rounds(self) -> int:
+        """Times that a schedule with a flush drains the pipeline in a batch."""
+        return -(-self.microbatches // self.gpipe_round) if self.gpipe_round else 1
+
+    @property
     def name(self) -> str:
         """Schedule and sizes, such as `2bw t1 d8 w8 b4`."""
         return f"{self.schedule_name} t{self.tensor} d{self.depth} w{self.width} b{self.microbatch}"
 
     @property
     def schedule_name(self) -> str:
-        """The schedule with its model chunks, gradient slots, and stage 0's additional warm-up forwards:
-        `megatron x3`, `2bw 1 slot`, `2bw +2`."""
+        """The schedule with its model chunks, gradient slots, stage 0's additional warm-up forwards, or round:
+        `megatron x3`, `2bw 1 slot`, `2bw +2`, `gpipe round 4`."""
         chunks = f" x{self.virtual}" if self.virtual > 1 else ""
         slots = " 1 slot" if self.gradient_slots == 1 else ""
-        return self.schedule + chunks + slots + (f" +{sum(self.extra)}" if any(self.extra) else "")
+        size = f" round {self.gpipe_round}" if self.gpipe_round else ""
+        return self.schedule + chunks + slots + size + (f" +{sum(self.extra)}" if any(self.extra) else "")
 
     @property
     def extra(self) -> tuple[int, ...]:
@@ -103,7 +111,9 @@ class Plan:
         if self.virtual > 1:
             return Interleaved(self.virtual)
         name = "pipedream-flush" if self.schedule == "megatron" else self.schedule
-        return schedule_of(name, gradient_slots=self.gradient_slots, extra_warmup=self.extra_warmup)
+        return schedule_of(
+            name, gradient_slots=self.gradient_slots, extra_warmup=self.extra_warmup, gpipe_round=self.gpipe_round
+        )
 
     @cached_property
     def shape(self) -> Shape:
@@ -136,6 +146,7 @@ class Plan:
             (self.recompute == "full", "--recompute-method uniform --recompute-num-layers 1"),
             (self.schedule == "2bw" and self.gradient_slots != 2, f"--two-bw-gradient-slots {self.gradient_slots}"),
             (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
+            (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
             (self.extrapolate, "--two-bw-correction extrapolate"),
             (self.distributed_optimizer, "--use-distributed-optimizer"),
             (overlaps, "--overlap-grad-reduce"),

@@ -88,6 +88,7 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
         two_bw_gradient_slots=plan.gradient_slots,
         two_bw_extra_warmup=plan.extra_warmup,
         two_bw_correction="extrapolate" if plan.extrapolate else "none",
+        gpipe_round=plan.gpipe_round,
         use_distributed_optimizer=plan.distributed_optimizer,
         untie_embeddings_and_output_weights=not model.tied,
         fp16=precision == "fp16",
@@ -133,6 +134,13 @@ def _warmup(case: Case) -> str | None:
     return f"--two-bw-extra-warmup {listed}: give whole numbers of 0 or more, or leave the flag out"
 
 
+def _round(case: Case) -> str | None:
+    size = case.plan.gpipe_round
+    if size is None or (type(size) is int and size > 0):
+        return None
+    return f"--gpipe-round {size!r}: give a whole number of 1 or more, or leave the flag out"
+
+
 def _schedule(case: Case) -> str | None:
     if case.plan.schedule in SCHEDULE_NAMES:
         return None
@@ -155,6 +163,7 @@ FIELDS: tuple[Rule, ...] = (
     ("a size is not a positive whole number", _sizes),
     ("layers of the first or last stage are not a positive whole number", _ends),
     ("extra warm-up is not whole numbers", _warmup),
+    ("a round is not a positive whole number", _round),
     ("unknown schedule", _schedule),
     ("unknown recompute granularity", _recompute),
     ("unknown precision", _precision),
@@ -280,6 +289,8 @@ RULES: tuple[Rule, ...] = (
     ("gradient slots only with 2bw", _slots),
     ("extra warm-up only with 2bw, for each boundary", lambda case: sizes.extra_warmup(case.sizes)),
     ("extrapolation only with 2bw", _shared(sizes.EXTRAPOLATES)),
+    ("rounds only with gpipe", _shared(sizes.ROUND)),
+    ("a round of more microbatches than a batch has", lambda case: sizes.gpipe_round(case.sizes)),
     ("pipedream with the distributed optimizer", _shared(sizes.SHARDS)),
     ("pipedream with tied embeddings", _shared(sizes.TIES)),
     ("pipedream with fp16 and dynamic loss scale", _shared(sizes.SCALES)),

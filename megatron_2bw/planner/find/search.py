@@ -113,7 +113,12 @@ class Search:
                     put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
             elif state == "bound":
                 if not self.cost.fits(plan):
-                    self.too_large.append(plan)
+                    size = self.cost.gpipe_round(plan)
+                    if size is None:
+                        self.too_large.append(plan)
+                    else:
+                        plan = plan.changed(gpipe_round=size)
+                        put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
                 else:
                     self.examined += 1
                     put(self.cost.seconds(plan) / plan.global_batch, "exact", plan)

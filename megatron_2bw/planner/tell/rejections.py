@@ -77,7 +77,7 @@ def changes(plan: Plan) -> Iterator[Plan]:
     if plan.extrapolate:
         yield replace(plan, extrapolate=False)
     if plan.schedule != "pipedream-flush":
-        flush = {"schedule": "pipedream-flush", "gradient_slots": 2, "virtual": 1}
+        flush = {"schedule": "pipedream-flush", "gradient_slots": 2, "virtual": 1, "gpipe_round": None}
         yield replace(plan, **flush, extra_warmup=(), extrapolate=False)
     if plan.microbatch % 2 == 0:
         yield replace(plan, microbatch=plan.microbatch // 2, microbatches=2 * plan.microbatches)
