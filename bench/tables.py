@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def table(rows: list[dict]) -> str:
-    """One line a row; columns that are the same in all rows are left out."""
-    columns = [name for name in rows[0] if len({str(row[name]) for row in rows}) > 1]
+    """One line a row; columns that are the same in all rows are left out, unless there is one row."""
+    columns = [name for name in rows[0] if len(rows) == 1 or len({str(row[name]) for row in rows}) > 1]
     lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
     lines += ["| " + " | ".join(str(row[name]) for name in columns) + " |" for row in rows]
     same = ", ".join(f"{name} {row}" for name, row in rows[0].items() if name not in columns and row != "")

@@ -25,11 +25,13 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.tables import table
 from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
 from megatron_2bw.files import write_whole
 from megatron_2bw.planner.describe.cluster import PRESETS
@@ -44,7 +46,6 @@ from scripts.paper_picture import draw, draw_placement
 from scripts.slurm import sweep
 
 NAMES = tuple(PAPER["figures"])
-COLUMNS = ("claim", "paper", "predicted", "holds", "measured here", "on the cluster", "notes")
 
 
 def title(figure: str) -> str:
@@ -54,6 +55,7 @@ def title(figure: str) -> str:
 # --- what is measured here -------------------------------------------------------------------------------------------
 
 
+@cache
 def measured_rows(name: str, out: Path, fresh: bool) -> list[dict[str, Any]]:
     """The rows of a benchmark of paper.yaml; `fresh` ones are of a run now."""
     rows = []
@@ -117,7 +119,7 @@ def judge_losses(spec: Mapping[str, Any], row: Claim, collected: Mapping[str, Ma
 
 def judged(figure: str, found: list[Point], collected: Mapping[str, Any], out: Path, fresh: bool) -> list[Claim]:
     """The claims of a figure as rows."""
-    rows, benchmarks = [], {}
+    rows = []
     for spec in PAPER["figures"][figure]["claims"]:
         row = Claim(spec["says"], spec["source"], str(spec["paper"]))
         rows.append(row)
@@ -127,16 +129,12 @@ def judged(figure: str, found: list[Point], collected: Mapping[str, Any], out: P
             paper_figures.judge_fit(spec, row, found)
         elif figure == "5":
             judge_losses(spec, row, collected)
-        elif "missing" in spec:
-            row.notes.append(spec["missing"])
-        else:
+        elif "note" not in spec or "id" in spec:
             row.predicted, row.holds = paper_figures.CHECKS[spec["id"]](found)
         if "here" in spec:
-            name = spec["here"]["rows"]
-            benchmarks[name] = benchmarks.get(name) or measured_rows(name, out, fresh)
-            row.here = measured_here(spec["here"], benchmarks[name])
-        if row.holds is False and "why" in spec:
-            row.notes.append(spec["why"])
+            row.here = measured_here(spec["here"], measured_rows(spec["here"]["rows"], out, fresh))
+        told = {"why": row.holds is False, "note": True}
+        row.notes += [spec[name] for name, wanted in told.items() if wanted and name in spec]
     return rows
 
 
@@ -156,31 +154,30 @@ def picture(figure: str, found: list[Point], path: Path) -> bool:
         for point in found:
             values[point.panel][point.series, point.x] = point.predicted
             dots[point.panel][point.series, point.x] = point.measured or point.paper
-        x = {"batch": "global batch", "microbatch": "microbatch", "depth": "stages"}.get(
-            spec["x"], "(w, d), b, recompute"
-        )
-        draw(values, path, spec.get("y", "samples / s"), x, dots, spec.get("picture") == "curves")
+        x = {"batch": "global batch", "depth": "stages"}.get(spec["x"], spec["x"])
+        draw(values, path, spec.get("y", "samples / s"), spec.get("label", x), dots, spec.get("picture") == "curves")
     else:
         return False
     return True
 
 
-def cells(row: Claim) -> list[str]:
-    holds = {True: "yes", False: "**no**", None: "–"}[row.holds]
-    notes = "; ".join(row.notes)
-    return [
-        row.says,
-        f"{row.paper} ({row.source})",
-        row.predicted or "–",
-        holds,
-        row.here or "–",
-        row.on_cluster or "–",
-        notes,
-    ]
+def claim_row(row: Claim) -> dict[str, str]:
+    """As a row of the report, and of the figure's CSV if it has no numbers."""
+    return {
+        "claim": row.says,
+        "paper": f"{row.paper} ({row.source})",
+        "predicted": row.predicted or "–",
+        "holds": {True: "yes", False: "**no**", None: "–"}[row.holds],
+        "measured here": row.here or "–",
+        "on the cluster": row.on_cluster or "–",
+        "notes": "; ".join(row.notes),
+    }
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+def point_row(point: Point) -> dict[str, str]:
+    values = {"paper": point.paper, "predicted": point.predicted, "other order": point.free, "measured": point.measured}
+    shown = {name: value if isinstance(value, str) else f"{value:.4g}" for name, value in values.items()}
+    return {"panel": point.panel, "series": point.series, "x": str(point.x), **shown, "plan": point.plan}
 
 
 def page(figure: str, found: list[Point], rows: list[Claim], drawn: bool) -> str:
@@ -189,27 +186,14 @@ def page(figure: str, found: list[Point], rows: list[Claim], drawn: bool) -> str
     if drawn:
         dots = "; black dots: the paper's values" if figure == "table1" else ""
         parts.append(f"![{title(figure)}: {spec['title']}{dots}](figure{figure}.png)")
-    parts.append(table(COLUMNS, [cells(row) for row in rows]))
+    lines = [claim_row(row) for row in rows]
+    lines = [lines[0], ["---"] * len(lines[0]), *(line.values() for line in lines)]
+    parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
     if "assumed" in spec:
         parts.append(textwrap.fill(f"Assumed: {spec['assumed'].strip()}.", 118))
     if found:
-        columns = ["panel", "series", "x", "paper", "predicted", "other order", "measured", "plan"]
-        numbers = [
-            [
-                point.panel,
-                point.series,
-                str(point.x),
-                *map(shown, (point.paper, point.predicted, point.free, point.measured)),
-                point.plan,
-            ]
-            for point in found
-        ]
-        parts.append(table(columns, numbers))
+        parts.append(table([point_row(point) for point in found]))
     return f"## {title(figure)}: {spec['title']}\n\n" + "\n\n".join(parts) + "\n"
-
-
-def shown(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def write_figure(figure: str, own: Sequence[Panel], options: argparse.Namespace) -> tuple[str, list[Claim]]:
@@ -228,7 +212,7 @@ def write_figure(figure: str, own: Sequence[Panel], options: argparse.Namespace)
     options.out.mkdir(parents=True, exist_ok=True)
     drawn = picture(figure, found, options.out / f"figure{figure}.png")
     text = io.StringIO(newline="")
-    entries = [asdict(point) for point in found] or [asdict(row) | {"notes": "; ".join(row.notes)} for row in rows]
+    entries = [asdict(point) for point in found] or [claim_row(row) for row in rows]
     writer = csv.DictWriter(text, list(entries[0]))
     writer.writeheader()
     writer.writerows(entries)

@@ -103,9 +103,10 @@ def _point(run: Run, place: tuple, y: str) -> Point:
     for inside in (False, True):
         other = plan.changed(pipeline_inside=inside)
         speeds[inside] = other.global_batch / cost.seconds(other)
-    fits = cost.fits(plan)
-    free, paper = max(speeds.values()) if fits else "OOM", "" if panel.paper is None else panel.paper
-    value: float | str = gib if y == "GiB" else speeds[False] if fits else "OOM"
+    value, free = (gib, gib) if y == "GiB" else (speeds[False], max(speeds.values()))
+    if not cost.fits(plan):
+        value, free = gib if y == "GiB" else "OOM", "OOM"
+    paper = "" if panel.paper is None else panel.paper
     return Point(panel.figure, *place, value, free, plan.name, gib, speeds[False], paper, panel.ticked)
 
 
