@@ -20,6 +20,7 @@ import csv
 import io
 import json
 import math
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -63,7 +64,7 @@ def measured_rows(name: str, out: Path, fresh: bool) -> list[dict[str, Any]]:
         path = ROOT / part["recorded"]
         if fresh and "command" in part:
             path = out / "measured" / path.name
-            command = [sys.executable, *part["command"].split(), "--json", str(path)]
+            command = [sys.executable, *shlex.split(part["command"]), "--json", str(path)]
             print(f"paper.py: python {part['command']}", flush=True)
             if subprocess.run(command, cwd=ROOT, check=False).returncode:
                 raise UserError(
@@ -133,7 +134,7 @@ def judged(figure: str, found: list[Point], collected: Mapping[str, Any], out: P
             row.predicted, row.holds = paper_figures.CHECKS[spec["id"]](found)
         if "here" in spec:
             row.here = measured_here(spec["here"], measured_rows(spec["here"]["rows"], out, fresh))
-        told = {"why": row.holds is False, "note": True}
+        told = {"why": row.holds is False and not row.only, "note": True}
         row.notes += [spec[name] for name, wanted in told.items() if wanted and name in spec]
     return rows
 
@@ -167,7 +168,7 @@ def claim_row(row: Claim) -> dict[str, str]:
         "claim": row.says,
         "paper": f"{row.paper} ({row.source})",
         "predicted": row.predicted or "–",
-        "holds": {True: "yes", False: "**no**", None: "–"}[row.holds],
+        "holds": f"only with {row.only}" if row.only else {True: "yes", False: "**no**", None: "–"}[row.holds],
         "measured here": row.here or "–",
         "on the cluster": row.on_cluster or "–",
         "notes": "; ".join(row.notes),
@@ -236,18 +237,16 @@ def panels_on(figure: str, name: str) -> list[Panel]:
     if not name:
         return own
     cluster = named_cluster(name)
-    each = cluster.gpus_per_server
+    each, where = cluster.gpus_per_server, name if name in PRESETS else str(Path(name).resolve())
     fitting = [panel for panel in own if name in PRESETS or panel.gpus <= cluster.gpus]
     for panel in own:
         if panel not in fitting:
-            print(
-                f"paper.py: {panel.figure} is left out: it needs {panel.gpus} GPUs, {name} has {cluster.gpus}",
-                flush=True,
-            )
+            line = f"paper.py: {panel.figure} is left out: it needs {panel.gpus} GPUs, {name} has {cluster.gpus}"
+            print(line, file=sys.stderr)
     if own and not fitting:
         raise UserError(f"--cluster {name}: it has {cluster.gpus} GPUs, fewer than any run of figure {figure}")
     return [
-        replace(panel, cluster=name, servers=math.ceil(panel.gpus / each), gpus_per_server=min(each, panel.gpus))
+        replace(panel, cluster=where, servers=math.ceil(panel.gpus / each), gpus_per_server=min(each, panel.gpus))
         for panel in fitting
     ]
 
@@ -308,13 +307,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def head(claims: list[Claim]) -> str:
-    counts = {word: sum(row.holds is value for row in claims) for word, value in (("hold", True), ("do not", False))}
+    yes, only = sum(row.holds is True for row in claims), sum(bool(row.only) for row in claims)
+    no = sum(row.holds is False for row in claims) - only
     items = (f"- {entry['what']}" for entry in PAPER["measured"].values())
     measured = "\n".join(textwrap.fill(item, 118, subsequent_indent="  ") for item in items)
     return f"""# The paper, figure by figure
 
-{len(claims)} claims: {counts["hold"]} hold, {counts["do not"]} do not, the others are open. Predicted: the planner's
-cost model for the paper's servers; nothing was run on them. Measured here:
+{len(claims)} claims: {yes} hold, {only} hold with another assumption than the first, {no} do not, the others are open.
+Predicted: the planner's cost model for the paper's servers; nothing was run on them. Measured here:
 
 {measured}
 """

@@ -6,13 +6,17 @@ Invariant: each run's plan is legal, uses all GPUs of its panel, and has the pan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_2bw.planner.describe.model import FLAGS
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe.cluster import Cluster
+from megatron_2bw.planner.describe.inputs import named_cluster
+from megatron_2bw.planner.describe.model import FLAGS, preset
 from megatron_2bw.planner.describe.plan import Plan
 
 PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
@@ -28,7 +32,8 @@ class Panel:
     microbatches, systems, recompute  what the runs differ in; of the first two, all if empty
     shape       (field, number) pairs that replace fields of the model
     precision   the caller's choice if empty
-    cluster     of the planner's presets
+    cluster     of the planner: a preset, or a YAML file
+    rounds      GPipe admits as many microbatches as fit, and flushes several times a batch; else it admits all
     iterations  of a whole training; 0: a short run, whose speed counts
     paper       the paper's samples/s, where it prints them
     ticked      the row that Table 1 ticks
@@ -47,6 +52,7 @@ class Panel:
     shape: tuple[tuple[str, int], ...] = ()
     precision: str = ""
     cluster: str = "p3.16xlarge"
+    rounds: bool = True
     iterations: int = 0
     paper: float | None = None
     ticked: bool = False
@@ -73,6 +79,13 @@ class Panel:
         return " ".join(words).split()
 
 
+@lru_cache
+def cost_of(name: str, shape: tuple[tuple[str, int], ...], cluster: Cluster, precision: str) -> Cost:
+    """The paper's code did not sum the gradients of tied embeddings over stages."""
+    derived = dict(groups=0, head_size=0, ffn=0)  # from heads and hidden
+    return Cost(replace(preset(name), tied=False, **derived, **dict(shape)), cluster, precision)
+
+
 @dataclass(frozen=True)
 class Run:
     """One job."""
@@ -92,6 +105,15 @@ class Run:
         )
 
     @property
+    def cost(self) -> Cost:
+        """Of the planner, on the panel's GPUs."""
+        panel = self.panel
+        cluster = replace(
+            named_cluster(panel.cluster), servers=panel.servers, gpus_per_server=panel.gpus_per_server, profile=None
+        )
+        return cost_of(panel.model, panel.shape, cluster, panel.precision or PAPER["training"]["precision"])
+
+    @cached_property
     def plan(self) -> Plan | None:
         """The sizes; None if the microbatches do not divide the batch or, with 2BW, do not fill the stages."""
         schedule, staged = SYSTEMS[self.system]
@@ -100,13 +122,16 @@ class Run:
         microbatches, rest = divmod(self.batch, self.microbatch * width) if width else (0, 0)
         if rest or not microbatches or schedule == "2bw" and microbatches < depth:
             return None
-        return Plan(tensor, depth, width, self.microbatch, microbatches, recompute=self.recompute, schedule=schedule)
+        plan = Plan(tensor, depth, width, self.microbatch, microbatches, recompute=self.recompute, schedule=schedule)
+        size = self.cost.gpipe_round(plan) if schedule == "gpipe" and self.panel.rounds else None
+        return plan.changed(gpipe_round=size) if size else plan
 
     def row(self) -> dict[str, Any]:
         plan, panel = self.plan, self.panel
         row = {"figure": panel.figure, "model": panel.model, "system": self.system, "schedule": plan.schedule}
         row |= {"servers": panel.servers, "gpus": plan.gpus}
         row |= {name: getattr(plan, name) for name in ("tensor", "depth", "width", "microbatch", "recompute")}
+        row["round"] = plan.gpipe_round or ""
         return row | {"batch": self.batch}
 
 

@@ -17,7 +17,6 @@ from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe import model as models
-from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.schedules import SCHEDULES, B, F, Shape
 from megatron_2bw.timelines.simulator import iteration_time
@@ -34,6 +33,7 @@ class Point:
     figure     the panel's name in paper.yaml
     predicted  samples/s, GiB or billions of parameters; a word where nothing fits
     free       the same with the faster of both rank orders
+    same       samples/s at the microbatch that is the fastest for 2BW
     gib        bytes of the heaviest stage / 2^30
     alone      samples/s whether it fits or not
     measured   on the cluster whose logs were collected: a number, or the word of the status
@@ -45,6 +45,7 @@ class Point:
     x: Any
     predicted: float | str
     free: float | str = ""
+    same: float | str = ""
     plan: str = ""
     gib: float = 0.0
     alone: float = 0.0
@@ -55,38 +56,22 @@ class Point:
 
 @dataclass
 class Claim:
-    """A row of the table of claims; `holds` is None where nothing decides it."""
+    """A row of the table of claims; `holds` is None where nothing decides it, `only` names a reading that holds."""
 
     says: str
     source: str
     paper: str
     predicted: str = ""
     holds: bool | None = None
+    only: str = ""
     here: str = ""
     on_cluster: str = ""
     notes: list[str] = field(default_factory=list)
 
 
-@lru_cache
-def cost_of(name: str, shape: tuple[tuple[str, int], ...], cluster: Cluster, precision: str) -> Cost:
-    """The paper's code did not sum the gradients of tied embeddings over stages."""
-    derived = dict(groups=0, head_size=0, ffn=0)  # from heads and hidden
-    return Cost(replace(models.preset(name), tied=False, **derived, **dict(shape)), cluster, precision)
-
-
-def cluster_of(panel: Panel) -> Cluster:
-    found = clusters.PRESETS.get(panel.cluster) or clusters.from_yaml(panel.cluster)
-    return replace(found, servers=panel.servers, gpus_per_server=panel.gpus_per_server)
-
-
-def run_cost(run: Run) -> Cost:
-    panel = run.panel
-    return cost_of(panel.model, panel.shape, cluster_of(panel), panel.precision or PAPER["training"]["precision"])
-
-
 def points(figure: str, own: Sequence[Panel], measured: Mapping[str, Mapping[str, Any]]) -> list[Point]:
     """Of a figure with the runs of `own`. measured: the rows of sweep.py's table, by the name of the run."""
-    spec, found = PAPER["figures"][figure], {}
+    spec, found, sizes = PAPER["figures"][figure], {}, {}
     for run in grid(own):
         row = run.row()
         x = row[spec["x"]] if spec["x"] in row else spec["x"].format(**row)
@@ -94,11 +79,15 @@ def points(figure: str, own: Sequence[Panel], measured: Mapping[str, Mapping[str
         point.measured = _measured(measured.get(run.name, {}), spec.get("y", ""))
         key = point.panel, point.series, point.x
         found[key] = _faster(found[key], point) if key in found else point
+        sizes[(*key, run.microbatch)] = point.predicted
+    for (panel, series, x), point in found.items():
+        if lead := found.get((panel, "PipeDream-2BW", x)):
+            point.same = sizes.get((panel, series, x, int(lead.plan.rpartition("b")[2])), "")
     return list(found.values())
 
 
 def _point(run: Run, place: tuple, y: str) -> Point:
-    cost, plan, panel = run_cost(run), run.plan, run.panel
+    cost, plan, panel = run.cost, run.plan, run.panel
     speeds, gib = {}, cost.memory.heaviest(plan) / GIB
     for inside in (False, True):
         other = plan.changed(pipeline_inside=inside)
@@ -107,7 +96,7 @@ def _point(run: Run, place: tuple, y: str) -> Point:
     if not cost.fits(plan):
         value, free = gib if y == "GiB" else "OOM", "OOM"
     paper = "" if panel.paper is None else panel.paper
-    return Point(panel.figure, *place, value, free, plan.name, gib, speeds[False], paper, panel.ticked)
+    return Point(panel.figure, *place, value, free, "", plan.name, gib, speeds[False], paper, panel.ticked)
 
 
 def _measured(row: Mapping[str, Any], y: str) -> float | str:
@@ -156,15 +145,17 @@ def judge_ratio(spec: Mapping[str, Any], row: Claim, found: list[Point]) -> None
     """Fills the row. The largest ratio decides, as `up to` does in the text; with `every`, all of them."""
     low, high = spec.get("bar") or (spec["paper"] * (1 - TOLERANCE), spec["paper"] * (1 + TOLERANCE))
     value = spec.get("of", "predicted")
-    fixed, free, real = (ratios(spec, found, name) for name in (value, "free", "measured"))
+    fixed, free, same, real = (ratios(spec, found, name) for name in (value, "free", "same", "measured"))
     row.notes.append(f"bar {low:.3g} to {high:.3g}")
     judged = fixed if "every" in spec else dict(sorted(fixed.items(), key=lambda pair: pair[1])[-1:])
     row.holds = bool(judged) and all(low <= ratio <= high for ratio in judged.values())
     row.predicted = ", ".join(f"{ratio:.2f} ({place})" for place, ratio in judged.items())
-    if not judged:
-        row.predicted = "no ratio: out of memory"
-    elif value == "predicted" and max(free.values()) != max(fixed.values()):
-        row.notes.append(f"{max(free.values()):.2f} with the faster of both rank orders for each system")
+    row.predicted = row.predicted or "no ratio: out of memory"
+    for text, other in {"the faster rank order of each system": free, "2BW's microbatch for both": same}.items():
+        most = max(other.values(), default=0.0) if value == "predicted" else 0.0
+        if most and f"{most:.2f}" != f"{max(fixed.values(), default=0):.2f}":
+            row.notes.append(f"with {text}: {most:.2f} ({max(other, key=other.get)})")
+            row.only = text if not row.holds and low <= most <= high else row.only
     if real:
         row.on_cluster = f"{max(real.values()):.2f}"
 
@@ -289,7 +280,7 @@ def largest_models(measured: Mapping[str, Mapping[str, Any]]) -> list[Point]:
     for slots, depth in itertools.product((1, 2), PAPER["figures"]["11"]["depths"]):
         billions, layers, hidden = largest_model(depth, slots)
         series = f"{slots} gradient slot{'s' if slots > 1 else ''}"
-        point = Point("11", "64 GPUs", series, depth, billions, billions, f"{layers} layers of {hidden}")
+        point = Point("11", "64 GPUs", series, depth, billions, billions, plan=f"{layers} layers of {hidden}")
         rows = [row for row in measured.values() if row["depth"] == depth and slots == 2]
         ran = [int(row["figure"].rpartition("-l")[2]) for row in rows if row["status"] == "completed"]
         if rows:

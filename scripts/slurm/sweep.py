@@ -41,7 +41,7 @@ from scripts.slurm import status
 
 AGAIN = ("failed", "timeout")  # out of memory is a result
 COLUMNS = """
-    figure model system schedule servers gpus tensor depth width microbatch recompute batch status reason
+    figure model system schedule servers gpus tensor depth width microbatch recompute round batch status reason
     samples_per_second ms_per_iteration iterations peak_memory_gib validation_loss job run
 """.split()
 
@@ -359,7 +359,7 @@ def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
                 f"--model-parallel-size {options.model_parallel_size} does not divide "
                 f"{options.nodes * options.gpus_per_node} GPUs"
             )
-        options.panels = [Panel("own", *own.values())]
+        options.panels = [Panel("own", *own.values(), rounds=False)]
     if not grid(options.panels, options.systems, options.micro_batch_size):
         parser.error("--batch-sizes: no microbatch of --micro-batch-size divides them and fills the stages")
 
