@@ -302,7 +302,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.figure == NAMES:
         write_whole(options.out / "report.md", "\n".join([head(claims), *texts]))
-    print(f"wrote {options.out}/" + ("report.md" if options.figure == NAMES else f"figure{options.figure[0]}.md"))
+    pages = ["report.md"] if options.figure == NAMES else [f"figure{figure}.md" for figure in options.figure]
+    print(f"wrote {', '.join(pages)} in {options.out}")
     return 0
 
 
