@@ -21,8 +21,7 @@ from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
 from megatron_2bw.planner.cost.simulated import MARGIN, Cost, Estimate
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.describe.inputs import add_model_flags, cluster_of, model_of, numbers
-from megatron_2bw.planner.describe.plan import RECOMPUTE
-from megatron_2bw.planner.find.search import PLANNED, Search, Space
+from megatron_2bw.planner.find.search import PLANNED, RECOMPUTES, Search, Space
 from megatron_2bw.planner.measure import blocks, validate
 from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report
 from megatron_2bw.processes import exit_on_signals
@@ -69,7 +68,7 @@ def planning_parser(prog: str, description: str) -> Parser:
     add("--schedules", type=_names, default=PLANNED, metavar="NAME,...", help=f"of {', '.join(SCHEDULE_NAMES)}")
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--micro-batch-size"):
         add(flag, type=numbers, metavar="N,...", help="default: all that are legal")
-    add("--recompute", type=_names, default=RECOMPUTE, metavar="NAME,...", help=f"of {', '.join(RECOMPUTE)}")
+    add("--recompute", type=_names, default=RECOMPUTES, metavar="NAME,...", help=f"of {', '.join(RECOMPUTES)}")
     add("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
     add("--no-extra-warmup", action="store_true", help="by default 2bw hides messages on slow links by extra warm-up")
     correction = "2bw with --two-bw-correction extrapolate, whose step needs more memory"
@@ -130,7 +129,7 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
 def _check(options: argparse.Namespace, parser: Parser) -> None:
     for flag, given, known in (
         ("--schedules", options.schedules, SCHEDULE_NAMES),
-        ("--recompute", options.recompute, RECOMPUTE),
+        ("--recompute", options.recompute, RECOMPUTES),
         ("--gradient-slots", options.gradient_slots, (1, 2)),
     ):
         wrong = [entry for entry in given if entry not in known]

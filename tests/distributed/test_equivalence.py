@@ -16,6 +16,8 @@ NO_BIAS = "--disable-bias-linear"  # the keys' bias has a gradient of rounding o
 DROPOUT = dict(attention_dropout=0.1, hidden_dropout=0.1)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
+STAGE = FULL | dict(recompute_num_layers=2)  # all layers of a stage, whose input alone is kept
+
 
 @once_a_session
 def two_stages(*flags: str, schedule: str = "2bw", microbatches: int = 4, **changes):
@@ -100,8 +102,10 @@ def test_tensor_parallel():
     assert runs[0].grad_norms == pytest.approx(two_stages(UNTIED, NO_BIAS)[0].grad_norms, rel=1e-5)
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("recompute", [FULL, dict(recompute_granularity="selective")], ids=["full", "selective"])
+@pytest.mark.proof("full", "selective")
+@pytest.mark.parametrize(
+    "recompute", [FULL, STAGE, dict(recompute_granularity="selective")], ids=["full", "stage", "selective"]
+)
 def test_recompute_with_dropout(recompute):
     """The recompute of a microbatch in flight sees the weights and the dropout mask of its forward."""
     plain = two_stages(UNTIED, **DROPOUT)

@@ -97,7 +97,9 @@ def test_every_number_of_the_table_is_the_estimates(result):
     tokens, flops = result.cost.model.sequence, result.cost.model.sample_flops()
     for rank, (row, estimate) in enumerate(zip(rows(plans, "#"), result.estimates, strict=True), 1):
         plan, each = estimate.plan, estimate.throughput / 8 / result.cost.cluster.servers
-        assert row["#"] == str(rank) and row["schedule"] == plan.schedule_name and row["recompute"] == plan.recompute
+        assert (
+            row["#"] == str(rank) and row["schedule"] == plan.schedule_name and row["recompute"] == plan.recompute_name
+        )
         for column, number in (
             ("t", plan.tensor),
             ("d", plan.depth),

@@ -77,6 +77,8 @@ CASES = [
     ),
     broken("unknown schedule", "--pipeline-schedule 3bw", schedule="3bw"),
     broken("unknown recompute granularity", "--recompute-granularity half", recompute="half"),
+    broken("unknown recompute granularity", "--recompute-num-layers 3", recompute_layers=3),
+    broken("unknown recompute granularity", "--recompute-num-layers 0", recompute="full", recompute_layers=0),
     broken("unknown precision", "--fp8", precision="fp8"),
     broken(
         "sizes do not use every GPU", "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 4 x 1", width=1
@@ -469,7 +471,7 @@ ROUND_TRIP = [
     case(LLAMA, 2, 8, 2, 4, schedule="pipedream-flush", first=2, last=6),
     case(GPT, 1, 4, 2, 8, schedule="gpipe"),
     case(GPT, 2, 2, 2, 1, "fp32", schedule="gpipe", distributed_optimizer=True, microbatch=8),
-    case(LLAMA, 4, 2, 1, 3, schedule="gpipe", recompute="full", pipeline_inside=True),
+    case(LLAMA, 4, 2, 1, 3, schedule="gpipe", recompute="full", recompute_layers=16, pipeline_inside=True),
     case(GPT, 1, 4, 2, 2, schedule="no-pipelining"),
     case(GPT, 4, 3, 2, 5, "fp16", schedule="no-pipelining", recompute="selective"),
     case(UNTIED, 1, 4, 2, 1, schedule="pipedream"),
@@ -511,7 +513,11 @@ def stages_of(config) -> list[int]:
 def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
     assert violations(plan, model, plan.gpus, precision) == [] and is_legal(plan, model, plan.gpus, precision)
     args = parsed(words_of(plan, model, precision), plan.gpus)
-    recompute = {"none": (None, None, None), "selective": ("selective", None, None), "full": ("full", "uniform", 1)}
+    recompute = {
+        "none": (None, None, None),
+        "selective": ("selective", None, None),
+        "full": ("full", "uniform", plan.recompute_layers),
+    }
     expected = {
         "pipeline_schedule": plan.schedule,
         "tensor_model_parallel_size": plan.tensor,
@@ -614,7 +620,7 @@ def configured(plan: Plan, model: Model):
         num_layers_in_last_pipeline_stage=plan.last or None,
         recompute_granularity=None if plan.recompute == "none" else plan.recompute,
         recompute_method="uniform" if full else None,
-        recompute_num_layers=1 if full else None,
+        recompute_num_layers=plan.recompute_layers if full else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import astuple, replace
 
 import pytest
@@ -207,13 +208,50 @@ def test_a_stage_by_hand():
     assert first.activations == 4 * 4 * layer + layer / 2 + 4 * s * b * h  # and the mask after the embedding
     assert last.activations == 4 * layer + layer / 2
     assert (first.logits, second.logits) == (0, 0)
-    # softmax of 4 bytes; logits of 2 and their copy of 4; the inputs of the final norm and of the output layer
-    assert last.logits == s * b * v * (4 + 6) + 2 * 2 * s * b * h
+    # softmax of 4 bytes, computed in place; logits of 2; the inputs of the final norm and of the output layer
+    assert last.logits == s * b * v * (4 + 2) + 2 * 2 * s * b * h
     assert (first.buffers, second.buffers, last.buffers) == (4 * message, 8 * message, 4 * message)
     parameters = 4 * (12 * h * h + 13 * h)
     assert (second.weights, second.gradients, second.optimizer) == (4 * parameters, 8 * parameters, 12 * parameters)
     assert first.weights == 4 * (parameters + v * h + s * h) and last.weights == 4 * (parameters + v * h + 2 * h)
     assert second.total == sum(astuple(second))
+
+
+def test_a_recompute_of_several_layers_keeps_one_input_and_holds_all_of_them():
+    """Of 5 layers, 2 at a time: three inputs a microbatch, two whole layers during the recompute."""
+    memory, plan = Memory(GPT, "bf16", False), Plan(1, 4, 1, 2, 8, "full", first=5, last=5)
+    whole, size = memory.layer(replace(plan, recompute="none"))[0], 2 * 2 * GPT.sequence * GPT.hidden
+    stages = {n: memory.stage(replace(plan, recompute_layers=n), 1, 5).activations for n in (1, 2, 5, 9)}
+    assert stages == {
+        1: pytest.approx(3 * 5 * size + 1.5 * whole),
+        2: pytest.approx(3 * 3 * size + 2.5 * whole),
+        5: pytest.approx(3 * size + 5.5 * whole),
+        9: pytest.approx(3 * size + 5.5 * whole),
+    }
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_megatrons_loss_holds_the_logits_that_are_counted(precision, monkeypatch):
+    """The most bytes at a time of the output layer and the loss of one microbatch, by torch's profiler."""
+    import torch
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)  # one rank
+    tokens, vocab, floats = 128, 8192, {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    hidden, words = (torch.randn(size, 2, dtype=floats, requires_grad=True) for size in (tokens, vocab))
+
+    def loss() -> torch.Tensor:
+        logits = torch.nn.functional.linear(hidden.unsqueeze(1), words)
+        labels = torch.zeros(tokens, 1, dtype=torch.int64)
+        return vocab_parallel_cross_entropy(logits, labels, tp_group=object()).sum()
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss().backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    model = Model("gpt", 1, 2, 1, vocab=vocab, sequence=tokens, dropout=False)
+    counted = Memory(model, precision, False).stage(Plan(1, 1, 1, 1, 1, schedule="megatron"), 0, 1).logits
+    assert max(itertools.accumulate(changes)) == pytest.approx(counted, rel=0.05)
 
 
 def test_gpipe_keeps_the_logits_of_all_microbatches():
@@ -222,7 +260,7 @@ def test_gpipe_keeps_the_logits_of_all_microbatches():
 
     tokens, v, h = 2 * 512, 50304, 1024
     for m in (1, 8, 64):
-        assert last(m, "gpipe") == tokens * (v * (4 * m + 6) + 4 * h * m)
+        assert last(m, "gpipe") == tokens * (v * (4 * m + 2) + 4 * h * m)
         assert last(m, "pipedream-flush") == last(m, "2bw" if m >= 4 else "no-pipelining") == last(1, "gpipe")
 
 
@@ -275,7 +313,7 @@ def test_interleaved_stages_keep_the_logits_of_the_last_chunk_alone(depth, virtu
     plan, memory = interleaved(depth, virtual, microbatches)
     kept = most_kept(plan, depth - 1, {virtual - 1})
     tokens, v, h = 512, 50304, 1024
-    assert memory.stages(plan)[-1].logits == tokens * (v * (4 * kept + 6) + 4 * h * kept)
+    assert memory.stages(plan)[-1].logits == tokens * (v * (4 * kept + 2) + 4 * h * kept)
 
 
 @INTERLEAVED

@@ -69,6 +69,11 @@ def is_looked_at(stages: tuple[int, ...], layers: int) -> bool:
     return max(stages) <= longest and stages[1] >= layers // len(stages) - 1
 
 
+def kinds(space: Space, stages: tuple[int, ...]) -> set[tuple[str, int]]:
+    """(recompute, its layers at a time). "stage" is full recompute of as many layers as the longest stage has."""
+    return {("full", max(stages)) if kind == "stage" else (kind, 1) for kind in space.recompute}
+
+
 def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[Plan]:
     """All legal plans of a space, by loops over all that a plan consists of."""
     gpus, layers = cost.cluster.gpus, cost.model.layers
@@ -76,15 +81,15 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
         if tensor * depth * width != gpus:
             continue
         splits = [stages for stages in every_split(layers, depth) if all_splits or is_looked_at(stages, layers)]
-        for microbatch, recompute, schedule, virtual, slots, distributed, inside, stages in itertools.product(
+        split_kinds = [(stages, kind) for stages in splits for kind in kinds(space, stages)]
+        for microbatch, schedule, virtual, slots, distributed, inside, (stages, kind) in itertools.product(
             space.microbatch or (2**k for k in range(12)),
-            space.recompute,
             space.schedules,
             (1, *(space.virtual or range(2, layers + 1))),
             {2, *space.gradient_slots},
             space.distributed_optimizer,
             space.pipeline_inside,
-            splits,
+            split_kinds,
         ):
             even = len(set(stages)) == 1
             if (not even and not space.uneven) or (schedule == "2bw" and slots not in space.gradient_slots):
@@ -101,7 +106,7 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
                 width,
                 microbatch,
                 microbatches,
-                recompute,
+                kind[0],
                 schedule,
                 virtual,
                 slots,
@@ -110,6 +115,7 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
                 last,
                 inside,
                 sequence_parallel=space.sequence_parallel and tensor > 1,
+                recompute_layers=kind[1],
             )
             if legal(cost, plan):
                 yield in_rounds(cost, plan)
@@ -166,8 +172,10 @@ def is_double(plan: Plan, cost: Cost, space: Space) -> bool:
     """Whether the plan is another one by a choice without effect, or on one stage Megatron's schedule."""
     sizes, servers = (plan.tensor, plan.depth, plan.width), cost.cluster.gpus_per_server
     same_order = layout(*sizes, False, servers) == layout(*sizes, True, servers)
+    by_layers = plan.recompute_layers > 1 and "full" in space.recompute
     return (
-        (same_order and plan.pipeline_inside != space.pipeline_inside[0])
+        (by_layers and (plan.depth == 1 or cost.fits(replace(plan, recompute_layers=1))))
+        or (same_order and plan.pipeline_inside != space.pipeline_inside[0])
         or (plan.width == 1 and plan.distributed_optimizer != space.distributed_optimizer[0])
         or (plan.depth == 1 and plan.schedule in ("pipedream-flush", "gpipe", "no-pipelining"))
     )
@@ -189,6 +197,10 @@ SPACES = {
         Space(32, microbatch=(2,), recompute=("none", "full"), distributed_optimizer=(True,)),
     ),
     "6 layers, 2 servers": (Cost(tiny(6), slow(2), "bf16"), Space(16, recompute=("none", "selective"))),
+    "12 layers, 6 servers, inputs that hardly fit": (
+        Cost(tiny(12, sequence=512), slow(6, 1, memory_gib=0.15), "bf16"),
+        Space(48, ("gpipe", "megatron"), microbatch=(1, 2)),
+    ),
     "5 layers, 2 servers": (Cost(tiny(5), slow(2), "bf16"), Space(24, microbatch=(1, 2))),
     "4 layers, 2 servers of 3, an odd batch": (Cost(tiny(4), slow(2, 3), "bf16"), Space(17)),
     "6 layers, 4 servers": (Cost(tiny(6), slow(4), "bf16"), Space(16, microbatch=(1, 2), recompute=("none", "full"))),
@@ -260,6 +272,15 @@ def test_the_search_finds_the_best_of_each_key(enumerated):
     assert len(found) == len(fastest)
     assert [seconds for seconds, _ in found] == sorted(fastest.values())
     assert [plan for _, plan in found[:3]] == best(cost, space, 3)
+
+
+def test_a_stages_input_alone_is_kept_where_its_layers_inputs_do_not_fit():
+    cost, space = SPACES["12 layers, 6 servers, inputs that hardly fit"]
+    found = [plan for _, plan in Search(cost, space, distinct=False) if plan.recompute_layers > 1]
+    assert len(found) > 5 and len({plan.recompute_layers for plan in found}) > 1
+    assert not any(cost.fits(replace(plan, recompute_layers=1)) for plan in found)
+    alone = list(Search(cost, replace(space, recompute=("stage",)), distinct=False))
+    assert {plan for _, plan in alone} >= set(found) and {plan.recompute for _, plan in alone} == {"full"}
 
 
 def test_doubles_are_never_faster(enumerated):

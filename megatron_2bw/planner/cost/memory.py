@@ -6,6 +6,7 @@ extended to any MLP width, grouped queries and SwiGLU.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -166,7 +167,12 @@ class Memory:
     def _activations(self, plan: Plan, stage: int, layers: int, in_flight: int) -> tuple[float, float]:
         """(bytes kept by layers and embedding, bytes kept and used by the output layer)."""
         kept, working = self.layer(plan)
-        activations = in_flight * kept * layers / plan.virtual + working
+        chunk = layers / plan.virtual
+        if plan.recompute_layers > 1:  # of so many layers the first one's input is kept, and all are recomputed at once
+            together = min(plan.recompute_layers, chunk)
+            working += (together - 1) * self.layer(plan.changed(recompute="none"))[0]
+            chunk = math.ceil(chunk / together)
+        activations = in_flight * kept * chunk + working
         tokens = plan.microbatch * self.model.sequence
         # The first of a stage's chunks has the embedding, the last one the output layer.
         embedded = in_flight
@@ -179,8 +185,9 @@ class Memory:
         chunk_in_flight = in_flight if plan.virtual == 1 else 1
         logits = tokens * self.model.padded_vocab(plan.tensor) / plan.tensor
         normed = 2 * self.element * tokens * self.model.hidden * chunk_in_flight
-        # The loss keeps its softmax in 32 bits. Its computation also needs the logits and their 32-bit copy.
-        return activations, logits * (4 * chunk_in_flight + 4 + self.element) + normed
+        # The loss computes its softmax in place, in a 32-bit copy of the logits, and its gradient in place of that. At
+        # both ends 16-bit logits, or their gradient, exist too (Megatron's vocab-parallel cross entropy).
+        return activations, logits * (4 * chunk_in_flight + (self.element if self.element < 4 else 0)) + normed
 
     @by_fields("tensor", "microbatch", "recompute", "sequence_parallel")
     def layer(self, plan: Plan) -> tuple[float, float]:

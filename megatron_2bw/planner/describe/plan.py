@@ -22,7 +22,9 @@ class Plan:
     tensor, depth, width   tensor-parallel size, pipeline stages, data-parallel size
     microbatch             samples of a microbatch
     microbatches           of a batch and pipeline; the global batch is microbatch × microbatches × width
-    recompute              none, selective (core attention), full (every layer)
+    recompute              none, selective (core attention), full (all layers)
+    recompute_layers       of full: the layers of which only the first one's input is kept, --recompute-num-layers. With
+                           those of a stage only the stage's input is kept, as in the paper (section 4.1)
     schedule               of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved schedule
     virtual                model chunks per stage
     gradient_slots         2bw's gradient buffers
@@ -52,6 +54,7 @@ class Plan:
     extra_warmup: tuple[int, ...] = ()
     extrapolate: bool = False
     gpipe_round: int | None = None
+    recompute_layers: int = 1
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
@@ -103,7 +106,12 @@ class Plan:
     @property
     def title(self) -> str:
         """The name, with the recompute if there is any."""
-        return self.name + (f", {self.recompute} recompute" if self.recompute != "none" else "")
+        return self.name + (f", {self.recompute_name} recompute" if self.recompute != "none" else "")
+
+    @property
+    def recompute_name(self) -> str:
+        """none, selective, full, or stage: full with more than one layer a recompute."""
+        return "stage" if self.recompute_layers > 1 else self.recompute
 
     @cached_property
     def pipeline(self) -> Schedule:
@@ -143,7 +151,7 @@ class Plan:
             (self.virtual > 1, f"--num-virtual-stages-per-pipeline-rank {self.virtual}"),
             (self.sequence_parallel, "--sequence-parallel"),
             (self.recompute != "none", f"--recompute-granularity {self.recompute}"),
-            (self.recompute == "full", "--recompute-method uniform --recompute-num-layers 1"),
+            (self.recompute == "full", f"--recompute-method uniform --recompute-num-layers {self.recompute_layers}"),
             (self.schedule == "2bw" and self.gradient_slots != 2, f"--two-bw-gradient-slots {self.gradient_slots}"),
             (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),

@@ -148,6 +148,11 @@ def _schedule(case: Case) -> str | None:
 
 
 def _recompute(case: Case) -> str | None:
+    if case.plan.recompute_layers != 1 and (case.plan.recompute != "full" or not case.plan.recompute_layers > 1):
+        return (
+            f"--recompute-num-layers {case.plan.recompute_layers}: give a number of 1 or more, "
+            "with --recompute-granularity full"
+        )
     if case.plan.recompute in RECOMPUTE:
         return None
     return f"--recompute-granularity {case.plan.recompute}: use selective or full, or leave the flag out (none)"

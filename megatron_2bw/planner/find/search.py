@@ -23,6 +23,9 @@ from megatron_2bw.planner.find.legality import is_legal, violations
 PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 
 
+RECOMPUTES = (*RECOMPUTE, "stage")
+
+
 @dataclass(frozen=True)
 class Space:
     """The choices of a search. None: all that are legal.
@@ -30,6 +33,8 @@ class Space:
     batch         the largest safe global batch; a plan uses the largest multiple of its microbatches up to that
     microbatch    sizes; by default powers of two
     virtual       chunks per stage of Megatron's interleaved schedule; by default all divisors of the stage's layers
+    recompute     "stage" keeps the stages' inputs only. It takes as long as "full", so it is tried where that does not
+                  fit
     uneven        whether first and last stages may have other numbers of layers than the others
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
     extrapolate   2bw with --two-bw-correction extrapolate
@@ -40,7 +45,7 @@ class Space:
     tensor: tuple[int, ...] | None = None
     depth: tuple[int, ...] | None = None
     microbatch: tuple[int, ...] | None = None
-    recompute: tuple[str, ...] = RECOMPUTE
+    recompute: tuple[str, ...] = RECOMPUTES
     gradient_slots: tuple[int, ...] = (2, 1)
     distributed_optimizer: tuple[bool, ...] = (False, True)
     pipeline_inside: tuple[bool, ...] = (False, True)
@@ -91,8 +96,7 @@ class Search:
             if state == "shape" and self._least_memory(plan) > self.cost.capacity:
                 self.too_large.append(self._leanest(plan))
             elif state == "shape":
-                for first, last in self.splits(plan.depth):
-                    split = plan.changed(first=first, last=last)
+                for split in self.split(plan):
                     put(self._split_bound(split), "split", split)
             elif state == "split":
                 for choice in self._schedules(plan):
@@ -112,6 +116,8 @@ class Search:
                     plan = plan.changed(extra_warmup=extra)
                     put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
             elif state == "bound":
+                if plan.recompute_layers > 1 and "full" in self.space.recompute and self._keeps_inputs(plan):
+                    continue
                 if not self.cost.fits(plan):
                     size = self.cost.gpipe_round(plan)
                     if size is None:
@@ -125,6 +131,10 @@ class Search:
             else:
                 found.add(self._key(plan))
                 yield bound, plan
+
+    def _keeps_inputs(self, plan: Plan) -> bool:
+        """Whether the plan also fits if it keeps the inputs of all layers."""
+        return self.cost.fits(plan.changed(recompute_layers=1))
 
     @staticmethod
     def _key(plan: Plan) -> tuple[int, int, int, str]:
@@ -188,7 +198,7 @@ class Search:
                 for microbatch in sizes:
                     plan = self._shape(tensor, depth, width, microbatch)
                     if plan is not None:
-                        yield from (replace(plan, recompute=recompute) for recompute in space.recompute)
+                        yield from self._recomputes(plan)
 
     def _shape(self, tensor: int, depth: int, width: int, microbatch: int) -> Plan | None:
         microbatches = self.space.batch // (microbatch * width)
@@ -213,6 +223,22 @@ class Search:
         if plan.microbatch < self._smallest.get(broken.rule, plan.microbatch + 1):
             self._smallest[broken.rule], self.examples[broken.rule] = plan.microbatch, broken.message
         return False
+
+    def _recomputes(self, plan: Plan) -> Iterator[Plan]:
+        for kind in self.space.recompute:
+            if kind != "stage":
+                yield plan.changed(recompute=kind)
+            elif plan.depth > 1 or "full" not in self.space.recompute:
+                yield plan.changed(recompute="full", recompute_layers=self.cost.model.layers)
+
+    def split(self, shape: Plan) -> Iterator[Plan]:
+        """The shape with its layers divided."""
+        for first, last in self.splits(shape.depth):
+            split = shape.changed(first=first, last=last)
+            if split.recompute_layers > 1:
+                split = split.changed(recompute_layers=max(split.layers_of(self.cost.model)))
+            if split.recompute_layers > 1 or shape.recompute_layers == 1 or "full" not in self.space.recompute:
+                yield split
 
     def splits(self, depth: int) -> list[tuple[int, int]]:
         """(first, last) layers of uneven stages; (0, 0) for an even split.

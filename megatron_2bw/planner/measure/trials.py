@@ -69,7 +69,7 @@ def label(plan: Plan) -> str:
     words = (
         (plan.name, True),
         (f"m{plan.microbatches}", True),
-        (f"{plan.recompute} recompute", plan.recompute != "none"),
+        (f"{plan.recompute_name} recompute", plan.recompute != "none"),
         (f"layers {plan.first}..{plan.last}", plan.first or plan.last),
         ("sequence-parallel", plan.sequence_parallel),
         ("distributed optimizer", plan.distributed_optimizer),

@@ -116,7 +116,7 @@ def table(result: Result) -> str:
             f"{each * cost.model.sample_flops() / 1e12:.1f}",
         )
         choices = (
-            plan.recompute,
+            plan.recompute_name,
             "sharded" if plan.distributed_optimizer else "whole",
             "pp-dp" if plan.pipeline_inside else "dp-pp",
             _layers(plan, cost.model.layers),

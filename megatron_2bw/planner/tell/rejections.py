@@ -154,10 +154,6 @@ def _fitting(cost: Cost, space: Space) -> Plan | None:
         pipeline_inside=space.pipeline_inside[:1],
     )
     search = Search(cost, lean)
-    splits = (
-        replace(shape, first=first, last=last)
-        for shape in search.shapes()
-        for first, last in search.splits(shape.depth)
-    )
+    splits = (split for shape in search.shapes() for split in search.split(shape))
     plans = (plan for split in splits for scheduled in search.scheduled(split) for plan in search.variants(scheduled))
     return next((plan for plan in plans if cost.fits(plan)), None)
