@@ -6,6 +6,7 @@ an observer nothing waits for the GPU but what the run itself waits for.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import random
@@ -15,8 +16,9 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,7 @@ from megatron_2bw.local_ranks import own_output
 # Calls that can wait for the GPU, by the beginning of their names; the last is the reading of one number.
 WAITS = ("cudaStreamSync", "cudaDeviceSync", "cudaEventSync", "cudaMemcpy", "cudaMalloc", "cudaFree", "cudaHost")
 WAITS += ("cuModuleLoad", "cuLibraryLoad", "aten::_local_scalar_dense")
+PR_SET_TIMERSLACK = 29  # from Linux' prctl.h
 MARGIN = 10  # seconds before the time limit, at which a rank prints where its threads are
 
 
@@ -225,6 +228,58 @@ def launches(observed: Observed, hooks: Hooks) -> None:
         observed.figures |= {"step_wall_ms": wall, "step_cpu_ms": work}
 
     Pipeline.observe, LateStep.run_job = launch, timed_job
+    hooks.at_end.append(summary)
+
+
+def lock(observed: Observed, hooks: Hooks, interval: float = 2e-4) -> None:
+    """Microseconds until a thread that asks for Python's lock has it, when nothing else runs, only the training thread,
+    only a step, or both. At every second batch the training thread waits for the step, without the lock.
+
+    The thread asks after each sleep of `interval`; what the sleep takes longer is the wait for the lock, and the time
+    that the system needs to wake the thread up, which `quiet` has too. Python code gives the lock up after the switch
+    interval, a call into a library when it returns, or before if it chooses to.
+    """
+    from megatron_2bw.mcore.late_step import LateStep
+
+    reduce, run_job, waits = LateStep.reduce, LateStep.run_job, defaultdict(list)
+    running = {"training": True, "step": False}
+
+    def state() -> str:
+        return " and ".join(name for name, runs in running.items() if runs) or "quiet"
+
+    def ask() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)  # nanoseconds; else a sleep takes 50 µs longer
+        while True:
+            begun = time.perf_counter()
+            time.sleep(interval)
+            waits[state()].append(1e6 * (time.perf_counter() - begun - interval))
+
+    def marked(name: str, runs: bool, work: Callable) -> Callable:
+        def call(*args):
+            running[name] = runs
+            try:
+                return work(*args)
+            finally:
+                running[name] = not runs
+
+        return call
+
+    def waiting_reduce(self, action, still_read):
+        reduce(self, action, still_read)
+        if action.microbatch % 2:
+            marked("training", False, wait)([self.pending.future])
+
+    def summary() -> None:
+        marked("training", False, time.sleep)(0.5)
+        observed.figures["switch_interval_us"] = 1e6 * sys.getswitchinterval()
+        for name, found in list(waits.items()):
+            found = sorted(found)
+            middle, late, mean = found[len(found) // 2], found[9 * len(found) // 10], sum(found) / len(found)
+            what = {"median": middle, "p90": late, "longest": found[-1], "mean": mean, "waits": len(found)}
+            observed.figures[f"{name}, us"] = what
+
+    LateStep.reduce, LateStep.run_job = waiting_reduce, marked("step", True, run_job)
+    threading.Thread(target=ask, daemon=True).start()
     hooks.at_end.append(summary)
 
 

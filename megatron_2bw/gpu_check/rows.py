@@ -8,71 +8,23 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_2bw.gpu_check import observe, probes
-from megatron_2bw.local_ranks import WorldError, WorldTimeout, run_world
-from megatron_2bw.planner.cost.memory import Memory
-from megatron_2bw.planner.describe.model import preset
-from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.processes import free_port, stop_tree
+from megatron_2bw.gpu_check import costs, observe
+from megatron_2bw.gpu_check.check import REPEATABLE, UNTIED, Check, Failed, command, gpt_flags
+from megatron_2bw.local_ranks import WorldError
+from megatron_2bw.processes import free_port
 from megatron_2bw.schedules import SCHEDULE_NAMES
-from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, environment, start
+from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT
 
-UNTIED = "--untie-embeddings-and-output-weights"
 NO_FUSION = ["--no-bias-gelu-fusion", "--no-bias-dropout-fusion"]  # these are compiled: half a minute a run
-# A rank that calls itself another host passes NCCL's test for two ranks on one GPU: the test compares host and GPU
-# (init.cc of NCCL 2.28 and 2.30). Traffic then goes through sockets.
-SHARED_GPU = {
-    "NCCL_HOSTID": "rank{rank}",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NET": "Socket",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-}
-REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else cuBLAS may add in another order on another stream
-DESIGN = {"pipedream-flush": 18, "2bw, 1 slot": 20, "2bw": 24}  # bytes per parameter, docs/design.md
-
-
-class Failed(Exception):
-    """What a row claims does not hold; the message says by how much."""
-
-
-class Skipped(Exception):
-    """A row cannot run here; the message says why."""
-
-
-@dataclass
-class Check:
-    """Where the rows run. deadline: of the row that runs, on the clock of time.monotonic()."""
-
-    device: str
-    gpus: int = 0
-    gib: float = 0.0
-    deadline: float = 0.0
-    baselines: dict[str, list[observe.Observed]] = field(default_factory=dict)
-
-    def world(self, size: int, function: Callable, *args: Any) -> list:
-        return run_world(size, function, *args, timeout=self.deadline - time.monotonic())
-
-    def train(self, argv: list[str], size: int, transport: str = "gloo", observers: Sequence = (), **variables: str):
-        """`observe.train` on `size` ranks, spread over the GPUs. On the CPU always over gloo."""
-        if self.device == "cpu":
-            argv = [*argv, "--device", "cpu"]
-        else:
-            argv = [*argv, "--distributed-backend", transport]
-            variables = REPEATABLE | (SHARED_GPU if size > self.gpus and transport == "nccl" else {}) | variables
-        return self.world(size, observe.train, argv, self.gpus, variables, self.deadline, observers)
 
 
 @dataclass(frozen=True)
@@ -98,31 +50,6 @@ NEEDS: dict[str, tuple[Callable[[Check], bool], str]] = {
     "apex": (_found("amp_C"), "Apex with its CUDA extensions is not installed"),
     "compute-sanitizer": (lambda check: bool(shutil.which("compute-sanitizer")), "compute-sanitizer is not in PATH"),
 }
-
-
-SMALL_GPT = {
-    "micro_batch_size": 1,
-    "lr": 1e-4,
-    "lr_decay_style": "constant",
-    "clip_grad": 1.0,
-    "tokenizer_type": "NullTokenizer",
-    "make_vocab_size_divisible_by": 32,
-    "attention_dropout": 0,
-    "hidden_dropout": 0,
-    "num_workers": 0,
-    "eval_iters": 0,
-    "eval_interval": 1000,
-    "split": "98,1,1",
-    "device": "cpu",
-}
-
-
-def gpt_flags(layers: int, hidden: int, heads: int, sequence: int, *flags: object, **more: object) -> list[str]:
-    """Flags of a GPT on mock data with a fixed learning rate; `more` are flags in snake case, None leaves one out."""
-    shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": sequence}
-    found = SMALL_GPT | shape | {"max_position_embeddings": sequence} | more
-    words = [("--" + name.replace("_", "-"), value) for name, value in found.items() if value is not None]
-    return [str(word) for word in (*(word for pair in words for word in pair), "--mock-data", *flags)]
 
 
 # Tiny GPTs: stages, width, microbatches, flags.
@@ -240,18 +167,8 @@ def stream_sanitizer(check: Check, transport: str, precision: str = "") -> dict[
 def memcheck(check: Check) -> dict[str, Any]:
     """A run of one stage under compute-sanitizer."""
     script = [sys.executable, str(ROOT / "pretrain_gpt_2bw.py"), *tiny((1, 1, 2, "--distributed-backend gloo"))[1]]
-    port = str(free_port())
-    rank = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    tool = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
-    process = start([*tool, *script], env=environment(**rank))
-    try:
-        output, _ = process.communicate(timeout=check.deadline - time.monotonic())
-    except subprocess.TimeoutExpired:
-        raise WorldTimeout("compute-sanitizer ran out of time") from None
-    finally:
-        stop_tree(process)
-    if process.returncode:
-        raise Failed(f"exit status {process.returncode}\n{output[-3000:]}")
+    rank = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    command(check, "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *script, **rank)
     return {"errors": 0}
 
 
@@ -261,70 +178,6 @@ def fused_gradients(check: Check, words: str) -> dict[str, Any]:
     expected = baseline(check, model, *words.split(), UNFUSED, plain=False)
     ranks, argv = tiny(model, *words.split(), plain=False)
     return compared(check.train(argv, ranks, "nccl"), expected, 0.05)
-
-
-def _large(check: Check, schedule: str, *more: str, stages: int = 1, iterations: int = 20) -> list[str]:
-    """GPT 355M in bf16, the paper's measure of a GPU; on the CPU a tiny model. One rank runs it over NCCL: gloo would
-    copy all gradients to the host, also to add up those of one rank."""
-    on_cpu = check.device == "cpu"
-    size = (8, 32, 4, 16) if on_cpu else (24, 1024, 16, 512)
-    microbatch = 1 if on_cpu else 2 if stages > 1 or check.gib < 24 else 8
-    shape = dict(pipeline_schedule=schedule, pipeline_model_parallel_size=stages, micro_batch_size=microbatch)
-    shape |= dict(global_batch_size=8 * microbatch, train_iters=8 if on_cpu else iterations, log_interval=1000)
-    shape |= dict(vocab_size=1023 if on_cpu else 50256, make_vocab_size_divisible_by=128, device=None)
-    untied = [UNTIED] * (schedule == "pipedream")
-    return gpt_flags(*size, "--bf16", *PLAIN_TORCH, *untied, *more, **shape)
-
-
-def overhead(check: Check) -> dict[str, Any]:
-    """2bw between two runs of Megatron's own schedule, whose difference is the noise."""
-    before, run, after = (
-        check.train(_large(check, schedule), 1, "nccl", [observe.timed])[0].figures
-        for schedule in ("megatron", "2bw", "megatron")
-    )
-    seconds = [figures["seconds"] for figures in (before, after)]
-    mean, noise = sum(seconds) / 2, abs(seconds[0] - seconds[1]) / min(seconds)
-    figures = run | {"overhead": run["seconds"] / mean - 1, "noise": noise, "goal": 0.005}
-    if check.device == "cuda" and figures["overhead"] > 0.005 + noise:
-        raise Failed(f"2bw takes {figures['overhead']:.2%} more time, of which {noise:.2%} may be noise")
-    return figures
-
-
-def memory(check: Check, variant: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Bytes per parameter between iterations against the design, and the peak against the planner."""
-    schedule = variant.split(",")[0]
-    (run,) = check.train(_large(check, schedule, *more), 1, "nccl", [observe.timed])
-    model = replace(preset("gpt-355m", 512), dropout=False)
-    plan = Plan(1, 1, 1, 8 if check.gib >= 24 else 2, 8, schedule=schedule, gradient_slots=1 if more else 2)
-    predicted = Memory(model, "bf16", flash=False).stages(plan)[0].total
-    figures = run.figures | {"bytes_a_parameter": run.static_bytes / run.parameters, "design": DESIGN[variant]}
-    figures |= {"peak_gib": run.peak_bytes / 2**30, "planner_gib": predicted / 2**30}
-    if check.device == "cuda" and figures["bytes_a_parameter"] > 1.02 * DESIGN[variant]:
-        raise Failed(f"{figures['bytes_a_parameter']:.2f} bytes a parameter, not {DESIGN[variant]}")
-    if check.device == "cuda" and run.peak_bytes > 1.1 * predicted:
-        raise Failed(f"peak {figures['peak_gib']:.2f} GiB; the planner predicts {figures['planner_gib']:.2f} GiB")
-    return figures
-
-
-def stages(check: Check, schedule: str) -> dict[str, Any]:
-    """Peak memory by stage, as in the paper's Figure 8: all stages share the GPUs."""
-    count = 8 if check.device == "cuda" else 2
-    runs = check.train(_large(check, schedule, stages=count, iterations=4), count)
-    return {"peak_gib": [round(run.peak_bytes / 2**30, 2) for run in runs]}
-
-
-def observed(check: Check, observer: Callable) -> dict[str, Any]:
-    """The figures of an observer on one stage."""
-    return check.train(_large(check, "2bw"), 1, "nccl", [observer])[0].figures
-
-
-def waiting_calls(check: Check, **variables: str) -> dict[str, Any]:
-    """Calls that last as long as another stream's kernel; those that delay another thread's launches meanwhile."""
-    found = {name: check.world(1, probes.call, name, variables)[0] for name in probes.CALLS}
-    if max(found["launch"]) > 0.5:
-        raise Failed("a plain launch waits for another stream")
-    waits = [name for name, (seconds, _) in found.items() if seconds > 0.5]
-    return {"wait": waits, "delay_other_threads": [name for name, (_, other) in found.items() if other > 0.5]}
 
 
 def _row(
@@ -341,7 +194,6 @@ FUSED = "fused weight gradients land in the right slot: equal losses and weights
 TE = "--transformer-impl transformer_engine"
 LOCAL = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion"
 UNFUSED = "--no-gradient-accumulation-fusion"
-SLOTS = {"pipedream-flush": (), "2bw, 1 slot": ("--two-bw-gradient-slots", "1"), "2bw": ()}
 
 ROWS = [
     _row("reference", "fp32", "d = 1 has the reference's bits", reference, "checkout"),
@@ -362,20 +214,28 @@ ROWS = [
     _row("hazards", "memcheck", "compute-sanitizer", memcheck, "cuda", "compute-sanitizer", seconds=300.0),
     _row("packages", "Transformer Engine", FUSED, fused_gradients, "cuda", "te", words=TE),
     _row("packages", "Apex", FUSED, fused_gradients, "cuda", "apex", words=LOCAL),
-    _row("cost", "overhead", "time of 2bw over Megatron's own schedule, d = 1", overhead, seconds=300.0),
+    _row("cost", "overhead", "time of 2bw over Megatron's own schedule, d = 1", costs.overhead, seconds=300.0),
     *(
-        _row("cost", f"memory, {name}", "bytes per parameter, peak", memory, seconds=150.0, variant=name, more=more)
-        for name, more in SLOTS.items()
+        _row("cost", f"memory, {name}", "bytes per parameter, peak", costs.memory, seconds=150.0, variant=name)
+        for name in costs.DESIGN
     ),
     *(
-        _row("cost", f"stages, {name}", "peak memory by stage", stages, seconds=200.0, schedule=name)
+        _row("cost", f"stages, {name}", "peak memory by stage", costs.stages, seconds=200.0, schedule=name)
         for name in SCHEDULE_NAMES
         if name != "megatron"
     ),
-    _row("cost", "hidden waits", "calls that can wait for the GPU", observed, seconds=150.0, observer=observe.profiled),
-    _row("thread", "launches", "latency of launches", observed, seconds=150.0, observer=observe.launches),
+    _row("cost", "profile", "the planner's times of a layer, the output layer and the step", costs.profile),
+    _row("cost", "validate", "the planner's best plans: predicted over measured time", costs.validate, seconds=300.0),
     *(
-        _row("thread", f"waiting calls, {kind}", WAITING, waiting_calls, "cuda", CUDA_MODULE_LOADING=kind)
+        _row(part, name, what, costs.observed, seconds=150.0, observer=observer)
+        for part, name, what, observer in (
+            ("cost", "hidden waits", "calls that can wait for the GPU", observe.profiled),
+            ("thread", "launches", "latency of launches", observe.launches),
+            ("thread", "lock", "time until another thread has Python's lock", observe.lock),
+        )
+    ),
+    *(
+        _row("thread", f"waiting calls, {kind}", WAITING, costs.waiting_calls, "cuda", CUDA_MODULE_LOADING=kind)
         for kind in ("LAZY", "EAGER")
     ),
 ]

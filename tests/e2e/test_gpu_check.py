@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -15,7 +16,8 @@ from megatron_2bw.gpu_check import observe, rows, runner
 from megatron_2bw.gpu_check.rows import MODELS, Check, Row
 from tests.e2e.launcher import ROOT, end
 
-CHOSEN = ["fp32", "tied, bf16, 1 queue", "kill and resume", "memory, 2bw", "hidden waits", "launches"]
+CHOSEN = ["fp32", "tied, bf16, 1 queue", "kill and resume", "memory, 2bw", "profile", "validate", "hidden waits"]
+CHOSEN += ["launches", "lock"]
 
 
 def test_a_selection_of_rows(tmp_path):
@@ -26,7 +28,7 @@ def test_a_selection_of_rows(tmp_path):
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
-    run = end(process, 240)
+    run = end(process, 400)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     found = json.loads(path.read_text())["rows"]
     assert [key.split(": ")[1] for key in found] == CHOSEN and {row["result"] for row in found.values()} == {"ok"}
@@ -37,8 +39,13 @@ def test_a_selection_of_rows(tmp_path):
     waits = figures["hidden waits"]["waits_an_iteration"]
     assert {name.split(" in ")[1] for name in waits} == {"2bw step", "MainThread"}
     assert figures["launches"].keys() >= {"pending_median_us", "idle_median_us", "step_wall_ms", "step_cpu_ms"}
+    assert figures["profile"].keys() >= {"blocks_forward_ms", "output_backward_ms", "step_ns_a_parameter"}
+    assert len(figures["validate"]) == 2 and all(plan["measured"] > 0 for plan in figures["validate"].values())
+    states = {name: figure for name, figure in figures["lock"].items() if name.endswith(", us")}
+    assert states.keys() == {f"{name}, us" for name in ("quiet", "training", "step", "training and step")}
+    assert all(figure["waits"] > 0 for figure in states.values())
     assert re.search(r"^cost: memory, 2bw +ok  on the CPU: no figures$", run.stdout, re.M)
-    assert "6 ok, 0 FAILED" in run.stdout
+    assert "9 ok, 0 FAILED" in run.stdout
 
 
 def wrong_store(observed, hooks):
@@ -57,6 +64,21 @@ def planted(check: Check, observer) -> dict:
     expected = rows.baseline(check, MODELS["untied"])
     ranks, argv = rows.tiny(MODELS["untied"])
     return rows.compared(check.train(argv, ranks, observers=[observer]), expected)
+
+
+def locked(observed, hooks):
+    """A call of each step keeps Python's lock for a fifth of a second."""
+    from megatron_2bw.mcore.late_step import LateStep
+
+    run_job = LateStep.run_job
+    LateStep.run_job = lambda self, job: (ctypes.PyDLL(None).usleep(200_000), run_job(self, job))[1]
+    observe.lock(observed, hooks)
+
+
+def test_a_lock_that_is_kept_is_seen(tmp_path):
+    check = Check("cpu", deadline=time.monotonic() + 60)
+    figures = check.train(rows.tiny((1, 1, 2, ""))[1], 1, observers=[locked])[0].figures
+    assert figures["step, us"]["longest"] > 190_000 or figures["training and step, us"]["longest"] > 190_000
 
 
 def test_planted_faults_are_in_the_table(tmp_path, capsys):

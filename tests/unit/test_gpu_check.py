@@ -19,6 +19,7 @@ from megatron_2bw.files import write_whole
 from megatron_2bw.gpu_check import observe, rows, runner
 from megatron_2bw.gpu_check.rows import Check, Failed, Row
 from megatron_2bw.gpu_check.runner import FAILED, HANGS, LATER, OK, SKIPPED
+from megatron_2bw.local_ranks import run_world
 from megatron_2bw.start.torchrun import ROOT
 
 LIGHT = "tests.plain"  # a server without Megatron
@@ -64,7 +65,7 @@ def test_a_row_that_fails_is_named_and_the_others_run(tmp_path, capsys):
 
 
 def ranks(check: Check, function) -> dict:
-    observed = rows.run_world(2, function, timeout=check.deadline - time.monotonic(), preload=LIGHT)
+    observed = run_world(2, function, timeout=check.deadline - time.monotonic(), preload=LIGHT)
     return {"ranks": observed}
 
 
