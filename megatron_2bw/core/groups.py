@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_2bw.core.streams import POOL
+
 _made: Counter[str] = Counter()
 
 
@@ -41,6 +43,18 @@ def new_group(
     finally:
         named._hash_ranks_to_str = name_of
     return cast(dist.ProcessGroup, group)
+
+
+def streams_warning() -> str | None:
+    """One line if this rank is in more groups of NCCL than torch's pool has streams (torch >= 2.15: one a group)."""
+    named: Any = distributed_c10d
+    count = sum("nccl" in dist.get_backend(group) for group in list(named._world.pg_map))
+    if count <= POOL:
+        return None
+    return (
+        f"> {count} process groups of NCCL share the {POOL} CUDA streams of torch's pool, so that a message may wait "
+        "for ever behind another one: give a smaller --two-bw-extra-warmup, or --two-bw-exchange gloo"
+    )
 
 
 class StepGroup:

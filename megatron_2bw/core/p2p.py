@@ -300,3 +300,17 @@ def connect(
         else:
             neighbours.activations_in, neighbours.gradients_out = Receiver(activations), Sender(gradients)
     return neighbours
+
+
+def connect_group(group: dist.ProcessGroup, pipeline: list[int], rank: int, device: torch.device) -> None:
+    """Exchange a message with each neighbour over `group`, in one batch: NCCL makes its communicator now.
+
+    For messages that are sent in batches, and at first in the middle of a run. Every rank of `pipeline` must call this.
+    """
+    if dist.get_backend(group) == "gloo":  # it is connected since it was made
+        return
+    stage = pipeline.index(rank)
+    sides = ((dist.irecv, pipeline[:stage][-1:]), (dist.isend, pipeline[stage + 1 :][:1]))
+    messages = [dist.P2POp(way, torch.zeros(1, device=device), peer, group) for way, peers in sides for peer in peers]
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()

@@ -109,6 +109,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
             trace=args.two_bw_trace,
             wants_exit=wants_exit,
             factor=args.two_bw_correction_factor if args.two_bw_correction == "extrapolate" else None,
+            evaluates=args.eval_iters != 0,
         ),
     )
 

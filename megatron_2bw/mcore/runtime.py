@@ -21,6 +21,8 @@ from megatron.training import print_rank_0
 
 from megatron_2bw.checkpoints.state import RunState
 from megatron_2bw.core import InPlaceUpdate, Pipeline, Recorder, StashedUpdate, Update, WeightStores, connect
+from megatron_2bw.core.groups import streams_warning
+from megatron_2bw.core.p2p import connect_group
 from megatron_2bw.core.pipeline import WARM_UP
 from megatron_2bw.mcore.extrapolation import Extrapolation, WorkingCopy, resume_note
 from megatron_2bw.mcore.grad_buffers import GradientSlots
@@ -53,6 +55,7 @@ class Options:
     trace       the folder of --two-bw-trace
     wants_exit  whether this rank wants the run to end (a signal, its duration); asked once an iteration
     factor      of --two-bw-correction extrapolate; None without it
+    evaluates   whether there may be evaluations
     """
 
     transport: str = "auto"
@@ -61,6 +64,7 @@ class Options:
     trace: Path | None = None
     wants_exit: Callable[[], bool] | None = None
     factor: float | None = None
+    evaluates: bool = False
 
 
 class MegatronRuntime:
@@ -196,6 +200,8 @@ class MegatronRuntime:
         ahead = [self.schedule.ahead(shape, stage) for stage in range(shape.stages)]
         lanes = [max(upper - lower, 1) for upper, lower in itertools.pairwise(ahead)]
         neighbours = connect(ranks, torch.distributed.get_rank(), options.transport, device, options.timeout, lanes)
+        if options.evaluates:
+            connect_group(call.groups.pp, ranks, torch.distributed.get_rank(), device)
         recorder, writer = Recorder(device), None
         if options.trace is not None and mpu.get_tensor_model_parallel_rank() == 0:
             writer = TraceWriter(options.trace, index, call.groups.dp_cp.rank())
@@ -207,6 +213,8 @@ class MegatronRuntime:
             self.log = DeferredLog()
         else:
             self.log = ImmediateLog(self._clock.times, ranks, options.timeout)
+        if warning := streams_warning():
+            print_rank_0(warning)
         self._resume = RunState()  # its tensors are copied
         self.pipeline = Pipeline(
             self.schedule,

@@ -109,6 +109,14 @@ def test_the_stream_of_the_step_must_not_be_that_of_a_receive(messages):
 
 
 @pytest.mark.proof
+def test_messages_of_both_directions_must_not_share_a_stream():
+    """More process groups than torch's pool has streams could: a line at the start of a run names the flag."""
+    programs = cases.programs_of("untied")
+    alias = {(rank, "2bw activations 0,1 1"): "2bw gradients 0,1 1" for rank in (0, 1)}
+    assert deadlocks(programs, queue_of=None, alias=alias) > 0 == deadlocks(programs, queue_of=None)
+
+
+@pytest.mark.proof
 def test_the_streams_of_gloo_must_not_be_those_of_a_receive():
     """StepGroup excludes it: gloo has no tensors of the GPU."""
     assert "gloo" not in streams_of(cases.programs_of("untied"), "2bw step")
@@ -147,3 +155,10 @@ def test_all_ranks_at_once_may_not_wait_where_a_step_has_let_receives_go(name):
     assert {label[0] for label in dead} == {"S"}
     waits = device_waits(programs, "2bw step", locked=False, everywhere=True)
     assert not any(exhaust(World(waiting, queue_of=None)).dead for _, waiting in waits)
+
+
+def test_an_evaluation_connects_nothing_in_the_middle_of_a_run():
+    """Megatron's messages of an evaluation have a group that exchanges a message before the first iteration."""
+    for log in cases.logs_of("evaluation"):
+        labels = [entry[1] for entry in log if entry[2] == "C" and entry[4][0].startswith("PIPELINE_MODEL_PARALLEL")]
+        assert labels[0] == "start" and len(set(labels)) > 1

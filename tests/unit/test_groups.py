@@ -169,3 +169,15 @@ def test_streams_are_distinct(monkeypatch):
     assert len(set(own)) == POOL
     with pytest.raises(RuntimeError, match="32 CUDA streams of priority -2"):
         own_stream(torch.device("cuda"))
+
+
+def test_more_groups_than_streams_are_one_line(world, monkeypatch):
+    monkeypatch.setattr(groups, "POOL", 2)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    new_group([0], "data")
+    assert groups.streams_warning() is None
+    new_group([0], "activations")
+    line = groups.streams_warning()
+    assert line.startswith("> 3 process groups of NCCL share the 2 CUDA streams") and "--two-bw-extra-warmup" in line
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    assert groups.streams_warning() is None

@@ -179,11 +179,11 @@ def test_communicators_by_hand():
         return communicators(replace(TWO_BW, **changes), stage)
 
     assert TWO_BW.depth == 4 and TWO_BW.width > 1
-    assert held(0, width=1) == held(3, width=1) == [LINK, LINK, PAIR]
-    assert held(1, width=1) == [LINK] * 4
-    assert held(1, width=2) == [LINK] * 4 + [PAIR] and held(1, width=8) == [LINK] * 4 + [GROUP]
+    assert held(0, width=1) == held(3, width=1) == [LINK, LINK, LINK, PAIR]
+    assert held(1, width=1) == [*[LINK] * 4, 2 * LINK]
+    assert held(1, width=2) == [*[LINK] * 4, 2 * LINK, PAIR] and held(1, width=8) == [*[LINK] * 4, 2 * LINK, GROUP]
     assert held(0, depth=1, width=1) == [] and held(0, depth=1, width=4) == [GROUP]
-    assert held(0, schedule="pipedream-flush") == [LINK] * 2 and held(0, schedule="megatron") == []
+    assert held(0, schedule="pipedream-flush") == [LINK] * 3 and held(0, schedule="megatron") == []
 
 
 @pytest.mark.parametrize("microbatches, expected", [(1, [4, 3, 2, 1]), (2, [3, 2, 2, 1]), (8, [2, 2, 2, 1])])

@@ -54,13 +54,15 @@ LINK, PAIR, GROUP = 235e6 * 4 / 32, 544e6, 688e6
 def communicators(plan: Plan, stage: int) -> list[float]:
     """Bytes of each communicator of NCCL with several ranks that a GPU of the stage holds for this project's schedules.
 
-    One for each neighbour and direction, and one more for each forward of extra warm-up; with a late step, twins of the
-    data-parallel group and of the embeddings'. Megatron's own communicators come on top, and those of one rank.
+    One for each neighbour and direction, and one more for each forward of extra warm-up; the pipeline's, over which
+    Megatron's evaluations send; with a late step, twins of the data-parallel group and of the embeddings'. Megatron's
+    other communicators come on top, and those of one rank.
     """
     if plan.schedule == "megatron":
         return []
     boundaries = [boundary for boundary in (stage - 1, stage) if 0 <= boundary < plan.depth - 1]
     links = [LINK] * sum(2 * (1 + max(plan.extra[boundary % 2 :: 2])) for boundary in boundaries)
+    links += [LINK * len(boundaries)] * bool(boundaries)
     if not plan.pipeline.late_step:
         return links
     data = [PAIR if plan.width == 2 else GROUP] if plan.width > 1 else []
