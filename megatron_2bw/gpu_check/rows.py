@@ -120,26 +120,22 @@ def baseline(check: Check, model: Model, *more: object, plain: bool = True) -> l
     return check.baselines[key]
 
 
-def same_bits(check: Check, model: Model, queues: int, transport: str = "nccl") -> dict[str, Any]:
-    """Over `transport`, with random delays, against gloo without delays."""
+def same_bits(check: Check, model: Model, queues: int, transport: str = "nccl", saves: int = 0) -> dict[str, Any]:
+    """Over `transport`, with random delays, and every `saves` iterations a checkpoint, against gloo without delays."""
     expected = baseline(check, model)
     if OVERFLOW in model[3] and not expected[-1].skipped:
         raise Failed("no step was skipped: the loss scale did not overflow")
-    ranks, argv = tiny(model)
-    delays = partial(observe.delays, seed=queues)
-    return compared(check.train(argv, ranks, transport, [delays], CUDA_DEVICE_MAX_CONNECTIONS=str(queues)), expected)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks, argv = tiny(model, *(("--save", folder, "--save-interval", saves) if saves else ()))
+        delays = partial(observe.delays, seed=queues)
+        runs = check.train(argv, ranks, transport, [delays], CUDA_DEVICE_MAX_CONNECTIONS=str(queues))
+    return compared(runs, expected)
 
 
 def stress(check: Check, queues: int) -> dict[str, Any]:
     """Many iterations with evaluations, saves and random delays."""
     many = 200 if check.device == "cuda" else 24
-    model = (2, 1, 3, f"--bf16 {EVALUATION} 20 --train-iters {many}")
-    expected = baseline(check, model)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks, argv = tiny(model, "--save", folder, "--save-interval", many // 4)
-        delays = partial(observe.delays, seed=queues)
-        runs = check.train(argv, ranks, "nccl", [delays], CUDA_DEVICE_MAX_CONNECTIONS=str(queues))
-    return compared(runs, expected)
+    return same_bits(check, (2, 1, 3, f"--bf16 {EVALUATION} 20 --train-iters {many}"), queues, saves=many // 4)
 
 
 def killed(check: Check) -> dict[str, Any]:

@@ -70,16 +70,16 @@ def drawn(seed: int) -> tuple[int, list[str]]:
 
 
 @functools.cache
-def logs_of(name: str, plant=None) -> list[list[tuple]]:
-    """The logs of a case, or of the one that a seed draws ("drawn 3"). plant: a function of this module."""
+def logs_of(name: str, *plants) -> list[list[tuple]]:
+    """The logs of a case, or of the one that a seed draws ("drawn 3"). plants: functions of this module."""
     size, argv = CASES[name] if name in CASES else drawn(int(name.split()[1]))
     with tempfile.TemporaryDirectory() as folder:
         argv = [folder if word == "FOLDER" else word for word in argv]
-        return run_world(size, record, argv, plant, timeout=250)
+        return run_world(size, record, argv, *plants, timeout=250)
 
 
-def programs_of(name: str, plant=None) -> Programs:
-    return programs(logs_of(name, plant))
+def programs_of(name: str, *plants) -> Programs:
+    return programs(logs_of(name, *plants))
 
 
 # Mends taken out.
@@ -99,11 +99,6 @@ def without_holding_back() -> None:
     Receiver.hold_back = lambda self, *args: None
 
 
-def without_both() -> None:
-    without_waits()
-    without_holding_back()
-
-
 def one_lane() -> None:
     """All messages of a direction share a stream."""
     from megatron_2bw.mcore import runtime
@@ -117,11 +112,6 @@ def without_host_copies() -> None:
     from megatron_2bw.core.groups import StepGroup
 
     StepGroup._through_host = lambda self, name, tensors, options: self.__getattr__(name)(tensors, *options)
-
-
-def without_host_copies_and_holding_back() -> None:
-    without_host_copies()
-    without_holding_back()
 
 
 # Bugs that are races.

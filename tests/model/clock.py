@@ -114,7 +114,7 @@ def main() -> None:
     print("| --- |" + " --- |" * len(MENDS))
     for name in CASES:
         for step in STEPS if " ".join(sys.argv[1:]) in name else ():
-            times = [Clock(cases.logs_of(name, plant), MS | {"step": step}).figures() for plant in MENDS.values()]
+            times = [Clock(cases.logs_of(name, *plants), MS | {"step": step}).figures() for plants in MENDS.values()]
             cells = [f"{whole:.2f} ({late:.2f})" for whole, late in times]
             print("|", " | ".join([f"{name}, kernels of a step {step:g}", *cells]), "|", flush=True)
 

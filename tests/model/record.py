@@ -464,12 +464,12 @@ def install() -> None:
     Operations().__enter__()
 
 
-def record(rank: int, argv: list[str], plant=None) -> list[tuple]:
-    """The log of a training run; for `run_world`. plant() changes the project first."""
+def record(rank: int, argv: list[str], *plants) -> list[tuple]:
+    """The log of a training run; for `run_world`. The plants, which are functions, change the project first."""
     from tests.distributed.training import train
 
     install()
-    if plant is not None:
+    for plant in plants:
         plant()
     train(rank, argv)
     return log

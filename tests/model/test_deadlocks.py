@@ -102,7 +102,7 @@ def test_without_waits_few_queues_deadlock():
 @pytest.mark.parametrize("messages", ["activations", "gradients"])
 def test_the_stream_of_the_step_must_not_be_that_of_a_receive(messages):
     """Streams of our own exclude it. Without holding back nearly every run would hang."""
-    programs = cases.programs_of("tied", cases.without_both)
+    programs = cases.programs_of("tied", cases.without_waits, cases.without_holding_back)
     step = streams_of(programs, "2bw step")[0]
     alias = dict.fromkeys(receives(programs, messages), step)
     assert alias and deadlocks(programs, queue_of=None, alias=alias) > 100
@@ -120,7 +120,7 @@ def test_messages_of_both_directions_must_not_share_a_stream():
 def test_the_streams_of_gloo_must_not_be_those_of_a_receive():
     """StepGroup excludes it: gloo has no tensors of the GPU."""
     assert "gloo" not in streams_of(cases.programs_of("untied"), "2bw step")
-    programs = cases.programs_of("untied", cases.without_host_copies_and_holding_back)
+    programs = cases.programs_of("untied", cases.without_host_copies, cases.without_holding_back)
     assert "gloo" in streams_of(programs, "2bw step")
     alias = dict.fromkeys(receives(programs, "activations"), "gloo")
     assert deadlocks(programs, queue_of=None, alias=alias) > 0

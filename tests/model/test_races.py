@@ -9,8 +9,8 @@ from tests.model.races import Races
 from tests.model.test_deadlocks import FAST
 
 
-def races_of(name: str, plant=None) -> list[Races]:
-    return [Races(log) for log in cases.logs_of(name, plant)]
+def races_of(name: str, *plants) -> list[Races]:
+    return [Races(log) for log in cases.logs_of(name, *plants)]
 
 
 def description(races: list[Races]) -> str:
