@@ -129,6 +129,21 @@ def test_gpipe_admits_as_many_microbatches_as_fit():
     assert all(run.plan.gpipe_round is None for run in grid(panels("8"), ["GPipe"]))
 
 
+def test_figure_11_has_the_largest_model_and_jobs_around_it():
+    found = {(point.series, point.x): point for point in paper_figures.largest_models({})}
+    sizes = [found["2 gradient slots", depth].predicted for depth in PAPER["figures"]["11"]["depths"]]
+    assert sizes == sorted(sizes) and found["1 gradient slot", 64].predicted >= sizes[-1] > 20
+    fits = {}
+    for run in grid(paper_figures.largest_panels()):
+        shape = dict(run.panel.shape)
+        assert shape["layers"] % run.plan.depth == 0 and run.plan.gpus == 64
+        fits.setdefault(run.plan.depth, []).append(run.cost.fits(run.plan))
+    assert set(map(tuple, fits.values())) == {(True, False)}
+    rows = [run.row() | {"status": "completed"} for run in grid(paper_figures.largest_panels()[:1])]
+    (point, *_) = [p for p in paper_figures.largest_models({"a": rows[0]}) if p.series == "2 gradient slots"]
+    assert point.measured == point.predicted
+
+
 def test_rows_of_benchmarks():
     rows = [{"schedule": "2bw", "m": 8, "e": 0.9}, {"schedule": "gpipe", "m": 8, "e": 0.45}]
     two, gpipe = {"schedule": "2bw", "m": 8}, {"schedule": "gpipe"}
