@@ -29,7 +29,8 @@ MICROBATCHES = tuple(PAPER["microbatches"])
 class Panel:
     """Runs of one model on one cluster, `parallel` GPUs a copy of it, at several global batch sizes.
 
-    microbatches, systems, recompute  what the runs differ in; of the first two, all if empty
+    microbatches, systems, recompute  what the runs differ in; of the first two, all if empty. recompute is none, full
+                (every layer) or stage (the paper's: only the inputs of stages are kept)
     shape       (field, number) pairs that replace fields of the model
     precision   the caller's choice if empty
     cluster     of the planner: a preset, or a YAML file
@@ -122,7 +123,13 @@ class Run:
         microbatches, rest = divmod(self.batch, self.microbatch * width) if width else (0, 0)
         if rest or not microbatches or schedule == "2bw" and microbatches < depth:
             return None
-        plan = Plan(tensor, depth, width, self.microbatch, microbatches, recompute=self.recompute, schedule=schedule)
+        stage = self.recompute == "stage"
+        plan = Plan(
+            *(tensor, depth, width, self.microbatch, microbatches),
+            recompute="full" if stage else self.recompute,
+            schedule=schedule,
+            recompute_layers=self.cost.model.layers // depth if stage else 1,
+        )
         size = self.cost.gpipe_round(plan) if schedule == "gpipe" and self.panel.rounds else None
         return plan.changed(gpipe_round=size) if size else plan
 
@@ -130,7 +137,8 @@ class Run:
         plan, panel = self.plan, self.panel
         row = {"figure": panel.figure, "model": panel.model, "system": self.system, "schedule": plan.schedule}
         row |= {"servers": panel.servers, "gpus": plan.gpus}
-        row |= {name: getattr(plan, name) for name in ("tensor", "depth", "width", "microbatch", "recompute")}
+        row |= {name: getattr(plan, name) for name in ("tensor", "depth", "width", "microbatch")}
+        row["recompute"] = self.recompute
         row["round"] = plan.gpipe_round or ""
         return row | {"batch": self.batch}
 
