@@ -196,6 +196,12 @@ def _flip(stores: Any, turn: int) -> float:
     return time.perf_counter() - begun
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and maximum; NaN without values."""
+    values = sorted(values) or [float("nan")]
+    return {"median": values[len(values) // 2], "p99": values[99 * len(values) // 100], "max": values[-1]}
+
+
 def launches(observed: Observed, hooks: Hooks) -> None:
     """Microseconds of a small launch of the training thread after each action, while a step is pending and while none
     is; wall time and CPU time of the step's thread. The CPU time bounds the time for which it holds Python's lock."""
@@ -221,9 +227,8 @@ def launches(observed: Observed, hooks: Hooks) -> None:
 
     def summary() -> None:
         for key, found in times.items():
-            found = sorted(found[len(found) // 4 :]) or [float("nan")]  # the first ones load kernels
-            middle, late = found[len(found) // 2], found[99 * len(found) // 100]
-            observed.figures |= {f"{key}_median_us": middle, f"{key}_p99_us": late, f"{key}_max_us": found[-1]}
+            warm = spread(found[len(found) // 4 :])  # the first ones load kernels
+            observed.figures |= {f"{key}_{name}_us": value for name, value in warm.items()}
         wall, work = (1e3 * statistics.median(column) for column in zip(*walls[2:]))
         observed.figures |= {"step_wall_ms": wall, "step_cpu_ms": work}
 
@@ -273,10 +278,7 @@ def lock(observed: Observed, hooks: Hooks, interval: float = 2e-4) -> None:
         marked("training", False, time.sleep)(0.5)
         observed.figures["switch_interval_us"] = 1e6 * sys.getswitchinterval()
         for name, found in list(waits.items()):
-            found = sorted(found)
-            middle, late, mean = found[len(found) // 2], found[9 * len(found) // 10], sum(found) / len(found)
-            what = {"median": middle, "p90": late, "longest": found[-1], "mean": mean, "waits": len(found)}
-            observed.figures[f"{name}, us"] = what
+            observed.figures[f"{name}, us"] = spread(found) | {"mean": sum(found) / len(found), "waits": len(found)}
 
     LateStep.reduce, LateStep.run_job = waiting_reduce, marked("step", True, run_job)
     threading.Thread(target=ask, daemon=True).start()

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 SET, WAIT, ISSUE, SNAP, DRAIN = range(5)  # kinds of instructions; DRAIN waits for what SNAP has seen
+VERBS = "is at", "waits for", "cannot issue", "is at", "waits for the GPU:"
 K, R, W, C = range(4)  # kinds of operations on a GPU
+KINDS = {"K": K, "R": R, "W": W, "C": C}
 
 
 @dataclass
@@ -282,9 +284,7 @@ class World:
                     elif not self.private[thread][at[thread]]:
                         break
                     elif step.kind == SNAP:
-                        snaps[thread] = (
-                            self._issued(queues, started) & ~done & _union(self.masks[s] for s in step.value)
-                        )
+                        snaps[thread] = self._seen(thread, step, queues, started) & ~done
                     else:
                         queues, started, done = self._progress(self._put(queues, step.value), started, done)
                         again = True
@@ -297,8 +297,10 @@ class World:
             changed[self.queue[op]] += (op,)
         return tuple(changed)
 
-    def _issued(self, queues, started) -> int:
-        return started | _union(1 << op for queue in queues for op in queue)
+    def _seen(self, thread: int, step: Instruction, queues, started) -> int:
+        """What a SNAP sees: all that has been issued to its streams."""
+        of = self.rank_mask[self.ranks[thread]] if step.value is None else _union(self.masks[s] for s in step.value)
+        return (started | _union(1 << op for queue in queues for op in queue)) & of
 
     def _progress(self, queues, started, done) -> tuple:
         kinds, streams, masks = self.kind, self.stream, self.masks
@@ -353,10 +355,7 @@ class World:
         if step.kind == ISSUE:
             queues = self._put(queues, step.value)
         else:
-            of = self.rank_mask[self.ranks[thread]]
-            if step.value is not None:
-                of = _union(self.masks[stream] for stream in step.value)
-            snaps = (*snaps[:thread], self._issued(queues, started) & of & ~done, *snaps[thread + 1 :])
+            snaps = (*snaps[:thread], self._seen(thread, step, queues, started) & ~done, *snaps[thread + 1 :])
         return self._advance((*at[:thread], at[thread] + 1, *at[thread + 1 :]), queues, started, done, snaps)
 
     def finished(self, state) -> bool:
@@ -373,7 +372,7 @@ class World:
                 return [thread for thread in found if self.ranks[thread] == rank]
         return found
 
-    # Telling
+    # Reporting
 
     def grid(self, state) -> str:
         """Who waits for what, a row a thread and a row a hardware queue."""
@@ -383,14 +382,7 @@ class World:
             what = "is through"
             if at[thread] < len(code):
                 step = code[at[thread]]
-                verb = {
-                    SET: "is at",
-                    WAIT: "waits for",
-                    DRAIN: "waits for the GPU:",
-                    ISSUE: "cannot issue",
-                    SNAP: "is at",
-                }[step.kind]
-                what = f"{step.label:12} {verb} {step.text}"
+                what = f"{step.label:12} {VERBS[step.kind]} {step.text}"
             rows.append(f"rank {self.ranks[thread]}  {self.thread_names[thread]:9}  {what}")
         for number, queue in enumerate(queues):
             if queue:
@@ -398,16 +390,11 @@ class World:
                 mask = started & ~done & self.masks[self.stream[op]]
                 held = ", ".join(self.text[b] for b in bits_of(mask) if self.kind[b] == C) or "an event"
                 head = f"{self.names[self.stream[op]]}: {'KRWC'[self.kind[op]]} {self.text[op]}"
-                rank = self.ranks[next(iter(self.users[number]))]
-                name = f"queue {self.names_of_queues[number]}"
+                rank, name = self.ranks[next(iter(self.users[number]))], f"queue {self.names_of_queues[number]}"
                 rows.append(f"rank {rank}  {name:9}  {head} waits for {held}; {len(queue) - 1} behind")
-        running = [
-            f"{self.text[b]} ({self.names[self.stream[b]]})" for b in bits_of(started & ~done) if self.kind[b] == C
-        ]
+        halves = [bit for bit in bits_of(started & ~done) if self.kind[bit] == C]
+        running = [f"{self.text[bit]} ({self.names[self.stream[bit]]})" for bit in halves]
         return "\n".join([*sorted(rows), "started, without all ranks: " + ", ".join(running)])
-
-
-KINDS = {"K": K, "R": R, "W": W, "C": C}
 
 
 def bits_of(mask: int) -> Iterator[int]:
