@@ -14,7 +14,7 @@ help:
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
 	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
-	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (ten minutes)"
+	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (seven minutes)"
 	@echo "make gpu-check  what holds on the GPUs of this machine (half an hour; docs/gpu.md)"
 	@echo "make clean     remove what the others wrote, except .venv"
 
