@@ -51,6 +51,7 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "`megatron-2bw-plan simulate`": ("megatron_2bw.planner.cli", "main", ["simulate"]),
     "`megatron-2bw-plan calibrate`": ("megatron_2bw.planner.cli", "main", ["calibrate"]),
     "`scripts/preprocess_data.py`": ("megatron_2bw.data.preprocess_cli", "main", []),
+    "`scripts/paper.py`": ("scripts.paper", "main", []),
     "`scripts/slurm/sweep.py`": ("scripts.slurm.sweep", "main", []),
     "`scripts/demo.py`": ("scripts.demo", "main", []),
     "`scripts/convergence.py`": ("scripts.convergence", "main", []),
