@@ -65,6 +65,7 @@ def search_time() -> list[Check]:
             f"at most {max(r['seconds'] for r in rows if r['limit'] == 2)} s and "
             f"{max(r['seconds'] for r in rows if r['limit'] == 20)} s",
             rows,
+            "processor time of this machine",
         )
     ]
 

@@ -30,7 +30,7 @@ PAPER = Space(
 
 @dataclass
 class Check:
-    """One claim: its rows, the bar, the result."""
+    """One claim: its rows, the bar, the result, and what the prediction takes for granted."""
 
     name: str
     source: str
@@ -38,15 +38,23 @@ class Check:
     holds: bool
     result: str
     rows: list[dict] = field(default_factory=list)
+    assumes: str = ""
 
 
 def within(
-    percent: float, name: str, source: str, rows: list[dict], key: str = "error", what: str = "", shown: bool = True
+    percent: float,
+    name: str,
+    source: str,
+    rows: list[dict],
+    key: str = "error",
+    what: str = "",
+    shown: bool = True,
+    assumes: str = "",
 ) -> Check:
     """Whether the relative error `key` of each row, apart from rows that the planner was fitted to, is small enough."""
     worst = max(abs(row[key]) for row in rows if not row.get("fitted to"))
     bar, result = f"{what}within {percent:g} %", f"largest error {worst:.1%}"
-    return Check(name, source, bar, worst <= percent / 100, result, rows if shown else [])
+    return Check(name, source, bar, worst <= percent / 100, result, rows if shown else [], assumes)
 
 
 def table(name: str) -> list[dict[str, str]]:

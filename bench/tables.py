@@ -18,7 +18,7 @@ def checks(entries: list[dict]) -> str:
     """A summary, then the rows of each check (planner_accuracy.py)."""
     summary = [
         {"claim": check["name"]}
-        | {name: check[name] for name in ("source", "bar", "result")}
+        | {name: check[name] for name in ("source", "assumes", "bar", "result")}
         | {"holds": "yes" if check["holds"] else "**no**"}
         for check in entries
     ]

@@ -37,6 +37,7 @@ from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_
 from megatron_2bw.files import write_whole
 from megatron_2bw.planner.describe.cluster import PRESETS
 from megatron_2bw.planner.describe.inputs import named_cluster
+from megatron_2bw.planner.tell.explain import old_gpu
 from megatron_2bw.start.torchrun import ROOT
 from megatron_2bw.timelines.paper_figures import FIGURES, draw_figure
 from scripts import convergence_plot, paper_figures
@@ -237,6 +238,8 @@ def panels_on(figure: str, name: str) -> list[Panel]:
     if not name:
         return own
     cluster = named_cluster(name)
+    for line in old_gpu(cluster.device):
+        print(f"paper.py: {line}", file=sys.stderr)
     each, where = cluster.gpus_per_server, name if name in PRESETS else str(Path(name).resolve())
     fitting = [panel for panel in own if name in PRESETS or panel.gpus <= cluster.gpus]
     for panel in own:

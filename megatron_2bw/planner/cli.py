@@ -183,6 +183,7 @@ def run_plan(words: list[str], prog: str) -> int:
         f"{explain.reason(result)}\n{explain.on_fewer_gpus(result)}",
         rejections.rejections(result),
         explain.evidence(cost),
+        *explain.old_gpu(cost.cluster.device),
         explain.CAVEAT,
         sep="\n\n",
     )

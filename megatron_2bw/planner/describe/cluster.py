@@ -51,6 +51,7 @@ class Device:
     collective_launch_us  host time to launch one collective
     exchange_us         host time of a blocking exchange between stages, in addition to the message's time
     step_us             host time of an iteration outside its forwards and backwards
+    capability          CUDA's compute capability; torch's wheels have no kernels for old ones (explain.py)
     calibration         source of the two shares; the host times are typical values until `calibrate` fits them
     """
 
@@ -68,6 +69,7 @@ class Device:
     collective_launch_us: float = 60.0
     exchange_us: float = 200.0
     step_us: float = 5000.0
+    capability: float = 8.0
     calibration: str = "not calibrated: typical values"
 
 
@@ -88,9 +90,9 @@ class Cluster:
         return self.servers * self.gpus_per_server
 
 
-V100 = Device("V100-16GB", 15.8, 125, 900, tflops_fp32=15.7, bf16=False, flash=False, units=80)
+V100 = Device("V100-16GB", 15.8, 125, 900, tflops_fp32=15.7, bf16=False, flash=False, units=80, capability=7.0)
 V100_32 = replace(V100, name="V100-32GB", memory_gib=31.7)
-GTX1080TI = Device("1080Ti", 10.9, 11.3, 484, tflops_fp32=11.3, bf16=False, flash=False, units=28)
+GTX1080TI = Device("1080Ti", 10.9, 11.3, 484, tflops_fp32=11.3, bf16=False, flash=False, units=28, capability=6.1)
 A100_40 = Device("A100-40GB", 39.6, 312, 1555, tflops_fp32=19.5, units=108)
 A100_80 = Device("A100-80GB", 79.2, 312, 2039, tflops_fp32=19.5, units=108)
 H100 = Device("H100-80GB", 79.2, 989, 3350, tflops_fp32=67, units=132)

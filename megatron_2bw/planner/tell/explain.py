@@ -13,10 +13,12 @@ from operator import attrgetter
 
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.cluster import Cluster, Link
+from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.search import Search, Space, on_fewer
 
+# torch.cuda.get_arch_list() of this wheel: sm_75, sm_80, sm_86, sm_90, sm_100, sm_120.
+WHEEL, WHEEL_FROM = "2.15.0 (CUDA 13.2)", 7.5
 MEASURED, ESTIMATED = "MEASURED", "ESTIMATED"
 TERMS = {
     "compute": "compute",
@@ -252,6 +254,17 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     memory = (ESTIMATED, f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free")
     found = {"compute": compute} | dict.fromkeys(("tensor", "pipeline", "data"), network) | {"update": update}
     return found | {"bubble": (ESTIMATED, "simulation of the schedule with the terms above"), "memory": memory}
+
+
+def old_gpu(device: Device) -> list[str]:
+    """A line if the default wheel of torch has no kernels for the GPU."""
+    if device.capability >= WHEEL_FROM:
+        return []
+    text = (
+        f"{device.name} has compute capability {device.capability:.1f}. The default wheel of torch {WHEEL} has kernels "
+        f"from {WHEEL_FROM} up: a run needs a torch that is built for {device.capability:.1f}."
+    )
+    return [wrapped(text, "")]
 
 
 def _link(where: str, link: Link) -> str:

@@ -1,0 +1,56 @@
+"""docs/planner.md, its folder and its recorded checks hold what the planner says today."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from bench import planner_paper, tables
+from megatron_2bw.planner.cost.memory import GIB
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.describe.cluster import from_yaml
+from megatron_2bw.planner.find.search import Search, Space
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "planner.md").read_text()
+CHECKS = json.loads((DOCS / "bench" / "planner_accuracy.json").read_text())["checks"]
+
+
+def test_the_tables_are_those_of_the_recorded_checks():
+    again = "print them again: python bench/tables.py docs/bench/planner_accuracy.json"
+    assert len(CHECKS) > 15 and all(check["assumes"] for check in CHECKS)
+    for part in tables.checks(CHECKS).split("\n\n### "):
+        assert part in PAGE, again
+
+
+@pytest.mark.parametrize("check", [planner_paper._gpipe, planner_paper._figure9, planner_paper._recompute])
+def test_the_recorded_checks_are_those_of_today(check):
+    found = asdict(check())
+    assert found in CHECKS, "run bench/planner_accuracy.py --json docs/bench/planner_accuracy.json"
+
+
+def test_the_example_and_its_pictures_are_of_the_plan_of_today():
+    cost = Cost(model.preset("gpt-2.2b"), cluster.preset("p3.16xlarge", 8), "fp16")
+    best = cost.estimate(next(plan for _, plan in Search(cost, Space(512))))
+    index = (DOCS / "planner" / "index.md").read_text()
+    sizes = f"{best.heaviest / GIB:.1f} GiB of {best.capacity / GIB:.1f} allowed"
+    assert f"Best: {best.plan.title}, {best.throughput:.1f} samples/s, {sizes}." in index
+    assert f"    {' '.join(best.plan.flags('fp16'))}\n" in index
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_table_of_slow_links_is_of_today(ahead, tmp_path):
+    described = PAGE[PAGE.index("    name: A100 servers on 10 Gbit/s") :].split("\n\n")[0]
+    (tmp_path / "ethernet.yaml").write_text("\n".join(line[4:] for line in described.splitlines()))
+    cost = Cost(model.preset("gpt-2.2b"), from_yaml(tmp_path / "ethernet.yaml"), "bf16")
+    best = cost.estimate(next(plan for _, plan in Search(cost, Space(512, extra_warmup=ahead))))
+    row = next(line for line in PAGE.splitlines() if line.startswith("| as above" if ahead else "| with `--no-extra"))
+    named = (
+        f"{best.plan.schedule_name}, t{best.plan.tensor} d{best.plan.depth} w{best.plan.width} b{best.plan.microbatch}"
+    )
+    assert named in row and f"| {best.throughput:.1f} | {100 * best.split.pipeline / best.seconds:.0f} % |" in row
+    assert f"{best.heaviest / GIB:.1f} GiB" in PAGE
