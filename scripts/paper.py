@@ -239,7 +239,7 @@ def panels_on(figure: str, name: str) -> list[Panel]:
         return own
     cluster = named_cluster(name)
     for line in old_gpu(cluster.device):
-        print(f"paper.py: {line}", file=sys.stderr)
+        print(f"paper.py: {' '.join(line.split())}", file=sys.stderr)
     each, where = cluster.gpus_per_server, name if name in PRESETS else str(Path(name).resolve())
     fitting = [panel for panel in own if name in PRESETS or panel.gpus <= cluster.gpus]
     for panel in own:
