@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -49,6 +50,12 @@ SIGNS = {
     "iteration": (re.compile(r"iteration +\d+/"), 0.15),
     "save": (re.compile(r"saving checkpoint at iteration"), 0.25),
     "evaluation": (re.compile(r"iteration +\d*[05]/"), 0.25),  # it begins after every fifth iteration's line
+}
+FORMATS = {
+    "torch_dist": "",
+    "async": "--async-save --use-persistent-ckpt-worker --async-strategy mcore",
+    "reshardable": "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
+    "torch": "--ckpt-format torch",
 }
 NO_STEP = "0.000000E+00"  # the loss of a skipped iteration, or none
 STARTED = "[before the start of training step]"
@@ -258,13 +265,17 @@ def validations_of(lines: list[str]) -> list[tuple[str, str]]:
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint in torch's distributed format, whole."""
+    """All tensors of a checkpoint, whole; in the torch format those of each rank's file."""
+    whole: dict[str, torch.Tensor] = {}
+    for file in checkpoint.glob("mp_rank_*/*.pt"):
+        for path, leaf in tree_flatten_with_path(torch.load(file, weights_only=False))[0]:
+            whole |= {f"{file.parent.name}{keystr(path)}": leaf} if isinstance(leaf, torch.Tensor) else {}
+    if whole:
+        return whole
     entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    whole = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if hasattr(entry, "properties")
-    }
+    for name, entry in entries.items():
+        if hasattr(entry, "properties"):
+            whole[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     dcp.load(whole, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     return whole
 
@@ -279,34 +290,14 @@ def soak(options: argparse.Namespace, folder: Path) -> Report:
     """Run the job undisturbed and with kills, and compare."""
     begin, ranks, kills = time.monotonic(), options.ranks, options.kills
     iterations = options.iterations or 5 * kills
-    saving = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore") * options.async_save
 
     def argv(name: str) -> list[str]:
-        return gpt_flags(
-            4,
-            32,
-            4,
-            16,
-            *("--fp16", "--save", folder / name, "--load", folder / name, *saving),
-            pipeline_schedule="2bw",
-            pipeline_model_parallel_size=ranks,
-            micro_batch_size=2,
-            global_batch_size=2 * (ranks + 1),
-            train_iters=iterations,
-            save_interval=SAVED,
-            eval_interval=EVALUATED,
-            eval_iters=8,
-            log_interval=1,
-            lr=1e-2,
-            lr_warmup_iters=2,
-            weight_decay=0.1,
-            hidden_dropout=0.1,
-            attention_dropout=0.1,
-            initial_loss_scale=65536,
-            loss_scale_window=5,
-            vocab_size=127,
-            seed=7,
-        )
+        flags = ("--fp16", "--save", folder / name, "--load", folder / name, *FORMATS[options.format].split())
+        sizes = dict(pipeline_model_parallel_size=ranks, micro_batch_size=2, global_batch_size=2 * (ranks + 1))
+        often = dict(train_iters=iterations, save_interval=SAVED, eval_interval=EVALUATED, eval_iters=8, log_interval=1)
+        rates = dict(lr=1e-2, lr_warmup_iters=2, weight_decay=0.1, hidden_dropout=0.1, attention_dropout=0.1)
+        scale = dict(initial_loss_scale=65536, loss_scale_window=5, vocab_size=127, seed=7)
+        return gpt_flags(4, 32, 4, 16, *flags, pipeline_schedule="2bw", **sizes, **often, **rates, **scale)
 
     with Job(argv("peace"), ranks, options.servers, restarts=0) as undisturbed:
         status = undisturbed.finish()
@@ -371,13 +362,13 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, help="of the whole run (default: 5 per kill)")
     parser.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
     parser.add_argument("--servers", type=int, default=1, help="torchruns that share the ranks, as on several servers")
-    parser.add_argument("--async-save", action="store_true", help="with Megatron's asynchronous checkpoints")
+    parser.add_argument("--format", choices=FORMATS, default="torch_dist", help="of the checkpoints")
     options = parser.parse_args()
     if options.ranks < 2 or options.ranks % options.servers or options.kills < 1:
         parser.error("--ranks must be 2 or more and a multiple of --servers, and --kills 1 or more")
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(options, Path(folder))
-    result = asdict(report) | {"servers": options.servers, "async_save": options.async_save}
+    result = asdict(report) | {"servers": options.servers, "format": options.format}
     write_result(options.json, result, draw(report))
     print(
         f"kills survived {report.survived} {report.hit}, checkpoints lost {report.checkpoints_lost}, "
