@@ -245,6 +245,8 @@ def run(one: Config, folder: Path, prepare: Any = None) -> list[Run]:
         runs = run_world(ranks(one), train, words(one, folder), prepare)
     except WorldError as error:  # Megatron finds some mistakes while it builds the model
         line = re.search(r"py: error: (.*)", str(error))
+        if "--loss-scale" in one and "Unexpected result inf" in str(error):  # Megatron ends with status 16, too
+            raise Refused("the constant loss scale is too large: a gradient is infinite") from None
         raise (Refused(line[1]) if line and "SystemExit: 2" in str(error) else error) from None
     tensor, apart = size(one, TENSOR), size(one, TENSOR) * size(one, "width")
     weights = [full_weights(runs[rank::apart]) for rank in range(apart)]  # tied copies too
