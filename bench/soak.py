@@ -3,8 +3,8 @@
     python bench/soak.py --iterations 20000
 
 Two stages of 2BW train with evaluations, saves, a trace, W&B offline and TensorBoard. Each rank notes every few
-iterations its memory, its threads, its open files and the time of an iteration. The JSON has these by iteration, and
-the medians of the second and of the last quarter, which should be the same; a picture has the same name.
+iterations its memory, threads, open files, and the time and the processor's time of an iteration. The JSON has these by
+iteration, and the medians of the second and of the last quarter, which should be the same; a picture has the same name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.common import new_figure, new_parser, write_result
 from megatron_2bw.gpu_check.rows import gpt_flags
 from megatron_2bw.local_ranks import run_world
 
-COLUMNS = ("iteration", "memory (MiB)", "threads", "open files", "iteration (ms)")
+COLUMNS = ("iteration", "memory (MiB)", "threads", "open files", "iteration (ms)", "processor (ms)")
 
 
 def watch(_rank: int, argv: list[str], every: int) -> list[tuple[float, ...]]:
@@ -38,15 +38,18 @@ def watch(_rank: int, argv: list[str], every: int) -> list[tuple[float, ...]]:
     step, me = training.train_step, psutil.Process()
     rows: list[tuple[float, ...]] = []
     times: list[float] = []
+    used = [0.0]  # seconds of the processor at each row
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
         result = step(*args, **kwargs)
-        times.append(1e3 * (time.perf_counter() - begin))
+        times.append(time.perf_counter() - begin)
         if len(times) == every:
             done = every * (len(rows) + 1)
-            memory = me.memory_info().rss / 2**20
-            rows.append((done, round(memory, 2), me.num_threads(), me.num_fds(), round(statistics.median(times), 2)))
+            memory, taken = me.memory_info().rss / 2**20, 1e3 * statistics.median(times)
+            used.append(sum(me.cpu_times()[:2]))
+            mine = 1e3 * (used[-1] - used[-2]) / every
+            rows.append((done, round(memory, 2), me.num_threads(), me.num_fds(), round(taken, 2), round(mine, 2)))
             times.clear()
         return result
 
