@@ -1,7 +1,7 @@
 """Checks that the installed Megatron has every name that this project rebinds, replaces or reads, and rebinds.
 
-Invariant: if Megatron has drifted from any row of `patches.py`, nothing is rebound, and the program stops with one line
-that names the version found and the one expected.
+Invariant: if Megatron has drifted from any row of `patches.py` or `required.py`, nothing is rebound, and the program
+stops with one line that names the version found and the one expected.
 """
 
 from __future__ import annotations

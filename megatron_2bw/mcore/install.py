@@ -53,7 +53,7 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
     hooks: also rebind how the training loop finds its schedule and makes its optimizer; a patched source checkout has
     that in its source (native.py), and its device is its own affair
     """
-    from megatron_2bw.mcore import guard, patches
+    from megatron_2bw.mcore import guard, patches, required
     from megatron_2bw.mcore.loop import Loop
 
     runtime = None if args.pipeline_schedule == "megatron" else make_runtime(args)
@@ -67,7 +67,7 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
             rows += patches.for_schedule(loop)
         if runtime.schedule.late_step:
             rows += patches.for_late_step(loop)
-    guard.apply(rows, patches.REQUIRED if runtime is not None else ())
+    guard.apply(rows, required.REQUIRED if runtime is not None else ())
     if args.save and args.rank == 0:
         owner.hold(args.save)
     # Megatron saves the arguments, in all formats; checkpoints/state.py compares.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -45,6 +46,31 @@ def switch_once(original: Callable) -> Callable:
             original(self, *args, **kwargs)
 
     return switch
+
+
+def places_without_padding(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def sharded_param_state(self, *args, **kwargs):
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = _unpadded(buffer)
+            return original(self, *args, **kwargs)
+        finally:
+            for buffer, places in zip(self.buffers, padded):
+                buffer.param_index_map = places
+
+    return sharded_param_state
+
+
+def _unpadded(buffer) -> dict:
+    """Each parameter's start, end and bucket in the buckets' contents, which follow each other without padding."""
+    starts = [0, *itertools.accumulate(bucket.numel_unpadded for bucket in buffer.buckets)]
+    own = {param: place for bucket in buffer.buckets for param, place in bucket.param_to_index.items()}
+    return {
+        param: (starts[number] + own[param][0], starts[number] + own[param][1], number)
+        for param, (_, _, number) in buffer.param_index_map.items()
+    }
 
 
 def results_queue(original: Callable) -> Callable:

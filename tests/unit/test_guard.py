@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw import cpu
-from megatron_2bw.mcore import guard, patches
+from megatron_2bw.mcore import guard, patches, required
 
 PACKAGE = Path(__file__).parents[2] / "megatron_2bw"
 
@@ -22,14 +22,14 @@ def megatron_on_cpu():
     cpu.uninstall()
 
 
-@pytest.mark.parametrize("row", patches.REQUIRED, ids=lambda row: row.owner or row.module)
+@pytest.mark.parametrize("row", required.REQUIRED, ids=lambda row: row.owner or row.module)
 def test_the_installed_megatron_has_not_drifted(row):
     row.check()
     assert row.reason and row.parsed()
 
 
 def row(owner: str) -> guard.Required:
-    (found,) = [each for each in patches.REQUIRED if each.owner == owner]
+    (found,) = [each for each in required.REQUIRED if each.owner == owner]
     return found
 
 
@@ -80,7 +80,7 @@ def touched(path: Path) -> Iterator[tuple[str, str, int]]:
 
 def rows() -> set[str]:
     # "name": of `use_group`, a loop over two names that have rows; data and grad: of torch's parameters.
-    return {name for each in patches.REQUIRED for name, _ in each.parsed()} | {"name", "data", "grad"}
+    return {name for each in required.REQUIRED for name, _ in each.parsed()} | {"name", "data", "grad"}
 
 
 def unguarded(paths) -> list[str]:
