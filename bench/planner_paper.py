@@ -6,46 +6,41 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
-from bench.planner_checks import PAPER, Check, best, described, paper_cost, table, throughput
+from bench.planner_checks import PAPER, Check, best, described, paper_cost, throughput
 from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.search import Space
+from scripts.paper_data import Run, grid, panels
 from scripts.paper_figures import WIDTHS, largest_model
 
 
 def table1() -> list[Check]:
     """Table 1 of the paper. It does not give the number of microbatches, so each row has the least, m = d."""
-    groups: dict[tuple, list[dict]] = defaultdict(list)
-    for row in table("table1_2bw.csv"):
-        groups[row["model"], row["gpu"], row["servers"]].append(row)
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in grid(panels("table1")):
+        groups[run.panel.figure].append(run)
     checks, free = [], []
-    for (name, gpu, servers), rows in groups.items():
-        preset = "8x1080ti" if gpu == "1080Ti" else "p3.16xlarge"
-        precision = "fp32" if gpu == "1080Ti" else "fp16"
-        shape = replace(model.preset(name, int(rows[0]["seq_length"])), tied=False)
-        cost = Cost(shape, cluster.preset(preset, int(servers)), precision, flash=False)
-        forms = [form(shape, cost.cluster, precision, flash=False) for form in (ClosedForm, Printed)]
-        out = []
-        for row in rows:
-            width, depth = int(row["width"]), int(row["depth"])
-            recompute = "full" if row["recompute"] == "true" else "none"
-            plan = Plan(1, depth, width, int(row["microbatch"]), depth, recompute, "2bw")
-            out.append(
-                {
-                    "(w, d)": f"({width}, {depth})",
-                    "b": plan.microbatch,
-                    "recompute": recompute,
-                    "measured": float(row["throughput"]),
-                    "predicted samples/s": round(throughput(cost, plan), 1),
-                    "corrected form": round(throughput(forms[0], plan), 1),
-                    "printed form": round(throughput(forms[1], plan), 1),
-                    "fits": cost.fits(plan),
-                    "chosen": row["chosen"] == "true",
-                }
-            )
+    for runs in groups.values():
+        cost, name, servers = runs[0].cost, runs[0].panel.model, runs[0].panel.servers
+        gpu = cost.cluster.device.name
+        forms = [form(cost.model, cost.cluster, cost.precision, flash=False) for form in (ClosedForm, Printed)]
+        out = [
+            {
+                "(w, d)": f"({run.plan.width}, {run.plan.depth})",
+                "b": run.microbatch,
+                "recompute": run.recompute,
+                "measured": float(run.panel.paper),
+                "predicted samples/s": round(throughput(cost, run.plan), 1),
+                "corrected form": round(throughput(forms[0], run.plan), 1),
+                "printed form": round(throughput(forms[1], run.plan), 1),
+                "fits": cost.fits(run.plan),
+                "chosen": run.panel.ticked,
+            }
+            for run in runs
+        ]
         ticked = next(row for row in out if row["chosen"])
         own = best(cost, PAPER)
         free.append(
