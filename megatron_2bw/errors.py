@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 
 class UserError(RuntimeError):
@@ -32,7 +32,7 @@ def report(prog: str, error: object, remedy: str = "") -> None:
 
 def usage_error(prog: str, line: object) -> NoReturn:
     """Report the line and exit with status 2, as argparse does."""
-    report(prog, line)
+    report(prog, f"{line}an empty word" if str(line).endswith("unrecognized arguments: ") else line)
     sys.exit(2)
 
 
@@ -85,8 +85,74 @@ def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
+def repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str | None:
+    """A line about the flags that `argv` has several times with different values, of which the last counts; or None."""
+    typed: dict[argparse.Action, list[str]] = {}
+    action = None
+    for word in split_flags(argv)[0]:
+        name, _, value = word.partition("=")
+        if name in parser._option_string_actions:
+            action = parser._option_string_actions[name]
+            typed.setdefault(action, []).append(value)
+        elif action is not None:
+            typed[action][-1] = f"{typed[action][-1]} {word}".strip()
+    several = (argparse._AppendAction, argparse._CountAction)
+    found = [
+        f"{action.option_strings[0]} {', then '.join(values)}"
+        for action, values in typed.items()
+        if len(set(values)) > 1 and not isinstance(action, several)
+    ]
+    return f"typed several times, the last one counts: {'; '.join(found)}" if found else None
+
+
+def warn(prog: str, line: str) -> None:
+    print(f"{prog}: warning: {line}", file=sys.stderr, flush=True)
+
+
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage text."""
 
+    def parse_known_args(self, args=None, namespace=None):
+        found = super().parse_known_args(args, namespace)
+        if line := repeated(self, sys.argv[1:] if args is None else args):
+            warn(self.prog, line)
+        return found
+
     def error(self, message: str) -> NoReturn:
         usage_error(self.prog, message)
+
+
+class _Stream:
+    """A standard stream that drops what it cannot write, on a full disk or to a reader that has ended: a log must not
+    end a training run. The other stream has a line about it, once."""
+
+    def __init__(self, name: str):
+        self._name, self._stream, self._lost = name, getattr(sys, name), False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._try(self._stream.write, text) or len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self._try(self._stream.writelines, lines)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, work: Callable, *args: Any) -> Any:
+        try:
+            return work(*args)
+        except OSError as error:
+            if not self._lost:
+                self._lost = True
+                other = "stderr" if self._name == "stdout" else "stdout"
+                print(f"> {self._name}: lines are lost: {error}", file=getattr(sys, other), flush=True)
+
+
+def guard_streams() -> None:
+    """From now on no print ends the run."""
+    for name in ("stdout", "stderr"):
+        if not isinstance(getattr(sys, name), _Stream):
+            setattr(sys, name, _Stream(name))

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_folder
+from megatron_2bw.errors import repeated, warn
 from megatron_2bw.flags import environment, unsupported
 from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer, torch_version
 from megatron_2bw.flags.no_effect import NO_EFFECT
@@ -63,6 +64,8 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
         def parse_and_check() -> argparse.Namespace:
             args = parse_args()
             args.world_size = world
+            if (line := repeated(parser, sys.argv[1:])) and os.environ.get("RANK", "0") == "0":
+                warn(os.path.basename(sys.argv[0]), line)
             if not args.use_checkpoint_args:
                 check(args, stop)  # before Megatron's own validation, whose messages name no flags
             else:

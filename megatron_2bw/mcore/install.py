@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.data import indexed
+from megatron_2bw.errors import guard_streams
 from megatron_2bw.flags.checks import datasets
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
         if runtime.schedule.late_step:
             rows += patches.for_late_step(loop)
     guard.apply(rows, required.REQUIRED if runtime is not None else ())
+    guard_streams()
     if args.save and args.rank == 0:
         owner.hold(args.save)
     # Megatron saves the arguments, in all formats; checkpoints/state.py compares.

@@ -10,6 +10,7 @@ follows "exiting program" if a run leaves in its middle); no stage waits for ano
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -107,11 +108,10 @@ class LogLines(ABC):
         scalars = {"bubble/mean": mean, "bubble/max": most, "tokens per second": self._tokens_per_second}
         scalars |= {f"bubble/stage {stage}": share for stage, share in enumerate(shares)}
         scalars |= {f"peak memory (GiB)/stage {stage}": value for stage, value in enumerate(memory)}
-        writer, wandb = _guarded(get_tensorboard_writer()), get_wandb_writer()
+        writer = _guarded(TENSORBOARD, get_tensorboard_writer())
         for name, value in scalars.items():
             writer.add_scalar(name, value, iteration)
-        if wandb:
-            wandb.log(scalars, iteration)
+        _guarded(WANDB, get_wandb_writer()).log(scalars, iteration)
         each = " ".join(f"{value:.2f}" for value in memory)
         return (
             f" tokens/s: {self._tokens_per_second:.0f} | bubble: {mean:.1%}/{most:.1%} |"
@@ -258,35 +258,38 @@ def _monotonic(timer: Any, barriers: bool) -> None:
     timer.start, timer.stop = start, stop
 
 
-class _Writer:
-    """TensorBoard's writer, or None. After its first error it reports that in a line and keeps nothing: a folder that
-    is gone, or a full disk, must not end a training run."""
+TENSORBOARD, WANDB = "--tensorboard-dir", "--wandb-project"
 
-    def __init__(self, writer: Any):
-        self.writer = writer
+
+class _Writer:
+    """TensorBoard's writer, the module of Weights & Biases, or None. After its first error it reports that in a line
+    and keeps nothing: a folder that is gone, a full disk or a lost service must not end a training run."""
+
+    def __init__(self, flag: str, writer: Any):
+        self.flag, self.writer = flag, writer
         self._writes = writer is not None
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._writes:
-                return None
-            try:
-                return getattr(self.writer, name)(*args, **kwargs)
-            except Exception as error:  # of the system, or of the package's own kinds
-                self._writes = False
-                print(f"> --tensorboard-dir: no more values are written: {error}", flush=True)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.writer, name, None)
+        return found if found is not None and not callable(found) else functools.partial(self.call, found)
 
-        return call
-
-
-_writer = _Writer(None)
+    def call(self, write: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not self._writes:
+            return None
+        try:
+            return write(*args, **kwargs)
+        except Exception as error:  # of the system, or of the package's own kinds
+            self._writes = False
+            print(f"> {self.flag}: no more values are written: {error}", flush=True)
 
 
-def _guarded(writer: Any) -> _Writer:
-    global _writer
-    if _writer.writer is not writer:
-        _writer = _Writer(writer)
-    return _writer
+_writers: dict[str, _Writer] = {}
+
+
+def _guarded(flag: str, writer: Any) -> _Writer:
+    if flag not in _writers or _writers[flag].writer is not writer:
+        _writers[flag] = _Writer(flag, writer)
+    return _writers[flag]
 
 
 def dashboards_writer(original: Callable) -> Callable:
@@ -294,6 +297,21 @@ def dashboards_writer(original: Callable) -> Callable:
 
     def get_writer() -> _Writer | None:
         writer = original()
-        return None if writer is None and get_wandb_writer() is None else _guarded(writer)
+        return None if writer is None and get_wandb_writer() is None else _guarded(TENSORBOARD, writer)
 
     return get_writer
+
+
+def wandb_writer(original: Callable) -> Callable:
+    """Megatron's `get_wandb_writer`."""
+    return lambda: None if original() is None else _guarded(WANDB, original())
+
+
+def checkpoint_logger(original: Callable) -> Callable:
+    """Megatron's `on_save_checkpoint_success`, which names each checkpoint to Weights & Biases."""
+
+    @functools.wraps(original)
+    def log_checkpoint(*args: Any, **kwargs: Any) -> None:
+        _guarded(WANDB, get_wandb_writer()).call(original, *args, **kwargs)
+
+    return log_checkpoint

@@ -46,11 +46,6 @@ class Loop:
     def print_line(self, original: Callable) -> Callable:
         return lambda message: original(self.runtime.log.line(message) if self.runtime.log else message)
 
-    def writer(self, original: Callable) -> Callable:
-        from megatron_2bw.mcore.log_lines import dashboards_writer
-
-        return dashboards_writer(original)
-
     def attach_scheduler(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def get_optimizer_param_scheduler(optimizer):

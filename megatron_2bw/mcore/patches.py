@@ -177,6 +177,9 @@ def for_schedule(loop: Loop) -> list[Patch]:
 
 def for_log(loop: Loop) -> list[Patch]:
     """The stages' stats, in the log lines and on the dashboards."""
+    from megatron_2bw.mcore import log_lines  # it imports Megatron's training loop
+
+    lost = "an error of Weights & Biases, such as a lost service, would end the run"
     return [
         Patch(
             LOOP,
@@ -194,7 +197,15 @@ def for_log(loop: Loop) -> list[Patch]:
             "",
             "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases; an error of the writer "
             "would end the run",
-            loop.writer,
+            log_lines.dashboards_writer,
+        ),
+        Patch(LOOP, "get_wandb_writer", "", lost, log_lines.wandb_writer),
+        Patch(
+            "megatron.training.wandb_utils",
+            "on_save_checkpoint_success",
+            "checkpoint_path tracker_filename save_dir iteration",
+            lost,
+            log_lines.checkpoint_logger,
         ),
     ]
 

@@ -95,8 +95,10 @@ def _merge_trace(args, runtime) -> None:
     if dist.is_initialized():
         dist.barrier()
     if args.rank == 0 and any(args.two_bw_trace.glob("stage-*")):
-        files = " and ".join(map(str, trace.merge(args.two_bw_trace)))
-        print(f"> --two-bw-trace: wrote {files}", flush=True)
+        try:
+            print(f"> --two-bw-trace: wrote {' and '.join(map(str, trace.merge(args.two_bw_trace)))}", flush=True)
+        except (OSError, UserError) as error:  # the run itself has ended well
+            print(f"> --two-bw-trace: the files of the stages are not joined: {error}", flush=True)
 
 
 def stop(message: str) -> NoReturn:

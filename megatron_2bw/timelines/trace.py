@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_2bw.core.recorder import Record
+from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.files import write_whole
 from megatron_2bw.schedules import parse
 
@@ -63,14 +64,17 @@ def forget(directory: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a TraceWriter's file, even if the writer was killed."""
-    lines = path.read_text(encoding="utf-8").splitlines()[1:]
+    """The events of a TraceWriter's file, even if the writer was killed. UserError if it holds something else."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
     events = []
-    for line in lines:
+    for number, line in enumerate(lines, 2):
         try:
-            events.append(json.loads(line.rstrip(",")))
+            event = json.loads(line.rstrip(","))
         except json.JSONDecodeError:  # cut off in the middle
+            if number <= len(lines):
+                raise UserError(f"{path}, line {number}: it is no event of --two-bw-trace") from None
             break
+        events.append(event)
     return events
 
 
@@ -78,15 +82,18 @@ def merge(directory: Path, batches: int = 4) -> list[Path]:
     """Write DIR/trace.json (all stages, opens in Perfetto) and, if a batch is whole, DIR/timeline.png (the last whole
     batches, `batches` at most). Returns what was written.
 
-    Raises FileNotFoundError if there is no file of a stage.
+    Raises OSError, and UserError if a stage's file is missing or holds something else.
     """
     files = sorted(directory.glob("stage-*-pipeline-*.json"))
     if not files:
-        raise FileNotFoundError(f"no stage-*.json in {directory}")
+        raise UserError(f"{directory}: there is no stage-*.json of --two-bw-trace")
     events = [event for file in files for event in read(file)]
     trace, picture = directory / "trace.json", directory / "timeline.png"
     write_whole(trace, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    _draw([event for event in events if event["pid"] == 0], batches, picture)
+    try:
+        _draw([event for event in events if event["pid"] == 0], batches, picture)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UserError(f"{directory}: stage-*.json holds what is no event of --two-bw-trace ({error!r})") from None
     return [path for path in (trace, picture) if path.exists()]
 
 
@@ -113,5 +120,12 @@ def _draw(events: list[dict[str, Any]], batches: int, picture: Path) -> None:
     draw_events(shown, stages, max(microbatches, 1), picture, f"batches {first} to {last}")
 
 
+def main() -> int:
+    parser = Parser(prog="megatron_2bw.timelines.trace", description="Joins the stages' files of --two-bw-trace DIR.")
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    options = parser.parse_args()
+    return run_program(parser.prog, lambda: print(*merge(options.folder), sep="\n"))
+
+
 if __name__ == "__main__":
-    print(*merge(Path(sys.argv[1])), sep="\n")
+    sys.exit(main())

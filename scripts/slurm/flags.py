@@ -7,7 +7,6 @@ Invariant: the numbers are megatron_2bw.planner's; what does not fit the allocat
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -17,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
 
-from megatron_2bw.errors import UserError, usage_error
+from megatron_2bw.errors import Parser, UserError, usage_error
 from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell.jobs import TRAINING, mock_data
@@ -92,7 +91,7 @@ def default_plan(model: Model, ranks: int) -> Plan:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="flags.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="flags.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--kind", required=True, choices=("gpt", "bert"))
     parser.add_argument("--model", default="", help="of the planner's presets")
     parser.add_argument("--plan", default="", metavar="FILE.json", help="what megatron-2bw-plan --json wrote")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
 
 from megatron_2bw import run_log
-from megatron_2bw.errors import UserError, report, run_program
+from megatron_2bw.errors import Parser, UserError, report, run_program
 from megatron_2bw.files import write_json
 
 WORDS = ("pending", "running", "completed", "out of memory", "timeout", "failed")
@@ -256,22 +256,31 @@ def slurm_state(job: str) -> str:
     return ""
 
 
+# How a start ended, in flags of `end` and `late`; those that are not here are switches.
+WAYS = {
+    "--exit-status": {"type": int, "default": 0},
+    "--refused": {"default": ""},
+    "--reason": {"default": "its time was over before it had saved and ended"},
+}
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="status.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="status.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(required=True)
-    for name, function in (("start", begin), ("end", end), ("late", late)):
-        command = commands.add_parser(name, help="of job.sh")
+    ways = ("--signalled", "--cancelled", "--requeued")
+    for name, function, flags in (
+        ("start", begin, ()),
+        ("end", end, (*ways, "--exit-status", "--refused")),
+        ("late", late, (*ways, "--reason")),
+    ):
+        command = commands.add_parser(name, help="of job.sh", allow_abbrev=False)
         command.set_defaults(function=function)
         command.add_argument("--file", type=Path, required=True)
         command.add_argument("--job", required=True)
         command.add_argument("--start", type=int, required=True)
         command.add_argument("--checkpoints", required=True)
-        command.add_argument("--exit-status", type=int, default=0)
-        command.add_argument("--signalled", action="store_true")
-        command.add_argument("--cancelled", action="store_true")
-        command.add_argument("--requeued", action="store_true")
-        command.add_argument("--refused", default="")
-        command.add_argument("--reason", default="its time was over before it had saved and ended")
+        for flag in flags:
+            command.add_argument(flag, **WAYS.get(flag, {"action": "store_true"}))
     command = commands.add_parser("show", help="the words of jobs")
     command.set_defaults(function=show)
     command.add_argument("logs", type=Path, nargs="+", metavar="DIR")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -37,3 +40,58 @@ def test_a_wrong_command_line_ends_with_status_2(fail, capsys):
 def test_an_error_passes_between_processes():
     error = pickle.loads(pickle.dumps(UserError("why", reported_elsewhere=True)))
     assert str(error) == "why" and error.reported_elsewhere
+
+
+@pytest.mark.parametrize(
+    "argv, line",
+    [
+        (["--lr", "1", "--lr", "2", "--on"], "--lr 1, then 2"),
+        (["--lr=1", "--lr", "2", "--lr", "3"], "--lr 1, then 2, then 3"),
+        (["--sizes", "1", "2", "--lr", "1", "--sizes", "1"], "--sizes 1 2, then 1"),
+        (["--lr", "1", "--lr", "1", "--on", "--on"], None),
+        (["--lr", "1", "--row", "a", "--row", "b", "-v", "-v"], None),
+        (["--lr", "-1", "--", "--lr", "2"], None),
+    ],
+)
+def test_a_flag_that_is_typed_twice(argv, line, capsys):
+    """The last value counts, as in Megatron, so that a job script's defaults can be overridden; one line says so."""
+    parser = Parser(prog="prog.py")
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--on", action="store_true")
+    parser.add_argument("--sizes", nargs="+")
+    parser.add_argument("--row", action="append")
+    parser.add_argument("-v", action="count")
+    parser.add_argument("rest", nargs="*")
+    parser.parse_args(argv)
+    said = line and f"prog.py: warning: typed several times, the last one counts: {line}\n"
+    assert capsys.readouterr() == ("", said or "")
+
+
+def test_an_empty_word_is_named(capsys):
+    with pytest.raises(SystemExit):
+        Parser(prog="prog.py").parse_args([""])
+    assert capsys.readouterr().err == "prog.py: error: unrecognized arguments: an empty word\n"
+
+
+@pytest.mark.parametrize("where", ["/dev/full", "a pipe"])
+def test_a_log_that_cannot_be_written_ends_no_run(where):
+    """A full disk, or the reader of a pipe has ended. The status is the program's, and stderr has one line."""
+    program = (
+        "from megatron_2bw.errors import guard_streams\n"
+        "guard_streams()\n"
+        "guard_streams()\n"
+        "for n in range(3): print('iteration', n, flush=True)\n"
+        "import sys; sys.stdout.writelines(['x'] * 20000); sys.exit(7)"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(where if where == "/dev/full" else writer, "w") as stdout:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 7
+    assert ended.stderr.startswith("> stdout: lines are lost: ") and ended.stderr.count("\n") == 1
+
+
+def test_both_streams_on_a_full_disk():
+    program = "from megatron_2bw.errors import guard_streams; guard_streams(); print('x', flush=True); raise SystemExit(7)"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full).returncode == 7

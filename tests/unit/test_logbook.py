@@ -226,6 +226,25 @@ def test_a_tensorboard_folder_that_goes_away_is_reported_once(late, monkeypatch,
     assert late.scalars[("wandb", 1)]["bubble/mean"] == pytest.approx(0.2)
 
 
+def test_an_error_of_wandb_is_reported_once(late, monkeypatch, capsys):
+    """While it logs values, names a checkpoint, and ends."""
+
+    def lost(*args, **kwargs):
+        raise ConnectionResetError("the service is gone")
+
+    wandb = types.SimpleNamespace(log=lost, finish=lost, config={"seed": 7})
+    monkeypatch.setattr(late.module, "get_wandb_writer", lambda: wandb)
+    megatrons_writer = late.module.wandb_writer(lambda: wandb)()
+    assert megatrons_writer.config["seed"] == 7 and late.module.wandb_writer(lambda: None)() is None
+    late.book.add(megatrons(late, []), call(1))
+    late.book.completed(outcome(0))
+    late.book.flush()
+    assert late.scalars[1]["bubble/mean"] == pytest.approx(0.2)
+    assert megatrons_writer.log({"lm loss": 1.0}, 1) is None and megatrons_writer.finish() is None
+    assert late.module.checkpoint_logger(lost)("iter_0000001") is None
+    assert capsys.readouterr().out == "> --wandb-project: no more values are written: the service is gone\n"
+
+
 @pytest.mark.parametrize("kind", ["DeferredLog", "ImmediateLog"])
 def test_a_clock_that_is_set_back_changes_no_interval(kind, world, monkeypatch):
     from megatron.core import timers
