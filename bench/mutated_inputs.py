@@ -11,7 +11,6 @@ import csv
 import importlib
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -24,7 +23,6 @@ from typing import Any
 
 import yaml
 
-import megatron_2bw.start.preload  # noqa: F401
 from scripts.list_flags import parser_of
 from tests.distributed.training import TINY
 from tests.unit.test_arguments import dataset
@@ -33,142 +31,120 @@ from tests.unit.test_planner_model import LLAMA3
 
 _FOLDER: list[Path] = []  # of the inputs, while there are any
 
-RUN = TINY | {"--eval-iters": 1, "--eval-interval": 3, "--train-iters": 4, "--lr-warmup-iters": 1, "--exit-interval": 2, "--lr-decay-iters": 8, "--global-batch-size": 4}
-ENTRY = " ".join(f"{flag} {value}" for flag, value in RUN.items()) + " --pipeline-schedule 2bw"
-MOCK, SAVE = "--mock-data", "--save new --save-interval 2"
-GPT, BERT = "pretrain_gpt_2bw.py", "pretrain_bert_2bw.py"
-PLAN, SCRIPTS = "megatron-2bw-plan", "scripts/"
-MODEL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 5000"
-SEARCH = "--max-global-batch-size 64 --pipeline-model-parallel-size 2,4 --micro-batch-size 1 --recompute none --top 2"
+RUN = TINY | {"--eval-iters": 1, "--eval-interval": 3, "--train-iters": 4, "--lr-warmup-iters": 1}
+RUN |= {"--exit-interval": 2, "--lr-decay-iters": 8, "--global-batch-size": 4, "--pipeline-schedule": "2bw"}
+ENTRY = " ".join(f"{flag} {value}" for flag, value in RUN.items())
+GPT, BERT, PLAN = "pretrain_gpt_2bw.py", "pretrain_bert_2bw.py", "megatron-2bw-plan"
 TINY_MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 127"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+SEARCH = "--max-global-batch-size 64 --pipeline-model-parallel-size 2,4 --micro-batch-size 1 --recompute none --top 2"
 TRAINED = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --train-iters 4"
 CONVERGENCE = f"tiny --out conv --seeds 1,2 --lr 1e-3,1e-2 -- {TRAINED}"
 STATUS = "--file st/status.json --job 1 --start 0 --checkpoints ck"
-TEXT = "--task gpt --input text/a.jsonl --output-prefix data/new --train-tokenizer bpe --vocab-size 300 --workers 1"
-PROFILE = "--json p.json --microbatches 1,2 --repeats 1 --device cpu --precision fp32"
+PROFILE = f"profile {TINY_MODEL} --json p.json --microbatches 1,2 --repeats 1 --device cpu --precision fp32"
 
-# share, what is typed, the legal line after it, what it reads, the share of damaged files
-_ROWS: tuple[tuple, ...] = (
-    (20, GPT, f"{ENTRY} {MOCK}"),
-    (
-        6,
-        GPT,
-        f"{ENTRY} {MOCK} --bf16 --use-distributed-optimizer --swiglu --tensorboard-dir board --two-bw-trace trace",
-    ),
-    (6, GPT, f"{ENTRY} {MOCK} --fp16 --initial-loss-scale 1024 --optimizer sgd --sgd-momentum 0.9"),
-    (8, GPT, f"{ENTRY} --data-path data/gpt --num-workers 1 {SAVE}", "data", 0.5),
-    (10, GPT, f"{ENTRY} {MOCK} --load ck", "ck", 0.6),
-    (4, GPT, f"{ENTRY} {MOCK} --load old --ckpt-format torch", "old", 0.6),
-    (10, BERT, f"{ENTRY} {MOCK}"),
-    (
-        8,
-        PLAN,
-        f"{MODEL} --cluster cluster.yaml --servers 1 --max-global-batch-size 64 --json p.json",
-        "cluster.yaml",
-        0.4,
-    ),
-    (8, PLAN, f"--model config.json --seq-length 1024 --cluster dgx-a100-80 {SEARCH}", "config.json", 0.6),
-    (
-        6,
-        PLAN,
-        f"{TINY_MODEL} --attention-dropout 0 --hidden-dropout 0 --cluster p3.16xlarge --profile profile.json "
-        "--precision fp32 --max-global-batch-size 16 --script run.sh",
-        "profile.json",
-        0.7,
-    ),
-    (
-        4,
-        f"{PLAN} validate",
-        f"{TINY_MODEL} --cluster p3.16xlarge --servers 1 --gpus-per-server 2 {SEARCH} --iterations 8 "
-        "--device cpu --out val --precision fp32",
-    ),
-    (3, f"{PLAN} profile", f"{TINY_MODEL} {PROFILE}"),
-    (6, f"{PLAN} simulate", "--schedule 2bw --stages 4 --microbatches 8 --iterations 2 --forward 1 --transfer 0.1"),
-    (
-        6,
-        f"{PLAN} calibrate",
-        "runs.csv --cluster p3.16xlarge --rows 1 --out c.yaml --predictions p.csv",
-        "runs.csv",
-        0.6,
-    ),
-    (2, "megatron-2bw gpu-check", "--part reference --minutes 1 --device cpu --json g.json"),
-    (8, f"{SCRIPTS}preprocess_data.py", TEXT, "text", 0.3),
-    (6, f"{SCRIPTS}convergence.py", CONVERGENCE),
-    (6, f"{SCRIPTS}convergence.py", f"--report-only {CONVERGENCE}", "conv", 0.7),
-    (4, f"{SCRIPTS}slurm/sweep.py", "submit --figure 6 --out sw --dry-run"),
-    (4, f"{SCRIPTS}slurm/sweep.py", "collect --out sw --warm-up 1", "sw", 0.7),
-    (1, f"{SCRIPTS}slurm/sweep.py", "status --out sw", "sw", 0.7),
-    (3, f"{SCRIPTS}slurm/flags.py", "--kind gpt --model gpt-355m --servers 1 --processes 8 --precision bf16"),
-    (4, f"{SCRIPTS}slurm/flags.py", "--kind gpt --plan plan.json --servers 1 --processes 8", "plan.json", 0.7),
-    (2, f"{SCRIPTS}slurm/status.py", f"start {STATUS}", "st", 0.4),
-    (2, f"{SCRIPTS}slurm/status.py", f"end {STATUS}", "st", 0.4),
-    (2, f"{SCRIPTS}slurm/status.py", "show st", "st", 0.7),
-    (2, "python -m megatron_2bw.timelines.trace", "trace", "trace", 0.8),
-    (1, f"{SCRIPTS}demo.py", "--iterations 4 --schedule 2bw --out demo"),
-)
+# How often; what the command reads, and how often that is damaged; a legal line.
+TABLE = f"""
+20 -            0   {GPT} {ENTRY} --mock-data
+6  -            0   {GPT} {ENTRY} --mock-data --bf16 --use-distributed-optimizer --swiglu --tensorboard-dir board
+6  -            0   {GPT} {ENTRY} --mock-data --fp16 --initial-loss-scale 1024 --optimizer sgd --two-bw-trace trace
+8  data         0.5 {GPT} {ENTRY} --data-path data/gpt --save new --save-interval 2
+10 ck           0.6 {GPT} {ENTRY} --mock-data --load ck
+4  old          0.6 {GPT} {ENTRY} --mock-data --load old --ckpt-format torch
+10 -            0   {BERT} {ENTRY} --mock-data
+8  cluster.yaml 0.4 {PLAN} {TINY_MODEL} --cluster cluster.yaml --servers 1 --max-global-batch-size 64 --json p.json
+8  config.json  0.6 {PLAN} --model config.json --seq-length 1024 --cluster dgx-a100-80 {SEARCH}
+6  profile.json 0.7 {PLAN} {TINY_MODEL} {NO_DROPOUT} --cluster p3.16xlarge --profile profile.json --precision fp32 \
+--max-global-batch-size 16 --script run.sh
+4  -            0   {PLAN} validate {TINY_MODEL} --cluster p3.16xlarge --gpus-per-server 2 {SEARCH} --device cpu \
+--iterations 8 --out val --precision fp32
+3  -            0   {PLAN} {PROFILE}
+6  -            0   {PLAN} simulate --schedule 2bw --stages 4 --microbatches 8 --iterations 3 --transfer 0.1
+6  runs.csv     0.6 {PLAN} calibrate runs.csv --cluster p3.16xlarge --rows 1 --out c.yaml --predictions p.csv
+2  -            0   megatron-2bw gpu-check --part reference --minutes 1 --device cpu --json g.json
+8  text         0.3 scripts/preprocess_data.py --task gpt --input text/a.jsonl --output-prefix data/new \
+--train-tokenizer bpe --vocab-size 300 --workers 1
+6  -            0   scripts/convergence.py {CONVERGENCE}
+6  conv         0.7 scripts/convergence.py --report-only {CONVERGENCE}
+4  -            0   scripts/slurm/sweep.py submit --figure 6 --out sw --dry-run
+4  sw           0.7 scripts/slurm/sweep.py collect --out sw --warm-up 1
+1  sw           0.7 scripts/slurm/sweep.py status --out sw
+3  -            0   scripts/slurm/flags.py --kind gpt --model gpt-355m --servers 1 --processes 8 --precision bf16
+4  plan.json    0.7 scripts/slurm/flags.py --kind gpt --plan plan.json --servers 1 --processes 8
+2  st           0.4 scripts/slurm/status.py start {STATUS}
+2  st           0.4 scripts/slurm/status.py end {STATUS}
+2  st           0.7 scripts/slurm/status.py show st
+2  trace        0.8 megatron_2bw.timelines.trace trace
+1  -            0   scripts/demo.py --iterations 4 --schedule gpipe --out demo
+"""
 
-_MAINS = {
-    PLAN: "megatron_2bw.planner.cli:main",
-    "megatron-2bw": "megatron_2bw.cli:main",
-    f"{SCRIPTS}preprocess_data.py": "megatron_2bw.data.preprocess_cli:main",
-    f"{SCRIPTS}convergence.py": "scripts.convergence:main",
-    f"{SCRIPTS}slurm/sweep.py": "scripts.slurm.sweep:main",
-    f"{SCRIPTS}slurm/flags.py": "scripts.slurm.flags:main",
-    f"{SCRIPTS}slurm/status.py": "scripts.slurm.status:main",
-    f"{SCRIPTS}demo.py": "scripts.demo:main",
-    "python": "megatron_2bw.timelines.trace:main",
+# Flags that must not change what is settled or written.
+INERT = {
+    "--extra-warmup": "0 is none",
+    "--checkpoints": "a job's first start has no such folder yet",
+    "--data": "of spaces only is that of none",
+    "--workers": "the same files by any number of processes",
 }
+
+MODULES = {
+    PLAN: "megatron_2bw.planner.cli",
+    "megatron-2bw": "megatron_2bw.cli",
+    "scripts/preprocess_data.py": "megatron_2bw.data.preprocess_cli",
+}  # of commands without a module of their own name
 
 
 @dataclass(frozen=True)
 class Command:
+    """`share` and `damaged` are how often it is drawn, and with a damaged file; `reads` its file or folder, or "-"."""
+
     share: int
-    typed: str
-    text: str
-    reads: str = ""
-    files: float = 0.0
+    reads: str
+    damaged: float
+    program: str
+    words: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        return self.typed + (f", {self.reads}" if self.reads else "")
+        command = [self.words[0]] if self.words[0].isidentifier() and self.words[0] != self.reads else []
+        return " ".join([self.program, *command, *[f"({self.reads})"] * (self.reads != "-")])
 
     @property
-    def settles(self) -> bool:
+    def trains(self) -> bool:
         """Whether Megatron's arguments say what the line settles; else what it prints and writes does."""
-        return self.typed in (GPT, BERT)
-
-    def line(self) -> list[str]:
-        return self.text.split()
+        return self.program in (GPT, BERT)
 
     def call(self, words: list[str]) -> int | None:
-        if self.settles:
+        sys.argv = [self.program, *words]
+        if self.trains:
             from megatron_2bw.start.launch import launch
 
-            return launch(f"megatron_2bw.tasks.{'gpt' if self.typed == GPT else 'bert'}")
-        sys.argv[1:] = [*self.typed.split()[1:], *words] if self.typed[:7] == "megatro" else words
-        module, function = _MAINS[self.typed.split()[0]].split(":")
-        return getattr(importlib.import_module(module), function)()
+            return launch(f"megatron_2bw.tasks.{'gpt' if self.program == GPT else 'bert'}")
+        module = MODULES.get(self.program, self.program.removesuffix(".py").replace("/", "."))
+        return importlib.import_module(module).main()
 
 
-COMMANDS = tuple(Command(*row) for row in _ROWS)
+def command(row: str) -> Command:
+    share, reads, damaged, program, *words = row.split()
+    return Command(int(share), reads, float(damaged), program, tuple(words))
+
+
+COMMANDS = tuple(map(command, TABLE.strip().splitlines()))
 
 
 def actions(command: Command) -> dict[str, argparse.Action]:
     """The command's flags and their actions."""
-    if command.settles:
+    if command.trains:
         from megatron.training.arguments import add_megatron_arguments
 
         from megatron_2bw.flags.parse import parse_early, prepare
 
         early = parse_early(["--pipeline-schedule", "2bw"], sys.exit)
         parser = prepare(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)), early, sys.exit)
-    elif command.typed.startswith("python"):
-        return {}
     else:
-        parser = parser_of(lambda: command.call(command.line()), [])
+        parser = parser_of(lambda: command.call(command.words), [])
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            parser = action.choices[command.line()[0]]
+            parser = action.choices[command.words[0]]
     return {flag: action for action in parser._actions for flag in action.option_strings if flag[:2] == "--"}
 
 
@@ -177,7 +153,9 @@ def settled(output: str) -> str:
     from megatron.training import global_vars
 
     args = global_vars._GLOBAL_ARGS
-    return masked(repr(sorted(vars(args).items()))) + repr(re.findall(r"loss[\w ]*: \S+", output)) if args else "nothing"
+    return (
+        masked(repr(sorted(vars(args).items()))) + repr(re.findall(r"loss[\w ]*: \S+", output)) if args else "nothing"
+    )
 
 
 def masked(text: str) -> str:
@@ -193,19 +171,20 @@ def masked(text: str) -> str:
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
     """While the block runs there are the files that the commands read."""
+    import megatron_2bw.start.preload  # noqa: F401
     from bench import mutations
 
     with tempfile.TemporaryDirectory(prefix="mutations_") as name:
         folder = Path(name)
         _FOLDER[:] = [folder]
         _write(folder)
-        gpt = Command(1, GPT, f"{ENTRY} {MOCK} --save ck --save-interval 2 --two-bw-trace trace")
-        old = Command(1, GPT, f"{ENTRY} {MOCK} --save old --save-interval 2 --ckpt-format torch")
-        plan = Command(1, PLAN, f"--model gpt-355m --cluster p3.16xlarge {SEARCH} --json plan.json --precision fp16")
-        profile = Command(1, f"{PLAN} profile", f"{TINY_MODEL} --attention-dropout 0 --hidden-dropout 0 {PROFILE}")
-        for command, *kept in ((gpt, "ck", "trace"), (old, "old"), (plan, "plan.json"), (profile, "p.json")):
-            line = mutations.Line(command, "", command.line(), ())
-            ending = mutations.run(line, folder)
+        for row, *kept in (
+            (f"{GPT} {ENTRY} --mock-data --save ck --save-interval 2 --two-bw-trace trace", "ck", "trace"),
+            (f"{GPT} {ENTRY} --mock-data --save old --save-interval 2 --ckpt-format torch", "old"),
+            (f"{PLAN} --model gpt-355m --cluster p3.16xlarge {SEARCH} --json plan.json --precision fp16", "plan.json"),
+            (f"{PLAN} {PROFILE} {NO_DROPOUT}", "p.json"),
+        ):
+            ending = mutations.run(mutations.legal(command(f"1 - 0 {row}")), folder)
             assert ending.status == 0 and all((folder / each).exists() for each in kept), ending.output
         (folder / "p.json").rename(folder / "profile.json")
         for path in folder.rglob(".owner.json"):
@@ -249,9 +228,8 @@ def _write(folder: Path) -> None:
             put(f"{name}/result.json", {"command": run.command, "seconds": 1.0} | outcome)
             put(f"{name}/command.json", {"command": run.command})
     log = "".join(
-        f" [2026-01-01 00:00:00] iteration {n:8}/{9:8} | consumed samples: {n:12} | elapsed time per iteration (ms): 100.0 "
-        f"| learning rate: 1.0E-03 | global batch size: {64:5} | lm loss: 5.0E+00 | loss scale: 1.0 | "
-        "number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+        f" iteration {n:8}/{9:8} | consumed samples: {n:12} | elapsed time per iteration (ms): 100.0 | learning rate: "
+        f"1.0E-03 | global batch size: {64:5} | lm loss: 5.0E+00 | number of skipped iterations:   0 |\n"
         for n in range(1, 10)
     )
     for microbatch in (1, 2):
@@ -281,9 +259,9 @@ def files(name: str) -> list[Path]:
 
 def copy_inputs(name: str, folder: Path) -> None:
     source = _FOLDER[0] / name
-    if name and source.is_dir():
+    if source.is_dir():
         shutil.copytree(source, folder / name)
-    elif name:
+    elif source.exists():
         shutil.copy(source, folder / name)
 
 
@@ -298,7 +276,8 @@ NUMBERS = [-1, 0, 1.5, 10**20, 1e300, 10**400]
 
 
 def structured(path: Path) -> bool:
-    return path.suffix in (".json", ".yaml", ".csv") and path.parts[0] != "trace"
+    """Whether its entries may be others. Of metadata.json Megatron reads one."""
+    return path.suffix in (".json", ".yaml", ".csv") and path.parts[0] != "trace" and path.name != "metadata.json"
 
 
 def damage(path: Path, kind: str, seed: float) -> None:
@@ -312,7 +291,7 @@ def damage(path: Path, kind: str, seed: float) -> None:
     elif structured(path) and kind not in ("cut", "emptied", "flipped", "random", "text"):
         path.write_text(_other_entries(draw, path, kind))
     else:
-        at, size = draw.randrange(len(data) + 1), len(data)
+        at, size = draw.randrange(max(1, len(data))), len(data)
         path.write_bytes(
             {
                 "cut": data[: min(at, size - 1)],

@@ -3,9 +3,9 @@
     python bench/mutations.py --lines 5000
     python bench/mutations.py --seed 7 --only 123
 
-A line is a legal command line with one mutation: of a flag, of its value, or of a file that the command reads. Each runs
-in a process forked from one that has imported everything, in a folder of its own. What would take minutes (`STOPS`)
-prints its arguments instead and ends. The verdict of a line is one of VERDICTS. Failures are printed with the command
+A line is a legal command line with one mutation: of a flag, of its value, or of a file that the command reads. Each
+runs in a process forked from one that has imported everything, in a folder of its own. What would take minutes
+(`STOPS`) prints its arguments instead and ends. The verdict of a line is one of VERDICTS. Failures are printed with the command
 that runs them again, and written to the JSON.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import random
 import re
@@ -35,13 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import mutated_inputs as inputs
 from bench.common import new_parser, write_result
-from bench.mutated_inputs import COMMANDS, Command
+from bench.mutated_inputs import COMMANDS, INERT, Command
 from megatron_2bw.processes import free_port
 
 VERDICTS = {
     "named": "ends with one line that names the flag or the file",
     "other": "ends with one line that names another flag, or none",
     "effect": "is accepted; what it settles or prints differs from the base's",
+    "inert": "is accepted; the flag is one that changes no result (INERT)",
     "same": "is accepted without an effect",
     "no line": "ends with a status that is not 0, without a line",
     "traceback": "ends with a traceback or by a signal",
@@ -107,6 +107,10 @@ class Ending:
     seconds: float
 
 
+def legal(command: Command) -> Line:
+    return Line(command, "", list(command.words), ())
+
+
 # --- mutations -------------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +147,7 @@ def plausible(draw: random.Random, action: argparse.Action) -> str | None:
 
 def mutate_flag(draw: random.Random, command: Command, actions: dict[str, argparse.Action]) -> Line | None:
     """None if the drawn kind does not fit the drawn flag."""
-    kind, parts = draw.choice((*FLAGS, *VALUES)), groups(command.line())
+    kind, parts = draw.choice((*FLAGS, *VALUES)), groups(list(command.words))
     ours = [part for part in parts if part[0] in actions]
     if kind == "stray":
         word = draw.choice(("stray", "7", "--frobnicate", "-x", "naïve", "x" * 300))
@@ -164,10 +168,10 @@ def mutate_flag(draw: random.Random, command: Command, actions: dict[str, argpar
         wrong = typo(draw, flag)
         targets, part[0] = (wrong,), wrong
         return None if wrong == flag else Line(command, kind, joined(parts), targets)
-    if kind == "missing":
+    if kind == "missing" and " ".join(values) != str(action.default):
         return Line(command, kind, joined([each for each in parts if each is not part]), (flag,))
     value = plausible(draw, action) if kind == "twice" else draw.choice(VALUES.get(kind, [""]))
-    if not values or value is None or values == [value]:
+    if kind == "missing" or not values or value is None or values == [value]:
         return None
     if kind == "twice":
         return Line(command, kind, [*joined(parts), flag, value], (flag,))
@@ -184,15 +188,21 @@ def mutate_file(draw: random.Random, command: Command) -> Line:
     if kind == "flipped" and file.suffix in (".distcp", ".pt", ".bin"):  # sizes are checked, not bytes
         kind = "cut"
     seed = draw.random()
-    words = command.line()
+    words = list(command.words)
     flags = [before for before, word in zip(words, words[1:]) if str(file).startswith(word) and before[:2] == "--"]
-    return Line(command, kind, words, (str(file), file.name, file.parent.name or file.name, *flags), lambda: inputs.damage(file, kind, seed))
+    return Line(
+        command,
+        kind,
+        words,
+        (str(file), file.name, file.parent.name or file.name, *flags),
+        lambda: inputs.damage(file, kind, seed),
+    )
 
 
 def new_line(draw: random.Random, parsers: dict[Command, dict[str, argparse.Action]]) -> Line:
     while True:
         command = draw.choices(list(parsers), [each.share for each in parsers])[0]
-        file = command.reads and draw.random() < command.files
+        file = draw.random() < command.damaged
         line = mutate_file(draw, command) if file else mutate_flag(draw, command, parsers[command])
         if line is not None:
             return line
@@ -211,18 +221,18 @@ def run(line: Line, kept: Path | None = None) -> Ending:
             _child(line, folder, Path(name))
         status = None
         while status is None and time.monotonic() < begin + 10 * SECONDS:
-            ended, code = os.waitpid(pid, os.WNOHANG)
+            ended, code, used = os.wait4(pid, os.WNOHANG)
             status = os.waitstatus_to_exitcode(code) if ended else time.sleep(0.003)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         if status is None:
-            os.waitpid(pid, 0)
+            _, _, used = os.wait4(pid, 0)
         output = Path(name, "log").read_text(errors="replace")
         settled = Path(name, "settled").read_text() if Path(name, "settled").exists() else ""
         if not settled:
             texts = [output, *(f"{path} {inputs.content(path)!r}" for path in sorted(folder.rglob("*")))]
             settled = inputs.masked("\n".join(texts).replace(str(folder), ""))
-        return Ending(-signal.SIGALRM if status is None else status, output, settled, time.monotonic() - begin)
+        return Ending(-signal.SIGALRM if status is None else status, output, settled, used.ru_utime + used.ru_stime)
 
 
 def _child(line: Line, folder: Path, notes: Path) -> None:
@@ -249,7 +259,6 @@ def _child(line: Line, folder: Path, notes: Path) -> None:
         for name in (*STOPS, *["megatron.training.pretrain"] * (not line.trains)):
             module, _, function = name.rpartition(".")
             setattr(importlib.import_module(module), function, _stop)
-        sys.argv = [line.command.typed.split()[0], *line.words]
         status = line.command.call(line.words) or 0
     except Stopped:
         status = 0
@@ -257,8 +266,10 @@ def _child(line: Line, folder: Path, notes: Path) -> None:
         status = end.code if isinstance(end.code, int) else int(bool(end.code))
     except BaseException:
         traceback.print_exc()
-    if line.command.settles:
-        Path(notes, "settled").write_text(inputs.settled(Path(notes, "log").read_text(errors="replace")), errors="surrogateescape")
+    if line.command.trains:
+        Path(notes, "settled").write_text(
+            inputs.settled(Path(notes, "log").read_text(errors="replace")), errors="surrogateescape"
+        )
     sys.stdout.flush()
     os._exit(status)
 
@@ -275,10 +286,11 @@ def verdict(line: Line, ending: Ending, base: str) -> str:
     if ending.status < 0 or "Traceback (most recent call last)" in ending.output:
         return "traceback"
     if ending.status == 0:
-        return "same" if ending.settled == base else "effect"
+        alike = "inert" if line.targets[0] in INERT else "same"
+        return alike if ending.settled == base else "effect"
     said = lines[-1].encode("utf-8", "replace").decode()
     if "error: " not in said:
-        return "effect" if said.startswith("Nothing fits.") else "no line"
+        return "effect" if said.startswith(("Nothing fits.", "No plan is legal")) else "no line"
     targets = (re.escape(" ".join(target.split()).encode("utf-8", "replace").decode()) for target in line.targets)
     return "named" if any(re.search(rf"(?<![\w-]){target}(?![\w-])", said) for target in targets) else "other"
 
@@ -288,8 +300,8 @@ def verdict(line: Line, ending: Ending, base: str) -> str:
 
 def base(command: Command, trains: bool) -> str:
     """What the legal line settles. AssertionError if it fails."""
-    ending = run(Line(command, "", command.line(), (), trains=trains))
-    assert ending.status == 0, f"{command.typed} {shlex.join(command.line())}\n{ending.output[-3000:]}"
+    ending = run(replace(legal(command), trains=trains))
+    assert ending.status == 0, f"{command.program} {shlex.join(list(command.words))}\n{ending.output[-3000:]}"
     return ending.settled
 
 
@@ -311,7 +323,7 @@ def try_lines(seed: int, numbers: list[int]) -> Iterator[dict[str, Any]]:
             for table, key in (("by command", line.command.name), ("by kind", line.kind)):
                 counts[table].setdefault(key, Counter())[what] += 1
             spent[line.command.name] += ending.seconds
-            typed = f"{line.command.typed} {shlex.join(line.words)}".encode("utf-8", "replace").decode()
+            typed = f"{line.command.program} {shlex.join(line.words)}".encode("utf-8", "replace").decode()
             last = (ending.output.strip().splitlines() or [""])[-1]
             case = {"verdict": what, "number": number, "kind": line.kind, "targets": line.targets, "line": typed}
             case |= {"said": last, "seconds": round(ending.seconds, 1), "again": f"--seed {seed} --only {number}"}

@@ -35,6 +35,9 @@ holds it to them.
 `pretrain_gpt_2bw.py` and `pretrain_bert_2bw.py` take Megatron's own flags too (`--help` lists them, about eight
 hundred), but for those of the other tables. Benchmarks have theirs in their first lines (`bench/*.py`).
 
+A flag that is typed several times keeps its last value, as in Megatron: a job script has its defaults before "$@". One
+line, a warning, names the flag and all of its values.
+
 A run looks at every rule of these tables before training, from the first to the last; the first that is broken ends it
 with one line, which names the flag or the variable, and status 2. A name that ends in … stands for all flags that begin
 with it.

@@ -59,6 +59,7 @@ RANGES: tuple[Rule, ...] = (
     *_range(_LARGE, "be less than 1e38, for 32-bit floats", lambda x: x < 1e38),
     *_range("--loss-scale --initial-loss-scale", "be finite", lambda x: x < math.inf),
     *_range("--num-workers", "be at most 1000", lambda x: x <= 1000),
+    *_range("--num-layers", "be at most 10000", lambda x: x <= 10_000),
     *_range("--seed", "be from 1 to 4e9", lambda x: 1 <= x <= 4e9),  # each stage adds to it; NumPy takes 32 bits
     *_range(_FRACTIONS, "be at least 0 and less than 1", lambda x: 0 <= x < 1),
     *_range("--mask-prob", "be greater than 0 and less than 1", lambda x: 0 < x < 1),

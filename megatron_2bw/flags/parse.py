@@ -13,6 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from megatron_2bw import cpu
@@ -147,6 +148,13 @@ def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -
     environment.prepare_nccl(args)
 
 
+_TOO_LARGE = (
+    "the model does not fit into the memory: check --num-layers, --hidden-size, --ffn-hidden-size, "
+    "--num-attention-heads, --kv-channels, --vocab-size, --make-vocab-size-divisible-by, --seq-length, "
+    "--max-position-embeddings and --micro-batch-size"
+)
+
+
 def explain(error: BaseException, parser: argparse.ArgumentParser | None) -> str:
     """An error of Megatron's in one line. If its text names no flag, the condition that was broken may."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -156,6 +164,12 @@ def explain(error: BaseException, parser: argparse.ArgumentParser | None) -> str
     text = name_flags(str(error), parser)
     if "--" in text:
         return text
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
+        return f"{_TOO_LARGE} ({text or 'MemoryError'})"
+    held = [getattr(error, name, None) for name in ("filename", "doc", "object")]  # of OSError, JSON and Unicode errors
+    for flag, word in pairwise(sys.argv[1:]):
+        if flag.startswith("--") and not word.startswith("--") and word in held:
+            return f"{flag} {word}: {text}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     statement = re.match(r"assert (.*?)(, *f?['\"\\(].*)?$", last.line or "")
     condition = name_flags(statement[1].rstrip(" \\"), parser) if statement else ""

@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
 
 from megatron_2bw.errors import Parser, UserError, usage_error
+from megatron_2bw.planner.describe.inputs import MOST_GPUS
 from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell.jobs import TRAINING, mock_data
@@ -29,6 +30,9 @@ def words(kind: str, model: str, plan: str, servers: int, processes: int, precis
 
     UserError names the wrong variable.
     """
+    for flag, number in (("--servers", servers), ("--processes", processes)):
+        if not 1 <= number <= MOST_GPUS:
+            raise UserError(f"{flag} {number}: it must be from 1 to {MOST_GPUS}")
     if precision and precision not in PRECISIONS:
         raise UserError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
     entry = _read(Path(plan)) if plan else None

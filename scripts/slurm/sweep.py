@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_2bw import run_log
 from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
 from megatron_2bw.files import set_aside, write_json, write_whole
+from megatron_2bw.planner.describe.cluster import described
 from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.start.torchrun import ROOT
@@ -183,14 +184,18 @@ def prepare(runs: Sequence[Run], options: argparse.Namespace) -> dict[str, list[
 
 
 def stored(out: Path) -> list[tuple[Run, str, Path]]:
-    """(run, job, folder) of all submitted runs, without earlier tries."""
+    """(run, job, folder) of all submitted runs, without earlier tries. UserError names a file that is damaged."""
     found = []
     for path in sorted(out.glob("*/run.json")):
-        content = json.loads(path.read_text())
-        fields = content["run"]
-        run = Run(Panel.of(fields.pop("panel")), **fields)
+        try:
+            content = json.loads(path.read_text())
+            run = described(Run, content["run"], f"{path}: run")
+            run, job = replace(run, panel=Panel.of(run.panel)), str(content["job"])
+            run.row()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: it describes no run of this sweep ({error!r}); remove its folder") from None
         if run.name == path.parent.name:
-            found.append((run, content["job"], path.parent))
+            found.append((run, job, path.parent))
     return found
 
 
@@ -202,10 +207,17 @@ def _refresh(out: Path) -> list[tuple[Run, str, Path]]:
     return runs
 
 
+def _status(folder: Path) -> dict[str, Any]:
+    content = status.read(folder / "status.json")
+    if not content:
+        raise UserError(f"{folder}/status.json is missing: `sweep.py submit` runs it again")
+    return content
+
+
 def show(options: argparse.Namespace) -> int:
     words = Counter()
     for run, job, folder in _refresh(options.out):
-        content = status.read(folder / "status.json")
+        content = _status(folder)
         words[content["status"]] += 1
         print(f"{run.name} (job {job}): {content['status']}, {content['reason']}")
     print(", ".join(f"{words[word]} {word}" for word in status.WORDS if words[word]) or f"nothing in {options.out}")
@@ -216,7 +228,7 @@ def rows(out: Path, warm_up: int) -> list[dict[str, Any]]:
     """A row for each run; its speed only if it completed."""
     found = []
     for run, job, folder in _refresh(out):
-        content = status.read(folder / "status.json")
+        content = _status(folder)
         logs = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("start-*-node-*.log")))
         speed = measured(logs, warm_up) if content["status"] == "completed" else {}
         word = {"status": content["status"], "reason": content["reason"], "job": job, "run": run.name}

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import struct
+import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_2bw import cpu
 from megatron_2bw.flags import checks, combinations, environment, unsupported
@@ -1023,6 +1026,20 @@ def test_explain_names_a_flag_in_megatrons_errors(flags, start, end):
     args.rank = 0
     message = explain(caught(lambda: validate_args(args)), parser_of("gpipe", "gpt"))
     assert message.startswith(start) and message.endswith(end)
+
+
+@pytest.mark.parametrize(
+    "error, typed, expected",
+    [
+        (lambda: json.loads("four"), ["--some-json", "four"], "--some-json four: Expecting value"),
+        (lambda: open("no/such"), ["--some-file", "no/such"], "--some-file no/such: [Errno 2]"),
+        (lambda: torch.empty(2**60), ["--vocab-size", "9" * 20], "the model does not fit into the memory: check --num"),
+        (lambda: bytearray(2**62), [], "the model does not fit into the memory: check --num-layers"),
+    ],
+)
+def test_explain_names_the_flag_by_the_value_that_the_error_holds(error, typed, expected, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_2bw.py", "--bf16", *typed])
+    assert explain(caught(error), parser_of("2bw", "gpt")).startswith(expected)
 
 
 def test_explain_says_where_an_error_comes_from_that_names_no_flag():

@@ -92,6 +92,8 @@ def test_a_log_that_cannot_be_written_ends_no_run(where):
 
 
 def test_both_streams_on_a_full_disk():
-    program = "from megatron_2bw.errors import guard_streams; guard_streams(); print('x', flush=True); raise SystemExit(7)"
+    program = (
+        "from megatron_2bw.errors import guard_streams; guard_streams(); print('x', flush=True); raise SystemExit(7)"
+    )
     with open("/dev/full", "w") as full:
         assert subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full).returncode == 7

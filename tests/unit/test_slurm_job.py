@@ -320,6 +320,8 @@ def test_flags_of_a_plan(tmp_path):
         ("gpt", "", [], (2, 8), "", "holds no plan"),
         ("gpt", "", "no JSON", (2, 8), "", "cannot be read: "),
         ("gpt", "", "", (2, 8), "", "cannot be read: No such file"),
+        ("gpt", "gpt-355m", None, (1, -7), "bf16", "--processes -7: it must be from 1 to 1000000"),
+        ("gpt", "gpt-355m", None, (10**20, 8), "bf16", f"--servers {10**20}: it must be from 1 to 1000000"),
     ],
 )
 def test_wrong_variables_are_told_in_one_line(kind, model, plan, nodes, precision, line, tmp_path):

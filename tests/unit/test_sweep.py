@@ -227,6 +227,34 @@ def test_the_table_has_a_row_for_every_run_and_the_bars_the_fastest(tmp_path, mo
     assert "batch 256, GPipe: running" in said and "batch 512, tensor MP: failed" in said
 
 
+@pytest.mark.parametrize(
+    "harm, expected",
+    [
+        (lambda run: run | {"microbatch": float("nan")}, "microbatch must be a positive whole number, not nan"),
+        (lambda run: run | {"system": "no such"}, "it describes no run of this sweep (KeyError('no such'))"),
+        (lambda run: run | {"panel": run["panel"] | {"batches": 64}}, "it describes no run"),
+        (lambda run: {}, "it describes no run"),
+        (lambda run: "four", "it describes no run"),
+    ],
+)
+def test_a_damaged_run_is_named(harm, expected, tmp_path, monkeypatch, capsys):
+    run = Run(Panel("6a", "gpt-2.2b", 1, 8, 8, (64,)), "GPipe", 64, 1)
+    write_run(tmp_path, run, "completed")
+    path = tmp_path / run.name / "run.json"
+    path.write_text(json.dumps({"job": "7", "run": harm(json.loads(path.read_text())["run"])}))
+    assert call("status", "--out", tmp_path, monkeypatch=monkeypatch) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"sweep.py: error: {path}: ") and expected in error and error.count("\n") == 1
+
+
+def test_a_run_without_a_status(tmp_path, monkeypatch, capsys):
+    run = Run(Panel("6a", "gpt-2.2b", 1, 8, 8, (64,)), "GPipe", 64, 1)
+    write_run(tmp_path, run, "completed")
+    (tmp_path / run.name / "status.json").unlink()
+    assert call("collect", "--out", tmp_path, monkeypatch=monkeypatch) == 1
+    assert f"{run.name}/status.json is missing" in capsys.readouterr().err
+
+
 def test_bars_are_drawn_with_words_where_nothing_was_measured(tmp_path, monkeypatch):
     import matplotlib.axes
 
