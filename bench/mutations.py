@@ -5,8 +5,8 @@
 
 A line is a legal command line with one mutation: of a flag, of its value, or of a file that the command reads. Each
 runs in a process forked from one that has imported everything, in a folder of its own. What would take minutes
-(`STOPS`) prints its arguments instead and ends. The verdict of a line is one of VERDICTS. Failures are printed with the command
-that runs them again, and written to the JSON.
+(`STOPS`) prints its arguments instead and ends. The verdict of a line is one of VERDICTS. Failures are printed with
+the command that runs them again, and written to the JSON.
 """
 
 from __future__ import annotations

@@ -85,38 +85,8 @@ def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-def repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str | None:
-    """A line about the flags that `argv` has several times with different values, of which the last counts; or None."""
-    typed: dict[argparse.Action, list[str]] = {}
-    action = None
-    for word in split_flags(argv)[0]:
-        name, _, value = word.partition("=")
-        if name in parser._option_string_actions:
-            action = parser._option_string_actions[name]
-            typed.setdefault(action, []).append(value)
-        elif action is not None:
-            typed[action][-1] = f"{typed[action][-1]} {word}".strip()
-    several = (argparse._AppendAction, argparse._CountAction)
-    found = [
-        f"{action.option_strings[0]} {', then '.join(values)}"
-        for action, values in typed.items()
-        if len(set(values)) > 1 and not isinstance(action, several)
-    ]
-    return f"typed several times, the last one counts: {'; '.join(found)}" if found else None
-
-
-def warn(prog: str, line: str) -> None:
-    print(f"{prog}: warning: {line}", file=sys.stderr, flush=True)
-
-
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage text."""
-
-    def parse_known_args(self, args=None, namespace=None):
-        found = super().parse_known_args(args, namespace)
-        if line := repeated(self, sys.argv[1:] if args is None else args):
-            warn(self.prog, line)
-        return found
 
     def error(self, message: str) -> NoReturn:
         usage_error(self.prog, message)

@@ -12,14 +12,13 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_folder
-from megatron_2bw.errors import repeated, warn
 from megatron_2bw.flags import environment, unsupported
 from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer, torch_version
 from megatron_2bw.flags.no_effect import NO_EFFECT
@@ -66,7 +65,7 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
             args = parse_args()
             args.world_size = world
             if (line := repeated(parser, sys.argv[1:])) and os.environ.get("RANK", "0") == "0":
-                warn(os.path.basename(sys.argv[0]), line)
+                print(f"> {line}", flush=True)
             if not args.use_checkpoint_args:
                 check(args, stop)  # before Megatron's own validation, whose messages name no flags
             else:
@@ -119,6 +118,26 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
         # It runs an iteration again to find faulty GPUs, and reduces over the world in every iteration.
         defaults["rerun_mode"] = "disabled"
     return defaults
+
+
+def repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str | None:
+    """A line about the flags that `argv` has several times with different values, of which the last counts; or None."""
+    typed: dict[argparse.Action, list[str]] = {}
+    action = None
+    for word in argv:
+        name, _, value = word.partition("=")
+        if name in parser._option_string_actions:
+            action = parser._option_string_actions[name]
+            typed.setdefault(action, []).append(value)
+        elif action is not None:
+            typed[action][-1] = f"{typed[action][-1]} {word}".strip()
+    several = (argparse._AppendAction, argparse._CountAction)
+    found = [
+        f"{action.option_strings[0]} {', then '.join(values)}"
+        for action, values in typed.items()
+        if len(set(values)) > 1 and not isinstance(action, several)
+    ]
+    return f"typed several times, the last one counts: {'; '.join(found)}" if found else None
 
 
 def processes(environment: Mapping[str, str], stop: Stop) -> int:

@@ -23,7 +23,7 @@ from megatron_2bw.flags import checks, combinations, environment, unsupported
 from megatron_2bw.flags.checks import CHECKS
 from megatron_2bw.flags.no_effect import NO_EFFECT
 from megatron_2bw.flags.own import OWN
-from megatron_2bw.flags.parse import check, explain, name_flags, parse_early, prepare, processes
+from megatron_2bw.flags.parse import check, explain, name_flags, parse_early, prepare, processes, repeated
 from megatron_2bw.flags.rule import Rule
 from megatron_2bw.flags.unsupported import UNSUPPORTED
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
@@ -1066,6 +1066,27 @@ def test_argparse_errors_are_one_line(flags, expected):
     with pytest.raises(Stopped) as stopped:
         parse([*command(2, 2), *flags], 2)
     assert str(stopped.value).startswith(expected) and "\n" not in str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    "argv, line",
+    [
+        (["--lr", "1", "--lr", "2", "--on"], "--lr 1, then 2"),
+        (["--lr=1", "--lr", "2", "--lr", "3"], "--lr 1, then 2, then 3"),
+        (["--sizes", "1", "2", "--lr", "1", "--sizes", "1"], "--sizes 1 2, then 1"),
+        (["--lr", "1", "--lr", "1", "--on", "--on"], None),
+        (["--lr", "1", "--row", "a", "--row", "b", "-v", "-v"], None),
+    ],
+)
+def test_a_flag_that_is_typed_twice(argv, line):
+    """The last value counts, as in Megatron, so that a job script's defaults can be overridden; one line says so."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--on", action="store_true")
+    parser.add_argument("--sizes", nargs="+")
+    parser.add_argument("--row", action="append")
+    parser.add_argument("-v", action="count")
+    assert repeated(parser, argv) == (line and f"typed several times, the last one counts: {line}")
 
 
 def test_help_can_be_printed():

@@ -42,31 +42,6 @@ def test_an_error_passes_between_processes():
     assert str(error) == "why" and error.reported_elsewhere
 
 
-@pytest.mark.parametrize(
-    "argv, line",
-    [
-        (["--lr", "1", "--lr", "2", "--on"], "--lr 1, then 2"),
-        (["--lr=1", "--lr", "2", "--lr", "3"], "--lr 1, then 2, then 3"),
-        (["--sizes", "1", "2", "--lr", "1", "--sizes", "1"], "--sizes 1 2, then 1"),
-        (["--lr", "1", "--lr", "1", "--on", "--on"], None),
-        (["--lr", "1", "--row", "a", "--row", "b", "-v", "-v"], None),
-        (["--lr", "-1", "--", "--lr", "2"], None),
-    ],
-)
-def test_a_flag_that_is_typed_twice(argv, line, capsys):
-    """The last value counts, as in Megatron, so that a job script's defaults can be overridden; one line says so."""
-    parser = Parser(prog="prog.py")
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--on", action="store_true")
-    parser.add_argument("--sizes", nargs="+")
-    parser.add_argument("--row", action="append")
-    parser.add_argument("-v", action="count")
-    parser.add_argument("rest", nargs="*")
-    parser.parse_args(argv)
-    said = line and f"prog.py: warning: typed several times, the last one counts: {line}\n"
-    assert capsys.readouterr() == ("", said or "")
-
-
 def test_an_empty_word_is_named(capsys):
     with pytest.raises(SystemExit):
         Parser(prog="prog.py").parse_args([""])
