@@ -81,8 +81,13 @@ TABLE = f"""
 # Flags that must not change what is settled or written.
 INERT = {
     "--extra-warmup": "0 is none",
+    "--no-extra-warmup": "the best plan has none",
+    "--no-uneven-stages": "the best plan has none",
+    "--no-distributed-optimizer": "the best plan may have none",
+    "--no-sequence-parallel": "the best plan may have none",
     "--checkpoints": "a job's first start has no such folder yet",
     "--data": "of spaces only is that of none",
+    "st/status.json": "its other entries are for later starts",
     "--workers": "the same files by any number of processes",
 }
 
@@ -198,8 +203,8 @@ def prepared() -> Iterator[None]:
 def _write(folder: Path) -> None:
     from megatron_2bw.planner.describe.cluster import PRESETS, to_yaml
     from scripts.convergence_options import grid, parse
+    from scripts.paper_data import Run, panels
     from scripts.slurm import status
-    from scripts.slurm.figures import PANELS, Run
 
     def put(name: str, content: Any) -> None:
         path = folder / name
@@ -233,7 +238,7 @@ def _write(folder: Path) -> None:
         for n in range(1, 10)
     )
     for microbatch in (1, 2):
-        run = Run(PANELS[0], "PipeDream-2BW", 64, microbatch)
+        run = Run(panels("6")[0], "PipeDream-2BW", 64, microbatch)
         put(
             f"sw/{run.name}/run.json",
             {

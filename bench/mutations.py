@@ -145,6 +145,15 @@ def plausible(draw: random.Random, action: argparse.Action) -> str | None:
     return draw.choice(("gpt", "out", "0.5")) if name in ("str", "Path") else str(draw.randint(1, 9))
 
 
+def same_value(typed: str | None, default: Any) -> bool:
+    """Whether a typed value is the flag's default."""
+    if not isinstance(default, (int, float)) or typed is None:
+        return typed == str(default)
+    with contextlib.suppress(ValueError):
+        return float(typed) == default
+    return False
+
+
 def mutate_flag(draw: random.Random, command: Command, actions: dict[str, argparse.Action]) -> Line | None:
     """None if the drawn kind does not fit the drawn flag."""
     kind, parts = draw.choice((*FLAGS, *VALUES)), groups(list(command.words))
@@ -159,7 +168,11 @@ def mutate_flag(draw: random.Random, command: Command, actions: dict[str, argpar
             return None
         value = plausible(draw, action) if kind == "added" else draw.choice(VALUES[kind])
         words = [*joined(parts), *part, *([] if value is None else [value])]
-        return None if value == str(action.default) else Line(command, kind, words, (part[0], *filter(None, [value])))
+        return (
+            None
+            if same_value(value, action.default)
+            else Line(command, kind, words, (part[0], *([] if value is None else [value])))
+        )
     if not ours:
         return None
     part = draw.choice(ours)
@@ -168,7 +181,7 @@ def mutate_flag(draw: random.Random, command: Command, actions: dict[str, argpar
         wrong = typo(draw, flag)
         targets, part[0] = (wrong,), wrong
         return None if wrong == flag else Line(command, kind, joined(parts), targets)
-    if kind == "missing" and " ".join(values) != str(action.default):
+    if kind == "missing" and not same_value(" ".join(values), action.default):
         return Line(command, kind, joined([each for each in parts if each is not part]), (flag,))
     value = plausible(draw, action) if kind == "twice" else draw.choice(VALUES.get(kind, [""]))
     if kind == "missing" or not values or value is None or values == [value]:
@@ -176,7 +189,7 @@ def mutate_flag(draw: random.Random, command: Command, actions: dict[str, argpar
     if kind == "twice":
         return Line(command, kind, [*joined(parts), flag, value], (flag,))
     part[1:] = values[:-1] if kind == "no value" else [*values[:-1], value]
-    return Line(command, kind, joined(parts), (flag, value) if value.strip() else (flag,))
+    return Line(command, kind, joined(parts), (flag, value))
 
 
 def mutate_file(draw: random.Random, command: Command) -> Line:
@@ -279,6 +292,11 @@ def _stop(*arguments: Any, **_: Any) -> None:
     raise Stopped
 
 
+def readable(text: str) -> str:
+    """With a mark for bytes that are no UTF-8, as the output has it."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def verdict(line: Line, ending: Ending, base: str) -> str:
     lines = ending.output.strip().splitlines() or [""]
     if -ending.status in (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL):
@@ -288,10 +306,10 @@ def verdict(line: Line, ending: Ending, base: str) -> str:
     if ending.status == 0:
         alike = "inert" if line.targets[0] in INERT else "same"
         return alike if ending.settled == base else "effect"
-    said = lines[-1].encode("utf-8", "replace").decode()
+    said = lines[-1]
     if "error: " not in said:
         return "effect" if said.startswith(("Nothing fits.", "No plan is legal")) else "no line"
-    targets = (re.escape(" ".join(target.split()).encode("utf-8", "replace").decode()) for target in line.targets)
+    targets = (re.escape(readable(" ".join(target.split())) or "an empty word") for target in line.targets)
     return "named" if any(re.search(rf"(?<![\w-]){target}(?![\w-])", said) for target in targets) else "other"
 
 
@@ -323,9 +341,15 @@ def try_lines(seed: int, numbers: list[int]) -> Iterator[dict[str, Any]]:
             for table, key in (("by command", line.command.name), ("by kind", line.kind)):
                 counts[table].setdefault(key, Counter())[what] += 1
             spent[line.command.name] += ending.seconds
-            typed = f"{line.command.program} {shlex.join(line.words)}".encode("utf-8", "replace").decode()
+            typed = readable(f"{line.command.program} {shlex.join(line.words)}")
             last = (ending.output.strip().splitlines() or [""])[-1]
-            case = {"verdict": what, "number": number, "kind": line.kind, "targets": line.targets, "line": typed}
+            case = {
+                "verdict": what,
+                "number": number,
+                "kind": line.kind,
+                "targets": [*map(readable, line.targets)],
+                "line": typed,
+            }
             case |= {"said": last, "seconds": round(ending.seconds, 1), "again": f"--seed {seed} --only {number}"}
             found += [case]
             seconds = round(time.monotonic() - begin, 1)

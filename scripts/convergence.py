@@ -70,11 +70,14 @@ def result_of(run: Run) -> dict[str, Any] | None:
     for name in ("result.json", "command.json"):
         try:
             stored = json.loads((run.folder / name).read_text())
+            other = not same(stored["command"], run.command)
+            if name == "result.json" and not _sound(stored):
+                raise ValueError
         except FileNotFoundError:
             continue
-        except ValueError:
-            raise UserError(f"{run.folder / name}: not JSON; --fresh sets all runs aside") from None
-        if not same(stored["command"], run.command) and (name == "result.json" or _checkpoints(run)):
+        except (ValueError, LookupError, TypeError):
+            raise UserError(f"{run.folder / name}: not what a run leaves; --fresh sets all runs aside") from None
+        if other and (name == "result.json" or _checkpoints(run)):
             raise UserError(
                 f"{run.folder} holds a run of other flags; give another NAME, or --fresh, which "
                 "sets all runs aside and begins again"
@@ -82,6 +85,19 @@ def result_of(run: Run) -> dict[str, Any] | None:
         if name == "result.json":
             return stored
     return None
+
+
+def _sound(result: dict[str, Any]) -> bool:
+    """Whether result.json has the curves that the report reads."""
+    points = [(end, 0 if loss is None else loss) for end, loss in result["training"] + result["validation"]]
+    plain = all(type(number) in (int, float) and abs(number) < 1e300 for point in points for number in point)
+    times = type(result["seconds_per_iteration"]) in (int, float, type(None))
+    return (
+        plain
+        and times
+        and type(result["diverged"]) is bool
+        and bool(result["diverged"] or result["training"] and result["validation"])
+    )
 
 
 def _checkpoints(run: Run) -> bool:

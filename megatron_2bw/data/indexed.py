@@ -46,10 +46,23 @@ def fault(prefix: str) -> str | None:
         (end,) = struct.unpack("<q", file.read(8))
     if end != count:
         return f"{index} is damaged: its documents end at sequence {end} of {count}"
+    lengths, starts, edges = _tables(prefix, count, documents)
+    ends = starts[:_LOOK] + lengths[:_LOOK].astype("i8") * _TOKEN_BYTES[code]
+    if starts[0] or (ends[:-1] != starts[1:_LOOK]).any() or (numpy.diff(edges[:_LOOK]) < 0).any() or edges[0]:
+        return f"{index} is damaged: its sequences or documents do not follow one another"
     size = start + length * _TOKEN_BYTES[code]
     if tokens.stat().st_size != size:
         return f"{tokens} has {tokens.stat().st_size} bytes, but its index describes {size}: build the dataset again"
     return None
+
+
+def _tables(prefix: str, count: int, edges: int) -> tuple[numpy.memmap, numpy.memmap, numpy.memmap]:
+    """The length and the first byte of each sequence; the first sequence of each document, and the end (`edges`)."""
+    kinds = (("<i4", 0, count), ("<i8", 4 * count, count), ("<i8", 12 * count, edges))
+    lengths, starts, firsts = (
+        numpy.memmap(prefix + ".idx", kind, "r", _INDEX.size + place, (size,)) for kind, place, size in kinds
+    )
+    return lengths, starts, firsts
 
 
 def identity(prefix: str) -> dict[str, int | str]:
@@ -85,8 +98,7 @@ def has_samples(prefix: str, start: int, end: int, sentences: int) -> bool:
     """
     with open(prefix + ".idx", "rb") as file:
         count = _INDEX.unpack(file.read(_INDEX.size))[3]
-    lengths = numpy.memmap(prefix + ".idx", "<i4", "r", _INDEX.size, (count,))
-    edges = numpy.memmap(prefix + ".idx", "<i8", "r", _INDEX.size + count * (4 + 8), (documents(prefix) + 1,))
+    lengths, _, edges = _tables(prefix, count, documents(prefix) + 1)
     for first in range(start, end, _LOOK):
         some = edges[first : min(first + _LOOK, end) + 1]
         for document in numpy.flatnonzero(numpy.diff(some) >= sentences):

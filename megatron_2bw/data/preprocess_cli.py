@@ -116,7 +116,10 @@ def task_of(options: argparse.Namespace) -> Task:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse flags that contradict each other or have no effect."""
+    """Refuse flags that are empty, contradict each other or have no effect."""
+    for name, value in vars(options).items():
+        if value == "" or value == [""]:
+            raise UserError(f"--{name.replace('_', '-').replace('key', 'json-keys')}: an empty word; leave it out")
     for names in (("input", "dataset"), ("tokenizer_model", "vocab_file", "train_tokenizer")):
         given = [name for name in names if getattr(options, name) is not None]
         if len(given) != 1:

@@ -43,12 +43,17 @@ def run_simulate(words: list[str], prog: str) -> int:
     add("--columns", type=int, default=140)
     add("--out", type=Path, metavar="FILE.png", help="also as a picture")
     options = parser.parse_args(words)
+    typed = [name for name, value in vars(options).items() if value != parser.get_default(name)]
     if options.figure:
-        if options.schedule or options.stages or options.microbatches:
-            parser.error("--figure sets the schedules and their sizes; leave --schedule, --stages, --microbatches out")
+        for name in typed:
+            if name not in ("figure", "out"):
+                parser.error(f"--{name.replace('_', '-')} has no effect with --figure: leave it out")
         paper_figures.print_figure(int(options.figure))
         _draw(options.out, lambda: paper_figures.draw_figure(int(options.figure), options.out))
         return 0
+    for name, only in (("virtual", "megatron-interleaved"), ("gradient_slots", "2bw")):
+        if name in typed and options.schedule not in (None, only):
+            parser.error(f"--{name.replace('_', '-')} has no effect without --schedule {only}: leave it out")
     for name in ("schedule", "stages", "microbatches"):
         if getattr(options, name) is None:
             parser.error(f"--{name} is missing (or give --figure 1, 2 or 3)")

@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
 
 from megatron_2bw.errors import Parser, UserError, usage_error
+from megatron_2bw.planner.describe.cluster import described
 from megatron_2bw.planner.describe.inputs import MOST_GPUS
 from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import Plan
@@ -36,7 +37,7 @@ def words(kind: str, model: str, plan: str, servers: int, processes: int, precis
     if precision and precision not in PRECISIONS:
         raise UserError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
     entry = _read(Path(plan)) if plan else None
-    found = Model(**entry["model"]) if entry else _named(model, kind)
+    found = _model(entry["model"], plan) if entry else _named(model, kind)
     if found.kind != kind:
         raise UserError(f"{found.name} is a {found.kind.upper()}: submit pretrain_{found.kind}_2bw.sbatch")
     if entry is None:
@@ -54,6 +55,13 @@ def words(kind: str, model: str, plan: str, servers: int, processes: int, precis
     return [*found.flags(), *sizes, *TRAINING, *(own or mock_data(found))]
 
 
+def _model(entries: Any, plan: str) -> Model:
+    try:
+        return described(Model, entries, "model")
+    except UserError as error:
+        raise UserError(f"PLAN={plan}: {error}") from None
+
+
 def _named(name: str, kind: str) -> Model:
     found = PRESETS.get(name)
     if found is None:
@@ -68,7 +76,15 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"PLAN={path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(content, dict) or not content.get("plans") or "cluster" not in content:
+    try:
+        sizes = [content["cluster"][name] for name in ("servers", "gpus_per_server")]
+        whole = all(type(size) is int for size in sizes) and content["model"] and content["precision"]
+        whole = (
+            whole and content["plans"][0]["flags"] and all(type(word) is str for word in content["plans"][0]["flags"])
+        )
+    except (TypeError, LookupError):
+        whole = False
+    if not whole:
         raise UserError(f"PLAN={path} holds no plan; write it with megatron-2bw-plan ... --json {path}")
     return content
 

@@ -627,6 +627,10 @@ def damage(prefix: Path, how: str) -> None:
         index.write_bytes(index.read_bytes()[:-3])
     elif how == "documents":
         index.write_bytes(index.read_bytes()[:-8] + bytes(8))
+    elif how == "sequences":  # one is of -1 token
+        index.write_bytes(index.read_bytes()[:38] + b"\xff" * 4 + index.read_bytes()[42:])
+    elif how == "order":  # of the documents
+        index.write_bytes(index.read_bytes()[:-16] + (2**40).to_bytes(8, "little") + index.read_bytes()[-8:])
     elif how == "tokens cut":
         tokens.write_bytes(tokens.read_bytes()[:-1])
     elif how == "of another dataset":
@@ -640,6 +644,8 @@ DAMAGES = {
     "short": "is not an index of Megatron's",
     "cut": "is damaged",
     "documents": "its documents end at sequence 0 of 3",
+    "sequences": "do not follow one another",
+    "order": "do not follow one another",
     "tokens cut": "but its index describes 60",
     "of another dataset": "but its index describes 60",
     "gone": "there is no file",

@@ -583,6 +583,31 @@ def test_checkpoints_of_other_flags_are_not_gone_on_from(experiment, capsys):
     assert experiment(flags=("--save-interval", "5"))[0] == 1 and "other flags" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "harm",
+    [
+        {"training": [[10, "four"]]},
+        {"training": []},
+        {"training": [[10]]},
+        {"validation": None},
+        {"validation": [[20, 1e999]]},
+        {"diverged": "no"},
+        {"seconds_per_iteration": {}},
+        {"command": []},
+        {"command": None},
+    ],
+    ids=str,
+)
+def test_a_damaged_result_is_named(harm, experiment, capsys):
+    assert experiment() == (0, 2)
+    file = experiment.out / "runs" / "2bw-lr3e-4-seed1234" / "result.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | harm))
+    assert experiment() == (1, 2)
+    assert capsys.readouterr().err == (
+        f"convergence.py: error: {file}: not what a run leaves; --fresh sets all runs aside\n"
+    )
+
+
 def test_a_run_that_fails_leaves_the_others_alone(experiment, capsys):
     assert experiment("--variant", "bad=--fail", "--max-gap", "5") == (1, 2)
     captured = capsys.readouterr()

@@ -508,6 +508,8 @@ BAD_SIMULATIONS = [
     (["--gpipe-round", "2"], "--gpipe-round has no effect without --schedule gpipe: leave it out"),
     (["--gpipe-round", "0", "--schedule", "gpipe"], "--gpipe-round: 0: must be a whole number of 1 or more"),
     (["--gpipe-round", "5", "--schedule", "gpipe"], "--gpipe-round 5 is more than --microbatches 4"),
+    (["--virtual", "3"], "--virtual has no effect without --schedule megatron-interleaved: leave it out"),
+    (["--gradient-slots", "1", "--schedule", "gpipe"], "--gradient-slots has no effect without --schedule 2bw"),
     (["--chunks", "2"], "--chunks"),
     (["--forward", "nan"], "--forward"),
     (["--transfer", "inf"], "--transfer"),
@@ -545,6 +547,11 @@ def test_a_picture_that_cannot_be_written(call, write):
 def test_a_schedule_is_needed(call):
     refused(call("simulate", "--stages", "4"), "--schedule is missing", "--figure", prog="megatron-2bw-plan simulate")
     refused(call("simulate", "--figure", "2", "--stages", "4"), "--figure", prog="megatron-2bw-plan simulate")
+    refused(
+        call("simulate", "--figure", "2", "--versions"),
+        "--versions has no effect with --figure",
+        prog="megatron-2bw-plan simulate",
+    )
 
 
 # --- calibrate -------------------------------------------------------------------------------------------------------

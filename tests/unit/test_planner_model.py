@@ -544,6 +544,8 @@ def test_activations_that_megatron_has(config, written):
         (LLAMA3 | {"rope_parameters": {"rope_type": "dynamic"}}, "the entry 'rope_parameters' is of type 'dynamic'"),
         (LLAMA3 | {"rope_scaling": 8.0}, "the entry 'rope_scaling' must be null or an object, not 8.0"),
         (LLAMA3 | {"rope_theta": 10000.5}, "the entry 'rope_theta' must be a whole number"),
+        (LLAMA3 | {"hidden_size": 10**400}, "the entry 'hidden_size' must be a whole number, not 1000"),
+        (LLAMA3 | {"rms_norm_eps": float("nan")}, "the entry 'rms_norm_eps' must be a number, not nan"),
         (LLAMA3 | {"rms_norm_eps": "1e-5"}, "the entry 'rms_norm_eps' must be a number, not '1e-5'"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:40],

@@ -574,6 +574,8 @@ WRONG = [  # flags that are added or changed ({} is a folder), what the line say
     ("--input {}/empty --output-prefix {}/empty/x", "--output-prefix {}/empty/x: lies in --input {}/empty"),
     ("--input {} --output-prefix {}/link/new/x", "--output-prefix {}/link/new/x: lies in --input {}"),
     ("--output-prefix {}/a.txt/x", "cannot write there"),
+    ("--language=", "--language: an empty word; leave it out"),
+    ("--json-keys=", "--json-keys: an empty word; leave it out"),
     ("--append-eod", "unrecognized arguments: --append-eod"),
 ]
 

@@ -232,9 +232,12 @@ def test_the_table_has_a_row_for_every_run_and_the_bars_the_fastest(tmp_path, mo
     [
         (lambda run: run | {"microbatch": float("nan")}, "microbatch must be a positive whole number, not nan"),
         (lambda run: run | {"system": "no such"}, "it describes no run of this sweep (KeyError('no such'))"),
-        (lambda run: run | {"panel": run["panel"] | {"batches": 64}}, "it describes no run"),
-        (lambda run: {}, "it describes no run"),
-        (lambda run: "four", "it describes no run"),
+        (
+            lambda run: run | {"panel": run["panel"] | {"servers": "four"}},
+            "it describes no run of this sweep (TypeError",
+        ),
+        (lambda run: {}, "run: the entry panel is missing"),
+        (lambda run: "four", "run: expected the entries panel, system, batch"),
     ],
 )
 def test_a_damaged_run_is_named(harm, expected, tmp_path, monkeypatch, capsys):

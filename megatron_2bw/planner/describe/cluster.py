@@ -6,7 +6,6 @@ ESTIMATED.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -183,6 +182,7 @@ def to_yaml(cluster: Cluster, path: Path) -> None:
 
 # --- entries of a file -----------------------------------------------------------------------------------------------
 
+LARGEST = 1e30  # products of such numbers are finite
 SHARES = ("gemm_efficiency", "memory_efficiency")
 MAY_BE_ZERO = ("tflops_fp32", "latency_us", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us")
 
@@ -222,9 +222,9 @@ def _wanted(name: str, entry: Any, kind: str) -> str | None:
     if kind == "str":
         return None if type(entry) is str else "a name"
     if kind == "int":
-        return None if type(entry) is int and entry > 0 else "a positive whole number"
+        return None if type(entry) is int and 0 < entry < LARGEST else "a positive whole number"
     if kind != "float":
         return None
-    if type(entry) not in (int, float) or not 0 <= entry < math.inf or (entry == 0 and name not in MAY_BE_ZERO):
+    if type(entry) not in (int, float) or not 0 <= entry < LARGEST or (entry == 0 and name not in MAY_BE_ZERO):
         return "a positive number"
     return "a share of at most 1" if name in SHARES and entry > 1 else None

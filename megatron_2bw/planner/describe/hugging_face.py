@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.planner.describe.cluster import LARGEST
 from megatron_2bw.planner.describe.model import LLAMA_LAYER, Model
 
 SIZES = {  # of BERT and of the Llama-like ones
@@ -67,7 +68,8 @@ class _Entries:
 
     def _read(self, name: str, default: Any, what: str, *types: type) -> Any:
         entry = self.config.get(name)
-        if entry is not None and type(entry) not in types:  # a bool is no number
+        large = type(entry) in (int, float) and not abs(entry) < LARGEST
+        if large or entry is not None and type(entry) not in types:  # a bool is no number
             raise UserError(f"the entry {name!r} must be {what}, not {entry!r}")
         return default if entry is None else entry
 
