@@ -78,17 +78,20 @@ TABLE = f"""
 1  -            0   scripts/demo.py --iterations 4 --schedule gpipe --out demo
 """
 
-# Flags that must not change what is settled or written.
+# Flags and files without which the result of the lines above is the same, and why.
 INERT = {
-    "--extra-warmup": "0 is none",
-    "--no-extra-warmup": "the best plan has none",
-    "--no-uneven-stages": "the best plan has none",
-    "--no-distributed-optimizer": "the best plan may have none",
-    "--no-sequence-parallel": "the best plan may have none",
     "--checkpoints": "a job's first start has no such folder yet",
     "--data": "of spaces only is that of none",
-    "st/status.json": "its other entries are for later starts",
+    "--extra-warmup": "0 is none",
+    "--input-format": "auto is the default",
+    "--no-check-for-nan-in-loss-and-grad": "Megatron sets it with a dynamic loss scale",
+    "--no-distributed-optimizer": "the best plan has none",
+    "--no-extra-warmup": "the best plan has none",
+    "--no-sequence-parallel": "the best plan has none",
+    "--no-uneven-stages": "the best plan has none",
+    "--precision": "that of the profile, or of the plan, is the default",
     "--workers": "the same files by any number of processes",
+    "st/status.json": "its other entries are for later starts",
 }
 
 MODULES = {
