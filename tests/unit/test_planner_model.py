@@ -282,6 +282,7 @@ def test_what_the_flags_leave_out_is_megatrons_default():
     "changes, flag",
     [
         ({"layers": 0}, "--num-layers must be positive, not 0"),
+        ({"sequence": 10**12}, "--seq-length 1000000000000: it must be below 1e+12"),
         ({"hidden": -64}, "--hidden-size must be positive"),
         ({"heads": 0}, "--num-attention-heads must be positive"),
         ({"vocab": 0}, "--vocab-size must be positive"),

@@ -75,7 +75,11 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def _model(options: argparse.Namespace) -> Model:
-    _check_positive(options, "seq_length", *SIZES, "rotary_base")
+    sizes = ("seq_length", *SIZES, "rotary_base")
+    _check_positive(options, *sizes)
+    for name in sizes:
+        if (getattr(options, name) or 0) >= models.LARGEST:
+            raise UserError(f"{flag(name)} {getattr(options, name)}: it must be below {models.LARGEST:g}")
     for name in ("attention_dropout", "hidden_dropout"):
         if not 0 <= getattr(options, name) < 1:
             raise UserError(f"{flag(name)} must be at least 0 and less than 1, not {getattr(options, name)}")
@@ -94,6 +98,9 @@ def _model(options: argparse.Namespace) -> Model:
     missing = [name for name in SHAPE if getattr(options, name) is None]
     if missing:
         raise UserError(f"give --model NAME, or Megatron's flags of a model ({flag(missing[0])} is missing)")
+    for name in ("rotary_base", "use_rope_scaling"):
+        if options.position_embedding_type != "rope" and getattr(options, name) not in (False, NUMBERS.get(name)):
+            raise UserError(f"{flag(name)} has no effect without --position-embedding-type rope: leave it out")
     if options.num_query_groups and not options.group_query_attention:
         raise UserError("--num-query-groups needs --group-query-attention, as in Megatron")
     return Model(

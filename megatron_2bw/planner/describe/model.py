@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from megatron_2bw.errors import UserError
 
+LARGEST = 1e12  # products of such sizes are exact floats, or nearly
+
 
 @dataclass(frozen=True)
 class Model:
@@ -53,6 +55,8 @@ class Model:
         for name in FLAGS:
             if getattr(self, name) < (0 if name == "head_size" else 1):
                 raise UserError(f"{FLAGS[name]} must be positive, not {getattr(self, name)}")
+            if getattr(self, name) >= LARGEST:
+                raise UserError(f"{FLAGS[name]} {getattr(self, name)}: it must be below {LARGEST:g}")
         if not self.head_size:
             if self.hidden % self.heads:
                 raise UserError(

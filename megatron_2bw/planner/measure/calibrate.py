@@ -16,7 +16,7 @@ from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_whole
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe.cluster import Cluster
-from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.model import LARGEST, Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
@@ -153,8 +153,8 @@ def _value(row: dict[str, str], name: str, where: str) -> str | int | float:
     except ValueError:
         raise UserError(f"{where}: {name} is {text!r}, not a number") from None
     least = 0 if OPTIONAL.get(name) == 0 else 1 if name != "seconds" else 1e-12
-    if not least <= number < float("inf"):
-        raise UserError(f"{where}: {name} must be positive, not {text}")
+    if not least <= number < LARGEST:
+        raise UserError(f"{where}: {name} must be positive and below {LARGEST:g}, not {text}")
     return number
 
 
