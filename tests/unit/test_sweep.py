@@ -293,6 +293,7 @@ def test_a_word_gives_way_to_a_speed():
         (["--figure", "6", "--panel", "d"], "--panel: d is not one of a, b, c"),
         (["--figure", "6", "--panel", "ab"], "--panel: ab is not one of a, b, c"),
         ([*OWN, "--batch-sizes", "7"], "--batch-sizes: no microbatch of --micro-batch-size divides them"),
+        ([*OWN, "--batch-sizes", "7" * 300], "expected positive whole numbers such as 1,2,4,8"),
         ([*OWN, "--model", "x"], "argument --model: invalid choice: 'x'"),
     ],
 )

@@ -44,7 +44,7 @@ def numbers(text: str) -> tuple[int, ...]:
         values = tuple(int(word) for word in text.split(","))
     except ValueError:
         values = (0,)
-    if min(values) < 1:
+    if min(values) < 1 or max(values) >= models.LARGEST:
         raise argparse.ArgumentTypeError(f"{text}: expected positive whole numbers such as 1,2,4,8")
     return values
 
