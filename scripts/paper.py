@@ -1,4 +1,4 @@
-"""Every figure and table of the PipeDream-2BW paper: predicted, measured here, and on a cluster, beside its own values.
+"""Every figure and table of the PipeDream-2BW paper: predicted, measured here and on a cluster, and its own values.
 
     python scripts/paper.py                                          # all of it: out/paper/report.md
     python scripts/paper.py --figure 6,8 --skip-measurements
@@ -135,8 +135,8 @@ def judged(figure: str, found: list[Point], collected: Mapping[str, Any], out: P
             row.predicted, row.holds = paper_figures.CHECKS[spec["id"]](found)
         if "here" in spec:
             row.here = measured_here(spec["here"], measured_rows(spec["here"]["rows"], out, fresh))
-        told = {"why": row.holds is False and not row.only, "note": True}
-        row.notes += [spec[name] for name, wanted in told.items() if wanted and name in spec]
+        said = {"why": row.holds is False and not row.only, "note": True}
+        row.notes += [spec[name] for name, wanted in said.items() if wanted and name in spec]
     return rows
 
 
