@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from megatron_2bw import cpu
 from scripts.list_flags import parser_of
 from tests.distributed.training import TINY
 from tests.unit.test_arguments import dataset
@@ -129,6 +130,8 @@ class Command:
             from megatron_2bw.start.launch import launch
 
             return launch(f"megatron_2bw.tasks.{'gpt' if self.program == GPT else 'bert'}")
+        if self.program == "megatron-2bw":  # it asks for GPUs, in whose place the CPU stands here
+            cpu.uninstall()
         module = MODULES.get(self.program, self.program.removesuffix(".py").replace("/", "."))
         return importlib.import_module(module).main()
 
