@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
-import psutil
 import pytest
 import torch
 
 from megatron_2bw import cli
 from megatron_2bw.errors import UserError
-from megatron_2bw.files import write_whole
 from megatron_2bw.gpu_check import observe, rows, runner
-from megatron_2bw.gpu_check.rows import Check, Failed, Row
-from megatron_2bw.gpu_check.runner import FAILED, HANGS, LATER, OK, SKIPPED
-from megatron_2bw.local_ranks import run_world
-from megatron_2bw.start.torchrun import ROOT
-
-LIGHT = "tests.plain"  # a server without Megatron
+from megatron_2bw.gpu_check.rows import Failed, Row
+from megatron_2bw.gpu_check.runner import FAILED, LATER, OK, SKIPPED
 
 
 def row(run, name="one", seconds=5.0, needs=()) -> Row:
@@ -62,44 +51,6 @@ def test_a_row_that_fails_is_named_and_the_others_run(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "part: one    FAILED  weights differ by 1.0e-03" in shown
     assert "part: three  skipped  needs a GPU" in shown and "1 ok, 2 FAILED, 0 hangs, 1 skipped, 0 not run" in shown
-
-
-def ranks(check: Check, function) -> dict:
-    observed = run_world(2, function, timeout=check.deadline - time.monotonic(), preload=LIGHT)
-    return {"ranks": observed}
-
-
-def sleep(rank: int) -> int:
-    if rank == 1:
-        time.sleep(1000)
-    return rank
-
-
-def raise_error(rank: int) -> int:
-    if rank == 1:
-        raise RuntimeError("CUDA error: an illegal memory access")
-    time.sleep(1000)
-    return rank
-
-
-def kill(rank: int) -> int:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return rank
-
-
-def test_a_row_that_hangs_is_ended_and_the_next_one_runs(tmp_path):
-    each = [row(lambda check: ranks(check, sleep), seconds=6.0), row(lambda check: {}, "two")]
-    status, found = go(tmp_path / "r.json", *each)
-    assert status == 1 and [entry["result"] for entry in found.values()] == [HANGS, OK]
-    assert found["one"]["why"] == "not over after 6 s"
-
-
-def test_ranks_that_fail_are_named_with_their_error(tmp_path):
-    each = [row(lambda check: ranks(check, raise_error), seconds=60.0), row(lambda check: ranks(check, kill), "two")]
-    status, found = go(tmp_path / "r.json", *each)
-    assert status == 1 and [entry["result"] for entry in found.values()] == [FAILED, FAILED]
-    assert found["one"]["why"] == "rank 1 ended with exit code 1; RuntimeError: CUDA error: an illegal memory access"
-    assert "exit code -9" in found["two"]["why"]
 
 
 def test_rows_with_a_result_do_not_run_again(tmp_path):
@@ -185,56 +136,3 @@ def test_cuda_must_be_there(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["gpu-check", "--device", "cuda"])
     assert end.value.code == 2 and "--device cuda: torch finds no GPU here" in capsys.readouterr().err
-
-
-STARTS = """
-import torch
-torch.cuda._device_count_nvml = lambda: 1
-def start(*args):
-    raise SystemExit("CUDA starts")
-torch._C._cuda_getDeviceCount = torch.cuda._lazy_init = start
-import megatron_2bw.start.preload
-assert torch.cuda.is_available()
-"""
-
-
-@pytest.mark.parametrize("device, starts", [("cuda", False), ("", True)])
-def test_the_server_of_forked_ranks_does_not_start_cuda(device, starts):
-    """After a start no forked rank could use CUDA. Without a GPU the CPU stands in, and this test would see no start:
-    so the second case asks torch itself."""
-    code = STARTS if device else STARTS.replace("import megatron_2bw.start.preload\n", "")
-    environment = os.environ | {"MEGATRON_2BW_WORLD_DEVICE": device}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert (run.returncode == 1 and "CUDA starts" in run.stderr) if starts else run.returncode == 0, run.stderr[-2000:]
-
-
-ORPHAN = """
-import time
-from megatron_2bw.local_ranks import run_world
-from tests.unit.test_gpu_check import name_and_sleep
-if __name__ == "__main__":
-    run_world(1, name_and_sleep, {path!r}, preload="tests.plain")
-"""
-
-
-def name_and_sleep(rank: int, path: str) -> None:
-    write_whole(path, str(os.getpid()))
-    time.sleep(1000)
-
-
-def test_ranks_end_with_the_program_that_started_them(tmp_path):
-    """Also after a SIGKILL, so that a hung rank does not keep the GPU."""
-    path = tmp_path / "pid"
-    (tmp_path / "orphan.py").write_text(ORPHAN.format(path=str(path)))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    program = subprocess.Popen([sys.executable, str(tmp_path / "orphan.py")], env=environment)
-    try:
-        while not path.exists():
-            assert program.poll() is None
-            time.sleep(0.05)
-    finally:
-        program.kill()
-        program.wait()
-    rank = int(path.read_text())
-    while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.05)
