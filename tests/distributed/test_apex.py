@@ -105,6 +105,7 @@ def reference_with_apex(rank: int, argv: list[str], rule: Rule) -> Run:
     return reference(rank, argv, rule)
 
 
+@pytest.mark.proof("fp32")
 @pytest.mark.parametrize(
     "flags", [(), ("--bf16",), ("--bf16", SHARDED)], ids=["fp32", "bf16", "bf16, distributed optimizer"]
 )
@@ -126,7 +127,6 @@ def test_a_skipped_step_does_not_count():
     assert_same(runs, expected, exact=True)
 
 
-@pytest.mark.proof("fp32")
 @pytest.mark.parametrize("flags, tolerance", [((), 1e-5), (("--bf16", SHARDED), 1e-2)], ids=["fp32", "bf16"])
 def test_losses_are_those_of_torchs_adam(flags, tolerance):
     argv = command(2, 2, "2bw", NO_BIAS, *flags, width=2)

@@ -10,7 +10,6 @@ from scripts import demo
 KEYS = "schedule stages microbatches iterations first_loss last_loss validation_loss seconds".split()
 
 
-@pytest.mark.proof
 def test_demo_trains_and_leaves_summary_picture_and_log(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(demo, "build_corpus", lambda: build_corpus(tmp_path / "cache", 512, 200_000))
     monkeypatch.setattr(demo, "pick_device", lambda: "cpu")

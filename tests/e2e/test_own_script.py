@@ -48,7 +48,6 @@ def test_without_delay_the_losses_are_megatrons(site, plain):
     assert len(plain) == 6 and losses(site, "2bw", "--two-bw-sync-iterations", "6") == plain
 
 
-@pytest.mark.proof
 def test_with_delay_the_first_batch_has_the_same_weights(site, plain):
     late = losses(site, "2bw")
     assert len(late) == 6 and late[0] == plain[0] and late[2:] != plain[2:]

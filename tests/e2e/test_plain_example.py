@@ -19,7 +19,6 @@ def ranks_of_its_own():
     return end(process)
 
 
-@pytest.mark.proof("alone")
 @pytest.mark.parametrize("run", [ranks_of_its_own, lambda: torchrun(2, EXAMPLE, [])], ids=["alone", "torchrun"])
 def test_it_prints_the_losses_of_the_reference(run):
     result = run()

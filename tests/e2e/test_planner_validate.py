@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-import pytest
-
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.describe.model import Model
@@ -14,7 +12,6 @@ from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure import validate
 
 
-@pytest.mark.proof
 def test_two_plans_run(tmp_path, capsys):
     device = Device("cpu", 16, 0.1, 10, tflops_fp32=0.1, flash=False)
     cluster = Cluster("cpu", 1, 2, device, Link(1, 100), Link(1, 100))

@@ -45,7 +45,6 @@ def kill_in_the_middle(process: subprocess.Popen, folder, shards: int) -> None:
         stop_tree(process)
 
 
-@pytest.mark.proof
 @pytest.mark.timeout(280)
 def test_killed_and_continued(tmp_path, monkeypatch, capsys):
     """BERT from plain and compressed JSON lines, with a tokenizer trained on the spot."""

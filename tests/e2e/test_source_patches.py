@@ -83,7 +83,6 @@ def native(*args, **changes) -> list[str]:
     return [*command(*args, train_iters=2, lr_warmup_iters=0, device=None, **changes), *CPU_FLAGS]
 
 
-@pytest.mark.proof
 def test_two_iterations_of_2bw_in_the_patched_tree(tree):
     """The losses are those of pretrain_gpt_2bw.py, which rebinds names instead."""
     patched = torchrun(2, "pretrain.py", native(2, 2, "2bw"), cwd=tree, PYTHONPATH=f"{tree}:{ROOT}")

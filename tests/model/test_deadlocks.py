@@ -51,7 +51,7 @@ def examine(programs: Programs, runs: int) -> None:
         assert_free(World(programs, queue_of=None, limit=limit), runs // 20)
 
 
-FAST = "tied", "sharded", "muon", "more-extra-warmup"
+FAST = "tied", "sharded", "more-extra-warmup"
 
 
 @pytest.mark.proof(*FAST)
