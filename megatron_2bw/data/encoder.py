@@ -15,9 +15,10 @@ import numpy
 from tokenizers import Tokenizer
 
 from megatron_2bw.data.indexed import LONGEST_SENTENCE
+from megatron_2bw.data.sources import checked
 
 BATCH_CHARACTERS = 1_000_000  # tokenized in one call
-COUNTS = "documents sequences tokens bytes empty bad spelled single long".split()  # of a shard; bytes: of UTF-8 text
+COUNTS = "documents sequences tokens bytes empty bad spelled single long targets".split()  # bytes: of UTF-8 text
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Encoder:
     dtype: type[numpy.number]
     eod: int | None = None
     language: str = "en"
+    document = staticmethod(checked)  # of what the source holds
 
     def shard(self, texts: Iterable[str], counts: Counter[str]) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """Encode the documents: their tokens, the length of each sequence, the sequence after each document."""

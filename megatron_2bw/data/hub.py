@@ -20,7 +20,7 @@ from typing import Any
 from megatron_2bw.data.sources import DatasetSource
 from megatron_2bw.errors import UserError
 
-_NEEDED = {"gpt": ("eod",), "bert": ("cls", "sep", "mask", "pad")}
+_NEEDED = {"gpt": ("eod",), "sft": ("eod",), "bert": ("cls", "sep", "mask", "pad")}
 _SPECIAL = ("eod", "bos", "cls", "sep", "mask", "pad")
 
 
@@ -36,6 +36,7 @@ class Loaded:
 
     def digest(self) -> str:
         text = self.json or json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        text += str(self.tokenizer.chat_template or "")
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -83,6 +84,8 @@ def load_tokenizer(name: str, task: str) -> Loaded:
         )
     tokenizer = ours._tokenizer.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if task == "sft" and backend is None:
+        raise UserError(f"--tokenizer-model {name}: --task sft needs a fast tokenizer, a folder with a tokenizer.json")
     known = {found[token] for token in _SPECIAL if found[token] is not None}
     unknown = set() if ours.unk is None else {ours.unk} - {found["eod"] if task == "gpt" else None}
     size = max(ours.vocab_size, max(tokenizer.get_vocab().values()) + 1)
@@ -90,7 +93,7 @@ def load_tokenizer(name: str, task: str) -> Loaded:
     return Loaded(tokenizer, backend and backend.to_str(), size, eod, frozenset(known - unknown))
 
 
-def open_dataset(name: str, config: str | None, split: str | None, key: str, skip_bad: bool) -> DatasetSource:
+def open_dataset(name: str, config: str | None, split: str | None, key: str | None, skip_bad: bool) -> DatasetSource:
     """The dataset in a folder written by save_to_disk, in a folder of data files, or of a name on the Hub."""
     path = Path(name).expanduser()
     if path.is_file():
@@ -116,11 +119,11 @@ def open_dataset(name: str, config: str | None, split: str | None, key: str, ski
         found = found[split or "train"]
     elif saved and split is not None:
         raise UserError(f"--dataset-split {split}: {name} is a single split: leave it out")
-    if key not in found.column_names:
+    if key is not None and key not in found.column_names:
         raise UserError(f"--text-column {key}: {name} has {', '.join(found.column_names)}")
     if not len(found):
         raise UserError(f"--dataset {name}: it is empty")
-    return DatasetSource(name, found.select_columns([key]), key, skip_bad)
+    return DatasetSource(name, found if key is None else found.select_columns([key]), key, skip_bad)
 
 
 def _reason(error: Exception, offline: bool, path: Path) -> str:

@@ -91,6 +91,19 @@ def documents(prefix: str) -> int:
         return _INDEX.unpack(file.read(_INDEX.size))[4] - 1
 
 
+def lengths(prefix: str) -> numpy.memmap:
+    """The tokens of each sequence of a sound dataset."""
+    return _tables(prefix, sequences(prefix), documents(prefix) + 1)[0]
+
+
+def has_prompts(prefix: str) -> bool:
+    """Whether a sound dataset is of --task sft, whose first token is negative (conversations.py)."""
+    with open(prefix + ".idx", "rb") as file:
+        code = _INDEX.unpack(file.read(_INDEX.size))[2]
+    with open(prefix + ".bin", "rb") as file:
+        return code == 4 and file.read(4)[3:] >= b"\x80"  # int32, little-endian
+
+
 def has_samples(prefix: str, start: int, end: int, sentences: int) -> bool:
     """Whether Megatron's BERT finds a sample in documents `start` to `end`: one of `sentences` or more, none too long.
 

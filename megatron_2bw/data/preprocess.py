@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatron_2bw.data import vocabulary
+from megatron_2bw.data.conversations import Conversations
 from megatron_2bw.data.encoder import Encoder, plain, slow
 from megatron_2bw.data.pool import Pool
 from megatron_2bw.data.progress import Progress, say
@@ -27,7 +28,7 @@ from megatron_2bw.data.unfinished import Unfinished
 from megatron_2bw.errors import UserError
 
 NO_DOCUMENTS = "the input holds no documents: give other --input or --dataset, or see what --skip-bad-documents hides"
-_FORMAT = 2  # raise it when the same inputs give other files
+_FORMAT = 3  # raise it when the same inputs give other files
 Source = FileSource | DatasetSource
 
 
@@ -47,7 +48,7 @@ class NewTokenizer:
 class Task:
     """A request. `tokenizer` is a folder, a name on the Hub, or a new one."""
 
-    task: str  # gpt, bert
+    task: str  # gpt, bert, sft
     source: Source
     prefix: Path
     tokenizer: str | NewTokenizer
@@ -60,6 +61,7 @@ class Task:
 class Result:
     """The outputs. This call tokenized `fresh` bytes of text in `seconds`, earlier calls the rest."""
 
+    task: str
     prefix: Path
     tokenizer: str  # for --tokenizer-model
     counts: Counter[str]
@@ -69,7 +71,7 @@ class Result:
     def flags(self) -> list[str]:
         """The Megatron flags that train on it."""
         tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer]
-        return ["--data-path", str(self.prefix), *tokenizer]
+        return ["--data-path", str(self.prefix), *tokenizer, *["--sft-data"][: self.task == "sft"]]
 
 
 @dataclass(frozen=True)
@@ -78,21 +80,24 @@ class Job:
 
     folder: Path
     source: Source
-    settings: dict  # of the Encoder, without `encode`
-    tokenizer: Path  # a file of the tokenizers library, or a folder of a tokenizer written in Python
+    settings: dict | str  # of the Encoder, without `encode`; for sft the tokenizer's name
+    tokenizer: Path  # a file of the tokenizers library, or a folder of transformers
 
     def __call__(self, shard: Shard) -> tuple[int, Counter[str]]:
         return write_shard(self.folder, shard, self.source, self._encoder)
 
     @cached_property
-    def _encoder(self) -> Encoder:
+    def _encoder(self) -> Encoder | Conversations:
         if self.tokenizer.is_file():
             from tokenizers import Tokenizer
 
             return Encoder(plain(Tokenizer.from_file(str(self.tokenizer))), **self.settings)
         from transformers import AutoTokenizer
 
-        return Encoder(slow(AutoTokenizer.from_pretrained(str(self.tokenizer))), **self.settings)
+        tokenizer = AutoTokenizer.from_pretrained(str(self.tokenizer))
+        if isinstance(self.settings, str):
+            return Conversations(tokenizer, self.settings)
+        return Encoder(slow(tokenizer), **self.settings)
 
 
 def run(task: Task) -> Result:
@@ -118,7 +123,7 @@ def run(task: Task) -> Result:
             unfinished.drop_if_unused()
             raise
     tokenizer = str(unfinished.placed_tokenizer) if makes else _absolute(task.tokenizer)
-    return Result(task.prefix, tokenizer, counts, fresh, seconds)
+    return Result(task.task, task.prefix, tokenizer, counts, fresh, seconds)
 
 
 def _load(name: str, task: str):
@@ -139,7 +144,7 @@ def _manifest(task: Task, loaded) -> dict:
         "input files": hashlib.sha256(json.dumps(task.source.identity()).encode()).hexdigest()[:16],
         "--shard-mb": task.shard_bytes,
         "--language": task.language,
-        "versions": [_FORMAT, version("tokenizers"), version("sentencex")],
+        "versions": [_FORMAT, *map(version, ("tokenizers", "sentencex", "transformers"))],
     }
     if isinstance(task.source, FileSource):
         entries |= {"--input-format": task.source.format, "--text-documents": task.source.documents}
@@ -159,7 +164,7 @@ def _work(task: Task, unfinished: Unfinished, loaded) -> tuple[Counter[str], int
         unfinished.make_tokenizer(lambda folder: _make_tokenizer(task, folder))
         loaded = _load(str(unfinished.tokenizer), task.task)
     start = time.monotonic()
-    job = Job(unfinished.folder, task.source, _settings(task, loaded), _for_workers(unfinished, loaded))
+    job = Job(unfinished.folder, task.source, _settings(task, loaded), _for_workers(task, unfinished, loaded))
     count, before = _tokenize(task, unfinished, job)
     counts: Counter[str] = Counter()
     for number in range(count):
@@ -172,17 +177,20 @@ def _work(task: Task, unfinished: Unfinished, loaded) -> tuple[Counter[str], int
     return counts, counts["bytes"] - before, time.monotonic() - start
 
 
-def _settings(task: Task, loaded) -> dict:
+def _settings(task: Task, loaded) -> dict | str:
+    if task.task == "sft":
+        return task.tokenizer
     from megatron.core.datasets.indexed_dataset import DType
 
     dtype = DType.optimal_dtype(loaded.vocab_size)
     return {"forbidden": loaded.forbidden, "dtype": dtype, "eod": loaded.eod, "language": task.language}
 
 
-def _for_workers(unfinished: Unfinished, loaded) -> Path:
-    """Save the tokenizer for the workers, which do not import transformers for a fast one."""
-    path = unfinished.folder / ("workers.json" if loaded.json else "workers")
-    if loaded.json:
+def _for_workers(task: Task, unfinished: Unfinished, loaded) -> Path:
+    """Save the tokenizer for the workers, which import transformers only for chat templates and slow tokenizers."""
+    alone = loaded.json and task.task != "sft"
+    path = unfinished.folder / ("workers.json" if alone else "workers")
+    if alone:
         path.write_text(loaded.json, encoding="utf-8")
     else:
         loaded.tokenizer.save_pretrained(str(path))

@@ -18,7 +18,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_2bw.data import vocabulary
+import numpy
+
+from megatron_2bw.data import indexed, vocabulary
 from megatron_2bw.data.compressed import UNREADABLE
 from megatron_2bw.data.encoder import LONGEST_SENTENCE
 from megatron_2bw.data.preprocess import NewTokenizer, Result, Source, Task, run
@@ -39,7 +41,12 @@ class Stopped(BaseException):
 def parser() -> argparse.ArgumentParser:
     cli = Parser(PROG, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
     group = cli.add_argument_group("output")
-    group.add_argument("--task", choices=("gpt", "bert"), required=True, help="gpt: documents; bert: sentences")
+    group.add_argument(
+        "--task",
+        choices=("gpt", "bert", "sft"),
+        required=True,
+        help="gpt: documents; bert: sentences; sft: conversations",
+    )
     group.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="of the .bin and .idx; --data-path takes it"
     )
@@ -119,14 +126,16 @@ def check(options: argparse.Namespace) -> None:
     """Refuse flags that are empty, contradict each other or have no effect."""
     for name, value in vars(options).items():
         if value == "" or value == [""]:
-            raise UserError(f"--{name.replace('_', '-').replace('key', 'json-keys')}: an empty word; leave it out")
+            raise UserError(f"{_flag(name)}: an empty word; leave it out")
     for names in (("input", "dataset"), ("tokenizer_model", "vocab_file", "train_tokenizer")):
         given = [name for name in names if getattr(options, name) is not None]
         if len(given) != 1:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
             raise UserError(f"give one of {flags}" + (f", not {len(given)}" if given else ""))
     wordpiece = options.train_tokenizer == "wordpiece" or (options.vocab_file and not options.merge_file)
+    text, of_text = options.task != "sft", ("input_format", "text_documents", "key", "vocab_file", "train_tokenizer")
     for name, needs, met in (
+        *((name, "--task gpt or bert", text) for name in of_text),
         ("input_format", "--input", options.input),
         ("text_documents", "--input", options.input),
         ("dataset_config", "--dataset", options.dataset),
@@ -138,7 +147,7 @@ def check(options: argparse.Namespace) -> None:
         ("language", "--task bert", options.task == "bert"),
     ):
         if getattr(options, name) and not met:
-            raise UserError(f"--{name.replace('_', '-')}: only with {needs}; leave it out")
+            raise UserError(f"{_flag(name)}: only with {needs}; leave it out")
     if options.language and not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", options.language):
         raise UserError(f"--language {options.language}: give a code of two or three letters such as en, de or zh")
     if options.workers is not None and options.workers < 1:
@@ -149,17 +158,20 @@ def check(options: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
 
 
+def _flag(name: str) -> str:
+    return "--json-keys" if name == "key" else f"--{name.replace('_', '-')}"
+
+
 def source_of(options: argparse.Namespace) -> Source:
-    key = options.key or "text"
+    key = None if options.task == "sft" else options.key or "text"
     if options.dataset:
         from megatron_2bw.data.hub import open_dataset
 
         split = options.dataset_split
         return open_dataset(options.dataset, options.dataset_config, split, key, options.skip_bad_documents)
-    files = tuple(file for name in options.input for file in input_files(name, options.input_format or "auto"))
-    source = FileSource(
-        files, options.input_format or "auto", options.text_documents or "file", key, options.skip_bad_documents
-    )
+    form = "jsonl" if options.task == "sft" else options.input_format or "auto"
+    files = tuple(file for name in options.input for file in input_files(name, form))
+    source = FileSource(files, form, options.text_documents or "file", key, options.skip_bad_documents)
     json = [source.is_json(file) for file in files]
     if options.key and not any(json):
         raise UserError(f"--json-keys {key}: none of the input is JSON lines; leave it out, or --input-format jsonl")
@@ -251,6 +263,12 @@ def report(task: Task, result: Result) -> None:
             say(f"{counts[name]:,} {text}")
     if task.task == "bert" and counts["single"] + counts["long"] >= counts["documents"]:
         say("warning: no document is left for training with the binary head")
+    if task.task == "sft":
+        half, most, all_of_them = numpy.quantile(indexed.lengths(str(task.prefix)), (0.5, 0.99, 1), method="higher")
+        say(
+            f"{counts['targets']:,} tokens are targets; of the conversations 50 % have {half:,} tokens or fewer, 99 % "
+            f"{most:,}, all {all_of_them:,}: training cuts those of more than --seq-length + 1"
+        )
     sentences = f"{counts['sequences']:,} sentences, " if task.task == "bert" else ""
     speed = f"{result.seconds:.1f} s, {result.fresh / 1e6 / max(result.seconds, 1e-3):.2f} MB/s"
     if result.fresh < counts["bytes"]:

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import numpy
 
+from megatron_2bw.data.conversations import Conversations
 from megatron_2bw.data.encoder import COUNTS, Encoder
 from megatron_2bw.data.indexed import _INDEX
 from megatron_2bw.data.sources import Shard
@@ -25,10 +26,10 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.npz"
 
 
-def write_shard(folder: Path, shard: Shard, source, encoder: Encoder) -> tuple[int, Counter[str]]:
+def write_shard(folder: Path, shard: Shard, source, encoder: Encoder | Conversations) -> tuple[int, Counter[str]]:
     """Tokenize a shard into its file. Returns its size in the input, and its counts."""
     counts: Counter[str] = Counter()
-    tokens, lengths, ends = encoder.shard(source.texts(shard, counts), counts)
+    tokens, lengths, ends = encoder.shard(source.texts(shard, counts, encoder.document), counts)
     arrays = {"tokens": tokens, "lengths": lengths, "ends": ends}
     arrays["counts"] = numpy.array([counts[name] for name in COUNTS], numpy.int64)
     write_whole(shard_path(folder, shard.number), lambda file: numpy.savez(file, **arrays), sync=True)

@@ -11,16 +11,17 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from megatron_2bw.data.compressed import DAMAGED, is_compressed, opened
 from megatron_2bw.errors import UserError
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 _BOM = b"\xef\xbb\xbf"
+Document = Callable[[Any, Counter[str]], Any]  # of what a source holds: a text, an object of JSON lines, a row
 
 
 class Piece(NamedTuple):
@@ -41,14 +42,23 @@ class Shard(NamedTuple):
     rows: range | None = None
 
 
+def checked(text: object, counts: Counter[str]) -> str:
+    """`text` if it is one; its bytes are counted. A UnicodeError for half of a surrogate pair, which JSON can spell."""
+    if not isinstance(text, str):
+        raise ValueError(f"the text is {'null' if text is None else type(text).__name__}, not a string")
+    counts["bytes"] += len(text.encode())
+    return text
+
+
 @dataclass(frozen=True)
 class FileSource:
-    """Documents in files. `documents` of a text file: file, blank-lines or lines; `key`: of the text in JSON lines."""
+    """Documents in files. `documents` of a text file: file, blank-lines or lines; `key`: of the text in JSON lines, or
+    None for the whole object."""
 
     files: tuple[str, ...]
     format: str = "auto"  # auto, text, jsonl
     documents: str = "file"
-    key: str = "text"
+    key: str | None = "text"
     skip_bad: bool = False
 
     def size(self) -> int:
@@ -119,17 +129,26 @@ class FileSource:
         except DAMAGED as error:
             raise UserError(f"{file}: cannot be read, {error}") from error
 
-    def texts(self, shard: Shard, counts: Counter[str]) -> Iterator[str]:
-        """The documents of a shard. One that is not text raises UserError, or is counted with `skip_bad`."""
+    def texts(self, shard: Shard, counts: Counter[str], document: Document = checked) -> Iterator[Any]:
+        """The documents of a shard, each by `document`. A bad one raises UserError, or is counted with `skip_bad`."""
         for piece in shard.pieces:
             for position, raw in self._raw(piece, shard.data):
-                where = f"{piece.path}, byte {position:,}"
-                if shard.data is not None:
-                    where = f"{piece.path}, {raw[:40]!r}"
                 try:
-                    yield checked(self._field(raw) if self.is_json(piece.path) else raw.decode("utf-8"), counts)
+                    found = document(self._field(raw) if self.is_json(piece.path) else raw.decode("utf-8"), counts)
                 except ValueError as error:
+                    where = "" if self.skip_bad else self._place(piece.path, position, raw, shard.data)
                     bad(where, error, self.skip_bad, counts)
+                else:
+                    yield found
+
+    def _place(self, path: str, position: int, raw: bytes, data: bytes | None) -> str:
+        if data is not None:  # of a compressed file
+            return f"{path}, {raw[:40]!r}"
+        if self._whole(path):
+            return path
+        with open(path, "rb") as file:
+            read = iter(lambda: file.read(min(1 << 20, position - file.tell())), b"")
+            return f"{path}, line {1 + sum(part.count(b'\n') for part in read):,}"
 
     def _raw(self, piece: Piece, data: bytes | None) -> Iterator[tuple[int, bytes]]:
         """Each document's place and bytes."""
@@ -146,10 +165,12 @@ class FileSource:
         except DAMAGED as error:
             raise UserError(f"{piece.path}: cannot be read, {error}") from error
 
-    def _field(self, line: bytes) -> str:
+    def _field(self, line: bytes) -> Any:
         record = json.loads(line)
         if not isinstance(record, dict):
             raise ValueError("not a JSON object; each line must be one")
+        if self.key is None:
+            return record
         if self.key not in record:
             raise ValueError(f"no key {self.key!r}, only {', '.join(record) or 'none'}: give --json-keys")
         return record[self.key]
@@ -157,11 +178,11 @@ class FileSource:
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """The column `key` of a dataset of the datasets library."""
+    """The column `key` of a dataset of the datasets library, or with None the rows."""
 
     name: str
     dataset: object
-    key: str
+    key: str | None
     skip_bad: bool = False
 
     def size(self) -> int:
@@ -181,22 +202,17 @@ class DatasetSource:
             part = range(start, min(start + step, rows))
             yield Shard(number, self.size() * len(part) // rows, rows=part)
 
-    def texts(self, shard: Shard, counts: Counter[str]) -> Iterator[str]:
+    def texts(self, shard: Shard, counts: Counter[str], document: Document = checked) -> Iterator[Any]:
         for start in range(shard.rows.start, shard.rows.stop, 1000):
-            stop = min(start + 1000, shard.rows.stop)
-            for row, text in enumerate(self.dataset[start:stop][self.key], start):
+            rows = range(start, min(start + 1000, shard.rows.stop))
+            held = self.dataset.select(rows) if self.key is None else self.dataset[start : rows.stop][self.key]
+            for row, each in zip(rows, held, strict=True):
                 try:
-                    yield checked(text, counts)
+                    found = document(each, counts)
                 except ValueError as error:
                     bad(f"{self.name}, row {row}", error, self.skip_bad, counts)
-
-
-def checked(text: object, counts: Counter[str]) -> str:
-    """`text` if it is one; its bytes are counted. A UnicodeError for half of a surrogate pair, which JSON can spell."""
-    if not isinstance(text, str):
-        raise ValueError(f"the text is {'null' if text is None else type(text).__name__}, not a string")
-    counts["bytes"] += len(text.encode())
-    return text
+                else:
+                    yield found
 
 
 def bad(where: str, error: ValueError, skip: bool, counts: Counter[str]) -> None:

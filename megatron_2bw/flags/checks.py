@@ -67,6 +67,10 @@ def data(args: Args) -> str | None:
             fault = error.strerror
         if fault:
             return f"{flag} {prefix}: {fault}"
+        if ours and indexed.has_prompts(prefix) != args.sft_data:
+            wrong = "no conversations" if args.sft_data else "conversations"
+            remedy = "prepare it with scripts/preprocess_data.py --task sft, or leave --sft-data out"
+            return f"{flag} {prefix}: it holds {wrong}: {remedy if args.sft_data else 'train a GPT with --sft-data'}"
     return None
 
 

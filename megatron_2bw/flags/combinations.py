@@ -82,6 +82,11 @@ EXCLUSIVE: tuple[Rule, ...] = (
     *_exclude("--train-iters", "--lr-warmup-samples --lr-decay-samples"),
     *_exclude("--train-samples", "--lr-warmup-iters --lr-decay-iters"),
     *_exclude("--swiglu", "--squared-relu --quick-geglu"),
+    *_exclude("--sft-data", "--mock-data --fim-data --eod-mask-loss --per-split-data-args-path"),
+    *_exclude("--sft-data", "--reset-attention-mask --reset-position-ids"),  # a sample is one conversation
+    # Megatron would read tokens of 16 bits, by the size of the vocabulary, and indices that are not made.
+    *_exclude("--sft-data", "--per-dataset-sequences-path --dataloader-fast-cache-load"),
+    *_exclude("--sft-data", "--dataloader-defer-npy-index-mmap"),
 )
 
 

@@ -45,14 +45,14 @@ _OF_A_GPT = (
 )
 # Of fine-tuning, reinforcement learning, inference, hybrid models, vision and retrieval.
 _OF_OTHER_TASKS = (
-    "--logits-load- --sft- --rl- --no-rl- --grpo- --langrl- --refit- --inprocess- --inference- --no-inference- "
+    "--logits-load- --rl- --no-rl- --grpo- --langrl- --refit- --inprocess- --inference- --no-inference- "
     "--flash-decode --num-speculative-tokens --enable-chunked-prefill --max-tokens-to-oom --use-legacy-static-engine "
     "--mlp-chunks-for-prefill --nccl-all-reduce-for-prefill --decode-only-cuda-graphs --output-bert-embeddings "
     "--bert-embedder-type --bert-load --mamba- --disable-mamba- --is-hybrid-model --max-seqlen-per-dp-cp-rank "
     "--vision- --dino- --swin- --img- --patch-dim --num-classes --num-channels --classes-fraction "
     "--data-per-class-fraction --mask-type --mask-factor --iter-per-epoch --head-lr-mult --ict- --biencoder- "
     "--titles-data-path --query-in-block-prob --use-one-sent-docs --evidence-data-path --retriever- --block-data-path "
-    "--embedding-path --indexer- --adlr-"
+    "--embedding-path --indexer- --adlr- --sft-tokenizer-"
 )
 _READ_NOWHERE = (
     "--use-flash-attn --openai-gelu --onnx-safe --apply-residual-connection-post-layernorm --decoder-num-layers "

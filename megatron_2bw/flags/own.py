@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_2bw import sizes
 from megatron_2bw.flags.environment import exchange
-from megatron_2bw.flags.rule import Args, Rule, line, value
+from megatron_2bw.flags.rule import Args, Rule, line, task, value
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 
 _HELP = {
@@ -34,6 +34,8 @@ _HELP = {
     "update)",
     "--gpipe-round": "microbatches that gpipe admits at a time: a batch runs in rounds of N, each all forwards, then "
     "all backwards, with the activations of N microbatches; default: the whole batch in one round",
+    "--sft-data": "--data-path holds conversations, of scripts/preprocess_data.py --task sft: a sample is one of them, "
+    "cut or padded to --seq-length, and only its targets count in the loss",
     "--two-bw-trace": "record when every action of every stage ran and how long it waited: DIR/trace.json for "
     "Perfetto, DIR/timeline.png",
 }
@@ -74,6 +76,7 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--two-bw-correction", choices=("none", "extrapolate"), default="none")
     add("--two-bw-correction-factor", type=float, default=1.0, metavar="FACTOR")
     add("--gpipe-round", type=whole(1), metavar="N")
+    add("--sft-data", action="store_true")
     add("--two-bw-trace", type=Path, metavar="DIR")
     return parser
 
@@ -120,6 +123,7 @@ OWN: tuple[Rule | sizes.Check, ...] = (
         "--two-bw-correction-factor {given} must be between 0 and 1", lambda a: not 0 <= a.two_bw_correction_factor <= 1
     ),
     _correction_for_nothing,
+    line("--sft-data is a flag of pretrain_gpt_2bw.py: leave it out", lambda a: a.sft_data and task(a) != "gpt"),
     sizes.extra_warmup,
     sizes.ROUND,
     sizes.gpipe_round,

@@ -29,6 +29,7 @@ def _unsaved(args: Args) -> bool:
 
 
 _ONE_TASK = f"only pretraining of GPT and BERT is supported; {OUT}"
+_PACKED = "packed sequences need Transformer Engine's attention and the script passes it no borders; use --sft-data"
 _HYBRID = "hybrid models are not supported; train a GPT or a BERT"
 _LOADERS = "the script gives Megatron datasets, not loaders; use single or cyclic"
 _RESTART = "the script does not start again in its processes; use torchrun --max-restarts"
@@ -74,7 +75,8 @@ UNSUPPORTED: tuple[Rule, ...] = (
         "any",
         ("--yaml-cfg", "it would drop the flags of the command line; give Megatron's flags instead"),
         ("--hybrid-layer-pattern --hybrid-override-pattern", _HYBRID),
-        ("--sft --perform-rl-step --vision-pretraining", _ONE_TASK),
+        ("--perform-rl-step --vision-pretraining", _ONE_TASK),
+        ("--sft", _PACKED),
         ("--logits-load-dir", f"distillation is not supported; {OUT}"),
         ("--hybrid-context-parallel", f"sequences must have one length; {OUT}"),
         ("--decoder-seq-length", f"GPT and BERT have one sequence length, --seq-length; {OUT}"),

@@ -17,6 +17,7 @@ from megatron.training.argument_utils import gpt_config_from_args as model_confi
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 
 from megatron_2bw.tasks import common
+from megatron_2bw.tasks.sft import SFTDataset
 
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -75,7 +76,10 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     return tuple(batch[key] for key in FIELDS)
 
 
-_DATA = common.DataCheck("leave --eod-mask-loss out, or look for documents of nothing but end-of-document tokens")
+_DATA = common.DataCheck(
+    "leave --eod-mask-loss out, look for documents of nothing but end-of-document tokens, or with --sft-data raise "
+    "--seq-length, which cuts the targets off"
+)
 _LOSS = common.LossCheck()
 
 
@@ -90,6 +94,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None):
     """Training, validation and test datasets with at least `samples` samples each."""
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
+    kind = SFTDataset if args.sft_data else kind
     return common.build_datasets(kind, samples, _builds_datasets, dataset_config(args))
 
 

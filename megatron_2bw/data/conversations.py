@@ -1,0 +1,154 @@
+"""Conversations and instructions to token ids with their targets marked, for --task sft.
+
+Invariant: a conversation is one sequence of int32: a target is stored as its id, any other token as ~id, which is
+negative. So the loss mask cannot be separated from its tokens, and the first token, which nothing predicts, is always
+negative. A token is a target if its last character is the assistant's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy
+
+from megatron_2bw.errors import UserError
+
+_ALPACA = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
+    "\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
+)
+_PAIRED, _GIVEN = ", paired with an input that provides further context", "### Input:\n{input}\n\n"
+_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_FORMS = "messages, conversations, prompt and completion, or instruction and output"
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+
+Span = tuple[int, int]  # of characters, without the end
+
+
+class Conversations:
+    """The encoder of --task sft. `tokenizer`: a fast one of transformers; `name`: for --tokenizer-model."""
+
+    def __init__(self, tokenizer: Any, name: str):
+        self._tokenizer, self._name = tokenizer, name
+
+    def shard(self, encoded: Iterable[numpy.ndarray], counts: Counter[str]) -> tuple[numpy.ndarray, ...]:
+        """All tokens, the length of each conversation, the number of conversations up to and with each."""
+        parts = list(encoded)
+        tokens = numpy.concatenate([numpy.zeros(0, numpy.int32), *parts])
+        counts.update(documents=len(parts), sequences=len(parts), tokens=len(tokens), targets=int((tokens >= 0).sum()))
+        return tokens, numpy.array([len(part) for part in parts], numpy.int32), numpy.arange(1, len(parts) + 1)
+
+    def document(self, record: dict, counts: Counter[str]) -> numpy.ndarray:
+        """The stored sequence of a record. ValueError for a bad one, UserError for an unfit tokenizer."""
+        messages = _messages(record)
+        if messages is None:
+            prompt, completion = _plain(record)
+            self._check(prompt, completion)
+            text, spans = prompt + completion, [(len(prompt), len(prompt + completion))]
+        else:
+            self._check(*(message["content"] for message in messages))
+            text, spans = self._rendered(messages, record.get("tools"))
+        counts["bytes"] += len(text.encode())
+        # A chat template has the special tokens already; a plain text gets those that it would get at inference.
+        found = self._tokenizer(
+            text, add_special_tokens=messages is None, return_offsets_mapping=True, truncation=False, verbose=False
+        )
+        ids = found["input_ids"]
+        target = [any(start < end <= stop for start, stop in spans) for _, end in found["offset_mapping"]]
+        target[:1] = [False]
+        if not any(target):
+            raise ValueError("it has no text of the assistant, so nothing to learn")
+        if messages is None:  # the model learns where to stop
+            if ids[-1] != self._tokenizer.eos_token_id:
+                ids, target = [*ids, self._tokenizer.eos_token_id], [*target, True]
+            target[-1] = True
+        words = numpy.array(ids, numpy.int32)
+        return numpy.where(target, words, ~words)
+
+    @cached_property
+    def _special(self) -> re.Pattern:
+        tokens = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+
+    def _check(self, *texts: object) -> None:
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"a text is {'null' if text is None else type(text).__name__}, not a string")
+            if spelled := self._special.search(text):
+                raise ValueError(f"a text spells out the special token {spelled[0]}")
+
+    def _rendered(self, messages: list[dict], tools: Any) -> tuple[str, list[Span]]:
+        """The text of the chat template, and where the assistant's is."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            template = self._tokenizer.get_chat_template(tools=tools)
+        except ValueError:
+            raise UserError(
+                f"--tokenizer-model {self._name}: it has no chat template: give the tokenizer of a chat model, or put "
+                "a chat_template.jinja into its folder, or give prompt and completion in place of messages"
+            ) from None
+
+        def render(count: int, prompts: bool = False) -> tuple[str, list[Span]]:
+            try:
+                texts, spans = render_jinja_template(
+                    [messages[:count]],
+                    tools=tools,
+                    chat_template=template,
+                    return_assistant_tokens_mask=marked,
+                    add_generation_prompt=prompts,
+                    **self._tokenizer.special_tokens_map,
+                )
+            except Exception as error:  # of jinja2, or of the template's own code
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise ValueError(f"the chat template refuses it: {reason}") from error
+            return texts[0], spans[0] if marked else []
+
+        marked = bool(_MARKED.search(template))
+        text, spans = render(len(messages))
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and not marked:
+                start, end = render(number, prompts=True)[0], render(number + 1)[0]
+                if not (text.startswith(end) and end.startswith(start)):
+                    raise ValueError(
+                        f"the chat template renders messages 1 to {number + 1} in another way when others follow: put "
+                        "{% generation %} and {% endgeneration %} around the assistant's text in the template"
+                    )
+                spans.append((len(start), len(end)))
+        return text, spans
+
+
+def _messages(record: dict) -> list[dict] | None:
+    """The messages of a chat, each with role and content; None for a plain form."""
+    key = next((key for key in ("messages", "conversations") if record.get(key) is not None), None)
+    if key is None:
+        return None
+    names = ("role", "content") if key == "messages" else ("from", "value")
+    if not isinstance(record[key], list) or not record[key]:
+        raise ValueError(f"{key} is not a list of messages")
+    for number, message in enumerate(record[key], 1):
+        if not isinstance(message, dict) or any(message.get(name) is None for name in names):
+            raise ValueError(f"message {number} of {key} has no {' or no '.join(names)}")
+        if key == "conversations" and str(message["from"]) not in _SHAREGPT:
+            raise ValueError(f"message {number} is from {message['from']!r}: only {', '.join(_SHAREGPT)} are known")
+    if key == "messages":  # templates take a key with null for one that is there
+        return [{name: value for name, value in message.items() if value is not None} for message in record[key]]
+    return [{"role": _SHAREGPT[message["from"]], "content": message["value"]} for message in record[key]]
+
+
+def _plain(record: dict) -> tuple[object, object]:
+    """Prompt and completion of a plain form. An instruction is put into the words of Stanford's Alpaca."""
+    if record.get("completion") is not None and "prompt" in record:
+        return record["prompt"], record["completion"]
+    if record.get("output") is None or "instruction" not in record:
+        raise ValueError(f"it has the keys {', '.join(record) or 'none'}: give {_FORMS}")
+    given = record.get("input") or ""
+    for text in (record["instruction"], given):
+        if not isinstance(text, str):
+            raise ValueError("the instruction or its input is not a string")
+    words = {"paired": _PAIRED, "given": _GIVEN.format(input=given)} if given else {"paired": "", "given": ""}
+    return _ALPACA.format(instruction=record["instruction"], **words), record["output"]

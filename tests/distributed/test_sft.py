@@ -1,0 +1,46 @@
+"""2BW on conversations: the loss is that of the targets alone, and the bits are the reference's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.compare import UNTIED, assert_same, run_pipeline, run_reference
+from tests.distributed.training import command
+from tests.unit.test_sft import stored
+
+# A batch holds each of the eight once; the longest fills --seq-length 16, the others are padded. A prompt is negative.
+CONVERSATIONS = [[word if k % 3 else ~word for k, word in enumerate(range(9 * i, 11 * i + 3))] for i in range(8)]
+
+
+def by_hand(run, model) -> None:
+    """The mean loss of all targets, from each conversation alone without padding."""
+    from megatron.core.utils import unwrap_model
+
+    total, targets = 0.0, 0
+    for words in CONVERSATIONS:
+        tokens = torch.tensor([word if word >= 0 else -1 - word for word in words])
+        inputs = tokens[None, :-1]
+        hidden = torch.triu(torch.ones(1, 1, inputs.numel(), inputs.numel()), 1).bool()
+        with torch.no_grad():
+            logits = unwrap_model(model)(inputs, torch.arange(inputs.numel())[None], hidden)[0]
+        for place, word in enumerate(words[1:]):
+            if word >= 0:
+                total -= torch.log_softmax(logits[place], -1)[word]
+                targets += 1
+    run.losses = [total / targets]
+
+
+@pytest.mark.parametrize("flags", [(), ("--calculate-per-token-loss",)])
+def test_the_targets_alone_count(tmp_path, flags):
+    def argv(stages: int, schedule: str = "2bw", **changes) -> list[str]:
+        words = command(stages, 4, schedule, UNTIED, "--sft-data", *flags, split="100,0,0", **changes)
+        return [word for word in words if word != "--mock-data"] + ["--data-path", str(prefix)]
+
+    prefix = stored(tmp_path / "chats", CONVERSATIONS)
+    runs = run_pipeline(argv(2), 2)
+    assert_same(runs, run_reference(runs, argv(1), 4), exact=True)
+    frozen = dict(lr=1e-30, min_lr=0, lr_warmup_iters=0, train_iters=1)  # the weights stay those of the start
+    expected = run_pipeline(argv(1, "megatron", **frozen), 1, None, by_hand)[0].losses[0]
+    torch.testing.assert_close(runs[-1].losses[0], expected, rtol=1e-6, atol=0)
+    assert torch.stack(runs[-1].losses).unique().numel() == len(runs[-1].losses), "it trains"
