@@ -83,7 +83,6 @@ EXCLUSIVE: tuple[Rule, ...] = (
     *_exclude("--train-samples", "--lr-warmup-iters --lr-decay-iters"),
     *_exclude("--swiglu", "--squared-relu --quick-geglu"),
     *_exclude("--sft-data", "--mock-data --fim-data --eod-mask-loss --per-split-data-args-path"),
-    *_exclude("--sft-data", "--reset-attention-mask --reset-position-ids"),  # a sample is one conversation
     # Megatron would read tokens of 16 bits, by the size of the vocabulary, and indices that are not made.
     *_exclude("--sft-data", "--per-dataset-sequences-path --dataloader-fast-cache-load"),
     *_exclude("--sft-data", "--dataloader-defer-npy-index-mmap"),
@@ -97,7 +96,13 @@ def _need(flags: str, needed: str, words: str = "") -> Iterator[Rule]:
         yield Rule(flag, why, "line", lambda a, flag=flag: asks(a, flag) and not any(asks(a, n) for n in names(needed)))
 
 
+_NO_PACKING = (
+    "does not work with --sft-data: a sample is one conversation, since Megatron's fused attention reads no mask that "
+    "separates several; leave it out"
+)
 NEEDS: tuple[Rule, ...] = (
+    line(f"--reset-attention-mask {_NO_PACKING}", lambda a: a.sft_data and a.reset_attention_mask),
+    line(f"--reset-position-ids {_NO_PACKING}", lambda a: a.sft_data and a.reset_position_ids),
     *_need("--save", "--save-interval"),
     *_need("--save-params-interval --save-wgrads-interval --save-activations-interval", "--save"),
     *_need("--save-dgrads-interval --log-progress --save-retain-interval", "--save"),

@@ -29,7 +29,7 @@ def _unsaved(args: Args) -> bool:
 
 
 _ONE_TASK = f"only pretraining of GPT and BERT is supported; {OUT}"
-_PACKED = "packed sequences need Transformer Engine's attention and the script passes it no borders; use --sft-data"
+_PACKED = "it packs sequences, whose borders the forward step does not pass; use --sft-data"
 _HYBRID = "hybrid models are not supported; train a GPT or a BERT"
 _LOADERS = "the script gives Megatron datasets, not loaders; use single or cyclic"
 _RESTART = "the script does not start again in its processes; use torchrun --max-restarts"

@@ -43,4 +43,4 @@ def test_the_targets_alone_count(tmp_path, flags):
     frozen = dict(lr=1e-30, min_lr=0, lr_warmup_iters=0, train_iters=1)  # the weights stay those of the start
     expected = run_pipeline(argv(1, "megatron", **frozen), 1, None, by_hand)[0].losses[0]
     torch.testing.assert_close(runs[-1].losses[0], expected, rtol=1e-6, atol=0)
-    assert torch.stack(runs[-1].losses).unique().numel() == len(runs[-1].losses), "it trains"
+    assert runs[-1].losses[-1] < runs[-1].losses[0], "it learns"

@@ -15,6 +15,7 @@ from megatron_2bw.data import preprocess, preprocess_cli
 from megatron_2bw.processes import stop_tree
 from tests.e2e.launcher import ROOT, end
 from tests.unit.test_preprocess import OneProcess, bert_samples, check_bert_samples, prose, written
+from tests.unit.test_sft import CHATML, tokenizer
 
 TEXTS = prose(300)
 
@@ -75,3 +76,21 @@ def test_killed_and_continued(tmp_path, monkeypatch, capsys):
     documents, _ = written(prefix)
     assert len(documents) == 16 * len(TEXTS)
     check_bert_samples(bert_samples(prefix, tmp_path / "out-tokenizer", binary_head=True))
+
+
+@pytest.mark.timeout(280)
+def test_conversations_killed_and_continued(tmp_path, monkeypatch, capsys):
+    turns = [{"messages": [{"role": role, "content": text} for role in ("user", "assistant")]} for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in turns * 12))
+    flags = ["--task", "sft", "--input", tmp_path / "a.jsonl", "--shard-mb", 0.02]
+    flags += ["--tokenizer-model", tokenizer(tmp_path / "tokenizer", CHATML)]
+    prefix, folder = tmp_path / "out", tmp_path / "out.unfinished"
+    kill_in_the_middle(start(*flags, "--output-prefix", prefix, "--workers", 2), folder, 2)
+    second = end(start(*flags, "--output-prefix", prefix, "--workers", 3), 150)
+    assert second.returncode == 0 and second.stdout.endswith(" --sft-data\n"), second.stderr
+    assert "an earlier call has done the rest" in second.stderr and not folder.exists()
+    monkeypatch.setattr(preprocess, "Pool", OneProcess)
+    whole = [*map(str, flags), "--output-prefix", str(tmp_path / "whole")]
+    assert preprocess_cli.main(whole) == 0, capsys.readouterr()
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()

@@ -26,7 +26,7 @@ CHATML = (
 MARKED = (
     "{% for m in messages %}" + HEADER + "{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
 )
 FORGETS = (  # as Qwen3: what it thought is shown in the last answer only
     "{% for m in messages %}" + HEADER + "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
@@ -36,6 +36,13 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CHAT = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2 é"}]
 LONGER = [{"role": "system", "content": "Sum."}, *CHAT, {"role": "user", "content": "So"}]
 LONGEST = [*LONGER, {"role": "assistant", "content": "  OK"}, {"role": "user", "content": "."}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu():
+    cpu.install()
+    yield
+    cpu.uninstall()
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +214,6 @@ def stored(prefix: Path, conversations: list[list[int]]) -> Path:
 
 @pytest.fixture
 def samples(tmp_path, monkeypatch):
-    cpu.install()
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
 
@@ -221,8 +227,7 @@ def samples(tmp_path, monkeypatch):
         data = IndexedDataset(str(stored(tmp_path / "data", PROMPTS)))
         return SFTDataset(data, "data", numpy.arange(len(PROMPTS)), count, split, config)
 
-    yield make
-    cpu.uninstall()
+    return make
 
 
 def fields(sample) -> tuple[list[int], list[int], list[float]]:
@@ -264,26 +269,28 @@ def test_each_epoch_has_each_conversation_once_in_an_order_of_its_own(samples):
 
 
 def trained_on(prefix: Path, *flags: str) -> str | None:
-    argv = [word for word in command(1, 2, "2bw", *flags, split="100,0,0") if word != "--mock-data"]
-    return complaint([*argv, "--data-path", str(prefix)], 1)
+    argv = [word for word in command(1, 2, split="100,0,0") if word != "--mock-data"]
+    return complaint([*argv, "--data-path", str(prefix), *flags], 1)
 
 
 def test_data_and_flag_go_together(tmp_path):
     chats, text = stored(tmp_path / "chats", PROMPTS), dataset(tmp_path / "text")
     assert trained_on(chats, "--sft-data") is None is trained_on(text)
+    assert complaint(command(1, 2, "2bw", "--sft-data"), 1).startswith("--sft-data and --mock-data exclude each other")
     assert trained_on(chats) == f"--data-path {chats}: it holds conversations: train a GPT with --sft-data"
     message = trained_on(text, "--sft-data")
     assert message.startswith(f"--data-path {text}: it holds no conversations: prepare it with")
 
 
-@pytest.mark.parametrize(
-    "flag", ["--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", "--fim-data", "--mock-data"]
-)
+@pytest.mark.parametrize("flag", ["--eod-mask-loss", "--fim-data", "--dataloader-fast-cache-load"])
 def test_what_makes_no_sense_with_conversations(tmp_path, flag):
     message = trained_on(stored(tmp_path / "chats", PROMPTS), "--sft-data", flag)
     assert message == f"--sft-data and {flag} exclude each other: give one of them"
 
 
-def test_megatrons_own_flag_names_ours(tmp_path):
+def test_packing_is_refused(tmp_path):
     message = trained_on(dataset(tmp_path / "text"), "--sft")
-    assert message.startswith("--sft is not supported: packed sequences need") and message.endswith("use --sft-data")
+    assert message.startswith("--sft is not supported: it packs sequences") and message.endswith("use --sft-data")
+    for flag in ("--reset-attention-mask", "--reset-position-ids"):
+        message = trained_on(stored(tmp_path / "chats", PROMPTS), "--sft-data", flag)
+        assert message.startswith(f"{flag} does not work with --sft-data: a sample is one conversation, since")
