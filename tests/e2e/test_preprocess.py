@@ -81,8 +81,8 @@ def test_killed_and_continued(tmp_path, monkeypatch, capsys):
 @pytest.mark.timeout(280)
 def test_conversations_killed_and_continued(tmp_path, monkeypatch, capsys):
     turns = [{"messages": [{"role": role, "content": text} for role in ("user", "assistant")]} for text in TEXTS]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in turns * 12))
-    flags = ["--task", "sft", "--input", tmp_path / "a.jsonl", "--shard-mb", 0.02]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in turns * 3))
+    flags = ["--task", "sft", "--input", tmp_path / "a.jsonl", "--shard-mb", 0.03]
     flags += ["--tokenizer-model", tokenizer(tmp_path / "tokenizer", CHATML)]
     prefix, folder = tmp_path / "out", tmp_path / "out.unfinished"
     kill_in_the_middle(start(*flags, "--output-prefix", prefix, "--workers", 2), folder, 2)
