@@ -71,7 +71,7 @@ class Result:
     def flags(self) -> list[str]:
         """The Megatron flags that train on it."""
         tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer]
-        return ["--data-path", str(self.prefix), *tokenizer, *["--sft-data"][: self.task == "sft"]]
+        return ["--data-path", str(self.prefix), *tokenizer, *["--sft-data"] * (self.task == "sft")]
 
 
 @dataclass(frozen=True)

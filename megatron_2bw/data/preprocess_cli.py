@@ -170,7 +170,7 @@ def source_of(options: argparse.Namespace) -> Source:
         split = options.dataset_split
         return open_dataset(options.dataset, options.dataset_config, split, key, options.skip_bad_documents)
     form = "jsonl" if options.task == "sft" else options.input_format or "auto"
-    files = tuple(file for name in options.input for file in input_files(name, form))
+    files = tuple(file for name in options.input for file in input_files(name, options.input_format or "auto"))
     source = FileSource(files, form, options.text_documents or "file", key, options.skip_bad_documents)
     json = [source.is_json(file) for file in files]
     if options.key and not any(json):
