@@ -58,6 +58,8 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "`scripts/slurm/sweep.py`": ("scripts.slurm.sweep", "main", []),
     "`scripts/demo.py`": ("scripts.demo", "main", []),
     "`scripts/convergence.py`": ("scripts.convergence", "main", []),
+    "`scripts/finetune_bert.py`": ("scripts.finetune_bert", "main", []),
+    "`scripts/table2.py`": ("scripts.table2", "main", []),
     "`python -m megatron_2bw.data.corpus`": ("megatron_2bw.data.corpus", "main", []),
 }
 

@@ -256,7 +256,7 @@ def panels_on(figure: str, name: str) -> list[Panel]:
 
 def submit(figure: str, own: list[Panel], options: argparse.Namespace) -> None:
     """Submit or print the jobs of these panels, which take the place of those that sweep.py reads for a figure."""
-    words = ["submit", "--figure", "6", "--out", str(jobs_folder(options.out, figure)), "--sbatch", options.sbatch]
+    words = ["submit", "--figure", "6", "--out", str(jobs_folder(options.out, figure)), f"--sbatch={options.sbatch}"]
     chosen = sweep.parse([*words, *([] if options.submit else ["--dry-run"]), "--", *options.flags])
     chosen.panels = own
     sweep.submit(chosen)

@@ -93,31 +93,42 @@ def load_tokenizer(name: str, task: str) -> Loaded:
     return Loaded(tokenizer, backend and backend.to_str(), size, eod, frozenset(known - unknown))
 
 
-def open_dataset(name: str, config: str | None, split: str | None, key: str | None, skip_bad: bool) -> DatasetSource:
-    """The dataset in a folder written by save_to_disk, in a folder of data files, or of a name on the Hub."""
+def load(name: str, config: str | None, split: str | None = None, data_files: dict[str, str] | None = None) -> Any:
+    """The dataset in a folder written by save_to_disk, in a folder of data files, or of a name on the Hub.
+
+    split, data_files: as load_dataset's; a saved dataset comes whole. Raises UserError, which names --dataset.
+    """
     path = Path(name).expanduser()
-    if path.is_file():
-        raise UserError(f"--dataset {name}: a file; give the folder that it is in, or --input for text and JSON lines")
     offline = not path.is_dir() and _unreachable()
     import datasets
 
-    saved = [file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()]
     try:
-        if saved:
-            if config is not None:
-                raise UserError(f"--dataset-config {config}: {name} is a saved dataset, which has none: leave it out")
-            found = datasets.load_from_disk(str(path))
-        else:
-            found = datasets.load_dataset(str(path), config, split=split or "train")
-    except UserError:
-        raise
+        if saved(name):
+            return datasets.load_from_disk(str(path))
+        return datasets.load_dataset(str(path), config, split=split, data_files=data_files)
     except Exception as error:  # of datasets, pyarrow, huggingface_hub
         raise UserError(f"--dataset {name}: {_reason(error, offline, path)}") from error
+
+
+def saved(name: str) -> bool:
+    """Whether save_to_disk has written the folder."""
+    return any((Path(name).expanduser() / file).is_file() for file in ("dataset_dict.json", "state.json"))
+
+
+def open_dataset(name: str, config: str | None, split: str | None, key: str | None, skip_bad: bool) -> DatasetSource:
+    """One split of the dataset that `load` finds: its text column, or all of it if `key` is None."""
+    if Path(name).expanduser().is_file():
+        raise UserError(f"--dataset {name}: a file; give the folder that it is in, or --input for text and JSON lines")
+    if saved(name) and config is not None:
+        raise UserError(f"--dataset-config {config}: {name} is a saved dataset, which has none: leave it out")
+    found = load(name, config, split or "train")
+    import datasets
+
     if isinstance(found, datasets.DatasetDict):
         if (split or "train") not in found:
             raise UserError(f"--dataset-split {split or 'train'}: {name} has {', '.join(found)}")
         found = found[split or "train"]
-    elif saved and split is not None:
+    elif saved(name) and split is not None:
         raise UserError(f"--dataset-split {split}: {name} is a single split: leave it out")
     if key is not None and key not in found.column_names:
         raise UserError(f"--text-column {key}: {name} has {', '.join(found.column_names)}")

@@ -176,11 +176,16 @@ def prepare(runs: Sequence[Run], options: argparse.Namespace) -> dict[str, list[
             after[kind] = [f"--dependency=afterok:JOB_OF_{kind.upper()}"]
             continue
         options.out.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UserError(f"sbatch does not take the preparation of the data: {' '.join(done.stderr.split())}")
-        after[kind] = [f"--dependency=afterok:{done.stdout.strip().split(';')[0]}"]
+        after[kind] = [f"--dependency=afterok:{queue(command, 'the preparation of the data')}"]
     return after
+
+
+def queue(command: Sequence[str], what: str) -> str:
+    """Submit a job that has no status file. Returns the job."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"sbatch does not take {what}: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().split(";")[0]
 
 
 def stored(out: Path) -> list[tuple[Run, str, Path]]:

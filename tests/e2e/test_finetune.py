@@ -1,0 +1,116 @@
+"""scripts/finetune_bert.py from end to end: a killed and continued run gives the same bits; toy tasks are learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw.processes import stop_tree
+from tests.e2e.launcher import ROOT
+
+WORDS = "a b c d e f g h yes no".split()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A MegatronBert of one layer with random weights, and a vocabulary of a few words."""
+    import torch
+    from transformers import BertTokenizerFast, MegatronBertConfig, MegatronBertForPreTraining
+
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(1)
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    config = MegatronBertConfig(vocab_size=16, max_position_embeddings=32, layer_norm_eps=1e-5, **sizes)
+    MegatronBertForPreTraining(config).save_pretrained(folder)
+    return folder
+
+
+def toy(folder: Path, task: str) -> Path:
+    """Examples whose label one word decides: "yes" or "no" (order), or the one ending with "yes" in it (choice)."""
+    folder.mkdir()
+    draw = random.Random(7)
+
+    def text(word: str) -> str:
+        found = [*draw.choices(WORDS[:8], k=4), word]
+        draw.shuffle(found)
+        return " ".join(found)
+
+    for split, count in (("train", 640), ("validation", 100)):
+        rows = []
+        for _ in range(count):
+            label = draw.randrange(2 if task == "order" else 4)
+            if task == "order":
+                rows.append({"first": text(WORDS[8 + label]), "second": text("a"), "label": label})
+            else:
+                endings = [text("yes" if label == number else "no") for number in range(4)]
+                rows.append({"text": text("a"), "endings": endings, "label": label})
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def start(task: str, model: Path, data: Path, out: Path) -> subprocess.Popen[str]:
+    options = "--seeds 3 --lr 5e-3 --batch 32 --max-steps 80 --save-steps 10 --log-steps 10 --device cpu".split()
+    command = [sys.executable, str(ROOT / "scripts" / "finetune_bert.py"), "--task", task, "--model", str(model)]
+    command += ["--dataset", str(data), "--out", str(out), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(data.parent / "cache")}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        out, err = process.communicate(timeout=250)
+    finally:
+        stop_tree(process)
+    assert process.returncode == 0, err
+    return out
+
+
+def seed3(out: Path) -> dict:
+    return json.loads((out / "results.json").read_text())["seeds"]["3"]
+
+
+def test_killed_and_continued_it_gives_the_same_bits(model, tmp_path):
+    data, one, two = toy(tmp_path / "data", "order"), tmp_path / "one", tmp_path / "two"
+    whole, killed = start("order", model, data, one), start("order", model, data, two)
+    try:
+        until = time.monotonic() + 200
+        while not (two / "seed3" / "checkpoint-20" / "trainer_state.json").exists():
+            assert killed.poll() is None and time.monotonic() < until, "it has ended, or takes long"
+            time.sleep(0.005)
+        killed.kill()
+        assert killed.wait() == -9
+        assert json.loads((two / "results.json").read_text())["seeds"] == {}
+        # What a kill inside a save leaves: a folder without trainer_state.json, newer than the whole one.
+        (two / "seed3" / "checkpoint-1000").mkdir()
+        again = start("order", model, data, two)
+        try:
+            said = finish(again)
+        finally:
+            stop_tree(again)
+        finish(whole)
+    finally:
+        stop_tree(whole)
+        stop_tree(killed)
+    assert "continues from checkpoint-" in said and "step 10/80" not in said
+    assert seed3(two) == seed3(one)  # accuracy, loss, and the digest of the logits
+    assert seed3(one)["accuracy"] == {"all": 100.0} and seed3(one)["steps"] == 80
+    assert not list(one.glob("seed3")), "the checkpoints of a seed that has ended are removed"
+    said = finish(start("order", model, data, two))  # nothing is left to do
+    assert "step" not in said and "seed 3: all 100.00 %" in said
+
+
+def test_multiple_choice_is_learnt(model, tmp_path):
+    out = tmp_path / "out"
+    finish(start("choice", model, toy(tmp_path / "data", "choice"), out))
+    assert seed3(out)["accuracy"] == {"all": 100.0}
