@@ -119,29 +119,35 @@ def finetune(name: str, folder: Path, task: str, options: argparse.Namespace) ->
         raise UserError("finetune_bert.py failed, see above")
 
 
-def word_perplexity(folder: Path, text: str | None) -> float:
+def word_perplexity(folder: Path, text: str | None, scratch: Path) -> float:
     """By lm-eval's task wikitext, whose test articles are WikiText-103's too; text: JSON lines with "page" instead."""
     try:
-        from lm_eval import simple_evaluate
+        import lm_eval
+        import torch
     except ImportError:
         raise UserError("--gpt: lm-eval is missing: pip install 'megatron_2bw[eval]'") from None
-    task: Any = "wikitext"
+    task = "wikitext"
     if text:
-        files = {split: str(Path(text).resolve()) for split in ("train", "validation", "test")}
-        task = {"task": task, "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+        task = str(scratch / "wikitext.yaml")
+        files = dict.fromkeys(("train", "validation", "test"), str(Path(text).resolve()))
+        task_file = Path(lm_eval.__file__).parent / "tasks" / "wikitext" / "wikitext.yaml"
+        changes = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+        write_json(task, {"include": str(task_file), "task": "wikitext"} | changes)  # JSON is YAML
     arguments = {"pretrained": str(folder), "dtype": "float32"}
-    found = simple_evaluate("hf", model_args=arguments, tasks=[task], batch_size=1, bootstrap_iters=0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = lm_eval.simple_evaluate("hf", arguments, [task], batch_size=1, device=device, bootstrap_iters=0)
     return found["results"]["wikitext"]["word_perplexity,none"]
 
 
 def evaluate(name: str, folder: Path, options: argparse.Namespace) -> None:
     path = options.out / "wikitext" / f"{name}.json"
-    settings = {"model": str(folder), "text": options.wikitext}
+    model = exported(name, folder, options.out)
+    settings = {"model": str(model), "text": options.wikitext}
     if path.exists() and json.loads(path.read_text())["settings"] == settings:
         return
     print(f"table2.py: {name}, wikitext", flush=True)
-    found = word_perplexity(exported(name, folder, options.out), options.wikitext)
     path.parent.mkdir(parents=True, exist_ok=True)
+    found = word_perplexity(model, options.wikitext, path.parent)
     write_json(path, {"settings": settings, "word_perplexity": found})
 
 
@@ -316,6 +322,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--gpus {options.gpus}: it must be at least 1")
     if options.small and "vanilla" not in options.variants:
         parser.error("--variants: vanilla must be one of them, the others are compared with it")
+    if options.wikitext and not Path(options.wikitext).is_file():
+        parser.error(f"--wikitext {options.wikitext}: no such file")
     return options
 
 

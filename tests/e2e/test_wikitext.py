@@ -26,7 +26,9 @@ def test_the_word_perplexity_equals_a_direct_computation(tmp_path, monkeypatch):
     folder = tmp_path / "vanilla"
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=8, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    )
     model.save_pretrained(folder)
     model.eval()
 

@@ -259,6 +259,7 @@ def test_a_folder_without_a_model_fails_alone_and_in_one_line(tmp_path, capsys):
         ("--small --variants 2bw", "--variants: vanilla must be one of them"),
         ("--small --seeds 1,b", "b is not a whole number"),
         ("--small --iterations 3", "--iterations 3: it must be at least 20"),
+        ("--gpt vanilla=a --wikitext none", "--wikitext none: no such file"),
         ("--small --tasks squad", "squad is not one of mnli, race, order, choice"),
     ],
 )
