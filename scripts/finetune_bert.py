@@ -109,12 +109,12 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def weights_of(folder: Path) -> str:
-    """A digest of the folder's weights."""
+    """A digest of the folder's weights and configuration."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
     if not files:
         raise UserError(f"--model {folder}: it holds no weights (*.safetensors)")
     digest = hashlib.sha256()
-    for path in files:
+    for path in (folder / "config.json", *files):
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
@@ -271,7 +271,7 @@ def run(options: argparse.Namespace) -> int:
     spec = options.spec
     length = min(spec["length"], config["max_position_embeddings"])
     names = ("epochs", "lr", "warm_up", "weight_decay", "clip", "batch")
-    settings = {"task": options.task, "model": str(options.model), "weights": weights_of(options.model)}
+    settings = {"task": options.task, "weights": weights_of(options.model)}
     settings |= {"dataset": options.dataset or spec.get("dataset", "built-in"), "length": length}
     settings |= {name: spec[name] for name in names} | {"max_steps": options.max_steps, "precision": options.precision}
     with file_errors(f"--out {options.out}"):

@@ -209,9 +209,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             if row["paper"] is not None:
                 axes.plot(place, row["paper"], "D", color="black", markersize=5)
         axes.set_xticks(range(len(own)), [row["label"] for row in own], rotation=20)
-        axes.set(
-            title=task, xlim=(-0.6, len(own) - 0.4), ylabel="word perplexity" if task == "wikitext" else "accuracy in %"
-        )
+        black = " (black: the paper)" if task in VALUES else ""
+        axes.set(title=f"{task}{black}", xlim=(-0.6, len(own) - 0.4))
+        axes.set_ylabel("word perplexity" if task == "wikitext" else "accuracy in %")
         axes.spines[["top", "right"]].set_visible(False)
     write_figure(path, figure)
 
