@@ -47,12 +47,12 @@ JOBS = {
 Models = list[tuple[str, Path]]  # (name, folder); the name is the label, or LABEL.N of a label's N-th model
 
 
-def names(pairs: Sequence[tuple[str, Path]]) -> Models:
+def names(pairs: Sequence[tuple[str, str | Path]]) -> Models:
     """(label, folder) pairs as Models."""
     found: Models = []
     for label, folder in pairs:
         before = sum(name.split(".")[0] == label for name, _ in found)
-        found.append((f"{label}.{before + 1}" if before else label, folder))
+        found.append((f"{label}.{before + 1}" if before else label, Path(folder).expanduser().resolve()))
     return found
 
 
@@ -115,7 +115,7 @@ def finetune(name: str, folder: Path, task: str, options: argparse.Namespace) ->
     command += ["--out", str(options.out / "finetuning" / name / task), "--seeds", ",".join(options.seeds)]
     command += ["--dataset", options.datasets[task]] if task in options.datasets else []
     print(f"table2.py: {name}, {task}", flush=True)
-    if subprocess.run([*command, *options.flags], cwd=ROOT, check=False).returncode:
+    if subprocess.run([*command, *options.flags], check=False).returncode:
         raise UserError("finetune_bert.py failed, see above")
 
 
@@ -237,15 +237,17 @@ def submit(options: argparse.Namespace) -> None:
     paper.submit("5", own, argparse.Namespace(out=folder, sbatch=options.sbatch, submit=options.submit, flags=[]))
     folder = paper.jobs_folder(folder, "5")
     jobs = {run.name: job for run, job, _ in sweep.stored(folder)} if options.submit else {}
-    options.out.mkdir(parents=True, exist_ok=True)
+    if options.submit:
+        options.out.mkdir(parents=True, exist_ok=True)
     for run in grid(own):
         label, gpus = JOBS[run.panel.figure, run.system], run.panel.gpus_per_server
         line = [sys.executable, str(ROOT / "scripts" / "table2.py"), "--out", str(options.out), "--gpus", str(gpus)]
         line += ["--models", f"{label}={folder / run.name / 'checkpoints'}", "--tasks", ",".join(options.tasks)]
         line += ["--seeds", ",".join(options.seeds), *(["--", *options.flags] if options.flags else [])]
         done = status.read(folder / run.name / "status.json").get("status") == "completed"
-        after = [] if done else [f"--dependency=afterok:{jobs.get(run.name, f'JOB_OF_{label.upper()}')}"]
-        head = ["sbatch", "--parsable", f"--job-name=table2-{label}", "--nodes=1", f"--gpus-per-node={gpus}", *after]
+        after = "" if done else f"afterok:{jobs.get(run.name, f'JOB_OF_{label.upper()}')},"
+        head = ["sbatch", "--parsable", f"--job-name=table2-{label}", "--nodes=1", f"--gpus-per-node={gpus}"]
+        head += [f"--dependency={after}singleton"]  # a second job of the model waits for the first
         head += [f"--output={options.out}/table2-{label}.log", *shlex.split(options.sbatch)]
         command = [*head, f"--wrap={shlex.join(line)}"]
         print(f"{label}: job {sweep.queue(command, f'table2-{label}')}" if options.submit else shlex.join(command))
@@ -279,21 +281,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     own, flags = split_flags(argv)
     parser = Parser(prog="table2.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     option = parser.add_argument
-    option(
-        "--models", type=pairs_of(LABELS), default=[], metavar="LABEL=DIR,...", help=f"BERTs; of {', '.join(LABELS)}"
-    )
-    option("--gpt", type=pairs_of(LABELS), default=[], metavar="LABEL=DIR,...", help="GPTs, for the perplexity")
+    models = dict(type=pairs_of(LABELS), default=[], metavar="LABEL=DIR,...")
+    option("--models", help=f"BERTs; LABEL of {', '.join(LABELS)}", **models)
+    option("--gpt", help="GPTs, for the perplexity", **models)
     option("--small", action="store_true", help="pretrain small BERTs here and finetune them on the small tasks")
     option("--variants", type=names_of(LABELS), default=LABELS, metavar="LABEL,...", help="of --small (all)")
     option("--iterations", type=int, default=1000, metavar="N", help="of --small's pretraining (1000)")
     option("--pretraining-seeds", type=numbers_of, default=("1234",), metavar="N,...", help="of --small (1234)")
     option("--pretraining-lr", default="3e-4", metavar="RATE", help="of --small (3e-4)")
-    option(
-        "--tasks",
-        type=names_of(TASKS),
-        metavar="NAME,...",
-        help=f"of {', '.join(TASKS)} (mnli,race; {','.join(SMALL)})",
-    )
+    option("--tasks", type=names_of(TASKS), metavar="NAME,...", help="default: mnli,race; of --small order,choice")
     option("--datasets", type=pairs_of(tuple(TASKS)), default=[], metavar="TASK=DIR,...", help="instead of the Hub's")
     option("--wikitext", metavar="FILE", help='JSON lines with "page", instead of the Hub\'s')
     option("--seeds", type=numbers_of, default=("1", "2", "3"), metavar="N,...", help="of the finetuning (1,2,3)")
@@ -308,14 +304,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.tasks = options.tasks or (SMALL if options.small else ("mnli", "race"))
     if options.submit and not options.cluster:
         parser.error("--submit: give --cluster NAME|FILE.yaml, whose servers the jobs use")
-    modes = (
-        ["--small"] * options.small + ["--cluster"] * bool(options.cluster) + ["--report-only"] * options.report_only
-    )
-    modes += ["--models or --gpt"] * bool(options.models or options.gpt)
-    if len(modes) != 1:
-        parser.error(
-            f"give one of --models or --gpt, --small, --cluster, --report-only, not {' and '.join(modes) or 'none'}"
-        )
+    modes = {"--models or --gpt": options.models or options.gpt, "--small": options.small}
+    modes |= {"--cluster": options.cluster, "--report-only": options.report_only}
+    given = [mode for mode, value in modes.items() if value]
+    if len(given) != 1:
+        parser.error(f"give one of {', '.join(modes)}, not {' and '.join(given) or 'none'}")
     if options.iterations < 20:
         parser.error(f"--iterations {options.iterations}: it must be at least 20")
     if options.gpus < 1:
@@ -333,16 +326,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     with file_errors(f"--out {options.out}"):
         options.out.mkdir(parents=True, exist_ok=True)
-    models = pretrain(options) if options.small else names([(label, Path(word)) for label, word in options.models])
+    models = pretrain(options) if options.small else names(options.models)
     work = [
         (name, lambda n=name, f=folder, t=task: finetune(n, exported(n, f, options.out), t, options))
         for name, folder in models
         for task in options.tasks
     ]
-    work += [
-        (name, lambda n=name, f=folder: evaluate(n, f, options))
-        for name, folder in names([(label, Path(word)) for label, word in options.gpt])
-    ]
+    work += [(name, lambda n=name, f=folder: evaluate(n, f, options)) for name, folder in names(options.gpt)]
     failed = []
     for name, each in work:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -13,9 +12,16 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.processes import stop_tree
+from scripts import table2
 from tests.e2e.launcher import ROOT
 
 WORDS = "a b c d e f g h yes no".split()
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path, monkeypatch):
+    for name, value in (("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("HF_HOME", str(tmp_path / "cache"))):
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,7 @@ def toy(folder: Path, task: str) -> Path:
         draw.shuffle(found)
         return " ".join(found)
 
-    # 23 updates an epoch: no checkpoint but the last is at the end of one.
+    # 23 updates an epoch: no checkpoint is at the end of one.
     for split, count in (("train", 736), ("validation", 100)):
         rows = []
         for _ in range(count):
@@ -58,14 +64,13 @@ def toy(folder: Path, task: str) -> Path:
     return folder
 
 
-def start(task: str, model: Path, data: Path, out: Path) -> subprocess.Popen[str]:
-    options = "--seeds 3 --lr 5e-3 --batch 32 --max-steps 80 --save-steps 10 --log-steps 10 --device cpu".split()
-    command = [sys.executable, str(ROOT / "scripts" / "finetune_bert.py"), "--task", task, "--model", str(model)]
-    command += ["--dataset", str(data), "--out", str(out), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(data.parent / "cache")}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+OPTIONS = "--lr 5e-3 --batch 32 --max-steps 80 --save-steps 10 --log-steps 10 --device cpu".split()
+
+
+def start(model: Path, data: Path, out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "finetune_bert.py"), "--task", "order", "--model", str(model)]
+    command += ["--dataset", str(data), "--out", str(out), "--seeds", "3", *OPTIONS]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -83,7 +88,7 @@ def seed3(out: Path) -> dict:
 
 def test_killed_and_continued_it_gives_the_same_bits(model, tmp_path):
     data, one, two = toy(tmp_path / "data", "order"), tmp_path / "one", tmp_path / "two"
-    whole, killed = start("order", model, data, one), start("order", model, data, two)
+    whole, killed = start(model, data, one), start(model, data, two)
     try:
         until = time.monotonic() + 200
         while not (two / "seed3" / "checkpoint-20" / "trainer_state.json").exists():
@@ -94,7 +99,7 @@ def test_killed_and_continued_it_gives_the_same_bits(model, tmp_path):
         assert json.loads((two / "results.json").read_text())["seeds"] == {}
         # What a kill inside a save leaves: a folder without trainer_state.json, newer than the whole one.
         (two / "seed3" / "checkpoint-1000").mkdir()
-        again = start("order", model, data, two)
+        again = start(model, data, two)
         try:
             said = finish(again)
         finally:
@@ -107,11 +112,13 @@ def test_killed_and_continued_it_gives_the_same_bits(model, tmp_path):
     assert seed3(two) == seed3(one)  # accuracy, loss, and the digest of the logits
     assert seed3(one)["accuracy"] == {"all": 100.0} and seed3(one)["steps"] == 80
     assert not list(one.glob("seed3")), "the checkpoints of a seed that has ended are removed"
-    said = finish(start("order", model, data, two))  # nothing is left to do
+    said = finish(start(model, data, two))  # nothing is left to do
     assert "step" not in said and "seed 3: all 100.00 %" in said
 
 
-def test_multiple_choice_is_learnt(model, tmp_path):
-    out = tmp_path / "out"
-    finish(start("choice", model, toy(tmp_path / "data", "choice"), out))
-    assert seed3(out)["accuracy"] == {"all": 100.0}
+def test_multiple_choice_is_learnt_and_stands_in_the_table(model, tmp_path):
+    data, out = toy(tmp_path / "data", "choice"), tmp_path / "out"
+    words = ["--models", f"2bw={model}", "--tasks", "choice", "--datasets", f"choice={data}", "--seeds", "3"]
+    assert table2.main([*words, "--out", str(out), "--", *OPTIONS]) == 0
+    (row,) = json.loads((out / "table2.json").read_text())["rows"]
+    assert (row["task"], row["label"], row["runs"]) == ("choice", "2bw", {"2bw seed 3": 100.0})

@@ -236,7 +236,7 @@ def test_the_papers_values_are_those_of_its_claims():
 
 def test_a_second_model_of_a_label_has_a_name_of_its_own():
     found = table2.names([("vanilla", "a"), ("2bw", "b"), ("vanilla", "c")])
-    assert found == [("vanilla", "a"), ("2bw", "b"), ("vanilla.2", "c")]
+    assert found == [("vanilla", Path("a").resolve()), ("2bw", Path("b").resolve()), ("vanilla.2", Path("c").resolve())]
 
 
 def test_a_folder_without_a_model_fails_alone_and_in_one_line(tmp_path, capsys):
