@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, run_program, split_flags, words
 from megatron_2bw.files import write_figure, write_json, write_whole
+from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.start.torchrun import ROOT
 from scripts import convergence, convergence_options, paper
 from scripts.convergence_plot import COLOURS
@@ -353,4 +354,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())
