@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 from megatron_2bw.errors import run_program, usage_error
-from megatron_2bw.gpu_check import runner
 
-COMMANDS = {"gpu-check": runner.main}
+# Each as "module:function", imported when it is called.
+COMMANDS = {"convert": "megatron_2bw.convert.cli:main", "gpu-check": "megatron_2bw.gpu_check.runner:main"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         usage_error("megatron-2bw", f"{name} is not a command; use one of {', '.join(COMMANDS)}")
     prog = f"megatron-2bw {name}"
-    return run_program(prog, lambda: COMMANDS[name](words, prog))
+    module, _, function = COMMANDS[name].partition(":")
+    return run_program(prog, lambda: getattr(importlib.import_module(module), function)(words, prog))
 
 
 if __name__ == "__main__":

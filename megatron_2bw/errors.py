@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -66,6 +68,18 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words before and after the first --."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     return list(argv[:at]), list(argv[at + 1 :])
+
+
+def expand_files(argv: Sequence[str]) -> list[str]:
+    """`argv` with the words of a file in the place of each @file. UserError if it cannot be read."""
+    expanded: list[str] = []
+    for word in argv:
+        if word.startswith("@"):
+            with file_errors(word):
+                expanded += shlex.split(Path(word[1:]).read_text())
+        else:
+            expanded.append(word)
+    return expanded
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ _OF_OTHER_TASKS = (
     "--embedding-path --indexer- --adlr- --sft-tokenizer-"
 )
 _READ_NOWHERE = (
-    "--use-flash-attn --openai-gelu --onnx-safe --apply-residual-connection-post-layernorm --decoder-num-layers "
+    "--use-flash-attn --onnx-safe --apply-residual-connection-post-layernorm --decoder-num-layers "
     "--exit-signal-handler-for-dataloader --fp16-lm-cross-entropy --dist-ckpt-save-pre-mcore-014 --sample-rate"
 )
 
@@ -91,6 +91,9 @@ _ROWS: tuple[tuple, ...] = (
     ("--lr-decay-style WSD", "--lr-wsd-"),
     ("--decoupled-lr", "--decoupled-min-lr"),
     ("--position-embedding-type rope", "--rotary- --no-rope-freq --use-rope-scaling", _ROTARY),
+    ("--use-rope-scaling", "--rope-scaling-factor"),
+    ("without GeLU", "--openai-gelu", lambda a: not (a.swiglu or a.squared_relu or a.quick_geglu)),
+    ("in an entry script of Megatron's", "--openai-gelu", lambda a: task(a) is not None),
     ("--position-embedding-type yarn", _YARN, "--multi-latent-attention"),
     ("--position-embedding-type relative", "--relative-attention-", "--multi-latent-attention"),
     ("--position-embedding-type mrope", "--mrope-section", "--multi-latent-attention"),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.errors import Parser, UserError, file_errors, usage_error
+from megatron_2bw.errors import Parser, UserError, expand_files, file_errors, usage_error
 from megatron_2bw.files import write_json
 from megatron_2bw.planner import tools
 from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = words.pop(0) if words and words[0] in commands else "plan"
     prog = "megatron-2bw-plan" + ("" if name == "plan" else f" {name}")
     try:
-        return commands[name](words, prog)
+        return commands[name](expand_files(words), prog)
     except UserError as error:
         return 2 if error.reported_elsewhere else usage_error(prog, error)
     except BrokenPipeError:  # the reader of the output has ended, as with `| head`

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from megatron_2bw import cpu
-from megatron_2bw.errors import UserError, usage_error
+from megatron_2bw.errors import UserError, expand_files, usage_error
 from megatron_2bw.flags import parse
 from megatron_2bw.start import exits, restart_store
 
@@ -28,6 +28,10 @@ def launch(task: str) -> None:
     The module defines `model_config(args)` or `model_provider`, `datasets_provider` and `forward_step` (see `gpt.py`
     and `bert.py`).
     """
+    try:
+        sys.argv[1:] = expand_files(sys.argv[1:])
+    except UserError as error:
+        stop(str(error))
     early = parse.parse_early(sys.argv[1:], stop, task=task.rpartition(".")[2])
     if cpu.wanted(early.device):
         cpu.install()  # before Megatron is imported: some of its modules look for CUDA at import

@@ -44,8 +44,8 @@ def model_provider(
         layer = bert_layer_local_spec
     else:
         layer = get_bert_layer_with_transformer_engine_spec()
-    return BertModel(
-        config=config or core_transformer_config_from_args(args),
+    model = BertModel(
+        config=config or common.apply_dropped_flags(core_transformer_config_from_args(args), args),
         transformer_layer_spec=layer,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -61,6 +61,9 @@ def model_provider(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+    if post_process and args.openai_gelu:
+        model.lm_head.gelu = common.TANH_GELU  # Megatron's is always exact
+    return model
 
 
 def forward_step(data_iterator, model):

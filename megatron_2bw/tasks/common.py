@@ -24,6 +24,19 @@ MASKED = 3  # consecutive batches with an all-zero loss mask before the run stop
 SPIKE = 10  # --check-for-spiky-loss reports a loss that is this many times the largest so far
 
 
+TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
+
+
+def apply_dropped_flags(config: Any, args: Any) -> Any:
+    """Megatron 0.19 drops two flags on the way to `config`: --openai-gelu (GeLU in its tanh form, which Megatron's
+    fused GeLU always has) and --rope-scaling-factor."""
+    if args.openai_gelu and not config.bias_activation_fusion:
+        config.activation_func = TANH_GELU
+    if hasattr(config, "rope_scaling_factor"):
+        config.rope_scaling_factor = args.rope_scaling_factor
+    return config
+
+
 class DataCheck:
     """Checks each microbatch on the host, without a wait for the GPU.
 

@@ -13,13 +13,18 @@ from megatron.core import mpu
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers
-from megatron.training.argument_utils import gpt_config_from_args as model_config  # noqa: F401  `launch` calls it
+from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 
 from megatron_2bw.tasks import common
 from megatron_2bw.tasks.sft import SFTDataset
 
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def model_config(args):
+    """Megatron's configuration of the model."""
+    return common.apply_dropped_flags(gpt_config_from_args(args), args)
 
 
 def forward_step(data_iterator, model):

@@ -13,6 +13,7 @@ from megatron_2bw.errors import UserError
 from megatron_2bw.planner.describe.cluster import LARGEST
 from megatron_2bw.planner.describe.model import LLAMA_LAYER, Model
 
+GELUS = {"gelu": "exact", **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "tanh")}
 SIZES = {  # of BERT and of the Llama-like ones
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -23,7 +24,7 @@ SIZES = {  # of BERT and of the Llama-like ones
 
 
 def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
-    """The model that a Hugging Face config.json describes (GPT-2, BERT, Llama, Mistral, Qwen2).
+    """The model that a Hugging Face config.json describes (GPT-2, BERT, MegatronBert, Llama, Mistral, Qwen2, Qwen3).
 
     Raises UserError for what Megatron would build differently: other architectures, biases, activations, scalings of
     the rotary positions and windows of the attention.
@@ -73,6 +74,18 @@ class _Entries:
             raise UserError(f"the entry {name!r} must be {what}, not {entry!r}")
         return default if entry is None else entry
 
+    def off(self, *names: str) -> None:
+        for name in names:
+            if self.flag(name, False):
+                raise UserError(f"{name} is true; Megatron has no flag for that")
+
+    def gelu(self, name: str, default: str) -> str:
+        """Its form, "exact" or "tanh"."""
+        kind = self.config.get(name) or default
+        if kind not in GELUS:
+            raise UserError(f"the entry {name!r} must be {' or '.join(GELUS)}, which Megatron has, not {kind!r}")
+        return GELUS[kind]
+
     def one_of(self, name: str, *same: str) -> None:
         """UserError if the entry is present and none of `same`, with which Megatron's model is the same."""
         entry = self.config.get(name)
@@ -81,7 +94,11 @@ class _Entries:
 
 
 def _from_gpt2(config: _Entries, name: str, sequence: int | None) -> Model:
-    config.one_of("activation_function", "gelu_new", "gelu", "gelu_pytorch_tanh")
+    config.off("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention")
+    if not config.flag("scale_attn_weights", True):
+        raise UserError(
+            "scale_attn_weights is false; Megatron always scales the scores by the head's size"
+        )
     return Model(
         name,
         *(config.count(entry) for entry in ("n_layer", "n_embd", "n_head", "vocab_size")),
@@ -90,16 +107,18 @@ def _from_gpt2(config: _Entries, name: str, sequence: int | None) -> Model:
         tied=config.flag("tie_word_embeddings", True),
         dropout=config.number("resid_pdrop", 0.1) > 0,
         norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
+        gelu=config.gelu("activation_function", "gelu_new"),
     )
 
 
 def _from_bert(config: _Entries, name: str, sequence: int | None) -> Model:
-    config.one_of("hidden_act", "gelu")
     return Model(
         name,
         **config.sizes(),
         sequence=sequence or config.count("max_position_embeddings"),
         kind="bert",
+        tied=config.flag("tie_word_embeddings", True),
+        gelu=config.gelu("hidden_act", "gelu"),
         dropout=config.number("hidden_dropout_prob", 0.1) > 0,
         norm_epsilon=config.number("layer_norm_eps", 1e-12),
     )
@@ -108,16 +127,14 @@ def _from_bert(config: _Entries, name: str, sequence: int | None) -> Model:
 def _from_llama(config: _Entries, name: str, sequence: int | None) -> Model:
     kind, sequence = config.config["model_type"], sequence or config.count("max_position_embeddings")
     config.one_of("hidden_act", "silu")
-    for entry in ("attention_bias", "mlp_bias"):
-        if config.flag(entry, False):
-            raise UserError(f"{entry} is true; Megatron has no flag for biases in those layers alone")
+    config.off("attention_bias", "mlp_bias")
     window = config.count("sliding_window", sequence)
-    if window < sequence and config.flag("use_sliding_window", kind != "qwen2"):  # false is Qwen2's own default
+    if window < sequence and config.flag("use_sliding_window", kind == "mistral"):  # false is Qwen's own default
         raise UserError(
             f"the entry 'sliding_window' is {window}, less than the sequence's {sequence} tokens, but Megatron attends "
             f"to the whole sequence; give --seq-length {window} or less"
         )
-    base, scaled = _rope(config)
+    base, factor = _rope(config)
     return Model(
         name,
         **config.sizes(),
@@ -128,18 +145,22 @@ def _from_llama(config: _Entries, name: str, sequence: int | None) -> Model:
         rotary_base=base,
         tied=config.flag("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
-        rope_scaling=scaled,
+        rope_scaling=factor > 0,
+        rope_factor=factor or 8.0,
     )
 
 
-# Megatron's scaling of rotary positions. Only the factor has a flag, and Megatron 0.19 ignores it.
-SCALING = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+# Megatron's scaling of rotary positions. Only the factor has a flag.
+SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
-def _rope(config: _Entries) -> tuple[int, bool]:
-    """(base, whether scaled as in Llama 3.1) of the rotary positions; newer files have both in `rope_parameters`."""
-    base, scaled = config.number("rope_theta", 10000), False
+def _rope(config: _Entries) -> tuple[int, float]:
+    """(base, the factor of Llama 3's scaling or 0) of the rotary positions; newer files have `rope_parameters`."""
+    base, factor = config.number("rope_theta", 10000), 0.0
+    if config.number("partial_rotary_factor", 1) != 1:
+        raise UserError("partial_rotary_factor is not 1: such a model is not supported")
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.config.get(name) or {}
         if not isinstance(rope, dict):
@@ -148,13 +169,21 @@ def _rope(config: _Entries) -> tuple[int, bool]:
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in ("default", "llama3"):
             raise UserError(f"the entry {name!r} is of type {kind!r}; only default and llama3 are supported")
-        scaled = scaled or kind == "llama3"
+        if kind == "llama3":
+            factor = _Entries(rope).number("factor", 0)
+            if factor <= 0:
+                raise UserError(f"the entry '{name}.factor' must be positive, not {rope.get('factor')!r}")
         for entry, number in SCALING.items() if kind == "llama3" else ():
             if (found := rope.get(entry)) != number:
                 raise UserError(f"the entry '{name}.{entry}' must be {number}, as in Megatron, not {found!r}")
     if not float(base).is_integer():
         raise UserError(f"the entry 'rope_theta' must be a whole number, as for --rotary-base, not {base!r}")
-    return int(base), scaled
+    return int(base), factor
 
 
-_READERS = {"gpt2": _from_gpt2, "bert": _from_bert, "llama": _from_llama, "mistral": _from_llama, "qwen2": _from_llama}
+_READERS = {
+    "gpt2": _from_gpt2,
+    "bert": _from_bert,
+    "megatron-bert": _from_bert,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _from_llama),
+}

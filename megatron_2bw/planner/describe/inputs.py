@@ -24,8 +24,17 @@ SWITCHES = (
     "untie_embeddings_and_output_weights",
     "disable_bias_linear",
     "add_qkv_bias",
+    "qk_layernorm",
+    "openai_gelu",
+    "no_bias_gelu_fusion",
 )
-NUMBERS = {"rotary_base": 10000, "norm_epsilon": 1e-5, "attention_dropout": 0.1, "hidden_dropout": 0.1}
+NUMBERS = {
+    "rotary_base": 10000,
+    "rope_scaling_factor": 8.0,
+    "norm_epsilon": 1e-5,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+}
 CHOICES = {"normalization": ("LayerNorm", "RMSNorm"), "position_embedding_type": ("learned_absolute", "rope")}
 
 
@@ -62,7 +71,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag(name), choices=choices, default=choices[0], help=meaning)
     for name, default in NUMBERS.items():
         group.add_argument(flag(name), type=type(default), default=default, help=meaning)
-    group.add_argument("--max-position-embeddings", type=int, help=argparse.SUPPRESS)
+    for name in ("--max-position-embeddings", "--padded-vocab-size", "--tokenizer-type", "--tokenizer-model"):
+        group.add_argument(name, type=int if name.endswith(("s", "size")) else str, help=argparse.SUPPRESS)
 
 
 def model_of(options: argparse.Namespace) -> Model:
@@ -108,7 +118,7 @@ def _model(options: argparse.Namespace) -> Model:
         options.num_layers,
         options.hidden_size,
         options.num_attention_heads,
-        vocab=options.vocab_size or (30522 if options.bert else 50257),
+        vocab=options.vocab_size or options.padded_vocab_size or (30522 if options.bert else 50257),
         sequence=options.seq_length or 1024,
         kind="bert" if options.bert else "gpt",
         ffn=options.ffn_hidden_size or _ffn(options),
@@ -122,6 +132,9 @@ def _model(options: argparse.Namespace) -> Model:
         bias=not options.disable_bias_linear,
         norm_epsilon=options.norm_epsilon,
         rope_scaling=options.use_rope_scaling,
+        rope_factor=options.rope_scaling_factor,
+        qk_norm=options.qk_layernorm,
+        gelu="tanh" if options.openai_gelu else "exact" if options.no_bias_gelu_fusion else "",
         qkv_bias=options.add_qkv_bias,
         dropout=options.attention_dropout > 0 or options.hidden_dropout > 0,
     )

@@ -46,6 +46,9 @@ class Model:
     dropout: bool = True
     norm_epsilon: float = 1e-5
     rope_scaling: bool = False  # rotary positions as in Llama 3.1
+    rope_factor: float = 8.0  # of that scaling
+    qk_norm: bool = False  # a norm of each head's query and key
+    gelu: str = ""  # its form if it matters: "exact" or "tanh"; else what is faster on the host
 
     def __post_init__(self) -> None:
         if not self.ffn:
@@ -84,6 +87,8 @@ class Model:
     def layer_parameters(self, tensor: int = 1) -> float:
         """Parameters of one layer on one of `tensor` ranks: matrices and their biases divided, norms whole."""
         sharded, whole = self.matrix_parameters(), self._norms(2)
+        if self.qk_norm:
+            whole += 2 * self.head_size * (1 if self.rms_norm else 2)
         if self.bias or self.qkv_bias:
             sharded += self.query_size + 2 * self.key_size
         if self.bias:
@@ -155,6 +160,10 @@ class Model:
             (self.norm_epsilon != 1e-5, f"--norm-epsilon {self.norm_epsilon}"),
             (self.rotary, f"--position-embedding-type rope --rotary-base {self.rotary_base}"),
             (self.rope_scaling, "--use-rope-scaling"),
+            (self.rope_scaling and self.rope_factor != 8, f"--rope-scaling-factor {self.rope_factor:g}"),
+            (self.qk_norm, "--qk-layernorm"),
+            (self.gelu == "tanh", "--openai-gelu"),
+            (self.gelu == "exact", "--no-bias-gelu-fusion"),
             (not self.tied, "--untie-embeddings-and-output-weights"),
             (not self.bias, "--disable-bias-linear"),
             (self.qkv_bias and not self.bias, "--add-qkv-bias"),

@@ -1,0 +1,1 @@
+"""Weights from Hugging Face's format to Megatron's checkpoints, and back."""

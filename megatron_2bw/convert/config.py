@@ -1,0 +1,239 @@
+"""Between a Hugging Face config.json and Megatron's flags: which model it is, and what cannot be converted.
+
+Invariant: the planner's reader of config.json decides what Megatron can represent; this module adds what the weights
+need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.convert.families import FAMILIES, Family
+from megatron_2bw.errors import UserError
+from megatron_2bw.planner.describe.hugging_face import from_hugging_face
+from megatron_2bw.planner.describe.model import Model
+
+SEQUENCE = 4096  # tokens a sample at most, if --seq-length is not given
+ARCHITECTURES = {  # those with the heads that Megatron trains, the first is written
+    "llama": ("LlamaForCausalLM",),
+    "mistral": ("MistralForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
+    "megatron-bert": ("MegatronBertForPreTraining", "MegatronBertForMaskedLM"),
+}
+_TIED = {"lm_head.weight", "cls.predictions.decoder.weight"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model that both sides can represent. kind: transformers' model_type; flags: Megatron's."""
+
+    kind: str
+    model: Model
+    binary_head: bool = False
+    flags: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.kind]
+
+    @property
+    def task(self) -> str:
+        return self.model.kind
+
+    @property
+    def zero_types(self) -> bool:
+        """Whether transformers' model has token types and Megatron's none."""
+        return self.task == "bert" and not self.binary_head
+
+    @property
+    def spare(self) -> set[str]:
+        """Tensors that a folder may hold twice."""
+        return _TIED if self.model.tied else set()
+
+
+def read(path: Path, sequence: int | None) -> Found:
+    """The model of a config.json, and Megatron's flags for samples of `sequence` tokens.
+
+    Raises UserError, with the entry and the reason, for what Megatron 0.19 cannot represent.
+    """
+    config = _content(path)
+    kind = config.get("model_type")
+    if kind == "bert":
+        raise UserError(
+            f"{path}: model_type 'bert' has its norms after each layer; Megatron's BERT has them before, as "
+            "transformers' megatron-bert"
+        )
+    if kind not in FAMILIES:
+        raise UserError(f"{path}: model_type {kind!r} is not supported; those that are: {', '.join(FAMILIES)}")
+    if config.get("quantization_config"):
+        raise UserError(f"{path}: the entry 'quantization_config': import the model that is not quantized")
+    names = config.get("architectures") or ARCHITECTURES[kind][:1]
+    if names[0] not in ARCHITECTURES[kind]:
+        raise UserError(
+            f"{path}: the entry 'architectures' is {names[0]}, with a head that Megatron does not train; use "
+            f"{' or '.join(ARCHITECTURES[kind])}"
+        )
+    try:
+        longest = from_hugging_face(path).sequence if kind in ("gpt2", "megatron-bert") else None
+        model = from_hugging_face(path, longest or sequence or _default_sequence(config))
+    except UserError as error:
+        raise UserError(str(error).removeprefix("--model ")) from None
+    flags = model.flags()
+    if longest:
+        if sequence and sequence > longest:
+            raise UserError(f"--seq-length {sequence}: the model has only {longest} positions")
+        flags[flags.index("--seq-length") + 1] = str(sequence or min(longest, SEQUENCE))
+    for flag, entry in (("--hidden-dropout", _DROPOUTS[0]), ("--attention-dropout", _DROPOUTS[1])):
+        rate = next((config[name] for name in entry if name in config), None)
+        if model.dropout and rate is not None and rate != 0.1:
+            flags += [flag, str(rate)]
+    head = kind == "megatron-bert" and names[0] == ARCHITECTURES[kind][0]
+    if kind == "megatron-bert" and not head:
+        flags.append("--bert-no-binary-head")
+    return Found(kind, model, head, tuple(flags))
+
+
+_DROPOUTS = (("resid_pdrop", "hidden_dropout_prob"), ("attn_pdrop", "attention_probs_dropout_prob"))
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file; give a folder of save_pretrained") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: it is no readable JSON file ({' '.join(str(error).split())})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: it must hold an object")
+    return content
+
+
+def _default_sequence(config: dict[str, Any]) -> int:
+    longest = config.get("max_position_embeddings")
+    return min(longest, SEQUENCE) if isinstance(longest, int) and longest > 0 else SEQUENCE
+
+
+def of_arguments(args: argparse.Namespace, like: Path | None) -> tuple[Found, dict[str, Any]]:
+    """The model of a checkpoint's arguments, and the content of its config.json.
+
+    like: a folder whose config.json is taken if it is of this model. Raises UserError, with the flag, for a model that
+    none of the families has.
+    """
+    bert = getattr(args, "task", "gpt") == "bert"
+    model = Model(
+        "exported",
+        args.num_layers,
+        args.hidden_size,
+        args.num_attention_heads,
+        vocab=args.vocab_size or args.padded_vocab_size,
+        sequence=args.max_position_embeddings,
+        kind="bert" if bert else "gpt",
+        ffn=args.ffn_hidden_size,
+        groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        head_size=args.kv_channels,
+        gated=args.swiglu,
+        rms_norm=args.normalization == "RMSNorm",
+        rotary=args.position_embedding_type == "rope",
+        rotary_base=args.rotary_base,
+        tied=not args.untie_embeddings_and_output_weights,
+        bias=args.add_bias_linear,
+        qkv_bias=args.add_qkv_bias and not args.add_bias_linear,
+        norm_epsilon=args.layernorm_epsilon,
+        rope_scaling=args.use_rope_scaling,
+        rope_factor=args.rope_scaling_factor if args.use_rope_scaling else 8.0,
+        qk_norm=args.qk_layernorm,
+        gelu="" if args.swiglu else "tanh" if args.openai_gelu or args.bias_gelu_fusion else "exact",
+    )
+    kind = _kind(model, args)
+    head = bert and bool(args.bert_binary_head)
+    if like is not None:
+        with_config = _same(model, kind, head, like / "config.json")
+        if with_config is not None:
+            return with_config
+    found = Found(kind, model, head)
+    return found, _config(found)
+
+
+def _kind(model: Model, args: argparse.Namespace) -> str:
+    if getattr(args, "num_experts", None) or getattr(args, "multi_latent_attention", False):
+        raise UserError("--num-experts, --multi-latent-attention: only dense models can be exported")
+    rope = "--position-embedding-type rope" if model.rotary else "--position-embedding-type learned_absolute"
+    wanted = {  # what goes with the positions
+        "--swiglu": model.gated,
+        "--normalization RMSNorm": model.rms_norm,
+        "--disable-bias-linear": not model.bias,
+    }
+    for flag, present in wanted.items():
+        if present != model.rotary:
+            raise UserError(f"{rope} {'with' if present else 'without'} {flag}: no model that can be exported has both")
+    if model.rotary:
+        if model.qk_norm and model.qkv_bias:
+            raise UserError("--qk-layernorm with --add-qkv-bias: no model that can be exported has both")
+        return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+    plain = model.groups == model.heads and model.head_size * model.heads == model.hidden and not model.qk_norm
+    if not plain:
+        raise UserError("--group-query-attention, --kv-channels, --qk-layernorm: GPT-2 and MegatronBert have none")
+    return "megatron-bert" if model.kind == "bert" else "gpt2"
+
+
+def _same(model: Model, kind: str, head: bool, path: Path) -> tuple[Found, dict[str, Any]] | None:
+    """The folder's own configuration, if it is of this model but for its samples' length."""
+    try:
+        other = read(path, 1 if model.rotary else None)
+    except UserError:
+        return None
+    apart = dict(name="", sequence=1, dropout=False, vocab=1)
+    llamas = {"llama", "mistral"}
+    kinds = other.kind == kind or {other.kind, kind} == llamas
+    if not kinds or other.binary_head != head or replace(other.model, **apart) != replace(model, **apart):
+        return None
+    return Found(other.kind, replace(model, vocab=other.model.vocab), head), _content(path)
+
+
+def _config(found: Found) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    model = found.model
+    ends = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=model.tied)
+    gelu = "gelu_new" if model.gelu == "tanh" else "gelu"
+    if found.kind == "gpt2":
+        fields: dict[str, Any] = dict(
+            n_layer=model.layers,
+            n_embd=model.hidden,
+            n_head=model.heads,
+            n_inner=model.ffn,
+            n_positions=model.sequence,
+            layer_norm_epsilon=model.norm_epsilon,
+            activation_function=gelu,
+        )
+    else:
+        fields = dict(
+            num_hidden_layers=model.layers,
+            hidden_size=model.hidden,
+            num_attention_heads=model.heads,
+            intermediate_size=model.ffn,
+            max_position_embeddings=model.sequence,
+        )
+    if model.rotary:
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
+        if model.rope_scaling:
+            rope |= {"rope_type": "llama3", "factor": model.rope_factor, "low_freq_factor": 1.0}
+            rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        fields |= dict(
+            num_key_value_heads=model.groups,
+            head_dim=model.head_size,
+            rms_norm_eps=model.norm_epsilon,
+            rope_parameters=rope,
+        )
+    elif found.kind == "megatron-bert":
+        fields |= dict(layer_norm_eps=model.norm_epsilon, hidden_act=gelu)
+    config = AutoConfig.for_model(found.kind, vocab_size=model.vocab, **fields, **ends)
+    names = ARCHITECTURES[found.kind]
+    config.architectures = [names[1 if found.zero_types else 0]]
+    return config.to_diff_dict()

@@ -1,0 +1,128 @@
+"""The weights of a Hugging Face folder: safetensors, read and written one tensor or one file at a time.
+
+Invariant: what is missing, cut short or of another kind is found before anything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatron_2bw.errors import UserError
+from megatron_2bw.files import write_json
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SHARD = 256 << 20  # bytes of a file, or one tensor that is larger
+
+
+class Weights:
+    """The tensors of a folder by name: `shapes` and `dtypes`, and `read` for one of them."""
+
+    def __init__(self, folder: Path):
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._files: dict[str, Path] = {}
+        for path, names in _files(folder).items():
+            with _errors(path), safe_open(path, "pt") as file:
+                held = set(file.keys())
+                for name in sorted(names or held):
+                    if name not in held:
+                        raise UserError(f"{path}: the tensor {name} is missing, which {INDEX} places there")
+                    part = file.get_slice(name)
+                    if part.get_dtype() not in DTYPES:
+                        raise UserError(
+                            f"{path}: the tensor {name} is of type {part.get_dtype()}: only "
+                            f"{', '.join(DTYPES)} can be imported; save the model in one of them"
+                        )
+                    self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), DTYPES[part.get_dtype()]
+                    self._files[name] = path
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy, so that no page of the file stays in memory."""
+        path = self._files[name]
+        with _errors(path), safe_open(path, "pt") as file:
+            return file.get_tensor(name).clone()
+
+
+def _files(folder: Path) -> dict[Path, set[str]]:
+    """The folder's files of tensors, with the names that the index places in each."""
+    index = folder / INDEX
+    if not index.is_file():
+        if (folder / SINGLE).is_file():
+            return {folder / SINGLE: set()}
+        other = next(iter([*folder.glob("pytorch_model*"), *folder.glob("*.safetensors")]), None)
+        found = f"only {other.name}" if other else "no weights"
+        raise UserError(
+            f"{folder}: there is {found}, but neither {INDEX} nor {SINGLE}: download the model again, or save it with "
+            "transformers' save_pretrained"
+        )
+    files: dict[Path, set[str]] = {}
+    try:
+        places = json.loads(index.read_text())["weight_map"].items()
+        for name, file in places:
+            files.setdefault(folder / Path(file).name, set()).add(name)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index}: it is no index of safetensors ({type(error).__name__}: {error})") from None
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise UserError(f"{folder}: {', '.join(missing)} is missing, which {INDEX} names: download the model again")
+    return files
+
+
+@contextlib.contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: it is cut short or no file of safetensors ({error})") from None
+
+
+def write(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Files of at most SHARD bytes, or of one tensor, and their index; the memory of one file is held."""
+    place: dict[str, str] = {}
+    total = 0
+    paths: list[Path] = []
+    for names in _batches(tensors):
+        path = folder / f"part-{len(paths) + 1:05d}"
+        save_file(names, path, metadata={"format": "pt"})
+        place |= dict.fromkeys(names, str(len(paths)))
+        total += sum(tensor.nbytes for tensor in names.values())
+        paths.append(path)
+    count = len(paths)
+    final = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE]
+    for path, name in zip(paths, final):
+        path.rename(folder / name)
+    if len(paths) > 1:
+        weight_map = {name: final[int(number)] for name, number in place.items()}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+
+
+def _batches(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    batch: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if batch and sum(other.nbytes for other in batch.values()) + tensor.nbytes > SHARD:
+            yield batch
+            batch = {}
+        batch[name] = tensor
+    yield batch
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """All small files of a folder but its weights: the tokenizer, the generation's options, the configuration."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and path.name != INDEX:
+            shutil.copyfile(path, target / path.name)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    return any((folder / name).is_file() for name in names)

@@ -1,0 +1,306 @@
+"""Megatron's side: a model without data, and its parameters one at a time in a torch_dist checkpoint.
+
+Invariants:
+- Megatron's own `sharded_state_dict` says under which key and at which place each parameter is;
+- a checkpoint's tracker is written last: a conversion that was killed has left nothing that a run would load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_2bw import cpu
+from megatron_2bw.checkpoints.folder import TRACKER, latest_iteration, problem
+from megatron_2bw.errors import UserError
+from megatron_2bw.files import write_whole
+
+RELEASE = "release"  # Megatron's name for a checkpoint of weights alone
+_ONE_RANK = dict(
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=1,
+    context_parallel_size=1,
+    virtual_pipeline_model_parallel_size=None,
+    sequence_parallel=False,
+    transformer_impl="local",
+    use_cpu_initialization=True,
+    perform_initialization=False,
+    gradient_accumulation_fusion=False,
+    bias_activation_fusion=False,
+    bias_gelu_fusion=False,
+    bias_swiglu_fusion=False,
+    bias_dropout_fusion=False,
+    masked_softmax_fusion=False,
+    apply_rope_fusion=False,
+    persist_layer_norm=False,
+    no_persist_layer_norm=True,
+    decoder_first_pipeline_num_layers=None,
+    decoder_last_pipeline_num_layers=None,
+    use_distributed_optimizer=False,
+    tp_comm_overlap=False,
+)
+_RUN = (
+    "--micro-batch-size 1 --train-iters 1 --lr 1e-5 --eval-iters 0 --eval-interval 1 --mock-data --device cpu "
+    "--transformer-impl local"
+).split()
+
+
+def arguments(flags: list[str], task: str) -> argparse.Namespace:
+    """Megatron's checked arguments for a model's flags. UserError with the line that a run would end with."""
+    from megatron_2bw.flags import parse
+
+    def stop(line: str) -> NoReturn:
+        raise UserError(line)
+
+    argv, sys.argv = sys.argv, [sys.argv[0], *flags, *_RUN]
+    try:
+        with _silence():
+            from megatron.training.global_vars import unset_global_variables
+
+            unset_global_variables()
+            return parse.parse(parse.parse_early(sys.argv[1:], stop, task), stop)[0]
+    finally:
+        sys.argv = argv
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Without Megatron's list of arguments and its warnings about a host without a GPU."""
+    logging.disable(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def parameters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The entries of the whole model's sharded state dict by name, on the meta device, in a world of one process."""
+    with _silence():
+        from megatron.core import parallel_state
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.training.checkpointing import _build_sharded_state_dict_metadata
+        from megatron.training.global_vars import set_args, unset_global_variables
+        from megatron.training.models.gpt import GPTModelBuilder
+
+        one = argparse.Namespace(**{**vars(args), **_ONE_RANK})
+        unset_global_variables()
+        set_args(one)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel(1, 1)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+    try:
+        with _silence(), torch.device("meta"):
+            if one.task == "bert":
+                from megatron_2bw.tasks import bert
+
+                model = bert.model_provider(pg_collection=groups)
+            else:
+                from megatron_2bw.tasks import gpt
+
+                model = GPTModelBuilder(gpt.model_config(one)).build_model(groups, True, True)
+            state = model.sharded_state_dict(metadata=_build_sharded_state_dict_metadata(one))
+        yield state
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def shape_of(entry: Any) -> tuple[int, ...]:
+    """Of the whole parameter."""
+    return tuple(entry.data.shape)
+
+
+def _pieces(entry: Any, data: torch.Tensor) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, Any, slice]]:
+    """The pieces of a parameter in the checkpoint: key and place, sizes there, the whole's sizes, and their rows."""
+    build = getattr(entry, "build_fn", None)  # of SwiGLU's two halves
+    pieces = build(entry.key, data, entry.replica_id, entry.flattened_range) if build else [entry]
+    start = 0
+    for piece in pieces:
+        rows = slice(start, start + piece.local_shape[0])
+        start = rows.stop
+        offset, sizes = torch.Size(piece.global_offset), (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
+        yield (
+            MetadataIndex(piece.key, offset),
+            ChunkStorageMetadata(offset, torch.Size(sizes)),
+            piece.global_shape,
+            rows,
+        )
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """A plan whose tensors are made when they are written, in its order: the memory of one parameter is held."""
+
+    def __init__(self, items: list[tuple[WriteItem, Callable[[], Any]]]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._items = [item for item, _ in items]
+        self._made = {item.index: make for item, make in items}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(items=self._items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self._made[write_item.index]()
+
+
+class _Whole:
+    """One parameter at a time: its pieces are asked for one after the other."""
+
+    def __init__(self, make: Callable[[str], torch.Tensor]):
+        self._make, self._name, self._tensor = make, "", torch.empty(0)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name != self._name:
+            self._tensor = torch.empty(0)
+            self._name, self._tensor = name, self._make(name)
+        return self._tensor
+
+
+def write(
+    folder: Path,
+    args: argparse.Namespace,
+    entries: dict[str, Any],
+    dtypes: dict[str, torch.dtype],
+    make: Callable[[str], torch.Tensor],
+) -> None:
+    """A checkpoint of weights alone, which Megatron loads at any parallel sizes, in `folder`, with the tracker.
+
+    dtypes, make: of each parameter; `make` is called once for each, in the order of `dtypes`
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    items: list[tuple[WriteItem, Callable[[], Any]]] = []
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+    objects = [entry for name, entry in entries.items() if name not in dtypes]
+    for entry in [*objects, ShardedObject("common_state", common, (1,), (0,))]:
+        items.append((WriteItem(MetadataIndex(entry.unique_key), WriteItemType.BYTE_IO), _bytes_of(entry.data)))
+    whole = _Whole(make)
+    for name, dtype in dtypes.items():
+        data = torch.empty(shape_of(entries[name]), dtype=dtype, device="meta")
+        for index, chunk, size, rows in _pieces(entries[name], data):
+            described = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))
+            item = WriteItem(index, WriteItemType.SHARD, tensor_data=described)
+            items.append((item, lambda name=name, rows=rows, sizes=chunk.sizes: whole(name)[rows].reshape(sizes)))
+    target = folder / RELEASE
+    shutil.rmtree(target, ignore_errors=True)  # of a conversion that was killed
+    target.mkdir(parents=True)
+    with _silence():
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(target), planner=_Planner(items), no_dist=True)
+        save_config(CheckpointingConfig("torch_dist", 1), str(target))
+    write_whole(folder / TRACKER, RELEASE, sync=True)
+
+
+def _bytes_of(content: Any) -> Callable[[], io.BytesIO]:
+    def make() -> io.BytesIO:
+        file = io.BytesIO()
+        torch.save([content], file)
+        file.seek(0)
+        return file
+
+    return make
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def find(folder: Path, iteration: int | None) -> Path:
+    """The checkpoint of an iteration, or the latest; `folder` may be a checkpoint itself. Raises UserError."""
+    if (folder / "metadata.json").is_file():
+        folder, name = folder.parent, folder.name
+        iteration = int(name.removeprefix("iter_")) if name.startswith("iter_") else None
+    elif not (folder / TRACKER).is_file():
+        raise UserError(f"{folder}: it is no folder of Megatron's checkpoints (there is no {TRACKER})")
+    fault = problem(folder, iteration)
+    if fault:
+        raise UserError(f"{folder}: {fault}")
+    number = iteration or latest_iteration(folder)
+    found = folder / (RELEASE if number is None else f"iter_{number:07d}")
+    if not (found / "metadata.json").is_file():
+        raise UserError(f"{found}: only checkpoints of --ckpt-format torch_dist can be exported: save it as one")
+    return found
+
+
+def saved_arguments(checkpoint: Path) -> argparse.Namespace:
+    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+
+    with _silence():
+        args = load_common_state_dict(checkpoint).get("args")
+    if args is None:
+        raise UserError(f"{checkpoint}: it holds no arguments, from which the model would be known")
+    return args
+
+
+class _Read(dcp.DefaultLoadPlanner):
+    """A plan that fills views of one tensor."""
+
+    def __init__(self, views: dict[MetadataIndex, tuple[ChunkStorageMetadata, torch.Tensor]]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._views = views
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        held = self.metadata.state_dict_metadata
+        pieces = self._views.items()
+        return LoadPlan(
+            [
+                item
+                for index, (chunk, _) in pieces
+                for item in create_read_items_for_chunk_list(index.fqn, held[index.fqn], [chunk])
+            ]
+        )
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index = MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)
+        return narrow_tensor_by_index(self._views[index][1], read_item.dest_offsets, read_item.lengths)
+
+
+class Checkpoint:
+    """Reads whole parameters, saved at any parallel sizes."""
+
+    def __init__(self, folder: Path):
+        from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+            CachedMetadataFileSystemReader,
+        )
+
+        self._folder, self._reader = folder, CachedMetadataFileSystemReader(folder)
+        self._held = self._reader.read_metadata().state_dict_metadata
+
+    def dtype(self, entry: Any) -> torch.dtype:
+        """UserError if the checkpoint does not hold it."""
+        if entry.key not in self._held:
+            raise UserError(f"{self._folder}: it does not hold {entry.key}: it is of another model than its arguments")
+        return self._held[entry.key].properties.dtype
+
+    def read(self, entry: Any) -> torch.Tensor:
+        whole = torch.empty(shape_of(entry), dtype=self.dtype(entry))
+        views = {index: (chunk, whole[rows].view(chunk.sizes)) for index, chunk, _, rows in _pieces(entry, whole)}
+        dcp.load({}, storage_reader=self._reader, planner=_Read(views), no_dist=True)
+        return whole
+
+
+def use_cpu() -> None:
+    """Before Megatron is imported: on a host with or without a GPU the conversion needs none."""
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    cpu.install()

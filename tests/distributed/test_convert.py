@@ -1,0 +1,171 @@
+"""Hugging Face's models in Megatron: the same logits on any split, and the same bits on the way back."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_2bw.cli import main
+from megatron_2bw.local_ranks import run_world
+from tests.distributed.training import BERT, train
+
+SIZES = dict(
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=96,
+    vocab_size=1001,
+    max_position_embeddings=32,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=32.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+ENCODER = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+MODELS = {  # transformers' class, and its configuration
+    "llama": ("LlamaForCausalLM", SIZES | dict(rope_parameters=LLAMA3)),
+    "mistral": ("MistralForCausalLM", SIZES | dict(sliding_window=None, head_dim=16)),
+    "qwen2": ("Qwen2ForCausalLM", SIZES | dict(tie_word_embeddings=True)),
+    "qwen3": ("Qwen3ForCausalLM", SIZES | dict(head_dim=16)),
+    "gpt2": ("GPT2LMHeadModel", dict(n_layer=4, n_embd=64, n_head=8, n_positions=32, vocab_size=1001)),
+    "bert": ("MegatronBertForPreTraining", ENCODER),
+    "bert, tanh": ("MegatronBertForPreTraining", ENCODER | dict(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-5)),
+    "bert, one head": ("MegatronBertForMaskedLM", ENCODER),
+}
+RUN = (
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3 --eval-iters 0 --eval-interval 9 --mock-data "
+    "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 --log-interval 1 --device cpu --pipeline-schedule 2bw"
+)
+
+
+def made(name: str):
+    """The model with random weights, biases and norms."""
+    import transformers
+
+    kind, sizes = MODELS[name]
+    torch.manual_seed(3)
+    model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**sizes)).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    if name == "bert, one head":
+        model.bert.embeddings.token_type_embeddings.weight.data.zero_()
+    model.tie_weights()
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the model in Hugging Face's format, `hf`, and Megatron's, `ckpt`; made once for each model."""
+    folders: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name.replace(", ", "_"))
+            made(name).save_pretrained(folders[name] / "hf")
+            convert("import", folders[name] / "hf", "--save", folders[name] / "ckpt", *PAD)
+        return folders[name]
+
+    return get
+
+
+PAD = ("--make-vocab-size-divisible-by", "2")  # for two tensor ranks
+
+
+def convert(*words) -> None:
+    assert run_world(1, convert_here, [str(word) for word in words]) == [0]
+
+
+def convert_here(rank: int, words: list[str]) -> int:
+    return main(["convert", *words])
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(1001, (2, 32), generator=torch.Generator().manual_seed(5))
+
+
+def logits_of(rank: int, argv: list[str]) -> tuple[dict, int]:
+    """What the loaded model answers, on the last stage; and how many iterations it was then trained."""
+    from megatron.core import mpu
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
+
+    found = {}
+
+    def forward(_data, model):
+        batch = tokens()
+        if argv[0] == BERT:
+            types = None if "--bert-no-binary-head" in argv else (torch.arange(32) >= 16).long().expand(2, -1)
+            output = model(batch, torch.ones_like(batch), tokentype_ids=types)
+            words, order = output if isinstance(output, tuple) else (output, None)  # an earlier stage has one tensor
+            return words, lambda out, non_loss_data: (out, order)
+        mask = torch.ones(1, 1, 32, 32).triu(1) > 0
+        return model(batch, torch.arange(32).expand(2, -1), mask), lambda out, non_loss_data: (out, None)
+
+    def ask(models, _optimizer):
+        models[0].eval()
+        run = schedules.get_forward_backward_func()
+        with torch.no_grad():
+            answers = run(
+                forward_step_func=forward,
+                data_iterator=None,
+                model=models,
+                num_microbatches=1,
+                seq_length=32,
+                micro_batch_size=2,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        if mpu.is_pipeline_last_stage():
+            ((words, order),) = answers
+            found.update(words=gather(words)[..., :1001].clone(), order=order)
+        models[0].train()
+
+    run = train(rank, argv, prepare=ask)
+    return found, len(run.iterations)
+
+
+@pytest.mark.parametrize("stages, tensor", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name, stages, tensor, folder):
+    flags = shlex.split((folder(name) / "ckpt" / "model_flags.txt").read_text())
+    argv = [*flags, *RUN.split(), "--load", str(folder(name) / "ckpt"), "--finetune"]
+    argv += ["--pipeline-model-parallel-size", str(stages), "--tensor-model-parallel-size", str(tensor)]
+    argv = [*[BERT] * name.startswith("bert"), *argv]
+    found, iterations = run_world(stages * tensor, logits_of, argv)[-1]
+    assert iterations == 3
+    model = made(name)
+    with torch.no_grad():
+        if name.startswith("bert"):
+            types = (torch.arange(32) >= 16).long().expand(2, -1)
+            answer = model(tokens(), token_type_ids=types)
+            words = getattr(answer, "prediction_logits", None)
+            words = answer.logits if words is None else words
+            order = getattr(answer, "seq_relationship_logits", None)
+        else:
+            words, order = model(tokens()).logits, None
+    assert words.abs().max() > 1
+    torch.testing.assert_close(found["words"], words, rtol=0, atol=1e-5)
+    if order is not None:
+        torch.testing.assert_close(found["order"], order, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_way_back_gives_the_same_bits(name, folder):
+    from transformers import AutoConfig, AutoModel
+
+    there, back = folder(name) / "hf", folder(name) / "back"
+    convert("export", folder(name) / "ckpt", "--out", back)
+    before, after = load_file(there / "model.safetensors"), load_file(back / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    config, expected = AutoConfig.from_pretrained(back), AutoConfig.from_pretrained(there)
+    assert type(config) is type(expected) or name == "mistral"  # the flags of a Llama without the name
+    assert AutoModel.from_pretrained(back).num_parameters() == AutoModel.from_pretrained(there).num_parameters()
