@@ -53,6 +53,8 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "`megatron-2bw-plan profile`": ("megatron_2bw.planner.cli", "main", ["profile"]),
     "`megatron-2bw-plan simulate`": ("megatron_2bw.planner.cli", "main", ["simulate"]),
     "`megatron-2bw-plan calibrate`": ("megatron_2bw.planner.cli", "main", ["calibrate"]),
+    "`megatron-2bw convert import`": ("megatron_2bw.cli", "main", ["convert", "import"]),
+    "`megatron-2bw convert export`": ("megatron_2bw.cli", "main", ["convert", "export"]),
     "`scripts/preprocess_data.py`": ("megatron_2bw.data.preprocess_cli", "main", []),
     "`scripts/paper.py`": ("scripts.paper", "main", []),
     "`scripts/slurm/sweep.py`": ("scripts.slurm.sweep", "main", []),

@@ -120,9 +120,7 @@ def run_export(argv: Sequence[str], prog: str) -> int:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if found.task == "bert" and found.model.gelu == "tanh" and not args.openai_gelu:
-        print(
-            "> the masked-language head was trained with the exact GeLU; transformers has the layers' tanh form"
-        )
+        print("> the masked-language head was trained with the exact GeLU; transformers has the layers' tanh form")
     print(f"{options.out}: {found.model.parameters() / 1e6:,.1f} million parameters, {content['architectures'][0]}")
     return 0
 

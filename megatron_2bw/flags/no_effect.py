@@ -93,7 +93,8 @@ _ROWS: tuple[tuple, ...] = (
     ("--position-embedding-type rope", "--rotary- --no-rope-freq --use-rope-scaling", _ROTARY),
     ("--use-rope-scaling", "--rope-scaling-factor"),
     ("without GeLU", "--openai-gelu", lambda a: not (a.swiglu or a.squared_relu or a.quick_geglu)),
-    ("in an entry script of Megatron's", "--openai-gelu", lambda a: task(a) is not None),
+    # The tasks of this project apply both; Megatron 0.19 drops them.
+    ("in an entry script of Megatron's", "--openai-gelu --rope-scaling-factor", lambda a: task(a) is not None),
     ("--position-embedding-type yarn", _YARN, "--multi-latent-attention"),
     ("--position-embedding-type relative", "--relative-attention-", "--multi-latent-attention"),
     ("--position-embedding-type mrope", "--mrope-section", "--multi-latent-attention"),

@@ -7,7 +7,7 @@ ignored. `sizes.py` holds the rows that the planner shares.
 from __future__ import annotations
 
 from megatron_2bw import sizes
-from megatron_2bw.flags.rule import OUT, Args, Rule, installed, rules, task, value
+from megatron_2bw.flags.rule import OUT, Args, Rule, installed, rules, value
 
 
 def _sharded_weights(args: Args) -> bool:
@@ -89,7 +89,6 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--adlr-autoresume", f"it needs a library that is not public; {OUT}"),
         ("--lazy-mpu-init", f"nobody would finish the initialisation; {OUT}"),
         ("--rampup-batch-size --freeze-all-layers --create-all-gather-group", _DROPPED),
-        ("--rope-scaling-factor", _DROPPED, lambda a: a.rope_scaling_factor != 8.0 and not task(a)),
         ("--checkpoint-activations", "Megatron 0.19 no longer has it; use --recompute-granularity"),
         ("--attention-backend local", f"Megatron 0.19 ties it to a --spec that does not exist; {OUT}"),
         ("--transformer-impl inference_optimized", "it is for inference; use transformer_engine or local"),

@@ -53,6 +53,10 @@ TINY = {
         replace(LLAMA, name="llama with narrow heads", head_size=4),
         replace(LLAMA, name="llama with scaled positions", rope_scaling=True, norm_epsilon=1e-6),
         replace(LLAMA, name="llama whose ffn is 4h", ffn=256),
+        replace(LLAMA, name="qwen3", head_size=16, qk_norm=True),
+        replace(LLAMA, name="llama 3.2", rope_scaling=True, rope_factor=32.0),
+        replace(GPT, name="gpt with tanh", gelu="tanh"),
+        replace(GPT, name="gpt with the exact gelu", gelu="exact"),
         replace(BERT, name="bert untied", tied=False),
     )
 }
@@ -124,7 +128,9 @@ def stage_of(parse):
             with torch.device("meta"), mock.patch.object(dist, "all_reduce"):
                 if model.kind == "bert":
                     return BertModel(config, 2, bert_layer_local_spec, add_binary_head=True, **given)
-                spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
+                spec = gpt_layer_specs.get_gpt_layer_local_spec(
+                    qk_layernorm=config.qk_layernorm, normalization=config.normalization
+                )
                 return GPTModel(config, spec, **given)
         finally:
             tensor_parallel.get_cuda_rng_tracker().reset()
@@ -194,6 +200,8 @@ def test_megatron_reads_the_flags_as_they_are_meant(name, parse):
     assert args.swiglu == model.gated and (args.normalization == "RMSNorm") == model.rms_norm
     assert (args.position_embedding_type == "rope") == model.rotary
     assert args.rotary_base == model.rotary_base and args.use_rope_scaling == model.rope_scaling
+    assert args.rope_scaling_factor == model.rope_factor and args.qk_layernorm == model.qk_norm
+    assert args.openai_gelu == (model.gelu == "tanh") and (model.gelu == "exact") <= (not args.bias_gelu_fusion)
     assert args.layernorm_epsilon == model.norm_epsilon
     assert args.untie_embeddings_and_output_weights != model.tied
     assert args.add_bias_linear == model.bias and args.add_qkv_bias == (model.bias or model.qkv_bias)
@@ -415,7 +423,7 @@ def test_biases_that_megatron_has_no_flag_for_are_refused(bias, written):
 
 def test_entries_of_each_kind(written):
     gpt2 = written(GPT2)
-    assert gpt2 == Model("my-model", 12, 768, 12, vocab=50257, sequence=1024)
+    assert gpt2 == Model("my-model", 12, 768, 12, vocab=50257, sequence=1024, gelu="tanh")
     assert written(GPT2 | {"n_inner": 1000}).ffn == 1000 and written(GPT2 | {"n_inner": None}).ffn == 3072
     assert not written(GPT2 | {"resid_pdrop": 0.0}).dropout
     assert not written(GPT2 | {"tie_word_embeddings": False}).tied
@@ -502,7 +510,7 @@ def test_a_window_as_long_as_the_sequence_is_none(written, tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        *(GPT2 | {"activation_function": name} for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", None)),
+        *(GPT2 | {"activation_function": name} for name in ("gelu_new", "gelu_pytorch_tanh", None)),
         BERT_BASE | {"hidden_act": "gelu"},
         LLAMA3 | {"hidden_act": "silu"},
         QWEN2_SMALL | {"hidden_act": "silu"},
@@ -515,10 +523,30 @@ def test_activations_that_megatron_has(config, written):
 
 
 @pytest.mark.parametrize(
+    "config, entry", [(GPT2, "activation_function"), (BERT_BASE, "hidden_act")], ids=["gpt2", "bert"]
+)
+def test_both_forms_of_gelu(config, entry, written):
+    for name, flag in (("gelu", "--no-bias-gelu-fusion"), ("gelu_new", "--openai-gelu")):
+        assert set(written(config | {entry: name}).flags()) & {"--no-bias-gelu-fusion", "--openai-gelu"} == {flag}
+
+
+def test_llama_32s_factor(written):
+    model = written(LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"factor": 32.0}})
+    assert model == replace(written(LLAMA3), rope_scaling=True, rope_factor=32.0)
+    assert flag_of(model, "--rope-scaling-factor") == "32"
+
+
+def test_qwen3(written):
+    """A norm of each head's query and key, no biases."""
+    model = written(LLAMA3 | {"model_type": "qwen3", "head_dim": 128})
+    assert model == replace(written(LLAMA3), qk_norm=True) and "--qk-layernorm" in model.flags()
+
+
+@pytest.mark.parametrize(
     "config, words",
     [
-        (GPT2 | {"activation_function": "relu"}, "the entry 'activation_function' must be gelu_new or gelu or "),
-        (BERT_BASE | {"hidden_act": "gelu_new"}, "the entry 'hidden_act' must be gelu, which"),
+        (GPT2 | {"activation_function": "relu"}, "the entry 'activation_function' must be gelu or gelu_new or "),
+        (BERT_BASE | {"hidden_act": "silu"}, "the entry 'hidden_act' must be gelu or gelu_new or "),
         (LLAMA3 | {"hidden_act": "gelu"}, "the entry 'hidden_act' must be silu, which Megatron has, not 'gelu'"),
         (MISTRAL | {"hidden_act": "relu"}, "the entry 'hidden_act' must be silu"),
         (QWEN2_SMALL | {"hidden_act": ["silu"]}, "the entry 'hidden_act' must be silu"),
@@ -527,12 +555,12 @@ def test_activations_that_megatron_has(config, written):
             "the entry 'sliding_window' is 4096, less than the sequence's 8192 tokens",
         ),
         (QWEN2_SMALL | {"sliding_window": 4096, "use_sliding_window": True}, "the entry 'sliding_window' is 4096"),
+        (LLAMA3 | {"rope_parameters": LLAMA31_ROPE | {"factor": 0}}, "the entry 'rope_parameters.factor' must be posi"),
+        (LLAMA3 | {"rope_scaling": {"rope_type": "llama3"}}, "the entry 'rope_scaling.factor' must be positive"),
         (
-            LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"factor": 32.0}},
-            "the entry 'rope_scaling.factor' must be 8, as in ",
+            LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"low_freq_factor": 2}},
+            "the entry 'rope_scaling.low_freq_factor' must be 1, as in Megatron, not 2",
         ),
-        (LLAMA3 | {"rope_parameters": LLAMA31_ROPE | {"factor": 4}}, "the entry 'rope_parameters.factor' must be 8"),
-        (LLAMA3 | {"rope_scaling": {"rope_type": "llama3"}}, "the entry 'rope_scaling.factor' must be 8"),
         (
             LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"original_max_position_embeddings": 4096}},
             "the entry 'rope_scaling.original_max_position_embeddings' must be 8192",

@@ -96,9 +96,7 @@ class _Entries:
 def _from_gpt2(config: _Entries, name: str, sequence: int | None) -> Model:
     config.off("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention")
     if not config.flag("scale_attn_weights", True):
-        raise UserError(
-            "scale_attn_weights is false; Megatron always scales the scores by the head's size"
-        )
+        raise UserError("scale_attn_weights is false; Megatron always scales the scores by the head's size")
     return Model(
         name,
         *(config.count(entry) for entry in ("n_layer", "n_embd", "n_head", "vocab_size")),
