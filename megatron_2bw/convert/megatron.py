@@ -207,7 +207,13 @@ def write(
     shutil.rmtree(target, ignore_errors=True)  # of a conversion that was killed
     target.mkdir(parents=True)
     with _silence():
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(target), planner=_Planner(items), no_dist=True)
+        try:
+            dcp.save({}, storage_writer=dcp.FileSystemWriter(target), planner=_Planner(items), no_dist=True)
+        except dcp.CheckpointException as error:  # torch's collection of the ranks' errors
+            cause = next(iter(error.failures.values()))[0]
+            if not isinstance(cause, RuntimeError) or isinstance(cause, UserError):
+                raise cause from None
+            raise UserError(f"--save {folder}: the checkpoint could not be written ({cause})") from cause  # a full disk
         save_config(CheckpointingConfig("torch_dist", 1), str(target))
     write_whole(folder / TRACKER, RELEASE, sync=True)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_2bw.cli import main
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.training import BERT, train
 
 SIZES = dict(
@@ -169,3 +171,58 @@ def test_the_way_back_gives_the_same_bits(name, folder):
     config, expected = AutoConfig.from_pretrained(back), AutoConfig.from_pretrained(there)
     assert type(config) is type(expected) or name == "mistral"  # the flags of a Llama without the name
     assert AutoModel.from_pretrained(back).num_parameters() == AutoModel.from_pretrained(there).num_parameters()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "bert"])
+def test_trained_weights_are_those_that_are_exported(name, folder, tmp_path):
+    """The newest of 2BW's, from two stages: on one stage they answer as the exported model does."""
+    flags = shlex.split((folder(name) / "ckpt" / "model_flags.txt").read_text())
+    argv = [*[BERT] * (name == "bert"), *flags, *RUN.split()]
+    sizes = ["--pipeline-model-parallel-size", "2", "--load", str(folder(name) / "ckpt"), "--finetune"]
+    runs = run_world(2, train, [*argv, *sizes, "--save", str(tmp_path / "run"), "--save-interval", "3"])
+    convert("export", tmp_path / "run", "--out", tmp_path / "hf")
+    held = load_file(tmp_path / "hf" / "model.safetensors")
+    norm = {"qwen3": ("model.norm.weight", "decoder.final_layernorm.weight")}.get(
+        name, ("bert.encoder.ln.weight", "encoder.final_layernorm.weight")
+    )
+    assert torch.equal(held[norm[0]], runs[-1].weights[norm[1]])
+    assert not torch.equal(held[norm[0]], made(name).state_dict()[norm[0]])
+    found, _ = run_world(1, logits_of, [*argv, "--load", str(tmp_path / "run"), "--finetune"])[0]
+    import transformers
+
+    model = getattr(transformers, MODELS[name][0]).from_pretrained(tmp_path / "hf").eval()
+    types = {"token_type_ids": (torch.arange(32) >= 16).long().expand(2, -1)} if name == "bert" else {}
+    with torch.no_grad():
+        answer = model(tokens(), **types)
+    words = answer.prediction_logits if name == "bert" else answer.logits
+    torch.testing.assert_close(found["words"], words, rtol=0, atol=1e-5)
+
+
+def import_and_stop(rank: int, words: list[str]) -> int:
+    """The process is killed in the middle."""
+    from megatron_2bw.convert import cli
+
+    calls, make = [], cli.to_megatron
+
+    def stops(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 60:  # half of them are the check's, without data
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make(*args, **kwargs)
+
+    cli.to_megatron = stops
+    return main(["convert", *words])
+
+
+def test_what_was_not_written_to_its_end_is_not_loaded(folder, tmp_path):
+    source = folder("gpt2") / "hf"
+    words = ["import", str(source), "--save", str(tmp_path / "ckpt")]
+    with pytest.raises(WorldError):
+        run_world(1, import_and_stop, words)
+    assert (tmp_path / "ckpt" / "release").is_dir()
+    assert not (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").exists()
+    assert not (tmp_path / "ckpt" / "release" / "metadata.json").exists()
+    convert(*words)
+    convert("export", tmp_path / "ckpt", "--out", tmp_path / "back")
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "back"))
+    assert all(torch.equal(before[key], after[key]) for key in before)
