@@ -61,15 +61,18 @@ def run_import(argv: Sequence[str], prog: str) -> int:
     weights = hugging_face.Weights(options.source)
     megatron.use_cpu()
     rows = -(-found.model.vocab // options.make_vocab_size_divisible_by) * options.make_vocab_size_divisible_by
-    flags = [*found.flags, "--padded-vocab-size", str(rows), *_tokenizer(options.source, options.save, found.model)]
+    tokenizer = options.source if hugging_face.has_tokenizer(options.source) else None
+    flags = [*found.flags, "--padded-vocab-size", str(rows), *_tokenizer_flags(tokenizer, found.model)]
     args = megatron.arguments(flags, found.task)
+    if tokenizer:
+        args.tokenizer_model = flags[-1] = str((options.save / TOKENIZER).resolve())
     with megatron.parameters(args) as entries:
         names = _names(found.family, entries)
         sources = {name: _sources(found.family, name, weights) for name in names}
         _check(found, weights, sources, {name: megatron.shape_of(entries[name]) for name in names}, rows)
         dtypes = {name: weights.dtypes[sources[name][0]] for name in names}
         options.save.mkdir(parents=True, exist_ok=True)
-        if hugging_face.has_tokenizer(options.source):
+        if tokenizer:
             hugging_face.copy_files(options.source, options.save / TOKENIZER)
         write_whole(options.save / FLAGS, shlex.join(flags) + "\n")
         with tqdm(total=len(names), unit="tensor", desc="import") as bar:
@@ -141,10 +144,22 @@ def _positive(text: str) -> int:
     return number
 
 
-def _tokenizer(source: Path, save: Path, model: Model) -> list[str]:
-    if not hugging_face.has_tokenizer(source):
+def _tokenizer_flags(folder: Path | None, model: Model) -> list[str]:
+    """UserError if the tokenizer has tokens that the model has not."""
+    from transformers import AutoTokenizer
+
+    if folder is None:
         return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
-    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str((save / TOKENIZER).resolve())]
+    try:
+        largest = max(AutoTokenizer.from_pretrained(folder).get_vocab().values(), default=0)
+    except Exception as error:  # of many kinds
+        raise UserError(f"{folder}: the tokenizer cannot be read ({type(error).__name__}: {error})") from None
+    if largest >= model.vocab:
+        raise UserError(
+            f"{folder}: the tokenizer has the token {largest}, but the vocabulary of config.json ends at "
+            f"{model.vocab - 1}: give the model's own tokenizer"
+        )
+    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
 
 
 def _names(family: Family, entries: dict[str, Any]) -> list[str]:

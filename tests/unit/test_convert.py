@@ -393,3 +393,25 @@ def test_a_folder_that_holds_a_checkpoint(folder, capsys):
     with pytest.raises(SystemExit):
         cli.main(["import", str(path), "--save", str(path)], "megatron-2bw convert")
     assert "it holds a checkpoint already: give another folder" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_model(folder):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    path = folder(LLAMA)
+    for words, expected in ((10, "HuggingFaceTokenizer"), (11, None)):
+        vocabulary = {f"w{number}": number for number in range(words)}
+        fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="w0")))
+        fast.save_pretrained(path)
+        if expected:
+            assert expected in cli._tokenizer_flags(path, MODEL)
+            continue
+        with pytest.raises(
+            UserError, match="the tokenizer has the token 10, but the vocabulary of config.json ends at 9"
+        ):
+            cli._tokenizer_flags(path, MODEL)
+    (path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="the tokenizer cannot be read"):
+        cli._tokenizer_flags(path, MODEL)
