@@ -135,6 +135,7 @@ def logits_of(rank: int, argv: list[str]) -> tuple[dict, int]:
     return found, len(run.iterations)
 
 
+@pytest.mark.proof("llama-2-1")
 @pytest.mark.parametrize("stages, tensor", [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name, stages, tensor, folder):
