@@ -14,7 +14,9 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "finetune.md").read_t
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_there_and_back(kind, copy):  # noqa: F811
-    make, convert, plan, train, export = (block.replace("llama", kind).replace("out/finetune", f"out/{kind}") for block in BLOCKS)
+    make, convert, plan, train, export = (
+        block.replace("llama", kind).replace("out/finetune", f"out/{kind}") for block in BLOCKS
+    )
     run(make, copy)
     assert ("--qk-layernorm" in run(convert, copy)) == (kind == "qwen3")
     assert "--pipeline-model-parallel-size" in run(plan, copy)
