@@ -278,7 +278,10 @@ def compare(draw: Draw, first: list[Run], second: list[Run]) -> float:
         expected, found = torch.stack(first[-1].losses), torch.stack(second[-1].losses)
         assert expected.isfinite().all() and len(expected.unique()) > len(expected) // 2, "the losses stand still"
         far = distance(found, expected[len(expected) * (done - left) // done :])
-        assert first[-1].skipped[done - left :] == second[-1].skipped, "other steps are skipped"
+        same = first[-1].skipped[done - left :] == second[-1].skipped
+        if not same and draw.check == "width" and {"--fp16", "--calculate-per-token-loss"} <= draw.base.keys():
+            raise Refused("sums of gradients in fp16 overflow in one order only, with Megatron's schedule too")
+        assert same, "other steps are skipped"
     assert far <= limit, f"relative distance {far:.2g}"
     for rank in range(apart if limit == 0 else 0):
         assert_equal(full_weights(second[rank::apart]), full_weights(first[rank::apart]), ", but no loss,")

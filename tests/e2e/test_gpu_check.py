@@ -11,6 +11,8 @@ import sys
 import time
 from functools import partial
 
+import pytest
+
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.gpu_check import observe, rows, runner
 from megatron_2bw.gpu_check.rows import MODELS, Check, Row
@@ -20,6 +22,7 @@ CHOSEN = ["fp32", "tied, bf16, 1 queue", "kill and resume", "memory, 2bw", "prof
 CHOSEN += ["launches", "lock"]
 
 
+@pytest.mark.timeout(1500)
 def test_a_selection_of_rows(tmp_path):
     path = tmp_path / "results.json"
     words = [word for name in CHOSEN for word in ("--row", name)]
@@ -28,7 +31,7 @@ def test_a_selection_of_rows(tmp_path):
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
-    run = end(process, 400)
+    run = end(process, 1400)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     found = json.loads(path.read_text())["rows"]
     assert [key.split(": ")[1] for key in found] == CHOSEN and {row["result"] for row in found.values()} == {"ok"}

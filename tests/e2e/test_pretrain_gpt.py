@@ -121,6 +121,7 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
         ranks = [child for child in psutil.Process(process.pid).children() if "pretrain_gpt_2bw.py" in child.cmdline()]
         (first,) = [child for child in ranks if child.environ()["RANK"] == "0"]
         first.send_signal(signal.SIGTERM)
+        seen += process.stdout.read()  # what was read ahead, too: communicate() would lose it
     finally:
         run = end(process)
     output = seen + run.stdout
