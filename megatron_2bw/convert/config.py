@@ -236,4 +236,4 @@ def _config(found: Found) -> dict[str, Any]:
     config = AutoConfig.for_model(found.kind, vocab_size=model.vocab, **fields, **ends)
     names = ARCHITECTURES[found.kind]
     config.architectures = [names[1 if found.zero_types else 0]]
-    return config.to_diff_dict()
+    return config.to_dict()  # all entries: readers need those that equal a default, too
