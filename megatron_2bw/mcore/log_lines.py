@@ -255,6 +255,8 @@ def _monotonic(timer: Any, barriers: bool) -> None:
         timer._active_time += elapsed
         timer._started = False
 
+    if timer._started:  # by Megatron's loop, before its first iteration
+        timer._start_time = time.perf_counter() - max(time.time() - timer._start_time, 0)
     timer.start, timer.stop = start, stop
 
 

@@ -62,6 +62,7 @@ def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path
     trained = forked(2, on(data, command(2, 4, "2bw", **options)))
     assert len(losses(trained)) == 4  # iteration 1, then every second
     assert losses(trained)[-1] < losses(trained)[0]
+    assert all(0 <= line.milliseconds < 1000 * 86400 for line in run_log.training(trained)), "of another clock"
     seen = validation(trained)
     assert set(seen) == {"iteration 3", "iteration 6", "iteration 6 on validation set", "iteration 6 on test set"}
 

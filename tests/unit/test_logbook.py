@@ -21,7 +21,7 @@ def world(monkeypatch):
     args = types.SimpleNamespace(
         consumed_train_samples=0, skipped_train_samples=0, log_interval=2, global_batch_size=8, seq_length=16
     )
-    timer = types.SimpleNamespace(elapsed=lambda reset=True, barrier=False: 1.5)
+    timer = types.SimpleNamespace(_started=False, elapsed=lambda reset=True, barrier=False: 1.5)
     monkeypatch.setattr(logbook, "get_args", lambda: args)
     monkeypatch.setattr(logbook, "get_timers", lambda: lambda name, log_level: timer)
     scalars = {}
@@ -245,8 +245,9 @@ def test_an_error_of_wandb_is_reported_once(late, monkeypatch, capsys):
     assert capsys.readouterr().out == "> --wandb-project: no more values are written: the service is gone\n"
 
 
+@pytest.mark.parametrize("runs", [False, True], ids=["", "started before, as by Megatron's loop"])
 @pytest.mark.parametrize("kind", ["DeferredLog", "ImmediateLog"])
-def test_a_clock_that_is_set_back_changes_no_interval(kind, world, monkeypatch):
+def test_a_clock_that_is_set_back_changes_no_interval(kind, runs, world, monkeypatch):
     from megatron.core import timers
 
     timer = timers.Timer("interval-time")
@@ -254,6 +255,9 @@ def test_a_clock_that_is_set_back_changes_no_interval(kind, world, monkeypatch):
     monkeypatch.setattr(timers.time, "time", lambda: next(clock))
     monkeypatch.setattr(world.module, "get_timers", lambda: lambda name, log_level: timer)
     monkeypatch.setattr(world.module, "new_group", lambda *args: None)
+    if runs:
+        timer.start()
     book = getattr(world.module, kind)(*[list, [0]][: 2 * (kind == "ImmediateLog")])
-    timer.start()
+    if not runs:
+        timer.start()
     assert 0 <= book._read() < 60 and 0 <= timer._active_time < 60
