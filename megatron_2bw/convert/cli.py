@@ -163,7 +163,7 @@ def _tokenizer_flags(folder: Path | None, model: Model) -> list[str]:
 
 
 def _names(family: Family, entries: dict[str, Any]) -> list[str]:
-    """The model's parameters, in the order of the family's table and of the layers."""
+    """The model's parameters in Megatron's order. UserError if the family has no place for one of them."""
     names = [name for name in entries if not name.endswith("_extra_state")]
     for name in names:
         try:

@@ -415,3 +415,8 @@ def test_a_tokenizer_of_another_model(folder):
     (path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="the tokenizer cannot be read"):
         cli._tokenizer_flags(path, MODEL)
+
+
+def test_a_mistral_is_one_if_its_configuration_is_at_hand(folder):
+    path = folder(LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None})
+    assert exported(path)[0].kind == "mistral" and exported()[0].kind == "llama"
