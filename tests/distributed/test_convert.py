@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_2bw.cli import main
+from megatron_2bw.convert.megatron import saved_arguments
 from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.training import BERT, train
 
+BRIDGE = Path(__file__).parents[2] / "build" / "bridge"
 SIZES = dict(
     hidden_size=64,
     num_hidden_layers=4,
@@ -172,6 +176,46 @@ def test_the_way_back_gives_the_same_bits(name, folder):
     config, expected = AutoConfig.from_pretrained(back), AutoConfig.from_pretrained(there)
     assert type(config) is type(expected) or name == "mistral"  # the flags of a Llama without the name
     assert AutoModel.from_pretrained(back).num_parameters() == AutoModel.from_pretrained(there).num_parameters()
+
+
+# --- megatron-bridge --------------------------------------------------------------------------------------------------
+
+
+DECODERS = ("llama", "mistral", "qwen2", "qwen3")  # the families that it has
+
+
+@pytest.fixture(scope="module")
+def bridge(folder):
+    """The folder of a model, with what megatron-bridge makes of it: see bridge.py."""
+    if not (BRIDGE / ".installed").exists():
+        pytest.skip("there is no environment with megatron-bridge: `make bridge` makes it")
+    for name in DECODERS:
+        convert("import", folder(name) / "hf", "--save", folder(name) / "unpadded")
+    command = [BRIDGE / "bin" / "python", Path(__file__).with_name("bridge.py"), *map(folder, DECODERS)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return folder
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=False)
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_megatron_bridge_converts_to_the_same_bits(name, bridge):
+    """Its weights are those that its model reads from our checkpoint; it exports these as the model that was imported.
+
+    The sizes that it takes from config.json are those of our flags.
+    """
+    weights, sizes = load(bridge(name) / "theirs.pt")
+    assert same(load(bridge(name) / "ours.pt"), weights) and len(weights) > 4 * 6
+    assert same(load(bridge(name) / "back.pt"), load_file(bridge(name) / "hf" / "model.safetensors"))
+    args = vars(saved_arguments(bridge(name) / "unpadded" / "release"))
+    assert {size: args[size] for size in sizes} == sizes
 
 
 @pytest.mark.parametrize("name", ["qwen3", "bert"])
