@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import queue
 import subprocess
+import textwrap
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,33 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure  # here, since forked ranks import the benchmark's module
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def bar_chart(groups: Sequence[str], series: Mapping[str, Sequence[float]], label: str, form: str) -> Any:
+    """Horizontal bars with their values: a group for each of `groups`, and in it a bar of each series (NaN: none)."""
+    height = 0.84 / len(series)
+    names = [textwrap.fill(group, 36, break_on_hyphens=False, break_long_words=False) for group in groups]
+    figure = new_figure(
+        7, 0.8 + max(0.17 * len(series) + 0.1, 0.17 * max(n.count("\n") + 1 for n in names)) * len(groups)
+    )
+    axis = figure.subplots()
+    for place, (name, values) in enumerate(series.items()):
+        ys = [y + (place + 0.5) * height - 0.42 for y in range(len(groups))]
+        bars = axis.barh(
+            ys, values, 0.94 * height, label=name, color=("#4292c6", "#bdbdbd", "#fdae6b", "#74c476")[place % 4]
+        )
+        texts = ["" if math.isnan(value) else format(value, form) for value in values]
+        axis.bar_label(bars, texts, padding=3, fontsize=8)
+    axis.set_yticks(range(len(groups)), names, fontsize=9)
+    axis.tick_params(axis="y", length=0)
+    axis.invert_yaxis()
+    axis.margins(x=0.1, y=0.01)
+    axis.set_xlabel(label)
+    axis.set_xticks([])
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    if len(series) > 1:
+        figure.legend(loc="outside upper right", ncols=len(series), fontsize=9, frameon=False)
+    return figure
 
 
 def write_result(path: Path, result: Any, figure: Any = None) -> None:

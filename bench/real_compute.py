@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import flag_sets, new_figure, new_parser, write_result
+from bench.common import bar_chart, flag_sets, new_parser, write_result
 from bench.emulated import Observed, iteration_seconds, train
 from megatron_2bw.errors import names_of
 from megatron_2bw.gpu_check.rows import gpt_flags
@@ -100,14 +100,9 @@ def main() -> None:
 
 
 def draw(rows: list[Row]) -> Any:
-    figure = new_figure(7, 2.6)
-    axis = figure.subplots()
-    names = [row.schedule for row in rows][::-1]
-    axis.barh(names, [row.tokens_per_second for row in rows][::-1], color="#4292c6")
-    axis.axvline(rows[0].tokens_per_second, color="black", linewidth=0.8, linestyle=":")
-    axis.set_xlabel("tokens per second, two stages on two cores (dotted: both cores busy, no communication)")
-    axis.spines[["top", "right"]].set_visible(False)
-    return figure
+    names = [row.schedule + " (both cores busy, no communication)" * (row.schedule == "limit") for row in rows]
+    tokens = {"": [row.tokens_per_second for row in rows]}
+    return bar_chart(names, tokens, "tokens per second, two stages on two cores", ",.0f")
 
 
 if __name__ == "__main__":

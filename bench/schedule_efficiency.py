@@ -12,6 +12,7 @@ Writes the JSON and a picture of the same name.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import flag_sets, new_figure, new_parser, numbers, write_result
+from bench.common import bar_chart, flag_sets, new_parser, numbers, write_result
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from megatron_2bw.errors import names_of, words
 from megatron_2bw.gpu_check.rows import gpt_flags
@@ -132,26 +133,14 @@ def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
 
 
 def draw(rows: list[Row]) -> Any:
-    """Bars of efficiency, a group for each shape."""
-    shapes = list(dict.fromkeys((row.stages, row.microbatches) for row in rows))
-
-    def label(row: Row) -> str:
-        return f"{row.schedule} {row.flags}".strip()
-
-    names = list(dict.fromkeys(map(label, rows)))
-    figure = new_figure(max(7, 1.0 + 0.19 * len(names) * len(shapes)), 4.2)
-    axis = figure.subplots()
-    for place, name in enumerate(names):
-        heights = {(r.stages, r.microbatches): r.efficiency for r in rows if label(r) == name}
-        xs = [shapes.index(shape) + (place - (len(names) - 1) / 2) * 0.8 / len(names) for shape in heights]
-        axis.bar(xs, heights.values(), 0.8 / len(names), label=name)
-    axis.axhline(1, color="black", linewidth=0.8, linestyle=":")
-    axis.set_xticks(range(len(shapes)), [f"d = {d}\nm = {m}" for d, m in shapes])
-    axis.set_ylabel("share of the time that stages compute")
-    axis.set_ylim(0, 1.05)
-    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    return figure
+    """Bars of efficiency: one for each row, or a group for each shape if there are several."""
+    shares = {(f"{r.schedule} {r.flags}".strip(), f"d = {r.stages}, m = {r.microbatches}"): r.efficiency for r in rows}
+    names, shapes = (list(dict.fromkeys(key[place] for key in shares)) for place in (0, 1))
+    label = "share of the time that stages compute"
+    if len(shapes) == 1:
+        return bar_chart(names, {"": [shares[name, shapes[0]] for name in names]}, f"{label}, {shapes[0]}", ".1%")
+    series = {name: [shares.get((name, shape), math.nan) for shape in shapes] for name in names}
+    return bar_chart(shapes, series, label, ".1%")
 
 
 def main() -> int:

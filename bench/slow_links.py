@@ -261,13 +261,13 @@ def simulated_ms(extra: int, cycle: float, message: float, microbatches: int) ->
     return iteration_time(TwoBW(extra_warmup=(extra,)), 2, microbatches, times)
 
 
-COLOURS = {
-    "tensor": "#d94801",
-    "data": "#807dba",
-    "megatron": "#969696",
-    "pipedream-flush": "#74c476",
-    "2bw": "#6baed6",
-    "2bw-ahead": "#08306b",
+LINES = {  # of the picture: colour and name
+    "tensor": ("#d94801", "tensor parallelism"),
+    "data": ("#807dba", "data parallelism"),
+    "megatron": ("#969696", "Megatron's 1F1B"),
+    "pipedream-flush": ("#74c476", "PipeDream-Flush"),
+    "2bw": ("#6baed6", "2BW"),
+    "2bw-ahead": ("#08306b", "2BW, one more\nforward ahead"),
 }
 
 
@@ -280,9 +280,9 @@ def draw(rows: list[Row]) -> Any:
     names = list(dict.fromkeys(row.variant for row in rows))
     for name in names:
         own = [row for row in rows if row.variant == name]
-        left.plot(
-            [r.measured_mbit for r in own], [r.iteration_ms / 1e3 for r in own], "o-", color=COLOURS[name], label=name
-        )
+        colour, label = LINES[name]
+        times = [row.iteration_ms / 1e3 for row in own]
+        left.plot([row.measured_mbit for row in own], times, "o-", color=colour, label=label)
     links = {row.measured_mbit: row.rate for row in rows}
     left.set_xscale("log")
     left.set_xticks(list(links), list(links.values()))
@@ -295,7 +295,7 @@ def draw(rows: list[Row]) -> Any:
     left.grid(which="both", linewidth=0.3)
     left.legend(fontsize=8)
     last = [next(row for row in rows[::-1] if row.variant == name) for name in names]
-    right.bar(names, [row.sent_mb for row in last], color=[COLOURS[name] for name in names])
+    right.bar(names, [row.sent_mb for row in last], color=[LINES[name][0] for name in names])
     for place, row in enumerate(last):
         right.plot([place - 0.45, place + 0.45], [row.theory_mb] * 2, color="black", linewidth=1)
         right.text(place, row.sent_mb * 1.1, f"{row.sent_mb:.3g}", ha="center", fontsize=8)
@@ -303,8 +303,8 @@ def draw(rows: list[Row]) -> Any:
     right.yaxis.set_major_formatter("{x:g}")
     right.set_ylim(bottom=min(row.theory_mb for row in last) / 3, top=3 * max(row.sent_mb for row in last))
     right.set_ylabel("MB sent by a server in an iteration")
-    right.set_title("black: theory", fontsize=8)
-    right.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    right.set_title("black lines: what the method must send", fontsize=9)
+    right.set_xticks(range(len(names)), [LINES[name][1] for name in names], rotation=30, ha="right", fontsize=8)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     return figure

@@ -82,6 +82,7 @@ def picture(ranks: list[list[tuple[float, ...]]]) -> Any:
         for rank, rows in enumerate(ranks):
             axis.plot([row[0] for row in rows], [row[place] for row in rows], linewidth=0.8, label=f"stage {rank}")
         axis.set_ylabel(COLUMNS[place])
+        axis.locator_params(axis="y", integer=True)
     axis.set_xlabel("iteration")
     axis.legend(fontsize=8)
     return figure

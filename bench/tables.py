@@ -1,8 +1,19 @@
-"""Prints the rows of a benchmark's JSON as the Markdown tables of docs/: python bench/tables.py FILE.json ..."""
+"""Prints the rows of a benchmark's JSON as the Markdown tables of docs/, or draws its picture again, FILE.png.
 
+python bench/tables.py FILE.json ...
+python bench/tables.py --draw FILE.json ...
+"""
+
+import importlib
 import json
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_2bw.files import write_figure
+
+BENCHES = {"efficiency": "schedule_efficiency", "of_limit": "real_compute", "slowdown": "slow_links"}  # by a column
 
 
 def table(rows: list[dict]) -> str:
@@ -26,7 +37,19 @@ def checks(entries: list[dict]) -> str:
     return "\n\n".join([table(summary), *parts])
 
 
+def picture(content: dict):
+    if "ranks" in content:
+        return importlib.import_module("bench.soak").picture(content["ranks"])
+    rows = content["rows"]
+    bench = importlib.import_module(f"bench.{next(BENCHES[name] for name in rows[0] if name in BENCHES)}")
+    return bench.draw([bench.Row(**row) for row in rows])
+
+
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
+    again = "--draw" in sys.argv
+    for path in (Path(word) for word in sys.argv[1:] if word != "--draw"):
         content = json.loads(path.read_text())
+        if again:
+            write_figure(path.with_suffix(".png"), picture(content))
+            continue
         print(f"{path}\n\n{checks(content['checks']) if 'checks' in content else table(content['rows'])}\n")

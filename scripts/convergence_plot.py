@@ -1,4 +1,6 @@
-"""curves.png of scripts/convergence.py.
+"""curves.png of scripts/convergence.py, or that of a recorded runs.json:
+
+    python scripts/convergence_plot.py docs/convergence/gpt.json docs/convergence/gpt.png
 
 Invariant: a variant has the same colour in every panel, and what is drawn of two variants is of the same iterations.
 """
@@ -6,11 +8,17 @@ Invariant: a variant has the same colour in every panel, and what is drawn of tw
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Sequence
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_2bw.files import write_figure
 from scripts.convergence_report import Points, Results, mean, percent, places, smooth
@@ -19,8 +27,33 @@ COLOURS = ("#525252", "#d94801", "#2171b5", "#238b45", "#6a51a3", "#c51b8a", "#a
 TICKS = (0, *(sign * tick for tick in (0.25, 0.5, 0.75, 1, 2, 5, 10, 20, 50, 100) for sign in (1, -1)))
 
 
+WORDS = {  # of a variant's flags
+    r"--two-bw-sync-iterations (\d+)": r"first \1 iterations without delay",
+    "--two-bw-correction extrapolate": "extrapolated",
+}
+
+
+def draw_recorded(source: Path, path: Path) -> None:
+    """The picture of a runs.json."""
+    content = json.loads(source.read_text())
+    results = {(run["lr"], run["variant"], run["seed"]): run for run in content["runs"] if "training" in run}
+    draw(results, content["learning_rates"], content["variants"], content["seeds"], content["iterations"], path)
+
+
+def name(variant: str, flags: Sequence[str]) -> str:
+    """The variant's name, with its corrections in words."""
+    text = shlex.join(flags)
+    words = [found.expand(word) for flag, word in WORDS.items() if (found := re.search(flag, text))]
+    return f"{variant}: {', '.join(words)}" if words else variant
+
+
 def draw(
-    results: Results, rates: Sequence[str], variants: Sequence[str], seeds: Sequence[int], iterations: int, path: Path
+    results: Results,
+    rates: Sequence[str],
+    variants: Mapping[str, Sequence[str]],
+    seeds: Sequence[int],
+    iterations: int,
+    path: Path,
 ) -> None:
     """A column for each learning rate: the training losses, and below them what each variant has more than vanilla.
 
@@ -30,17 +63,19 @@ def draw(
     from matplotlib.figure import Figure
 
     rates = [lr for lr in rates if any(key[0] == lr for key in results)]
-    figure = Figure(figsize=(max(6.4, 4.8 * len(rates)), 7), dpi=150, layout="constrained")
+    figure = Figure(
+        figsize=(max(6.4, 4.8 * len(rates)), 6.6 + 0.2 * len(variants) / len(rates)), dpi=150, layout="constrained"
+    )
     grid = figure.subplots(2, len(rates), squeeze=False, sharex=True, height_ratios=(1.1, 1))
     for place, lr in enumerate(rates):
         upper, lower = grid[:, place]
-        upper.set_title(f"learning rate {lr}", fontsize=11)
+        title = f"learning rate {lr}"
         for variant, colour in zip(variants, itertools.cycle(COLOURS)):
             runs = [pair for seed in seeds if (pair := _pair(results, lr, variant, seed))]
             gone = sum(results.get((lr, variant, seed), {}).get("diverged", False) for seed in seeds)
-            label = variant + (f" ({gone} of {len(seeds)} diverged)" if gone else "")
-            if runs or gone:
-                _losses(upper, [own for own, _ in runs], iterations, colour, label)
+            if gone:
+                title += f"\n{variant}: {gone} of {len(seeds)} diverged"
+            _losses(upper, [own for own, _ in runs], iterations, colour, name(variant, variants[variant]))
             if variant != "vanilla":
                 _differences(lower, runs, iterations, colour)
         lower.axhline(0, color=COLOURS[0], linewidth=1.5)
@@ -54,7 +89,10 @@ def draw(
         for axes in (upper, lower):
             axes.grid(linewidth=0.4, alpha=0.5)
             axes.spines[["top", "right"]].set_visible(False)
-        upper.legend(frameon=False, fontsize=9)
+        upper.set_title(title, fontsize=11)
+    figure.legend(
+        *grid[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=len(rates), frameon=False, fontsize=9
+    )
     grid[0, 0].set_ylabel("loss (nats per token)\nline: training, points: validation")
     grid[1, 0].set_ylabel("loss above vanilla's (%)\nlinear to 1 %, then logarithmic")
     write_figure(path, figure)
@@ -111,3 +149,7 @@ def _points(axes, runs: Sequence[Points], colour: str) -> None:
     """The means over the runs at the iterations that all of them have."""
     at, losses = zip(*mean(runs) or [(math.nan, math.nan)])
     axes.plot(at, losses, "o", color=colour, markersize=3.5, clip_on=False, zorder=3)
+
+
+if __name__ == "__main__":
+    draw_recorded(*map(Path, sys.argv[1:]))

@@ -93,7 +93,7 @@ def losses(kind: str) -> dict[str, Any]:
     results = {(run["lr"], run["variant"], run["seed"]): run for run in content["runs"] if "training" in run}
     lr, seeds, iterations = content["learning_rates"][0], content["seeds"], content["iterations"]
     rows = {name: summarize(results, lr, name, seeds, iterations) for name in ("vanilla", "2bw")}
-    return {"results": results, "lr": lr, "seeds": seeds, "iterations": iterations, **rows}
+    return {"iterations": iterations, **rows}
 
 
 def judge_losses(spec: Mapping[str, Any], row: Claim, collected: Mapping[str, Mapping[str, Any]]) -> None:
@@ -148,16 +148,22 @@ def picture(figure: str, found: list[Point], path: Path) -> bool:
     elif figure == "4":
         draw_placement(path, 4, 2, 2)
     elif figure == "5" and (ROOT / PAPER["convergence"]["gpt"]).exists():
-        runs = losses("gpt")
-        names = ["vanilla", "2bw"]
-        convergence_plot.draw(runs["results"], [runs["lr"]], names, runs["seeds"], runs["iterations"], path)
+        convergence_plot.draw_recorded(ROOT / PAPER["convergence"]["gpt"], path)
     elif found:
         values, dots = ({point.panel: {} for point in found} for _ in range(2))
         for point in found:
             values[point.panel][point.series, point.x] = point.predicted
             dots[point.panel][point.series, point.x] = point.measured or point.paper
         x = {"batch": "global batch", "depth": "stages"}.get(spec["x"], spec["x"])
-        draw(values, path, spec.get("y", "samples / s"), spec.get("label", x), dots, spec.get("picture") == "curves")
+        draw(
+            values,
+            path,
+            spec.get("y", "samples / s"),
+            spec.get("label", x),
+            dots,
+            spec.get("picture") == "curves",
+            spec.get("legend"),
+        )
     else:
         return False
     return True

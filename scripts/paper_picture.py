@@ -12,9 +12,15 @@ Values = Mapping[tuple[str, Any], float | str]  # (series, x) -> a number, or a 
 
 
 def draw(
-    panels: Mapping[str, Values], path: Path, y: str, x: str, dots: Mapping[str, Values] = {}, curves: bool = False
+    panels: Mapping[str, Values],
+    path: Path,
+    y: str,
+    x: str,
+    dots: Mapping[str, Values] = {},
+    curves: bool = False,
+    legend: str | None = None,
 ) -> None:
-    """Write the picture. dots: other numbers of the same places, as black dots."""
+    """Write the picture. dots: other numbers of the same places, as black dots; legend: what the series are."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6, 4.6 * len(panels)), 4.2), layout="constrained")
@@ -31,9 +37,10 @@ def draw(
             heights = [value if isinstance(value, (int, float)) else 0 for _, value in at]
             if curves:
                 words = [left for left, height in zip(xs, heights) if not height]
-                axes.plot(words, [0] * len(words), "x", color=colour, clip_on=False)
+                size = 3 + 1.5 * (len(own) - number)  # a curve below another one remains visible
+                axes.plot(words, [0] * len(words), "x", color=colour, markersize=size, clip_on=False)
                 xs, heights = zip(*[pair for pair in zip(xs, heights) if pair[1]] or [(0, float("nan"))])
-                axes.plot(xs, heights, "o-", color=colour, label=series + (" (x: OOM)" if words else ""))
+                axes.plot(xs, heights, "o-", color=colour, markersize=size, linewidth=size / 3, label=series)
             else:
                 axes.bar(xs, heights, 0.75 / len(own), color=colour, label=series)
                 for left, height, (_, value) in zip(xs, heights, at):
@@ -45,14 +52,16 @@ def draw(
                     axes.text(left, height, f" {word}", ha="center", va="bottom", fontsize=7, rotation=90)
             real = [(left, dots.get(title, {}).get((series, place))) for left, (place, _) in zip(xs, at)]
             real = [(left, value) for left, value in real if isinstance(value, (int, float))]
-            axes.plot(*zip(*real or [(0, float("nan"))]), "o", color="black", markersize=4, zorder=3)
+            if real:
+                axes.plot(*zip(*real), "o", color="black", markersize=4, zorder=3, label="measured, or the paper's")
         axes.set_xticks(range(len(places)), [str(place).replace(" b ", "\nb ") for place in places])
-        axes.set(xlabel=x, title=title)
+        axes.set(xlabel=x + " (×: out of memory)" * (curves and "OOM" in values.values()), title=title)
         axes.set_ylim(0, axes.get_ylim()[1] * (1.0 if curves else 1.15))
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0].set_ylabel(y)
-    if len(names) > 1:
-        all_axes[0].legend(fontsize=7)
+    shown = {label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels())}
+    if len(shown) > 1:
+        all_axes[0].legend(shown.values(), shown, fontsize=7, title=legend, title_fontsize=7)
     write_figure(path, figure)
 
 

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.timelines.picture import draw_rows
-from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
+from megatron_2bw.timelines.simulator import Times, simulate
+from megatron_2bw.timelines.text import busy
 
 HERE = Path(__file__).resolve().parent
 HEIGHT = 2.7  # inches, 100 pixels of a page each
@@ -31,8 +32,8 @@ def draw_schedules(path: Path) -> None:
     for axis, (name, title) in zip(axes, PANELS.items()):
         events = simulate(SCHEDULES[name], shape, Times())
         draw_rows(axis, events, shape, numbers=False, span=(0, UNTIL), steps=name != "2bw")
-        busy = MICROBATCHES * 3 / iteration_time(SCHEDULES[name], STAGES, MICROBATCHES, Times())
-        axis.set_title(f"{title}, stages busy {busy:.0%} of the time", loc="left", fontsize=8.5)
+        share, _ = busy(events, STAGES)
+        axis.set_title(f"{title}, stages busy {share:.0%} in the steady state", loc="left", fontsize=8.5)
         axis.tick_params(labelsize=7.5)
     axes[-1].set_xlabel("light: forward, dark: backward, colours: batches, lines: updates", fontsize=7.5)
     axes[-1].set_xticks([])

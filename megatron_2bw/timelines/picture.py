@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron_2bw.files import write_figure
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape, W
-from megatron_2bw.timelines.simulator import Event, PerStage, Times, iteration_time, makespan, simulate
+from megatron_2bw.timelines.simulator import Event, PerStage, Times, makespan, simulate
+from megatron_2bw.timelines.text import busy_words
 
 # One pair per batch, in turn; the backward is the darker of a pair.
 FORWARD = ("#9ecae1", "#fdd0a2", "#c7e9c0")
@@ -47,7 +48,7 @@ def draw_shapes(
     span = 0.0, until or max(map(makespan, timelines))
     for axis, events, (schedule, shape) in zip(axes, timelines, panels):
         draw_rows(axis, events, shape, span=span, versions=versions, steps=not schedule.late_step)
-        title = f"{schedule.name}: {schedule.summary} — stages busy {_busy(schedule, shape, times):.0%} of the time"
+        title = f"{schedule.name}: {schedule.summary} — {busy_words(events, shape.stages)}"
         axis.set_title(title, loc="left", fontsize=10)
     chunked = any(schedule.chunks > 1 for schedule, _ in panels)
     axes[-1].set_xlabel(
@@ -56,13 +57,6 @@ def draw_shapes(
         "black lines weight updates"
     )
     write_figure(path, figure)
-
-
-def _busy(schedule: Schedule, shape: Shape, times: Times) -> float:
-    """Share of the time in the steady state, over all stages."""
-    fields = (times.of(name, shape.stages) for name in ("forward", "backward", "weight"))
-    work = shape.microbatches * sum(map(sum, fields)) / shape.stages
-    return work / iteration_time(schedule, shape.stages, shape.microbatches, times)
 
 
 def _of(time: PerStage) -> str:

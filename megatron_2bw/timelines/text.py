@@ -70,9 +70,12 @@ def _by_stage(events: list[Event], stages: int) -> list[list[Event]]:
 
 def summary(events: list[Event], stages: int) -> str:
     """One line: the end of the last action, and the share of time in which the stages compute."""
+    return f"makespan {makespan(events):.6g}; {busy_words(events, stages)}"
+
+
+def busy_words(events: list[Event], stages: int) -> str:
     share, steady = busy(events, stages)
-    where = "in the steady state" if steady else "of the whole run"
-    return f"makespan {makespan(events):.6g}; stages busy {share:.1%} {where}"
+    return f"stages busy {share:.1%} {'in the steady state' if steady else 'of the whole run'}"
 
 
 def busy(events: list[Event], stages: int) -> tuple[float, bool]:

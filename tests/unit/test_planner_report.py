@@ -111,6 +111,18 @@ def test_front_marks_the_fastest_that_fits(tmp_path, figure):
     assert axis.lines[1].get_xdata()[0] == pytest.approx(estimates[0].capacity / GIB)
 
 
+def test_the_fastest_is_on_the_front(tmp_path, figure):
+    """Of two that are equally fast the lighter is marked."""
+    light, heavy = (
+        ESTIMATES[1],
+        replace(ESTIMATES[1], memory=[replace(s, weights=2 * s.weights) for s in ESTIMATES[1].memory]),
+    )
+    report.front([heavy, light], tmp_path / "front.png")
+    axis = figure().axes[0]
+    marked = axis.collections[-1].get_offsets()[0]
+    assert heavy.heaviest > light.heaviest and tuple(marked) == pytest.approx(axis.lines[0].get_xydata()[-1])
+
+
 def test_front_where_nothing_fits(tmp_path, figure):
     """Of 3.0, 3.6, 3.7 and 7.3 GiB the last is beyond twice the allowed."""
     report.front([replace(estimate, capacity=2 * GIB) for estimate in ESTIMATES], tmp_path / "front.png")

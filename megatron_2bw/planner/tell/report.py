@@ -46,6 +46,7 @@ SCHEDULE_COLOURS = {
     "pipedream": "#f0c400",
 }
 MARKERS = dict(zip(RECOMPUTE, "o^s"))
+NAMES = "(+: more forwards ahead; t: tensor ranks, d: stages, w: replicas, b: microbatch)"  # parts of a plan's name
 RANKED = 16  # plans in `splits`
 FORWARDS = 250_000  # of a timeline; a simulation and its file take seconds
 
@@ -184,10 +185,10 @@ def _name_winner(axis, estimates: Sequence[Estimate]) -> None:
     if not fitting:
         axis.text(0.01, 0.97, text, transform=axis.transAxes, va="top", fontsize=9, bbox=box)
         return
-    winner = max(fitting, key=lambda estimate: estimate.throughput)
+    winner = max(fitting, key=lambda estimate: (estimate.throughput, -estimate.heaviest))  # on the front
     at = winner.heaviest / GIB, winner.throughput
     axis.scatter(*at, s=110, facecolors="none", edgecolors="black", linewidths=1.4, zorder=3)
-    text = f"{winner.plan.title}: {at[1]:.4g} samples/s in {at[0]:.3g} GiB"
+    text = f"{winner.plan.title}: {at[1]:.4g} samples/s in {at[0]:.3g} GiB\n{NAMES}"
     axis.annotate(
         text,
         at,
