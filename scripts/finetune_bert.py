@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_2bw.data.hub import tokenizer_of
 from megatron_2bw.errors import Parser, UserError, file_errors, run_program, words
 from megatron_2bw.files import write_json
 from megatron_2bw.start.torchrun import ROOT
@@ -68,22 +69,11 @@ def dataset(examples: list, tokenizer: Any, length: int, types: int) -> Any:
 
 
 def open_tokenizer(options: argparse.Namespace, vocab_size: int) -> Any:
-    import transformers
-
-    flag, name = ("--tokenizer", options.tokenizer) if options.tokenizer else ("--model", options.model)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of transformers, tokenizers, huggingface_hub
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{flag} {name}: no tokenizer can be loaded ({line}); give --tokenizer DIR") from None
+    where = f"--tokenizer {options.tokenizer}" if options.tokenizer else f"--model {options.model} (or --tokenizer)"
+    tokenizer = tokenizer_of(where, options.tokenizer or options.model, vocab_size)
     missing = [token for token in ("cls", "sep", "pad") if getattr(tokenizer, f"{token}_token_id") is None]
     if missing:
-        raise UserError(f"{flag} {name}: the tokenizer has no {missing[0]} token, which a BERT needs")
-    most = max(tokenizer.get_vocab().values())
-    if most >= vocab_size:
-        raise UserError(
-            f"{flag} {name}: the tokenizer has the token {most}, the model's vocabulary {vocab_size} tokens"
-        )
+        raise UserError(f"{where}: the tokenizer has no {missing[0]} token, which a BERT needs")
     return tokenizer
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from megatron_2bw.convert import config as configs
 from megatron_2bw.convert import hugging_face, megatron
 from megatron_2bw.convert.families import Family, to_hugging_face, to_megatron
+from megatron_2bw.data.hub import tokenizer_of
 from megatron_2bw.errors import Parser, UserError, usage_error
 from megatron_2bw.files import write_json, write_whole
 from megatron_2bw.planner.describe.model import Model
@@ -146,19 +147,9 @@ def _positive(text: str) -> int:
 
 def _tokenizer_flags(folder: Path | None, model: Model) -> list[str]:
     """UserError if the tokenizer has tokens that the model has not."""
-    from transformers import AutoTokenizer
-
     if folder is None:
         return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
-    try:
-        largest = max(AutoTokenizer.from_pretrained(folder).get_vocab().values(), default=0)
-    except Exception as error:  # of many kinds
-        raise UserError(f"{folder}: the tokenizer cannot be read ({type(error).__name__}: {error})") from None
-    if largest >= model.vocab:
-        raise UserError(
-            f"{folder}: the tokenizer has the token {largest}, but the vocabulary of config.json ends at "
-            f"{model.vocab - 1}: give the model's own tokenizer"
-        )
+    tokenizer_of(str(folder), folder, model.vocab)
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
 
 

@@ -93,6 +93,28 @@ def load_tokenizer(name: str, task: str) -> Loaded:
     return Loaded(tokenizer, backend and backend.to_str(), size, eod, frozenset(known - unknown))
 
 
+def tokenizer_of(where: str, name: str | Path, vocab_size: int) -> Any:
+    """transformers' tokenizer of a model with `vocab_size` tokens.
+
+    Raises UserError, which begins with `where`, if it cannot be loaded or has tokens that the model has not.
+    """
+    path = Path(name).expanduser()
+    offline = not path.is_dir() and _unreachable()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        largest = max(tokenizer.get_vocab().values(), default=0)
+    except Exception as error:  # of transformers, huggingface_hub, tokenizers
+        raise UserError(f"{where}, its tokenizer: {_reason(error, offline, path)}") from error
+    if largest >= vocab_size:
+        raise UserError(
+            f"{where}: the tokenizer has the token {largest}, but the vocabulary of config.json ends at "
+            f"{vocab_size - 1}: give the model's own tokenizer"
+        )
+    return tokenizer
+
+
 def load(name: str, config: str | None, split: str | None = None, data_files: dict[str, str] | None = None) -> Any:
     """The dataset in a folder written by save_to_disk, in a folder of data files, or of a name on the Hub.
 

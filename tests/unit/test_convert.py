@@ -413,7 +413,7 @@ def test_a_tokenizer_of_another_model(folder):
         ):
             cli._tokenizer_flags(path, MODEL)
     (path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="the tokenizer cannot be read"):
+    with pytest.raises(UserError, match="its tokenizer: cannot be loaded, "):
         cli._tokenizer_flags(path, MODEL)
 
 
