@@ -17,7 +17,7 @@ help:
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
 	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (four minutes)"
 	@echo "make gpu-check  what holds on the GPUs of this machine (half an hour; docs/gpu.md)"
-	@echo "make clean     remove what the others wrote, except .venv"
+	@echo "make clean     remove caches and builds; .venv and out/, which has trained models, stay"
 
 install: .venv/.installed
 
@@ -94,5 +94,5 @@ gpu-check: install
 	$(PYTHON) -m megatron_2bw.cli gpu-check
 
 clean:
-	rm -rf out build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

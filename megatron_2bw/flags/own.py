@@ -25,8 +25,8 @@ _HELP = {
     "--two-bw-extra-warmup": "more forwards that the stages of 2bw run ahead, for each boundary between stages, first "
     "to last, or one number for all: 1 hides messages that take up to half of a microbatch's time (slow links between "
     "servers), 2 up to all of it; each costs the activations of a microbatch on the stages before it",
-    "--two-bw-sync-iterations": "the first N iterations of 2bw, in which the weights change most, run without gradient "
-    "delay, with a flush; the run then continues without flushes",
+    "--two-bw-sync-iterations": "the first N iterations of 2bw (or a share of all, such as 20%%), in which the weights "
+    "change most, run without gradient delay, with a flush; the run then continues without flushes",
     "--two-bw-correction": "against the gradient delay of 2bw. extrapolate: a batch computes with W(j) + factor (W(j) "
     "- W(j-1)), so its gradients are taken near the weights that they change; evaluation and checkpoints have the true "
     "W(j)",
@@ -59,6 +59,28 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
+def whole_or_share(text: str) -> int | str:
+    """The value of --two-bw-sync-iterations: a whole number, or a share of the run's iterations such as `20%`."""
+    number = text.removesuffix("%")
+    if not number.isdecimal() or (number != text and int(number) > 100):
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of 0 or more, or a share such as 20%")
+    return int(text) if number == text else text
+
+
+def sync_iterations(args: Args) -> int:
+    """--two-bw-sync-iterations as a number; a share is rounded down."""
+    given = args.two_bw_sync_iterations
+    return given if isinstance(given, int) else int(given[:-1]) * _iterations(args)[0] // 100
+
+
+def _iterations(args: Args) -> tuple[int, str]:
+    """The iterations of the run, and the flags that give them."""
+    if args.train_iters:
+        return args.train_iters, "--train-iters"
+    batch = args.global_batch_size or args.micro_batch_size
+    return (args.train_samples or 0) // batch, "--train-samples / --global-batch-size"
+
+
 def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.ArgumentParser:
     """Add this project's flags to a parser, with or without the choice of the device."""
     group = parser.add_argument_group("pipeline schedule (megatron_2bw)")
@@ -72,7 +94,7 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--two-bw-exchange", choices=("auto", "nccl", "gloo"), default="auto")
     add("--two-bw-gradient-slots", type=int, choices=(1, 2), default=2)
     add("--two-bw-extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]")
-    add("--two-bw-sync-iterations", type=whole(0), default=0, metavar="N")
+    add("--two-bw-sync-iterations", type=whole_or_share, default=0, metavar="N")
     add("--two-bw-correction", choices=("none", "extrapolate"), default="none")
     add("--two-bw-correction-factor", type=float, default=1.0, metavar="FACTOR")
     add("--gpipe-round", type=whole(1), metavar="N")
@@ -83,15 +105,12 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
 
 def _correction_for_nothing(args: Args) -> str | None:
     """--two-bw-sync-iterations must leave iterations for --two-bw-correction extrapolate."""
-    start, iterations, flag = args.two_bw_sync_iterations, args.train_iters, "--train-iters"
-    if not iterations:
-        batch = args.global_batch_size or args.micro_batch_size
-        iterations, flag = args.train_samples // batch, "--train-samples / --global-batch-size"
-    if args.two_bw_correction != "extrapolate" or start < iterations:
+    iterations, flag = _iterations(args)
+    if args.two_bw_correction != "extrapolate" or sync_iterations(args) < iterations:
         return None
     return (
-        f"--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations {start} is not below {flag} "
-        f"{iterations}"
+        "--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations "
+        f"{args.two_bw_sync_iterations} is not below {flag} {iterations}"
     )
 
 

@@ -47,6 +47,16 @@ def warning(args) -> str | None:
     )
 
 
+def uncorrected(args) -> str | None:
+    """A line about a run of 2bw that has no option against the gradient delay, or None."""
+    if args.pipeline_schedule != "2bw" or args.two_bw_correction != "none" or args.two_bw_sync_iterations != 0:
+        return None
+    return (
+        "> 2bw: every gradient is late by one update, which raises the loss. --two-bw-correction extrapolate "
+        "--two-bw-sync-iterations 20% recover most of it (docs/convergence.md)"
+    )
+
+
 class Extrapolation:
     """Lets Megatron's optimizer write W' where it would write W.
 

@@ -80,22 +80,22 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
 
 def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
-    from megatron_2bw.flags import environment
-    from megatron_2bw.mcore.extrapolation import warning
+    from megatron_2bw.flags import environment, own
+    from megatron_2bw.mcore.extrapolation import uncorrected, warning
     from megatron_2bw.mcore.runtime import MegatronRuntime, Options, Progress
     from megatron_2bw.schedules import schedule_of
     from megatron_2bw.timelines.trace import forget
 
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
-    for line in (warning(args), environment.warning(args)):
+    for line in (warning(args), uncorrected(args), environment.warning(args)):
         if args.rank == 0 and line:
             print(line, flush=True)
     schedule = schedule_of(
         args.pipeline_schedule,
         gradient_slots=args.two_bw_gradient_slots,
         extra_warmup=args.two_bw_extra_warmup,
-        sync_iterations=args.two_bw_sync_iterations,
+        sync_iterations=own.sync_iterations(args),
         gpipe_round=args.gpipe_round,
     )
     wants_exit = None

@@ -23,7 +23,7 @@ from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.describe.inputs import add_model_flags, cluster_of, model_of, numbers
 from megatron_2bw.planner.find.search import PLANNED, RECOMPUTES, Search, Space
 from megatron_2bw.planner.measure import blocks, validate
-from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report
+from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report, training
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
@@ -71,14 +71,18 @@ def planning_parser(prog: str, description: str) -> Parser:
     add("--recompute", type=_names, default=RECOMPUTES, metavar="NAME,...", help=f"of {', '.join(RECOMPUTES)}")
     add("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
     add("--no-extra-warmup", action="store_true", help="by default 2bw hides messages on slow links by extra warm-up")
-    correction = "2bw with --two-bw-correction extrapolate, whose step needs more memory"
-    add("--extrapolate", action="store_true", help=correction)
+    correction = "2bw with --two-bw-correction extrapolate, whose step needs more memory (default: yes)"
+    add("--extrapolate", action=argparse.BooleanOptionalAction, help=correction)
     add("--no-distributed-optimizer", action="store_true", help="by default the search tries both")
     add("--no-sequence-parallel", action="store_true", help="with tensor parallelism, as on the CPU")
     add("--no-uneven-stages", action="store_true", help="by default first and last stage may differ from the others")
 
     add = parser.add_argument_group("cost and memory").add_argument
-    add("--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16, or fp16 on GPUs without bf16")
+    add(
+        "--precision",
+        choices=("bf16", "fp16", "fp32"),
+        help="default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs",
+    )
     add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
     margin = f"share of the memory that stays free (default: {MARGIN})"
     add("--memory-margin", type=float, default=MARGIN, metavar="SHARE", help=margin)
@@ -95,14 +99,14 @@ def _names(text: str) -> tuple[str, ...]:
 def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
     """The cost model and the space that the flags describe."""
     model, cluster = model_of(options), cluster_of(options)
-    precision = options.precision or ("bf16" if cluster.device.bf16 else "fp16")
+    on_cpu = cluster.device.name == "cpu"
+    precision = options.precision or ("fp32" if on_cpu else "bf16" if cluster.device.bf16 else "fp16")
     if cluster.profile is not None:
         precision = options.precision or cluster.profile.precision
         fault = cluster.profile.fits(model, precision)
         if fault:
             parser.error(f"--profile {options.profile}: {fault}; measure this model")
     _check(options, parser)
-    on_cpu = cluster.device.name == "cpu"  # neither sequence parallelism nor flash attention
     if on_cpu and options.attention == "flash":
         parser.error("--attention flash: not available on the CPU; use core")
     if precision == "bf16" and not cluster.device.bf16:
@@ -121,7 +125,7 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         uneven=not options.no_uneven_stages,
         sequence_parallel=not options.no_sequence_parallel and not on_cpu,
         extra_warmup=not options.no_extra_warmup,
-        extrapolate=options.extrapolate,
+        extrapolate=options.extrapolate is not False,
     )
     return cost, space
 
@@ -187,8 +191,10 @@ def run_plan(words: list[str], prog: str) -> int:
         explain.CAVEAT,
         sep="\n\n",
     )
-    best = result.estimates[0].plan
-    print(f"\nFlags of the first plan:\n  {' '.join([*cost.model.flags(), *best.flags(cost.precision)])}")
+    best = result.estimates[0]
+    print("\nA run of the first plan, as --script and --sbatch write it:")
+    print(*map(explain.wrapped, training.about(cost, best)), sep="\n")
+    print(f"\nFlags of the first plan:\n  {' '.join([*cost.model.flags(), *best.plan.flags(cost.precision)])}")
     _write(options, result)
     return 0
 
@@ -196,11 +202,10 @@ def run_plan(words: list[str], prog: str) -> int:
 def _write(options: argparse.Namespace, result: explain.Result) -> None:
     """Write the files that the flags name."""
     cost, best = result.cost, result.estimates[0]
-    arguments = (best.plan, cost.model, cost.cluster, cost.precision)
     if options.script:
-        jobs.write(options.script, jobs.torchrun_script(*arguments), "--script")
+        jobs.write(options.script, jobs.torchrun_script(cost, best), "--script")
     if options.sbatch:
-        jobs.write(options.sbatch, jobs.sbatch_script(*arguments, cost.model.name), "--sbatch")
+        jobs.write(options.sbatch, jobs.sbatch_script(cost, best, cost.model.name), "--sbatch")
     if options.trace:
         report.chrome_trace(cost, best, options.trace)
     if options.report:

@@ -21,15 +21,18 @@ from megatron_2bw.planner.describe.cluster import described
 from megatron_2bw.planner.describe.inputs import MOST_GPUS
 from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.planner.tell.jobs import TRAINING, mock_data
+from megatron_2bw.planner.tell import training
+from megatron_2bw.planner.tell.jobs import mock_data
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
-def words(kind: str, model: str, plan: str, servers: int, processes: int, precision: str, data: str = "") -> list[str]:
+def words(
+    kind: str, model: str, plan: str, servers: int, processes: int, precision: str, data: str = "", save: bool = False
+) -> list[str]:
     """The flags of the model, the plan, a first training and the data (by default mock data).
 
-    UserError names the wrong variable.
+    save: also the plan's --save-interval. UserError names the wrong variable.
     """
     for flag, number in (("--servers", servers), ("--processes", processes)):
         if not 1 <= number <= MOST_GPUS:
@@ -40,6 +43,7 @@ def words(kind: str, model: str, plan: str, servers: int, processes: int, precis
     found = _model(entry["model"], plan) if entry else _named(model, kind)
     if found.kind != kind:
         raise UserError(f"{found.name} is a {found.kind.upper()}: submit pretrain_{found.kind}_2bw.sbatch")
+    run, interval = training.flags("2bw"), training.save_interval(0)
     if entry is None:
         sizes = default_plan(found, servers * processes).flags(precision)
     elif model and model != found.name:
@@ -47,12 +51,15 @@ def words(kind: str, model: str, plan: str, servers: int, processes: int, precis
     elif precision and precision != entry["precision"]:
         raise UserError(f"PRECISION={precision}: PLAN={plan} is for {entry['precision']}; plan with --precision")
     else:
-        sizes = _planned(entry, plan, servers, processes)
+        best = _planned(entry, plan, servers, processes)
+        sizes, run = best["flags"], best.get("training", training.flags(""))  # older files have none
+        interval = best.get("save_interval", interval)
     try:
         own = shlex.split(data)
     except ValueError as error:
         raise UserError(f"DATA_ARGS={' '.join(data.split())}: {error}") from None
-    return [*found.flags(), *sizes, *TRAINING, *(own or mock_data(found))]
+    saves = ["--save-interval", str(interval)] if save else []
+    return [*found.flags(), *sizes, *run, *saves, *(own or mock_data(found))]
 
 
 def _model(entries: Any, plan: str) -> Model:
@@ -79,9 +86,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         sizes = [content["cluster"][name] for name in ("servers", "gpus_per_server")]
         whole = all(type(size) is int for size in sizes) and content["model"] and content["precision"]
-        whole = (
-            whole and content["plans"][0]["flags"] and all(type(word) is str for word in content["plans"][0]["flags"])
-        )
+        best = content["plans"][0]
+        whole = whole and best["flags"] and type(best.get("save_interval", 1)) is int
+        whole = whole and all(type(word) is str for word in best["flags"] + best.get("training", []))
     except (TypeError, LookupError):
         whole = False
     if not whole:
@@ -89,8 +96,8 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _planned(entry: dict[str, Any], plan: str, servers: int, processes: int) -> list[str]:
-    """The first plan's flags, if it was planned for this allocation."""
+def _planned(entry: dict[str, Any], plan: str, servers: int, processes: int) -> dict[str, Any]:
+    """The first plan, if it was planned for this allocation."""
     cluster = entry["cluster"]
     wanted = (cluster["servers"], cluster["gpus_per_server"])
     if wanted != (servers, processes):
@@ -98,7 +105,7 @@ def _planned(entry: dict[str, Any], plan: str, servers: int, processes: int) -> 
             f"PLAN={plan} is for {wanted[0]} nodes with {wanted[1]} GPUs each, the job has {servers} with {processes}: "
             f"give sbatch --nodes={wanted[0]} --gpus-per-node={wanted[1]}, or plan for these"
         )
-    return entry["plans"][0]["flags"]
+    return entry["plans"][0]
 
 
 def default_plan(model: Model, ranks: int) -> Plan:
@@ -107,7 +114,7 @@ def default_plan(model: Model, ranks: int) -> Plan:
     If the caller changes --pipeline-model-parallel-size, the same global batch still fills the stages.
     """
     depth = max(d for d in range(1, ranks + 1) if ranks % d == 0 and model.layers % d == 0)
-    return Plan(tensor=1, depth=depth, width=ranks // depth, microbatch=1, microbatches=depth)
+    return Plan(tensor=1, depth=depth, width=ranks // depth, microbatch=1, microbatches=depth, extrapolate=True)
 
 
 def main() -> int:
@@ -119,6 +126,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, required=True, help="a server")
     parser.add_argument("--data", default="", metavar="FLAGS", help="instead of the mock data")
     parser.add_argument("--precision", default="", metavar="|".join(PRECISIONS))
+    parser.add_argument("--save", action="store_true", help="the job saves checkpoints: also --save-interval")
     parser.add_argument(
         "--null", action="store_true", help="for job.sh: NULs after the words, or after an error line on stdout"
     )

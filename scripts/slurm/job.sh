@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the job scripts: trains in a Slurm job, saves before the time limit, queues the job again, and keeps a
 # status file.
 #
@@ -9,14 +10,29 @@
 # Variables; all have defaults, except the first on nodes without GPUs:
 #   PROCESSES_PER_NODE   default: one per GPU
 #   CHECKPOINTS          folder of the checkpoints; `none`: save nothing, start from the beginning each time
+#   SAVE_INTERVAL        iterations between checkpoints (default: the plan's, or 1000)
 #   LOGS                 folder of status.json and of a log for each start and node
 #   MEGATRON_2BW, PYTHON the clone and its Python
+#   PREAMBLE             a file that this shell sources first: modules, exported variables; all ranks get its environment
+#   SRUN_ARGS            more words of srun before the command, split as by a shell: a container (--container-image=...)
+#   JOB_PYTHON           the Python of this shell, outside a container (default: PYTHON)
 #   MASTER_ADDR, MASTER_PORT   where the nodes meet
 #   RESTARTS, SHUTDOWN   of all ranks inside the job after a failure; seconds that a rank has to save after the signal:
 #                        keep them below the job's --signal=B:TERM@SECONDS
 
-PYTHON=${PYTHON:-${VIRTUAL_ENV:-$MEGATRON_2BW/.venv}/bin/python}
-[[ -x $PYTHON ]] || PYTHON=$(command -v python3)
+preamble=0
+if [[ -r ${PREAMBLE:-} ]]; then
+    set +eu # modules and activate scripts are not written for these
+    # shellcheck source=/dev/null
+    source "$PREAMBLE"
+    preamble=$?
+    set -eu
+fi
+if [[ -z ${PYTHON:-} ]]; then
+    PYTHON=${VIRTUAL_ENV:-$MEGATRON_2BW/.venv}/bin/python
+    [[ -x $PYTHON ]] || PYTHON=$(command -v python3)
+fi
+JOB_PYTHON=${JOB_PYTHON:-$(command -v "$PYTHON" || command -v python3)}
 PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
 if [[ -z ${CHECKPOINTS:-} ]]; then
     name=${MODEL:-${PLAN:-$SLURM_JOB_NAME}}
@@ -28,7 +44,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 mkdir -p "$LOGS"
 
 status() { # status COMMAND ...: the only writer of status.json
-    "$PYTHON" "$MEGATRON_2BW/scripts/slurm/status.py" "$1" --file "$LOGS/status.json" --job "$SLURM_JOB_ID" \
+    "$JOB_PYTHON" "$MEGATRON_2BW/scripts/slurm/status.py" "$1" --file "$LOGS/status.json" --job "$SLURM_JOB_ID" \
         --start "$START" --checkpoints "$CHECKPOINTS" "${@:2}"
 }
 
@@ -112,20 +128,23 @@ running() { # running JOB: prints it if it may still save; status 1 and squeue's
 }
 
 train() {
-    local kind=$1 flags
+    local kind=$1 flags save=()
     shift
     check_allocation
     if [[ -z ${PLAN:-} && -z ${PRECISION:-} ]]; then
         PRECISION=$([[ -n ${SLURM_GPUS_ON_NODE:-} ]] && echo bf16 || echo fp32)
     fi
-    mapfile -d '' -t flags < <("$PYTHON" "$MEGATRON_2BW/scripts/slurm/flags.py" --null --kind "$kind" \
+    [[ $CHECKPOINTS == none || -n ${SAVE_INTERVAL:-} ]] || save=(--save)
+    mapfile -d '' -t flags < <("$JOB_PYTHON" "$MEGATRON_2BW/scripts/slurm/flags.py" --null --kind "$kind" \
         --model "${MODEL:-}" --plan "${PLAN:-}" --precision "${PRECISION:-}" --data="${DATA_ARGS:-}" \
-        --servers "$SLURM_JOB_NUM_NODES" --processes "$PROCESSES_PER_NODE")
+        --servers "$SLURM_JOB_NUM_NODES" --processes "$PROCESSES_PER_NODE" "${save[@]}")
     wait $! || fail "${flags[0]:-flags.py has failed; what it says is above}"
     run_job "pretrain_${kind}_2bw.py" "${flags[@]}" "$@"
 }
 
 check_allocation() {
+    [[ -z ${PREAMBLE:-} || -r $PREAMBLE ]] || fail "PREAMBLE=$PREAMBLE: there is no such file to read"
+    [[ $preamble == 0 ]] || fail "PREAMBLE=$PREAMBLE has ended with status $preamble"
     # A job submitted from inside an array inherits the array's variable; ask Slurm.
     [[ -z ${SLURM_ARRAY_JOB_ID:-} || $(slurm_says) != *ArrayJobId=* ]] ||
         fail "sbatch --array: a job of an array cannot queue itself again; submit each as a job of its own"
@@ -153,27 +172,17 @@ check_flags() {
     fi
 }
 
-torchrun_waits() { # whether torchrun can give ranks longer than its 30 s after a signal: in newer versions of torch
-    "$PYTHON" - <<'EOF'
-import importlib.util, pathlib
-torchrun = pathlib.Path(importlib.util.find_spec("torch").origin).parent / "distributed" / "run.py"
-raise SystemExit("--shutdown-timeout" not in torchrun.read_text())
-EOF
-}
-
 run_job() {
-    local entry=$1 hosts exit_status=0 checkpoints=() before shutdown=()
+    local entry=$1 hosts exit_status=0 checkpoints=() before srun_args
     shift
     check_allocation
     check_flags "$@"
+    mapfile -d '' -t srun_args < <(xargs --no-run-if-empty printf '%s\0' <<<"${SRUN_ARGS:-}" 2>/dev/null)
+    wait $! || fail "SRUN_ARGS=$SRUN_ARGS: its quotes do not match"
     if [[ $CHECKPOINTS != none ]]; then
         claim_checkpoints
-        checkpoints=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 1000 --exit-signal-handler)
-    fi
-    if torchrun_waits; then
-        shutdown=(--shutdown-timeout "${SHUTDOWN:-100}")
-    else
-        echo "$SLURM_JOB_NAME: this torch's torchrun kills ranks 30 s after a signal; SHUTDOWN has no effect" >&2
+        checkpoints=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --exit-signal-handler)
+        [[ " $*" == *" --save-interval"[\ =]* ]] || checkpoints+=(--save-interval "${SAVE_INTERVAL:-1000}")
     fi
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     before=$(saved_iteration)
@@ -181,10 +190,10 @@ run_job() {
     trap on_signal TERM
     status start || exit 1
     if [[ -z $signalled ]]; then # --cpu-bind: torchrun's ranks may use all of the node's cores, not only the first
-        srun --kill-on-bad-exit=1 --cpu-bind=none --output="$LOGS/start-$START-node-%n-%N.log" \
-            bash "$MEGATRON_2BW/scripts/slurm/node.sh" "$PYTHON" -m torch.distributed.run \
+        srun --kill-on-bad-exit=1 --cpu-bind=none --output="$LOGS/start-$START-node-%n-%N.log" "${srun_args[@]}" \
+            bash "$MEGATRON_2BW/scripts/slurm/node.sh" "$PYTHON" "${SHUTDOWN:-100}" \
             --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$PROCESSES_PER_NODE" \
-            --max-restarts "${RESTARTS:-3}" "${shutdown[@]}" \
+            --max-restarts "${RESTARTS:-3}" \
             --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-$START" \
             --rdzv-endpoint "${MASTER_ADDR:-${hosts[0]}}:${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}" \
             "$MEGATRON_2BW/$entry" "${checkpoints[@]}" "$@" &
@@ -200,6 +209,7 @@ run_job() {
 finish() { # finish EXIT_STATUS SAVED_BEFORE: decide what happened, and exit or start again
     trap '' TERM # a requeue ends this shell
     local verdict
+    # shellcheck disable=SC2086  # no word if there was no signal
     verdict=$(status end --exit-status "$1" $signalled) || true # it has reported why, such as a full quota
     if [[ -z $verdict && $signalled == --signalled && $(saved_iteration) != "$2" ]]; then
         echo "$SLURM_JOB_NAME: no word from status.py; it has saved after the signal, so it is queued again" >&2

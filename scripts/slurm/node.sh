@@ -1,9 +1,22 @@
 #!/usr/bin/env bash
-# One node's part of a job: runs its arguments, torchrun. After a SIGTERM of Slurm its status is 0:
-# torchrun then ends with status 1 also after a save, and srun would kill the nodes that are still saving.
-signalled="" interrupted=1
+# One node's part of a job, in its container if it has one: node.sh PYTHON SECONDS WORDS... runs torchrun with the
+# words; a rank has the seconds to save after a signal.
+# After a SIGTERM of Slurm its status is 0: torchrun then ends with status 1 also after a save, and srun would kill the
+# nodes that are still saving.
+python=$1 shutdown=(--shutdown-timeout "$2") signalled="" interrupted=1
+shift 2
 trap 'signalled=1 interrupted=1; echo "node.sh: Slurm has sent SIGTERM"' TERM
-"$@" & # Slurm signals the whole process group, the command too
+
+if ! "$python" - <<'EOF'; then # only newer versions of torchrun can give ranks longer than their 30 s
+import importlib.util, pathlib
+torchrun = pathlib.Path(importlib.util.find_spec("torch").origin).parent / "distributed" / "run.py"
+raise SystemExit("--shutdown-timeout" not in torchrun.read_text())
+EOF
+    shutdown=()
+    echo "node.sh: this torch's torchrun kills ranks 30 s after a signal; SHUTDOWN has no effect" >&2
+fi
+[[ -z $signalled ]] || exit 0
+"$python" -m torch.distributed.run "${shutdown[@]}" "$@" & # Slurm signals the whole process group, the command too
 child=$!
 while [[ -n $interrupted ]]; do # a trapped signal ends `wait` early
     interrupted="" exit_status=0

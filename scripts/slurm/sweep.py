@@ -41,6 +41,7 @@ from scripts.paper_picture import draw
 from scripts.slurm import status
 
 AGAIN = ("failed", "timeout")  # out of memory is a result
+UNCORRECTED = ("--two-bw-correction", "none", "--two-bw-sync-iterations", "0")  # as in the paper
 COLUMNS = """
     figure model system schedule servers gpus tensor depth width microbatch recompute round batch status reason
     samples_per_second ms_per_iteration iterations peak_memory_gib validation_loss job run
@@ -80,6 +81,7 @@ def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[st
         *shlex.split(options.sbatch),
         str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch"),
         *run.plan.flags(precision),
+        *UNCORRECTED,
         *training,
         *panel.flags,
         *options.flags,

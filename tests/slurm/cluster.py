@@ -54,6 +54,7 @@ KillWait={kill_wait}
 ReturnToService=2
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+PartitionName=named Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
 
 

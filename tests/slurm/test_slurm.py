@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from megatron_2bw import run_log
+from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe.cluster import preset
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
@@ -223,9 +224,10 @@ def test_a_time_limit_saves_queues_again_and_resumes_with_the_same_losses(slurm,
 def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_path):
     host = preset("p3.16xlarge", 2)
     host = replace(host, gpus_per_server=1, device=replace(host.device, name="cpu"))
-    model = Model("tiny", 4, 32, 4, vocab=127, sequence=16)
-    script = tmp_path / "job.sbatch"
-    script.write_text(sbatch_script(Plan(1, 2, 1, 2, 4), model, host, "fp32", "tiny"))
+    cost = Cost(Model("tiny", 4, 32, 4, vocab=127, sequence=16), host, "fp32")
+    script, preamble = tmp_path / "job.sbatch", tmp_path / "preamble.sh"
+    script.write_text(sbatch_script(cost, cost.estimate(Plan(1, 2, 1, 2, 4, extrapolate=True)), "tiny"))
+    preamble.write_text("export FROM_PREAMBLE=$unset.yes\n")
     number = slurm.call(
         "sbatch",
         "--parsable",
@@ -240,10 +242,17 @@ def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_
         MASTER_PORT=str(free_port()),
         LOGS=str(tmp_path / "logs"),
         CHECKPOINTS=str(tmp_path / "checkpoints"),
+        PREAMBLE=str(preamble),
+        SRUN_ARGS="--label env 'IN_CONTAINER=so to speak'",
+        SBATCH_PARTITION="named",
     )
     job = Job(slurm, tmp_path, number)
     job.wait("training", lambda: len(job.losses()) >= 3)
     assert job.status()["status"] == "running"
+    seen = [(rank.environ().get("FROM_PREAMBLE"), rank.environ().get("IN_CONTAINER")) for rank in job.ranks()]
+    assert seen == [(".yes", "so to speak")] * 2 and "0: " in job.log()
+    assert "Partition=named" in slurm.call("scontrol", "show", "job", number)
+    assert "iterations 1 to 20000 run without gradient delay" in job.log()
     slurm.call("scancel", number)
     job.wait("cancelled", lambda: job.status()["reason"].startswith("cancelled; saved: iteration "))
     assert job.words() == ["running", "failed", "failed"]  # at the signal, and when it had ended

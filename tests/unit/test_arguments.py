@@ -422,6 +422,9 @@ MISTAKEN = [
     ),
     line("--two-bw-sync-iterations: -1: must be a whole number", two_bw_sync_iterations=-1),
     line("--two-bw-sync-iterations: 1.5: must be a whole number", two_bw_sync_iterations=1.5),
+    line("--two-bw-sync-iterations: 101%: must be a whole number of 0 or more, or", two_bw_sync_iterations="101%"),
+    line("--two-bw-sync-iterations: 1.5%: must be a whole number of 0 or more, or", two_bw_sync_iterations="1.5%"),
+    line("--two-bw-sync-iterations: %: must be a whole number of 0 or more, or", two_bw_sync_iterations="%"),
     line(
         "--two-bw-correction has no effect without --pipeline-schedule 2bw",
         schedule="megatron",
@@ -434,6 +437,11 @@ MISTAKEN = [
         "--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations 6 is not below --train-iters 6",
         two_bw_correction="extrapolate",
         two_bw_sync_iterations=6,
+    ),
+    line(
+        "--two-bw-sync-iterations 100% is not below --train-iters 6",
+        two_bw_correction="extrapolate",
+        two_bw_sync_iterations="100%",
     ),
     line(
         "--two-bw-sync-iterations 3 is not below --train-samples / --global-batch-size 3",
@@ -543,6 +551,8 @@ ACCEPTED = [
 ACCEPTED_BY_2BW = [
     ["--two-bw-sync-iterations", "3"],
     ["--two-bw-sync-iterations", "1000"],
+    ["--two-bw-sync-iterations", "100%"],
+    ["--two-bw-correction", "extrapolate", "--two-bw-sync-iterations", "20%"],
     ["--two-bw-correction", "none"],
     ["--two-bw-correction", "extrapolate", "--two-bw-correction-factor", "0.9", "--two-bw-sync-iterations", "3"],
 ]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_2bw.core.weights import WeightStores
-from megatron_2bw.mcore.extrapolation import Extrapolation, resume_note, warning
+from megatron_2bw.flags.own import sync_iterations
+from megatron_2bw.mcore.extrapolation import Extrapolation, resume_note, uncorrected, warning
 
 
 class MixedPrecision:
@@ -131,3 +132,38 @@ def test_the_log_tells_a_resumed_run_whose_first_weights_differ(then, now, text)
 def test_too_little_momentum_is_told(named, expected):
     line = warning(Namespace(**(dict(two_bw_correction="extrapolate", two_bw_correction_factor=1.0) | named)))
     assert (line is None) if expected is None else (expected in line and "\n" not in line)
+
+
+@pytest.mark.parametrize(
+    "schedule, correction, start, noted",
+    [
+        ("2bw", "none", 0, True),
+        ("2bw", "extrapolate", 0, False),
+        ("2bw", "none", 3, False),
+        ("2bw", "none", "20%", False),
+        ("pipedream-flush", "none", 0, False),
+        ("megatron", "none", 0, False),
+    ],
+)
+def test_a_run_without_an_option_against_the_delay_has_a_line_with_the_flags(schedule, correction, start, noted):
+    line = uncorrected(
+        Namespace(pipeline_schedule=schedule, two_bw_correction=correction, two_bw_sync_iterations=start)
+    )
+    assert (line is not None) == noted
+    assert not noted or "--two-bw-correction extrapolate --two-bw-sync-iterations 20%" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (dict(two_bw_sync_iterations=7), 7),
+        (dict(two_bw_sync_iterations="20%"), 201),  # of 1009
+        (dict(two_bw_sync_iterations="0%"), 0),
+        (dict(two_bw_sync_iterations="100%"), 1009),
+        (dict(two_bw_sync_iterations="20%", train_iters=None, train_samples=4000), 100),  # of 500 batches
+        (dict(two_bw_sync_iterations="50%", train_iters=None, train_samples=8, global_batch_size=None), 2),
+    ],
+)
+def test_a_synchronous_start_as_a_share_of_the_run(given, expected):
+    sizes = dict(train_iters=1009, train_samples=None, micro_batch_size=2, global_batch_size=8)
+    assert sync_iterations(Namespace(**sizes | given)) == expected

@@ -198,9 +198,9 @@ def test_what_may_be_chosen_is_kept_to(call, write, tmp_path):
     ]
     assert any(plan["extra_warmup"] for plan in plans(*ahead))
     assert not any(plan["extra_warmup"] for plan in plans(*ahead, "--no-extra-warmup"))
-    corrected = plans("--extrapolate")
-    assert {plan["schedule"] for plan in corrected if plan["extrapolate"]} == {"2bw"}
-    assert {plan["extrapolate"] for plan in corrected if plan["schedule"] == "2bw"} == {True}
+    for words, corrected in (((), True), (("--extrapolate",), True), (("--no-extrapolate",), False)):
+        found = {(plan["schedule"] == "2bw", plan["extrapolate"]) for plan in plans(*words)}
+        assert found == {(True, corrected), (False, False)}
     assert len(plans("--top", "1")) == 1
     assert all(plan["global_batch"] <= 16 for plan in plans())
     closed, simulated = (plans("--cost", name)[0]["seconds"] for name in ("closed-form", "simulation"))

@@ -14,17 +14,19 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.planner.tell.jobs import SBATCH, by_flag, entry_script, sbatch_script, torchrun_script, write
+from megatron_2bw.planner.tell import jobs, training
+from megatron_2bw.planner.tell.jobs import SBATCH, by_flag, entry_script, write
 from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 
 ROOT = Path(__file__).parents[2]
 GPT, LLAMA = PRESETS["gpt-355m"], PRESETS["llama-8b"]
 P3 = clusters.preset("p3.16xlarge", 1)
 H100 = clusters.preset("dgx-h100", 2)
-LINE = Plan(1, 4, 2, 4, 8)
+LINE = Plan(1, 4, 2, 4, 8, extrapolate=True)
 SQUARE = Plan(2, 4, 2, 1, 8, recompute="full", distributed_optimizer=True, pipeline_inside=True, sequence_parallel=True)
 # Prints the words that it is given, a line each, and what it finds in the environment.
 STUB = '#!/bin/bash\nprintf "%s\\n" "$0" "$@" > words\nprintenv CUDA_DEVICE_MAX_CONNECTIONS > connections\ntrue\n'
@@ -32,10 +34,20 @@ STUB = '#!/bin/bash\nprintf "%s\\n" "$0" "$@" > words\nprintenv CUDA_DEVICE_MAX_
 CASES = [
     pytest.param(LINE, GPT, P3, "fp16", id="gpt"),
     pytest.param(replace(LINE, gradient_slots=1, first=5, last=7), GPT, P3, "bf16", id="one slot, uneven"),
-    pytest.param(replace(LINE, schedule="megatron", virtual=3), GPT, P3, "bf16", id="interleaved"),
+    pytest.param(replace(LINE, schedule="megatron", virtual=3, extrapolate=False), GPT, P3, "bf16", id="interleaved"),
     pytest.param(replace(SQUARE, schedule="pipedream-flush"), GPT, H100, "fp32", id="flush, tensor"),
     pytest.param(replace(SQUARE, recompute="selective"), LLAMA, H100, "bf16", id="llama"),
 ]
+
+
+def torchrun_script(plan, model, cluster, precision) -> str:
+    cost = Cost(model, cluster, precision)
+    return jobs.torchrun_script(cost, cost.estimate(plan))
+
+
+def sbatch_script(plan, model, cluster, precision, name) -> str:
+    cost = Cost(model, cluster, precision)
+    return jobs.sbatch_script(cost, cost.estimate(plan), name)
 
 
 def run(text: str, folder: Path, *flags: str, stub: str = STUB, **environment: str) -> subprocess.CompletedProcess:
@@ -64,9 +76,9 @@ def words_of(text: str, folder: Path, *flags: str, **environment: str) -> tuple[
     assert done.returncode == 0, done.stderr
     command, *words = (folder / "words").read_text().splitlines()
     if command.endswith("srun"):
-        words = words[words.index("torch.distributed.run") + 1 :]
-    at = next(number for number, word in enumerate(words) if word.endswith(".py"))
-    return words[:at], words[at:]
+        words = words[next(at for at, word in enumerate(words) if word.endswith("node.sh")) + 3 :]
+    at = next(at for at, word in enumerate(words) if word == "-m" or word.endswith(".py"))
+    return words[:at], words[at + (words[at] == "-m") :]
 
 
 NODE = {"NODE_RANK": "1", "MASTER_ADDR": "first"}
@@ -89,8 +101,8 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan_from_the_script
         text, variables = torchrun_script(plan, model, cluster, precision), NODE
     else:
         text, variables = sbatch_script(plan, model, cluster, precision, "job"), SLURM
-    _, (script, *words) = words_of(text, tmp_path, "--lr", "1e-3", **{"MEGATRON_2BW": str(ROOT)} | variables)
-    assert Path(script).is_file() and Path(script).parent == ROOT
+    _, (script, *words) = words_of(text, tmp_path, "--lr", "1e-3", **variables)
+    assert script == ("pretrain_gpt_2bw" if kind == "run.sh" else f"{ROOT}/pretrain_gpt_2bw.py")
     args = parsed([*words, "--device", "cuda"], plan.gpus)
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (plan.tensor, plan.depth)
     assert (args.data_parallel_size, args.micro_batch_size) == (plan.width, plan.microbatch)
@@ -108,6 +120,8 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan_from_the_script
     )
     saved = str(tmp_path / "checkpoints" / "job") if kind == "job.sbatch" else None
     assert args.save == args.load == saved and args.exit_signal_handler == (kind == "job.sbatch")
+    against = (plan.extrapolate, "20%" if plan.schedule == "2bw" else 0)  # the delay
+    assert (args.two_bw_correction == "extrapolate", args.two_bw_sync_iterations) == against
 
 
 @pytest.mark.parametrize("plan, model, cluster, precision", CASES)
@@ -123,7 +137,7 @@ def test_bash_reads_the_scripts_and_each_flag_has_a_line(plan, model, cluster, p
         lines = text.splitlines()
         assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in lines
         assert max(map(len, lines)) <= 120
-        for flag in by_flag([*model.flags(), *plan.flags(precision)]):
+        for flag in by_flag([*model.flags(), *plan.flags(precision), *training.flags(plan.schedule, 1e9)[:2]]):
             assert lines.count(f"    {' '.join(flag)}") == 1, flag
 
 
@@ -151,22 +165,25 @@ def test_torchrun_takes_the_options_of_the_job(tmp_path):
     assert seen.rdzv_endpoint == f"node-a:{20000 + 71234 % 10000}" and seen.max_restarts > 0
     # What saves must have ended before Slurm kills, and torchrun must not kill it long before that.
     (notice,) = (int(option.partition("@")[2]) for option in SBATCH if option.startswith("--signal=B:TERM@"))
-    if hasattr(seen, "shutdown_timeout"):  # newer than torch 2.11
-        assert 30 < seen.shutdown_timeout < notice
+    words = (tmp_path / "words").read_text().splitlines()
+    assert 30 < int(words[words.index(f"{ROOT}/scripts/slurm/node.sh") + 2]) < notice
     status = json.loads((tmp_path / "logs" / "job-71234" / "status.json").read_text())
     assert [entry["status"] for entry in status["history"]] == ["running", "completed"]
 
 
-def test_an_older_torchrun_is_not_given_the_seconds_to_save(tmp_path):
+@pytest.mark.parametrize("waits", [True, False], ids=["torchrun that waits", "older torchrun"])
+def test_only_a_torchrun_that_can_wait_is_given_the_seconds_to_save(waits, tmp_path):
     torchrun = tmp_path / "torch" / "distributed" / "run.py"
     torchrun.parent.mkdir(parents=True)
-    torchrun.write_text('"--max-restarts"')
-    (tmp_path / "torch" / "__init__.py").touch()
-    job = sbatch_script(SQUARE, GPT, H100, "bf16", "job")
-    done = run(job, tmp_path, **SLURM, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0 and "30 s after a signal; SHUTDOWN has no effect" in done.stderr
-    words = (tmp_path / "words").read_text().splitlines()
-    assert "--max-restarts" in words and "--shutdown-timeout" not in words
+    torchrun.write_text(f"import sys; print(sys.argv[1:])  # {'--shutdown-timeout' if waits else ''}")
+    for folder in (tmp_path / "torch", torchrun.parent):
+        (folder / "__init__.py").touch()
+    command = ["bash", ROOT / "scripts" / "slurm" / "node.sh", sys.executable, "77", "--max-restarts", "1"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    seconds = ["--shutdown-timeout", "77"] if waits else []
+    assert done.returncode == 0 and done.stdout == f"{[*seconds, '--max-restarts', '1']}\n", done.stderr
+    assert waits != ("30 s after a signal; SHUTDOWN has no effect" in done.stderr)
 
 
 @pytest.mark.parametrize("missing", NODE)
@@ -248,10 +265,50 @@ def test_names_stay_in_their_comment(tmp_path):
     assert not (tmp_path / "d").exists()
 
 
+def test_a_clone_is_used_if_it_is_named(tmp_path):
+    _, words = words_of(torchrun_script(LINE, GPT, P3, "fp16"), tmp_path, MEGATRON_2BW="a clone")
+    assert words[0] == "a clone/pretrain_gpt_2bw.py"
+
+
+def test_run_sh_saves_to_a_folder_that_is_named(tmp_path):
+    text = torchrun_script(LINE, GPT, P3, "fp16")
+    interval = training.save_interval(Cost(GPT, P3, "fp16").seconds(LINE))
+    _, words = words_of(text, tmp_path, CHECKPOINTS="my folder")
+    assert words[-6:] == ["--save", "my folder", "--load", "my folder", "--save-interval", f"{interval}"]
+    assert "--save" not in words_of(text, tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    "flags, changes, interval",
+    [
+        ((), {}, None),
+        (("--save-interval", "3"), {}, "3"),
+        (("--save-interval=4",), {}, "4"),
+        ((), {"SAVE_INTERVAL": "5"}, "5"),
+    ],
+    ids=["the plan's", "a flag", "a flag with =", "a variable"],
+)
+def test_a_job_saves_at_one_interval(flags, changes, interval, tmp_path):
+    _, words = words_of(sbatch_script(LINE, GPT, P3, "fp16", "job"), tmp_path, *flags, **SLURM | changes)
+    given = [word for at, word in enumerate(" ".join(words).replace("=", " ").split()) if words]
+    values = [after for word, after in zip(given, given[1:]) if word == "--save-interval"]
+    assert values == [interval or str(training.save_interval(Cost(GPT, P3, "fp16").seconds(LINE)))]
+
+
+def test_the_comments_of_a_script_say_what_a_run_takes():
+    cost = Cost(GPT, P3, "fp16")
+    for plan in (LINE, replace(LINE, schedule="pipedream-flush", extrapolate=False)):
+        estimate = cost.estimate(plan)
+        for text in (jobs.torchrun_script(cost, estimate), jobs.sbatch_script(cost, estimate, "job")):
+            comments = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
+            assert all(" ".join(sentence.split()) in comments for sentence in training.about(cost, estimate))
+            assert ("--two-bw-correction none --two-bw-sync-iterations 0" in comments) == (plan.schedule == "2bw")
+
+
 def test_each_kind_of_model_has_its_entry_script():
     bert = PRESETS["bert-48"]
     assert entry_script(bert) == "pretrain_bert_2bw.py" and entry_script(GPT) == "pretrain_gpt_2bw.py"
-    assert '"$MEGATRON_2BW/pretrain_bert_2bw.py"' in torchrun_script(LINE, bert, P3, "fp16")
+    assert "entry=(-m pretrain_bert_2bw)\n" in torchrun_script(LINE, bert, P3, "fp16")
     assert "run_job pretrain_bert_2bw.py " in sbatch_script(LINE, bert, P3, "fp16", "job")
 
 

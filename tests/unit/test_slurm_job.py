@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.planner.describe.model import PRESETS
-from megatron_2bw.planner.tell.jobs import SBATCH, TRAINING
+from megatron_2bw.planner.tell import training
+from megatron_2bw.planner.tell.jobs import SBATCH
 from scripts.slurm import flags, status
 from scripts.slurm.status import IDLE_STARTS, OPEN, WORDS, Facts, Outcome, decide
 
@@ -270,12 +272,14 @@ def test_flags_of_a_model():
         "1",
         "--global-batch-size",
         "16",
+        "--two-bw-correction",
+        "extrapolate",
         "--bf16",
     ]
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "30522"]
-    assert words == [*model.flags(), *plan, *TRAINING, *data]
+    assert words == [*model.flags(), *plan, *training.flags("2bw"), *data]
     own = flags.words("bert", model.name, "", 2, 8, "fp32", "--data-path 'my text'")
-    assert own == [*model.flags(), *plan[:-1], *TRAINING, "--data-path", "my text"]
+    assert own == [*model.flags(), *plan[:-1], *training.flags("2bw"), "--data-path", "my text"]
 
 
 @pytest.mark.parametrize(
@@ -296,6 +300,13 @@ def test_flags_of_a_plan(tmp_path):
     words = flags.words("gpt", "", str(path), 2, 8, "")
     assert words[:2] == ["--num-layers", "32"] and "--fp16" in words and words[-1] == "50257"
     assert words == flags.words("gpt", "gpt-2.2b", str(path), 2, 8, "fp16")
+    assert "--two-bw-sync-iterations" not in words  # a file of a planner that did not write it
+    best = PLAN["plans"][0] | {"training": ["--train-iters", "7"], "save_interval": 20}
+    path.write_text(json.dumps(PLAN | {"plans": [best]}))
+    words = flags.words("gpt", "", str(path), 2, 8, "", save=True)
+    assert words[words.index("--train-iters") + 1] == "7" and "--lr" not in words
+    assert words[words.index("--save-interval") + 1] == "20"
+    assert "--save-interval" not in flags.words("gpt", "", str(path), 2, 8, "")
 
 
 @pytest.mark.parametrize(
@@ -320,6 +331,8 @@ def test_flags_of_a_plan(tmp_path):
         ("gpt", "", [], (2, 8), "", "holds no plan"),
         ("gpt", "", "no JSON", (2, 8), "", "cannot be read: "),
         ("gpt", "", PLAN | {"plans": [{"flags": ["--lr", 1]}]}, (2, 8), "", "holds no plan"),
+        ("gpt", "", PLAN | {"plans": [PLAN["plans"][0] | {"training": [1]}]}, (2, 8), "", "holds no plan"),
+        ("gpt", "", PLAN | {"plans": [PLAN["plans"][0] | {"save_interval": "9"}]}, (2, 8), "", "holds no plan"),
         ("gpt", "", PLAN | {"cluster": {"servers": "2", "gpus_per_server": 8}}, (2, 8), "", "holds no plan"),
         ("gpt", "", PLAN | {"model": {"layers": 2}}, (2, 8), "", "plan.json: model: the entry name is missing"),
         ("gpt", "", PLAN | {"model": PLAN["model"] | {"heads": 1.5}}, (2, 8), "", "heads must be a positive"),
@@ -398,10 +411,12 @@ def test_the_callers_flags_win_and_data_args_replace_the_mock_data(tmp_path):
     words = (tmp_path / "words").read_text().splitlines()
     assert words[-4:] == ["--data-path", "a", "--lr", "1"] and "--mock-data" not in words and "--bf16" not in words
     assert words[words.index("--save") + 1] == words[words.index("--load") + 1] == f"{tmp_path}/checkpoints/gpt-355m"
+    assert words.count("--save-interval") == 1 and words[words.index("--save-interval") + 1] == "1000"
     assert content(tmp_path)["status"] == "completed"
     batch(tmp_path, SLURM_GPUS_ON_NODE="4", PROCESSES_PER_NODE=None, CHECKPOINTS="none")
     words = (tmp_path / "words").read_text().splitlines()
-    assert "--bf16" in words and words[words.index("--nproc-per-node") + 1] == "4" and "--save" not in words
+    assert "--bf16" in words and words[words.index("--nproc-per-node") + 1] == "4"
+    assert "--save" not in words and "--save-interval" not in words
 
 
 def test_flags_are_the_words_whatever_the_interpreter_says(tmp_path):
@@ -459,12 +474,16 @@ def python(folder: Path, line: str) -> str:
             "sbatch --array: a job of an array cannot queue itself again",
         ),
         ((), dict(PROCESSES_PER_NODE="all"), "PROCESSES_PER_NODE=all: give a number"),
+        ((), dict(SRUN_ARGS="--a 'b"), "SRUN_ARGS=--a 'b: its quotes do not match"),
+        ((), dict(PREAMBLE="no.sh"), "PREAMBLE=no.sh: there is no such file to read"),
+        ((), dict(PREAMBLE="fails.sh"), "PREAMBLE=fails.sh has ended with status 3"),
         ((), dict(PRECISION="fp8"), "PRECISION=fp8: not one of bf16, fp16, fp32"),
         ((), dict(MODEL="x"), "MODEL=x: not one of "),
         ((), dict(PLAN="x.json"), "PLAN=x.json cannot be read: No such"),
     ],
 )
 def test_a_refused_job_says_why_in_one_line(words, changes, line, tmp_path):
+    (tmp_path / "fails.sh").write_text("(exit 3)\n")
     done = batch(tmp_path, *words, **changes)
     assert done.returncode == 2 and done.stderr.startswith(f"job: error: {line}") and done.stderr.count("\n") == 1
     assert content(tmp_path)["status"] == "failed" and content(tmp_path)["reason"].startswith(line)
@@ -562,7 +581,49 @@ def test_outside_the_clone_it_says_where_to_submit(tmp_path):
     assert done.returncode == 2 and "submit from the clone, or give MEGATRON_2BW=the clone" in done.stderr
 
 
-def test_one_node_of_a_job_ends_with_its_commands_status_and_with_0_after_a_signal():
+def test_srun_has_the_words_of_srun_args_before_the_command(tmp_path):
+    given = "--container-image=/a/b.sqsh '--container-mounts=/my data:/data'  apptainer exec --nv"
+    done = batch(tmp_path, SRUN_ARGS=given, LOGS="logs")
+    words = (tmp_path / "words").read_text().splitlines()
+    before = words[: words.index("bash")]
+    assert done.returncode == 0 and before[-6:] == [
+        "--output=logs/start-0-node-%n-%N.log",
+        "--container-image=/a/b.sqsh",
+        "--container-mounts=/my data:/data",
+        "apptainer",
+        "exec",
+        "--nv",
+    ]
+
+
+def test_a_python_that_only_the_container_has(tmp_path):
+    done = batch(tmp_path, PYTHON="python-of-the-image", JOB_PYTHON=sys.executable)
+    words = (tmp_path / "words").read_text().splitlines()
+    assert done.returncode == 0 and words[words.index(f"{SCRIPTS}/node.sh") + 1] == "python-of-the-image"
+    assert content(tmp_path)["status"] == "completed"
+
+
+def test_the_preamble_prepares_the_environment_of_all_ranks(tmp_path):
+    (tmp_path / "preamble.sh").write_text('export HF_HOME="$unset/hub" PLACE=image\nfalse\nexport NCCL_DEBUG=WARN\n')
+    report = 'echo "$HF_HOME $NCCL_DEBUG $PLACE" > seen'
+    done = batch(tmp_path, PREAMBLE="preamble.sh", srun=report)
+    assert done.returncode == 0 and not done.stderr and (tmp_path / "seen").read_text() == "/hub WARN image\n"
+
+
+def test_one_node_of_a_job_ends_with_its_commands_status_and_with_0_after_a_signal(tmp_path):
     for script, expected in (("exit 3", 3), ("exit 0", 0), ("kill -TERM $PPID; sleep 0.2; exit 1", 0)):
-        done = subprocess.run([SCRIPTS / "node.sh", "bash", "-c", script], check=False, timeout=20)
+        torchrun = python(tmp_path, f"[[ $1 == - ]] && exit; {script}")
+        done = subprocess.run([SCRIPTS / "node.sh", torchrun, "9", "word"], check=False, timeout=20)
         assert done.returncode == expected
+    # After a signal that comes before torchrun starts, it does not start.
+    torchrun = python(tmp_path, "[[ $1 != - ]] || { kill -TERM $PPID; exit; }; touch started")
+    assert subprocess.run([SCRIPTS / "node.sh", torchrun, "9"], check=False, timeout=20, cwd=tmp_path).returncode == 0
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.s*")), ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(path):
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(["shellcheck", "-x", path], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout

@@ -8,19 +8,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_whole
-from megatron_2bw.planner.describe.cluster import Cluster
+from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
-
-# Defaults of a first run. The warm-up is a fraction, so the caller may give a smaller --train-iters.
-TRAINING = (
-    "--train-iters 100000 --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01 "
-    "--weight-decay 0.1 --clip-grad 1.0 --eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput"
-).split()
+from megatron_2bw.planner.tell import training
 
 # Of every job script, also those of scripts/slurm. Slurm signals the script 120 s before the time limit.
 SBATCH = (
@@ -29,12 +25,12 @@ SBATCH = (
 ).split()
 
 
-def torchrun_script(plan: Plan, model: Model, cluster: Cluster, precision: str) -> str:
+def torchrun_script(cost: Cost, estimate: Estimate) -> str:
     """run.sh, which trains the model. The user starts it on each server of the cluster."""
-    entry, several = entry_script(model), cluster.servers > 1
+    entry, cluster = entry_script(cost.model), cost.cluster
     usage = "./run.sh [FLAGS]"
     first = ["NODE_RANK=${NODE_RANK:-0}", "MASTER_ADDR=${MASTER_ADDR:-localhost}"]
-    if several:  # with the defaults each server would wait for itself
+    if cluster.servers > 1:  # with the defaults each server would wait for itself
         last = cluster.servers - 1
         usage = f"MASTER_ADDR=HOST NODE_RANK=N ./run.sh [FLAGS]   on each server; HOST is the first, N is 0 to {last}"
         first = [
@@ -44,19 +40,28 @@ def torchrun_script(plan: Plan, model: Model, cluster: Cluster, precision: str) 
     return "\n".join(
         [
             "#!/usr/bin/env bash",
-            *_about(plan, model, cluster),
+            *_about(cost, estimate),
             "#",
             f"#   {usage}",
             "#",
+            "# CHECKPOINTS=folder: save there, and continue from there.",
+            "# MEGATRON_2BW=clone: train with a clone's code instead of the installed package.",
             *_NOTES,
             "set -euo pipefail",
             "",
             f"NNODES=${{NNODES:-{cluster.servers}}}",
             *first,
             "MASTER_PORT=${MASTER_PORT:-29500}",
-            *_environment(plan),
+            *_environment(estimate.plan),
+            f"entry=(-m {entry.removesuffix('.py')})",
+            f'[[ -z ${{MEGATRON_2BW:-}} ]] || entry=("$MEGATRON_2BW/{entry}")',
             "",
-            *_arrays(plan, model, precision, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}'),
+            *_arrays(cost, estimate, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}'),
+            "checkpoints=()",
+            "[[ -z ${CHECKPOINTS:-} ]] || checkpoints=(",
+            *(f'    {flag} "$CHECKPOINTS"' for flag in ("--save", "--load")),
+            f"    --save-interval {training.save_interval(estimate.seconds)}",
+            ")",
             "",
             "exec torchrun \\",
             '    --nnodes "$NNODES" \\',
@@ -64,16 +69,16 @@ def torchrun_script(plan: Plan, model: Model, cluster: Cluster, precision: str) 
             f"    --nproc-per-node {cluster.gpus_per_server} \\",
             '    --master-addr "$MASTER_ADDR" \\',
             '    --master-port "$MASTER_PORT" \\',
-            f'    "$MEGATRON_2BW/{entry}" \\',
-            '    "${model[@]}" "${plan[@]}" "${training[@]}" "${data[@]}" "$@"',
+            '    "${entry[@]}" \\',
+            '    "${model[@]}" "${plan[@]}" "${training[@]}" "${data[@]}" "${checkpoints[@]}" "$@"',
             "",
         ]
     )
 
 
-def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, job_name: str) -> str:
+def sbatch_script(cost: Cost, estimate: Estimate, job_name: str) -> str:
     """job.sbatch: the same run as a Slurm job. Each start continues from the last checkpoint."""
-    entry = entry_script(model)
+    cluster = cost.cluster
     name = re.sub(r"[^\w.-]+", "-", job_name).strip("-") or "megatron-2bw"
     gpus = [f"--gpus-per-node={cluster.gpus_per_server}"] if cluster.device.name != "cpu" else []
     head = [f"--job-name={name}", f"--nodes={cluster.servers}", *gpus, *SBATCH]
@@ -82,26 +87,30 @@ def sbatch_script(plan: Plan, model: Model, cluster: Cluster, precision: str, jo
             "#!/usr/bin/env bash",
             *(f"#SBATCH {option}" for option in head),
             "",
-            *_about(plan, model, cluster),
+            *_about(cost, estimate),
             "#",
             "#   sbatch job.sbatch [FLAGS]",
             "#",
             "# It saves and requeues itself before its time limit and on preemption, and resumes from the folder",
-            "# CHECKPOINTS. scripts/slurm/job.sh lists the variables; docs/slurm.md describes the rest.",
+            "# CHECKPOINTS. scripts/slurm/job.sh lists the variables, such as PREAMBLE (modules) and SRUN_ARGS",
+            "# (containers); docs/slurm.md describes the rest. Account and partition: sbatch's options, or Slurm's own",
+            "# variables SBATCH_ACCOUNT and SBATCH_PARTITION.",
             *_NOTES,
             "set -euo pipefail",
             "",
             f"CHECKPOINTS=${{CHECKPOINTS:-$PWD/checkpoints/{name}}}",
+            f"SAVE_INTERVAL=${{SAVE_INTERVAL:-{training.save_interval(estimate.seconds)}}}",
             f"PROCESSES_PER_NODE={cluster.gpus_per_server}",
-            _CLONE,
+            "MEGATRON_2BW=${MEGATRON_2BW:-$PWD}  # the clone",
+            "# shellcheck source=scripts/slurm/job.sh",
             'source "$MEGATRON_2BW/scripts/slurm/job.sh" || {',
             '    echo "submit from the clone, or give MEGATRON_2BW=the clone" >&2',
             "    exit 2",
             "}",
             "",
-            *_arrays(plan, model, precision, f'fail "{_WRONG_DATA}"'),
+            *_arrays(cost, estimate, f'fail "{_WRONG_DATA}"'),
             "",
-            f'run_job {entry} "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"',
+            f'run_job {entry_script(cost.model)} "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"',
             "",
         ]
     )
@@ -112,28 +121,29 @@ def entry_script(model: Model) -> str:
     return f"pretrain_{model.kind}_2bw.py"
 
 
-_CLONE = "MEGATRON_2BW=${MEGATRON_2BW:-$PWD}  # the clone"
 _NOTES = (
     "# FLAGS are Megatron's; they come last and take precedence. DATA_ARGS replaces the mock data, for example",
     '#   DATA_ARGS="--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer"',
-    "# Without Transformer Engine and Apex add --transformer-impl local --no-gradient-accumulation-fusion",
-    "# --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion. The local layers keep the",
-    "# attention scores; plan with --attention core.",
+    "# Without Apex add --no-gradient-accumulation-fusion. Without Transformer Engine and Apex add that and",
+    "# --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion. The local",
+    "# layers keep the attention scores; plan with --attention core.",
 )
 
 
-def _about(plan: Plan, model: Model, cluster: Cluster) -> list[str]:
-    name, where = (" ".join(text.split()) for text in (model.name, cluster.name))
+def _about(cost: Cost, estimate: Estimate) -> list[str]:
+    plan, cluster = estimate.plan, cost.cluster
+    name, where = (" ".join(text.split()) for text in (cost.model.name, cluster.name))
     sizes = f"{plan.tensor} tensor ranks x {plan.depth} stages x {plan.width} pipelines"
     batch = f"{plan.microbatches} microbatches of {plan.microbatch}, global batch {plan.global_batch}"
     return [
         f"# {name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw-plan:",
         f"# {plan.schedule}, {sizes}, {batch}.",
+        *(f"# {line}" for text in training.about(cost, estimate) for line in textwrap.wrap(text, 110)),
     ]
 
 
 def _environment(plan: Plan) -> list[str]:
-    lines = [_CLONE, "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
+    lines = ["export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
     if plan.tensor > 1:  # Megatron requires it on GPUs before Blackwell
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
     return lines
@@ -154,9 +164,11 @@ sys.exit(status)'
 _WRONG_DATA = "${data[*]:-DATA_ARGS cannot be split into words}"
 
 
-def _arrays(plan: Plan, model: Model, precision: str, refuse: str) -> list[str]:
+def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> list[str]:
     """The flags as bash arrays, by subject. The script runs `refuse` if DATA_ARGS cannot be split."""
-    kinds = (model.flags(), plan.flags(precision), TRAINING, mock_data(model))
+    model, plan = cost.model, estimate.plan
+    run = training.flags(plan.schedule, estimate.seconds)
+    kinds = (model.flags(), plan.flags(cost.precision), run, mock_data(model))
     quoted = ([shlex.quote(word) for word in words] for words in kinds)
     return [
         *(line for name, words in zip(("model", "plan", "training", "data"), quoted) for line in _array(name, words)),

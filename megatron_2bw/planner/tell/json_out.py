@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.planner.tell import training
 from megatron_2bw.planner.tell.explain import CAVEAT, Result, terms
 from megatron_2bw.planner.tell.rejections import too_large
 
@@ -47,6 +48,8 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
     return asdict(plan) | {
         "name": plan.title,
         "flags": plan.flags(cost.precision),
+        "training": training.flags(plan.schedule, estimate.seconds),
+        "save_interval": training.save_interval(estimate.seconds),
         "layers": plan.layers_of(cost.model),
         "global_batch": plan.global_batch,
         "gradient_accumulation": plan.accumulation,

@@ -1,0 +1,71 @@
+"""The intervals of a plan's first run, and what the planner says about the run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.tell import training
+
+COST = Cost(model.preset("gpt-2.2b"), cluster.preset("dgx-a100-80", 2), "bf16")
+PLAN = Plan(1, 8, 2, 2, 16, extrapolate=True)
+
+
+@pytest.mark.parametrize(
+    "seconds, save, evaluate, log",
+    [
+        (0, 1000, 1000, 10),
+        (1e-6, 10000, 10000, 10),
+        (1, 2000, 2000, 10),
+        (37, 50, 200, 2),
+        (1800, 1, 200, 1),
+        (1e6, 1, 200, 1),
+    ],
+)
+def test_intervals_follow_the_time_of_an_iteration(seconds, save, evaluate, log):
+    words = training.flags("2bw", seconds)
+    given = {name: int(words[words.index(f"--{name}-interval") + 1]) for name in ("eval", "log")}
+    assert (training.save_interval(seconds), given) == (save, {"eval": evaluate, "log": log})
+
+
+def test_only_2bw_starts_without_delay():
+    assert training.flags("2bw")[-2:] == ["--two-bw-sync-iterations", "20%"]
+    assert training.flags("2bw")[:-2] == training.flags("megatron")
+
+
+def test_the_length_of_a_run():
+    flush = replace(PLAN, schedule="pipedream-flush", extrapolate=False)
+    for plan in (PLAN, flush):
+        estimate = COST.estimate(plan)
+        length, saves, *options = training.about(COST, estimate)
+        tokens = 100_000 * 64 * 512
+        assert f"and {tokens / 1e9:.3g} billion tokens, {tokens / COST.model.parameters():.3g} for each" in length
+        hours = float(re.search(r": ([\d.]+) hours by", length)[1])
+        pure = 100_000 * estimate.seconds / 3600
+        if plan is flush:
+            assert hours == pytest.approx(pure, rel=5e-3) and not options
+            continue
+        # The first fifth is slower than 2bw, and no slower than the same stages with a flush and its step.
+        assert pure * 1.005 < hours < 0.8 * pure + 0.2 * 100_000 * COST.seconds(flush) / 3600 * 1.05
+        each = float(re.search(r"take ([\d.]+) s each", options[0])[1])
+        assert hours == pytest.approx(0.8 * pure + 0.2 * 100_000 * each / 3600, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "precision, changes, each",
+    [
+        ("bf16", {}, 2 + 4 + 8 + 2 + 2),
+        ("bf16", {"extrapolate": False}, 2 + 4 + 8 + 2),
+        ("bf16", {"extrapolate": False, "schedule": "gpipe"}, 2 + 4 + 8),
+        ("fp32", {}, 4 + 8 + 4 + 4),
+        ("fp32", {"extrapolate": False, "schedule": "megatron"}, 4 + 8),
+    ],
+)
+def test_the_bytes_of_a_checkpoint(precision, changes, each):
+    cost = Cost(COST.model, COST.cluster, precision)
+    assert training.checkpoint_bytes(cost, replace(PLAN, **changes)) == each * COST.model.parameters()
