@@ -7,7 +7,7 @@ python=$1 shutdown=(--shutdown-timeout "$2") signalled="" interrupted=1
 shift 2
 trap 'signalled=1 interrupted=1; echo "node.sh: Slurm has sent SIGTERM"' TERM
 
-if ! "$python" - <<'EOF'; then # only newer versions of torchrun can give ranks longer than their 30 s
+if ! "$python" - 2>/dev/null <<'EOF'; then # only newer versions of torchrun can give ranks longer than their 30 s
 import importlib.util, pathlib
 torchrun = pathlib.Path(importlib.util.find_spec("torch").origin).parent / "distributed" / "run.py"
 raise SystemExit("--shutdown-timeout" not in torchrun.read_text())

@@ -249,8 +249,10 @@ def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_
     job = Job(slurm, tmp_path, number)
     job.wait("training", lambda: len(job.losses()) >= 3)
     assert job.status()["status"] == "running"
-    seen = [(rank.environ().get("FROM_PREAMBLE"), rank.environ().get("IN_CONTAINER")) for rank in job.ranks()]
-    assert seen == [(".yes", "so to speak")] * 2 and "0: " in job.log()
+    seen = {
+        tuple(rank.environ().get(name) for name in ("RANK", "FROM_PREAMBLE", "IN_CONTAINER")) for rank in job.ranks()
+    }
+    assert seen == {(rank, ".yes", "so to speak") for rank in "01"} and "\n0: " in job.log()
     assert "Partition=named" in slurm.call("scontrol", "show", "job", number)
     assert "iterations 1 to 20000 run without gradient delay" in job.log()
     slurm.call("scancel", number)

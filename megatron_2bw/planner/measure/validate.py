@@ -123,11 +123,11 @@ def flags(cost: Cost, plan: Plan, iterations: int, device: str) -> list[str]:
             # With Megatron's initial scale of 2^32 the first steps would be skipped.
             (cost.precision == "fp16", "--initial-loss-scale 1024"),
             (on_cpu, "--num-workers 0"),  # workers would use the ranks' cores
-            # Megatron requires these on a GPU without Transformer Engine or Apex.
+            # Megatron requires these on a GPU without Transformer Engine or Apex; the last one without Apex.
             (not engine, "--transformer-impl local --no-rope-fusion"),
             (not engine and not norm, "--no-persist-layer-norm"),
             (not engine and not scores, "--no-masked-softmax-fusion"),
-            (not engine and not gradients, "--no-gradient-accumulation-fusion"),
+            (not gradients, "--no-gradient-accumulation-fusion"),
         ),
     ]
 
