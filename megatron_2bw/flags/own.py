@@ -38,6 +38,7 @@ _HELP = {
     "cut or padded to --seq-length, and only its targets count in the loss",
     "--two-bw-trace": "record when every action of every stage ran and how long it waited: DIR/trace.json for "
     "Perfetto, DIR/timeline.png",
+    "--verbose": "print all lines of Megatron and torch, also those that say nothing about this run, and the arguments",
 }
 
 
@@ -91,6 +92,7 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--pipeline-schedule", choices=SCHEDULE_NAMES, default="megatron")
     if device:
         add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+        add("--verbose", action="store_true")
     add("--two-bw-exchange", choices=("auto", "nccl", "gloo"), default="auto")
     add("--two-bw-gradient-slots", type=int, choices=(1, 2), default=2)
     add("--two-bw-extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]")

@@ -1,4 +1,5 @@
-"""Megatron's log lines with the stages' stats: how long they waited, their peak memory, tokens per second.
+"""Megatron's log lines with the stages' stats: how long they waited, their peak memory, tokens per second; with the
+time that the run still takes and the share of the GPUs' peak (MFU).
 
 The same values go to TensorBoard and to Weights & Biases. Each of the two also gets Megatron's own values, with or
 without the other.
@@ -11,6 +12,7 @@ follows "exiting program" if a run leaves in its middle); no stage waits for ano
 from __future__ import annotations
 
 import functools
+import re
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -21,12 +23,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer
+from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer, training
 
 from megatron_2bw.core.groups import new_group
 from megatron_2bw.core.pipeline import WARM_UP
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
+from megatron_2bw.planner.describe.cluster import A100_80, H100, H200, V100
+
+# The GPUs of which the planner has the peak, by torch's names. Their PCIe and NVL versions have others, but A100's.
+GPUS = {r"Tesla V100-SXM\d-": V100, r"NVIDIA A100[- ]": A100_80, r"NVIDIA H100 80GB HBM3$": H100, r"NVIDIA H200$": H200}
 
 
 class LogLines(ABC):
@@ -38,7 +44,9 @@ class LogLines(ABC):
         self._stages: list[tuple[StageStats, ...]] = []  # since the last line
         self._printed: int | None = None  # the iteration whose line Megatron is writing
         self._iterations = 0  # written since Megatron last reset the interval timer
-        self._tokens_per_second = 0.0  # in the interval that Megatron last read
+        self._seconds = 0.0  # an iteration took, in the interval that Megatron last read
+        self._began: tuple[int, float] | None = None  # the first line's iteration, and when it ended
+        self._ended = 0.0  # the iteration that is written; on perf_counter's clock
         self._calls = self._retries = 0  # of `add`; of torch's allocator, as far as they are reported
         self._timer = get_timers()("interval-time", log_level=0)
         self._read = self._timer.elapsed
@@ -59,8 +67,8 @@ class LogLines(ABC):
 
     def _interval(self, reset: bool = True, barrier: bool = False) -> float:
         # The seconds that Megatron's line shows are those that the tokens are divided by.
-        seconds, args = self._elapsed(reset, barrier), get_args()
-        self._tokens_per_second = self._iterations * args.global_batch_size * args.seq_length / max(seconds, 1e-9)
+        seconds = self._elapsed(reset, barrier)
+        self._seconds = max(seconds, 1e-9) / max(self._iterations, 1)
         if reset:
             self._iterations = 0
         return seconds
@@ -85,8 +93,9 @@ class LogLines(ABC):
             )
         self._retries = retries
 
-    def _write_now(self, write: Callable, values: dict[str, Any]) -> bool:
+    def _write_now(self, write: Callable, values: dict[str, Any], ended: float) -> bool:
         self._iterations += 1
+        self._ended = ended
         self._printed = values["iteration"] if _has_line(values) else None
         try:
             return write(**values)
@@ -104,8 +113,8 @@ class LogLines(ABC):
             shares.append(sum(report.waited for report in stage) / max(sum(r.elapsed for r in stage), 1e-9))
             memory.append(stage[-1].memory / 2**30)
         self._stages.clear()
-        mean, most = sum(shares) / len(shares), max(shares)
-        scalars = {"bubble/mean": mean, "bubble/max": most, "tokens per second": self._tokens_per_second}
+        mean, most, progress = sum(shares) / len(shares), max(shares), self._progress(iteration)
+        scalars = {"bubble/mean": mean, "bubble/max": most} | progress
         scalars |= {f"bubble/stage {stage}": share for stage, share in enumerate(shares)}
         scalars |= {f"peak memory (GiB)/stage {stage}": value for stage, value in enumerate(memory)}
         writer = _guarded(TENSORBOARD, get_tensorboard_writer())
@@ -113,10 +122,37 @@ class LogLines(ABC):
             writer.add_scalar(name, value, iteration)
         _guarded(WANDB, get_wandb_writer()).log(scalars, iteration)
         each = " ".join(f"{value:.2f}" for value in memory)
-        return (
-            f" tokens/s: {self._tokens_per_second:.0f} | bubble: {mean:.1%}/{most:.1%} |"
-            f" peak memory by stage (GiB): {each} |"
+        text = (
+            f" tokens/s: {progress['tokens per second']:.0f} | bubble: {mean:.1%}/{most:.1%} |"
+            f" peak memory by stage (GiB): {each} | tokens: {progress['tokens']} |"
+            f" ETA: {timedelta(seconds=round(3600 * progress['ETA (hours)']))} |"
         )
+        return text + (f" MFU: {progress['MFU']:.1%} |" if "MFU" in progress else "")
+
+    def _progress(self, iteration: int) -> dict[str, float]:
+        """How far the run is and how fast. Evaluation and saving count in the ETA, not in the other values."""
+        args = get_args()
+        first, began = self._began = self._began or (iteration, self._ended)
+        pace = (self._ended - began) / (iteration - first) if iteration > first else self._seconds
+        values = {
+            "tokens per second": args.global_batch_size * args.seq_length / self._seconds,
+            "tokens": args.consumed_train_samples * args.seq_length,
+            "ETA (hours)": pace * (args.train_iters - iteration) / 3600,
+        }
+        used = mfu(args, self._seconds)
+        return values if used is None else values | {"MFU": used}
+
+
+def mfu(args: Any, seconds: float) -> float | None:
+    """Share of the GPUs' peak that an iteration of that many seconds used, by Megatron's count of its operations.
+
+    None where the peak is not known: on other GPUs, on the CPU, and without bfloat16 or float16.
+    """
+    name = torch.cuda.get_device_name()
+    peak = next((device.tflops * 1e12 for pattern, device in GPUS.items() if re.match(pattern, name)), None)
+    if peak is None or args.params_dtype is torch.float32 or args.fp8:
+        return None
+    return training.num_floating_point_operations(args, args.global_batch_size) / (seconds * args.world_size * peak)
 
 
 class ImmediateLog(LogLines):
@@ -146,7 +182,7 @@ class ImmediateLog(LogLines):
         self._own += torch.tensor([times.waited, times.elapsed, times.tail], dtype=torch.float64, device="cpu")
         if _has_line(values):
             self._stages.append(self._exchange())
-        return self._write_now(write, values)
+        return self._write_now(write, values, time.perf_counter())
 
     def flush(self) -> None:
         """No line waits here."""
@@ -166,6 +202,7 @@ class _Entry:
 
     values: dict[str, Any]
     seconds: float  # that its iteration took
+    ended: float  # on perf_counter's clock
     consumed_samples: int
     skipped_samples: int
 
@@ -184,19 +221,20 @@ class DeferredLog(LogLines):
         self._results: dict[int, StepResult] = {}
         self._report_memory = True
         self._write: Callable | None = None
-        self._seconds = 0.0  # of the iterations written since Megatron last read the interval timer
+        self._unread = 0.0  # seconds of the iterations written since Megatron last read the interval timer
 
     def _elapsed(self, reset: bool, barrier: bool) -> float:
-        seconds = self._seconds
+        seconds = self._unread
         if reset:
-            self._seconds = 0.0
+            self._unread = 0.0
         return seconds
 
     def add(self, write: Callable, values: dict[str, Any]) -> bool:
         self._warn_of_retries(values)
         args = get_args()
         self._write = write
-        self._entries.append(_Entry(values, self._read(), args.consumed_train_samples, args.skipped_train_samples))
+        samples = args.consumed_train_samples, args.skipped_train_samples
+        self._entries.append(_Entry(values, self._read(), time.perf_counter(), *samples))
         self.flush()
         return self._report_memory
 
@@ -220,11 +258,11 @@ class DeferredLog(LogLines):
             "report_memory_flag": self._report_memory,
         }
         self._stages.append(result.stages)
-        self._seconds += entry.seconds
+        self._unread += entry.seconds
         now = args.consumed_train_samples, args.skipped_train_samples
         args.consumed_train_samples, args.skipped_train_samples = entry.consumed_samples, entry.skipped_samples
         try:
-            self._report_memory = self._write_now(self._write, values)
+            self._report_memory = self._write_now(self._write, values, entry.ended)
         finally:
             args.consumed_train_samples, args.skipped_train_samples = now
 
@@ -279,10 +317,34 @@ class _Writer:
         if not self._writes:
             return None
         try:
-            return write(*args, **kwargs)
+            return write(*map(_key, args), **kwargs)
         except Exception as error:  # of the system, or of the package's own kinds
             self._writes = False
             print(f"> {self.flag}: no more values are written: {error}", flush=True)
+
+
+_evaluated = ["validation"]  # the set
+
+
+def _key(value: Any) -> Any:
+    """The name of a value, or values by name, with the test set in place of Megatron's "validation"."""
+    if isinstance(value, dict):
+        return {_key(name): entry for name, entry in value.items()}
+    return value.replace(" validation", f" {_evaluated[-1]}") if isinstance(value, str) else value
+
+
+def test_set_named(original: Callable) -> Callable:
+    """Megatron's `evaluate_and_print_results`, which calls the test set's loss "lm loss validation" as well."""
+
+    @functools.wraps(original)
+    def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> None:
+        _evaluated.append("test" if prefix.endswith("on test set") else "validation")
+        try:
+            original(prefix, *args, **kwargs)
+        finally:
+            _evaluated.pop()
+
+    return evaluate_and_print_results
 
 
 _writers: dict[str, _Writer] = {}

@@ -119,6 +119,19 @@ def for_reading() -> list[Patch]:
     ]
 
 
+def for_screen() -> list[Patch]:
+    """Without --verbose; applied before Megatron parses its arguments."""
+    return [
+        Patch(
+            "megatron.training.arguments",
+            "_print_args",
+            "title args",
+            "it prints 830 lines; start/screen.py writes them to a file",
+            lambda original: lambda title, args: None,
+        )
+    ]
+
+
 def for_cpu() -> list[Patch]:
     """What Megatron itself, in addition to torch, needs on a host without CUDA."""
     return [
@@ -200,6 +213,14 @@ def for_log(loop: Loop) -> list[Patch]:
             log_lines.dashboards_writer,
         ),
         Patch(LOOP, "get_wandb_writer", "", lost, log_lines.wandb_writer),
+        Patch(
+            LOOP,
+            "evaluate_and_print_results",
+            "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
+            "write_to_tensorboard non_loss_data_func pg_collection p2p_communicator",
+            "on the dashboards the test set's loss follows the validation set's, under the same name",
+            log_lines.test_set_named,
+        ),
         Patch(
             "megatron.training.wandb_utils",
             "on_save_checkpoint_success",

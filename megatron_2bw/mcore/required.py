@@ -123,4 +123,10 @@ REQUIRED = (
         "_signal_received",
     ),
     Required(LOOP, "", "the time since the start, without a collective", "_TRAIN_START_TIME"),
+    Required(
+        LOOP,
+        "",
+        "the share of the GPUs' peak",
+        "num_floating_point_operations(args batch_size seqlen_squared_sum_in_batch total_real_tokens_in_batch)",
+    ),
 )

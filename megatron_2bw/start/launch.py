@@ -19,7 +19,7 @@ from typing import NoReturn
 from megatron_2bw import cpu
 from megatron_2bw.errors import UserError, expand_files, usage_error
 from megatron_2bw.flags import parse
-from megatron_2bw.start import exits, restart_store
+from megatron_2bw.start import exits, restart_store, screen
 
 
 def launch(task: str) -> None:
@@ -33,22 +33,27 @@ def launch(task: str) -> None:
     except UserError as error:
         stop(str(error))
     early = parse.parse_early(sys.argv[1:], stop, task=task.rpartition(".")[2])
+    if not early.verbose:
+        screen.quiet()
     if cpu.wanted(early.device):
         cpu.install()  # before Megatron is imported: some of its modules look for CUDA at import
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_2bw.mcore import install
-    from megatron_2bw.mcore.guard import DriftError
+    from megatron_2bw.mcore import guard, install, patches
 
+    if not early.verbose:
+        guard.apply(patches.for_screen())
     args, parser = parse.parse(early, stop)
     if "MASTER_ADDR" not in os.environ:
         stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
     try:
         runtime = install(args)
-    except (DriftError, UserError) as error:
+    except (guard.DriftError, UserError) as error:
         stop(str(error))
+    if args.rank == 0 and not args.verbose:
+        print(screen.write_arguments(args), flush=True)
     if args.exit_signal_handler:
         atexit.register(_end_loader_workers)
     module = importlib.import_module(task)
@@ -67,9 +72,9 @@ def launch(task: str) -> None:
             if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
                 sys.exit(end.code or 1)
             if end.code in (None, 0):
-                _merge_trace(args, runtime)
+                _end_well(args, runtime)
             raise
-        _merge_trace(args, runtime)
+        _end_well(args, runtime)
     except Exception as error:
         if hasattr(args, "curr_iteration") or exits.is_peer_failure(error):  # training has begun
             log = runtime.log if runtime is not None else None
@@ -85,6 +90,12 @@ def _end_loader_workers() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
+
+
+def _end_well(args, runtime) -> None:
+    _merge_trace(args, runtime)
+    if args.rank == 0 and not args.verbose:
+        print(screen.hidden_lines(), flush=True)
 
 
 def _merge_trace(args, runtime) -> None:

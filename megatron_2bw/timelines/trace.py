@@ -1,20 +1,27 @@
 """The files of --two-bw-trace: when each action of a stage ran and how long it waited before.
 
 Each rank appends its events to its own file, in Chrome's JSON array format. The closing bracket may be missing, so the
-trace of a killed run opens. `merge` joins the files of the stages and draws them.
+trace of a killed run opens. `merge` joins the files of the stages and draws them, `summary` adds them up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import statistics
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_2bw.core.recorder import Record
 from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.files import write_whole
 from megatron_2bw.schedules import parse
+
+if TYPE_CHECKING:
+    from megatron_2bw.core.recorder import Record  # it imports torch
 
 
 class TraceWriter:
@@ -84,17 +91,75 @@ def merge(directory: Path, batches: int = 4) -> list[Path]:
 
     Raises OSError, and UserError if a stage's file is missing or holds something else.
     """
+    events = _events(directory)
+    trace, picture = directory / "trace.json", directory / "timeline.png"
+    write_whole(trace, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    with _damaged(directory):
+        _draw([event for event in events if event["pid"] == 0], batches, picture)
+    return [path for path in (trace, picture) if path.exists()]
+
+
+def _events(directory: Path) -> list[dict[str, Any]]:
     files = sorted(directory.glob("stage-*-pipeline-*.json"))
     if not files:
         raise UserError(f"{directory}: there is no stage-*.json of --two-bw-trace")
-    events = [event for file in files for event in read(file)]
-    trace, picture = directory / "trace.json", directory / "timeline.png"
-    write_whole(trace, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return [event for file in files for event in read(file)]
+
+
+@contextlib.contextmanager
+def _damaged(directory: Path) -> Iterator[None]:
     try:
-        _draw([event for event in events if event["pid"] == 0], batches, picture)
+        yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UserError(f"{directory}: stage-*.json holds what is no event of --two-bw-trace ({error!r})") from None
-    return [path for path in (trace, picture) if path.exists()]
+
+
+def summary(directory: Path) -> list[str]:
+    """Lines: the time of an iteration, and how each stage spends its time, in the steady state.
+
+    That is from the first batch's reduction to the last but one's: without the fill and the drain of the pipeline.
+    Shares are means over the pipelines. Raises as `merge` does, and UserError without three batches.
+    """
+    with _damaged(directory):
+        lanes: dict[tuple[int, int], list[dict[str, Any]]] = {}  # by stage and pipeline
+        for event in _events(directory):
+            if event["ph"] == "X":
+                lanes.setdefault((event["tid"], event["pid"]), []).append(event)
+        ends = [{e["args"]["batch"]: e["ts"] + e["dur"] for e in own if e["cat"] == "R"} for own in lanes.values()]
+        batches = sorted(set.intersection(*map(set, ends)))[:-1] if ends else []
+        if len(batches) < 2:
+            raise UserError(f"{directory}: --summary needs three batches that all stages have reduced")
+        spent: dict[int, Counter[str]] = {}
+        for ((stage, _), own), end in zip(lanes.items(), ends):
+            spent.setdefault(stage, Counter()).update(_spent(own, end[batches[0]], end[batches[-1]]))
+        times = [end[after] - end[before] for end in ends for before, after in pairwise(batches)]
+    rows = [
+        f"batches {batches[1]} to {batches[-1]}, median time of an iteration: {statistics.median(times) / 1e3:.1f} ms"
+    ]
+    rows.append("".join(f"{name:>15}" for name in ("stage", *COLUMNS.values(), "rest")))
+    for stage, parts in sorted(spent.items()):
+        shares = [parts[name] / parts["all"] for name in COLUMNS]
+        rows.append(f"{stage:15}" + "".join(f"{share:15.1%}" for share in [*shares, 1 - sum(shares)]))
+    return rows
+
+
+COLUMNS = {"busy": "busy", "F": "wait before F", "B": "before B", "RS": "before R and S", "in RS": "in R and S"}
+
+
+def _spent(events: list[dict[str, Any]], begin: float, end: float) -> Counter[str]:
+    """Microseconds by COLUMNS that the events of a stage take between two times, and of "all" of it."""
+    spent, waited = Counter(all=end - begin), 0.0
+    for event in events:
+        if event["ts"] < begin or event["ts"] + event["dur"] > end:
+            continue
+        if event["cat"] == "wait":
+            waited = event["dur"]
+            continue
+        reduces = event["cat"] in "RS"
+        spent["RS" if reduces else event["cat"]] += waited
+        spent["in RS" if reduces else "busy"] += event["dur"]
+        waited = 0.0
+    return spent
 
 
 def _draw(events: list[dict[str, Any]], batches: int, picture: Path) -> None:
@@ -120,11 +185,14 @@ def _draw(events: list[dict[str, Any]], batches: int, picture: Path) -> None:
     draw_events(shown, stages, max(microbatches, 1), picture, f"batches {first} to {last}")
 
 
-def main() -> int:
-    parser = Parser(prog="megatron_2bw.timelines.trace", description="Joins the stages' files of --two-bw-trace DIR.")
+def main(words: Sequence[str] | None = None, prog: str = "megatron_2bw.timelines.trace") -> int:
+    parser = Parser(prog=prog, description="Joins the stages' files of --two-bw-trace DIR into DIR/trace.json.")
     parser.add_argument("folder", type=Path, metavar="DIR")
-    options = parser.parse_args()
-    return run_program(parser.prog, lambda: print(*merge(options.folder), sep="\n"))
+    text = "print how busy the stages are instead: waits, and the time of an iteration, in the steady state"
+    parser.add_argument("--summary", action="store_true", help=text)
+    options = parser.parse_args(words)
+    work = summary if options.summary else merge
+    return run_program(parser.prog, lambda: print(*work(options.folder), sep="\n"))
 
 
 if __name__ == "__main__":

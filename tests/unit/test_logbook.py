@@ -19,7 +19,15 @@ def world(monkeypatch):
     from megatron_2bw.mcore import log_lines as logbook
 
     args = types.SimpleNamespace(
-        consumed_train_samples=0, skipped_train_samples=0, log_interval=2, global_batch_size=8, seq_length=16
+        consumed_train_samples=0,
+        skipped_train_samples=0,
+        log_interval=2,
+        global_batch_size=8,
+        seq_length=16,
+        train_iters=10,
+        world_size=2,
+        params_dtype=torch.bfloat16,
+        fp8=None,
     )
     timer = types.SimpleNamespace(_started=False, elapsed=lambda reset=True, barrier=False: 1.5)
     monkeypatch.setattr(logbook, "get_args", lambda: args)
@@ -78,7 +86,8 @@ def test_a_line_waits_for_its_step_and_shows_its_values(late):
     assert book.add(write, call(2)) is False
     ((values, samples, suffix),) = lines
     assert values["iteration"] == 1 and values["grad_norm"] == 0.5 and values["skipped_iter"] == 0 and samples == 8
-    assert suffix == " tokens/s: 85 | bubble: 20.0%/30.0% | peak memory by stage (GiB): 2.00 4.00 |"
+    assert suffix.startswith(" tokens/s: 85 | bubble: 20.0%/30.0% | peak memory by stage (GiB): 2.00 4.00 |")
+    assert suffix.endswith(" 4.00 | tokens: 128 | ETA: 0:00:14 |"), "nine more iterations of 1.5 s"
     book.completed(outcome(1, stepped=False, grad_norm=None, loss_scale=4.0))
     book.flush()
     values, samples, _ = lines[1]
@@ -122,6 +131,7 @@ def test_the_interval_timer_counts_the_iterations_of_the_line(late):
 
 
 def test_the_stages_values_go_to_tensorboard_and_wandb(late):
+    late.args.consumed_train_samples = 24
     late.book.add(megatrons(late, []), call(1))
     late.book.completed(outcome(0))
     late.book.flush()
@@ -133,8 +143,66 @@ def test_the_stages_values_go_to_tensorboard_and_wandb(late):
         "peak memory (GiB)/stage 0": 2.0,
         "peak memory (GiB)/stage 1": 4.0,
         "tokens per second": 8 * 16 / 1.5,
+        "tokens": 24 * 16,
+        "ETA (hours)": 9 * 1.5 / 3600,
     }
     assert late.scalars[1] == pytest.approx(expected) and late.scalars["wandb", 1] == pytest.approx(expected)
+
+
+def test_the_eta_is_the_mean_pace_since_the_first_line(prompt, monkeypatch):
+    """Iterations end at 50 s, then every 30 s: evaluation and saving count, the timer of 1.5 s leaves them out."""
+    clock = iter(range(50, 1000, 30))
+    monkeypatch.setattr(prompt.module.time, "perf_counter", lambda: next(clock))
+    lines = []
+    for iteration in range(1, 11):
+        prompt.book.add(megatrons(prompt, lines), call(iteration))
+    shown = [text.split("ETA: ")[1] for *_, text in lines if text != "not printed"]
+    assert shown == ["0:00:14 |", "0:04:00 |", "0:03:00 |", "0:02:00 |", "0:01:00 |", "0:00:00 |"]
+
+
+@pytest.mark.parametrize(
+    "gpu, peak",
+    [
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("cpu", None),
+    ],
+)
+def test_mfu_is_megatrons_operations_by_the_peak_of_all_gpus(gpu, peak, late, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    monkeypatch.setattr(late.module.training, "num_floating_point_operations", lambda args, batch: batch * 1e14)
+    book, expected = late.book, None if peak is None else 8 * 1e14 / (1.5 * 2 * peak)
+    lines = []
+    book.add(megatrons(late, lines), call(1))
+    book.completed(outcome(0))
+    book.flush()
+    assert late.scalars[1].get("MFU") == (None if peak is None else pytest.approx(expected))
+    assert lines[0][2].endswith("ETA: 0:00:14 |" if peak is None else f"ETA: 0:00:14 | MFU: {expected:.1%} |")
+    late.args.params_dtype = torch.float32
+    assert late.module.mfu(late.args, 1.5) is None
+
+
+def test_the_test_set_has_a_key_of_its_own(late):
+    """Megatron writes the name "lm loss validation" for both sets."""
+    module = late.module
+    tensorboard = module.dashboards_writer(module.get_tensorboard_writer)()
+    wandb = module.wandb_writer(module.get_wandb_writer)()
+
+    def evaluate(prefix, value):
+        tensorboard.add_scalar("lm loss validation", value, 9)
+        tensorboard.add_scalar("lm loss validation-1 vs samples", value, 9)
+        wandb.log({"lm loss validation": value}, 9)
+
+    for words, value in (("iteration 9 on validation set", 4.0), ("iteration 9 on test set", 5.0)):
+        late.module.test_set_named(evaluate)(words, value)
+    keys = {"lm loss validation": 4.0, "lm loss test": 5.0}
+    assert late.scalars["wandb", 9] == keys
+    assert late.scalars[9] == keys | {"lm loss validation-1 vs samples": 4.0, "lm loss test-1 vs samples": 5.0}
 
 
 @pytest.fixture
@@ -171,7 +239,7 @@ def test_stages_that_meet_exchange_their_reports_at_lines_only(prompt):
     assert prompt.scalars[4]["peak memory (GiB)/stage 1"] == 2.0
     texts = [text for *_, text in lines]
     assert texts[2] == "not printed"
-    assert texts[3] == " tokens/s: 171 | bubble: 11.8%/12.5% | peak memory by stage (GiB): 1.00 2.00 |"
+    assert texts[3].startswith(" tokens/s: 171 | bubble: 11.8%/12.5% | peak memory by stage (GiB): 1.00 2.00 |")
 
 
 def test_tokens_per_second_are_those_of_the_interval_that_the_line_shows(prompt):

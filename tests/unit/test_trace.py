@@ -13,7 +13,7 @@ from megatron_2bw.core.recorder import Record, Recorder
 from megatron_2bw.errors import UserError
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
 from megatron_2bw.timelines.simulator import simulate
-from megatron_2bw.timelines.trace import TraceWriter, forget, main, merge, read
+from megatron_2bw.timelines.trace import TraceWriter, forget, main, merge, read, summary
 
 CPU = torch.device("cpu")
 
@@ -32,20 +32,20 @@ def test_marks_become_times():
     assert recorder.cut() == [] and recorder.resolve([]) == []
 
 
-def records_of(stage: int, shape: Shape) -> list[Record]:
+def records_of(stage: int, shape: Shape, schedule: str = "2bw") -> list[Record]:
     """A simulated run as if it had been measured; the wait is the time since the action before."""
     free, records = 0.0, []
-    for event in simulate(SCHEDULES["2bw"], shape):
+    for event in simulate(SCHEDULES[schedule], shape):
         if event.stage == stage:
             records.append(Record(event.action, free, event.start, event.end))
             free = event.end
     return records
 
 
-def write(folder, shape: Shape) -> None:
+def write(folder, shape: Shape, schedule: str = "2bw", pipeline: int = 0) -> None:
     for stage in range(shape.stages):
-        writer = TraceWriter(folder, stage, pipeline=0)
-        for record in records_of(stage, shape):
+        writer = TraceWriter(folder, stage, pipeline)
+        for record in records_of(stage, shape, schedule):
             writer.write([record])
 
 
@@ -70,6 +70,27 @@ def test_merge_makes_one_trace_and_a_picture(tmp_path):
     stages = {event["tid"] for event in loaded["traceEvents"] if event["ph"] == "X"}
     assert stages == {0, 1, 2} and all({"ph", "pid", "name"} <= event.keys() for event in loaded["traceEvents"])
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("schedule, busy, seconds", [("2bw", "100.0%", 12), ("pipedream-flush", "80.0%", 15)])
+def test_the_summary_is_of_the_steady_state(schedule, busy, seconds, tmp_path, capsys):
+    """Two stages, four microbatches of 1 s and 2 s: a flush adds (d - 1) (t_f + t_b) to an iteration."""
+    for pipeline in (0, 1):
+        write(tmp_path, Shape(2, 4, 0, 5), schedule, pipeline)
+    assert main([str(tmp_path), "--summary"], "megatron-2bw trace") == 0
+    first, names, *rows = capsys.readouterr().out.splitlines()
+    assert first == f"batches 1 to 3, median time of an iteration: {seconds}000.0 ms"
+    waits = {"2bw": ("0.0%", "0.0%"), "pipedream-flush": ("0.0%", "20.0%")}[schedule]  # the first stage's, for F and B
+    assert [row.split()[:2] for row in rows] == [["0", busy], ["1", busy]]
+    assert rows[0].split()[2:4] == [*waits] and rows[0].split()[4:] == ["0.0%"] * 3
+    assert [len(row) for row in rows] == [len(names)] * 2
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_the_summary_of_two_batches_is_one_line(tmp_path):
+    write(tmp_path, Shape(2, 2, 0, 2))
+    with pytest.raises(UserError, match="--summary needs three batches"):
+        summary(tmp_path)
 
 
 def test_a_run_that_was_killed_leaves_what_it_had_written(tmp_path):
