@@ -38,9 +38,10 @@ KNOWN = "--- arguments ---", "  train_iters ......", "Evaluating iter 1/2", "(af
 
 
 def test_verbose_prints_all(tmp_path):
-    flags = command(2, 2, "2bw", "--verbose", train_iters=2, eval_iters=2, save=tmp_path)
+    flags = command(2, 2, "2bw", "--verbose", **RUN, save=tmp_path)
     run = torchrun(2, "pretrain_gpt_2bw.py", flags, PYTHONWARNINGS="")
     output = run.stdout + run.stderr
+    assert run.returncode == 0, output[-3000:]
     assert [words for words in (*KNOWN, "GPTModel IS DEPRECATED", "Apex is not installed") if words not in output] == []
     assert "> known lines" not in output and not (tmp_path / "arguments.txt").exists()
 
