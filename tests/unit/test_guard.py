@@ -58,7 +58,7 @@ def test_drift_is_one_line_with_both_versions_and_nothing_is_rebound(drifted, li
 
 # --- places without a row ------------------------------------------------------------------------------------------
 
-# Variables that hold no object of Megatron: this project's own, torch's, Python's. (A parameter has attributes of both.)
+# Variables that hold no object of Megatron: this project's own, torch's, Python's. (A parameter has both's attributes.)
 OURS = {"self", "cls", "neighbours", "sender", "receiver", "write", "self.working", "runtime", "batch", "super()"}
 TORCH = {"warnings", "torch", "torch._dynamo", "torch._dynamo.trace_rules", "named"}
 # Objects of Megatron that this project makes itself, for itself.
