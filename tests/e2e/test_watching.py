@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.emulated import train
+from megatron_2bw import run_log
 from megatron_2bw.local_ranks import own_output, run_world
 from tests.distributed.training import command
 from tests.e2e.launcher import forked
@@ -103,6 +104,16 @@ def test_both_dashboards_show_what_the_log_shows(tmp_path):
     lines = logged(forked(2, flags, WANDB_MODE="offline"))
     check(tensorboard(tmp_path / "board"), lines)
     check(wandb(tmp_path), lines)
+
+
+def test_the_test_set_has_a_name_of_its_own(tmp_path):
+    """The validation's values are those of its own lines."""
+    flags = command(2, 4, "2bw", train_iters=5, eval_iters=2, tensorboard_dir=tmp_path, **offline(tmp_path))
+    shown = {line.dataset: line.loss for line in run_log.validations(forked(2, flags, WANDB_MODE="offline"))}
+    assert shown["test set"] != shown["validation set"]
+    for board in (tensorboard(tmp_path), wandb(tmp_path)):
+        found = [board[5][f"lm loss {name}"] for name in ("validation", "test")]
+        assert found == pytest.approx([shown["validation set"], shown["test set"]], rel=1e-6)
 
 
 def offline(folder: Path) -> dict[str, object]:
