@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.errors import Parser, UserError, expand_files, file_errors, usage_error
+from megatron_2bw.errors import Parser, UserError, expand_files, file_errors, names_of, usage_error
 from megatron_2bw.files import write_json
 from megatron_2bw.planner import tools
 from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
 from megatron_2bw.planner.cost.simulated import MARGIN, Cost, Estimate
+from megatron_2bw.planner.describe.cluster import INFINIBAND, network
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.describe.inputs import add_model_flags, cluster_of, model_of, numbers
 from megatron_2bw.planner.find.search import PLANNED, RECOMPUTES, Search, Space
@@ -59,16 +60,30 @@ def planning_parser(prog: str, description: str) -> Parser:
     add = parser.add_argument_group("cluster").add_argument
     add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
     add("--servers", type=int, help="default: of the YAML file, or 1")
+    rates = "network of a server, instead of the cluster's: 100gbit, 25gbe, 8x400gbit, " + ", ".join(INFINIBAND)
+    add("--link", type=network, metavar="RATE", help=rates)
     add("--gpus-per-server", type=int, help="at most as many as the cluster's servers have")
     add("--profile", type=Path, metavar="FILE.json", help="measured times, from `megatron-2bw-plan profile`")
 
     add = parser.add_argument_group("choices of the search").add_argument
     batch = dict(type=int, required=True, metavar="N")
     add("--max-global-batch-size", **batch, help="the largest global batch, in samples, that is safe for convergence")
-    add("--schedules", type=_names, default=PLANNED, metavar="NAME,...", help=f"of {', '.join(SCHEDULE_NAMES)}")
+    add(
+        "--schedules",
+        type=names_of(SCHEDULE_NAMES),
+        default=PLANNED,
+        metavar="NAME,...",
+        help=f"of {', '.join(SCHEDULE_NAMES)}",
+    )
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--micro-batch-size"):
         add(flag, type=numbers, metavar="N,...", help="default: all that are legal")
-    add("--recompute", type=_names, default=RECOMPUTES, metavar="NAME,...", help=f"of {', '.join(RECOMPUTES)}")
+    add(
+        "--recompute",
+        type=names_of(RECOMPUTES),
+        default=RECOMPUTES,
+        metavar="NAME,...",
+        help=f"of {', '.join(RECOMPUTES)}",
+    )
     add("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
     add("--no-extra-warmup", action="store_true", help="by default 2bw hides messages on slow links by extra warm-up")
     correction = "2bw with --two-bw-correction extrapolate, whose step needs more memory (default: yes)"
@@ -90,10 +105,6 @@ def planning_parser(prog: str, description: str) -> Parser:
     add("--cost", choices=COSTS, default="simulation", help=forms)
     add("--top", type=int, default=8, metavar="K", help="number of plans (default: 8)")
     return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
@@ -131,14 +142,8 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
 
 
 def _check(options: argparse.Namespace, parser: Parser) -> None:
-    for flag, given, known in (
-        ("--schedules", options.schedules, SCHEDULE_NAMES),
-        ("--recompute", options.recompute, RECOMPUTES),
-        ("--gradient-slots", options.gradient_slots, (1, 2)),
-    ):
-        wrong = [entry for entry in given if entry not in known]
-        if wrong:
-            parser.error(f"{flag}: {wrong[0]} is not one of {', '.join(map(str, known))}")
+    if not {*options.gradient_slots} <= {1, 2}:
+        parser.error(f"--gradient-slots: {max(options.gradient_slots)} is not one of 1, 2")
     if options.extrapolate and "2bw" not in options.schedules:
         parser.error("--extrapolate has no effect without 2bw among --schedules: leave it out")
     for flag, number, most in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -234,6 +234,47 @@ def test_where_nothing_fits_one_line_says_so(call):
     assert len(ended.out.splitlines()) == 1 and "GiB" in ended.out
 
 
+@pytest.mark.parametrize(
+    "rate, expected",
+    [
+        ("25gbe", clusters.PRESETS["p3.16xlarge"].between),
+        ("100Gbit", clusters.PRESETS["p3dn.24xlarge"].between),
+        ("8xib-hdr", clusters.PRESETS["dgx-a100-80"].between),
+        ("2x2.5gbit", Link(0.5, 50, 2)),
+        ("ib-ndr", Link(40, 20)),
+    ],
+)
+def test_the_network_by_its_rate(rate, expected, call, tmp_path):
+    """A preset has the link that its network's rate means."""
+    path = tmp_path / "plan.json"
+    words = ["--cluster", "dgx-h100", "--servers", "2", "--max-global-batch-size", "16", "--top", "1"]
+    assert call(*TINY, *words, "--link", rate, "--json", path).status == 0
+    assert json.loads(path.read_text())["cluster"]["between"] == pytest.approx(asdict(expected))
+
+
+def test_a_cluster_of_cpus_is_planned_in_32_bits(call, write):
+    host = DESCRIBED | {"servers": 1, "gpu": DESCRIBED["gpu"] | {"name": "cpu", "bf16": True}}
+    words = [*TINY, "--cluster", write(host), "--max-global-batch-size", "16", "--top", "1"]
+    ended = call(*words)
+    assert ended.status == 0 and "fp32, sequences of 128" in ended.out and "--bf16" not in ended.out
+    assert "--bf16" in call(*words, "--precision", "bf16").out
+
+
+def test_a_sequence_that_does_not_fit_is_named_with_one_that_fits(call):
+    where = ["--cluster", "dgx-a100-40", "--max-global-batch-size", "8", "--tensor-model-parallel-size", "8"]
+    words = ["--model", "llama-8b", *where, "--schedules", "2bw", "--seq-length"]
+    ended = call(*words, "131072")
+    assert ended.status == 1 and ended.errors == [] and "Nothing fits with --seq-length 131072. " in ended.out
+    shorter = int(re.search(r"or --seq-length (\d+), for example with 2bw", ended.out)[1])
+    assert shorter < 131072 and call(*words, shorter).status == 0 and call(*words, 2 * shorter).status == 1
+
+
+def test_rows_of_2bw_without_a_pipeline_are_explained(call):
+    for depth in ("1", "2"):
+        ended = call(*TINY, *FOUR, "--schedules", "2bw", "--pipeline-model-parallel-size", depth)
+        assert ("2bw with d 1: no pipeline." in ended.out) == (depth == "1")
+
+
 def test_a_measured_profile(call, write, tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     ended = call(*PROFILED, *FOUR, "--profile", tmp_path / "profile.json", "--top", "1")
@@ -272,6 +313,11 @@ BAD = [
     ([*MODEL, *P3, "--fast"], "--fast"),
     ([*MODEL, *P3, "--serv", "2"], "--serv"),
     ([*MODEL, *P3, "--servers", "0"], "--servers"),
+    *(
+        ([*MODEL, *P3, "--servers", "2", "--link", rate], f"--link: {rate}: give a rate such as 100gbit")
+        for rate in ("100", "gbit", "0gbit", "x100gbit", "0x100gbit", "ib-xyz", "1" + "0" * 40 + "gbit")
+    ),
+    ([*MODEL, *P3, "--link", "100gbit"], "--link has no effect with one server"),
     ([*MODEL, *P3, "--servers", "two"], "--servers"),
     ([*MODEL, *P3, "--gpus-per-server", "0"], "--gpus-per-server"),
     ([*MODEL, *P3, "--gpus-per-server", "9"], "--gpus-per-server 9"),

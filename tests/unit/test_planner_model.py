@@ -260,6 +260,11 @@ def test_a_preset_by_name():
         preset("gpt-2b")
 
 
+@pytest.mark.parametrize("name, count", [("0.6b", 596_049_920), ("8b", 8_190_735_360), ("32b", 32_762_123_264)])
+def test_the_parameters_of_qwen3_are_those_of_the_published_models(name, count):
+    assert PRESETS[f"qwen3-{name}"].parameters() == count
+
+
 # --- flags and back --------------------------------------------------------------------------------------------------
 
 
@@ -588,6 +593,29 @@ def test_what_megatron_would_build_as_another_model(config, words, written):
 def test_another_sequence_length(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     assert from_hugging_face(tmp_path / "config.json", 256).sequence == 256
+
+
+@pytest.mark.parametrize(
+    "config, words, expected",
+    [
+        ({"max_position_embeddings": 131072}, [], 4096),
+        ({"max_position_embeddings": 4096}, [], 4096),
+        ({"max_position_embeddings": 4097}, [], 4096),
+        ({"max_position_embeddings": 2048}, [], 2048),
+        ({"max_position_embeddings": 131072}, ["--seq-length", "131072"], 131072),
+        (MISTRAL | {"max_position_embeddings": 32768, "sliding_window": 4096}, [], 4096),
+        (GPT2 | {"n_positions": 8192}, [], 8192),  # learned positions are a part of the model
+    ],
+    ids=lambda value: "" if isinstance(value, list) else str(value)[-60:],
+)
+def test_a_sequence_length_that_nobody_gave_is_of_pretraining(config, words, expected, tmp_path, capsys):
+    config = config if "model_type" in config else QWEN3_SMALL | config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    parser = argparse.ArgumentParser()
+    add_model_flags(parser)
+    assert model_of(parser.parse_args(["--model", str(tmp_path), *words])).sequence == expected
+    shortened = not words and config.get("max_position_embeddings", 0) > 4096
+    assert capsys.readouterr().err.count("--seq-length") == shortened
 
 
 NEEDED = [

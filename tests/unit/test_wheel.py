@@ -10,12 +10,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {"pretrain_bert_2bw.py", "pretrain_gpt_2bw.py"}
+SOURCE = {"pyproject.toml", "setup.py", "README.md", "LICENSE", *SCRIPTS}
 
 
 def test_the_wheel_holds_the_package_its_typing_marker_and_the_entry_scripts(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(ROOT / "megatron_2bw", source / "megatron_2bw", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", *SCRIPTS):
+    for name in SOURCE:
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
@@ -23,3 +24,12 @@ def test_the_wheel_holds_the_package_its_typing_marker_and_the_entry_scripts(tmp
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(source)) for path in (source / "megatron_2bw").rglob("*.py")}
     assert names == modules | SCRIPTS | {"megatron_2bw/py.typed"}
+
+
+def test_the_recipes_of_images_copy_what_the_wheel_is_built_from():
+    lines = (ROOT / "docker" / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert sorted(copied) == sorted({*SOURCE, "megatron_2bw"})
+    files = (ROOT / "docker" / "apptainer.def").read_text().split("%files\n")[1].split("\n\n")[0]
+    pairs = [line.split() for line in files.splitlines()]
+    assert {source: f"/opt/megatron-2bw/{source}" for source in copied} == dict(pairs)

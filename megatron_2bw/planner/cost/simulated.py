@@ -112,9 +112,10 @@ class Cost:
         self.capacity = cluster.device.memory_gib * GIB * (1 - margin)
         self._nccl_free = cluster.device.memory_gib * GIB * margin if on_gpus else math.inf
 
-    def on(self, cluster: Cluster) -> Self:
-        """The same costs on another cluster."""
-        return type(self)(self.model, cluster, self.precision, self.memory.flash, self.margin, self.old_exchange)
+    def on(self, cluster: Cluster, model: Model | None = None) -> Self:
+        """The same costs on another cluster, or of another model."""
+        model = model or self.model
+        return type(self)(model, cluster, self.precision, self.memory.flash, self.margin, self.old_exchange)
 
     def parameter_bytes(self, versions: int, slots: int, shards: int, extrapolate: bool = False) -> tuple[float, ...]:
         """(weights, gradients, optimizer) of a parameter, as the memory counts them."""

@@ -6,6 +6,8 @@ ESTIMATED.
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -122,6 +124,20 @@ PRESETS: dict[str, Cluster] = {
         Cluster("hgx-h200", 1, 8, _calibrated(H200, _ASSUMED, **_A100), Link(370, 5), Link(320, 15, 8)),
     )
 }
+
+
+INFINIBAND = {"ib-fdr": 56, "ib-edr": 100, "ib-hdr": 200, "ib-ndr": 400}  # Gbit/s of a card
+
+
+def network(text: str) -> Link:
+    """The value of --link: the network of a server, such as 100gbit, 25gbe, 8x400gbit (cards x rate) or 4xib-hdr."""
+    found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+(?:\.\d+)?)(?:gbit|gbe)|(ib-\w+))", text.lower())
+    cards, rate, name = found.groups() if found else (None, None, None)
+    total = int(cards or 1) * (INFINIBAND.get(name or "", 0) or float(rate or 0))
+    if not 0 < total < LARGEST:
+        kinds = ", ".join(INFINIBAND)
+        raise argparse.ArgumentTypeError(f"{text}: give a rate such as 100gbit, 25gbe or 8x400gbit, or {kinds}")
+    return Link(0.8 * total / 8, 20 if name else 50, int(cards or 1))
 
 
 def preset(name: str, servers: int) -> Cluster:

@@ -29,11 +29,8 @@ def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
     Raises UserError for what Megatron would build differently: other architectures, biases, activations, scalings of
     the rotary positions and windows of the attention.
     """
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {path}: not a readable JSON file ({' '.join(str(error).split())})") from None
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    config = _read(path)
+    kind = config.get("model_type")
     reader = _READERS.get(kind) if isinstance(kind, str) else None
     if reader is None:
         raise UserError(
@@ -43,6 +40,21 @@ def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
         return reader(_Entries(config), path.parent.name or str(path), sequence)
     except UserError as error:
         raise UserError(f"--model {path}: {error}") from None
+
+
+def rotary_positions(path: Path) -> int:
+    """The longest sequence of a config.json with rotary positions; 0 for other models."""
+    config = _read(path)
+    llama = _READERS.get(str(config.get("model_type"))) is _from_llama
+    return _Entries(config).count("max_position_embeddings", 0) if llama else 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {path}: not a readable JSON file ({' '.join(str(error).split())})") from None
+    return config if isinstance(config, dict) else {}
 
 
 class _Entries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from megatron_2bw.errors import UserError
 from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe import model as models
 from megatron_2bw.planner.describe.cluster import Cluster
-from megatron_2bw.planner.describe.hugging_face import from_hugging_face
+from megatron_2bw.planner.describe.hugging_face import from_hugging_face, rotary_positions
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.profile import Profile
 
@@ -38,6 +39,9 @@ NUMBERS = {
 CHOICES = {"normalization": ("LayerNorm", "RMSNorm"), "position_embedding_type": ("learned_absolute", "rope")}
 
 
+# Tokens of a sequence, unless --seq-length says more. A model's rotary positions allow 32,768 to 131,072, but most of a
+# pretraining has shorter sequences: 4,096 for Llama 2 and Qwen3, 8,192 for Llama 3.
+LONGEST = 4096
 # What a search covers in seconds to minutes.
 MOST_LAYERS, MOST_GPUS = 1_000, 1_000_000
 
@@ -103,7 +107,7 @@ def _model(options: argparse.Namespace) -> Model:
         if os.path.isdir(path):
             path /= "config.json"
         if path.suffix == ".json" or os.path.isfile(path):
-            return from_hugging_face(path, options.seq_length)
+            return from_hugging_face(path, options.seq_length or _shortened(path))
         return models.preset(options.model, options.seq_length)
     missing = [name for name in SHAPE if getattr(options, name) is None]
     if missing:
@@ -140,6 +144,18 @@ def _model(options: argparse.Namespace) -> Model:
     )
 
 
+def _shortened(path: Path) -> int | None:
+    """LONGEST, with a line about it, if the file's model takes longer sequences."""
+    longest = rotary_positions(path)
+    if longest <= LONGEST:
+        return None
+    print(
+        f"--model {path} allows sequences of {longest} tokens; planned are {LONGEST}. Give --seq-length for others",
+        file=sys.stderr,
+    )
+    return LONGEST
+
+
 def _check_positive(options: argparse.Namespace, *names: str) -> None:
     for name in names:
         number = getattr(options, name)
@@ -168,6 +184,10 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     cluster = replace(
         cluster, servers=options.servers or cluster.servers, gpus_per_server=per_server or cluster.gpus_per_server
     )
+    if options.link:
+        if cluster.servers == 1:
+            raise UserError("--link has no effect with one server: give --servers, or leave it out")
+        cluster = replace(cluster, between=options.link)
     if cluster.gpus > MOST_GPUS:
         name = "--servers" if options.servers else f"--cluster {options.cluster}"
         raise UserError(f"{name}: {cluster.gpus} GPUs are more than the planner searches, {MOST_GPUS}")
@@ -175,7 +195,9 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     if not options.profile:
         return cluster
     profile = Profile.load(Path(options.profile))
-    between = replace(profile.between, rails=cluster.between.rails) if profile.between else cluster.between
+    between = cluster.between
+    if profile.between and not options.link:
+        between = replace(profile.between, rails=between.rails)
     return replace(cluster, profile=profile, inside=profile.inside or cluster.inside, between=between)
 
 

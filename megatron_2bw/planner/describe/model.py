@@ -190,6 +190,9 @@ FLAGS = {
 
 LLAMA_LAYER = dict(gated=True, rms_norm=True, rotary=True, bias=False, dropout=False)
 _BERT = dict(vocab=30522, sequence=512, kind="bert")
+_QWEN3 = dict(
+    vocab=151936, groups=8, head_size=128, rotary_base=1000000, qk_norm=True, norm_epsilon=1e-6, **LLAMA_LAYER
+)
 _LLAMA = dict(vocab=128256, sequence=8192, groups=8, rotary_base=500000, tied=False, **LLAMA_LAYER)
 
 # The paper names its models by size and says that their layers are similar to Megatron's (section 5): 1.3B and the
@@ -215,6 +218,9 @@ PRESETS: dict[str, Model] = {
         Model("bert-3.8b", 48, 2560, 40, **_BERT),
         Model("llama-8b", 32, 4096, 32, ffn=14336, **_LLAMA),
         Model("llama-70b", 80, 8192, 64, ffn=28672, **_LLAMA),
+        Model("qwen3-0.6b", 28, 1024, 16, ffn=3072, sequence=4096, **_QWEN3),
+        Model("qwen3-8b", 36, 4096, 32, ffn=12288, sequence=4096, tied=False, **_QWEN3),
+        Model("qwen3-32b", 64, 5120, 64, ffn=25600, sequence=4096, tied=False, **_QWEN3),
     )
 }
 

@@ -14,7 +14,6 @@ from operator import attrgetter
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.search import Search, Space, on_fewer
 
 # torch.cuda.get_arch_list() of this wheel: sm_75, sm_80, sm_86, sm_90, sm_100, sm_120.
@@ -41,6 +40,7 @@ LEGEND = (
     "gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).",
     "layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations.",
 )
+ONE_STAGE = "2bw with d 1: no pipeline. Step and reductions overlap the next batch; gradients are late all the same."
 CAVEAT = """\
 The plans assume that the given global batch is the largest that is safe for convergence: throughput grows with the
 batch, so a larger, unsafe batch would look better here. The gradients of 2bw are late by one update (delay 1): check
@@ -121,7 +121,7 @@ def table(result: Result) -> str:
             plan.recompute_name,
             "sharded" if plan.distributed_optimizer else "whole",
             "pp-dp" if plan.pipeline_inside else "dp-pp",
-            _layers(plan, cost.model.layers),
+            _layers(plan.layers_of(cost.model)),
         )
         plans.append([str(rank), plan.schedule_name, *map(str, sizes), *choices, str(plan.global_batch), *rates])
         shares = (_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS)
@@ -134,6 +134,7 @@ def table(result: Result) -> str:
             f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}.",
             *aligned([PLAN_COLUMNS, *plans], {1, 8, 9, 10, 11}),
             *LEGEND,
+            *([ONE_STAGE] if any(e.plan.schedule == "2bw" and e.plan.depth == 1 for e in result.estimates) else []),
             "",
             f"Where an iteration's time goes, and memory ({_tags(cost)})",
             *aligned([["#", "iteration", *TERMS, "heaviest", "headroom"], *times], set()),
@@ -141,15 +142,10 @@ def table(result: Result) -> str:
     )
 
 
-def _layers(plan: Plan, layers: int) -> str:
+def _layers(stages: list[int]) -> str:
     """Layers of each stage, or of the first, each middle and the last stage."""
-    if not plan.first and not plan.last:
-        return str(layers // plan.depth)
-    if plan.depth == 2:
-        return f"{plan.first or layers - plan.last}/{plan.last or layers - plan.first}"
-    ends = (plan.first > 0) + (plan.last > 0)
-    middle = (layers - plan.first - plan.last) // (plan.depth - ends)
-    return f"{plan.first or middle}/{middle}/{plan.last or middle}"
+    ends = [stages[0], *stages[1:-1][:1], stages[-1]]
+    return "/".join(map(str, ends)) if len(set(stages)) > 1 else str(stages[0])
 
 
 def memory_table(estimate: Estimate) -> str:

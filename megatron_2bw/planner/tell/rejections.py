@@ -15,6 +15,7 @@ from megatron_2bw.planner.find.search import Search, Space, on_fewer
 from megatron_2bw.planner.tell.explain import ESTIMATED, Result, part_flags, wrapped
 from megatron_2bw.planner.tell.jobs import by_flag
 
+SHORTEST = 512  # tokens of a sequence that is proposed
 MAX_CHANGED_PLANS = 1000  # plans that do not fit, of which one may fit after a single change
 
 
@@ -120,9 +121,9 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
     smallest = min(search.too_large, key=cost.memory.heaviest)
     need, device = cost.memory.heaviest(smallest), cost.cluster.device
     text = (
-        f"Nothing fits. The smallest of {len(search.too_large)} plans, {smallest.title}, needs {need / GIB:.2f} GiB "
-        f"on its heaviest stage ({ESTIMATED}), and {cost.capacity / GIB:.2f} GiB are allowed ({device.memory_gib:g} "
-        f"GiB less {100 * cost.margin:.0f} %)."
+        f"Nothing fits with --seq-length {cost.model.sequence}. The smallest of {len(search.too_large)} plans, "
+        f"{smallest.title}, needs {need / GIB:.2f} GiB on its heaviest stage ({ESTIMATED}), and "
+        f"{cost.capacity / GIB:.2f} GiB are allowed ({device.memory_gib:g} GiB less {100 * cost.margin:.0f} %)."
     )
     remedies = [f"GPUs of {math.ceil(10 * need / GIB / (1 - cost.margin)) / 10:g} GiB or more"]
     other = _fitting(cost, Space(space.batch, extrapolate=space.extrapolate)) or _fitting(cost, Space(space.batch))
@@ -130,7 +131,7 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         flags = " ".join(other.flags(cost.precision))
         remedies.insert(0, f"on these GPUs the choices that the flags exclude: {flags}")
     else:
-        remedies += _more_servers(cost, space)
+        remedies += _more_servers(cost, space) + _shorter_sequences(cost, space)
     return f"{text} What would fit: {'; or '.join(remedies)}."
 
 
@@ -141,6 +142,16 @@ def _more_servers(cost: Cost, space: Space) -> list[str]:
         plan = _fitting(cost.on(cluster), space)
         if plan is not None:
             return [f"{cluster.servers} servers ({cluster.gpus} GPUs), for example with {plan.title}"]
+    return []
+
+
+def _shorter_sequences(cost: Cost, space: Space) -> list[str]:
+    """A half, a quarter ... of the sequence, but not less than SHORTEST tokens, with which a plan fits."""
+    length = cost.model.sequence // 2
+    while length >= SHORTEST and cost.cluster.profile is None:  # a profile is of one length
+        if plan := _fitting(cost.on(cost.cluster, replace(cost.model, sequence=length)), space):
+            return [f"--seq-length {length}, for example with {plan.title}"]
+        length //= 2
     return []
 
 
