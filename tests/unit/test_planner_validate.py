@@ -277,10 +277,25 @@ def test_notes_on_predictions_of_something_else():
     [("cuda", True, False, 1), ("cuda", True, True, 0), ("cuda", False, False, 0), ("cpu", True, False, 0)],
 )
 def test_a_note_where_the_attention_scores_are_kept_after_all(device, flash, engine, expected, monkeypatch):
-    monkeypatch.setattr(validate, "_installed", lambda name: engine)
+    monkeypatch.setattr(validate, "installed", lambda name: engine)
     assert validate.notes(Cost(MODEL, COST.cluster, "fp32", flash), Place(device, 1, 8)) == expected * [
         "Transformer Engine is missing: the local layers keep the attention scores; plan with --attention core"
     ]
+
+
+@pytest.mark.parametrize(
+    "there, expected",
+    [
+        ((), {"--transformer-impl", "--no-gradient-accumulation-fusion"}),
+        (("transformer_engine",), {"--no-gradient-accumulation-fusion"}),  # its output layer is Megatron's own
+        (("fused_weight_gradient_mlp_cuda",), {"--transformer-impl"}),
+        (("transformer_engine", "fused_weight_gradient_mlp_cuda"), set()),
+    ],
+)
+def test_a_gpu_without_a_package_gets_the_flags_that_replace_it(there, expected, monkeypatch):
+    monkeypatch.setattr(validate, "installed", lambda name: name in there)
+    words = validate.flags(COST, Plan(1, 2, 1, 1, 2), 4, "cuda")
+    assert expected == {"--transformer-impl", "--no-gradient-accumulation-fusion"} & set(words)
 
 
 def test_the_entry_script_of_a_model(monkeypatch, tmp_path):

@@ -129,10 +129,9 @@ def failure(log: str) -> tuple[str, str]:
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Rank correlation: 1 for the same order, -1 for the reverse; None if all values of one side are equal."""
-    ranks = [[(sum(y < x for y in side) + sum(y <= x for y in side) - 1) / 2 for x in side] for side in (left, right)]
-    if any(len(set(side)) < 2 for side in ranks):
+    if any(len(set(side)) < 2 for side in (left, right)):
         return None
-    return statistics.correlation(*ranks)
+    return statistics.correlation(left, right, method="ranked")
 
 
 def _pairs(trials: Sequence[Trial]) -> list[tuple[float, float]]:

@@ -7,7 +7,6 @@ interrupt. trials.jsonl has a line for each finished trial.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_json
+from megatron_2bw.flags.rule import installed
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.model import Model, command_line
 from megatron_2bw.planner.describe.plan import Plan
@@ -110,7 +110,7 @@ def flags(cost: Cost, plan: Plan, iterations: int, device: str) -> list[str]:
     """The command line of the entry script: the model, the plan, mock data, and a line for each iteration."""
     on_cpu = device == "cpu"
     engine, norm, scores, gradients = (
-        on_cpu or _installed(name)
+        on_cpu or installed(name)
         for name in ("transformer_engine", "amp_C", "scaled_masked_softmax_cuda", "fused_weight_gradient_mlp_cuda")
     )
     return [
@@ -130,10 +130,6 @@ def flags(cost: Cost, plan: Plan, iterations: int, device: str) -> list[str]:
             (not gradients, "--no-gradient-accumulation-fusion"),
         ),
     ]
-
-
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def _try(
@@ -204,7 +200,7 @@ def notes(cost: Cost, place: Place) -> list[str]:
     profile, found = cost.cluster.profile, []
     if place.device == "cpu" and cost.cluster.device.name != "cpu":
         found.append(f"--cluster {cost.cluster.name} has GPUs, the plans run on the CPU: their order may differ")
-    if place.device == "cuda" and cost.memory.flash and not _installed("transformer_engine"):
+    if place.device == "cuda" and cost.memory.flash and not installed("transformer_engine"):
         found.append(
             "Transformer Engine is missing: the local layers keep the attention scores; plan with --attention core"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,32 +16,31 @@ def as_json(result: Result) -> dict[str, Any]:
     """The result in plain types: seconds, bytes, samples."""
     cost, search = result.cost, result.search
     large, change = too_large(result)
-    return _plain(
-        {
-            "model": asdict(cost.model),
-            "cluster": asdict(replace(cost.cluster, profile=None)) | {"profile": cost.cluster.profile is not None},
-            "space": asdict(result.space),
-            "precision": cost.precision,
-            "flash": cost.memory.flash,
-            "margin": cost.margin,
-            "plans": [_estimate(cost, estimate) for estimate in result.estimates],
-            "fewer_gpus": result.fewer
-            and {"servers": result.fewer[0].servers, "gpus_per_server": result.fewer[0].gpus_per_server}
-            | _estimate(cost, result.fewer[1]),
-            "rejected": dict(search.rejected),
-            "examples": dict(search.examples),
-            "cost": cost.method,
-            "too_large": {
-                "count": len(search.too_large),
-                "fastest": large and _estimate(cost, large),
-                "nearest": change and _estimate(cost, change),
-            },
-            "evidence": {term: {"tag": tag, "source": source} for term, (tag, source) in terms(cost).items()},
-            "caveat": CAVEAT,
-            "search_seconds": result.seconds,
-            "examined": search.examined,
-        }
-    )
+    found = {
+        "model": asdict(cost.model),
+        "cluster": asdict(replace(cost.cluster, profile=None)) | {"profile": cost.cluster.profile is not None},
+        "space": asdict(result.space),
+        "precision": cost.precision,
+        "flash": cost.memory.flash,
+        "margin": cost.margin,
+        "plans": [_estimate(cost, estimate) for estimate in result.estimates],
+        "fewer_gpus": result.fewer
+        and {"servers": result.fewer[0].servers, "gpus_per_server": result.fewer[0].gpus_per_server}
+        | _estimate(cost, result.fewer[1]),
+        "rejected": dict(search.rejected),
+        "examples": dict(search.examples),
+        "cost": cost.method,
+        "too_large": {
+            "count": len(search.too_large),
+            "fastest": large and _estimate(cost, large),
+            "nearest": change and _estimate(cost, change),
+        },
+        "evidence": {term: {"tag": tag, "source": source} for term, (tag, source) in terms(cost).items()},
+        "caveat": CAVEAT,
+        "search_seconds": result.seconds,
+        "examined": search.examined,
+    }
+    return json.loads(json.dumps(found))  # lists for tuples
 
 
 def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
@@ -61,10 +61,3 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "capacity": estimate.capacity,
         "headroom": estimate.headroom,
     }
-
-
-def _plain(value: Any) -> Any:
-    """`value` with lists for tuples, as a JSON file gives it back."""
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
