@@ -209,8 +209,8 @@ def prepared() -> Iterator[None]:
 
 
 def _write(folder: Path) -> None:
+    from megatron_2bw.convergence.options import grid, parse
     from megatron_2bw.planner.describe.cluster import PRESETS, to_yaml
-    from scripts.convergence_options import grid, parse
     from scripts.paper_data import Run, panels
     from scripts.slurm import status
 

@@ -56,8 +56,8 @@ STOPS = (
     "megatron_2bw.planner.measure.validate._try",
     "megatron_2bw.gpu_check.runner.result_of",
     "megatron_2bw.data.preprocess_cli.run",
-    "scripts.convergence.train",
-    "scripts.demo.start",
+    "megatron_2bw.convergence.run.train",
+    "megatron_2bw.demo.start",
 )
 
 NUMBERS = {

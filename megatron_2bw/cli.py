@@ -1,4 +1,7 @@
-"""megatron-2bw: the command line of this project's own tools; `megatron-2bw-plan` is the planner's."""
+"""megatron-2bw: one command for all that this project does.
+
+Invariant: a command is imported when it is called, so that `--help` and a misspelt name are answered at once.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,94 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from megatron_2bw.errors import run_program, usage_error
+from megatron_2bw import __version__
+from megatron_2bw.errors import did_you_mean, run_program, usage_error
+from megatron_2bw.processes import exit_on_signals
 
-# Each as "module:function", imported when it is called.
-COMMANDS = {"convert": "megatron_2bw.convert.cli:main", "gpu-check": "megatron_2bw.gpu_check.runner:main"}
+# Name: (module:function, what it does, an example).
+COMMANDS = {
+    "plan": (
+        "megatron_2bw.planner.cli:main",
+        "the fastest sizes and schedule that fit",
+        "plan --model config.json --cluster p3.16xlarge --max-global-batch-size 512 --json plan.json",
+    ),
+    "preprocess": (
+        "megatron_2bw.data.preprocess_cli:main",
+        "text or conversations to Megatron's datasets",
+        "preprocess --task gpt --input text.txt --output-prefix text --train-tokenizer bpe --vocab-size 8000",
+    ),
+    "train": ("megatron_2bw.start.train:main", "train a GPT or a BERT", "train gpt plan.json --data-path text"),
+    "evaluate": (
+        "megatron_2bw.start.train:evaluate",
+        "validation and test loss of a checkpoint",
+        "evaluate gpt checkpoints --data-path text --split 90,5,5",
+    ),
+    "sample": (
+        "megatron_2bw.convert.sample:main",
+        "text from a checkpoint of a GPT",
+        "sample checkpoints --prompt 'The pipeline'",
+    ),
+    "convert": (
+        "megatron_2bw.convert.cli:main",
+        "from and to Hugging Face models",
+        "convert import HF_DIR --save checkpoints",
+    ),
+    "simulate": (
+        "megatron_2bw.planner.tools:run_simulate",
+        "a schedule's timeline",
+        "simulate --schedule 2bw --stages 4 --microbatches 8",
+    ),
+    "trace": ("megatron_2bw.timelines.trace:main", "join and draw the records of --two-bw-trace", "trace DIR"),
+    "convergence": (
+        "megatron_2bw.convergence.run:main",
+        "the losses with and without 2BW's delay",
+        "convergence NAME --lr 3e-4,3e-3 --seeds 1,2,3",
+    ),
+    "demo": ("megatron_2bw.demo:main", "train a small GPT for two minutes", "demo"),
+    "gpu-check": ("megatron_2bw.gpu_check.runner:main", "the schedules on this machine's GPUs", "gpu-check"),
+    "doctor": ("megatron_2bw.start.doctor:main", "what is installed, and what it means for a run", "doctor"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words else "--help"
-    if name in ("-h", "--help"):
-        print(f"usage: megatron-2bw COMMAND ...\n\ncommands: {', '.join(COMMANDS)} (megatron-2bw COMMAND --help)")
+    if name in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if name in ("--version", "version"):
+        print(f"megatron-2bw {__version__}")
+        return 0
+    if name == "completion":
+        print(COMPLETION % " ".join(COMMANDS), end="")
         return 0
     if name not in COMMANDS:
-        usage_error("megatron-2bw", f"{name} is not a command; use one of {', '.join(COMMANDS)}")
+        usage_error("megatron-2bw", f"{name} is not a command{did_you_mean(name, COMMANDS)}: see megatron-2bw --help")
+    exit_on_signals()
     prog = f"megatron-2bw {name}"
-    module, _, function = COMMANDS[name].partition(":")
+    module, _, function = COMMANDS[name][0].partition(":")
     return run_program(prog, lambda: getattr(importlib.import_module(module), function)(words, prog))
+
+
+def usage() -> str:
+    """The help: examples first."""
+    examples = "\n".join(f"  megatron-2bw {example}" for _, _, example in COMMANDS.values())
+    meanings = "\n".join(f"  {name:<13}{meaning}" for name, (_, meaning, _) in COMMANDS.items())
+    return (
+        f"usage: megatron-2bw COMMAND ...\n\nexamples:\n{examples}\n\ncommands (each has --help):\n{meanings}\n"
+        "  version      the release\n  completion   a script for bash: source <(megatron-2bw completion)"
+    )
+
+
+COMPLETION = """_megatron_2bw() {
+    if [[ $COMP_CWORD == 1 ]]; then
+        COMPREPLY=($(compgen -W "%s version completion --help" -- "${COMP_WORDS[1]}"))
+    else
+        COMPREPLY=($(compgen -f -- "${COMP_WORDS[COMP_CWORD]}"))
+    fi
+}
+complete -o filenames -F _megatron_2bw megatron-2bw
+"""
 
 
 if __name__ == "__main__":

@@ -23,21 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 
-# Flags that a host without CUDA needs. They are defaults there: what the user types still wins, and is checked.
-FLAG_DEFAULTS: dict[str, Any] = {
-    "distributed_backend": "gloo",
-    "transformer_impl": "local",
-    "use_cpu_initialization": True,
-    "gradient_accumulation_fusion": False,
-    "no_persist_layer_norm": True,
-    "persist_layer_norm": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "bias_dropout_fusion": False,
-    "bias_swiglu_fusion": False,
-    "bias_gelu_fusion": False,
-}
-
 
 def wanted(device: str) -> bool:
     """Whether the run computes on the CPU: `device` is the value of --device (auto, cpu or cuda)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import shlex
 import sys
 import threading
@@ -81,6 +82,12 @@ def expand_files(argv: Sequence[str]) -> list[str]:
         else:
             expanded.append(word)
     return expanded
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a line about an unknown word: " (did you mean NAME?)", or nothing."""
+    similar = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {similar[0]}?)" if similar else ""
 
 
 def words(text: str) -> tuple[str, ...]:

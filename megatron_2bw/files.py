@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_2bw.errors import UserError
+
 
 def write_whole(
     path: str | os.PathLike, content: str | bytes | Callable[[BinaryIO], object], sync: bool = False
@@ -50,6 +52,24 @@ def write_whole(
 def write_json(path: str | os.PathLike, content: Any, indent: int | None = 1, sync: bool = False) -> None:
     """`write_whole` of the content as JSON, with null for infinite numbers and NaN."""
     write_whole(path, json.dumps(finite(content), indent=indent, allow_nan=False) + "\n", sync)
+
+
+def read_yaml(path: str | os.PathLike) -> Any:
+    """What a YAML or JSON file holds. Raises OSError, and UserError if it is neither or has a key twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            found = super().construct_mapping(node, deep)
+            if len(found) != len(node.value):
+                raise yaml.YAMLError(f"line {node.start_mark.line + 1}: a key is given twice")
+            return found
+
+    try:
+        text = Path(path).read_text("utf-8")
+        return json.loads(text) if Path(path).suffix == ".json" else yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
 
 def finite(content: Any) -> Any:

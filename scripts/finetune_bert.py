@@ -27,11 +27,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_2bw.convergence.run import duration
 from megatron_2bw.data.hub import tokenizer_of
 from megatron_2bw.errors import Parser, UserError, file_errors, run_program, words
 from megatron_2bw.files import write_json
 from megatron_2bw.start.torchrun import ROOT
-from scripts.convergence import duration
 from scripts.finetune_tasks import SMALL, TASKS, load
 
 # --- inputs ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """All flags of this project, and every rule about flags, as the page docs/flags.md.
 
     python scripts/list_flags.py > docs/flags.md
+    python scripts/list_flags.py --megatron > megatron_2bw/flags/megatron_flags.json
 
 Invariant: nothing is written down twice: each row is read from the parser of its command, or from the tables of rules.
 """
@@ -8,9 +9,13 @@ Invariant: nothing is written down twice: each row is read from the parser of it
 from __future__ import annotations
 
 import argparse
+import enum
 import importlib
+import importlib.metadata
 import itertools
+import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,8 +63,8 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "`scripts/preprocess_data.py`": ("megatron_2bw.data.preprocess_cli", "main", []),
     "`scripts/paper.py`": ("scripts.paper", "main", []),
     "`scripts/slurm/sweep.py`": ("scripts.slurm.sweep", "main", []),
-    "`scripts/demo.py`": ("scripts.demo", "main", []),
-    "`scripts/convergence.py`": ("scripts.convergence", "main", []),
+    "`scripts/demo.py`": ("megatron_2bw.demo", "main", []),
+    "`scripts/convergence.py`": ("megatron_2bw.convergence.run", "main", []),
     "`scripts/finetune_bert.py`": ("scripts.finetune_bert", "main", []),
     "`scripts/table2.py`": ("scripts.table2", "main", []),
     "`python -m megatron_2bw.data.corpus`": ("megatron_2bw.data.corpus", "main", []),
@@ -184,5 +189,41 @@ def page() -> str:
     return HEAD + "\n".join(lines) + "\n"
 
 
+def megatron_flags() -> str:
+    """Megatron's own flags as JSON, a flag a line, with what argparse needs to parse them without Megatron."""
+    from megatron.core.extensions import kitchen
+    from megatron.training.arguments import add_megatron_arguments
+
+    with mock.patch.object(kitchen, "HAVE_KITCHEN", True):  # it brings flags
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
+    lines = ",\n".join(json.dumps(_as_options(action)) for action in parser._actions)
+    release = importlib.metadata.version("megatron-core")
+    return f'{{"megatron-core": "{release}", "flags": [\n{lines}\n]}}\n'
+
+
+_ACTIONS = {
+    argparse._StoreTrueAction: "store_true",
+    argparse._StoreFalseAction: "store_false",
+    argparse.BooleanOptionalAction: "optional",
+}
+
+
+def _as_options(action: argparse.Action) -> dict:
+    """The arguments of `add_argument` that make an action like it. A value with a parser of Megatron's is any word."""
+    default = action.default.name if type(action.default).__mro__[1] is enum.Enum else action.default
+    found = {"names": action.option_strings, "dest": action.dest, "default": default}
+    if type(action) in _ACTIONS:
+        names = [name for name in action.option_strings if not name.startswith("--no-")]
+        both = isinstance(action, argparse.BooleanOptionalAction)
+        return found | {"action": _ACTIONS[type(action)]} | ({"names": names} if both else {})
+    assert type(action) is argparse._StoreAction, action
+    if action.type in (int, float, str):
+        found["type"] = action.type.__name__
+    if action.choices and not isinstance(action.choices[0], signal.Signals):
+        named = isinstance(action.choices[0], enum.Enum)
+        found["choices"] = [choice.name if named else choice for choice in action.choices]
+    return found | ({"nargs": action.nargs} if action.nargs is not None else {})
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    print(megatron_flags() if sys.argv[1:] == ["--megatron"] else page(), end="")

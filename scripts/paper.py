@@ -33,6 +33,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.tables import table
+from megatron_2bw.convergence import plot as convergence_plot
+from megatron_2bw.convergence.report import summarize
 from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
 from megatron_2bw.files import write_whole
 from megatron_2bw.planner.describe.cluster import PRESETS
@@ -40,8 +42,7 @@ from megatron_2bw.planner.describe.inputs import named_cluster
 from megatron_2bw.planner.tell.explain import old_gpu
 from megatron_2bw.start.torchrun import ROOT
 from megatron_2bw.timelines.paper_figures import FIGURES, draw_figure
-from scripts import convergence_plot, paper_figures
-from scripts.convergence_report import summarize
+from scripts import paper_figures
 from scripts.paper_data import PAPER, Panel, panels
 from scripts.paper_figures import Claim, Point
 from scripts.paper_picture import draw, draw_placement

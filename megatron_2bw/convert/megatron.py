@@ -70,7 +70,7 @@ def arguments(flags: list[str], task: str) -> argparse.Namespace:
 
     argv, sys.argv = sys.argv, [sys.argv[0], *flags, *_RUN]
     try:
-        with _silence():
+        with silence():
             from megatron.training.global_vars import unset_global_variables
 
             unset_global_variables()
@@ -80,7 +80,7 @@ def arguments(flags: list[str], task: str) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Without Megatron's list of arguments and its warnings about a host without a GPU."""
     logging.disable(logging.ERROR)
     try:
@@ -93,7 +93,15 @@ def _silence() -> Iterator[None]:
 @contextlib.contextmanager
 def parameters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The entries of the whole model's sharded state dict by name, on the meta device, in a world of one process."""
-    with _silence():
+    with whole_model(args, "meta") as (_, entries):
+        yield entries
+
+
+@contextlib.contextmanager
+def whole_model(args: argparse.Namespace, device: str) -> Iterator[tuple[torch.nn.Module, dict[str, Any]]]:
+    """The model of one stage on `device`, its weights not yet read, and the entries of its sharded state dict by name;
+    in a world of one process."""
+    with silence():
         from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.training.checkpointing import _build_sharded_state_dict_metadata
@@ -107,7 +115,11 @@ def parameters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         parallel_state.initialize_model_parallel(1, 1)
         groups = ProcessGroupCollection.use_mpu_process_groups()
     try:
-        with _silence(), torch.device("meta"):
+        with silence(), torch.device(device):
+            if device != "meta":  # the layers ask for the generators of their dropout
+                from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+                model_parallel_cuda_manual_seed(one.seed)
             if one.task == "bert":
                 from megatron_2bw.tasks import bert
 
@@ -117,7 +129,7 @@ def parameters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
                 model = GPTModelBuilder(gpt.model_config(one)).build_model(groups, True, True)
             state = model.sharded_state_dict(metadata=_build_sharded_state_dict_metadata(one))
-        yield state
+        yield model, state
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -206,7 +218,7 @@ def write(
     target = folder / RELEASE
     shutil.rmtree(target, ignore_errors=True)  # of a conversion that was killed
     target.mkdir(parents=True)
-    with _silence():
+    with silence():
         try:
             dcp.save({}, storage_writer=dcp.FileSystemWriter(target), planner=_Planner(items), no_dist=True)
         except dcp.CheckpointException as error:  # torch's collection of the ranks' errors
@@ -251,7 +263,7 @@ def find(folder: Path, iteration: int | None) -> Path:
 def saved_arguments(checkpoint: Path) -> argparse.Namespace:
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
-    with _silence():
+    with silence():
         args = load_common_state_dict(checkpoint).get("args")
     if args is None:
         raise UserError(f"{checkpoint}: it holds no arguments, from which the model would be known")
@@ -304,6 +316,13 @@ class Checkpoint:
         views = {index: (chunk, whole[rows].view(chunk.sizes)) for index, chunk, _, rows in _pieces(entry, whole)}
         dcp.load({}, storage_reader=self._reader, planner=_Read(views), no_dist=True)
         return whole
+
+
+def read_into(model: torch.nn.Module, entries: dict[str, Any], checkpoint: Checkpoint) -> None:
+    """Fill the parameters of `whole_model` from the checkpoint, in the types that they have."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(checkpoint.read(entries[name]))
 
 
 def use_cpu() -> None:

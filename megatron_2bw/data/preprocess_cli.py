@@ -38,8 +38,8 @@ class Stopped(BaseException):
     """A signal stops the work."""
 
 
-def parser() -> argparse.ArgumentParser:
-    cli = Parser(PROG, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
+def parser(prog: str = PROG) -> argparse.ArgumentParser:
+    cli = Parser(prog, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
     group = cli.add_argument_group("output")
     group.add_argument(
         "--task",
@@ -285,9 +285,9 @@ def _stop(number: int, _frame) -> None:
     raise Stopped(number)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """The exit status: 0, 2 for wrong input, 1 for interrupted work, 128 + n for signal n."""
-    cli = parser()
+    cli = parser(prog)
     options = cli.parse_args(argv)
     handlers = {number: signal.signal(number, _stop) for number in SIGNALS}
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # says that there is no GPU

@@ -179,10 +179,14 @@ def tokenizer(args: Args) -> str | None:
         if path and not os.path.exists(path):
             if flag != "--tokenizer-model" or package or path.startswith(("/", ".")):
                 return f"{flag} {path}: there is no such file or folder"
-            fault = _fault_of_hub(path)
-            if fault:
-                return f"{flag} {path}: there is no such folder, and the hub says: {fault}"
     return _merges(args) if kind.startswith("GPT2BPE") and args.vocab_file and args.merge_file else None
+
+
+def hub(args: Args) -> str | None:
+    """--tokenizer-model must be a folder, a file, or a name that the Hugging Face hub knows."""
+    path = args.tokenizer_model
+    fault = _fault_of_hub(path) if path and not os.path.exists(path) else None
+    return fault and f"--tokenizer-model {path}: there is no such folder, and the hub says: {fault}"
 
 
 def _merges(args: Args) -> str | None:
@@ -328,6 +332,7 @@ CHECKS: tuple[Rule | Callable[[Args], str | None], ...] = (
     shares,
     empty_share,
     tokenizer,
+    hub,
     *PACKAGES,
     spec,
     communicators,

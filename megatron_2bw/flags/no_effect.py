@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_2bw.flags.rule import Args, Condition, Rule, asks, installed, names, task
+from megatron_2bw.flags.rule import Args, Condition, Rule, asks, installed, names, on_cpu, task
 
 
 def _scalars_by_lion(args: Args) -> bool:
     """Whether Muon leaves all but the matrices to Lion."""
     return "muon" in args.optimizer and args.muon_scalar_optimizer == "lion"
-
-
-def _on_the_cpu() -> bool:
-    from megatron_2bw import cpu  # it imports torch
-
-    return cpu.installed()
 
 
 def _has_graphs(args: Args) -> bool:
@@ -78,7 +72,7 @@ _ROWS: tuple[tuple, ...] = (
     ("in fp32", "--loss-scale", lambda a: a.fp16 or a.bf16 or a.use_distributed_optimizer),
     ("--swiglu", "--no-bias-swiglu-fusion"),
     ("without Transformer Engine", "--te-rng-tracker", lambda a: installed("transformer_engine")),
-    ("on the CPU", "--high-priority-stream-groups --empty-unused-memory-level", lambda a: not _on_the_cpu()),
+    ("on the CPU", "--high-priority-stream-groups --empty-unused-memory-level", lambda a: not on_cpu(a)),
     ("--fim-data", "--fim-"),
     ("--dataloader-type cyclic", "--no-data-sharding"),
     ("--use-mup", "--mup-"),

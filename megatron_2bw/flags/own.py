@@ -16,7 +16,7 @@ from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 
 _HELP = {
     "--pipeline-schedule": "order of forwards, backwards and weight updates. megatron: Megatron's own, untouched; "
-    + "; ".join(f"{schedule.name}: {schedule.summary}" for schedule in SCHEDULES.values()),
+    "1f1b: pipedream-flush; " + "; ".join(f"{schedule.name}: {schedule.summary}" for schedule in SCHEDULES.values()),
     "--device": "where to compute; auto: on GPUs if there are any, else on the CPU over gloo",
     "--two-bw-exchange": "transport between pipeline stages; auto: that of --distributed-backend; gloo stages GPU "
     "tensors through the host",
@@ -40,6 +40,11 @@ _HELP = {
     "Perfetto, DIR/timeline.png",
     "--verbose": "print all lines of Megatron and torch, also those that say nothing about this run, and the arguments",
 }
+
+
+def schedule_name(text: str) -> str:
+    """A schedule's name as typed: 2BW is 2bw, 1f1b is pipedream-flush."""
+    return {"1f1b": "pipedream-flush"}.get(text.lower(), text.lower())
 
 
 def extra_warmup(text: str) -> tuple[int, ...]:
@@ -89,7 +94,7 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     def add(flag: str, **options) -> None:
         group.add_argument(flag, help=_HELP[flag], **options)
 
-    add("--pipeline-schedule", choices=SCHEDULE_NAMES, default="megatron")
+    add("--pipeline-schedule", type=schedule_name, choices=SCHEDULE_NAMES, default="megatron")
     if device:
         add("--device", choices=("auto", "cpu", "cuda"), default="auto")
         add("--verbose", action="store_true")

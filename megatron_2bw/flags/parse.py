@@ -7,7 +7,6 @@ Invariant: every rule is looked at before training starts (`unsupported.py`, `ch
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -16,17 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from megatron_2bw import cpu
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_folder
+from megatron_2bw.errors import did_you_mean
 from megatron_2bw.flags import environment, unsupported
 from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer, torch_version
 from megatron_2bw.flags.no_effect import NO_EFFECT
 from megatron_2bw.flags.own import OWN, add_flags
-from megatron_2bw.flags.rule import Rule, installed
+from megatron_2bw.flags.rule import Rule, installed, on_cpu
 from megatron_2bw.schedules import SCHEDULES
 
 Stop = Callable[[str], NoReturn]
+NO_GPU = "--device cuda: no GPU is visible to torch; use --device cpu"
+
+# In the order in which a run looks at them.
+RULES = (torch_version, *unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED, *NO_EFFECT)
 
 
 def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Namespace:
@@ -38,10 +41,12 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
     early, _ = parser.parse_known_args(argv)
     early.task = task
     environment.prepare_cuda(early)
+    from megatron_2bw import cpu  # it imports torch
+
     if message := torch_version():  # before Megatron is imported, which may fail with it
         stop(message)
     if early.device == "cuda" and cpu.wanted("auto"):
-        stop("--device cuda: no GPU is visible to torch; use --device cpu")
+        stop(NO_GPU)
     return early
 
 
@@ -98,8 +103,7 @@ def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: St
 
     def error(message: str) -> NoReturn:  # argparse would print a usage text of a thousand lines first
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        similar = unknown and difflib.get_close_matches(unknown[1], parser._option_string_actions, n=1)
-        stop(f"{message} (did you mean {similar[0]}?)" if similar else message)
+        stop(message + did_you_mean(unknown[1], parser._option_string_actions) if unknown else message)
 
     add_flags(parser).set_defaults(**_defaults(early))
     for action in parser._actions:  # --help of Megatron 0.19 fails at per cent signs in its texts
@@ -110,8 +114,8 @@ def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: St
 
 def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     """Defaults of Megatron's flags that this run needs; what the user types still wins, and is checked."""
-    defaults: dict[str, Any] = dict(cpu.FLAG_DEFAULTS) if cpu.installed() else {}
-    defaults["task"] = early.task
+    defaults: dict[str, Any] = dict(environment.ON_CPU) if on_cpu(early) else {}
+    defaults |= {"task": early.task, "eval_interval": 1000}  # Megatron divides by the interval, and has no default
     if early.task == "bert" and not installed("apex"):
         defaults["no_persist_layer_norm"] = True  # the norm of its head is torch's then, which cannot
     if early.pipeline_schedule != "megatron":
@@ -156,7 +160,7 @@ def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -
     argv: the words that `args` were parsed from (default: the command line).
     """
     argv = sys.argv[1:] if argv is None else argv
-    for rule in (torch_version, *unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED, *NO_EFFECT):
+    for rule in RULES:
         message = rule.message(args, argv) if isinstance(rule, Rule) else rule(args)
         if message:
             stop(message)

@@ -6,6 +6,7 @@ or None. It needs no torch: the planner uses the rules of `sizes.py` too.
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import re
 from collections.abc import Callable, Iterable
@@ -81,6 +82,7 @@ class Rule:
         if (choices or not self.when) and not asks(args, self.flag) or not self._holds(args):
             return None
         given = value(args, name)
+        given = given.name if isinstance(given, enum.Enum) else given
         if self.typed and not (name := self._typed_in(argv)):
             return None
         if self.scope == "line":
@@ -98,15 +100,23 @@ class Rule:
         if self.scope in ("any", "line"):
             return True
         if self.scope == "cpu":
-            from megatron_2bw import cpu  # it imports torch
-
-            return cpu.installed()
+            return on_cpu(args)
         if self.scope in ("local", "bert"):
             return (args.transformer_impl if self.scope == "local" else task(args)) == self.scope
         schedule = SCHEDULES.get(args.pipeline_schedule)  # None: Megatron's own
         if schedule is None:
             return False
         return self.scope in ("ours", schedule.name) or (self.scope == "no flush" and not schedule.flushes)
+
+
+def on_cpu(args: Args) -> bool:
+    """Whether the run computes on the CPU; before torch is imported, what `early.py` assumes."""
+    assumed = getattr(args, "assumed_cpu", None)
+    if assumed is None:
+        from megatron_2bw import cpu  # it imports torch
+
+        return cpu.installed()
+    return assumed
 
 
 def names(flags: str) -> list[str]:

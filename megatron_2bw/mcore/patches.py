@@ -116,6 +116,13 @@ def for_reading() -> list[Patch]:
             "it loads what is no tensor without weights_only",
             repair.weights_only,
         ),
+        Patch(
+            "megatron.training.checkpointing",
+            "load_args_from_checkpoint",
+            "args load_arg checkpointing_context",
+            "--use-checkpoint-args leaves out flags of the model, and the losses are those of another one",
+            repair.whole_model,
+        ),
     ]
 
 

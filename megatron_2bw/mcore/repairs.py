@@ -26,6 +26,32 @@ def skip_when_compiled(original: Callable) -> Callable:
     return compile_helpers
 
 
+# Flags that make another model of the same weights, or without which there is none: those that --use-checkpoint-args of
+# Megatron 0.19 leaves at their defaults, and those that it leaves out where none was typed.
+_OF_THE_MODEL = """
+    layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm openai_gelu quick_geglu glu_linear_offset
+    activation_func_clamp_value apply_residual_connection_post_layernorm attention_output_gate softmax_type
+    use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor no_rope_freq window_size
+    window_attn_skip_freq use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult
+    mup_base_head_dim mup_attn_scale_power bert_binary_head
+""".split()
+_OF_THE_TOKENIZER = ("vocab_size", "vocab_file", "merge_file")
+
+
+def whole_model(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def load_args(args, *more, **options):
+        found = original(args, *more, **options)
+        if isinstance(found, tuple):
+            saved = found[1]
+            new = {name: getattr(saved, name) for name in _OF_THE_MODEL if hasattr(saved, name)}
+            new |= {name: getattr(saved, name, None) for name in _OF_THE_TOKENIZER if getattr(args, name) is None}
+            vars(args).update(new)
+        return found
+
+    return load_args
+
+
 def set_without_step(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_states(self, model_param, tensors):

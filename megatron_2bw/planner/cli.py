@@ -33,7 +33,7 @@ COSTS = {"simulation": Cost, "closed-form": ClosedForm, "printed-form": Printed}
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw-plan") -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {
         "plan": run_plan,
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "calibrate": tools.run_calibrate,
     }
     name = words.pop(0) if words and words[0] in commands else "plan"
-    prog = "megatron-2bw-plan" + ("" if name == "plan" else f" {name}")
+    prog += "" if name == "plan" else f" {name}"
     try:
         return commands[name](expand_files(words), prog)
     except UserError as error:

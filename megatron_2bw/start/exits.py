@@ -16,8 +16,6 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from megatron_2bw.errors import UserError, report
 
 PATIENCE = 5  # seconds that a rank with a peer's failure waits to be stopped
@@ -38,6 +36,8 @@ def is_peer_failure(error: BaseException) -> bool:
     """Whether the error comes from the loss of another rank, or is reported there."""
     if isinstance(error, UserError):
         return error.reported_elsewhere
+    import torch.distributed as dist
+
     # No other class: where a library cannot reach its server, the traceback is wanted.
     torchs = type(error) is RuntimeError or isinstance(error, dist.DistError)
     return torchs and bool(_LOST.search(str(error)))

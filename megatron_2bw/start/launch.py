@@ -1,7 +1,7 @@
-"""From the command line to Megatron's `pretrain`: parse, validate, install, run.
+"""From the command line to Megatron's `pretrain`: check, import, parse, validate, install, run.
 
-Invariant: every error of the command line is reported here, before any rank waits for another: one line on standard
-error that names the flag, and exit status 2.
+Invariant: every error of the command line is reported here, before any rank waits for another: a line on standard error
+that names the flag, and exit status 2. What needs no torch is checked before it is imported.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
-from megatron_2bw import cpu
-from megatron_2bw.errors import UserError, expand_files, usage_error
-from megatron_2bw.flags import parse
-from megatron_2bw.start import exits, restart_store, screen
+from megatron_2bw.errors import UserError, expand_files, report
+from megatron_2bw.files import write_json
+from megatron_2bw.flags import early, parse
+from megatron_2bw.start import exits
 
 
 def launch(task: str) -> None:
@@ -32,10 +33,16 @@ def launch(task: str) -> None:
         sys.argv[1:] = expand_files(sys.argv[1:])
     except UserError as error:
         stop(str(error))
-    early = parse.parse_early(sys.argv[1:], stop, task=task.rpartition(".")[2])
-    if not early.verbose:
+    name = task.rpartition(".")[2]
+    if lines := early.mistakes(sys.argv[1:], name, parse.processes(os.environ, stop)):
+        stop(*lines)
+    ours = parse.parse_early(sys.argv[1:], stop, name)
+    from megatron_2bw import cpu  # it imports torch
+    from megatron_2bw.start import restart_store, screen
+
+    if not ours.verbose:
         screen.quiet()
-    if cpu.wanted(early.device):
+    if cpu.wanted(ours.device):
         cpu.install()  # before Megatron is imported: some of its modules look for CUDA at import
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
@@ -43,9 +50,9 @@ def launch(task: str) -> None:
 
     from megatron_2bw.mcore import guard, install, patches
 
-    if not early.verbose:
+    if not ours.verbose:
         guard.apply(patches.for_screen())
-    args, parser = parse.parse(early, stop)
+    args, parser = parse.parse(ours, stop)
     if "MASTER_ADDR" not in os.environ:
         stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
     try:
@@ -116,11 +123,16 @@ def _merge_trace(args, runtime) -> None:
             print(f"> --two-bw-trace: the files of the stages are not joined: {error}", flush=True)
 
 
-def stop(message: str) -> NoReturn:
+def stop(*lines: str) -> NoReturn:
     """End this rank with status 2; the first rank of a job reports why.
 
     torchrun then stops the others. A rank that still runs after PATIENCE has an error of its own and reports it.
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(exits.PATIENCE)
-    usage_error(exits.program(), message)
+    for line in lines:
+        report(exits.program(), line)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends with a report, and quotes this in it
+        text = "\n".join(f"{exits.program()}: error: {line}" for line in lines)
+        write_json(Path(file), {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}})
+    sys.exit(2)

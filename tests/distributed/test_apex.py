@@ -161,7 +161,7 @@ def train_fused(rank: int, argv: list[str]) -> Run:
     from megatron.core.tensor_parallel import layers
     from megatron.training import get_args
 
-    from megatron_2bw import cpu
+    from megatron_2bw.flags import environment
 
     used: list[torch.dtype] = []
 
@@ -177,7 +177,7 @@ def train_fused(rank: int, argv: list[str]) -> Run:
         wgrad_gemm_accum_fp32=kernel(torch.float32), wgrad_gemm_accum_fp16=kernel(torch.float16, torch.bfloat16)
     )
     layers._grad_accum_fusion_available = True
-    del cpu.FLAG_DEFAULTS["gradient_accumulation_fusion"]
+    del environment.ON_CPU["gradient_accumulation_fusion"]
     run = train(rank, argv)
     assert get_args().gradient_accumulation_fusion and used
     return run

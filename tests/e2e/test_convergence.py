@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from megatron_2bw import run_log
+from megatron_2bw.convergence import run as convergence
 from megatron_2bw.processes import stop_tree
-from scripts import convergence
 from tests.e2e.launcher import ROOT
 
 MEGATRON = """

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from megatron_2bw import demo
 from megatron_2bw.data.corpus import build_corpus
-from scripts import demo
 
 KEYS = "schedule stages microbatches iterations first_loss last_loss validation_loss seconds".split()
 

@@ -436,9 +436,10 @@ def replace_threads() -> None:
 def install() -> None:
     """In a process that has not yet called `cpu.install()`."""
     from megatron_2bw import cpu
+    from megatron_2bw.flags import environment
 
     cpu._CudaMeansCpu.__torch_function__ = moving(cpu._CudaMeansCpu.__torch_function__, cpu._is_cuda)
-    cpu.FLAG_DEFAULTS.pop("use_cpu_initialization")  # which leaves the model on the host
+    environment.ON_CPU.pop("use_cpu_initialization")  # which leaves the model on the host
     cpu.install()
 
     def module_to_gpu(self, device=None):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron_2bw import cpu
-from megatron_2bw.flags import checks, combinations, environment, unsupported
+from megatron_2bw.flags import checks, combinations, early, environment, unsupported
 from megatron_2bw.flags.checks import CHECKS
 from megatron_2bw.flags.no_effect import NO_EFFECT
 from megatron_2bw.flags.own import OWN
@@ -74,7 +74,19 @@ def parse(argv: list[str], world: int) -> argparse.Namespace:
 
 
 def complaint(argv: list[str], world: int) -> str | None:
-    """What the checks say to a command line for `world` processes; None if they accept it."""
+    """What the checks say to a command line for `world` processes; None if they accept it.
+
+    The check before torch is imported must answer the same line, or none where the rule needs more than it has.
+    """
+    line = _complaint(argv, world)
+    if "cpu" in argv and cpu.installed():
+        bert = argv[0] == BERT
+        found = early.mistakes(argv[bert:], "bert" if bert else "gpt", world)
+        assert found[:1] in ([], [line]), "the check before the imports answers something else"
+    return line
+
+
+def _complaint(argv: list[str], world: int) -> str | None:
     try:
         check(parse(argv, world), stop, argv)
     except Stopped as stopped:
@@ -302,7 +314,6 @@ MISTAKEN = [
     line("--micro-batch-size is missing", micro_batch_size=None),
     line("--seq-length is missing", seq_length=None),
     line("--train-iters is missing", train_iters=None),
-    line("--eval-interval is missing", eval_interval=None),
     line("--train-iters -3: it must be greater than 0", train_iters=-3),
     line("--num-layers 0: it must be greater than 0", num_layers=0),
     line("--eval-iters -1: it must not be negative", eval_iters=-1),
@@ -736,6 +747,14 @@ def test_megatrons_own_datasets_are_accepted(tmp_path):
             builder.add_document(torch.arange(length), [length])
         builder.finalize(str(tmp_path / "data.idx"))
         assert with_data("--data-path", tmp_path / "data") is None
+
+
+def test_an_entry_script_of_the_users_own_has_no_default_interval():
+    args = parse(command(1, 1, eval_interval=None), 1)
+    assert args.eval_interval == 1000
+    args.eval_interval = None
+    with pytest.raises(Stopped, match="--eval-interval is missing"):
+        check(args, stop)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,13 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
+from megatron_2bw.convergence import options as convergence_options
+from megatron_2bw.convergence import plot as convergence_plot
+from megatron_2bw.convergence import report as convergence_report
+from megatron_2bw.convergence import run as convergence
+from megatron_2bw.convergence.options import Run, command, eval_interval, grid, parse, value
+from megatron_2bw.convergence.report import STARTED, lag, markdown, outcome, parse_log, spread, summarize, too_large
 from megatron_2bw.errors import UserError
-from scripts import convergence, convergence_options, convergence_plot, convergence_report
-from scripts.convergence_options import Run, command, eval_interval, grid, parse, value
-from scripts.convergence_report import STARTED, lag, markdown, outcome, parse_log, spread, summarize, too_large
 
 
 def line(end: int, loss: str = " lm loss: 5.0E+00 |", milliseconds: float = 100.0, skipped: int = 0) -> str:
@@ -735,7 +737,7 @@ def test_bert_gets_the_corpus_as_sentences_once(tmp_path, monkeypatch):
     lines = (tmp_path / "key-sentences" / "text.jsonl").read_text().splitlines()
     assert [json.loads(text)["text"] for text in lines] == ["one.\ntwo.", "three"]
     assert convergence_options.sentences(corpus) == flags and len(calls) == 1
-    assert value(calls[0], "--vocab-size") == "512" and os.path.isfile(calls[0][1])
+    assert value(calls[0], "--vocab-size") == "512" and calls[0][1:4] == ["-m", "megatron_2bw.cli", "preprocess"]
     (tmp_path / "key-sentences" / "corpus.idx").unlink()  # as if it had been ended in its middle
     monkeypatch.setattr(convergence_options, "read_library", lambda size: pytest.fail("the input has changed"))
     assert convergence_options.sentences(corpus) == flags and len(calls) == 2

@@ -113,10 +113,11 @@ def test_wanted(monkeypatch, device, cuda, expected):
 
 def test_nothing_changes_on_a_cuda_host(monkeypatch):
     """With a GPU and --device auto, `launch` neither installs the layer nor moves a default of Megatron's flags."""
-    from megatron_2bw.flags import parse
+    from megatron_2bw.flags import early, parse
     from megatron_2bw.start import launch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(early, "mistakes", lambda *given: [])  # this host has no driver
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt_2bw.py", "--pipeline-schedule", "2bw", "--verbose"])
     before, seen = state(), {}
 
@@ -128,7 +129,8 @@ def test_nothing_changes_on_a_cuda_host(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         launch.launch("megatron_2bw.tasks.gpt")
     assert not cpu.installed() and seen["state"] == before
-    assert seen["defaults"] == {"task": "gpt", "rerun_mode": "disabled"}  # the latter 2bw needs on every host
+    # rerun_mode: 2bw needs it on every host
+    assert seen["defaults"] == {"task": "gpt", "rerun_mode": "disabled", "eval_interval": 1000}
 
 
 def test_cuda_asked_for_and_not_there():

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from megatron_2bw import demo
 from megatron_2bw.errors import UserError
 from megatron_2bw.processes import stop_tree
-from scripts import demo
 
 LOG = """\
  [2026-01-01 00:00:01.0] iteration        1/      20 | consumed samples: 16 | lm loss: 8.400000E+00 | loss scale: 1.0 |

@@ -118,7 +118,7 @@ def test_rows_have_names_of_their_own_and_fit_into_a_part():
     [
         (["gpu-check", "--part", "costs"], "costs is not one of reference, ranks, hazards"),
         (["gpu-check", "--row", "nothing"], "--row nothing: no such row; rows are fp32; bf16; untied, 1 queue"),
-        (["cheque"], "cheque is not a command; use one of convert, gpu-check"),
+        (["gpu-cheque"], "gpu-cheque is not a command (did you mean gpu-check?): see megatron-2bw --help"),
     ],
 )
 def test_wrong_words(words, line, capsys):

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from megatron_2bw.convergence import options as convergence_options
 from megatron_2bw.planner.describe.model import PRESETS
-from scripts import convergence_options, paper, paper_figures
+from scripts import paper, paper_figures
 from scripts.paper_data import PAPER, SYSTEMS, grid, panels
 from scripts.paper_figures import CHECKS, Claim, Point, judge_ratio
 from scripts.slurm import sweep

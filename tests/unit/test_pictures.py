@@ -10,11 +10,11 @@ import pytest
 from matplotlib.text import Text
 
 from bench import tables
+from megatron_2bw.convergence import plot as convergence_plot
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.timelines import picture
 from megatron_2bw.timelines.simulator import simulate
 from megatron_2bw.timelines.text import render
-from scripts import convergence_plot
 
 DOCS = Path(__file__).parents[2] / "docs"
 BENCHES = "all_schedules correction correction_real distributed_optimizer real_compute shapes slow_links soak variants"

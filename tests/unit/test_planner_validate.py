@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import shlex
 from dataclasses import replace
 
 import psutil
@@ -318,15 +318,15 @@ def options(folder, *words: str) -> argparse.Namespace:
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Each plan's run is a piece of Python, by its schedule."""
+    """Each plan's run is a line of a shell, by its schedule: a Python may need the whole time limit to start."""
     codes = {
-        "2bw": f"print({lines([90, 80, 50, 60, 70])!r})",
-        "gpipe": "import sys; print('ValueError: of no use'); sys.exit(1)",
-        "pipedream-flush": "import time; print('waits', flush=True); time.sleep(60)",
-        "no-pipelining": "print('nothing')",
+        "2bw": f"echo {shlex.quote(lines([90, 80, 50, 60, 70]))}",
+        "gpipe": "echo 'ValueError: of no use'; exit 1",
+        "pipedream-flush": "echo waits; exec sleep 60",
+        "no-pipelining": "echo nothing",
     }
     monkeypatch.setattr(validate, "find_place", lambda device, cluster: HERE)
-    monkeypatch.setattr(validate, "command", lambda words, plan, *rest: [sys.executable, "-c", codes[plan.schedule]])
+    monkeypatch.setattr(validate, "command", lambda words, plan, *rest: ["sh", "-c", codes[plan.schedule]])
 
 
 def test_a_plan_that_fails_stops_no_other(pretend, tmp_path, capsys):
@@ -375,16 +375,11 @@ def test_what_is_refused_before_anything_runs(monkeypatch, tmp_path):
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_a_time_limit_ends_what_was_started(stubborn, tmp_path, monkeypatch):
     """Ranks have sessions of their own under torchrun; here one that even ignores SIGTERM."""
-    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if stubborn else ""
-    child = f"{ignore}import time; print('up', flush=True); time.sleep(600)"
-    code = (
-        "import subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
-        "print(child.pid, flush=True)\ntime.sleep(600)\n"
-    )
+    ignore = "trap '' TERM; " if stubborn else ""
+    code = f"""setsid sh -c "{ignore}echo up; sleep 600" & echo $!; sleep 600"""
     if stubborn:
         monkeypatch.setattr(validate, "PATIENCE", 0.5)
-    assert validate.execute([sys.executable, "-c", code], tmp_path / "log", {}, 1.5) is None
+    assert validate.execute(["sh", "-c", code], tmp_path / "log", {}, 1.5) is None
     words = (tmp_path / "log").read_text().split()
     assert "up" in words
     pid = next(int(word) for word in words if word.isdecimal())

@@ -23,7 +23,7 @@ def test_the_wheel_holds_the_package_its_typing_marker_and_the_entry_scripts(tmp
     (wheel,) = tmp_path.glob("megatron_2bw-*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(source)) for path in (source / "megatron_2bw").rglob("*.py")}
-    assert names == modules | SCRIPTS | {"megatron_2bw/py.typed"}
+    assert names == modules | SCRIPTS | {"megatron_2bw/py.typed", "megatron_2bw/flags/megatron_flags.json"}
 
 
 def test_the_recipes_of_images_copy_what_the_wheel_is_built_from():

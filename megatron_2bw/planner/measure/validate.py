@@ -156,7 +156,7 @@ def _try(
     took = time.monotonic() - begun
     known["took"] = round(took, 1)
     if place == Place("cpu", 1, place.ranks):
-        known["others"] = round(max(_seconds_of_others() - used, 0.0) / (took * (os.cpu_count() or 1)), 3)
+        known["others"] = round(min(max(_seconds_of_others() - used, 0.0) / (took * (os.cpu_count() or 1)), 1.0), 3)
     text = log.read_text(errors="replace")
     if code is None:
         seen = len(reading.iteration_seconds(text))

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.tell import training
+from megatron_2bw.planner.tell import jobs, training
 from megatron_2bw.planner.tell.explain import CAVEAT, Result, terms
 from megatron_2bw.planner.tell.rejections import too_large
 
@@ -23,6 +23,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "precision": cost.precision,
         "flash": cost.memory.flash,
         "margin": cost.margin,
+        "run": {"model": cost.model.flags(), "data": jobs.mock_data(cost.model)},
         "plans": [_estimate(cost, estimate) for estimate in result.estimates],
         "fewer_gpus": result.fewer
         and {"servers": result.fewer[0].servers, "gpus_per_server": result.fewer[0].gpus_per_server}

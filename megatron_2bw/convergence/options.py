@@ -17,12 +17,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, read_library
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, split_flags, words
 from megatron_2bw.files import write_whole
-from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, log_interval, torchrun
-from scripts.paper_data import PAPER
+from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, torchrun
 
 DESCRIPTION = "Trains one configuration with and without 2BW's late gradients."
 ITERATIONS, SEQUENCE, WARM_UP = 1500, 128, 100
@@ -94,11 +94,11 @@ def given(words: Sequence[str], *flags: str) -> str | None:
     return next((flag for flag in flags if flag in names), None)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespace:
     """The options, checked; `.flags` are Megatron's and `.variants` maps labels to the flags of each."""
     own, flags = split_flags(argv)
     parser = Parser(
-        prog="convergence.py",
+        prog=prog,
         description=DESCRIPTION,
         allow_abbrev=False,
         epilog="Words after -- are Megatron's flags for every run. A run that fails does not stop the others; "
@@ -146,14 +146,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     lasting = [word for word in own if word not in ("--fresh", "--report-only")]
     again = ["python", "scripts/convergence.py", *lasting, *(["--", *flags] if flags else [])]
     options.flags, options.again = flags, shlex.join(again)
-    options.lr = options.lr or (PAPER["training"]["lr"] if options.paper else "3e-4",)
     try:
+        options.lr = options.lr or (_paper()["lr"] if options.paper else "3e-4",)
         _check(options)
         _check_flags(options)
         options.variants = variants(options)
     except UserError as error:
         parser.error(str(error))
     return options
+
+
+def _paper() -> dict[str, Any]:
+    """The paper's training. UserError in a wheel, which has no scripts/paper.yaml."""
+    try:
+        from scripts.paper_data import PAPER
+    except ImportError:
+        raise UserError("--paper: scripts/paper.yaml comes with a clone, not with the wheel") from None
+    return PAPER["training"]
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -164,7 +173,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--paper: --no-defaults leaves its flags out; give one of them")
     if options.fresh and options.report_only:
         raise UserError("--fresh: with --report-only there would be nothing to report on; leave one out")
-    options.out = (options.out or ROOT / "out" / "convergence" / options.name).absolute()
+    options.out = (options.out or Path("out") / "convergence" / options.name).absolute()
     for flag, found, convert, fault in (
         ("--seeds", options.seeds, _seed, "not a whole number from 1 on"),
         ("--lr", options.lr, lambda word: _rate(word) or None, "not a learning rate above 0"),
@@ -326,7 +335,7 @@ def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     model = [*MODEL, *(GPT if options.task == "gpt" else [])]
     recipe = ["--lr-decay-style", "cosine", *(ADAM if adam else []), *OPTIMIZER]
     if options.paper:
-        recipe = PAPER["training"]["flags"].split()
+        recipe = _paper()["flags"].split()
     split = [] if given(flags, *SPLIT_DATA) else SPLIT  # Megatron takes one of them
     return [*words, *model, *PLAIN_TORCH, *recipe, *split, *EVALUATION]
 
@@ -372,7 +381,7 @@ def sentences(corpus: Corpus) -> list[str]:
             if not text.exists():
                 lines = [json.dumps({"text": document}) + "\n" for document in read_library(DEFAULT_MAX_BYTES)]
                 write_whole(text, "".join(lines))
-        command = [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), "--task", "bert"]
+        command = [sys.executable, "-m", "megatron_2bw.cli", "preprocess", "--task", "bert"]
         command += ["--input", str(text), "--output-prefix", str(prefix)]
         command += ["--train-tokenizer", "wordpiece", "--vocab-size", str(corpus.vocab_size)]
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:

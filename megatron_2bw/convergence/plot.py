@@ -1,6 +1,6 @@
 """curves.png of scripts/convergence.py, or that of a recorded runs.json:
 
-    python scripts/convergence_plot.py docs/convergence/gpt.json docs/convergence/gpt.png
+    python -m megatron_2bw.convergence.plot docs/convergence/gpt.json docs/convergence/gpt.png
 
 Invariant: a variant has the same colour in every panel, and what is drawn of two variants is of the same iterations.
 """
@@ -18,10 +18,8 @@ from pathlib import Path
 
 import numpy
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from megatron_2bw.convergence.report import Points, Results, mean, percent, places, smooth
 from megatron_2bw.files import write_figure
-from scripts.convergence_report import Points, Results, mean, percent, places, smooth
 
 COLOURS = ("#525252", "#d94801", "#2171b5", "#238b45", "#6a51a3", "#c51b8a", "#a6761d", "#17becf")  # vanilla first
 TICKS = (0, *(sign * tick for tick in (0.25, 0.5, 0.75, 1, 2, 5, 10, 20, 50, 100) for sign in (1, -1)))

@@ -1,0 +1,113 @@
+"""megatron-2bw sample: text from a checkpoint of a GPT, on one GPU or on the CPU.
+
+The model computes in fp32 and without a cache of keys and values: each token costs a forward of the whole text. To
+serve a model, `megatron-2bw convert export` writes it for transformers and the servers that read its format.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_2bw import cpu
+from megatron_2bw.convert import megatron
+from megatron_2bw.errors import Parser, UserError, usage_error
+from megatron_2bw.flags.own import whole
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Print the prompt and what the model continues it with."""
+    example = f"{prog} checkpoints --prompt 'The pipeline' --tokens 50"
+    parser = Parser(prog=prog, description=f"Text from a checkpoint of a GPT. Example: {example}", allow_abbrev=False)
+    add = parser.add_argument
+    add("source", type=Path, metavar="CKPT", help="a run's --save, or one checkpoint in it")
+    add("--prompt", required=True, help="the beginning; with NullTokenizer numbers of tokens")
+    add("--tokens", type=whole(1), default=50, metavar="N", help="how many at most (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: %(default)s)")
+    add("--top-k", type=whole(1), metavar="K", help="of the K likeliest tokens only")
+    add("--seed", type=whole(0), default=1, metavar="N", help="default: %(default)s")
+    add("--ckpt-step", type=whole(1), metavar="N", help="the iteration (default: the latest)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
+    options = parser.parse_args(argv)
+    if not options.source.is_dir():
+        usage_error(prog, f"{options.source}: there is no such folder")
+    if not 0 <= options.temperature < float("inf"):
+        usage_error(prog, f"--temperature {options.temperature}: it must be 0 or more")
+    if options.device == "cuda" and cpu.wanted("auto"):
+        usage_error(prog, "--device cuda: no GPU is visible to torch; use --device cpu")
+    folder = megatron.find(options.source, options.ckpt_step)
+    if on_cpu := cpu.wanted(options.device):
+        megatron.use_cpu()
+        with megatron.silence():
+            from megatron_2bw.mcore import guard, patches
+
+            guard.apply(patches.for_cpu())
+    args = megatron.saved_arguments(folder)
+    if getattr(args, "task", "gpt") != "gpt":
+        raise UserError(f"{folder}: it is a BERT, which continues no text")
+    args.bf16, args.fp16, args.params_dtype = False, False, torch.float32
+    with megatron.whole_model(args, "cpu" if on_cpu else "cuda") as (model, entries):
+        megatron.read_into(model.eval(), entries, megatron.Checkpoint(folder))
+        tokenizer = _tokenizer(args)
+        prompt = _tokens(tokenizer, options.prompt, args.padded_vocab_size)
+        logits = lambda tokens: model(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], None)
+        limit = min(args.seq_length, args.max_position_embeddings)
+        chosen = options.tokens, limit, options.temperature, options.top_k, options.seed, tokenizer.eod
+        found = list(generate(logits, prompt, *chosen))
+    print(tokenizer.detokenize([*prompt, *found]))
+    return 0
+
+
+def generate(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    prompt: list[int],
+    number: int,
+    limit: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    end: int | None,
+) -> Iterator[int]:
+    """Up to `number` tokens that follow the prompt; none after `end`.
+
+    logits: of the next token at each place, [1, sequence, vocabulary], for tokens [1, sequence]
+    limit: the longest sequence of the model, in tokens; of a longer text it sees the end
+    """
+    device = "cpu" if cpu.installed() else "cuda"
+    generator = torch.Generator(device).manual_seed(seed)
+    text = list(prompt)
+    with torch.inference_mode():
+        for _ in range(number):
+            last = logits(torch.tensor([text[-limit:]], device=device))[0, -1].float()
+            if temperature == 0:
+                token = int(last.argmax())
+            else:
+                if top_k is not None:
+                    last[last < last.topk(min(top_k, len(last))).values[-1]] = -torch.inf
+                token = int(torch.multinomial((last / temperature).softmax(0), 1, generator=generator))
+            if token == end:
+                return
+            yield token
+            text.append(token)
+
+
+def _tokenizer(args: argparse.Namespace):
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    try:
+        return build_tokenizer(args)
+    except Exception as error:  # of many kinds, by package
+        raise UserError(f"the checkpoint's tokenizer, {args.tokenizer_model or args.vocab_file}: {error}") from None
+
+
+def _tokens(tokenizer, prompt: str, vocabulary: int) -> list[int]:
+    try:
+        tokens = [int(token) for token in tokenizer.tokenize(prompt)]
+    except ValueError:
+        raise UserError(f"--prompt {prompt!r}: the checkpoint's tokenizer takes numbers of tokens") from None
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise UserError(f"--prompt {prompt!r}: give at least one token, each below {vocabulary}")
+    return tokens

@@ -1,0 +1,264 @@
+"""megatron-2bw train, evaluate: the entry scripts from a plan, a YAML file and flags, on one host or on several.
+
+On one host this process starts the ranks itself: nothing is imported twice, and a wrong flag is answered before a rank
+starts. On several hosts torchrun does, one on each.
+
+Invariant: the ranks end with this process, and its status is that of the first rank that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.errors import Parser, UserError, expand_files, report, usage_error
+from megatron_2bw.files import read_yaml
+from megatron_2bw.flags import early
+from megatron_2bw.flags.own import whole
+from megatron_2bw.flags.rule import installed
+from megatron_2bw.processes import end_with_parent, free_port
+from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, environment
+
+SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+OWN = ("-h", "--help", "--nproc", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--dry-run")
+DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
+PATIENCE = 30  # seconds that the other ranks have to end after one has failed, as with torchrun
+
+EVALUATE = (
+    "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng --micro-batch-size 4 --train-iters 1 --lr 1e-5 "
+    "--eval-iters 10 --eval-interval 1"
+).split()
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """megatron-2bw train gpt|bert [PLAN.json|RUN.yaml] [flags]."""
+    parser = Parser(
+        prog=prog,
+        description="Trains a GPT or a BERT. Megatron's flags and this project's follow; they take precedence over the "
+        f"file's. Examples: {prog} gpt plan.json --train-iters 100 --mock-data | {prog} bert run.yaml | "
+        f"{prog} gpt --pipeline-schedule 2bw --pipeline-model-parallel-size 2 ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("task", choices=("gpt", "bert"))
+    help = "of megatron-2bw plan --json, or a YAML file of flags: `num-layers: 24`, `bf16: true`"
+    parser.add_argument("file", nargs="?", type=Path, metavar="PLAN.json|RUN.yaml", help=help)
+    _add_hosts(parser)
+    known, typed = _split(parser, argv)
+    words, gpus = _of_file(known.file, known.task, typed) if known.file else ([], None)
+    return _run(prog, known, merged(words, typed), gpus)
+
+
+def evaluate(argv: Sequence[str], prog: str) -> int:
+    """megatron-2bw evaluate gpt|bert CKPT [flags]."""
+    parser = Parser(
+        prog=prog,
+        description="The validation and test loss of a checkpoint, with its model and tokenizer. Megatron's flags "
+        f"follow. Example: {prog} gpt checkpoints --data-path my_text --split 90,5,5 --eval-iters 100",
+        allow_abbrev=False,
+    )
+    parser.add_argument("task", choices=("gpt", "bert"))
+    parser.add_argument("file", metavar="CKPT", help="a run's --save")
+    _add_hosts(parser)
+    known, typed = _split(parser, argv)
+    return _run(prog, known, merged([*EVALUATE, "--load", known.file], typed), None)
+
+
+def _add_hosts(parser: Parser) -> None:
+    add = parser.add_argument_group("processes").add_argument
+    meaning = "ranks on each host (default: of the plan, or stages x tensor ranks x context ranks)"
+    add("--nproc", type=whole(1), metavar="N", help=meaning)
+    add("--nnodes", type=whole(1), metavar="N", help="hosts (default: of the Slurm step, or 1)")
+    add("--node-rank", type=whole(0), metavar="N", help="number of this host (default: of the Slurm step)")
+    add("--master-addr", metavar="HOST", help="the first host (default: of the Slurm step)")
+    add("--master-port", type=whole(1), default=29500, metavar="N", help="default: %(default)s")
+    add("--dry-run", action="store_true", help="print the command of a rank, and start nothing")
+
+
+def _split(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This command's options, and the flags of the run. The words before the first flag are this command's."""
+    head, *groups = [[], *_groups(argv)] if argv and argv[0].startswith(("-", "@")) else _groups(argv) or [[]]
+    own = [group for group in groups if group[0].partition("=")[0] in OWN]
+    return parser.parse_args([*head, *_flat(own)]), expand_files(_flat(group for group in groups if group not in own))
+
+
+def _groups(words: Iterable[str]) -> list[list[str]]:
+    """Each flag with its values; a first group may have no flag."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith(("--", "@")) or word == "-h" or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
+def _flat(groups: Iterable[list[str]]) -> list[str]:
+    return [word for group in groups for word in group]
+
+
+def merged(defaults: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """The flags of both with their values; what is typed replaces a default."""
+    names = {group[0].partition("=")[0] for group in _groups(typed)}
+    return [*_flat(group for group in _groups(defaults) if group[0].partition("=")[0] not in names), *typed]
+
+
+def _of_file(path: Path, task: str, typed: Sequence[str]) -> tuple[list[str], int | None]:
+    """The flags of a plan, or of a YAML file, and the plan's number of GPUs. UserError if it is neither."""
+    content = read_yaml(path)  # JSON is YAML
+    if isinstance(content, dict) and "plans" in content:
+        return _of_plan(path, content, task, typed)
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise UserError(f"{path}: it is neither a plan of megatron-2bw plan --json nor a YAML file of flags")
+    words: list[str] = []
+    for name, value in content.items():
+        flag = "--" + name.removeprefix("--").replace("_", "-")
+        if value is False or isinstance(value, dict):
+            raise UserError(f"{path}: {name}: leave it out, or name the flag that switches it off")
+        values = [] if value is True or value is None else value if isinstance(value, list) else [value]
+        words += [flag, *map(str, values)]
+    return words, None
+
+
+def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str]) -> tuple[list[str], int | None]:
+    try:
+        kind, run, plan = content["model"]["kind"], content["run"], content["plans"][0]
+        words, gpus = [*run["model"], *plan["flags"], *plan["training"]], plan["tensor"] * plan["depth"] * plan["width"]
+    except (KeyError, IndexError, TypeError):
+        raise UserError(f"{path}: it is no plan of this release: make it again with megatron-2bw plan --json") from None
+    if kind != task:
+        raise UserError(f"{path}: it is the plan of a {kind}: train {kind}")
+    if any(word.partition("=")[0] == "--save" for word in typed):
+        words += ["--save-interval", str(plan["save_interval"])]
+    if not any(word.partition("=")[0] in DATA for word in typed):
+        print("> no --data-path: training on mock data, random tokens", flush=True)
+        words += run["data"]
+    return words, gpus
+
+
+def _hosts(prog: str, known: argparse.Namespace) -> tuple[int, int, str]:
+    """The number of hosts, the number of this one, and the first host's name."""
+    step = "SLURM_STEP_ID" in os.environ and known.nnodes is None
+    nnodes = known.nnodes or (int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if step else 1)
+    rank, first = known.node_rank, known.master_addr
+    if nnodes == 1:
+        if rank or first:
+            usage_error(prog, f"{'--node-rank' if rank else '--master-addr'} needs --nnodes: add it, or leave it out")
+        return 1, 0, "127.0.0.1"
+    if step:
+        if os.environ.get("SLURM_STEP_NUM_TASKS") != str(nnodes):
+            usage_error(prog, "start one task on each node: srun --ntasks-per-node 1")
+        rank = int(os.environ["SLURM_NODEID"]) if rank is None else rank
+        if first is None:
+            show = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+            first = subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()[0]
+    if rank is None or first is None:
+        usage_error(prog, "--nnodes needs --node-rank and --master-addr: add them")
+    if not rank < nnodes:
+        usage_error(prog, f"--node-rank {rank} must be below --nnodes {nnodes}")
+    return nnodes, rank, first
+
+
+def _run(prog: str, known: argparse.Namespace, flags: list[str], gpus: int | None) -> int:
+    """Start the ranks of this host and wait for them; their status."""
+    nnodes, node, first = _hosts(prog, known)
+    nproc = known.nproc or (-(-gpus // nnodes) if gpus else _product(flags))
+    flags = merged(_without_libraries(flags), flags)
+    if lines := early.mistakes(flags, known.task, nproc * nnodes):
+        for line in lines:
+            report(prog, line)
+        return 2
+    script = str(ROOT / f"pretrain_{known.task}_2bw.py")
+    command = [sys.executable, script, *flags]
+    if nnodes > 1:
+        torchrun = ["-m", "torch.distributed.run", "--nnodes", nnodes, "--node-rank", node, "--nproc-per-node", nproc]
+        torchrun += ["--master-addr", first, "--master-port", known.master_port]
+        command = [sys.executable, *map(str, torchrun), script, *flags]
+    if known.dry_run:
+        print(shlex.join(command))
+        return 0
+    print(f"> {nproc} process{'es' * (nproc > 1)} on this host" + f", {nnodes} hosts" * (nnodes > 1), flush=True)
+    if nnodes > 1:
+        os.execve(sys.executable, command, environment())
+    return run_ranks(prog, command, nproc)
+
+
+def _product(flags: Sequence[str]) -> int:
+    """Stages x tensor ranks x context ranks; a word that is no number is reported later."""
+    total = 1
+    for group in _groups(flags):
+        name, _, value = group[0].partition("=")
+        value = value or (group[1] if len(group) > 1 else "")
+        total *= int(value) if name in SIZES and value.isdecimal() and int(value) else 1
+    return total
+
+
+def _without_libraries(flags: Sequence[str]) -> list[str]:
+    """Flags for a GPU host without Transformer Engine or Apex, where their absence would end the run."""
+    if True in early.assumptions(flags) or any(word.startswith("--transformer-impl") for word in flags):
+        return []
+    if not installed("transformer_engine"):
+        print(f"> without Transformer Engine: {' '.join(PLAIN_TORCH)}", flush=True)
+        return PLAIN_TORCH
+    return [] if installed("apex") else ["--no-gradient-accumulation-fusion"]
+
+
+def run_ranks(prog: str, command: Sequence[str], number: int) -> int:
+    """Start `number` ranks of this host and wait. SIGTERM reaches them all, and they may save; a second one kills.
+
+    The status of the first rank that failed; 128 and its number after a signal.
+    """
+    variables = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    variables |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    ranks = [
+        subprocess.Popen(
+            command, env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=end_with_parent
+        )
+        for rank in range(number)
+    ]
+    try:
+        status = _wait(prog, ranks)
+    except KeyboardInterrupt:  # the terminal has sent it to the ranks, too
+        status = 130
+    except SystemExit as end:  # of a signal
+        for rank in ranks:
+            rank.terminate()
+        for rank in ranks:
+            rank.wait()
+        status = int(end.code or 1)
+    finally:
+        _end(ranks)
+    return status
+
+
+def _wait(prog: str, ranks: list[subprocess.Popen]) -> int:
+    while True:
+        ended = [rank.poll() for rank in ranks]
+        if failed := [number for number, status in enumerate(ended) if status]:
+            status = ended[failed[0]]
+            if status < 0:
+                report(prog, f"rank {failed[0]} was killed by {signal.Signals(-status).name}")
+            return 128 - status if status < 0 else status
+        if None not in ended:
+            return 0
+        time.sleep(0.05)
+
+
+def _end(ranks: list[subprocess.Popen]) -> None:
+    """The ranks that still run have PATIENCE after a SIGTERM."""
+    for rank in ranks:
+        rank.terminate()
+    deadline = time.monotonic() + PATIENCE
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, deadline - time.monotonic()))
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
