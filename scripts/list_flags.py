@@ -209,7 +209,7 @@ _ACTIONS = {
 
 
 def _as_options(action: argparse.Action) -> dict:
-    """The arguments of `add_argument` that make an action like it. A value with a parser of Megatron's is any word."""
+    """The arguments of `add_argument` that make an action like it. "other": a value with a parser of Megatron's."""
     default = action.default.name if type(action.default).__mro__[1] is enum.Enum else action.default
     found = {"names": action.option_strings, "dest": action.dest, "default": default}
     if type(action) in _ACTIONS:
@@ -217,11 +217,11 @@ def _as_options(action: argparse.Action) -> dict:
         both = isinstance(action, argparse.BooleanOptionalAction)
         return found | {"action": _ACTIONS[type(action)]} | ({"names": names} if both else {})
     assert type(action) is argparse._StoreAction, action
-    if action.type in (int, float, str):
-        found["type"] = action.type.__name__
-    if action.choices and not isinstance(action.choices[0], signal.Signals):
-        named = isinstance(action.choices[0], enum.Enum)
-        found["choices"] = [choice.name if named else choice for choice in action.choices]
+    choices = [choice for choice in action.choices or () if not isinstance(choice, signal.Signals)]
+    if choices:
+        found["choices"] = [choice.name if isinstance(choice, enum.Enum) else choice for choice in choices]
+    if action.type is not None and not isinstance(next(iter(choices), None), enum.Enum):
+        found["type"] = action.type.__name__ if action.type in (int, float, str) else "other"
     return found | ({"nargs": action.nargs} if action.nargs is not None else {})
 
 

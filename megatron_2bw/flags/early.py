@@ -26,7 +26,7 @@ from megatron_2bw.flags.rule import Rule
 
 TABLE = Path(__file__).with_name("megatron_flags.json")
 LATER = (torch_version, spec, hub, checkpoint)  # they import packages, ask a server, or read a whole checkpoint
-KINDS = {"int": int, "float": float, "str": str}
+KINDS = {"int": int, "float": float, "str": str, "other": str}
 
 
 def mistakes(argv: Sequence[str], task: str, world: int) -> list[str]:
@@ -103,7 +103,9 @@ def _mistakes(argv: list[str], task: str, world: int, cpu: bool) -> list[str]:
             lines.append(f"unrecognized arguments: {' '.join([word, *values])}{similar}")
     if unknown and not unknown[0].startswith("-"):
         lines.append(f"unrecognized arguments: {' '.join(unknown)}")
-    if lines or args.use_checkpoint_args or args.yaml_cfg:  # else these bring the arguments
+    others = {name for flag in table()["flags"] if flag.get("type") == "other" for name in flag["names"]}
+    unknown_value = any(word.partition("=")[0] in others for word in argv)  # Megatron's parser may refuse it
+    if lines or unknown_value or args.use_checkpoint_args or args.yaml_cfg:  # these two bring other arguments
         return lines
     if args.pipeline_schedule == "megatron":
         args = parser_of(task, "megatron", cpu).parse_args(words)
