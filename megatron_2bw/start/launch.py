@@ -20,7 +20,7 @@ from typing import NoReturn
 from megatron_2bw.errors import UserError, expand_files, report
 from megatron_2bw.files import write_json
 from megatron_2bw.flags import early, parse
-from megatron_2bw.start import exits
+from megatron_2bw.start import exits, screen
 
 
 def launch(task: str) -> None:
@@ -38,7 +38,7 @@ def launch(task: str) -> None:
         stop(*lines)
     ours = parse.parse_early(sys.argv[1:], stop, name)
     from megatron_2bw import cpu  # it imports torch
-    from megatron_2bw.start import restart_store, screen
+    from megatron_2bw.start import restart_store
 
     if not ours.verbose:
         screen.quiet()
