@@ -13,16 +13,20 @@ SCRIPTS = {"pretrain_bert_2bw.py", "pretrain_gpt_2bw.py"}
 SOURCE = {"pyproject.toml", "setup.py", "README.md", "LICENSE", *SCRIPTS}
 
 
-def test_the_wheel_holds_the_package_its_typing_marker_and_the_entry_scripts(tmp_path):
-    source = tmp_path / "source"
+def build_wheel(folder: Path) -> Path:
+    """The wheel of a copy of the sources."""
+    source = folder / "source"
     shutil.copytree(ROOT / "megatron_2bw", source / "megatron_2bw", ignore=shutil.ignore_patterns("__pycache__"))
     for name in SOURCE:
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("megatron_2bw-*.whl")
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    modules = {str(path.relative_to(source)) for path in (source / "megatron_2bw").rglob("*.py")}
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, check=True, capture_output=True)
+    return next(folder.glob("megatron_2bw-*.whl"))
+
+
+def test_the_wheel_holds_the_package_its_typing_marker_and_the_entry_scripts(tmp_path):
+    names = {name for name in zipfile.ZipFile(build_wheel(tmp_path)).namelist() if ".dist-info/" not in name}
+    modules = {str(path.relative_to(tmp_path / "source")) for path in (tmp_path / "source/megatron_2bw").rglob("*.py")}
     assert names == modules | SCRIPTS | {"megatron_2bw/py.typed", "megatron_2bw/flags/megatron_flags.json"}
 
 
