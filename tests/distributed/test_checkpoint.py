@@ -99,10 +99,12 @@ def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
 
 
 LLAMA = ("--swiglu", "--group-query-attention", "--disable-bias-linear")
+LEFT_OUT = ("--norm-epsilon", "0.125", "--qk-layernorm", "--openai-gelu")  # by Megatron's --use-checkpoint-args
 MODELS = {
     "GPT": command(2, 2, "2bw", **DROPOUT),
     "GPT with Megatron's schedule": command(2, 2, "megatron", **DROPOUT),
     "grouped queries": command(2, 2, "2bw", *LLAMA, position_embedding_type="rope", num_query_groups=2, **DROPOUT),
+    "other norms and activation": command(2, 2, "2bw", *LEFT_OUT, **DROPOUT),
     "BERT": [BERT, *command(2, 2, "2bw", **DROPOUT)],
 }
 OF_THE_MODEL = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "max-position-embeddings", *DROPOUT)
@@ -115,7 +117,7 @@ def test_the_model_of_the_checkpoint(name, tmp_path):
     whole = run_pipeline([*argv, "--save", str(tmp_path), "--save-interval", str(SAVED)], 2)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
     given = {"--" + flag.replace("_", "-") for flag in (*OF_THE_MODEL, "position_embedding_type", "num_query_groups")}
-    kept = [word for i, word in enumerate(argv) if not given & {word, argv[i - 1]} and word not in LLAMA]
+    kept = [word for i, word in enumerate(argv) if not given & {word, argv[i - 1]} and word not in (*LLAMA, *LEFT_OUT)]
     assert len(kept) < len(argv) - 10
     flags = ["--use-checkpoint-args", "--load", str(tmp_path)]
     assert_goes_on(whole, run_pipeline([*kept, *flags], 2))

@@ -1,0 +1,63 @@
+"""megatron-2bw sample: the text that transformers generates from the same weights, and how a token is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_2bw import cpu
+from megatron_2bw.cli import main
+from megatron_2bw.convert.sample import generate
+from megatron_2bw.local_ranks import own_output, run_world
+from tests.distributed.test_convert import folder, made  # noqa: F401  (folder is a fixture)
+
+PROMPT = [5, 17, 900, 3]
+
+
+def sampled(rank: int, words: list[str]) -> list[int]:
+    assert main(["sample", *words]) == 0
+    return [int(word) for word in own_output().splitlines()[-1].split()]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_the_likeliest_tokens_are_those_of_transformers(name, folder):  # noqa: F811
+    """Exact: no two tokens of these random models are nearly as likely. Without a tokenizer words are numbers."""
+    expected = made(name).generate(
+        torch.tensor([PROMPT]), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0
+    )
+    words = [str(folder(name) / "ckpt"), "--prompt", " ".join(map(str, PROMPT)), "--tokens", "12", "--temperature", "0"]
+    assert run_world(1, sampled, [*words, "--device", "cpu"]) == [expected[0].tolist()]
+
+
+@pytest.fixture
+def on_the_cpu():
+    was_installed = cpu.installed()
+    cpu.install()
+    yield
+    if not was_installed:
+        cpu.uninstall()
+
+
+def chosen(number: int, temperature: float, top_k: int | None = None, seed: int = 1, end: int | None = None):
+    """Tokens after [0], from a model whose next token is likely 1 (60 %), 2 (30 %) or 3 (10 %) after any text."""
+    seen: list[list[int]] = []
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(tokens[0].tolist())
+        return torch.tensor([0.0, 0.6, 0.3, 0.1]).log().expand(1, tokens.shape[1], 4).clone()
+
+    return list(generate(logits, [0], number, 3, temperature, top_k, seed, end)), seen
+
+
+def test_how_a_token_is_chosen(on_the_cpu):
+    assert chosen(5, 0.0)[0] == [1] * 5
+    counts = torch.bincount(torch.tensor(chosen(4000, 1.0)[0]), minlength=4) / 4000
+    assert torch.allclose(counts, torch.tensor([0.0, 0.6, 0.3, 0.1]), atol=0.03)  # seed 1: four standard deviations
+    assert set(chosen(400, 1.0, top_k=2)[0]) == {1, 2} and set(chosen(400, 5.0)[0]) == {1, 2, 3}
+    assert chosen(50, 1.0, seed=2)[0] == chosen(50, 1.0, seed=2)[0] != chosen(50, 1.0, seed=3)[0]
+
+
+def test_the_end_and_a_text_that_is_longer_than_the_model(on_the_cpu):
+    found, seen = chosen(6, 0.0)
+    assert len(found) == 6 and seen == [[0], [0, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
+    assert chosen(6, 0.0, end=1)[0] == []
