@@ -242,6 +242,7 @@ def watch(rank: int, argv: list[str]) -> Run:
         steps[0] += 1
         return result
 
+    @functools.wraps(evaluate)
     def after_training(*args, **kwargs):
         steps[0] = -1000
         return evaluate(*args, **kwargs)
