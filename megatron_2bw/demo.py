@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +34,7 @@ MODEL = """
 # Gradients that are one update late leave less room for the learning rate: at 3e-3 2BW learns more slowly.
 OPTIMIZER = "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --adam-beta2 0.95 --clip-grad 1.0".split()
 WARM_UP = 30
+FLUSH_ITERATIONS = 30  # of the run that shows what a flush costs
 
 # A tenth of the files for validation. With fewer, tables of character sets, which are easy, make up most of it.
 DATA = "--split 90,10,0 --eval-iters 10".split()
@@ -93,13 +92,16 @@ def pick_device() -> str:
     return "cuda" if torch.cuda.device_count() >= STAGES else "cpu"
 
 
-def train(command: list[str], log: Path) -> str:
-    """Run the command, its output on the screen and in `log`; return the output. Raises UserError if it fails."""
+def train(command: list[str], log: Path, shown: bool = True) -> str:
+    """Run the command, its output in `log` and on the screen; return the output. Raises UserError if it fails."""
     process = start(command)
     try:
         with open(log, "w") as file:
-            for line in fold_arguments(_copied(process.stdout, file)):
-                print(line, end="", flush=True)
+            for line in process.stdout or ():
+                file.write(line)
+                file.flush()
+                if shown:
+                    print(line, end="", flush=True)
         code = process.wait()
     finally:
         stop_tree(process, 5)
@@ -107,28 +109,6 @@ def train(command: list[str], log: Path) -> str:
     if code:
         raise UserError(f"training failed with exit code {code}: {run_log.cause(text)} (log: {_shown(log)})")
     return text
-
-
-def _copied(lines: Iterable[str], file) -> Iterator[str]:
-    for line in lines:
-        file.write(line)
-        file.flush()
-        yield line
-
-
-def fold_arguments(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, with one in place of the hundreds in which Megatron lists its arguments."""
-    folded = 0
-    for line in lines:
-        if re.match(r"  \w+ \.* ", line):  # no dots after a long name
-            folded += 1
-            continue
-        if folded:
-            yield f"  ({folded} arguments, listed in train.log)\n"
-            folded = 0
-        yield line
-    if folded:
-        yield f"  ({folded} arguments, listed in train.log)\n"
 
 
 def summarize(losses: Losses, schedule: str, iterations: int, seconds: float) -> dict:
@@ -161,6 +141,28 @@ def table(summary: dict, interval: int, folder: Path) -> str:
         "files": f"{_shown(folder)}/: summary.json, loss.png, train.log",
     }
     return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
+
+
+def mean_time(text: str, last: int) -> float | None:
+    """Milliseconds of an iteration: the mean of the lines up to iteration `last`, the first third left out."""
+    lines = [line for line in run_log.training(text) if last // 3 < line.iteration <= last]
+    times = [line.milliseconds for line in lines if line.milliseconds]
+    return sum(times) / len(times) if times else None
+
+
+def against_a_flush(options: argparse.Namespace, text: str, corpus_flags: list[str], device: str) -> str:
+    """Train the same model with a flush for a few iterations, and say how long one takes with and without."""
+    iterations = min(FLUSH_ITERATIONS, options.iterations)
+    print(f"demo.py: {iterations} iterations with a flush, to compare", flush=True)
+    command = training_command("pipedream-flush", iterations, corpus_flags, device)
+    flush = mean_time(train(command, options.out / "flush.log", shown=False), iterations)
+    ours = mean_time(text, iterations)
+    if not flush or not ours:
+        return "the log lacks the times"
+    return (
+        f"{ours:.0f} ms an iteration, {flush:.0f} with a flush (pipedream-flush, {flush / ours - 1:+.0%}); the stages' "
+        "processes share the cores of this machine"
+    )
 
 
 def draw(path: Path, losses: Losses, summary: dict) -> None:
@@ -208,7 +210,7 @@ def _empty(folder: Path) -> None:
     """Make the folder, without the results of an earlier run."""
     with file_errors(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("summary.json", "loss.png", "train.log"):
+        for name in ("summary.json", "loss.png", "train.log", "flush.log"):
             (folder / name).unlink(missing_ok=True)
 
 
@@ -224,13 +226,18 @@ def run(options: argparse.Namespace) -> None:
     device = pick_device()
     processes = f"{STAGES} stages on {STAGES} processes ({device})"
     print(f"demo.py: {options.schedule}, {processes}, {options.iterations} iterations", flush=True)
-    command = training_command(options.schedule, options.iterations, build_corpus().flags(), device)
+    corpus_flags = build_corpus().flags()
+    command = training_command(options.schedule, options.iterations, corpus_flags, device)
     begun = time.monotonic()
-    losses = parse_log(train(command, options.out / "train.log"))
+    text = train(command, options.out / "train.log")
+    losses = parse_log(text)
     summary = summarize(losses, options.schedule, options.iterations, time.monotonic() - begun)
     draw(options.out / "loss.png", losses, summary)
     write_json(options.out / "summary.json", summary, indent=2)
-    print("\n" + table(summary, log_interval(options.iterations), options.out))
+    rows = table(summary, log_interval(options.iterations), options.out)
+    if options.schedule == "2bw":
+        rows += f"\n{'against a flush':<16} {against_a_flush(options, text, corpus_flags, device)}"
+    print("\n" + rows)
 
 
 def main(argv: list[str] | None = None, prog: str = "demo.py") -> int:

@@ -18,7 +18,7 @@ def test_demo_trains_and_leaves_summary_picture_and_log(tmp_path, monkeypatch, c
 
     assert demo.main(["--iterations", "6", "--out", str(folder)]) == 0
 
-    assert sorted(file.name for file in folder.iterdir()) == ["loss.png", "summary.json", "train.log"]
+    assert sorted(file.name for file in folder.iterdir()) == ["flush.log", "loss.png", "summary.json", "train.log"]
     summary = json.loads((folder / "summary.json").read_text())
     assert list(summary) == KEYS
     assert [summary[key] for key in KEYS[:4]] == ["2bw", 2, 4, 6]
@@ -31,4 +31,5 @@ def test_demo_trains_and_leaves_summary_picture_and_log(tmp_path, monkeypatch, c
     log = (folder / "train.log").read_text()
     for text in ("iteration        6/       6 |", "validation loss at iteration 6", "lm loss:"):
         assert text in screen and text in log
+    assert "with a flush (pipedream-flush, " in screen
     assert "validation loss  " in screen and "first loss       " in screen

@@ -81,12 +81,11 @@ def test_the_command_trains_what_the_summary_says():
     assert command[-2:] == ["--data-path", "corpus"]
 
 
-def test_the_list_of_arguments_becomes_one_line():
-    arguments = ["  account ......................... None\n", "  a_name_as_long_as_the_space_for_it  None\n"]
-    lines = ["--- arguments ---\n", *arguments, "--- end ---\n", "    train:      960\n"]
-    folded = ["  (2 arguments, listed in train.log)\n"]
-    assert list(demo.fold_arguments(lines)) == [lines[0], *folded, *lines[3:]]
-    assert list(demo.fold_arguments(arguments)) == folded
+def test_the_time_of_an_iteration_leaves_the_start_out():
+    times = {1: 9000, 10: 500, 20: 100, 30: 140, 40: 700}
+    text = "".join(line(end, f" elapsed time per iteration (ms): {ms:.1f} |") for end, ms in times.items())
+    assert demo.mean_time(text, 30) == 120
+    assert demo.mean_time(line(20), 30) is None
 
 
 def test_a_failed_training_leaves_its_log_and_gives_one_line(tmp_path, capsys):
@@ -99,12 +98,11 @@ def test_a_failed_training_leaves_its_log_and_gives_one_line(tmp_path, capsys):
 
 
 def test_an_interrupted_training_is_stopped(tmp_path, monkeypatch):
-    def interrupt(lines):
-        next(lines)
+    def interrupt(*given, **options):
         raise KeyboardInterrupt
 
     stopped = []
-    monkeypatch.setattr(demo, "fold_arguments", interrupt)
+    monkeypatch.setattr(demo, "print", interrupt, raising=False)
     monkeypatch.setattr(demo, "stop_tree", lambda *given: (stop_tree(*given), stopped.append(given[0].returncode)))
     with pytest.raises(KeyboardInterrupt):
         demo.train([sys.executable, "-c", "print('up', flush=True); import time; time.sleep(60)"], tmp_path / "log")
