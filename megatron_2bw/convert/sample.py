@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from megatron_2bw import cpu
-from megatron_2bw.convert import megatron
 from megatron_2bw.errors import Parser, UserError, usage_error
 from megatron_2bw.flags.own import whole
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -36,6 +36,11 @@ def main(argv: Sequence[str], prog: str) -> int:
         usage_error(prog, f"{options.source}: there is no such folder")
     if not 0 <= options.temperature < float("inf"):
         usage_error(prog, f"--temperature {options.temperature}: it must be 0 or more")
+    import torch
+
+    from megatron_2bw import cpu
+    from megatron_2bw.convert import megatron
+
     if options.device == "cuda" and cpu.wanted("auto"):
         usage_error(prog, "--device cuda: no GPU is visible to torch; use --device cpu")
     folder = megatron.find(options.source, options.ckpt_step)
@@ -76,6 +81,10 @@ def generate(
     logits: of the next token at each place, [1, sequence, vocabulary], for tokens [1, sequence]
     limit: the longest sequence of the model, in tokens; of a longer text it sees the end
     """
+    import torch
+
+    from megatron_2bw import cpu
+
     device = "cpu" if cpu.installed() else "cuda"
     generator = torch.Generator(device).manual_seed(seed)
     text = list(prompt)

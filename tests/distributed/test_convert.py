@@ -239,9 +239,9 @@ def test_trained_weights_are_those_that_are_exported(name, folder, tmp_path):
 
 def import_and_stop(rank: int, words: list[str]) -> int:
     """The process is killed in the middle."""
-    from megatron_2bw.convert import cli
+    from megatron_2bw.convert import work
 
-    calls, make = [], cli.to_megatron
+    calls, make = [], work.to_megatron
 
     def stops(*args, **kwargs):
         calls.append(args)
@@ -249,7 +249,7 @@ def import_and_stop(rank: int, words: list[str]) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return make(*args, **kwargs)
 
-    cli.to_megatron = stops
+    work.to_megatron = stops
     return main(["convert", *words])
 
 

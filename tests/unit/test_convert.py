@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_2bw.convert import cli, config, hugging_face
+from megatron_2bw.convert import cli, config, hugging_face, work
 from megatron_2bw.convert.families import FAMILIES, PADDING_BIAS, to_hugging_face, to_megatron
 from megatron_2bw.errors import UserError
 from megatron_2bw.planner.describe.model import Model
@@ -189,8 +189,8 @@ def complaint(path: Path) -> str | None:
     }
     try:
         weights = hugging_face.Weights(path)
-        names = {name: cli._sources(found.family, name, weights) for name in shapes}
-        cli._check(found, weights, names, shapes, 10)
+        names = {name: work._sources(found.family, name, weights) for name in shapes}
+        work._check(found, weights, names, shapes, 10)
     except UserError as error:
         assert "\n" not in str(error)
         return str(error)
@@ -406,15 +406,15 @@ def test_a_tokenizer_of_another_model(folder):
         fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="w0")))
         fast.save_pretrained(path)
         if expected:
-            assert expected in cli._tokenizer_flags(path, MODEL)
+            assert expected in work._tokenizer_flags(path, MODEL)
             continue
         with pytest.raises(
             UserError, match="the tokenizer has the token 10, but the vocabulary of config.json ends at 9"
         ):
-            cli._tokenizer_flags(path, MODEL)
+            work._tokenizer_flags(path, MODEL)
     (path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="its tokenizer: cannot be loaded, "):
-        cli._tokenizer_flags(path, MODEL)
+        work._tokenizer_flags(path, MODEL)
 
 
 def test_a_mistral_is_one_if_its_configuration_is_at_hand(folder):
