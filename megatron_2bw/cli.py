@@ -61,6 +61,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words else "--help"
+    if name == "help" and words:
+        name, words = words[0], ["--help"]
     if name in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -78,7 +78,10 @@ def expand_files(argv: Sequence[str]) -> list[str]:
     for word in argv:
         if word.startswith("@"):
             with file_errors(word):
-                expanded += shlex.split(Path(word[1:]).read_text())
+                try:
+                    expanded += shlex.split(Path(word[1:]).read_text())
+                except ValueError as error:  # no text, or a quote that does not end
+                    raise UserError(f"{word}: {error}") from None
         else:
             expanded.append(word)
     return expanded

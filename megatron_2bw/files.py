@@ -68,7 +68,7 @@ def read_yaml(path: str | os.PathLike) -> Any:
     try:
         text = Path(path).read_text("utf-8")
         return json.loads(text) if Path(path).suffix == ".json" else yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
 

@@ -106,6 +106,8 @@ def shares(args: Args) -> str | None:
     shares = args.split.replace("/", ",").split(",")
     if len(shares) > 3 or not all(_is_number(share) and float(share) >= 0 for share in shares):
         return f"--split {args.split}: give three shares for training, validation and test, such as 98,1,1"
+    if not 0 < sum(map(float, shares)) < math.inf:
+        return f"--split {args.split}: the shares must have a sum above 0"
     if not float(shares[0]) and not args.skip_train:
         return f"--split {args.split} leaves nothing to train on: the first share must be greater than 0"
     return None

@@ -21,11 +21,12 @@ from typing import Any, NoReturn
 
 from megatron_2bw.errors import did_you_mean
 from megatron_2bw.flags.checks import checkpoint, hub, spec, torch_version
-from megatron_2bw.flags.parse import NO_GPU, RULES, prepare
+from megatron_2bw.flags.parse import RULES, prepare
 from megatron_2bw.flags.rule import Rule
 
 TABLE = Path(__file__).with_name("megatron_flags.json")
 LATER = (torch_version, spec, hub, checkpoint)  # they import packages, ask a server, or read a whole checkpoint
+DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL, of AMD
 KINDS = {"int": int, "float": float, "str": str, "other": str}
 
 
@@ -38,9 +39,7 @@ def mistakes(argv: Sequence[str], task: str, world: int) -> list[str]:
     if table()["megatron-core"] != importlib.metadata.version("megatron-core") or {"-h", "--help"} & {*argv}:
         return []
     found = [_mistakes(list(argv), task, world, cpu) for cpu in assumptions(argv)]
-    if not found:
-        return [NO_GPU]
-    return [line for line in found[0] if all(line in lines for lines in found)]
+    return [line for line in found[0] if all(line in lines for lines in found)] if found else []
 
 
 @functools.cache
@@ -49,10 +48,12 @@ def table() -> dict[str, Any]:
 
 
 def assumptions(argv: Sequence[str]) -> tuple[bool, ...]:
-    """Whether the run computes on the CPU, or both if only torch knows; () for --device cuda without a driver."""
-    device = next((word.partition("=")[2] for word in argv if word.startswith("--device=")), "auto")
-    device = dict(zip(argv, argv[1:])).get("--device", device)
-    driver = os.path.exists("/proc/driver/nvidia") or os.path.exists("/dev/nvidiactl")
+    """Whether the run computes on the CPU, or both if only torch knows; () for --device cuda without a known driver."""
+    device = "auto"
+    for word, value in zip(argv, [*argv[1:], ""]):
+        name, _, given = word.partition("=")
+        device = (given or value) if name == "--device" else device
+    driver = any(map(os.path.exists, DRIVERS))
     if device == "cuda":
         return (False,) if driver else ()
     return (True, False) if driver and device == "auto" else (True,)
@@ -131,9 +132,7 @@ def _broken(args: argparse.Namespace, argv: list[str]) -> list[str]:
             continue
         try:
             line = rule.message(args, argv) if isinstance(rule, Rule) else rule(args)
-        except Exception:  # a rule may rely on what an earlier one has found to be right
-            if not lines:
-                raise
+        except Exception:  # a rule may rely on what an earlier one has found to be right; the whole check follows
             continue
         flags = set(re.findall(r"--[\w-]+", line or ""))
         if line and not flags & named:

@@ -26,7 +26,6 @@ from megatron_2bw.flags.rule import Rule, installed, on_cpu
 from megatron_2bw.schedules import SCHEDULES
 
 Stop = Callable[[str], NoReturn]
-NO_GPU = "--device cuda: no GPU is visible to torch; use --device cpu"
 
 # In the order in which a run looks at them.
 RULES = (torch_version, *unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED, *NO_EFFECT)
@@ -46,7 +45,7 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
     if message := torch_version():  # before Megatron is imported, which may fail with it
         stop(message)
     if early.device == "cuda" and cpu.wanted("auto"):
-        stop(NO_GPU)
+        stop("--device cuda: no GPU is visible to torch; use --device cpu")
     return early
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shlex
 import signal
@@ -30,7 +31,7 @@ from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, environment
 
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 OWN = ("-h", "--help", "--nproc", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--dry-run")
-DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
+DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
 PATIENCE = 30  # seconds that the other ranks have to end after one has failed, as with torchrun
 
 EVALUATE = (
@@ -69,6 +70,8 @@ def evaluate(argv: Sequence[str], prog: str) -> int:
     parser.add_argument("file", metavar="CKPT", help="a run's --save")
     _add_hosts(parser)
     known, typed = _split(parser, argv)
+    if not known.file or any(word.partition("=")[0] == "--load" for word in typed):
+        usage_error(prog, "CKPT is the checkpoint to load: name its folder, and leave --load out")
     return _run(prog, known, merged([*EVALUATE, "--load", known.file], typed), None)
 
 
@@ -85,16 +88,17 @@ def _add_hosts(parser: Parser) -> None:
 
 def _split(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's options, and the flags of the run. The words before the first flag are this command's."""
-    head, *groups = [[], *_groups(argv)] if argv and argv[0].startswith(("-", "@")) else _groups(argv) or [[]]
+    argv = expand_files(argv)
+    head, *groups = [[], *_groups(argv)] if argv and argv[0].startswith("-") else _groups(argv) or [[]]
     own = [group for group in groups if group[0].partition("=")[0] in OWN]
-    return parser.parse_args([*head, *_flat(own)]), expand_files(_flat(group for group in groups if group not in own))
+    return parser.parse_intermixed_args([*head, *_flat(own)]), _flat(group for group in groups if group not in own)
 
 
 def _groups(words: Iterable[str]) -> list[list[str]]:
     """Each flag with its values; a first group may have no flag."""
     groups: list[list[str]] = []
     for word in words:
-        if word.startswith(("--", "@")) or word == "-h" or not groups:
+        if word.startswith("--") or word == "-h" or not groups:
             groups.append([])
         groups[-1].append(word)
     return groups
@@ -120,49 +124,67 @@ def _of_file(path: Path, task: str, typed: Sequence[str]) -> tuple[list[str], in
     words: list[str] = []
     for name, value in content.items():
         flag = "--" + name.removeprefix("--").replace("_", "-")
-        if value is False or isinstance(value, dict):
+        values = [] if value is True else list(map(str, value if isinstance(value, list) else [value]))
+        if value is None or value is False or value == [] or isinstance(value, dict):
             raise UserError(f"{path}: {name}: leave it out, or name the flag that switches it off")
-        values = [] if value is True or value is None else value if isinstance(value, list) else [value]
-        words += [flag, *map(str, values)]
+        if flag in OWN or any(word.startswith("@") for word in values):
+            raise UserError(f"{path}: {name}: give it on the command line")
+        if flag in words:
+            raise UserError(f"{path}: {name}: it is given twice")
+        words += [flag, *values]
     return words, None
 
 
 def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str]) -> tuple[list[str], int | None]:
     try:
         kind, run, plan = content["model"]["kind"], content["run"], content["plans"][0]
-        words, gpus = [*run["model"], *plan["flags"], *plan["training"]], plan["tensor"] * plan["depth"] * plan["width"]
+        words = [str(word) for word in (*run["model"], *plan["flags"], *plan["training"])]
+        data, save = list(map(str, run["data"])), ["--save-interval", str(plan["save_interval"])]
+        gpus = plan["tensor"] * plan["depth"] * plan["width"]
+        if not isinstance(gpus, int) or gpus < 1:
+            raise TypeError
     except (KeyError, IndexError, TypeError):
         raise UserError(f"{path}: it is no plan of this release: make it again with megatron-2bw plan --json") from None
     if kind != task:
         raise UserError(f"{path}: it is the plan of a {kind}: train {kind}")
     if any(word.partition("=")[0] == "--save" for word in typed):
-        words += ["--save-interval", str(plan["save_interval"])]
+        words += save
     if not any(word.partition("=")[0] in DATA for word in typed):
-        print("> no --data-path: training on mock data, random tokens", flush=True)
-        words += run["data"]
+        if "--mock-data" not in typed:
+            print("> no --data-path: training on mock data, random tokens", flush=True)
+        words += data
     return words, gpus
 
 
 def _hosts(prog: str, known: argparse.Namespace) -> tuple[int, int, str]:
     """The number of hosts, the number of this one, and the first host's name."""
-    step = "SLURM_STEP_ID" in os.environ and known.nnodes is None
-    nnodes = known.nnodes or (int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if step else 1)
-    rank, first = known.node_rank, known.master_addr
+    nnodes, rank, first = known.nnodes or 1, known.node_rank, known.master_addr
+    if "SLURM_STEP_ID" in os.environ and known.nnodes is None:
+        try:
+            nnodes, rank, first = _slurm_step(prog, rank, first)
+        except (KeyError, ValueError, IndexError, OSError, subprocess.SubprocessError) as error:
+            why = f"the Slurm step's variables are incomplete ({error!r})"
+            usage_error(prog, f"{why}: give --nnodes, --node-rank and --master-addr")
     if nnodes == 1:
         if rank or first:
             usage_error(prog, f"{'--node-rank' if rank else '--master-addr'} needs --nnodes: add it, or leave it out")
         return 1, 0, "127.0.0.1"
-    if step:
-        if os.environ.get("SLURM_STEP_NUM_TASKS") != str(nnodes):
-            usage_error(prog, "start one task on each node: srun --ntasks-per-node 1")
+    if rank is None or not first:
+        usage_error(prog, "--nnodes needs --node-rank and --master-addr: add them")
+    if not rank < nnodes:
+        usage_error(prog, f"--node-rank {rank} must be below --nnodes {nnodes}")
+    return nnodes, rank, first
+
+
+def _slurm_step(prog: str, rank: int | None, first: str | None) -> tuple[int, int | None, str | None]:
+    nnodes = int(os.environ["SLURM_STEP_NUM_NODES"])
+    if int(os.environ["SLURM_STEP_NUM_TASKS"]) != nnodes:
+        usage_error(prog, "start one task on each node: srun --ntasks-per-node 1")
+    if nnodes > 1:
         rank = int(os.environ["SLURM_NODEID"]) if rank is None else rank
         if first is None:
             show = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
             first = subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()[0]
-    if rank is None or first is None:
-        usage_error(prog, "--nnodes needs --node-rank and --master-addr: add them")
-    if not rank < nnodes:
-        usage_error(prog, f"--node-rank {rank} must be below --nnodes {nnodes}")
     return nnodes, rank, first
 
 
@@ -192,12 +214,13 @@ def _run(prog: str, known: argparse.Namespace, flags: list[str], gpus: int | Non
 
 def _product(flags: Sequence[str]) -> int:
     """Stages x tensor ranks x context ranks; a word that is no number is reported later."""
-    total = 1
+    sizes: dict[str, int] = {}  # of a flag that is typed twice the last counts
     for group in _groups(flags):
         name, _, value = group[0].partition("=")
-        value = value or (group[1] if len(group) > 1 else "")
-        total *= int(value) if name in SIZES and value.isdecimal() and int(value) else 1
-    return total
+        if name in SIZES:
+            with contextlib.suppress(ValueError):
+                sizes[name] = max(int(value or "".join(group[1:2])), 1)
+    return math.prod(sizes.values())
 
 
 def _without_libraries(flags: Sequence[str]) -> list[str]:
@@ -223,39 +246,42 @@ def run_ranks(prog: str, command: Sequence[str], number: int) -> int:
         )
         for rank in range(number)
     ]
+    patience = float(PATIENCE)
     try:
         status = _wait(prog, ranks)
     except KeyboardInterrupt:  # the terminal has sent it to the ranks, too
         status = 130
     except SystemExit as end:  # of a signal
+        status = int(end.code or 1)
         for rank in ranks:
             rank.terminate()
-        for rank in ranks:
-            rank.wait()
-        status = int(end.code or 1)
+        try:
+            _wait(prog, ranks, -signal.SIGTERM)
+        except SystemExit:
+            patience = 0.0
     finally:
-        _end(ranks)
+        _end(ranks, patience)
     return status
 
 
-def _wait(prog: str, ranks: list[subprocess.Popen]) -> int:
+def _wait(prog: str, ranks: list[subprocess.Popen], expected: int = 0) -> int:
     while True:
         ended = [rank.poll() for rank in ranks]
         if failed := [number for number, status in enumerate(ended) if status]:
             status = ended[failed[0]]
-            if status < 0:
-                report(prog, f"rank {failed[0]} was killed by {signal.Signals(-status).name}")
+            if status < 0 and status != expected:
+                report(prog, f"rank {failed[0]} was ended by signal {-status} ({signal.strsignal(-status)})")
             return 128 - status if status < 0 else status
         if None not in ended:
             return 0
         time.sleep(0.05)
 
 
-def _end(ranks: list[subprocess.Popen]) -> None:
-    """The ranks that still run have PATIENCE after a SIGTERM."""
+def _end(ranks: list[subprocess.Popen], patience: float) -> None:
+    """The ranks that still run have `patience` seconds after a SIGTERM."""
     for rank in ranks:
         rank.terminate()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     for rank in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.wait(max(0.0, deadline - time.monotonic()))

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,12 @@ def test_a_yaml_file_holds_megatrons_flags(tmp_path, capsys):
     [
         ("lr: 1e-3\nlr: 2e-3\n", "a key is given twice"),
         ("bf16: false\n", "bf16: leave it out"),
+        ("bf16:\n", "bf16: leave it out"),
+        ("data-path: []\n", "data-path: leave it out"),
+        ("nproc: 4\n", "nproc: give it on the command line"),
+        ("wandb-exp-name: '@name'\n", "wandb-exp-name: give it on the command line"),
+        ("num-layers: 4\nnum_layers: 8\n", "num_layers: it is given twice"),
+        ("[" * 5000, "recursion"),
         ("- lr\n", "neither a plan"),
         ("lr: [", "line"),
         ('plans: [{"flags": []}]', "no plan of this release"),
@@ -124,6 +131,29 @@ def test_a_file_that_is_neither(text, expected, tmp_path, capsys):
     path.write_text(text)
     status, _, lines = ended(["train", "gpt", str(path)], capsys)
     assert status and len(lines) == 1 and expected in lines[0]
+
+
+def test_mock_data_may_be_typed_beside_a_plan(plan, capsys):
+    flags = dry(["train", "gpt", str(plan), "--mock-data", "--device", "cpu", "--transformer-impl", "local"], capsys)
+    assert flags.count("--mock-data") == 1 and "NullTokenizer" in flags
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.pop("run"),
+        lambda content: content["run"].pop("data"),
+        lambda content: content["plans"][0].pop("save_interval"),
+        lambda content: content["plans"][0].update(depth="2"),
+        lambda content: content["plans"][0].update(depth=-2),
+    ],
+)
+def test_a_damaged_plan(damage, plan, tmp_path, capsys):
+    content = json.loads(plan.read_text())
+    damage(content)
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    status, _, lines = ended(["train", "gpt", str(tmp_path / "plan.json"), "--save", "x"], capsys)
+    assert status and len(lines) == 1 and "it is no plan of this release" in lines[0]
 
 
 def test_the_plan_of_a_gpt_trains_no_bert(plan, capsys):
@@ -150,7 +180,9 @@ def test_the_number_of_ranks(monkeypatch, capsys):
     flags = [*FLAGS, "--mock-data", "--pipeline-schedule", "2bw", "--global-batch-size", "8"]
     for more in ([], ["--pipeline-model-parallel-size=2"], ["--pipeline-model-parallel-size", "2", "--nproc", "4"]):
         assert cli.main(["train", "gpt", *flags, *more]) == 0
-    assert started == [1, 2, 4]
+    twice = ["--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-size=2"]  # the last counts
+    assert cli.main(["train", "gpt", *flags, *twice]) == 0
+    assert started == [1, 2, 4, 2]
     status, _, lines = ended(["train", "gpt", *flags, "--pipeline-model-parallel-size", "2", "--nproc", "3"], capsys)
     assert status == 2 and "--pipeline-model-parallel-size 2" in lines[0]
 
@@ -180,6 +212,9 @@ def test_several_hosts_start_torchrun(monkeypatch, capsys):
         (["--nnodes", "2"], {}, "--nnodes needs --node-rank and --master-addr"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], {}, "--node-rank 2 must be below --nnodes 2"),
         ([], SLURM | {"SLURM_STEP_NUM_TASKS": "8"}, "start one task on each node"),
+        ([], SLURM | {"SLURM_STEP_NUM_NODES": "1"}, "start one task on each node"),
+        ([], SLURM, "SLURM_STEP_NODELIST"),
+        ([], SLURM | {"SLURM_NODEID": "x"}, "variables are incomplete"),
     ],
 )
 def test_hosts_that_do_not_fit(argv, variables, expected, monkeypatch, capsys):
@@ -196,6 +231,24 @@ def test_an_evaluation_takes_the_model_from_the_checkpoint(tmp_path, monkeypatch
     assert flags.count("--eval-iters") == 1 and flags[flags.index("--load") + 1] == str(tmp_path)
 
 
+@pytest.mark.parametrize("argv", [[""], ["checkpoints", "--load", "other"], ["checkpoints", "--load=other"]])
+def test_an_evaluation_has_one_checkpoint(argv, capsys):
+    status, _, lines = ended(["evaluate", "gpt", *argv], capsys)
+    assert status == 2 and "leave --load out" in lines[0]
+
+
+@pytest.mark.parametrize("text", ["--wandb-exp-name 'open", b"\xff\xfe"])
+def test_a_file_of_words_that_cannot_be_read(text, tmp_path, capsys):
+    (tmp_path / "flags").write_bytes(text if isinstance(text, bytes) else text.encode())
+    status, _, lines = ended(["train", "gpt", f"@{tmp_path}/flags"], capsys)
+    assert status and len(lines) == 1 and f"@{tmp_path}/flags: " in lines[0]
+
+
+def test_the_file_may_stand_behind_this_commands_options(plan, capsys):
+    more = ["--device", "cpu", "--transformer-impl", "local"]
+    assert "--num-layers" in dry(["train", "gpt", "--nproc", "2", str(plan), *more], capsys)
+
+
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +257,29 @@ def test_the_first_failure_ends_the_other_ranks(capfd):
     assert train.run_ranks("prog", [sys.executable, "-c", code], 3) == 3
     code = "import os, signal, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '0' else time.sleep(600)"
     assert train.run_ranks("prog", [sys.executable, "-c", code], 2) == 137
-    assert "prog: error: rank 0 was killed by SIGKILL" in capfd.readouterr().err
+    assert "prog: error: rank 0 was ended by signal 9 (Killed)" in capfd.readouterr().err
+    code = code.replace("9)", "40)")  # of real time
+    assert train.run_ranks("prog", [sys.executable, "-c", code], 2) == 168
+
+
+def test_sigterm_reaches_the_ranks_and_a_rank_that_hangs_is_ended(tmp_path):
+    """Rank 0 ends as after a save; rank 1 ignores the signal, as one that waits for a lost peer."""
+    rank = (
+        "import os, signal, sys, time\n"
+        "leave = lambda *given: sys.exit(7)\n"
+        "signal.signal(signal.SIGTERM, leave if os.environ['RANK'] == '0' else signal.SIG_IGN)\n"
+        f"open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w').close()\ntime.sleep(600)"
+    )
+    code = (
+        "import sys; from megatron_2bw.processes import exit_on_signals; from megatron_2bw.start import train\n"
+        "train.PATIENCE = 0.5; exit_on_signals()\n"
+        f"sys.exit(train.run_ranks('prog', [sys.executable, '-c', {rank!r}], 2))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.05)
+    parent.terminate()
+    assert parent.wait(120) == 143
 
 
 def test_what_the_ranks_are_given(tmp_path):

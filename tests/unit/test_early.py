@@ -45,6 +45,23 @@ def test_other_releases_of_megatron_are_checked_later(monkeypatch):
     assert early.mistakes(["--no-such-flag"], "gpt", 1) == []
 
 
+@pytest.mark.parametrize(
+    ("argv", "drivers", "expected"),
+    [
+        ([], (), (True,)),
+        ([], ("/dev/dxg",), (True, False)),
+        (["--device", "cuda"], (), ()),
+        (["--device", "cuda"], ("/dev/nvidiactl",), (False,)),
+        (["--device", "cuda", "--device=cpu"], (), (True,)),
+        (["--device=cpu", "--device", "cuda"], ("/dev/kfd",), (False,)),
+    ],
+)
+def test_where_a_run_computes(argv, drivers, expected, monkeypatch):
+    """Nothing is refused for a GPU that only torch can find."""
+    monkeypatch.setattr(os.path, "exists", lambda path: path in drivers)
+    assert early.assumptions(argv) == expected
+
+
 WRONG = [
     (["--num-layer", "4"], ["unrecognized arguments: --num-layer 4 (did you mean --num-layers?)"]),
     (
