@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from megatron_2bw.errors import did_you_mean
 from megatron_2bw.flags.checks import checkpoint, hub, spec, torch_version
-from megatron_2bw.flags.parse import RULES, prepare
+from megatron_2bw.flags.parse import prepare, rules
 from megatron_2bw.flags.rule import Rule
 
 TABLE = Path(__file__).with_name("megatron_flags.json")
@@ -127,7 +127,7 @@ def _without(words: list[str], names: Sequence[str]) -> list[str]:
 def _broken(args: argparse.Namespace, argv: list[str]) -> list[str]:
     lines: list[str] = []
     named: set[str] = set()
-    for rule in RULES:
+    for rule in rules():
         if rule in LATER:
             continue
         try:

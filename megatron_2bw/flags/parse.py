@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -27,8 +27,6 @@ from megatron_2bw.schedules import SCHEDULES
 
 Stop = Callable[[str], NoReturn]
 
-# In the order in which a run looks at them.
-RULES = (torch_version, *unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED, *NO_EFFECT)
 
 
 def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Namespace:
@@ -153,13 +151,18 @@ def processes(environment: Mapping[str, str], stop: Stop) -> int:
     return int(numbers["WORLD_SIZE"])
 
 
+def rules() -> Iterator[Rule | Callable[[argparse.Namespace], str | None]]:
+    """All rules, in the order in which a run looks at them."""
+    yield from (torch_version, *unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED, *NO_EFFECT)
+
+
 def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -> None:
     """Stop with one line at the first flag that cannot be honoured, and at the first mistake.
 
     argv: the words that `args` were parsed from (default: the command line).
     """
     argv = sys.argv[1:] if argv is None else argv
-    for rule in RULES:
+    for rule in rules():
         message = rule.message(args, argv) if isinstance(rule, Rule) else rule(args)
         if message:
             stop(message)

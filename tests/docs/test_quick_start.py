@@ -62,9 +62,9 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", LAPTOP, re.S)
 def test_the_page_has_these_blocks():
     assert [block.split()[0:3:2] for block in BLOCKS] == [
         ["mkdir", "out/mine"],
-        ["python", "--task"],
-        ["torchrun", "1"],
-        ["python", "--task"],
+        ["megatron-2bw", "--task"],
+        ["megatron-2bw", "gpt"],
+        ["megatron-2bw", "--task"],
     ]
 
 
@@ -73,6 +73,7 @@ def test_gpt(copy):
     assert trained.count("lm loss:") == 5 and "bubble:" in trained
     evaluated = run(BLOCKS[2], copy)
     assert losses(evaluated, "test set") == losses(trained, "test set") != []
+    assert evaluated.splitlines()[-1].startswith("The pipeline")
 
 
 def test_bert(copy):
