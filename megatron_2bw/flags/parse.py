@@ -28,7 +28,6 @@ from megatron_2bw.schedules import SCHEDULES
 Stop = Callable[[str], NoReturn]
 
 
-
 def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Namespace:
     """This project's flags, read before Megatron is imported and CUDA starts; and the `task`, "gpt" or "bert"."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
