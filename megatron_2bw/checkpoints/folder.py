@@ -120,6 +120,13 @@ def same_folder(one: str | None, other: str | None) -> bool:
     return bool(one and other) and "://" not in one and os.path.realpath(one) == os.path.realpath(other)
 
 
+def source(args) -> tuple[str, str | None]:
+    """The flag whose folder a run with these arguments loads, by Megatron's choice, and the folder."""
+    own = args.load and os.path.isfile(Path(args.load, TRACKER))
+    flag = "--load" if own or not args.pretrained_checkpoint else "--pretrained-checkpoint"
+    return flag, args.load if flag == "--load" else args.pretrained_checkpoint
+
+
 def _is_whole(checkpoint: Path) -> bool:
     """Whether it has the last file of a distributed format, or the files of the older format."""
     last = any(Path(checkpoint, file).is_file() for file in ("metadata.json", ".metadata"))

@@ -30,7 +30,7 @@ from megatron.training.async_utils import is_empty_async_queue
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_2bw.checkpoints import owner
-from megatron_2bw.checkpoints.folder import latest_iteration, restore_old, same_folder, set_aside_old
+from megatron_2bw.checkpoints.folder import latest_iteration, restore_old, same_folder, set_aside_old, source
 from megatron_2bw.checkpoints.loadable import obstacle
 from megatron_2bw.checkpoints.optimizer_state import (
     complete_optimizer,
@@ -204,23 +204,24 @@ class Checkpoints:
 
         @functools.wraps(original)
         def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
+            flag, folder = source(get_args())
             if same_folder(get_args().load, get_args().save) and dist.get_rank() == 0:
                 owner.hold(get_args().save)
                 restore_old(get_args().save)
-            if dist.get_rank() == 0 and writable_by_all(get_args().load):
-                print(f"> --load {get_args().load}: every user can exchange the files there (chmod o-w)", flush=True)
+            if dist.get_rank() == 0 and folder and writable_by_all(folder):
+                print(f"> {flag} {folder}: every user can exchange the files there (chmod o-w)", flush=True)
             dist.barrier()
             try:
                 iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
             except Refused as error:
-                raise UserError(f"--load {get_args().load}: {error}") from error
+                raise UserError(f"{flag} {folder}: {error}") from error
             except (CheckpointException, CheckpointingException) as error:  # the first is a BaseException
-                raise UserError(f"--load {get_args().load}: it does not fit this run: {_causes(error)}") from error
+                raise UserError(f"{flag} {folder}: it does not fit this run: {_causes(error)}") from error
             except AssertionError as error:
                 if "OptimizerParamScheduler" not in str(error):
                     raise
                 raise UserError(
-                    f"--load {get_args().load}: the learning rate's course is another than that of the checkpoint "
+                    f"{flag} {folder}: the learning rate's course is another than that of the checkpoint "
                     f"({error}): give --override-opt-param-scheduler to follow this command line, or "
                     "--use-checkpoint-opt-param-scheduler"
                 ) from error

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from megatron_2bw import sizes
-from megatron_2bw.checkpoints.folder import TRACKER, problem, same_folder
+from megatron_2bw.checkpoints.folder import TRACKER, problem, same_folder, source
 from megatron_2bw.data import indexed
 from megatron_2bw.flags.combinations import EXCLUSIVE, MISSING, NEEDS, PACKAGES, RANGES, RECOMPUTE
 from megatron_2bw.flags.rule import Args, Rule, installed, line, task, value
@@ -267,9 +267,7 @@ def checkpoint(args: Args) -> str | None:
             "--ckpt-step does not work with --ckpt-format torch and --use-distributed-optimizer: Megatron 0.19 would "
             f"load the latest optimizer state; write the iteration into {TRACKER} instead"
         )
-    own = args.load and os.path.isfile(Path(args.load, TRACKER))
-    flag = "--load" if own or not args.pretrained_checkpoint else "--pretrained-checkpoint"  # Megatron's choice
-    path = value(args, flag)
+    flag, path = source(args)
     there = path and "://" not in path and (args.ckpt_step or os.path.isfile(Path(path, TRACKER)))
     if there and os.environ.get("RANK", "0") == "0":
         fault = problem(path, args.ckpt_step, same_folder(path, args.save), args.ckpt_format)

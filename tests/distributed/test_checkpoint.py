@@ -318,6 +318,8 @@ def test_fine_tuning_starts_from_the_newest_weights(saved):
     runs = [resume(saved, "--finetune", schedule=schedule) for schedule in ("2bw", "megatron")]
     assert runs[0].iterations == runs[1].iterations == [1, 2, 3, 4, 5, 6]
     assert runs[0].losses[0] == runs[1].losses[0], "Megatron's own first batch runs on them"
+    argv = [*saved.argv, "--pretrained-checkpoint", str(saved.folder), "--ckpt-step", str(SAVED)]
+    assert run_pipeline(argv, 2)[-1].losses == runs[0].losses, "without --load"
 
 
 def no_time_left(model, optimizer) -> None:

@@ -87,7 +87,7 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
 
     def observed_setup(*args, **kwargs):
         model, optimizer, scheduler = setup(*args, **kwargs)
-        if not checkpoint_exists(get_args().load):
+        if not (checkpoint_exists(get_args().load) or get_args().pretrained_checkpoint):
             for chunk in model:
                 initialise(chunk)
             optimizer.reload_model_params()
