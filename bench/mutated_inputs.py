@@ -70,11 +70,11 @@ TABLE = f"""
 4  -            0   scripts/slurm/sweep.py submit --figure 6 --out sw --dry-run
 4  sw           0.7 scripts/slurm/sweep.py collect --out sw --warm-up 1
 1  sw           0.7 scripts/slurm/sweep.py status --out sw
-3  -            0   scripts/slurm/flags.py --kind gpt --model gpt-355m --servers 1 --processes 8 --precision bf16
-4  plan.json    0.7 scripts/slurm/flags.py --kind gpt --plan plan.json --servers 1 --processes 8
-2  st           0.4 scripts/slurm/status.py start {STATUS}
-2  st           0.4 scripts/slurm/status.py end {STATUS}
-2  st           0.7 scripts/slurm/status.py show st
+3  -            0   megatron_2bw/slurm/flags.py --kind gpt --model gpt-355m --servers 1 --processes 8 --precision bf16
+4  plan.json    0.7 megatron_2bw/slurm/flags.py --kind gpt --plan plan.json --servers 1 --processes 8
+2  st           0.4 megatron_2bw/slurm/status.py start {STATUS}
+2  st           0.4 megatron_2bw/slurm/status.py end {STATUS}
+2  st           0.7 megatron_2bw/slurm/status.py show st
 2  trace        0.8 megatron_2bw.timelines.trace trace
 1  -            0   scripts/demo.py --iterations 4 --schedule gpipe --out demo
 """
@@ -211,8 +211,8 @@ def prepared() -> Iterator[None]:
 def _write(folder: Path) -> None:
     from megatron_2bw.convergence.options import grid, parse
     from megatron_2bw.planner.describe.cluster import PRESETS, to_yaml
+    from megatron_2bw.slurm import status
     from scripts.paper_data import Run, panels
-    from scripts.slurm import status
 
     def put(name: str, content: Any) -> None:
         path = folder / name

@@ -52,6 +52,11 @@ COMMANDS = {
         "the losses with and without 2BW's delay",
         "convergence NAME --lr 3e-4,3e-3 --seeds 1,2,3",
     ),
+    "slurm": (
+        "megatron_2bw.slurm.status:main",
+        "the script of a Slurm job, and the states of jobs",
+        "slurm script gpt",
+    ),
     "demo": ("megatron_2bw.demo:main", "train a small GPT for two minutes", "demo"),
     "gpu-check": ("megatron_2bw.gpu_check.runner:main", "the schedules on this machine's GPUs", "gpu-check"),
     "doctor": ("megatron_2bw.start.doctor:main", "what is installed, and what it means for a run", "doctor"),

@@ -32,11 +32,12 @@ from megatron_2bw.convergence.plot import COLOURS
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, run_program, split_flags, words
 from megatron_2bw.files import write_figure, write_json, write_whole
 from megatron_2bw.processes import exit_on_signals
+from megatron_2bw.slurm import status
 from megatron_2bw.start.torchrun import ROOT
 from scripts import paper
 from scripts.finetune_tasks import SMALL, TASKS
 from scripts.paper_data import PAPER, grid
-from scripts.slurm import status, sweep
+from scripts.slurm import sweep
 
 VALUES = PAPER["figures"]["table2"]["values"]
 LABELS = ("vanilla", "vanilla-90", *convergence_options.VARIANTS[1:])

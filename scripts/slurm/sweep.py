@@ -35,10 +35,10 @@ from megatron_2bw.files import set_aside, write_json, write_whole
 from megatron_2bw.planner.describe.cluster import described
 from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.slurm import status
 from megatron_2bw.start.torchrun import ROOT
 from scripts.paper_data import PAPER, SYSTEMS, Panel, Run, grid, panels
 from scripts.paper_picture import draw
-from scripts.slurm import status
 
 AGAIN = ("failed", "timeout")  # out of memory is a result
 UNCORRECTED = ("--two-bw-correction", "none", "--two-bw-sync-iterations", "0")  # as in the paper

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_2bw.slurm import status
+from megatron_2bw.slurm.status import Outcome
 from scripts.paper_data import grid, panels
-from scripts.slurm import status
-from scripts.slurm.status import Outcome
 from tests.e2e.launcher import ROOT
 
 

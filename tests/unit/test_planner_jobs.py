@@ -166,7 +166,7 @@ def test_torchrun_takes_the_options_of_the_job(tmp_path):
     # What saves must have ended before Slurm kills, and torchrun must not kill it long before that.
     (notice,) = (int(option.partition("@")[2]) for option in SBATCH if option.startswith("--signal=B:TERM@"))
     words = (tmp_path / "words").read_text().splitlines()
-    assert 30 < int(words[words.index(f"{ROOT}/scripts/slurm/node.sh") + 2]) < notice
+    assert 30 < int(words[words.index(f"{ROOT}/megatron_2bw/slurm/node.sh") + 2]) < notice
     status = json.loads((tmp_path / "logs" / "job-71234" / "status.json").read_text())
     assert [entry["status"] for entry in status["history"]] == ["running", "completed"]
 
@@ -178,7 +178,7 @@ def test_only_a_torchrun_that_can_wait_is_given_the_seconds_to_save(waits, tmp_p
     torchrun.write_text(f"import sys; print(sys.argv[1:])  # {'--shutdown-timeout' if waits else ''}")
     for folder in (tmp_path / "torch", torchrun.parent):
         (folder / "__init__.py").touch()
-    command = ["bash", ROOT / "scripts" / "slurm" / "node.sh", sys.executable, "77", "--max-restarts", "1"]
+    command = ["bash", ROOT / "megatron_2bw" / "slurm" / "node.sh", sys.executable, "77", "--max-restarts", "1"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     seconds = ["--shutdown-timeout", "77"] if waits else []

@@ -1,4 +1,4 @@
-"""scripts/slurm without Slurm: what an ended start is called, the status file, the flags, the batch shell's faults."""
+"""The room slurm without Slurm: what an ended start is called, the status file, the flags, the batch shell's faults."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_2bw.errors import UserError
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.planner.tell import training
 from megatron_2bw.planner.tell.jobs import SBATCH
-from scripts.slurm import flags, status
-from scripts.slurm.status import IDLE_STARTS, OPEN, WORDS, Facts, Outcome, decide
+from megatron_2bw.slurm import flags, status
+from megatron_2bw.slurm.status import IDLE_STARTS, OPEN, WORDS, Facts, Outcome, decide
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts" / "slurm"
+SCRIPTS = ROOT / "megatron_2bw" / "slurm"
 HALF = " iteration        5/      10 | consumed samples: 40 | lm loss: 4.0E+00 |\n"
 WHOLE = HALF + " iteration       10/      10 | consumed samples: 80 | lm loss: 3.0E+00 |\n"
 LEFT = HALF + "[exiting program after receiving SIGTERM.] datetime: 2026-01-01\n"
@@ -576,9 +576,19 @@ def test_a_status_file_that_cannot_be_written_does_not_end_the_batch_shell(comma
     assert ("scontrol requeue 7" in (tmp_path / "called").read_text()) == requeued
 
 
-def test_outside_the_clone_it_says_where_to_submit(tmp_path):
-    done = batch(tmp_path, MEGATRON_2BW=None)
-    assert done.returncode == 2 and "submit from the clone, or give MEGATRON_2BW=the clone" in done.stderr
+def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submit(tmp_path):
+    done = batch(tmp_path, MEGATRON_2BW=None, JOB_PYTHON=sys.executable, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert f"{ROOT}/megatron_2bw/slurm/node.sh" in (tmp_path / "words").read_text()
+    done = batch(tmp_path, MEGATRON_2BW=None, JOB_PYTHON=python(tmp_path, "exit 1"))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("submit from the clone or in the environment of megatron_2bw")
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_the_command_names_the_script(kind, capsys):
+    assert status.main(["script", kind]) == 0
+    assert Path(capsys.readouterr().out.strip()) == ROOT / "megatron_2bw" / "slurm" / f"pretrain_{kind}_2bw.sbatch"
 
 
 def test_srun_has_the_words_of_srun_args_before_the_command(tmp_path):

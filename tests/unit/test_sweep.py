@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.slurm import status
+from megatron_2bw.slurm.status import Outcome
 from scripts.paper_data import SYSTEMS, Panel, Run, grid, panels
 from scripts.paper_picture import draw
-from scripts.slurm import status, sweep
-from scripts.slurm.status import Outcome
+from scripts.slurm import sweep
 from scripts.slurm.sweep import bars, measured
 
 PANELS = panels("6") + panels("7")

@@ -18,7 +18,7 @@ from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell import training
 
-# Of every job script, also those of scripts/slurm. Slurm signals the script 120 s before the time limit.
+# Of every job script, also those of megatron_2bw/slurm. Slurm signals the script 120 s before the time limit.
 SBATCH = (
     "--ntasks-per-node=1 --exclusive --time=24:00:00 --signal=B:TERM@120 --requeue --open-mode=append "
     "--output=%x-%j.log"
@@ -92,7 +92,7 @@ def sbatch_script(cost: Cost, estimate: Estimate, job_name: str) -> str:
             "#   sbatch job.sbatch [FLAGS]",
             "#",
             "# It saves and requeues itself before its time limit and on preemption, and resumes from the folder",
-            "# CHECKPOINTS. scripts/slurm/job.sh lists the variables, such as PREAMBLE (modules) and SRUN_ARGS",
+            "# CHECKPOINTS. megatron_2bw/slurm/job.sh lists the variables, such as PREAMBLE (modules) and SRUN_ARGS",
             "# (containers); docs/slurm.md describes the rest. Account and partition: sbatch's options, or Slurm's own",
             "# variables SBATCH_ACCOUNT and SBATCH_PARTITION.",
             *_NOTES,
@@ -101,12 +101,7 @@ def sbatch_script(cost: Cost, estimate: Estimate, job_name: str) -> str:
             f"CHECKPOINTS=${{CHECKPOINTS:-$PWD/checkpoints/{name}}}",
             f"SAVE_INTERVAL=${{SAVE_INTERVAL:-{training.save_interval(estimate.seconds)}}}",
             f"PROCESSES_PER_NODE={cluster.gpus_per_server}",
-            "MEGATRON_2BW=${MEGATRON_2BW:-$PWD}  # the clone",
-            "# shellcheck source=scripts/slurm/job.sh",
-            'source "$MEGATRON_2BW/scripts/slurm/job.sh" || {',
-            '    echo "submit from the clone, or give MEGATRON_2BW=the clone" >&2',
-            "    exit 2",
-            "}",
+            *_SOURCE,
             "",
             *_arrays(cost, estimate, f'fail "{_WRONG_DATA}"'),
             "",
@@ -121,6 +116,19 @@ def entry_script(model: Model) -> str:
     return f"pretrain_{model.kind}_2bw.py"
 
 
+# As in megatron_2bw/slurm/pretrain_*.sbatch.
+_SOURCE = r"""
+if [[ -z ${MEGATRON_2BW:-} ]]; then # the clone in which the job was submitted, else the folder of the installed package
+    where="import megatron_2bw; print(*megatron_2bw.__path__)"
+    MEGATRON_2BW=$PWD
+    [[ -e megatron_2bw/slurm ]] || MEGATRON_2BW=$(dirname "$("${JOB_PYTHON:-python3}" -c "$where" 2>/dev/null)")
+fi
+# shellcheck source=megatron_2bw/slurm/job.sh
+source "$MEGATRON_2BW/megatron_2bw/slurm/job.sh" || {
+    echo "submit from the clone or in the environment of megatron_2bw, or give MEGATRON_2BW=the clone" >&2
+    exit 2
+}
+""".strip().splitlines()
 _NOTES = (
     "# FLAGS are Megatron's; they come last and take precedence. DATA_ARGS replaces the mock data, for example",
     '#   DATA_ARGS="--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer"',
@@ -149,7 +157,7 @@ def _environment(plan: Plan) -> list[str]:
     return lines
 
 
-# Splits into words as a shell and as scripts/slurm/flags.py. A NUL ends each word: a path may contain a newline.
+# Splits into words as a shell and as megatron_2bw/slurm/flags.py. A NUL ends each word: a path may contain a newline.
 _SPLIT = r"""
     split='
 import os, shlex, sys

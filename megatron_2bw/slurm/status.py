@@ -3,7 +3,7 @@
 Invariant: only `decide` maps the facts of an ended start to a word; the file is replaced whole; the word is one of
 pending, running, completed, out of memory, timeout, failed.
 
-    python scripts/slurm/status.py show logs/*     # what the files say, corrected by what Slurm says of dead jobs
+    megatron-2bw slurm show logs/*     # what the files say, corrected by what Slurm says of dead jobs
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -264,8 +265,13 @@ WAYS = {
 }
 
 
-def main() -> int:
-    parser = Parser(prog="status.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+def script(options: argparse.Namespace) -> int:
+    print(Path(__file__).with_name(f"pretrain_{options.kind}_2bw.sbatch"))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "status.py") -> int:
+    parser = Parser(prog=prog, description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(required=True)
     ways = ("--signalled", "--cancelled", "--requeued")
     for name, function, flags in (
@@ -284,8 +290,11 @@ def main() -> int:
     command = commands.add_parser("show", help="the words of jobs")
     command.set_defaults(function=show)
     command.add_argument("logs", type=Path, nargs="+", metavar="DIR")
-    options = parser.parse_args()
-    return run_program("status.py", lambda: options.function(options))
+    command = commands.add_parser("script", help="the path of the script that sbatch submits")
+    command.set_defaults(function=script)
+    command.add_argument("kind", choices=("gpt", "bert"))
+    options = parser.parse_args(argv)
+    return run_program(prog, lambda: options.function(options))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Invariant: the numbers are megatron_2bw.planner's; what does not fit the allocation ends with one line and status 2.
 
-    python scripts/slurm/flags.py --kind gpt --model gpt-2.2b --servers 1 --processes 8 --precision bf16
+    python megatron_2bw/slurm/flags.py --kind gpt --model gpt-2.2b --servers 1 --processes 8 --precision bf16
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Slurm: the job scripts, their flags, and the status file of a job."""
