@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 import resource
@@ -219,8 +220,17 @@ def install() -> None:
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         undo.callback(os.environ.pop, "CUDA_DEVICE_MAX_CONNECTIONS", None)
+    without_triton()
     undo.enter_context(_CudaMeansCpu())
     _installed = undo
+
+
+def without_triton() -> None:
+    """Before an import of Megatron: torch's builds for CPUs have no Triton, which kernels that no CPU runs need."""
+    if importlib.util.find_spec("triton") is None:
+        kernels = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        vars(kernels).update(GLOBAL_BLOCK_SIZE=0, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None)
+        sys.modules.setdefault(kernels.__name__, kernels)
 
 
 def uninstall() -> None:

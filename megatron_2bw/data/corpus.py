@@ -161,6 +161,9 @@ def _write_documents(prefix: Path, texts: list[str], tokenizer: Tokenizer) -> in
     """Write the .bin and .idx files and return how many tokens they hold."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import lists what is not installed
+        from megatron_2bw import cpu
+
+        cpu.without_triton()
         from megatron.core.datasets import indexed_dataset
 
     eod = tokenizer.token_to_id(EOD)

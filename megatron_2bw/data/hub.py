@@ -49,6 +49,9 @@ def load_tokenizer(name: str, task: str) -> Loaded:
     if path.is_file():
         raise UserError(f"--tokenizer-model {name}: a file; give the folder that it is in, or --vocab-file")
     offline = not path.is_dir() and _unreachable()
+    from megatron_2bw import cpu
+
+    cpu.without_triton()
     from megatron.core.tokenizers import MegatronTokenizer
 
     try:

@@ -103,6 +103,7 @@ def quiet() -> None:
     """From now on KNOWN is not printed, by no way on which Python prints. Call it before Megatron is imported."""
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     guard_streams(lambda line: show(line, colour))
+    logging.basicConfig()  # from warnings on; --logging-level 20 prints more. Without a handler Megatron would set 20
     for name in {row.source for row in KNOWN} - {PRINT, WARNING}:
         logging.getLogger(name).addFilter(lambda record: not hides(record.name, record.getMessage()))
     original = warnings.showwarning

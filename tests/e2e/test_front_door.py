@@ -1,6 +1,7 @@
 """The wheel alone in a fresh environment and an empty folder: plan, preprocess, train, evaluate, sample; a wrong flag.
 
-The environment sees the dependencies of this one, but not this clone.
+The environment sees the dependencies of this one, but not this clone, and not Triton, which torch's builds for CPUs
+come without.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ def test_from_an_empty_folder_to_a_sample(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     packages = next(environment.glob("lib/python*/site-packages"))
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    (packages / "sitecustomize.py").write_text("import sys\n\nsys.modules['triton'] = None\n")
     python = environment / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-qI", "--no-deps", "--no-index"]
     subprocess.run([*pip, build_wheel(tmp_path)], check=True)
     here = run(python, "-c", "import megatron_2bw; print(megatron_2bw.__file__)", cwd=folder)
     assert Path(here.strip()).is_relative_to(environment)
 
     command = environment / "bin" / "megatron-2bw"
+    job = Path(run(command, "slurm", "script", "gpt", cwd=folder).strip())
+    assert job.is_relative_to(environment) and job.with_name("job.sh").is_file() and job.with_name("node.sh").is_file()
     plan = [*SIZES, *CLUSTER, "--max-global-batch-size", "8", "--schedules", "2bw", "--json", "plan.json"]
     run(command, "plan", *plan, cwd=folder)
     (folder / "text.txt").write_text((TEXT * 20 + "\n") * 40)

@@ -57,6 +57,8 @@ print("-" * 9 + "\\n" + "two", "lines")
 warnings.warn("Apex is not installed. Falling back to Torch Norm")
 warnings.warn("of the user's own settings")
 logging.getLogger("megatron.core.models.gpt.gpt_model").warning("GPTModel IS DEPRECATED. And so on")
+logging.basicConfig(level=logging.INFO)  # as Megatron
+logging.getLogger("megatron.core.models.gpt.gpt_model").info("details")
 logging.getLogger("megatron.core.models.gpt.gpt_model").warning("another %s", "message")
 print(screen.hidden_lines())
 print("cut off", end="")
@@ -72,7 +74,9 @@ cut off"""
 def test_prints_warnings_and_loggers():
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert ended.stdout == PRINTED.format("", "")
-    assert re.fullmatch(r".*UserWarning: of the user's own settings\n(.*\n)?another message\n", ended.stderr)
+    assert re.fullmatch(
+        r".*UserWarning: of the user's own settings\n(.*\n)?WARNING:[a-z_.]*:another message\n", ended.stderr
+    )
 
 
 @pytest.mark.parametrize("no_color, marks", [("", ("\033[1m", "\033[0m")), ("1", ("", ""))])
