@@ -78,7 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(COMPLETION % " ".join(COMMANDS), end="")
         return 0
     if name not in COMMANDS:
-        usage_error("megatron-2bw", f"{name} is not a command{did_you_mean(name, COMMANDS)}: see megatron-2bw --help")
+        usage_error(
+            "megatron-2bw",
+            f"{name or repr(name)} is not a command{did_you_mean(name, COMMANDS)}: see megatron-2bw --help",
+        )
     exit_on_signals()
     prog = f"megatron-2bw {name}"
     module, _, function = COMMANDS[name][0].partition(":")

@@ -108,7 +108,7 @@ def processes(s: Sizes) -> str | None:
     product = " x ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
     return (
         f"{product} needs a multiple of {needed} processes, but there are {s.world_size}: "
-        "change the sizes, or the number of processes (torchrun --nproc-per-node)"
+        "change the sizes, or the number of processes (--nproc, torchrun's --nproc-per-node)"
     )
 
 

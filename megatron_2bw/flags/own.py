@@ -6,6 +6,7 @@ Invariant: without torch and Megatron, so that they can be read before either is
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,12 +55,13 @@ def extra_warmup(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """A parser of a flag's value: a whole number of `least` or more."""
+def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """A parser of a flag's value: a whole number from `least` to `most`."""
+    bounds = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text}: must be a whole number of {least} or more")
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number {bounds}")
         return int(text)
 
     return parse

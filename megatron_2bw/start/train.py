@@ -82,7 +82,7 @@ def _add_hosts(parser: Parser) -> None:
     add("--nnodes", type=whole(1), metavar="N", help="hosts (default: of the Slurm step, or 1)")
     add("--node-rank", type=whole(0), metavar="N", help="number of this host (default: of the Slurm step)")
     add("--master-addr", metavar="HOST", help="the first host (default: of the Slurm step)")
-    add("--master-port", type=whole(1), default=29500, metavar="N", help="default: %(default)s")
+    add("--master-port", type=whole(1, 65535), metavar="N", help="of several hosts (default: 29500)")
     add("--dry-run", action="store_true", help="print the command of a rank, and start nothing")
 
 
@@ -166,8 +166,9 @@ def _hosts(prog: str, known: argparse.Namespace) -> tuple[int, int, str]:
             why = f"the Slurm step's variables are incomplete ({error!r})"
             usage_error(prog, f"{why}: give --nnodes, --node-rank and --master-addr")
     if nnodes == 1:
-        if rank or first:
-            usage_error(prog, f"{'--node-rank' if rank else '--master-addr'} needs --nnodes: add it, or leave it out")
+        if rank or first or known.master_port:
+            flag = "--node-rank" if rank else "--master-addr" if first else "--master-port"
+            usage_error(prog, f"{flag} needs --nnodes: add it, or leave it out")
         return 1, 0, "127.0.0.1"
     if rank is None or not first:
         usage_error(prog, "--nnodes needs --node-rank and --master-addr: add them")
@@ -201,7 +202,7 @@ def _run(prog: str, known: argparse.Namespace, flags: list[str], gpus: int | Non
     command = [sys.executable, script, *flags]
     if nnodes > 1:
         torchrun = ["-m", "torch.distributed.run", "--nnodes", nnodes, "--node-rank", node, "--nproc-per-node", nproc]
-        torchrun += ["--master-addr", first, "--master-port", known.master_port]
+        torchrun += ["--master-addr", first, "--master-port", known.master_port or 29500]
         command = [sys.executable, *map(str, torchrun), script, *flags]
     if known.dry_run:
         print(shlex.join(command))

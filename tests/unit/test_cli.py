@@ -209,6 +209,7 @@ def test_several_hosts_start_torchrun(monkeypatch, capsys):
     ("argv", "variables", "expected"),
     [
         (["--node-rank", "1"], {}, "--node-rank needs --nnodes"),
+        (["--master-port", "1234"], {}, "--master-port needs --nnodes"),
         (["--nnodes", "2"], {}, "--nnodes needs --node-rank and --master-addr"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], {}, "--node-rank 2 must be below --nnodes 2"),
         ([], SLURM | {"SLURM_STEP_NUM_TASKS": "8"}, "start one task on each node"),
