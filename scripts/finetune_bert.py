@@ -170,6 +170,8 @@ def trainer_of(options: argparse.Namespace, seed: int, title: str, train: Any, t
     spec, folder = options.spec, options.out / f"seed{seed}"
     transformers.set_seed(seed)
     model = open_model(options.model, spec)
+    # The loss is a mean, though forward takes any keyword: the Trainer must divide it by the number of microbatches.
+    model.accepts_loss_kwargs = False
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=spec["epochs"],

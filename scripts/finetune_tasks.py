@@ -26,7 +26,7 @@ TASKS: dict[str, dict[str, Any]] = {
     name: PAPER["finetuning"]["common"] | spec for name, spec in PAPER["finetuning"].items() if name != "common"
 }
 SMALL = tuple(name for name, spec in TASKS.items() if "examples" in spec)
-LINES = 4  # of a span
+LINES = 2  # of a span
 
 Pairs = list[tuple[str, str]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.processes import stop_tree
-from scripts import table2
+from scripts import finetune_bert, table2
 from tests.e2e.launcher import ROOT
 
 WORDS = "a b c d e f g h yes no".split()
@@ -114,6 +115,32 @@ def test_killed_and_continued_it_gives_the_same_bits(model, tmp_path):
     assert not list(one.glob("seed3")), "the checkpoints of a seed that has ended are removed"
     said = finish(start(model, data, two))  # nothing is left to do
     assert "step" not in said and "seed 3: all 100.00 %" in said
+
+
+def test_microbatches_change_nothing(model, tmp_path):
+    """Without dropout; up to the order of additions in fp32."""
+    same = tmp_path / "same"
+    shutil.copytree(model, same)
+    config = json.loads((same / "config.json").read_text())
+    off = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    (same / "config.json").write_text(json.dumps(config | off))
+    words = [
+        "--task",
+        "choice",
+        "--model",
+        str(same),
+        "--dataset",
+        str(toy(tmp_path / "data", "choice")),
+        "--seeds",
+        "3",
+    ]
+    words += "--lr 5e-3 --batch 32 --max-steps 3 --log-steps 1 --device cpu".split()
+    found = []
+    for size in ("32", "8"):
+        out = tmp_path / size
+        assert finetune_bert.main([*words, "--micro-batch-size", size, "--out", str(out)]) == 0
+        found.append(seed3(out)["loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_multiple_choice_is_learnt_and_stands_in_the_table(model, tmp_path):
