@@ -1,9 +1,9 @@
-# make install | demo | test | test-rest | test-all | test-docs | test-slurm | bridge | lint | bench | paper | gpu-check | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-rest | test-all | test-docs | test-slurm | oracles | lint | bench | paper | gpu-check | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-rest test-all test-docs test-slurm bridge lint bench paper gpu-check clean
+.PHONY: help install demo test test-rest test-all test-docs test-slurm oracles lint bench paper gpu-check clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -12,7 +12,7 @@ help:
 	@echo "make test-rest  all other tests that need nothing but .venv (seventeen minutes); make test-all runs both"
 	@echo "make test-docs  run the commands of docs/quick_start.md and docs/finetune.md as they stand there (two minutes)"
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
-	@echo "make bridge    compare our conversion of models with that of megatron-bridge (two minutes; installs it in build/)"
+	@echo "make oracles   compare models and losses with those of megatron-bridge and lm-eval (two minutes; installs both in build/)"
 	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
 	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (four minutes)"
@@ -59,17 +59,19 @@ test-all: test test-rest
 test-docs: install
 	$(PYTEST) tests/docs
 
-# megatron-bridge pins other versions of what .venv has, so it has an environment of its own, which sees those of .venv.
-build/bridge/.installed: .venv/.installed
-	$(PYTHON) -m venv --without-pip build/bridge
+# megatron-bridge pins other versions of what .venv has, so it has an environment of its own, which sees those of .venv;
+# lm-eval brings many packages.
+build/oracles/.installed: .venv/.installed
+	$(PYTHON) -m venv --without-pip build/oracles
 	$(PYTHON) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
-	    "$$(build/bridge/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
-	$(PYTHON) -m pip --python build/bridge install --no-deps megatron-bridge==0.6.2 omegaconf==2.4.0 \
+	    "$$(build/oracles/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	$(PYTHON) -m pip --python build/oracles install --no-deps megatron-bridge==0.6.2 omegaconf==2.4.0 \
 	    antlr4-python3-runtime==4.9.3
+	$(PYTHON) -m pip --python build/oracles install lm-eval==0.4.13
 	@touch $@
 
-bridge: build/bridge/.installed
-	$(PYTEST) -k bridge tests/distributed/test_convert.py
+oracles: build/oracles/.installed
+	$(PYTEST) -k "bridge or word_perplexity" tests/distributed/test_convert.py tests/e2e/test_wikitext.py
 
 test-slurm: install
 	@for name in sbatch slurmctld slurmd munged; do \

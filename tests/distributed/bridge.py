@@ -1,4 +1,4 @@
-"""A program for the environment of `make bridge`: megatron-bridge converts the models of the named folders.
+"""A program for the environment of `make oracles`: megatron-bridge converts the models of the named folders.
 
 Each folder holds a model of Hugging Face as `hf` and our import of it as `unpadded`. The program writes into it
 

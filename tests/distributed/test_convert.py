@@ -18,7 +18,7 @@ from megatron_2bw.convert.megatron import saved_arguments
 from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.training import BERT, train
 
-BRIDGE = Path(__file__).parents[2] / "build" / "bridge"
+BRIDGE = Path(__file__).parents[2] / "build" / "oracles"
 SIZES = dict(
     hidden_size=64,
     num_hidden_layers=4,
@@ -184,7 +184,7 @@ def test_the_way_back_gives_the_same_bits(name, folder):
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")  # the families that it has
 
 
-@pytest.mark.skipif(not (BRIDGE / ".installed").exists(), reason="`make bridge` makes the environment that it needs")
+@pytest.mark.skipif(not (BRIDGE / ".installed").exists(), reason="`make oracles` makes the environment that it needs")
 @pytest.mark.timeout(900)  # its imports take minutes on a busy machine
 def test_megatron_bridge_converts_to_the_same_bits(folder):
     """Its weights are those that its model reads from our checkpoint; it exports these as the model that was imported.
