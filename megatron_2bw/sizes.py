@@ -72,7 +72,8 @@ TIES = Rule(
 
 def only(schedule: str, flag: str, default: object) -> Rule:
     """A flag that only `schedule` reads, so it must have its default with the others."""
-    text = f"{flag} has no effect without --pipeline-schedule {schedule}: leave it out"
+    remedy = "leave it out" if default is None else f"leave it out, or add {flag} {default} after it"  # a script has it
+    text = f"{flag} has no effect without --pipeline-schedule {schedule}: {remedy}"
     return line(text, lambda s: s.pipeline_schedule != schedule and value(s, flag) != default)
 
 

@@ -271,7 +271,8 @@ def script(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "status.py") -> int:
-    parser = Parser(prog=prog, description=__doc__.splitlines()[0], allow_abbrev=False)
+    about = "The states of Slurm jobs, from their status files; and the script that sbatch submits."
+    parser = Parser(prog=prog, description=about, allow_abbrev=False)
     commands = parser.add_subparsers(required=True)
     ways = ("--signalled", "--cancelled", "--requeued")
     for name, function, flags in (
