@@ -212,7 +212,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 axes.hlines(row["mean"], place - 0.3, place + 0.3, color=colour, linewidth=2)
             if row["paper"] is not None:
                 axes.plot(place, row["paper"], "D", color="black", markersize=5)
-        axes.set_xticks(range(len(own)), [row["label"] for row in own], rotation=20)
+        axes.set_xticks(range(len(own)), [row["label"] for row in own], rotation=25, ha="right", rotation_mode="anchor")
         black = " (black: the paper)" if task in VALUES else ""
         axes.set(title=f"{task}{black}", xlim=(-0.6, len(own) - 0.4))
         axes.set_ylabel("word perplexity" if task == "wikitext" else "accuracy in %")
