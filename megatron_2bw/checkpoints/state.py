@@ -55,13 +55,13 @@ class RunState:
     shadow      the weights one update older than the newest, by parameter; empty: take the newest
     loss_scale  of the next batch, which belongs to those weights; None: the present one
     working     the working copy of the newest weights, with --two-bw-correction; empty: take the newest
-    factor      with which these copies were extrapolated; None: they were not
+    correction  with which these copies were extrapolated, as text; None: they were not
     """
 
     shadow: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     loss_scale: float | None = None
     working: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    factor: float | None = None
+    correction: float | str | None = None  # a number in checkpoints of earlier versions
 
 
 class Checkpoints:
@@ -116,7 +116,7 @@ class Checkpoints:
             "schedule": schedule.name,
             "version": values["iteration"],
             "loss_scale": None if values["args"].no_save_optim else run.loss_scale,
-            "factor": self._runtime.options.factor if schedule.extrapolates(values["iteration"]) else None,
+            "factor": run.correction if schedule.extrapolates(values["iteration"]) else None,
             **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
         }
         state[KEY] |= {
@@ -238,7 +238,7 @@ class Checkpoints:
         # Without an optimizer (--skip-train) there is nothing to resume.
         wanted = self._runtime.schedule.late_step and self._runtime.trainable and not get_args().finetune
         if name == "working":
-            wanted = wanted and self._runtime.options.factor is not None
+            wanted = wanted and self._runtime.options.correction is not None
         return bool(wanted and self._saved.get(f"has_{name}"))
 
     def _resume(self, ddp_model: list, iteration: int) -> None:
@@ -252,8 +252,8 @@ class Checkpoints:
         scale = None
         if self._runtime.schedule.late_step and not get_args().no_load_optim:
             scale = self._saved.get("loss_scale")
-        factor = self._saved.get("factor") if "shadow" in copies else None
-        self._runtime.resume(RunState(copies.get("shadow", {}), scale, copies.get("working", {}), factor))
+        correction = self._saved.get("factor") if "shadow" in copies else None
+        self._runtime.resume(RunState(copies.get("shadow", {}), scale, copies.get("working", {}), correction))
 
 
 def _written_here() -> bool | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_2bw import sizes
+from megatron_2bw.flags import correction
 from megatron_2bw.flags.environment import exchange
 from megatron_2bw.flags.rule import Args, Rule, line, task, value
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
@@ -28,11 +29,13 @@ _HELP = {
     "servers), 2 up to all of it; each costs the activations of a microbatch on the stages before it",
     "--two-bw-sync-iterations": "the first N iterations of 2bw (or a share of all, such as 20%%), in which the weights "
     "change most, run without gradient delay, with a flush; the run then continues without flushes",
-    "--two-bw-correction": "against the gradient delay of 2bw. extrapolate: a batch computes with W(j) + factor (W(j) "
-    "- W(j-1)), so its gradients are taken near the weights that they change; evaluation and checkpoints have the true "
-    "W(j)",
-    "--two-bw-correction-factor": "of --two-bw-correction extrapolate, between 0 (no correction) and 1 (a whole "
-    "update)",
+    "--two-bw-correction": "against the gradient delay of 2bw: a batch computes with weights ahead of W(j), so its "
+    "gradients are taken near the weights that they change; evaluation and checkpoints have the true W(j). auto: the "
+    "recommended setting for the optimizer; extrapolate: by the next two flags",
+    "--two-bw-correction-factor": "of --two-bw-correction extrapolate: so many times the last update, 0 to 2; a number "
+    "or a schedule over the run, FIRST:cosine:LAST or FIRST:linear:LAST",
+    "--two-bw-correction-gradient": "of --two-bw-correction extrapolate: so many times the part of the last update "
+    "that its last gradient alone contributed (with Adam and SGD), 0 to 10",
     "--gpipe-round": "microbatches that gpipe admits at a time: a batch runs in rounds of N, each all forwards, then "
     "all backwards, with the activations of N microbatches; default: the whole batch in one round",
     "--sft-data": "--data-path holds conversations, of scripts/preprocess_data.py --task sft: a sample is one of them, "
@@ -104,8 +107,9 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--two-bw-gradient-slots", type=int, choices=(1, 2), default=2)
     add("--two-bw-extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]")
     add("--two-bw-sync-iterations", type=whole_or_share, default=0, metavar="N")
-    add("--two-bw-correction", choices=("none", "extrapolate"), default="none")
-    add("--two-bw-correction-factor", type=float, default=1.0, metavar="FACTOR")
+    add("--two-bw-correction", choices=("none", "auto", "extrapolate"), default="none")
+    add("--two-bw-correction-factor", type=correction.factor, default="1", metavar="FACTOR")
+    add("--two-bw-correction-gradient", type=float, default=0.0, metavar="TIMES")
     add("--gpipe-round", type=whole(1), metavar="N")
     add("--sft-data", action="store_true")
     add("--two-bw-trace", type=Path, metavar="DIR")
@@ -113,12 +117,12 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
 
 
 def _correction_for_nothing(args: Args) -> str | None:
-    """--two-bw-sync-iterations must leave iterations for --two-bw-correction extrapolate."""
+    """--two-bw-sync-iterations must leave iterations for --two-bw-correction."""
     iterations, flag = _iterations(args)
-    if args.two_bw_correction != "extrapolate" or sync_iterations(args) < iterations:
+    if args.two_bw_correction == "none" or sync_iterations(args) < iterations:
         return None
     return (
-        "--two-bw-correction extrapolate has no effect: --two-bw-sync-iterations "
+        f"--two-bw-correction {args.two_bw_correction} has no effect: --two-bw-sync-iterations "
         f"{args.two_bw_sync_iterations} is not below {flag} {iterations}"
     )
 
@@ -133,6 +137,11 @@ def _not_megatron(flag: str, default: object) -> Rule:
     return line(text, lambda a: a.pipeline_schedule == "megatron" and value(a, flag) != default)
 
 
+def _only_extrapolate(flag: str, default: object) -> Rule:
+    text = f"{flag} has no effect without --two-bw-correction extrapolate: leave it out"
+    return line(text, lambda a: a.two_bw_correction != "extrapolate" and value(a, flag) != default)
+
+
 OWN: tuple[Rule | sizes.Check, ...] = (
     line(
         "--two-bw-exchange nccl needs --distributed-backend nccl",
@@ -143,12 +152,15 @@ OWN: tuple[Rule | sizes.Check, ...] = (
     sizes.SLOTS,
     sizes.only("2bw", "--two-bw-sync-iterations", 0),
     sizes.EXTRAPOLATES,
+    _only_extrapolate("--two-bw-correction-factor", "1"),
+    _only_extrapolate("--two-bw-correction-gradient", 0),
     line(
-        "--two-bw-correction-factor has no effect without --two-bw-correction extrapolate: leave it out",
-        lambda a: a.two_bw_correction_factor != 1 and a.two_bw_correction != "extrapolate",
+        "--two-bw-correction-gradient {given} must be between 0 and 10",
+        lambda a: not 0 <= a.two_bw_correction_gradient <= 10,
     ),
     line(
-        "--two-bw-correction-factor {given} must be between 0 and 1", lambda a: not 0 <= a.two_bw_correction_factor <= 1
+        "--two-bw-correction-gradient has no effect with --muon-scalar-optimizer lion: leave it out",
+        lambda a: a.two_bw_correction_gradient and a.optimizer == "muon" and a.muon_scalar_optimizer == "lion",
     ),
     _correction_for_nothing,
     line("--sft-data is a flag of pretrain_gpt_2bw.py: leave it out", lambda a: a.sft_data and task(a) != "gpt"),

@@ -1,22 +1,17 @@
 """Extrapolated weights: gradients are taken near the weights that they change.
 
-With 2BW the gradient of batch j + 1 changes W(j+1), and is taken one update earlier. With this correction it is taken
-at the working copy
+A weight store holds the working copy W'(j) of flags/correction.py in model precision. The true W(j) are the optimizer's
+main parameters; they are what is evaluated and saved as the model's weights.
 
-    W'(j) = W(j) + factor (W(j) - W(j-1)),
-
-which assumes that one update resembles the last (arXiv 2606.30634). A weight store holds W'(j) in model precision. The
-true W(j) are the optimizer's main parameters; they are what is evaluated and saved as the model's weights.
-
-Invariants: W' is computed in fp32, from main parameters before and after Megatron's own step; after a skipped step
-W'(j+1) = W(j+1) = W(j); nothing here communicates.
+Invariants: W' is computed in fp32, from main parameters before and after Megatron's own step, and from the gradients
+and second moments of that step; after a skipped step W'(j+1) = W(j+1) = W(j); nothing here communicates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,35 +21,16 @@ from megatron_2bw.mcore.proxies import Proxies
 
 # Where Megatron's optimizers hold the fp32 main parameters (or shards of them) that they copy to the model's.
 MAIN_GROUPS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups", "shard_fp32_groups")
-# Optimizers whose update is a running mean of gradients, and the decay of that mean.
-DECAYS = {"adam": "adam_beta1", "sgd": "sgd_momentum", "muon": "muon_momentum", "soap": "adam_beta1"}
+# Classes of torch, Apex and Transformer Engine whose last gradient's part of an update can be computed on its own.
+ADAM, SGD = ("Adam", "AdamW", "FusedAdam"), ("SGD", "FusedSGD")
+AT_A_TIME = 1 << 26  # elements whose denominators exist at the same time
 
 
-def warning(args) -> str | None:
-    """A line for the user who gives too little momentum, or None.
+class Lead(NamedTuple):
+    """What W' adds to W: `factor` of the last update, `gradient` times the last gradient's part of it."""
 
-    Where gradients are independent noise, extrapolation takes them sqrt(1 - 2 decay factor + factor^2) updates away
-    from the weights that they change, and plain 2BW takes them one update away (docs/convergence.md).
-    """
-    decay = getattr(args, DECAYS.get(args.optimizer, ""), 1.0)
-    if args.two_bw_correction != "extrapolate" or decay >= args.two_bw_correction_factor / 2:
-        return None
-    flag = "--" + DECAYS[args.optimizer].replace("_", "-")
-    better = f", or give --two-bw-correction-factor {decay:g}" if decay else ""
-    return (
-        f"WARNING: --two-bw-correction extrapolate with {flag} {decay:g}: one update says little about the next, and "
-        f"where gradients are mostly noise this is worse than no correction. Leave it out{better} (docs/convergence.md)"
-    )
-
-
-def uncorrected(args) -> str | None:
-    """A line about a run of 2bw that has no option against the gradient delay, or None."""
-    if args.pipeline_schedule != "2bw" or args.two_bw_correction != "none" or args.two_bw_sync_iterations != 0:
-        return None
-    return (
-        "> 2bw: every gradient is late by one update, which raises the loss. --two-bw-correction extrapolate "
-        "--two-bw-sync-iterations 20% recover most of it (docs/convergence.md)"
-    )
+    factor: float = 0.0
+    gradient: float = 0.0
 
 
 class Extrapolation:
@@ -62,43 +38,44 @@ class Extrapolation:
 
     parts   Megatron's optimizers of the stage, which step the proxies of the parameters
     stores  the weight versions; the newest is the true W now
-    factor  0 (no correction) to 1
+    takes_gradients  whether a lead may have a gradient term
 
     Bytes: fp32 parameters of the model, which an optimizer would step in their weight store, get main parameters (4 a
     parameter; the distributed optimizer's have them already). While a step runs, the main parameters before it: 4 a
-    parameter of mixed precision, divided by the width with the distributed optimizer.
+    parameter of mixed precision, divided by the width with the distributed optimizer; and, with a gradient term, 4 for
+    each of AT_A_TIME elements or of the largest parameter.
     """
 
-    def __init__(self, parts: Iterable[Any], stores: WeightStores, factor: float):
-        self._factor, self._weight = factor, 1.0
+    def __init__(self, parts: Iterable[Any], stores: WeightStores, takes_gradients: bool):
+        self._parts, self._takes_gradients, self._lead = list(parts), takes_gradients, Lead()
         self._params = stores.params
         in_place = [] if stores.buffer_data else [param for param in stores.params if param.dtype == torch.float32]
         self.main = {param: param.detach().clone() for param in in_place}
         self._copy = {}  # by part, Megatron's method that writes its main parameters to the model's
         self._before: dict[Any, list[torch.Tensor]] = {}  # by part, its main parameters before the step
-        for part in parts:
+        for part in self._parts:
             if part.optimizer is not None and hasattr(part, "_copy_main_params_to_model_params"):
                 self._copy[part] = part._copy_main_params_to_model_params
                 part._copy_main_params_to_model_params = partial(self._copy_extrapolated, part)
 
-    def before_step(self, views: Sequence[torch.Tensor], extrapolate: bool) -> None:
+    def before_step(self, views: Sequence[torch.Tensor], lead: Lead) -> None:
         """Keep the weights that the step will change.
 
-        views        the parameters in the store that is written, in the order of the stores
-        extrapolate  whether the store gets W'; else W, which is W' of factor 0
+        views  the parameters in the store that is written, in the order of the stores
+        lead   of the W' that the store gets; Lead() is W
         """
-        # The same kernels and the same memory either way: the first W' uses none for the first time during training.
-        self._weight = 1 + (self._factor if extrapolate else 0.0)
+        self._lead = lead
         self._before = {part: [main.detach().clone() for main in _mains(part)] for part in self._copy}
         for param, view in zip(self._params, views):
             if param in self.main:
                 view.copy_(self.main[param])
 
-    def after_step(self, views: Sequence[torch.Tensor]) -> None:
+    def after_step(self, views: Sequence[torch.Tensor], proxies: Proxies) -> None:
         """Write the parameters that have a main parameter in `main`; the step has written the others."""
-        for param, view in zip(self._params, views):
-            if param in self.main:
-                self._extrapolate([view], [self.main[param]])
+        mine = [(param, view) for param, view in zip(self._params, views) if param in self.main]
+        if mine:
+            stepped = [proxies.of(param) for param, _ in mine]
+            self._extrapolate([view for _, view in mine], [self.main[param] for param, _ in mine], stepped)
 
     def write_true(self, views: Sequence[torch.Tensor]) -> None:
         """Write W to a store; with the distributed optimizer this rank's shards of it. Ends a skipped step."""
@@ -117,7 +94,7 @@ class Extrapolation:
             return
         mains = _mains(part)
         true = [main.data for main in mains]
-        self._extrapolate(working, true)
+        self._extrapolate(working, true, mains)
         for main, tensor in zip(mains, working):
             main.data = tensor
         try:
@@ -126,10 +103,56 @@ class Extrapolation:
             for main, tensor in zip(mains, true):
                 main.data = tensor
 
-    def _extrapolate(self, before: list[torch.Tensor], now: list[torch.Tensor]) -> None:
-        """Turn `before` into now + factor (now - before), in one pass over the memory; exactly `now` if it is 0."""
+    def _extrapolate(
+        self, before: list[torch.Tensor], now: list[torch.Tensor], stepped: Sequence[torch.Tensor]
+    ) -> None:
+        """Turn `before` into W'; exactly `now` with a lead of zeros.
+
+        stepped  the tensors by which the optimizers know `now`, with the gradients of the step
+        """
+        # The same kernels and the same memory with every lead: the first W' uses none for the first time in training.
         if before:
-            torch._foreach_lerp_(before, now, self._weight)
+            torch._foreach_lerp_(before, now, 1 + self._lead.factor)
+        working = {id(tensor): ahead for tensor, ahead in zip(stepped, before)}
+        for part in self._parts if self._takes_gradients else ():
+            for group in part.optimizer.param_groups if part.optimizer is not None else ():
+                tensors = [tensor for tensor in group["params"] if id(tensor) in working and tensor.grad is not None]
+                for some in portions(tensors):
+                    ahead = [working[id(tensor)] for tensor in some]
+                    add_gradients(part.optimizer, group, some, ahead, self._lead.gradient)
+
+
+def add_gradients(
+    optimizer: Any, group: dict[str, Any], stepped: list[torch.Tensor], working: list[torch.Tensor], times: float
+) -> None:
+    """Add to `working`, `times` over, what the last gradients contributed to the last update of `stepped`.
+
+    Adam: -(1 - beta1) rate g / (sqrt(v / (1 - beta2^t)) + eps); SGD: -rate g. Nothing for other optimizers.
+    """
+    kind, rate = type(optimizer).__name__, float(group["lr"])
+    gradients = [tensor.grad for tensor in stepped]
+    if kind in SGD:
+        torch._foreach_add_(working, gradients, alpha=-times * rate)
+    elif kind in ADAM:
+        beta1, beta2 = group["betas"]
+        states = [optimizer.state[tensor] for tensor in stepped]
+        count = float(group["step"] if "step" in group else states[0]["step"])
+        below = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        torch._foreach_div_(below, (1 - beta2**count) ** 0.5)
+        torch._foreach_add_(below, group["eps"])
+        torch._foreach_addcdiv_(working, gradients, below, value=-times * (1 - beta1) * rate)
+
+
+def portions(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, in lists of AT_A_TIME elements at most, or of one tensor."""
+    some: list[torch.Tensor] = []
+    for tensor in tensors:
+        if some and sum(each.numel() for each in some) + tensor.numel() > AT_A_TIME:
+            yield some
+            some = []
+        some.append(tensor)
+    if some:
+        yield some
 
 
 def _mains(part: Any) -> list[torch.Tensor]:
@@ -156,12 +179,12 @@ class WorkingCopy:
         for param, view in zip(stores.params, stores.values(stores.newest) if saved else ()):
             view.copy_(saved[param])
 
-    def step(self, megatron_step: Callable[[], tuple], views: Sequence[torch.Tensor], extrapolate: bool) -> tuple:
+    def step(self, megatron_step: Callable[[], tuple], views: Sequence[torch.Tensor], lead: Lead) -> tuple:
         """Megatron's step, which writes the parameters' `views` in a weight store; returns what Megatron's returns."""
-        self._extrapolation.before_step(views, extrapolate)
+        self._extrapolation.before_step(views, lead)
         result = megatron_step()
         if result[0]:
-            self._extrapolation.after_step(views)
+            self._extrapolation.after_step(views, self._proxies)
         else:
             self._write_true(views)
         return result
@@ -202,12 +225,12 @@ class WorkingCopy:
             self._proxies.gathering.gather()
 
 
-def resume_note(saved_factor: float | None, factor: float | None) -> str:
-    """A resumed run's log note if its checkpoint's weights have another factor; empty if they have the same."""
-    if saved_factor == factor:
-        return ""
+def resume_note(saved: float | str | None, correction: object | None) -> str:
+    """A resumed run's log note if its checkpoint's weights have another correction; empty if they have the same."""
     before, after = (
-        "not extrapolated" if each is None else f"extrapolated by {each:g} of an update"
-        for each in (saved_factor, factor)
+        None if each is None else f"{each:g}" if isinstance(each, float) else str(each) for each in (saved, correction)
     )
+    if before == after:
+        return ""
+    before, after = ("not extrapolated" if each is None else f"extrapolated by {each}" for each in (before, after))
     return f": {before} at first, {after} from then on"

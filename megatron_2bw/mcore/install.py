@@ -80,15 +80,14 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
 
 def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
-    from megatron_2bw.flags import environment, own
-    from megatron_2bw.mcore.extrapolation import uncorrected, warning
+    from megatron_2bw.flags import correction, environment, own
     from megatron_2bw.mcore.runtime import MegatronRuntime, Options, Progress
     from megatron_2bw.schedules import schedule_of
     from megatron_2bw.timelines.trace import forget
 
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
-    for line in (warning(args), uncorrected(args), environment.warning(args)):
+    for line in (correction.warning(args), correction.note(args), environment.warning(args)):
         if args.rank == 0 and line:
             print(line, flush=True)
     schedule = schedule_of(
@@ -110,7 +109,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
             timed=args.timing_log_level >= 2,
             trace=args.two_bw_trace,
             wants_exit=wants_exit,
-            factor=args.two_bw_correction_factor if args.two_bw_correction == "extrapolate" else None,
+            correction=correction.correction(args),
             evaluates=args.eval_iters != 0,
         ),
     )

@@ -33,7 +33,7 @@ from megatron_2bw.core.streams import own_stream
 from megatron_2bw.core.updates import LateUpdate
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.core.worker import Worker
-from megatron_2bw.mcore.extrapolation import WorkingCopy
+from megatron_2bw.mcore.extrapolation import Lead, WorkingCopy
 from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot
 from megatron_2bw.mcore.groups import Groups
 from megatron_2bw.mcore.loss_scales import LossScales
@@ -66,12 +66,12 @@ class BatchEnd:
 
     tokens       unmasked tokens of the batch on this stage, an int tensor of one element, with per-token loss
     stats        called in the step's thread
-    extrapolate  whether the correction, if there is one, applies to W(batch + 1)
+    lead         of the working copy of W(batch + 1); None if batches without delay read W(batch + 1)
     """
 
     tokens: torch.Tensor | None
     stats: Callable[[], StageStats]
-    extrapolate: bool
+    lead: Lead | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class LateStep(LateUpdate):
     scheduler     Megatron's OptimizerParamScheduler; stepped here from now on, after each batch that was not skipped
     stores        the weight versions; the newest must be the ones to start with
     shape         of the pipeline and the run
-    working       of --two-bw-correction extrapolate; None without it
+    working       of --two-bw-correction; None without it
     increment     samples of a batch, by which the scheduler advances
     end_batch     called at each REDUCE
     complete      called in the training thread with each result
@@ -176,7 +176,7 @@ class LateStep(LateUpdate):
     def _complete(self, result: tuple[Job, StepResult, torch.Tensor]) -> bool:
         job, outcome, scale = result
         if self.working is not None:
-            self.working.extrapolated = job.end.extrapolate
+            self.working.extrapolated = job.end.lead is not None
         self.scales.complete(job.batch + 1, scale, outcome.loss_scale)
         self.has_stepped |= outcome.stepped
         self._report(outcome)
@@ -222,7 +222,7 @@ class LateStep(LateUpdate):
     def _megatron_step(self, job: Job, views: list[torch.Tensor]) -> tuple[bool, Any, Any]:
         """Megatron's step, into the job's weight store, whose parameters are `views`."""
         if self.working is not None:
-            return self.working.step(self._megatron.step, views, job.end.extrapolate)
+            return self.working.step(self._megatron.step, views, job.end.lead or Lead())
         self.stores.prepare(job.target)
         return self._megatron.step()
 

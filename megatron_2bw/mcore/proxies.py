@@ -59,6 +59,10 @@ class Proxies:
         for param, view in zip(self._stores.params, views):
             self._proxies[param].data = self._mains.get(param, view)
 
+    def of(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """The proxy of a parameter."""
+        return self._proxies[param]
+
     def use_gradients(self, slot: Slot) -> None:
         """Let the proxies' gradients be those of a slot."""
         for param, proxy in self._proxies.items():

@@ -24,7 +24,8 @@ from megatron_2bw.core import InPlaceUpdate, Pipeline, Recorder, StashedUpdate, 
 from megatron_2bw.core.groups import streams_warning
 from megatron_2bw.core.p2p import connect_group
 from megatron_2bw.core.pipeline import WARM_UP
-from megatron_2bw.mcore.extrapolation import Extrapolation, WorkingCopy, resume_note
+from megatron_2bw.flags.correction import Correction
+from megatron_2bw.mcore.extrapolation import Extrapolation, Lead, WorkingCopy, resume_note
 from megatron_2bw.mcore.grad_buffers import GradientSlots
 from megatron_2bw.mcore.groups import Groups
 from megatron_2bw.mcore.late_step import BatchEnd, LateStep, StepResult
@@ -54,7 +55,7 @@ class Options:
     timed       whether Megatron's timers synchronise with the GPU inside forwards and backwards
     trace       the folder of --two-bw-trace
     wants_exit  whether this rank wants the run to end (a signal, its duration); asked once an iteration
-    factor      of --two-bw-correction extrapolate; None without it
+    correction  of --two-bw-correction; None without it
     evaluates   whether there may be evaluations
     """
 
@@ -63,7 +64,7 @@ class Options:
     timed: bool = False
     trace: Path | None = None
     wants_exit: Callable[[], bool] | None = None
-    factor: float | None = None
+    correction: Correction | None = None
     evaluates: bool = False
 
 
@@ -170,7 +171,7 @@ class MegatronRuntime:
             shadow=dict(zip(self.stores.params, self.stores.values(newest - 1))),
             loss_scale=self.late.scales.of(version),
             working=self.late.working.values() if self.late.working is not None else {},
-            factor=self.options.factor,
+            correction=None if self.options.correction is None else str(self.options.correction),
         )
 
     def random_state_before_flight(self) -> contextlib.AbstractContextManager:
@@ -248,7 +249,7 @@ class MegatronRuntime:
         if shape.first > 0:
             versions = "both weight versions of the checkpoint" if shadow else "the loaded weights as every version"
             if self.schedule.extrapolates(shape.first):
-                versions += resume_note(self._resume.factor, self.options.factor)
+                versions += resume_note(self._resume.correction, self.options.correction)
             print_rank_0(f"> {self.schedule.name}: starts from iteration {shape.first} with {versions}")
 
     def _make_late_step(self, call: Call, shape: Shape) -> LateStep:
@@ -258,10 +259,12 @@ class MegatronRuntime:
                 f"> {self.schedule.name}: iterations {shape.first + 1} to {synchronous} run without gradient delay"
             )
         parts = list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
-        device, factor = self.trainable[0].device, self.options.factor
+        device, correction = self.trainable[0].device, self.options.correction
         groups = Groups(call.groups, parts[0].get_grad_stats_parallel_group(), device, self.options.timeout, parts)
         slots = GradientSlots(call.model, self.schedule.gradient_slots, groups.data, shape.first)
-        extrapolation = None if factor is None else Extrapolation(parts, self.stores, factor)
+        extrapolation = None
+        if correction is not None:
+            extrapolation = Extrapolation(parts, self.stores, correction.gradient != 0)
         mains = None if extrapolation is None else extrapolation.main
         proxies = Proxies(call.model, parts, self.stores, groups.data, mains)
         working = None
@@ -317,7 +320,10 @@ class MegatronRuntime:
 
     def _end_batch(self, batch: int) -> BatchEnd:
         tokens = self._stage.end_batch(batch)
-        return BatchEnd(tokens, self._clock.stats_later(self.late.defer), self.schedule.extrapolates(batch + 1))
+        correction, lead = self.options.correction, None
+        if correction is not None and self.schedule.extrapolates(batch + 1):
+            lead = Lead(correction.factor.at(batch / self.pipeline.shape.end), correction.gradient)
+        return BatchEnd(tokens, self._clock.stats_later(self.late.defer), lead)
 
     def _complete(self, result: StepResult) -> None:
         self.exit_requested |= result.exit_requested

@@ -2,7 +2,8 @@
 
 Every microbatch of batch j runs on W(max(j - delay, 0)), after `sync` batches without delay; W(j+1) = W(j) -
 update(mean gradient of batch j). With a factor, a batch that is delayed runs on W(v) + factor (W(v) - W(v-1)) instead,
-but for W(v) that a batch without delay runs on too.
+but for W(v) that a batch without delay runs on too; and with `gradient`, that many times the part of the update that
+the last gradient contributed is added.
 The model and the data are Megatron's; loops, accumulation, scaling, clipping and the step are written here.
 """
 
@@ -25,7 +26,8 @@ class Rule:
                   the rest
     delay         of the gradients: 1 is 2BW, 0 is vanilla
     sync          batches at the start that are not delayed
-    factor        of the extrapolation
+    factor        of the extrapolation; a list: of W(1), W(2), ...
+    gradient      times of its gradient term
     norm_order    the names by stage in the order in which the pipeline under test adds up the gradient norm
     poison        batch whose gradients are made inf, and whose step is skipped
     """
@@ -34,7 +36,8 @@ class Rule:
     optimizer: str = "adam"
     delay: int = 1
     sync: int = 0
-    factor: float = 0.0
+    factor: float | list[float] = 0.0
+    gradient: float = 0.0
     norm_order: list[list[str]] = field(default_factory=list)
     poison: int | None = None
     per_stage: bool = False  # PipeDream: norm per stage, version by stage
@@ -65,11 +68,11 @@ class Optimizers:
     """Several torch optimizers, stepped in turn."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]):
-        self._parts = parts
+        self.parts = parts
         self.param_groups = [group for part in parts for group in part.param_groups]
 
     def step(self) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.step()
 
 
@@ -161,9 +164,31 @@ class _Reference:
         version = len(self.versions)
         if not self.rule.factor or version < max(self.rule.sync, 1):
             return self._snapshot()
-        now = self._masters()
-        ahead = {name: now[name] + (now[name] - old) * self.rule.factor for name, old in self.before.items()}
+        now, factor = self._masters(), self.rule.factor
+        factor = factor[version - 1] if isinstance(factor, list) else factor
+        ahead = {name: torch.lerp(old, now[name], 1 + factor) for name, old in self.before.items()}  # one rounding
+        if self.rule.gradient and not self.run.skipped[-1]:
+            self._add_gradients(ahead)
         return {name: tensor.to(self.params[name].dtype) for name, tensor in ahead.items()}
+
+    def _add_gradients(self, ahead: dict[str, torch.Tensor]) -> None:
+        """Adam's update is a running mean of gradients, over the root of that of their squares; SGD's a sum of them."""
+        names = {main: name for name, main in self.main.items()}
+        for part in self.optimizer.parts:
+            for group in part.param_groups:
+                for main in group["params"]:
+                    state, times, below = part.state[main], self.rule.gradient * group["lr"], None
+                    if isinstance(part, torch.optim.AdamW):
+                        beta1, beta2 = group["betas"]
+                        times *= 1 - beta1
+                        correction = math.sqrt(1 - beta2 ** float(state["step"]))
+                        below = state["exp_avg_sq"].sqrt() / correction + group["eps"]
+                    elif not isinstance(part, torch.optim.SGD):
+                        continue
+                    if below is None:
+                        ahead[names[main]].sub_(main.grad, alpha=times)
+                    else:
+                        ahead[names[main]].addcdiv_(main.grad, below, value=-times)
 
     def train(self) -> Run:
         for batch in range(self.args.train_iters):

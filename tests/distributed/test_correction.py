@@ -51,14 +51,43 @@ def test_extrapolation(flags, optimizer):
         assert_same(runs, plain, exact=False)
 
 
-@pytest.mark.parametrize("correction", [{}, EXTRAPOLATE])
+@pytest.mark.proof("flags1-adam")
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("flags", [(), ("--bf16",), ("--fp16",)])
+def test_gradient_term_and_schedule(flags, optimizer):
+    changes = SGD if optimizer == "sgd" else {}
+    changes = changes | (dict(initial_loss_scale=4096) if flags == ("--fp16",) else {})
+    changes |= dict(train_iters=8)
+    correction = dict(EXTRAPOLATE, two_bw_correction_factor="1.5:linear:0.5", two_bw_correction_gradient=2)
+    runs = run_pipeline(command(2, 4, "2bw", UNTIED, *flags, **changes, **correction), 2)
+    argv = command(1, 4, "2bw", UNTIED, *flags, **changes)
+    factors = [1.5 - batch / 8 for batch in range(8)]
+    rule = dict(optimizer=optimizer, factor=factors, gradient=2)
+    assert_same(runs, run_reference(runs, argv, 4, **rule), exact=True)
+    with pytest.raises(AssertionError):
+        assert_same(runs, run_reference(runs, argv, 4, **(rule | dict(gradient=0))), exact=False)
+
+
+@pytest.mark.proof
+def test_auto_is_a_factor_of_one_and_a_gradient_term_of_two():
+    runs = run_pipeline(command(2, 4, "2bw", UNTIED, "--bf16", two_bw_correction="auto"), 2)
+    reference = run_reference(runs, command(1, 4, "2bw", UNTIED, "--bf16"), 4, factor=1.0, gradient=2)
+    assert_same(runs, reference, exact=True)
+
+
+@pytest.mark.parametrize("correction", [{}, EXTRAPOLATE, dict(two_bw_correction="auto")])
 @pytest.mark.parametrize("sync", [0, 3, POISONED + 1, 6])
 def test_skipped_step(sync, correction):
     """After a skipped step W(j+1) = W(j), and the working copy is W(j) too; each batch has the scale of its weights."""
     changes = dict(initial_loss_scale=4096, hysteresis=1, train_iters=7)
     flags = (UNTIED, "--fp16")
     runs = run_pipeline(command(2, 4, "2bw", *flags, **changes, **correction, two_bw_sync_iterations=sync), 2, poison)
-    rule = dict(poison=POISONED, sync=sync, factor=1.0 if correction else 0.0)
+    rule = dict(
+        poison=POISONED,
+        sync=sync,
+        factor=1.0 if correction else 0.0,
+        gradient=2 if len(correction) and correction != EXTRAPOLATE else 0,
+    )
     expected = run_reference(runs, command(1, 4, "2bw", *flags, **changes), 4, **rule)
     assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0, 0]] * 2 == [expected.skipped] * 2
     assert runs[0].scales == expected.scales

@@ -463,14 +463,36 @@ MISTAKEN = [
         two_bw_sync_iterations=3,
     ),
     line(
-        "--two-bw-correction-factor 1.5 must be between 0 and 1",
+        "--two-bw-correction-factor: 2.5: must be between 0 and 2",
         two_bw_correction="extrapolate",
-        two_bw_correction_factor=1.5,
+        two_bw_correction_factor=2.5,
     ),
     line(
-        "--two-bw-correction-factor nan must be between 0 and 1",
+        "--two-bw-correction-factor: 1:sine:0: must be a number such as 1, or a schedule such as 1.5:cosine:0.9",
         two_bw_correction="extrapolate",
-        two_bw_correction_factor="nan",
+        two_bw_correction_factor="1:sine:0",
+    ),
+    line(
+        "--two-bw-correction-gradient has no effect without --two-bw-correction extrapolate",
+        two_bw_correction="auto",
+        two_bw_correction_gradient=1,
+    ),
+    line(
+        "--two-bw-correction-gradient nan must be between 0 and 10",
+        two_bw_correction="extrapolate",
+        two_bw_correction_gradient="nan",
+    ),
+    line(
+        "--two-bw-correction-gradient has no effect with --muon-scalar-optimizer lion",
+        optimizer="muon",
+        muon_scalar_optimizer="lion",
+        two_bw_correction="extrapolate",
+        two_bw_correction_gradient=2,
+    ),
+    line(
+        "--two-bw-correction auto has no effect: --two-bw-sync-iterations 6 is not below --train-iters 6",
+        two_bw_correction="auto",
+        two_bw_sync_iterations=6,
     ),
     line(
         "--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages",
@@ -565,6 +587,9 @@ ACCEPTED_BY_2BW = [
     ["--two-bw-sync-iterations", "100%"],
     ["--two-bw-correction", "extrapolate", "--two-bw-sync-iterations", "20%"],
     ["--two-bw-correction", "none"],
+    ["--two-bw-correction", "auto"],
+    ["--two-bw-correction", "extrapolate", "--two-bw-correction-gradient", "2"],
+    ["--two-bw-correction", "extrapolate", "--two-bw-correction-factor", "1.5:cosine:0.9"],
     ["--two-bw-correction", "extrapolate", "--two-bw-correction-factor", "0.9", "--two-bw-sync-iterations", "3"],
 ]
 

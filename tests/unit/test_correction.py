@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from argparse import Namespace
 
 import pytest
 import torch
 
 from megatron_2bw.core.weights import WeightStores
+from megatron_2bw.flags.correction import Correction, Factor, correction, factor, note, warning
 from megatron_2bw.flags.own import sync_iterations
-from megatron_2bw.mcore.extrapolation import Extrapolation, resume_note, uncorrected, warning
+from megatron_2bw.mcore import extrapolation
+from megatron_2bw.mcore.extrapolation import Extrapolation, Lead, add_gradients, resume_note
 
 
 class MixedPrecision:
@@ -39,15 +42,22 @@ def stage() -> tuple[WeightStores, MixedPrecision, torch.nn.Parameter, torch.nn.
     return stores, MixedPrecision(stores), low, full
 
 
-def step(stores, part, correction, extrapolate: bool, update: float = 0.5) -> list[torch.Tensor]:
+class Unstepped:
+    """Proxies of parameters whose optimizer is not in the test."""
+
+    def of(self, param: torch.nn.Parameter) -> torch.Tensor:
+        return param
+
+
+def step(stores, part, correction, lead: Lead, update: float = 0.5) -> list[torch.Tensor]:
     """Both parameters change by -update; returns what is in the store then."""
     part.target = stores.reserve({stores.newest})
     views = stores.views(part.target)
-    correction.before_step(views, extrapolate)
+    correction.before_step(views, lead)
     for main in correction.main.values():  # as Megatron's optimizer would, in place
         main.sub_(update)
     part.step(update)
-    correction.after_step(views)
+    correction.after_step(views, Unstepped())
     stores.commit(part.target, True)
     return views
 
@@ -57,8 +67,8 @@ def step(stores, part, correction, extrapolate: bool, update: float = 0.5) -> li
 )
 def test_the_store_is_ahead_by_the_factor_of_the_update_and_the_main_parameters_are_not(factor, low, full):
     stores, part, _, _ = stage()
-    correction = Extrapolation([part], stores, factor)
-    views = step(stores, part, correction, extrapolate=True)
+    correction = Extrapolation([part], stores, takes_gradients=False)
+    views = step(stores, part, correction, Lead(factor))
     assert views[0].tolist() == low and views[1].tolist() == full
     (main,) = part.fp32_from_float16_groups[0]
     assert main.tolist() == [0.5, 1.5] and correction.main[stores.params[1]].tolist() == [3.5]
@@ -66,38 +76,38 @@ def test_the_store_is_ahead_by_the_factor_of_the_update_and_the_main_parameters_
 
 def test_without_extrapolation_the_step_writes_the_true_weights():
     stores, part, _, _ = stage()
-    correction = Extrapolation([part], stores, 1.0)
-    views = step(stores, part, correction, extrapolate=False)
+    correction = Extrapolation([part], stores, takes_gradients=False)
+    views = step(stores, part, correction, Lead())
     assert views[0].tolist() == [0.5, 1.5] and views[1].tolist() == [3.5]
 
 
 def test_the_next_update_starts_from_the_true_weights():
     stores, part, _, _ = stage()
-    correction = Extrapolation([part], stores, 1.0)
-    step(stores, part, correction, extrapolate=True)
-    views = step(stores, part, correction, extrapolate=True, update=-1.0)
+    correction = Extrapolation([part], stores, takes_gradients=False)
+    step(stores, part, correction, Lead(1.0))
+    views = step(stores, part, correction, Lead(1.0), update=-1.0)
     assert views[0].tolist() == [2.5, 3.5] and views[1].tolist() == [5.5]
 
 
 def test_a_skipped_step_leaves_the_true_weights_in_the_store():
     stores, part, _, _ = stage()
-    correction = Extrapolation([part], stores, 1.0)
-    step(stores, part, correction, extrapolate=True)
+    correction = Extrapolation([part], stores, takes_gradients=False)
+    step(stores, part, correction, Lead(1.0))
     part.target = stores.reserve({stores.newest})
     views = stores.views(part.target)
-    correction.before_step(views, True)
+    correction.before_step(views, Lead(1.0))
     correction.write_true(views)
     assert views[0].tolist() == [0.5, 1.5] and views[1].tolist() == [3.5]
     stores.commit(part.target, True)
-    views = step(stores, part, correction, extrapolate=True)
+    views = step(stores, part, correction, Lead(1.0))
     assert views[0].tolist() == [-0.5, 0.5], "nothing is left of the skipped one"
 
 
 def test_the_update_is_taken_in_fp32():
     """An update that bf16 weights do not show is there twice over."""
     stores, part, _, _ = stage()
-    correction = Extrapolation([part], stores, 1.0)
-    views = step(stores, part, correction, extrapolate=True, update=2.0**-9 * 1.5)
+    correction = Extrapolation([part], stores, takes_gradients=False)
+    views = step(stores, part, correction, Lead(1.0), update=2.0**-9 * 1.5)
     assert views[0][0] == torch.tensor(1 - 2.0**-8 * 1.5).bfloat16() != torch.tensor(1 - 2.0**-9 * 1.5).bfloat16()
 
 
@@ -105,10 +115,15 @@ def test_the_update_is_taken_in_fp32():
     "then, now, text",
     [
         (None, None, ""),
-        (0.5, 0.5, ""),
-        (None, 1.0, ": not extrapolated at first, extrapolated by 1 of an update from then on"),
-        (1.0, None, ": extrapolated by 1 of an update at first, not extrapolated from then on"),
-        (1.0, 0.5, ": extrapolated by 1 of an update at first, extrapolated by 0.5 of an update from then on"),
+        ("0.5", Correction(Factor(0.5)), ""),
+        (0.5, Correction(Factor(0.5)), ""),  # as earlier versions saved it
+        (None, Correction(Factor(1.0)), ": not extrapolated at first, extrapolated by 1 from then on"),
+        ("1", None, ": extrapolated by 1 at first, not extrapolated from then on"),
+        (
+            1.0,
+            Correction(Factor(1.0), 2),
+            ": extrapolated by 1 at first, extrapolated by 1 and gradient 2 from then on",
+        ),
     ],
 )
 def test_the_log_tells_a_resumed_run_whose_first_weights_differ(then, now, text):
@@ -120,37 +135,103 @@ def test_the_log_tells_a_resumed_run_whose_first_weights_differ(then, now, text)
     [
         (dict(optimizer="adam", adam_beta1=0.49), "--adam-beta1 0.49"),
         (dict(optimizer="sgd", sgd_momentum=0.0), "--sgd-momentum 0"),
-        (dict(optimizer="muon", muon_momentum=0.3), "--two-bw-correction-factor 0.3"),
+        (dict(optimizer="muon", muon_momentum=0.3), "Give --two-bw-correction auto"),
         (dict(optimizer="sgd", sgd_momentum=0.0, adam_beta1=0.9), "--sgd-momentum 0"),  # Adam's has no say in it
         (dict(optimizer="adam", adam_beta1=0.5), None),
-        (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction_factor=0.6), None),
+        (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction_factor="0.6"), None),
+        (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction_factor="0.6:linear:1"), "--adam-beta1 0.3"),
+        (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction="auto"), None),
         (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction="none"), None),
         (dict(optimizer="soap", adam_beta1=0.1), "--adam-beta1 0.1"),
         (dict(optimizer="lion", adam_beta1=0.1), None),  # its update is a sign, and another mean's
     ],
 )
 def test_too_little_momentum_is_told(named, expected):
-    line = warning(Namespace(**(dict(two_bw_correction="extrapolate", two_bw_correction_factor=1.0) | named)))
+    line = warning(Namespace(**(dict(two_bw_correction="extrapolate", two_bw_correction_factor="1") | named)))
     assert (line is None) if expected is None else (expected in line and "\n" not in line)
 
 
 @pytest.mark.parametrize(
-    "schedule, correction, start, noted",
+    "schedule, given, start, words",
     [
-        ("2bw", "none", 0, True),
-        ("2bw", "extrapolate", 0, False),
-        ("2bw", "none", 3, False),
-        ("2bw", "none", "20%", False),
-        ("pipedream-flush", "none", 0, False),
-        ("megatron", "none", 0, False),
+        ("2bw", "none", 0, "--two-bw-correction auto recovers"),
+        ("2bw", "auto", 0, "auto is factor 1 and gradient 2 with --optimizer adam"),
+        ("2bw", "extrapolate", 0, None),
+        ("2bw", "none", 3, None),
+        ("2bw", "none", "20%", None),
+        ("pipedream-flush", "none", 0, None),
+        ("megatron", "none", 0, None),
     ],
 )
-def test_a_run_without_an_option_against_the_delay_has_a_line_with_the_flags(schedule, correction, start, noted):
-    line = uncorrected(
-        Namespace(pipeline_schedule=schedule, two_bw_correction=correction, two_bw_sync_iterations=start)
-    )
-    assert (line is not None) == noted
-    assert not noted or "--two-bw-correction extrapolate --two-bw-sync-iterations 20%" in line and "\n" not in line
+def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, start, words):
+    named = dict(pipeline_schedule=schedule, two_bw_correction=given, two_bw_sync_iterations=start)
+    line = note(Namespace(**named, optimizer="adam", adam_beta1=0.9))
+    assert (line is None) if words is None else (words in line and "\n" not in line)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (dict(two_bw_correction="none"), None),
+        (dict(two_bw_correction="auto"), Correction(Factor(1.0), 2.0)),
+        (dict(two_bw_correction="auto", adam_beta1=0.5), Correction(Factor(0.5))),
+        (dict(two_bw_correction="auto", optimizer="sgd", sgd_momentum=0.0), Correction(Factor(0.0))),
+        (dict(two_bw_correction="extrapolate"), Correction(Factor(1.0))),
+        (
+            dict(two_bw_correction="extrapolate", two_bw_correction_factor="1.5:cosine:0.9"),
+            Correction(Factor(1.5, "cosine", 0.9)),
+        ),
+        (
+            dict(two_bw_correction="extrapolate", two_bw_correction_factor="0.5", two_bw_correction_gradient=3.0),
+            Correction(Factor(0.5), 3.0),
+        ),
+    ],
+)
+def test_what_the_flags_stand_for(given, expected):
+    named = dict(two_bw_correction_factor="1", two_bw_correction_gradient=0.0, optimizer="adam", adam_beta1=0.9)
+    assert correction(Namespace(**named | given)) == expected
+
+
+def test_schedules_of_the_factor():
+    assert [Factor(0.7).at(share) for share in (0, 0.3, 1)] == [0.7] * 3
+    assert [Factor(1.5, "linear", 0.5).at(share) for share in (0, 0.25, 1)] == [1.5, 1.25, 0.5]
+    assert [Factor(0.5, "cosine", 1.5).at(share) for share in (0, 0.5, 1)] == pytest.approx([0.5, 1, 1.5])
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "", "2.1", "-1", "nan", "inf", "1:cosine", "1:sine:0.5", "1:cosine:3", "1:2", "1:"]
+)
+def test_a_wrong_factor_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+        factor(text)
+
+
+@pytest.mark.parametrize("make, part", [(torch.optim.AdamW, 0.1), (torch.optim.SGD, 1.0)])
+def test_the_gradient_term_is_the_last_gradients_part_of_the_update(make, part):
+    options = dict(betas=(0.9, 0.95), weight_decay=0.0) if part < 1 else dict(momentum=0.9)
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(2, 2))]
+    optimizer = make(params, lr=0.5, **options)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    group = optimizer.param_groups[0]
+    working = [torch.zeros_like(param) for param in params]
+    add_gradients(optimizer, group, params, working, 1.0)
+    for param, found in zip(params, working):
+        below = 1.0
+        if part < 1:
+            state = optimizer.state[param]
+            below = (state["exp_avg_sq"] / (1 - 0.95**3)).sqrt() + 1e-8
+        torch.testing.assert_close(found, -0.5 * part * param.grad / below)
+
+
+def test_denominators_exist_for_a_few_elements_at_a_time(monkeypatch):
+    monkeypatch.setattr(extrapolation, "AT_A_TIME", 4)
+    tensors = [torch.zeros(size) for size in (3, 1, 2, 9, 1)]
+    assert [[tensor.numel() for tensor in some] for some in extrapolation.portions(tensors)] == [[3, 1], [2], [9], [1]]
+    assert list(extrapolation.portions([])) == []
 
 
 @pytest.mark.parametrize(
