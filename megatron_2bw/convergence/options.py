@@ -44,7 +44,8 @@ OWN = {
     "--pipeline-schedule": "--vanilla or --variant",
     "--two-bw-sync-iterations": "--sync-iterations or --variant",
     "--two-bw-correction": "--variants or --variant",
-    "--two-bw-correction-factor": "--correction-factor or --variant",
+    "--two-bw-correction-factor": "--variant",
+    "--two-bw-correction-gradient": "--variant",
     "--save": "--save-interval alone",
     "--load": "--save-interval alone",
     "--train-samples": "--train-iters",
@@ -53,8 +54,14 @@ OWN = {
 SPLIT_DATA = ("--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path")
 OWN_DATA = ("--data-path", "--data-args-path", "--mock-data", "--tokenizer-type", *SPLIT_DATA)
 COMMON = ("--train-iters", "--seed", "--device", "--pipeline-model-parallel-size", "--save", "--load")
-SYNC, EXTRAPOLATE = ("2bw+sync", "2bw+both"), ("2bw+extrapolate", "2bw+both")
-VARIANTS = ("vanilla", "2bw", "2bw+sync", "2bw+extrapolate", "2bw+both")
+CORRECTIONS = {  # the variants of 2bw, and their flags against the gradient delay
+    "2bw": "",
+    "2bw+auto": "--two-bw-correction auto",
+    "2bw+sync": "--two-bw-sync-iterations {sync}",
+    "2bw+extrapolate": "--two-bw-correction extrapolate",
+    "2bw+both": "--two-bw-sync-iterations {sync} --two-bw-correction extrapolate",
+}
+VARIANTS = ("vanilla", *CORRECTIONS)
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,6 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
         help='2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable',
     )
     option("--sync-iterations", type=int, metavar="N", help="of 2bw+sync and 2bw+both (default: a fifth of the run)")
-    option("--correction-factor", type=float, metavar="F", help="of 2bw+extrapolate and 2bw+both (0 to 1)")
     option("--seeds", type=words, default=("1234",), metavar="N,...", help="default: 1234")
     option("--lr", type=words, metavar="RATE,...", help="learning rates (default: 3e-4; with --paper 1e-4)")
     option("--paper", action="store_true", help="Adam, warm-up and linear decay as in the paper (scripts/paper.yaml)")
@@ -136,7 +142,9 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
     option("--width", type=int, default=1, metavar="W", help="data-parallel size of every run (default: 1)")
     option("--jobs", type=int, default=1, metavar="J", help="concurrent runs (default: 1)")
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="as the entry script's")
-    option("--max-gap", type=float, metavar="PERCENT", help="exit with 1 if a variant's gap to vanilla is larger")
+    option(
+        "--max-gap", type=words, metavar="PERCENT", help="exit with 1 if a gap to vanilla is larger; one for each --lr"
+    )
     option("--max-gap-of", type=words, metavar="VARIANT,...", help="that --max-gap is for (default: all)")
     option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
     option("--no-defaults", action="store_true", help="only Megatron's flags after --, none of this script's own")
@@ -183,12 +191,17 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"{flag}: {wrong[0] or 'an empty word'} is {fault}")
         if len(set(map(convert, found))) < len(found):
             raise UserError(f"{flag} {','.join(found)}: one of them is given twice")
+    if options.max_gap is not None:
+        limits = [_number_of(word) for word in options.max_gap]
+        if None in limits or len(limits) not in (1, len(options.lr)):
+            raise UserError(
+                f"--max-gap {','.join(options.max_gap)}: it must be a number of percent, or one for each --lr"
+            )
+        options.max_gap = dict(zip(options.lr, limits * len(options.lr) if len(limits) == 1 else limits))
     for flag, number, good, bounds in (
         ("--stages", options.stages, options.stages >= 1, "1 at least"),
         ("--width", options.width, options.width >= 1, "1 at least"),
         ("--jobs", options.jobs, options.jobs >= 1, "1 at least"),
-        ("--correction-factor", options.correction_factor, 0 <= (options.correction_factor or 0) <= 1, "0 to 1"),
-        ("--max-gap", options.max_gap, math.isfinite(options.max_gap or 0), "a number of percent"),
     ):
         if not good:
             raise UserError(f"{flag} {number}: it must be {bounds}")
@@ -198,13 +211,18 @@ def _seed(word: str) -> int | None:
     return int(word) or None if word.isdecimal() else None
 
 
-def _rate(word: str) -> float | None:
-    """A number from 0 on."""
+def _number_of(word: str) -> float | None:
     try:
         number = float(word)
     except ValueError:
         return None
-    return number if math.isfinite(number) and number >= 0 else None
+    return number if math.isfinite(number) else None
+
+
+def _rate(word: str) -> float | None:
+    """A number from 0 on."""
+    number = _number_of(word)
+    return number if number is None or number >= 0 else None
 
 
 def _check_flags(options: argparse.Namespace) -> None:
@@ -242,12 +260,8 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
     """Label to flags of all variants. Raises UserError."""
     if "vanilla" not in options.variants:
         raise UserError("--variants: vanilla must be one of them, the others are compared with it")
-    for flag, number, users in (
-        ("--sync-iterations", options.sync_iterations, SYNC),
-        ("--correction-factor", options.correction_factor, EXTRAPOLATE),
-    ):
-        if number is not None and not set(users) & set(options.variants):
-            raise UserError(f"{flag}: none of --variants uses it; add {users[0]}")
+    if options.sync_iterations is not None and not {"2bw+sync", "2bw+both"} & {*options.variants}:
+        raise UserError("--sync-iterations: none of --variants uses it; add 2bw+sync")
     sync = options.sync_iterations
     if sync is not None and not 1 <= sync <= options.iterations:
         raise UserError(f"--sync-iterations {sync}: it must be 1 to --train-iters {options.iterations}")
@@ -257,13 +271,10 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
             f"--sync-iterations {sync}: with 2bw+both it must be below --train-iters "
             f"{options.iterations}, or there is nothing to extrapolate"
         )
-    factor = [] if options.correction_factor is None else ["--two-bw-correction-factor", f"{options.correction_factor}"]
     found = {"vanilla": ["--pipeline-schedule", options.vanilla]}
     for label in options.variants:
         if label != "vanilla":
-            found[label] = ["--pipeline-schedule", "2bw"]
-            found[label] += ["--two-bw-sync-iterations", f"{sync}"] if label in SYNC else []
-            found[label] += ["--two-bw-correction", "extrapolate", *factor] if label in EXTRAPOLATE else []
+            found[label] = ["--pipeline-schedule", "2bw", *CORRECTIONS[label].format(sync=sync).split()]
     for text in options.variant:
         label, equals, flags = text.partition("=")
         if not equals or not re.fullmatch(r"\w[\w.+-]*", label) or label in VARIANTS or label in found:

@@ -237,12 +237,10 @@ def _of_means(final: dict[int, float], base: dict[int, dict[str, Any]]) -> float
     return percent(statistics.fmean(final[s] for s in base), statistics.fmean(map(validated, base.values())))
 
 
-def too_large(
-    rows: Sequence[dict[str, Any]], limit: float, rates: Sequence[str], of: Sequence[str], seeds: int
-) -> list[str]:
-    """A line for each variant and rate whose mean gap is above the limit, or unknown for some seed."""
+def too_large(rows: Sequence[dict[str, Any]], limits: Mapping[str, float], of: Sequence[str], seeds: int) -> list[str]:
+    """A line for each variant and rate whose mean gap is above the rate's limit, or unknown for some seed."""
     found, lines = {(row["lr"], row["variant"]): row for row in rows}, []
-    for lr, variant in itertools.product(rates, of):
+    for lr, variant in itertools.product(limits, of):
         row, begin = found.get((lr, variant)), f"{variant} at lr {lr}"
         gaps = row["gap_percent"] if row else spread({})
         if row and row["diverged"]:
@@ -252,8 +250,8 @@ def too_large(
                 f"{begin}: the gap is known for {len(gaps['by_seed'])} of {seeds} seeds; runs are missing, or "
                 "vanilla diverged"
             )
-        elif gaps["mean"] > limit:
-            lines.append(f"{begin}: the gap {gaps['mean']:+.3g} % is above --max-gap {limit:g}")
+        elif gaps["mean"] > limits[lr]:
+            lines.append(f"{begin}: the gap {gaps['mean']:+.3g} % is above --max-gap {limits[lr]:g}")
     return lines
 
 

@@ -348,11 +348,12 @@ def judge(rows: Sequence[dict[str, Any]], options) -> int:
     if options.max_gap is None:
         return 0
     of = options.max_gap_of or [label for label in options.variants if label != "vanilla"]
-    lines = too_large(rows, options.max_gap, options.lr, of, len(options.seeds))
+    lines = too_large(rows, options.max_gap, of, len(options.seeds))
     for line in lines:
         print(f"convergence.py: {line}", file=sys.stderr)
     if not lines:
-        say(f"convergence.py: --max-gap {options.max_gap:g} holds for {', '.join(of)} at lr {', '.join(options.lr)}")
+        limits = ",".join(f"{options.max_gap[lr]:g}" for lr in options.lr)
+        say(f"convergence.py: --max-gap {limits} holds for {', '.join(of)} at lr {', '.join(options.lr)}")
     return 1 if lines else 0
 
 

@@ -46,7 +46,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Correction:
-    """What a batch adds to the newest weights: `factor` of the last update, `gradient` times its last gradient's part."""
+    """What a batch adds to the newest weights: `factor` x the last update, `gradient` x its last gradient's part."""
 
     factor: Factor
     gradient: float = 0.0
@@ -88,7 +88,7 @@ def recommended(args: Args) -> Correction:
     decay = getattr(args, DECAYS.get(args.optimizer, ""), LEAST_MOMENTUM)
     if decay < LEAST_MOMENTUM:
         return Correction(Factor(decay))
-    return Correction(Factor(1.0), 2.0)
+    return Correction(Factor(1.5), 2.0)
 
 
 def warning(args: Args) -> str | None:
@@ -105,8 +105,8 @@ def warning(args: Args) -> str | None:
     flag = "--" + DECAYS[args.optimizer].replace("_", "-")
     return (
         f"WARNING: --two-bw-correction extrapolate with {flag} {decay:g}: one update says little about the next, and "
-        "where gradients are mostly noise this is worse than no correction. Give --two-bw-correction auto, which adapts "
-        "to the momentum (docs/convergence.md)"
+        "where gradients are mostly noise this is worse than no correction. Give --two-bw-correction auto, which "
+        "adapts to the momentum (docs/convergence.md)"
     )
 
 

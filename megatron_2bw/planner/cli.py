@@ -86,7 +86,7 @@ def planning_parser(prog: str, description: str) -> Parser:
     )
     add("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
     add("--no-extra-warmup", action="store_true", help="by default 2bw hides messages on slow links by extra warm-up")
-    correction = "2bw with --two-bw-correction extrapolate, whose step needs more memory (default: yes)"
+    correction = "2bw with --two-bw-correction auto, whose step needs more memory (default: yes)"
     add("--extrapolate", action=argparse.BooleanOptionalAction, help=correction)
     add("--no-distributed-optimizer", action="store_true", help="by default the search tries both")
     add("--no-sequence-parallel", action="store_true", help="with tensor parallelism, as on the CPU")

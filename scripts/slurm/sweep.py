@@ -41,7 +41,7 @@ from scripts.paper_data import PAPER, SYSTEMS, Panel, Run, grid, panels
 from scripts.paper_picture import draw
 
 AGAIN = ("failed", "timeout")  # out of memory is a result
-UNCORRECTED = ("--two-bw-correction", "none", "--two-bw-sync-iterations", "0")  # as in the paper
+UNCORRECTED = ("--two-bw-correction", "none")  # as in the paper
 COLUMNS = """
     figure model system schedule servers gpus tensor depth width microbatch recompute round batch status reason
     samples_per_second ms_per_iteration iterations peak_memory_gib validation_loss job run

@@ -21,7 +21,7 @@ from tests.distributed.test_update_rule import POISONED, poison
 from tests.distributed.training import Run, command, train
 from tests.session import once_a_session
 
-EXTRAPOLATE = dict(two_bw_correction="extrapolate")
+EXTRAPOLATE, AUTO = dict(two_bw_correction="extrapolate"), dict(two_bw_correction="auto")
 
 
 @pytest.mark.proof("2-4-3-more0")
@@ -69,25 +69,22 @@ def test_gradient_term_and_schedule(flags, optimizer):
 
 
 @pytest.mark.proof
-def test_auto_is_a_factor_of_one_and_a_gradient_term_of_two():
-    runs = run_pipeline(command(2, 4, "2bw", UNTIED, "--bf16", two_bw_correction="auto"), 2)
-    reference = run_reference(runs, command(1, 4, "2bw", UNTIED, "--bf16"), 4, factor=1.0, gradient=2)
+def test_auto_is_a_factor_of_one_and_a_half_and_a_gradient_term_of_two():
+    runs = run_pipeline(command(2, 4, "2bw", UNTIED, "--bf16", **AUTO), 2)
+    reference = run_reference(runs, command(1, 4, "2bw", UNTIED, "--bf16"), 4, factor=1.5, gradient=2)
     assert_same(runs, reference, exact=True)
 
 
-@pytest.mark.parametrize("correction", [{}, EXTRAPOLATE, dict(two_bw_correction="auto")])
+@pytest.mark.parametrize(
+    "correction, ahead", [({}, {}), (EXTRAPOLATE, dict(factor=1.0)), (AUTO, dict(factor=1.5, gradient=2))]
+)
 @pytest.mark.parametrize("sync", [0, 3, POISONED + 1, 6])
-def test_skipped_step(sync, correction):
+def test_skipped_step(sync, correction, ahead):
     """After a skipped step W(j+1) = W(j), and the working copy is W(j) too; each batch has the scale of its weights."""
     changes = dict(initial_loss_scale=4096, hysteresis=1, train_iters=7)
     flags = (UNTIED, "--fp16")
     runs = run_pipeline(command(2, 4, "2bw", *flags, **changes, **correction, two_bw_sync_iterations=sync), 2, poison)
-    rule = dict(
-        poison=POISONED,
-        sync=sync,
-        factor=1.0 if correction else 0.0,
-        gradient=2 if len(correction) and correction != EXTRAPOLATE else 0,
-    )
+    rule = dict(poison=POISONED, sync=sync, **ahead)
     expected = run_reference(runs, command(1, 4, "2bw", *flags, **changes), 4, **rule)
     assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0, 0]] * 2 == [expected.skipped] * 2
     assert runs[0].scales == expected.scales
@@ -104,7 +101,7 @@ def test_factor_and_synchronous_start_together():
 @once_a_session
 def wide(*flags: str) -> list[Run]:
     """Two pipelines of two stages, without clipping: then sharding changes no order of additions."""
-    return run_pipeline(command(2, 2, "2bw", *flags, width=2, clip_grad=0, **EXTRAPOLATE), 4)
+    return run_pipeline(command(2, 2, "2bw", *flags, width=2, clip_grad=0, **AUTO), 4)
 
 
 @pytest.mark.parametrize("flags", [(), ("--bf16",)])
@@ -118,7 +115,7 @@ def test_distributed_optimizer(flags):
 
 
 def test_a_skipped_step_with_the_distributed_optimizer_and_evaluations():
-    changes = dict(width=2, clip_grad=0, initial_loss_scale=4096, hysteresis=1, **EXTRAPOLATE)
+    changes = dict(width=2, clip_grad=0, initial_loss_scale=4096, hysteresis=1, **AUTO)
     plain = run_pipeline(command(2, 2, "2bw", "--fp16", **changes), 4, poison)
     sharded = ("--fp16", "--use-distributed-optimizer", "--eval-interval", "1", "--eval-iters", "1")
     runs = run_pipeline(command(2, 2, "2bw", *sharded, **changes), 4, poison)
@@ -133,23 +130,15 @@ CASES = {
     "bf16, distributed optimizer": (
         4,
         command(
-            2,
-            2,
-            "2bw",
-            "--bf16",
-            "--use-distributed-optimizer",
-            "--overlap-grad-reduce",
-            width=2,
-            **EXTRAPOLATE,
-            **DROPOUT,
+            2, 2, "2bw", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", width=2, **AUTO, **DROPOUT
         ),
     ),
     "asynchronous, with evaluations": (
         2,
-        command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **EXTRAPOLATE, **DROPOUT),
+        command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **AUTO, **DROPOUT),
     ),
     "in the synchronous start": (2, command(2, 2, "2bw", two_bw_sync_iterations=5, **EXTRAPOLATE, **DROPOUT)),
-    "torch format": (2, command(2, 2, "2bw", "--bf16", ckpt_format="torch", **EXTRAPOLATE, **DROPOUT)),
+    "torch format": (2, command(2, 2, "2bw", "--bf16", ckpt_format="torch", **AUTO, **DROPOUT)),
     "at its end": (2, command(2, 2, "2bw", two_bw_sync_iterations=SAVED, **EXTRAPOLATE, **DROPOUT)),
 }
 

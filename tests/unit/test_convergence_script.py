@@ -268,13 +268,13 @@ def test_the_threshold(limit, of, seeds, count):
         ("1e-3", "own", 1): result(final=3.9),
     }
     rows = [summarize(results, "1e-3", variant, [1], 20) for variant in ("vanilla", "2bw", "own")]
-    lines = too_large(rows, limit, ["1e-3"], of, seeds)
+    lines = too_large(rows, {"1e-3": limit}, of, seeds)
     assert len(lines) == count and all(one.startswith(f"{of[0]} at lr 1e-3: ") for one in lines)
 
 
 @pytest.mark.parametrize("who, says", [(("2bw", 1), "diverged"), (("vanilla", 1), "1 of 2 seeds")])
 def test_the_threshold_does_not_hold_for_what_diverged(who, says):
-    assert [says in found for found in too_large(diverging(who), 1e9, ["1"], ["2bw"], 2)] == [True]
+    assert [says in found for found in too_large(diverging(who), {"1": 1e9}, ["2bw"], 2)] == [True]
 
 
 def test_the_picture_is_a_png(tmp_path):
@@ -363,18 +363,17 @@ def test_the_variants_flags():
             ",".join(convergence_options.VARIANTS),
             "--sync-iterations",
             "7",
-            "--correction-factor",
-            "0.5",
             "--variant",
             "g=--pipeline-schedule gpipe",
         ]
     )
     sync = ["--two-bw-sync-iterations", "7"]
-    correction = ["--two-bw-correction", "extrapolate", "--two-bw-correction-factor", "0.5"]
+    correction = ["--two-bw-correction", "extrapolate"]
     ours = ["--pipeline-schedule", "2bw"]
     assert options.variants == {
         "vanilla": ["--pipeline-schedule", "megatron"],
         "2bw": ours,
+        "2bw+auto": [*ours, "--two-bw-correction", "auto"],
         "2bw+sync": ours + sync,
         "2bw+extrapolate": ours + correction,
         "2bw+both": ours + sync + correction,
@@ -467,12 +466,12 @@ def test_the_users_data_or_tokenizer_takes_the_place_of_the_corpus(monkeypatch):
         (["--variants", "vanilla,2bw+both", "--sync-iterations", "1500"], "--sync-iterations 1500: with 2bw+both"),
         (["--variants", "vanilla,2bw+both", "--", "--train-iters", "1"], "--sync-iterations 1: with 2bw+both"),
         (["--", "--lr", "1", "--seed", "2"], "after the --: --lr (give --lr before the --), --seed (give --seeds"),
-        (["--correction-factor", "0.5"], "--correction-factor"),
-        (["--variants", "vanilla,2bw+both", "--correction-factor", "1.5"], "--correction-factor 1.5"),
         (["--max-gap-of", "2bw"], "--max-gap-of"),
         (["--max-gap", "1", "--max-gap-of", "vanilla"], "--max-gap-of: vanilla"),
         (["--max-gap", "1", "--variants", "vanilla"], "--max-gap"),
         (["--max-gap", "nan"], "--max-gap nan"),
+        (["--max-gap", "1,2"], "--max-gap 1,2: it must be a number of percent, or one for each --lr"),
+        (["--max-gap", "1,2", "--lr", "1,2,3"], "--max-gap 1,2"),
         (["--fresh", "--report-only"], "--fresh"),
         (["--no-defaults"], "--train-iters is missing"),
         (["--speed"], "--speed"),

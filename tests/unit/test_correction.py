@@ -155,7 +155,7 @@ def test_too_little_momentum_is_told(named, expected):
     "schedule, given, start, words",
     [
         ("2bw", "none", 0, "--two-bw-correction auto recovers"),
-        ("2bw", "auto", 0, "auto is factor 1 and gradient 2 with --optimizer adam"),
+        ("2bw", "auto", 0, "auto is factor 1.5 and gradient 2 with --optimizer adam"),
         ("2bw", "extrapolate", 0, None),
         ("2bw", "none", 3, None),
         ("2bw", "none", "20%", None),
@@ -173,7 +173,7 @@ def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, sta
     "given, expected",
     [
         (dict(two_bw_correction="none"), None),
-        (dict(two_bw_correction="auto"), Correction(Factor(1.0), 2.0)),
+        (dict(two_bw_correction="auto"), Correction(Factor(1.5), 2.0)),
         (dict(two_bw_correction="auto", adam_beta1=0.5), Correction(Factor(0.5))),
         (dict(two_bw_correction="auto", optimizer="sgd", sgd_momentum=0.0), Correction(Factor(0.0))),
         (dict(two_bw_correction="extrapolate"), Correction(Factor(1.0))),

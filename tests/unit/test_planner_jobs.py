@@ -120,8 +120,7 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan_from_the_script
     )
     saved = str(tmp_path / "checkpoints" / "job") if kind == "job.sbatch" else None
     assert args.save == args.load == saved and args.exit_signal_handler == (kind == "job.sbatch")
-    against = (plan.extrapolate, "20%" if plan.schedule == "2bw" else 0)  # the delay
-    assert (args.two_bw_correction == "extrapolate", args.two_bw_sync_iterations) == against
+    assert args.two_bw_correction == ("auto" if plan.extrapolate else "none")
 
 
 @pytest.mark.parametrize("plan, model, cluster, precision", CASES)
@@ -302,7 +301,7 @@ def test_the_comments_of_a_script_say_what_a_run_takes():
         for text in (jobs.torchrun_script(cost, estimate), jobs.sbatch_script(cost, estimate, "job")):
             comments = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
             assert all(" ".join(sentence.split()) in comments for sentence in training.about(cost, estimate))
-            assert ("--two-bw-correction none --two-bw-sync-iterations 0" in comments) == (plan.schedule == "2bw")
+            assert ("--two-bw-correction none" in comments) == (plan.schedule == "2bw")
 
 
 def test_each_kind_of_model_has_its_entry_script():

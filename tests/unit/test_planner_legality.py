@@ -530,7 +530,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "virtual_pipeline_model_parallel_size": plan.virtual if plan.virtual > 1 else None,
         "sequence_parallel": plan.sequence_parallel,
         "two_bw_gradient_slots": plan.gradient_slots,
-        "two_bw_correction": "extrapolate" if plan.extrapolate else "none",
+        "two_bw_correction": "auto" if plan.extrapolate else "none",
         "gpipe_round": plan.gpipe_round,
         "two_bw_extra_warmup": ()
         if not any(plan.extra)

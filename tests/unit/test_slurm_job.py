@@ -273,7 +273,7 @@ def test_flags_of_a_model():
         "--global-batch-size",
         "16",
         "--two-bw-correction",
-        "extrapolate",
+        "auto",
         "--bf16",
     ]
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "30522"]
@@ -300,7 +300,6 @@ def test_flags_of_a_plan(tmp_path):
     words = flags.words("gpt", "", str(path), 2, 8, "")
     assert words[:2] == ["--num-layers", "32"] and "--fp16" in words and words[-1] == "50257"
     assert words == flags.words("gpt", "gpt-2.2b", str(path), 2, 8, "fp16")
-    assert "--two-bw-sync-iterations" not in words  # a file of a planner that did not write it
     best = PLAN["plans"][0] | {"training": ["--train-iters", "7"], "save_interval": 20}
     path.write_text(json.dumps(PLAN | {"plans": [best]}))
     words = flags.words("gpt", "", str(path), 2, 8, "", save=True)

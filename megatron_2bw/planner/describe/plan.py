@@ -33,7 +33,7 @@ class Plan:
     pipeline_inside        rank order tp-pp-dp: the stages of a pipeline are neighbours. Otherwise Megatron's default
                            order: the replicas of a stage are neighbours
     extra_warmup           of 2bw: additional warm-up forwards, a number per boundary between stages or one for all
-    extrapolate            of 2bw: --two-bw-correction extrapolate
+    extrapolate            of 2bw: --two-bw-correction auto
     gpipe_round            of gpipe: microbatches that it admits at a time; None: the whole batch
     """
 
@@ -155,7 +155,7 @@ class Plan:
             (self.schedule == "2bw" and self.gradient_slots != 2, f"--two-bw-gradient-slots {self.gradient_slots}"),
             (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
-            (self.extrapolate, "--two-bw-correction extrapolate"),
+            (self.extrapolate, "--two-bw-correction auto"),
             (self.distributed_optimizer, "--use-distributed-optimizer"),
             (overlaps, "--overlap-grad-reduce"),
             (overlaps and self.distributed_optimizer, "--overlap-param-gather"),

@@ -87,7 +87,7 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
         num_virtual_stages_per_pipeline_rank=plan.virtual if plan.virtual > 1 else None,
         two_bw_gradient_slots=plan.gradient_slots,
         two_bw_extra_warmup=plan.extra_warmup,
-        two_bw_correction="extrapolate" if plan.extrapolate else "none",
+        two_bw_correction="auto" if plan.extrapolate else "none",
         gpipe_round=plan.gpipe_round,
         use_distributed_optimizer=plan.distributed_optimizer,
         untie_embeddings_and_output_weights=not model.tied,

@@ -37,7 +37,7 @@ class Space:
                   fit
     uneven        whether first and last stages may have other numbers of layers than the others
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
-    extrapolate   2bw with --two-bw-correction extrapolate
+    extrapolate   2bw with --two-bw-correction auto
     """
 
     batch: int

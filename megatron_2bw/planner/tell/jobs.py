@@ -146,7 +146,11 @@ def _about(cost: Cost, estimate: Estimate) -> list[str]:
     return [
         f"# {name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw-plan:",
         f"# {plan.schedule}, {sizes}, {batch}.",
-        *(f"# {line}" for text in training.about(cost, estimate) for line in textwrap.wrap(text, 110)),
+        *(
+            f"# {line}"
+            for text in training.about(cost, estimate)
+            for line in textwrap.wrap(text, 110, break_on_hyphens=False)
+        ),
     ]
 
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 from megatron_2bw.planner.cost.memory import BYTES, ELEMENT, GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.schedules import TwoBW
-from megatron_2bw.timelines.simulator import long_iteration_time
 
 ITERATIONS, EVAL_ITERS = 100_000, 10
-SYNC_SHARE = 20  # per cent of 2bw's iterations that run without delay: docs/convergence.md measured it
 SAVE_SECONDS, LOG_SECONDS = 1800, 60
 # An evaluation computes EVAL_ITERS forwards, about as long as three iterations: at most 2 % of the time.
 LEAST_EVAL_INTERVAL = 200
@@ -31,7 +28,7 @@ def save_interval(seconds: float) -> int:
 def flags(schedule: str, seconds: float = 0.0) -> list[str]:
     """Megatron's flags of a first run, without those that save.
 
-    The warm-up and the start without delay are shares, so the caller may give another --train-iters.
+    The warm-up is a share, so the caller may give another --train-iters.
     seconds  of an iteration; 0 if that is not known
     """
     evaluate = max(save_interval(seconds), LEAST_EVAL_INTERVAL)
@@ -40,7 +37,6 @@ def flags(schedule: str, seconds: float = 0.0) -> list[str]:
         f"--train-iters {ITERATIONS} --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01 "
         f"--weight-decay 0.1 --clip-grad 1.0 --eval-interval {evaluate} --eval-iters {EVAL_ITERS} "
         f"--log-interval {log} --log-throughput"
-        + (f" --two-bw-sync-iterations {SYNC_SHARE}%" if schedule == "2bw" else "")
     ).split()
 
 
@@ -55,31 +51,20 @@ def about(cost: Cost, estimate: Estimate) -> list[str]:
     """Sentences about the run that `flags` describes: its length, its checkpoints, its options against the delay."""
     plan, seconds = estimate.plan, estimate.seconds
     tokens, every = ITERATIONS * plan.global_batch * cost.model.sequence, save_interval(seconds)
-    start, options = 0.0, ""
-    if plan.schedule == "2bw":
-        start = max(_synchronous(cost, plan), seconds) - seconds
-        given = "--two-bw-correction extrapolate and " if plan.extrapolate else ""
-        options = (
-            f"{given}--two-bw-sync-iterations {SYNC_SHARE}% act against the gradient delay (docs/convergence.md). The "
-            f"first {SYNC_SHARE} % of the iterations run with a flush and take {_time(start + seconds)} each. Without "
-            "these options: --two-bw-correction none --two-bw-sync-iterations 0."
-        )
-    whole = ITERATIONS * (seconds + SYNC_SHARE / 100 * start)
+    options = []
+    if plan.extrapolate:
+        options = [
+            "--two-bw-correction auto acts against the gradient delay (docs/convergence.md). Without it: "
+            "--two-bw-correction none."
+        ]
     return [
-        f"--train-iters {ITERATIONS}: {_time(whole)} by these estimates ({_time(seconds)} an iteration), and "
-        f"{tokens / 1e9:.3g} billion tokens, {tokens / cost.model.parameters():.3g} for each parameter.",
+        f"--train-iters {ITERATIONS}: {_time(ITERATIONS * seconds)} by these estimates ({_time(seconds)} an "
+        f"iteration), and {tokens / 1e9:.3g} billion tokens, {tokens / cost.model.parameters():.3g} for each parameter.",
         f"--save-interval {every}: a checkpoint of {checkpoint_bytes(cost, plan) / GIB:.3g} GiB every "
         f"{_time(every * seconds)}. --eval-interval {max(every, LEAST_EVAL_INTERVAL)}: an evaluation every "
         f"{_time(max(every, LEAST_EVAL_INTERVAL) * seconds)}.",
-        *([options] if options else []),
+        *options,
     ]
-
-
-def _synchronous(cost: Cost, plan: Plan) -> float:
-    """Seconds of an iteration of 2bw's start without delay."""
-    schedule = TwoBW(plan.gradient_slots, plan.extra_warmup, sync_iterations=ITERATIONS)
-    no_late_step = cost.times(plan.changed(schedule="pipedream-flush"))
-    return long_iteration_time(schedule, plan.depth, plan.microbatches, no_late_step)
 
 
 def _time(seconds: float) -> str:
