@@ -81,6 +81,8 @@ def training_command(schedule: str, iterations: int, corpus_flags: list[str], de
         "--log-interval": log_interval(iterations),
         "--eval-interval": iterations + 1,  # one validation, after the last iteration
     }
+    if schedule == "2bw":
+        sizes["--two-bw-correction"] = "auto"
     flags = [str(word) for pair in sizes.items() for word in pair]
     return [*torchrun(STAGES), *flags, *MODEL, *PLAIN_TORCH, *OPTIMIZER, *DATA, *corpus_flags]
 

@@ -62,6 +62,7 @@ CORRECTIONS = {  # the variants of 2bw, and their flags against the gradient del
     "2bw+both": "--two-bw-sync-iterations {sync} --two-bw-correction extrapolate",
 }
 VARIANTS = ("vanilla", *CORRECTIONS)
+VANILLA = ("pipedream-flush", "megatron")
 
 
 @dataclass(frozen=True)
@@ -114,19 +115,9 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
     option = parser.add_argument
     option("name", metavar="NAME", help="of the experiment: the folder in out/convergence")
     option("--task", choices=("gpt", "bert"), default="gpt", help="default: %(default)s")
-    option(
-        "--vanilla",
-        choices=("pipedream-flush", "megatron"),
-        default="pipedream-flush",
-        help="to compare with (default: %(default)s)",
-    )
-    option(
-        "--variants",
-        type=names_of(VARIANTS),
-        default=("vanilla", "2bw"),
-        metavar="NAME,...",
-        help=f"of {', '.join(VARIANTS)}",
-    )
+    option("--vanilla", choices=VANILLA, default=VANILLA[0], help="to compare with (default: %(default)s)")
+    names = f"of {', '.join(VARIANTS)}"
+    option("--variants", type=names_of(VARIANTS), default=("vanilla", "2bw"), metavar="NAME,...", help=names)
     option(
         "--variant",
         action="append",
@@ -142,9 +133,7 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
     option("--width", type=int, default=1, metavar="W", help="data-parallel size of every run (default: 1)")
     option("--jobs", type=int, default=1, metavar="J", help="concurrent runs (default: 1)")
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="as the entry script's")
-    option(
-        "--max-gap", type=words, metavar="PERCENT", help="exit with 1 if a gap to vanilla is larger; one for each --lr"
-    )
+    option("--max-gap", type=words, metavar="PERCENT", help="exit with 1 if a gap is larger; one, or one for each --lr")
     option("--max-gap-of", type=words, metavar="VARIANT,...", help="that --max-gap is for (default: all)")
     option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
     option("--no-defaults", action="store_true", help="only Megatron's flags after --, none of this script's own")

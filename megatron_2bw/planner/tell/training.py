@@ -59,7 +59,8 @@ def about(cost: Cost, estimate: Estimate) -> list[str]:
         ]
     return [
         f"--train-iters {ITERATIONS}: {_time(ITERATIONS * seconds)} by these estimates ({_time(seconds)} an "
-        f"iteration), and {tokens / 1e9:.3g} billion tokens, {tokens / cost.model.parameters():.3g} for each parameter.",
+        f"iteration), and {tokens / 1e9:.3g} billion tokens, {tokens / cost.model.parameters():.3g} for each "
+        "parameter.",
         f"--save-interval {every}: a checkpoint of {checkpoint_bytes(cost, plan) / GIB:.3g} GiB every "
         f"{_time(every * seconds)}. --eval-interval {max(every, LEAST_EVAL_INTERVAL)}: an evaluation every "
         f"{_time(max(every, LEAST_EVAL_INTERVAL) * seconds)}.",
