@@ -23,6 +23,7 @@ from megatron_2bw.flags.rule import Args
 SHAPES = {"linear": lambda share: 1 - share, "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2}
 # Optimizers whose update is a running mean of gradients, and the decay of that mean.
 DECAYS = {"adam": "adam_beta1", "sgd": "sgd_momentum", "muon": "muon_momentum", "soap": "adam_beta1"}
+BETA1 = 0.95  # Adam's with `auto`, if --adam-beta1 is not given: with a delay it bears higher rates than 0.9
 LEAST_MOMENTUM = 0.8  # below it `auto` adds the best factor of a gradient of pure noise, the momentum
 
 
@@ -115,10 +116,11 @@ def note(args: Args) -> str | None:
     if args.pipeline_schedule != "2bw":
         return None
     if args.two_bw_correction == "auto":
-        found = recommended(args)
+        found, adam = recommended(args), args.optimizer == "adam"
         return (
-            f"> 2bw: --two-bw-correction auto is factor {found.factor} and gradient {found.gradient:g} with "
-            f"--optimizer {args.optimizer}"
+            f"> 2bw: --two-bw-correction auto: factor {found.factor} and gradient {found.gradient:g}"
+            + f", --adam-beta1 {args.adam_beta1:g}" * adam
+            + f" ({BETA1} bears higher learning rates)" * (adam and args.adam_beta1 < BETA1)
         )
     if args.two_bw_correction == "none" and args.two_bw_sync_iterations == 0:
         return (

@@ -31,7 +31,7 @@ _HELP = {
     "change most, run without gradient delay, with a flush; the run then continues without flushes",
     "--two-bw-correction": "against the gradient delay of 2bw: a batch computes with weights ahead of W(j), so its "
     "gradients are taken near the weights that they change; evaluation and checkpoints have the true W(j). auto: the "
-    "recommended setting for the optimizer; extrapolate: by the next two flags",
+    "recommended setting, with --adam-beta1 0.95 if that is not given; extrapolate: by the next two flags",
     "--two-bw-correction-factor": "of --two-bw-correction extrapolate: so many times the last update, 0 to 2; a number "
     "or a schedule over the run, FIRST:cosine:LAST or FIRST:linear:LAST",
     "--two-bw-correction-gradient": "of --two-bw-correction extrapolate: so many times the part of the last update "

@@ -20,6 +20,7 @@ from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_fo
 from megatron_2bw.errors import did_you_mean
 from megatron_2bw.flags import environment, unsupported
 from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer, torch_version
+from megatron_2bw.flags.correction import BETA1
 from megatron_2bw.flags.no_effect import NO_EFFECT
 from megatron_2bw.flags.own import OWN, add_flags
 from megatron_2bw.flags.rule import Rule, installed, on_cpu
@@ -114,6 +115,8 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     defaults |= {"task": early.task, "eval_interval": 1000}  # Megatron divides by the interval, and has no default
     if early.task == "bert" and not installed("apex"):
         defaults["no_persist_layer_norm"] = True  # the norm of its head is torch's then, which cannot
+    if getattr(early, "two_bw_correction", None) == "auto":
+        defaults["adam_beta1"] = BETA1
     if early.pipeline_schedule != "megatron":
         # It runs an iteration again to find faulty GPUs, and reduces over the world in every iteration.
         defaults["rerun_mode"] = "disabled"

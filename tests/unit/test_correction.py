@@ -155,7 +155,7 @@ def test_too_little_momentum_is_told(named, expected):
     "schedule, given, start, words",
     [
         ("2bw", "none", 0, "--two-bw-correction auto recovers"),
-        ("2bw", "auto", 0, "auto is factor 1.5 and gradient 2 with --optimizer adam"),
+        ("2bw", "auto", 0, "auto: factor 1.5 and gradient 2, --adam-beta1 0.9 (0.95 bears higher learning rates)"),
         ("2bw", "extrapolate", 0, None),
         ("2bw", "none", 3, None),
         ("2bw", "none", "20%", None),

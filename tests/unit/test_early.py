@@ -40,6 +40,15 @@ def test_the_table_has_megatrons_defaults(task, schedule, cpu):
     assert expected == {name: found[name] for name in expected}
 
 
+@pytest.mark.parametrize("given, beta1", [([], 0.95), (["--adam-beta1", "0.9"], 0.9)])
+def test_auto_brings_a_beta1_that_the_user_can_change(given, beta1):
+    from megatron.training.arguments import add_megatron_arguments
+
+    own = argparse.Namespace(task="gpt", pipeline_schedule="2bw", assumed_cpu=True, two_bw_correction="auto")
+    parser = prepare(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)), own, sys.exit)
+    assert parser.parse_args(given).adam_beta1 == beta1
+
+
 def test_other_releases_of_megatron_are_checked_later(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.19.9")
     assert early.mistakes(["--no-such-flag"], "gpt", 1) == []
