@@ -76,12 +76,12 @@ def _lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
 
 def simulate_lists(schedule: Schedule, lists: list[list[Action]], times: Times) -> list[Event]:
     """Like `simulate`, for lists of actions, one per stage, that follow the rules of `schedule`."""
-    run = _Run(schedule, [_prepared(own, stage, len(lists), schedule.chunks) for stage, own in enumerate(lists)], times)
+    run = _Run(schedule, [prepared(own, stage, len(lists), schedule.chunks) for stage, own in enumerate(lists)], times)
     run.play()
     return sorted(run.events, key=lambda event: (event.start, event.stage))
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """An action with the message that it needs, the message that it gives, and the boundary."""
 
     action: Action
@@ -90,25 +90,26 @@ class _Prepared(NamedTuple):
     boundary: int
 
 
-def _prepared(actions: list[Action], stage: int, stages: int, chunks: int) -> list[_Prepared]:
-    last, prepared = chunks * stages - 1, []
+def prepared(actions: list[Action], stage: int, stages: int, chunks: int) -> list[Prepared]:
+    """The actions of a stage's list with their messages."""
+    last, made = chunks * stages - 1, []
     for action in actions:
         part, x = action.chunk * stages + stage, action.microbatch
         if action.kind == F:
             needs, gives = (F, part, x) if part else None, (F, part + 1, x) if part < last else None
-            prepared.append(_Prepared(action, needs, gives, stage))
+            made.append(Prepared(action, needs, gives, stage))
         elif action.kind == B:
             needs, gives = (B, part, x) if part < last else None, (B, part - 1, x) if part else None
-            prepared.append(_Prepared(action, needs, gives, (stage - 1) % stages))
+            made.append(Prepared(action, needs, gives, (stage - 1) % stages))
         else:
-            prepared.append(_Prepared(action, None, None, 0))
-    return prepared
+            made.append(Prepared(action, None, None, 0))
+    return made
 
 
 class _Run:
     """The state of one simulation: the position of each stage in its list, and the arrival times of messages."""
 
-    def __init__(self, schedule: Schedule, lists: list[list[_Prepared]], times: Times):
+    def __init__(self, schedule: Schedule, lists: list[list[Prepared]], times: Times):
         self.schedule, self.lists, self.stages = schedule, lists, len(lists)
         computed = {F: "forward", B: "backward", W: "weight"}
         self.took = {
@@ -227,14 +228,14 @@ def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
         if len(_made) > 64:
             _made.clear()
         made = _lists(schedule, shape)
-        lists = [_prepared(own, stage, shape.stages, schedule.chunks) for stage, own in enumerate(made)]
+        lists = [prepared(own, stage, shape.stages, schedule.chunks) for stage, own in enumerate(made)]
         _made[key] = lists
     run = _Run(schedule, lists, times)
     run.play()
     return run.events
 
 
-_made: dict[tuple[Schedule, Shape], list[list[_Prepared]]] = {}
+_made: dict[tuple[Schedule, Shape], list[list[Prepared]]] = {}
 
 
 def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Times = Times()) -> float:

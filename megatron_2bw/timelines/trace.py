@@ -11,17 +11,18 @@ import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.files import write_whole
-from megatron_2bw.schedules import parse
+from megatron_2bw.schedules import B, F, W, parse
 
 if TYPE_CHECKING:
     from megatron_2bw.core.recorder import Record  # it imports torch
+    from megatron_2bw.timelines.simulator import Event
 
 
 class TraceWriter:
@@ -160,6 +161,31 @@ def _spent(events: list[dict[str, Any]], begin: float, end: float) -> Counter[st
         spent["in RS" if reduces else "busy"] += event["dur"]
         waited = 0.0
     return spent
+
+
+def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any]:
+    """A simulated timeline, with times in seconds, in the form of a merged trace: waits are events too."""
+
+    def lasting(start: float, seconds: float) -> dict[str, float]:
+        return {"ts": start * 1e6, "dur": seconds * 1e6}
+
+    found: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"pipeline: {title}"}}
+    ]
+    for stage in range(stages):
+        found.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}})
+    free = [0.0] * stages
+    for stage, action, start, end in events:
+        place = {"ph": "X", "pid": 0, "tid": stage}
+        waited = max(start - free[stage], 0.0)
+        if waited > 1e-6:
+            found.append({"name": "wait", "cat": "wait", **place, **lasting(free[stage], waited), "cname": "grey"})
+        kind, microbatch, version, chunk = action
+        args = {"kind": kind, "microbatch" if kind in (F, B, W) else "batch": microbatch, "version": version}
+        args |= {"chunk": chunk, "waited_ms": waited * 1e3}
+        found.append({"name": str(action), "cat": kind, **place, **lasting(start, end - start), "args": args})
+        free[stage] = end
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
 def _draw(events: list[dict[str, Any]], batches: int, picture: Path) -> None:

@@ -7,18 +7,18 @@ and the Pareto front. It imports matplotlib when it draws.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_figure, write_json
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
-from megatron_2bw.schedules import REDUCE, B, F, Shape, W
+from megatron_2bw.schedules import REDUCE, Shape
 from megatron_2bw.timelines.picture import draw_events
 from megatron_2bw.timelines.simulator import Event, Times, makespan, simulate
+from megatron_2bw.timelines.trace import of_events
 
 # Colours that colour-blind readers can distinguish (Okabe and Ito).
 KINDS = {
@@ -277,27 +277,6 @@ def chrome_trace(cost: Cost, estimate: Estimate, path: Path, iterations: int = 2
     in one step. Raises UserError if it cannot be written.
     """
     plan = estimate.plan
-    events = list(_trace_events(plan, simulated(plan, cost.times(plan), iterations)))
+    events = simulated(plan, cost.times(plan), iterations)
     with file_errors(f"--trace {path}"):
-        write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
-
-
-def _trace_events(plan: Plan, events: list[Event]) -> Iterator[dict[str, Any]]:
-    yield {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"pipeline: {plan.title} (simulated)"}}
-    for stage in range(plan.depth):
-        yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
-    free = [0.0] * plan.depth
-
-    def lasting(start: float, seconds: float) -> dict[str, float]:
-        return {"ts": start * 1e6, "dur": seconds * 1e6}
-
-    for stage, action, start, end in events:
-        place = {"ph": "X", "pid": 0, "tid": stage}
-        waited = max(start - free[stage], 0.0)
-        if waited > 1e-6:
-            yield {"name": "wait", "cat": "wait", **place, **lasting(free[stage], waited), "cname": "grey"}
-        kind, microbatch, version, chunk = action
-        args = {"kind": kind, "microbatch" if kind in (F, B, W) else "batch": microbatch, "version": version}
-        args |= {"chunk": chunk, "waited_ms": waited * 1e3}
-        yield {"name": str(action), "cat": kind, **place, **lasting(start, end - start), "args": args}
-        free[stage] = end
+        write_json(path, of_events(events, plan.depth, f"{plan.title} (simulated)"), indent=None)

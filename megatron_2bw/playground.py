@@ -1,0 +1,303 @@
+"""What the page docs/playground shows, as JSON: timelines, throughput, memory, a check of a list edited by hand.
+
+Invariant: the lists are those that the runtime executes; times, limits and bytes come from the simulator, the validator
+and the planner. The page runs this module in Pyodide; there is no other model of a schedule in it. Pure Python.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from megatron_2bw.errors import UserError
+from megatron_2bw.planner.cost.memory import BYTES, Memory
+from megatron_2bw.planner.describe.model import PRESETS, preset
+from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.tell import jobs, training
+from megatron_2bw.schedules import Action, Schedule, ScheduleError, Shape, check_actions, parse, validate
+from megatron_2bw.timelines.simulator import Event, Times, iteration_time, long_iteration_time, simulate, simulate_lists
+from megatron_2bw.timelines.trace import of_events
+from megatron_2bw.timelines.waits import Waits
+
+# The schedules of the page: fields of Plan, with the names of parameters for their values.
+SCHEDULES: dict[str, dict[str, str]] = {
+    "2bw": {},
+    "2bw-extra-warmup": {"extra_warmup": "extra_warmup"},
+    "2bw-one-slot": {"gradient_slots": "one"},
+    "2bw-sync-start": {},
+    "pipedream-flush": {},
+    "gpipe": {"gpipe_round": "gpipe_round"},
+    "no-pipelining": {},
+    "pipedream": {},
+    "megatron-interleaved": {"virtual": "chunks"},
+}
+FORWARDS = 50_000  # of one timeline
+MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the curve
+SHARES = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1)  # of the curve: message by forward and backward
+LIMITS = {
+    "stages": (1, 64), "microbatches": (1, 512), "iterations": (1, 16), "gpipe_round": (1, 512), "chunks": (2, 16),
+    "sync_iterations": (0, 16), "microbatch": (1, 1024),
+}  # fmt: skip
+LONGEST = 1e6  # of a time
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a person can choose; times are in one unit, a number or one per stage (transfer: one per boundary).
+
+    occupied  the share of a message's time in which its link carries no other
+    model     a name of the planner; microbatch, precision and recompute are those of its memory
+    """
+
+    schedules: list[str] = field(default_factory=lambda: ["2bw", "pipedream-flush"])
+    stages: int = 4
+    microbatches: int = 8
+    iterations: int = 3
+    forward: Any = 1.0
+    backward: Any = 2.0
+    transfer: Any = 0.0
+    occupied: float = 1.0
+    reduce: float = 0.0
+    step: float = 0.0
+    extra_warmup: Any = 1
+    sync_iterations: int = 2
+    gpipe_round: int = 4
+    chunks: int = 2
+    model: str = "gpt-2.2b"
+    microbatch: int = 1
+    precision: str = "bf16"
+    recompute: str = "none"
+    one = 1
+
+    @classmethod
+    def read(cls, given: dict[str, Any]) -> Parameters:
+        """The parameters of a JSON object. UserError names the one that is unknown or out of its range."""
+        known = {each.name for each in fields(cls)}
+        for name in given:
+            if name not in known:
+                raise UserError(f"{name}: there is no such parameter")
+        found = cls(**given)
+        for name, (least, most) in LIMITS.items():
+            if type(getattr(found, name)) is not int or not least <= getattr(found, name) <= most:
+                raise UserError(f"{name} must be a whole number from {least} to {most}, not {getattr(found, name)}")
+        for name, choices in (("model", PRESETS), ("precision", BYTES), ("recompute", RECOMPUTE)):
+            if getattr(found, name) not in choices:
+                raise UserError(f"{name}: {getattr(found, name)} is not one of {', '.join(choices)}")
+        for name in found.schedules:
+            if name not in SCHEDULES:
+                raise UserError(f"schedules: {name} is not one of {', '.join(SCHEDULES)}")
+        return replace(found, **found._lists())
+
+    def _lists(self) -> dict[str, Any]:
+        """The checked values of times and of the extra warm-up."""
+        found: dict[str, Any] = {}
+        for name in ("forward", "backward", "transfer", "occupied", "reduce", "step"):
+            count = {"forward": self.stages, "backward": self.stages, "transfer": self.stages - 1}.get(name, 0)
+            given = getattr(self, name)
+            values = given if isinstance(given, list) and count else [given]
+            if isinstance(given, list) and len(values) != count:
+                raise UserError(f"{name}: give one number, or {count}")
+            if not all(type(value) in (int, float) and 0 <= value <= LONGEST for value in values):
+                raise UserError(f"{name} must be a time from 0 to {LONGEST:g}")
+            found[name] = [float(value) for value in values] if isinstance(given, list) else float(given)
+        if self.occupied > 1:
+            raise UserError(f"occupied must be a share from 0 to 1, not {self.occupied:g}")
+        if not any(_every(found["forward"])) or not any(_every(found["backward"])):
+            raise UserError("forward and backward must not be 0 on all stages")
+        extra = self.extra_warmup if isinstance(self.extra_warmup, list) else [self.extra_warmup]
+        if len(extra) not in (1, self.stages - 1) or not all(type(k) is int and 0 <= k <= 64 for k in extra):
+            raise UserError(f"extra_warmup: give one whole number up to 64, or {self.stages - 1}")
+        return found | {"extra_warmup": tuple(extra)}
+
+    def plan(self, name: str) -> Plan:
+        """The planner's plan of a schedule of the page, on one GPU a stage."""
+        chosen = {option: getattr(self, parameter) for option, parameter in SCHEDULES[name].items()}
+        own = {"megatron-interleaved": "megatron"}.get(name, "2bw" if name.startswith("2bw") else name)
+        return Plan(1, self.stages, 1, self.microbatch, self.microbatches, self.recompute, schedule=own, **chosen)
+
+    def schedule(self, name: str) -> Schedule:
+        schedule = self.plan(name).pipeline
+        return replace(schedule, sync_iterations=self.sync_iterations) if name == "2bw-sync-start" else schedule
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.stages, self.microbatches, 0, self.iterations)
+
+    @property
+    def times(self) -> Times:
+        # The link from the last stage to the first, which only interleaved stages use, is as slow as the slowest.
+        transfer = [*self.transfer, max(self.transfer)] if isinstance(self.transfer, list) else self.transfer
+        occupied = [self.occupied * t for t in transfer] if isinstance(transfer, list) else self.occupied * transfer
+        return Times(self.forward, self.backward, 0.0, transfer, occupied, 0.0, self.reduce, self.step)
+
+
+def _every(time: Any) -> list[float]:
+    return time if isinstance(time, list) else [time]
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request: its parameters, and "ask", one of ASKED. {"error": line} if it cannot be answered."""
+    given = dict(request)
+    asked = given.pop("ask", "timelines")
+    more = {name: given.pop(name) for name in ("over", "lists") if name in given}
+    try:
+        if asked not in ASKED:
+            raise UserError(f"ask: {asked} is not one of {', '.join(ASKED)}")
+        return ASKED[asked](Parameters.read(given), **more)
+    except UserError as error:
+        return {"error": str(error)}
+
+
+def timelines(given: Parameters) -> dict[str, Any]:
+    """Each schedule's timeline; {"error": line} for one that cannot run."""
+    return {"timelines": {name: _guarded(_timeline, given, name) for name in given.schedules}}
+
+
+def figures(given: Parameters) -> dict[str, Any]:
+    """Each schedule's figures in the steady state, bytes and command line; {"error": line} for one that cannot run."""
+    return {"figures": {name: _guarded(_figures, given, name) for name in given.schedules}}
+
+
+def _guarded(work: Callable, given: Parameters, name: str) -> dict[str, Any]:
+    try:
+        _check(given, name)
+        return work(given, name)
+    except (UserError, ScheduleError) as error:
+        return {"error": str(error).split("\n")[0]}
+
+
+def _check(given: Parameters, name: str) -> None:
+    """Raise UserError or ScheduleError if the schedule cannot run with these sizes."""
+    schedule, m = given.schedule(name), given.microbatches
+    if given.stages * m * given.iterations * schedule.chunks > FORWARDS:
+        raise UserError(f"more than {FORWARDS} forwards: give fewer microbatches, stages or iterations")
+    if name == "megatron-interleaved" and m % given.stages:
+        raise UserError(f"Megatron's interleaved schedule needs a multiple of {given.stages} microbatches")
+    if m < schedule.min_microbatches(given.stages):
+        validate(schedule, given.shape)  # raises
+
+
+def _timeline(given: Parameters, name: str) -> dict[str, Any]:
+    schedule = given.schedule(name)
+    return _drawn(schedule, simulate(schedule, given.shape, given.times), given)
+
+
+def _steady(schedule: Schedule) -> Schedule:
+    """The schedule after its synchronous start."""
+    return replace(schedule, sync_iterations=0) if schedule.sync_iterations else schedule
+
+
+def _drawn(schedule: Schedule, events: list[Event], given: Parameters) -> dict[str, Any]:
+    """The timeline by stage: actions as text, starts, ends, waits; and the critical path."""
+    waits = Waits(schedule, events, given.stages, given.times)
+    return {
+        "actions": [" ".join(str(event.action) for event in own) for own in waits.lists],
+        "starts": [[event.start for event in own] for own in waits.lists],
+        "ends": [[event.end for event in own] for own in waits.lists],
+        "waits": [[list(wait) for wait in own] for own in waits.by_stage],
+        "critical": [list(place) for place in waits.critical_path()],
+        "makespan": max(event.end for event in events),
+        "late": schedule.late_step,
+    }
+
+
+def _figures(given: Parameters, name: str) -> dict[str, Any]:
+    """in_flight counts microbatches of all chunks of a stage together."""
+    schedule, d, m, times, shape = given.schedule(name), given.stages, given.microbatches, given.times, given.shape
+    seconds = iteration_time(_steady(schedule), d, m, times)
+    busy = [m * (f + b) / seconds for f, b in zip(times.of("forward", d), times.of("backward", d))]
+    return {
+        "summary": schedule.summary,
+        "seconds": seconds,
+        "throughput": m / seconds,
+        "busy": busy,
+        "bubble": max(1 - sum(busy) / d, 0.0),
+        "versions": [schedule.max_versions(shape, stage) for stage in range(d)],
+        "in_flight": [schedule.max_in_flight(shape, stage) / schedule.chunks for stage in range(d)],
+    } | _memory(given, name)
+
+
+def _memory(given: Parameters, name: str) -> dict[str, Any]:
+    """The planner's bytes of each stage, and Megatron's command line with random data; or why there are none."""
+    plan, model = given.plan(name), preset(given.model)
+    if not plan.pipeline.global_step:  # each stage steps alone, so tied embeddings would drift apart
+        model = replace(model, tied=False)
+    if model.layers % (plan.depth * plan.virtual):
+        parts = f"{plan.depth} stages" + (f" of {plan.virtual} chunks" if plan.virtual > 1 else "")
+        return {"bytes": None, "command": None, "reason": f"{model.layers} layers do not divide into {parts}"}
+    found = Memory(model, given.precision, flash=True).stages(plan)
+    words = ["megatron-2bw", "train", model.kind, *model.flags(), *plan.flags(given.precision)]
+    if name == "2bw-sync-start":
+        words += ["--two-bw-sync-iterations", str(given.sync_iterations)]
+    words += [*training.flags(plan.schedule), *jobs.mock_data(model)]
+    return {"bytes": [asdict(stage) for stage in found], "command": " ".join(words)}
+
+
+def curve(given: Parameters, over: str = "microbatches") -> dict[str, Any]:
+    """Each schedule's throughput in the steady state over the microbatches, or over the time of a message.
+
+    Microbatches per unit of time; None where the schedule cannot run.
+    """
+    if over == "microbatches":
+        points = {m: replace(given, microbatches=m) for m in MICROBATCHES}
+    elif over == "transfer":
+        whole = max(f + b for f, b in zip(*(given.times.of(name, given.stages) for name in ("forward", "backward"))))
+        points = {share * whole: replace(given, transfer=share * whole) for share in SHARES}
+    else:
+        raise UserError(f"over: {over} is not one of microbatches, transfer")
+    rates = {name: [_guarded(_rate, point, name).get("rate") for point in points.values()] for name in given.schedules}
+    return {"over": over, "x": list(points), "curves": rates}
+
+
+def _rate(given: Parameters, name: str) -> dict[str, float]:
+    schedule = _steady(given.schedule(name))
+    return {"rate": given.microbatches / long_iteration_time(schedule, given.stages, given.microbatches, given.times)}
+
+
+def check(given: Parameters, lists: list[str]) -> dict[str, Any]:
+    """The validator's answer to lists of actions, one text per stage, under the first schedule's rules.
+
+    {"timeline": ...} of lists that pass; else {"reason", "grid"}, and {"stage", "step"} of the fault where it has one.
+    """
+    name = given.schedules[0]
+    schedule = given.schedule(name)
+    if schedule.chunks > 1:
+        raise UserError("the validator does not cover schedules with model chunks")
+    if len(lists) != given.stages:
+        raise UserError(f"lists: give {given.stages}, one per stage")
+    actions: list[list[Action]] = []
+    for stage, text in enumerate(lists):
+        try:
+            actions.append(parse(text))
+        except ValueError as error:
+            return {"stage": stage, "step": None, "reason": str(error), "grid": ""}
+    if not all(actions):
+        return {"stage": actions.index([]), "step": None, "reason": "the list is empty", "grid": ""}
+    try:
+        check_actions(actions, schedule, given.shape)
+    except ScheduleError as error:
+        line, _, grid = str(error).partition("\n")
+        where = re.match(r"stage (\d+), step (\d+): ", line)
+        return {"stage": int(where[1]), "step": int(where[2]), "reason": line[where.end() :], "grid": grid}
+    return {"timeline": _drawn(schedule, simulate_lists(schedule, actions, given.times), given)}
+
+
+def trace(given: Parameters) -> dict[str, Any]:
+    """The first schedule's timeline for Perfetto; the unit of the times counts as a millisecond."""
+    name = given.schedules[0]
+    _check(given, name)
+    events = simulate(given.schedule(name), given.shape, given.times)
+    return of_events(
+        [event._replace(start=event.start / 1e3, end=event.end / 1e3) for event in events], given.stages, name
+    )
+
+
+ASKED: dict[str, Callable[..., dict[str, Any]]] = {
+    "timelines": timelines,
+    "figures": figures,
+    "curve": curve,
+    "check": check,
+    "trace": trace,
+}

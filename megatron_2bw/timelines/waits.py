@@ -1,0 +1,118 @@
+"""Why each action of a simulated timeline starts when it does, and the timeline's critical path. Pure Python.
+
+Invariant: nothing is simulated again. Each cause is read from the starts and ends that `simulate` returned.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule
+from megatron_2bw.timelines.simulator import Event, Times, prepared
+
+SMALL = 1e-9  # of the timeline's length: differences below it are rounding
+
+
+class Wait(NamedTuple):
+    """A stage's idle time before an action, or during a late step, and the action that ended it.
+
+    place    the action's index in its stage's list
+    seconds  in the unit of the times
+    stage, at  stage and index of the action whose message, or whose reduction, came last
+    queued   the part of `seconds` at most for which that message waited for its link
+    """
+
+    place: int
+    seconds: float
+    stage: int
+    at: int
+    queued: float
+
+
+Place = tuple[int, int]  # stage, and index in its list
+
+
+class Waits:
+    """The waits of each stage in `events`, and the critical path.
+
+    lists: each stage's events, in the order of its actions
+    """
+
+    def __init__(self, schedule: Schedule, events: list[Event], stages: int, times: Times):
+        self.schedule, self.stages = schedule, stages
+        self.lists: list[list[Event]] = [[event for event in events if event.stage == s] for s in range(stages)]
+        self._small = SMALL * max((event.end for event in events), default=0.0)
+        self._reduce = times.of("reduce", stages)
+        self._send(times)
+        self.by_stage = [self._of_stage(stage) for stage in range(stages)]
+
+    def _send(self, times: Times) -> None:
+        """Which action gives each message, when that is sent, and the message before it on the same link."""
+        occupied = times.of("occupied", self.stages)
+        self._giver: dict[tuple[str, int, int], Place] = {}
+        self._needs: dict[Place, tuple[str, int, int]] = {}
+        self._sent: dict[Place, float] = {}
+        self._before: dict[Place, Place] = {}
+        for stage, own in enumerate(self.lists):
+            last: dict[str, Place] = {}
+            actions = [event.action for event in own]
+            for at, made in enumerate(prepared(actions, stage, self.stages, self.schedule.chunks)):
+                if made.needs is not None:
+                    self._needs[stage, at] = made.needs
+                if made.gives is None:
+                    continue
+                kind, sent = made.action.kind, own[at].end
+                if kind in last:
+                    self._before[stage, at] = last[kind]
+                    sent = max(sent, self._sent[last[kind]] + occupied[made.boundary])
+                self._giver[made.gives], self._sent[stage, at], last[kind] = (stage, at), sent, (stage, at)
+
+    def _of_stage(self, stage: int) -> list[Wait]:
+        found, free = [], 0.0
+        for at, event in enumerate(self.lists[stage]):
+            kind = event.action.kind
+            idle = event.end - event.start if kind == STEP and self.schedule.late_step else event.start - free
+            if idle > self._small and (other := self._cause(stage, at)):
+                queued = max(self._sent[other] - self._end(other), 0.0) if kind in (F, B) else 0.0
+                found.append(Wait(at, idle, *other, queued if queued > self._small else 0.0))
+            free = event.end
+        return found
+
+    def _end(self, place: Place) -> float:
+        return self.lists[place[0]][place[1]].end
+
+    def _cause(self, stage: int, at: int) -> Place | None:
+        action = self.lists[stage][at].action
+        if action.kind in (F, B):
+            return self._giver.get(self._needs.get((stage, at)))
+        if action.kind != STEP:
+            return None
+        among = range(self.stages) if self.schedule.global_step else [stage]
+        reductions = [
+            (event.start + self._reduce[s], s, place)
+            for s in among
+            for place, event in enumerate(self.lists[s])
+            if event.action.kind == REDUCE and event.action.microbatch == action.microbatch
+        ]
+        return max(reductions)[1:] if reductions else None
+
+    def critical_path(self) -> list[Place]:
+        """The chain of actions, first to last, that determines the timeline's end: without one's time it ends earlier.
+
+        A message that waits for its link follows the message before it on that link.
+        """
+        ends = [(own[-1].end, stage) for stage, own in enumerate(self.lists) if own]
+        stage = max(ends)[1]
+        place, path = (stage, len(self.lists[stage]) - 1), []
+        causes = {(s, wait.place): (wait.stage, wait.at) for s, own in enumerate(self.by_stage) for wait in own}
+        while True:
+            path.append(place)
+            if place in causes:
+                by_message = self.lists[place[0]][place[1]].action.kind in (F, B)
+                place = causes[place]
+                while by_message and self._sent[place] > self._end(place) + self._small:
+                    place = self._before[place]
+            elif place[1] == 0:
+                return path[::-1]
+            else:
+                place = (place[0], place[1] - 1)
