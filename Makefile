@@ -1,9 +1,9 @@
-# make install | demo | test | test-rest | test-all | test-docs | test-slurm | oracles | lint | bench | paper | gpu-check | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-rest | test-all | test-docs | test-slurm | oracles | lint | bench | paper | playground | gpu-check | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-rest test-all test-docs test-slurm oracles lint bench paper gpu-check clean
+.PHONY: help install demo test test-rest test-all test-docs test-slurm oracles lint bench paper playground test-playground gpu-check clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -16,6 +16,8 @@ help:
 	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
 	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (four minutes)"
+	@echo "make playground  build the page docs/playground and serve it on localhost (needs npm)"
+	@echo "make test-playground  the page in Chromium, and its Python in node (needs npm and chromium; installs playwright)"
 	@echo "make gpu-check  what holds on the GPUs of this machine (half an hour; docs/gpu.md)"
 	@echo "make clean     remove caches and builds; .venv and out/, which has trained models, stay"
 
@@ -91,6 +93,13 @@ bench: install
 
 paper: install
 	$(PYTHON) scripts/paper.py
+
+playground: install
+	$(PYTHON) scripts/playground.py
+
+test-playground: install
+	$(PYTHON) -m pip install -q '.[page]'
+	$(PYTEST) tests/page
 
 gpu-check: install
 	$(PYTHON) -m megatron_2bw.cli gpu-check

@@ -1,0 +1,82 @@
+// The editor of a schedule's lists: the validator marks the first fault, or the edited lists get a timeline.
+
+import { element } from "./form.js";
+import { request, SCHEDULES } from "./parameters.js";
+import { read } from "./timeline.js";
+
+export class Editor {
+  /** ask: of Python; change(edit): what the page's state keeps of an edit, { schedule, lists } or null */
+  constructor(host, ask, stack, change) {
+    Object.assign(this, { host, ask, stack, change });
+    this.choice = element("select", { "aria-label": "Schedule to edit", onchange: () => this.reset() });
+    this.text = element("textarea", {
+      "aria-label": "Lists of actions, a line per stage",
+      spellcheck: "false",
+      rows: 5,
+    });
+    this.result = element("div", { "aria-live": "polite" });
+    const button = (label, work) => element("button", { type: "button", onclick: work }, label);
+    const tools = element(
+      "div",
+      { class: "tools" },
+      this.choice,
+      button("Check", () => this.check()),
+      button("Swap B0@0 and the action before it on stage 0", () => this.swap()),
+      button("Reset", () => this.reset()),
+    );
+    host.replaceChildren(tools, this.text, this.result);
+  }
+  show(answers, state) {
+    Object.assign(this, { answers, state });
+    const names = Object.keys(answers).filter((name) => !answers[name].error);
+    const kept = state.edit?.schedule ?? this.choice.value;
+    this.choice.replaceChildren(...names.map((name) => element("option", { value: name }, SCHEDULES[name])));
+    if (names.includes(kept)) this.choice.value = kept;
+    if (state.edit && names.includes(state.edit.schedule)) {
+      this.write(state.edit.lists);
+      this.judge();
+    } else if (names.length) this.write(answers[this.choice.value].actions);
+  }
+  write(lists) {
+    this.text.value = lists.join("\n");
+    this.text.rows = Math.min(lists.length + 1, 18);
+    if (!this.state.edit) this.result.replaceChildren();
+  }
+  get lists() {
+    return this.text.value
+      .split("\n")
+      .map((line) => line.trim())
+      .filter(Boolean);
+  }
+  reset() {
+    this.change(null);
+    this.write(this.answers[this.choice.value].actions);
+  }
+  swap() {
+    const lists = this.lists;
+    lists[0] = lists[0].replace(/(\S+) (B0@0)/, "$2 $1");
+    this.text.value = lists.join("\n");
+    this.check();
+  }
+  check() {
+    this.change({ schedule: this.choice.value, lists: this.lists });
+  }
+  async judge() {
+    const { schedule, lists } = this.state.edit;
+    const found = await this.ask({ ask: "check", ...request(this.state), schedules: [schedule], lists });
+    if (found.error || found.reason) return this.fault(found);
+    this.result.replaceChildren(element("p", {}, "The lists pass. Their timeline stands below the others."));
+    this.stack.showOne("edited", {}, read(found.timeline));
+  }
+  fault({ error, reason, stage, step, grid }) {
+    const where = stage === undefined ? "" : `Stage ${stage}${step === null ? "" : `, action ${step}`}: `;
+    const parts = [element("p", { class: "wrong" }, error ?? where + reason)];
+    if (grid) {
+      const [before, fault, after] = grid.split(/>(.*?)</);
+      parts.push(element("pre", { tabindex: 0 }, before, element("mark", {}, fault), after));
+    }
+    this.result.replaceChildren(...parts);
+    const mark = this.result.querySelector("mark");
+    if (mark) mark.parentElement.scrollLeft = mark.offsetLeft - 200;
+  }
+}

@@ -1,0 +1,68 @@
+// Answers of megatron_2bw/playground.py: from the precomputed grid, or from Python in a worker, which starts when needed.
+
+/** The package's `answer` in a Pyodide that `loadPyodide` makes; archive: the zipped package. Also for node. */
+export async function start(loadPyodide, options, archive) {
+  const pyodide = await loadPyodide(options);
+  pyodide.unpackArchive(archive, "zip");
+  const answer = pyodide.runPython(`
+import json
+from megatron_2bw.playground import answer
+lambda text: json.dumps(answer(json.loads(text)))
+`);
+  return (request) => answer(JSON.stringify(request));
+}
+
+/** The text by which the grid names a request: its schedules do not count, except where an answer is of one. */
+export function key(request) {
+  const { schedules, ...rest } = request;
+  return JSON.stringify(Object.fromEntries(Object.entries(rest).sort(([one], [other]) => (one < other ? -1 : 1))));
+}
+
+const PARTS = { timelines: "timelines", figures: "figures", curve: "curves" };
+
+export class Python {
+  /** grid: answers by key, each of all schedules; report(text): what the page says while Python loads. */
+  constructor(grid, report) {
+    Object.assign(this, { grid, report, count: 0, waiting: new Map() });
+  }
+  get available() {
+    return location.protocol !== "file:";
+  }
+  /** The answer to a request, as a promise. */
+  async ask(request) {
+    const known = this.grid[key(request)];
+    const part = PARTS[request.ask];
+    if (known && part) {
+      const chosen = Object.fromEntries(request.schedules.map((name) => [name, known[part][name]]));
+      return { ...known, [part]: chosen };
+    }
+    if (!this.available)
+      return {
+        error:
+          "A page from a file shows the presets, and 2, 4 or 8 stages with 4, 8 or 16 microbatches. For all else run: make playground",
+      };
+    this.load();
+    const id = this.count++;
+    const answer = new Promise((resolve) => this.waiting.set(id, resolve));
+    this.worker.postMessage({ id, request });
+    return answer;
+  }
+  /** Start the worker, once. */
+  load() {
+    if (this.worker || !this.available) return;
+    this.report("Loading Python …");
+    this.worker = new Worker(new URL("worker.js", document.baseURI), { type: "module" });
+    this.worker.onmessage = ({ data }) => {
+      if (data.ready) return this.report("");
+      if (data.failed) return this.fail(data.failed);
+      this.waiting.get(data.id)(JSON.parse(data.text));
+      this.waiting.delete(data.id);
+    };
+    this.worker.onerror = (event) => this.fail(event.message);
+  }
+  fail(message) {
+    const line = { error: `Python cannot be loaded: ${message ?? "its files are missing"}` };
+    for (const resolve of this.waiting.values()) resolve(line);
+    this.waiting.clear();
+  }
+}

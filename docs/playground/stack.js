@@ -1,0 +1,134 @@
+// The chosen schedules' timelines under each other on one time axis, with zoom and playback.
+
+import { element } from "./form.js";
+import { SCHEDULES } from "./parameters.js";
+import { lowered, svgPen } from "./pens.js";
+import { height, read } from "./timeline.js";
+import { Span, theme, TimelineView } from "./view.js";
+import { about, number } from "./why.js";
+
+const SECONDS = 12; // of a whole playback
+const TITLE = 24; // pixels, in an exported picture
+
+export class Stack {
+  constructor(host, tools, why, change) {
+    Object.assign(this, { host, why, change, span: new Span(), cards: new Map() });
+    this.slider = element("input", { type: "range", min: 0, max: 1000, value: 1000, "aria-label": "Playback" });
+    this.slider.addEventListener("input", () => this.play((this.slider.value / 1000) * this.span.end));
+    this.playing = element("button", { type: "button", onclick: () => this.toggle() }, "▶ Play");
+    const zoom = (label, name, work) =>
+      element("button", { type: "button", "aria-label": name, title: name, onclick: work }, label);
+    this.version = element("button", { type: "button", onclick: () => this.recolour() }, "Colour by weight version");
+    this.critical = element(
+      "button",
+      { type: "button", onclick: () => this.change({ critical: !this.state.critical }) },
+      "Critical path",
+    );
+    tools.replaceChildren(
+      this.playing,
+      this.slider,
+      zoom("−", "Zoom out", () => this.span.zoom(1 / 1.5)),
+      zoom("+", "Zoom in (also Ctrl and wheel; drag to move)", () => this.span.zoom(1.5)),
+      zoom("Fit", "Show everything", () => this.span.set(0, this.span.end)),
+      this.version,
+      this.critical,
+    );
+  }
+  recolour() {
+    this.change({ colourBy: this.state.colourBy === "version" ? "batch" : "version" });
+  }
+  /** Show the answers; schedules that are no longer chosen leave. */
+  show(answers, state) {
+    this.state = state;
+    this.version.setAttribute("aria-pressed", state.colourBy === "version");
+    this.critical.setAttribute("aria-pressed", state.critical);
+    for (const [name, card] of this.cards)
+      if (!(name in answers)) {
+        card.host.remove();
+        card.view?.remove();
+        this.cards.delete(name);
+      }
+    const read_ = Object.entries(answers).map(([name, answer]) => [name, answer, answer.error ? null : read(answer)]);
+    const end = Math.max(...read_.map(([, , timeline]) => timeline?.makespan ?? 0), 1e-9);
+    if (end !== this.span.end) {
+      this.stop();
+      this.span.fit(end);
+    }
+    for (const [name, answer, timeline] of read_) this.showOne(name, answer, timeline);
+  }
+  showOne(name, answer, timeline) {
+    const card = this.cards.get(name) ?? this.add(name);
+    this.host.append(card.host);
+    card.note.textContent = answer.error ?? "";
+    card.note.className = answer.error ? "wrong" : "";
+    card.body.hidden = Boolean(answer.error);
+    const { microbatches, colourBy, critical } = this.state;
+    if (timeline) card.view.show(timeline, { microbatches, colourBy, critical });
+  }
+  add(name) {
+    const [note, body] = [element("span"), element("div")];
+    const host = element(
+      "article",
+      { class: "card" },
+      element("header", {}, element("h3", {}, SCHEDULES[name] ?? name), note),
+      body,
+    );
+    const onSelect = (event, timeline, idle) => this.explain(name, event, timeline, idle);
+    const card = { host, note, body, view: new TimelineView(body, this.span, SCHEDULES[name] ?? name, { onSelect }) };
+    this.cards.set(name, card);
+    return card;
+  }
+  explain(name, event, timeline, idle) {
+    for (const [other, card] of this.cards) if (other !== name && card.view.selected) card.view.clear();
+    const before = idle ? "Idle. The next action: " : "";
+    this.why.textContent = `${SCHEDULES[name] ?? name}. ${before}${about(event, this.state.microbatches, timeline.late)}`;
+  }
+  /** The figures in the headers of the cards. */
+  describe(figures) {
+    for (const [name, found] of Object.entries(figures)) {
+      const card = this.cards.get(name);
+      if (found.error || !card) continue;
+      const busy = `${((1 - found.bubble) * 100).toFixed(1)} %`;
+      const most = number(Math.max(...found.in_flight));
+      card.note.innerHTML = `stages busy <b>${busy}</b>, <b>${number(found.throughput)}</b> microbatches per unit of time; at most <b>${Math.max(...found.versions)}</b> weight versions, <b>${most}</b> activations in flight`;
+      card.note.title = found.summary;
+    }
+  }
+  play(now) {
+    this.span.play(now >= this.span.end ? undefined : now);
+    this.slider.value = (1000 * Math.min(now, this.span.end)) / this.span.end;
+  }
+  toggle() {
+    if (this.timer) return this.stop();
+    const from = this.span.now ?? 0;
+    const begun = performance.now();
+    this.playing.textContent = "❚❚ Pause";
+    const step = () => {
+      const now = from + ((performance.now() - begun) / 1000 / SECONDS) * this.span.end;
+      this.play(now);
+      if (now < this.span.end) this.timer = requestAnimationFrame(step);
+      else this.stop();
+    };
+    this.timer = requestAnimationFrame(step);
+  }
+  stop() {
+    cancelAnimationFrame(this.timer);
+    this.timer = undefined;
+    this.playing.textContent = "▶ Play";
+  }
+  /** The timelines as one SVG document. */
+  svg(width = 1200) {
+    const shown = [...this.cards].filter(([, card]) => !card.body.hidden);
+    const tall = shown.reduce((sum, [, { view }]) => sum + TITLE + height(view.timeline) + 8, 0);
+    const pen = svgPen(width, tall);
+    const colours = theme();
+    pen.rect(0, 0, width, tall, colours.ground);
+    let top = 0;
+    for (const [name, { view }] of shown) {
+      pen.text(2, top + TITLE / 2, SCHEDULES[name] ?? name, colours.ink, 14, "start");
+      view.drawOn(lowered(pen, top + TITLE), width);
+      top += TITLE + height(view.timeline) + 8;
+    }
+    return { text: String(pen), width, height: tall };
+  }
+}

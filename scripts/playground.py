@@ -1,0 +1,115 @@
+"""Builds the page docs/playground into a folder for any static host, and serves it on this host.
+
+python scripts/playground.py [--out build/playground] [--port 8000 | --no-serve]
+
+The folder holds index.html with all modules and the first answer, grid.js with the answers of the presets and of small
+sizes, the package as a zip file, and Pyodide from npm. A browser opens index.html also from the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import http.server
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw import playground
+from megatron_2bw.errors import Parser, UserError, run_program
+from megatron_2bw.timelines.page import script_json, whole
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "docs" / "playground"
+PYODIDE = "314.0.7"
+FILES = "pyodide.mjs pyodide.asm.mjs pyodide.asm.wasm python_stdlib.zip pyodide-lock.json".split()
+PACKAGE = ("*.py", "schedules/*.py", "timelines/*.py", "planner/**/*.py")  # what megatron_2bw.playground imports
+SIZES = [{"stages": d, "microbatches": m} for d in (2, 4, 8) for m in (4, 8, 16)]
+ASKED = (
+    {"ask": "timelines"},
+    {"ask": "figures"},
+    {"ask": "curve", "over": "microbatches"},
+    {"ask": "curve", "over": "transfer"},
+)
+
+
+def key(request: dict[str, Any]) -> str:
+    """The name of a request in the grid, as docs/playground/python.js has it."""
+    return json.dumps({name: request[name] for name in sorted(request)}, separators=(",", ":"))
+
+
+def grid(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The answers for all schedules with these parameters, by key. Defaults and the schedules are not in a key."""
+    defaults = vars(playground.Parameters())
+    given = {name: value for name, value in sizes.items() if name != "schedules" and value != defaults[name]}
+    every = {"schedules": list(playground.SCHEDULES)}
+    return {key(asked | given): playground.answer(asked | given | every) for asked in ASKED}
+
+
+def build(out: Path) -> None:
+    presets = json.loads((SOURCE / "presets.json").read_text())
+    out.mkdir(parents=True, exist_ok=True)
+    first = {"presets": presets, "grid": grid({})}
+    (out / "index.html").write_text(whole(SOURCE / "index.html", {"first": first}), "utf-8")
+    rest: dict[str, Any] = {}
+    for sizes in [*SIZES, *(preset["parameters"] for preset in presets)]:
+        rest |= grid(sizes)
+    (out / "grid.js").write_text(f"window.grid={script_json(rest)};\n", "utf-8")
+    for name in ("worker.js", "python.js"):
+        shutil.copy(SOURCE / name, out)
+    archive(out / "megatron_2bw.zip")
+    shutil.copytree(pyodide(), out / "pyodide", ignore=lambda _, names: {*names} - {*FILES}, dirs_exist_ok=True)
+
+
+def archive(path: Path) -> None:
+    """The package's modules, as they are."""
+    package = ROOT / "megatron_2bw"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for module in sorted({module for pattern in PACKAGE for module in package.glob(pattern)}):
+            file.write(module, module.relative_to(ROOT))
+
+
+def pyodide() -> Path:
+    """The folder of Pyodide, which npm puts into build/."""
+    folder = ROOT / "build" / f"pyodide-{PYODIDE}"
+    found = folder / "node_modules" / "pyodide"
+    if not all((found / name).exists() for name in FILES):
+        if shutil.which("npm") is None:
+            raise UserError("npm is not installed, and Pyodide comes from it: install Node.js")
+        command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", f"pyodide@{PYODIDE}"]
+        folder.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"npm install pyodide@{PYODIDE}: {done.stderr.strip()[-300:]}")
+    return found
+
+
+def serve(folder: Path, port: int) -> None:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        print(f"http://localhost:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+
+
+def main() -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "playground")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--no-serve", action="store_true")
+    options = parser.parse_args()
+
+    def work() -> None:
+        build(options.out)
+        print(f"wrote {options.out}", flush=True)
+        if not options.no_serve:
+            serve(options.out, options.port)
+
+    return run_program(parser.prog, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
