@@ -5,7 +5,8 @@ export async function start(loadPyodide, options, archive) {
   const pyodide = await loadPyodide(options);
   pyodide.unpackArchive(archive, "zip");
   const answer = pyodide.runPython(`
-import json
+import gc, json
+gc.set_threshold(100000)  # a timeline is many small tuples, and no cycle
 from megatron_2bw.playground import answer
 lambda text: json.dumps(answer(json.loads(text)))
 `);

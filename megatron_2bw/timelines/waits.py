@@ -40,9 +40,15 @@ class Waits:
 
     def __init__(self, schedule: Schedule, events: list[Event], stages: int, times: Times):
         self.schedule, self.stages = schedule, stages
-        self.lists: list[list[Event]] = [[event for event in events if event.stage == s] for s in range(stages)]
+        self.lists: list[list[Event]] = [[] for _ in range(stages)]
+        for event in events:
+            self.lists[event.stage].append(event)
         self._small = SMALL * max((event.end for event in events), default=0.0)
-        self._reduce = times.of("reduce", stages)
+        self._reduced: dict[int, list[tuple[float, int, int]]] = {}  # batch -> end, stage and place of each reduction
+        for stage, (own, seconds) in enumerate(zip(self.lists, times.of("reduce", stages))):
+            for at, event in enumerate(own):
+                if event.action.kind == REDUCE:
+                    self._reduced.setdefault(event.action.microbatch, []).append((event.start + seconds, stage, at))
         self._send(times)
         self.by_stage = [self._of_stage(stage) for stage in range(stages)]
 
@@ -87,14 +93,10 @@ class Waits:
             return self._giver.get(self._needs.get((stage, at)))
         if action.kind != STEP:
             return None
-        among = range(self.stages) if self.schedule.global_step else [stage]
-        reductions = [
-            (event.start + self._reduce[s], s, place)
-            for s in among
-            for place, event in enumerate(self.lists[s])
-            if event.action.kind == REDUCE and event.action.microbatch == action.microbatch
-        ]
-        return max(reductions)[1:] if reductions else None
+        reduced = self._reduced.get(action.microbatch, [])
+        if not self.schedule.global_step:
+            reduced = [one for one in reduced if one[1] == stage]
+        return max(reduced)[1:] if reduced else None
 
     def critical_path(self) -> list[Place]:
         """The chain of actions, first to last, that determines the timeline's end: without one's time it ends earlier.

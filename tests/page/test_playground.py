@@ -1,0 +1,221 @@
+"""The page docs/playground: its Python in node answers as CPython does, and a person's way through it in Chromium.
+
+Needs npm and node; all but the parity also playwright and chromium (make test-playground).
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import random
+import re
+import runpy
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw.playground import SCHEDULES, answer
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "playground.py"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+pytestmark = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    runpy.run_path(str(SCRIPT))["build"](folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def served(built):
+    """The address of the built page on this host."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(built))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://localhost:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium):
+    """A new page; the test fails if its console has an error."""
+    context = chromium.new_context(viewport={"width": 1240, "height": 900}, accept_downloads=True)
+    page, errors = context.new_page(), []
+    page.set_default_timeout(120_000)
+    page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    context.close()
+    assert errors == []
+
+
+def drawn(random_: random.Random) -> dict:
+    """A request with random parameters, legal or not."""
+    d, pick = random_.randint(1, 9), random_.choice
+    times = [0, 0.1, 0.3, 1, 1.7, 2.5]
+    per = lambda count: pick([pick(times), [pick(times) for _ in range(count)]])
+    given = {"stages": d, "microbatches": random_.randint(1, 24), "iterations": random_.randint(1, 4)}
+    given |= {"forward": per(d), "backward": per(d), "transfer": per(d - 1), "occupied": pick([0, 0.5, 1])}
+    given |= {"reduce": pick(times), "step": pick(times), "extra_warmup": pick([0, 1, 2]), "chunks": pick([2, 3, 4])}
+    given |= {
+        "gpipe_round": random_.randint(1, 9),
+        "sync_iterations": random_.randint(0, 3),
+        "microbatch": pick([1, 4]),
+    }
+    given |= {"model": pick(["gpt-2.2b", "bert-48", "llama-8b"]), "recompute": pick(["none", "selective", "full"])}
+    given["schedules"] = random_.sample(list(SCHEDULES), 3)
+    more = pick(
+        [{"ask": "timelines"}, {"ask": "figures"}, {"ask": "trace"}, {"ask": "check", "lists": ["F0@0 B0@0"] * d}]
+    )
+    return given | (more if random_.random() < 0.95 else {"ask": "curve", "over": pick(["microbatches", "transfer"])})
+
+
+def test_pyodide_answers_as_cpython_does(built, tmp_path):
+    """200 random requests: equal JSON, to the last digit."""
+    random_ = random.Random(7)
+    requests = [drawn(random_) for _ in range(200)]
+    (tmp_path / "requests.json").write_text(json.dumps(requests))
+    script = [Path(__file__).parent / "parity.mjs", built, tmp_path / "requests.json", tmp_path / "answers.json"]
+    subprocess.run(["node", *map(str, script)], check=True)
+    found = json.loads((tmp_path / "answers.json").read_text())
+    expected = [json.dumps(answer(request)) for request in requests]
+    assert [one for one, other in zip(requests, zip(found, expected)) if other[0] != other[1]] == []
+    errors = sum('"error"' in text for text in expected)
+    assert len(found) == 200 and errors < 150
+
+
+def ready(page) -> None:
+    """Wait until all answers of the state are shown."""
+    page.wait_for_function("document.querySelector('#curve .chart') && !document.querySelector('#status').textContent")
+
+
+def inked(page) -> list[int]:
+    """The number of colours on each timeline's canvas."""
+    count = """canvas => { const c = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        const found = new Set(); for (let k = 0; k < c.length; k += 4) found.add(c[k] << 16 | c[k + 1] << 8 | c[k + 2]);
+        return found.size }"""
+    page.wait_for_timeout(200)
+    return [page.evaluate(count, canvas) for canvas in page.query_selector_all("canvas")]
+
+
+@in_browser
+def test_the_first_paint_from_a_file_needs_no_python(page, built):
+    page.goto((built / "index.html").as_uri())
+    ready(page)
+    assert len(inked(page)) == 2 and min(inked(page)) > 20
+    assert page.inner_text("#figures tbody tr:first-child td:nth-child(2)") == "0.0 %"
+    for preset in page.query_selector_all(".presets button"):  # the grid has all presets
+        preset.click()
+        ready(page)
+        assert (
+            "error" not in page.get_attribute("#status", "class") and page.query_selector(".wrong:not(:empty)") is None
+        )
+    page.fill("[name=stages]", "5")
+    page.press("[name=stages]", "Enter")
+    page.wait_for_function("document.querySelector('#status').textContent.includes('make playground')")
+
+
+@in_browser
+def test_free_parameters_are_computed_and_the_link_can_be_shared(page, served):
+    page.goto(served)
+    ready(page)
+    page.fill("[name=stages]", "5")
+    page.press("[name=stages]", "Enter")
+    page.check("[value=gpipe]")
+    page.wait_for_function("document.querySelectorAll('#figures tbody tr').length === 3")
+    expected = answer({"ask": "figures", "stages": 5, "schedules": ["gpipe"]})["figures"]["gpipe"]
+    assert page.inner_text("#figures tbody tr:last-child td:nth-child(2)") == f"{100 * expected['bubble']:.1f} %"
+    link = page.url
+    assert "stages=5" in link and "gpipe" in link
+    shown = page.inner_text("#figures")
+    page.goto("about:blank")
+    page.goto(link)
+    page.wait_for_function("document.querySelectorAll('#figures tbody tr').length === 3")
+    assert page.inner_text("#figures") == shown
+
+
+@in_browser
+def test_why_a_stage_waits_by_pointer_and_by_keyboard(page, built):
+    page.goto((built / "index.html").as_uri())
+    ready(page)
+    canvas = page.query_selector("canvas")
+    box = canvas.bounding_box()
+    unit = (box["width"] - 62) / 99  # 1F1B ends at 99
+    page.mouse.move(box["x"] + 62 + 6 * unit, box["y"] + 10)
+    said = "Idle. The next action: Stage 0, B0@0: backward of microbatch 0 (batch 0) on weights W(0), from 10 to 12."
+    assert page.inner_text("#why") == f"2BW. {said} Stage 0 waits 6 before it: stage 1 ends B0@0 at 10."
+    canvas.focus()
+    page.keyboard.press("c")
+    assert page.inner_text("#why").startswith("2BW. Stage 1, B0@0: backward of microbatch 0")
+    page.keyboard.press("ArrowRight")
+    assert "Stage 1, F3@0" in page.inner_text("#why")
+
+
+@in_browser
+def test_an_edited_list_is_judged(page, served):
+    page.goto(served)
+    ready(page)
+    line = "F0@0 F1@0 F2@0 F3@0 F4@0 B0@0"
+    text = page.input_value("#edit textarea").replace("F0@0 F1@0 F2@0 F3@0 B0@0 F4@0", line, 1)
+    page.fill("#edit textarea", text)
+    page.click("text=Check")
+    page.wait_for_selector("#edit mark")
+    assert page.inner_text("#edit mark") == "F4@0"
+    assert "Stage 0, action 4: 5 microbatches in flight, at most 4 allowed" in page.inner_text("#edit")
+    assert "edit=2bw" in page.url
+    page.click("text=Reset")
+    page.click("text=Check")
+    page.wait_for_function("document.querySelector('#edit').textContent.includes('The lists pass')")
+    page.wait_for_function("document.querySelectorAll('canvas').length === 3")
+
+
+@in_browser
+def test_exports(page, served):
+    page.goto(served)
+    ready(page)
+
+    def saved(label: str) -> bytes:
+        with page.expect_download() as download:
+            page.click(f"#export button:text-is('{label}')")
+        return Path(download.value.path()).read_bytes()
+
+    assert saved("PNG")[:4] == b"\x89PNG"
+    svg = saved("SVG").decode()
+    assert svg.startswith("<svg") and len(re.findall("<rect", svg)) > 2 * 2 * 4 * 24
+    trace = json.loads(saved("Perfetto trace of 2BW"))
+    assert trace == answer({"ask": "trace", "schedules": ["2bw"]})
+    page.click("summary:has-text('command line of 2BW')")
+    assert page.inner_text("#export pre").startswith("megatron-2bw train gpt ")
+
+
+@in_browser
+def test_it_fits_a_phone_and_the_dark(chromium, built):
+    context = chromium.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark")
+    page = context.new_page()
+    page.goto((built / "index.html").as_uri())
+    ready(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+    context.close()
