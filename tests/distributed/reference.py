@@ -181,7 +181,7 @@ class _Reference:
                     if isinstance(part, torch.optim.AdamW):
                         beta1, beta2 = group["betas"]
                         times *= 1 - beta1
-                        correction = math.sqrt(1 - beta2 ** float(state["step"]))
+                        correction = math.sqrt(1 - beta2 ** float(group["step"] if "step" in group else state["step"]))
                         below = state["exp_avg_sq"].sqrt() / correction + group["eps"]
                     elif not isinstance(part, torch.optim.SGD):
                         continue

@@ -118,6 +118,15 @@ def test_late_step_is_exact(flags):
     assert_same(runs, expected, exact=True)
 
 
+def test_the_gradient_term_is_exact():
+    """The bias correction of the second moment comes from the counter of the group."""
+    changes = dict(adam_beta1=0.95)
+    runs = run_world(2, train_with_apex, command(2, 3, "2bw", UNTIED, "--bf16", two_bw_correction="auto", **changes))
+    rule = Rule(3, norm_order=[run.names for run in runs], factor=1.5, gradient=2)
+    (expected,) = run_world(1, reference_with_apex, command(1, 3, "2bw", UNTIED, "--bf16", **changes), rule)
+    assert_same(runs, expected, exact=True)
+
+
 def test_a_skipped_step_does_not_count():
     """The bias correction knows the step of its group alone."""
     runs = run_world(2, train_with_apex, command(2, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), functools.partial(poison, 1))

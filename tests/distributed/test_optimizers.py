@@ -14,7 +14,7 @@ import torch
 from megatron_2bw.mcore.proxies import thread_local_matmul_precision
 from tests.distributed.compare import UNTIED, assert_same, run_pipeline, run_reference
 from tests.distributed.test_checkpoint import DROPOUT, assert_goes_on, interrupted
-from tests.distributed.test_correction import EXTRAPOLATE
+from tests.distributed.test_correction import AUTO, EXTRAPOLATE
 from tests.distributed.test_equivalence import NO_BIAS
 from tests.distributed.test_update_rule import poison
 from tests.distributed.training import command
@@ -24,24 +24,27 @@ LION_BESIDE_MUON = ("--optimizer", "muon", "--muon-scalar-optimizer", "lion")
 
 
 @pytest.mark.proof(
-    "--optimizer muon --muon-nesterov --bf16-extrapolate", "--optimizer lion --bf16-", "--optimizer soap --bf16-"
+    "--optimizer muon --muon-nesterov --bf16-auto", "--optimizer lion --bf16-", "--optimizer soap --bf16-"
 )
 @pytest.mark.parametrize(
     "flags, correction",
     [
         (MUON, {}),
-        ((*MUON, "--bf16"), EXTRAPOLATE),
+        ((*MUON, "--bf16"), AUTO),
         (LION_BESIDE_MUON, EXTRAPOLATE),
         (("--optimizer", "lion", "--bf16"), {}),
-        (("--optimizer", "soap"), EXTRAPOLATE),
+        (("--optimizer", "soap"), AUTO),
         (("--optimizer", "soap", "--bf16"), {}),
     ],
-    ids=lambda case: " ".join(case) if isinstance(case, tuple) else "extrapolate" if case else "",
+    ids=lambda case: " ".join(case) if isinstance(case, tuple) else case.get("two_bw_correction", ""),
 )
 def test_2bw(flags, correction):
-    runs = run_pipeline(command(2, 3, "2bw", UNTIED, *flags, **correction), 2)
-    argv = command(1, 3, "2bw", UNTIED, *flags)
-    expected = run_reference(runs, argv, 3, optimizer=flags[1], factor=1.0 if correction else 0.0)
+    """With `auto` the matrices have no gradient term: it is known for Adam, which steps the other parameters."""
+    changes = dict(adam_beta1=0.9) if correction is AUTO else {}
+    runs = run_pipeline(command(2, 3, "2bw", UNTIED, *flags, **correction, **changes), 2)
+    argv = command(1, 3, "2bw", UNTIED, *flags, **changes)
+    ahead = dict(factor=1.5, gradient=2) if correction is AUTO else dict(factor=1.0 if correction else 0.0)
+    expected = run_reference(runs, argv, 3, optimizer=flags[1], **ahead)
     assert max(runs[0].grad_norms) > 1.0, "clipping must bite"
     assert_same(runs, expected, exact=True)
 
