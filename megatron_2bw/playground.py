@@ -17,9 +17,9 @@ from megatron_2bw.planner.describe.model import PRESETS, preset
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.tell import jobs, training
 from megatron_2bw.schedules import Action, Schedule, ScheduleError, Shape, check_actions, parse, validate
-from megatron_2bw.timelines.simulator import Event, Times, iteration_time, long_iteration_time, simulate, simulate_lists
+from megatron_2bw.timelines.simulator import Times, iteration_time, long_iteration_time, simulate, simulate_lists
 from megatron_2bw.timelines.trace import of_events
-from megatron_2bw.timelines.waits import Waits
+from megatron_2bw.timelines.waits import drawn
 
 # The schedules of the page: fields of Plan, with the names of parameters for their values.
 SCHEDULES: dict[str, dict[str, str]] = {
@@ -146,8 +146,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if asked not in ASKED:
             raise UserError(f"ask: {asked} is not one of {', '.join(ASKED)}")
         return ASKED[asked](Parameters.read(given), **more)
-    except UserError as error:
-        return {"error": str(error)}
+    except (UserError, ScheduleError) as error:
+        return {"error": str(error).split("\n")[0]}
 
 
 def timelines(given: Parameters) -> dict[str, Any]:
@@ -181,26 +181,12 @@ def _check(given: Parameters, name: str) -> None:
 
 def _timeline(given: Parameters, name: str) -> dict[str, Any]:
     schedule = given.schedule(name)
-    return _drawn(schedule, simulate(schedule, given.shape, given.times), given)
+    return drawn(schedule, simulate(schedule, given.shape, given.times), given.stages, given.times)
 
 
 def _steady(schedule: Schedule) -> Schedule:
     """The schedule after its synchronous start."""
     return replace(schedule, sync_iterations=0) if schedule.sync_iterations else schedule
-
-
-def _drawn(schedule: Schedule, events: list[Event], given: Parameters) -> dict[str, Any]:
-    """The timeline by stage: actions as text, starts, ends, waits; and the critical path."""
-    waits = Waits(schedule, events, given.stages, given.times)
-    return {
-        "actions": [" ".join(str(event.action) for event in own) for own in waits.lists],
-        "starts": [[event.start for event in own] for own in waits.lists],
-        "ends": [[event.end for event in own] for own in waits.lists],
-        "waits": [[list(wait) for wait in own] for own in waits.by_stage],
-        "critical": [list(place) for place in waits.critical_path()],
-        "makespan": max(event.end for event in events),
-        "late": schedule.late_step,
-    }
 
 
 def _figures(given: Parameters, name: str) -> dict[str, Any]:
@@ -281,7 +267,7 @@ def check(given: Parameters, lists: list[str]) -> dict[str, Any]:
         line, _, grid = str(error).partition("\n")
         where = re.match(r"stage (\d+), step (\d+): ", line)
         return {"stage": int(where[1]), "step": int(where[2]), "reason": line[where.end() :], "grid": grid}
-    return {"timeline": _drawn(schedule, simulate_lists(schedule, actions, given.times), given)}
+    return {"timeline": drawn(schedule, simulate_lists(schedule, actions, given.times), given.stages, given.times)}
 
 
 def trace(given: Parameters) -> dict[str, Any]:

@@ -1,14 +1,13 @@
-// The figures of the schedules side by side: a table, columns of bytes, and the timelines as tables.
+// The figures of the schedules side by side: a table, and columns of bytes.
 
 import { stacks } from "./chart.js";
-import { element } from "./form.js";
+import { cell, element } from "./dom.js";
 import { SCHEDULES } from "./parameters.js";
 import { number } from "./why.js";
 
 const GIB = 2 ** 30;
 const KINDS = ["weights", "gradients", "optimizer", "activations", "logits", "buffers"];
 const total = (stage) => KINDS.reduce((sum, kind) => sum + stage[kind], 0);
-const cell = (value) => element("td", {}, value);
 
 /** Equal values as one, others by stage. */
 const byStage = (values) => (new Set(values).size === 1 ? number(values[0]) : values.map(number).join(" "));
@@ -30,7 +29,7 @@ export function table(figures, stages) {
       byStage(found.in_flight),
       heaviest,
     );
-    return element("tr", {}, head, ...values.map(cell));
+    return element("tr", {}, head, ...values.map((value) => cell(value)));
   });
   const head = element("tr", {}, ...names.map((name) => element("th", { scope: "col" }, name)));
   const caption = element("caption", { class: "hidden" }, `Schedules with ${stages} stages`);
@@ -48,30 +47,4 @@ export function bars(figures) {
   const reason = Object.values(figures).find((found) => found.reason)?.reason;
   if (!groups.length) return `<p class="soft">No bytes: ${reason ?? "no schedule can run"}.</p>`;
   return stacks({ label: "Memory by stage", unit: "GiB", groups, kinds: KINDS });
-}
-
-/** Each timeline as a table: a row per stage, its actions with their times. Filled when it is opened. */
-export function tables(host, answers) {
-  const fill = () =>
-    host.replaceChildren(
-      ...Object.entries(answers)
-        .filter(([, answer]) => !answer.error)
-        .map(([name, answer]) => {
-          const rows = answer.actions.map((text, stage) => {
-            const words = text.split(" ");
-            const times = words.map(
-              (word, k) => `${word} ${number(answer.starts[stage][k])}–${number(answer.ends[stage][k])}`,
-            );
-            return element("tr", {}, element("th", { scope: "row" }, `stage ${stage}`), ...times.map(cell));
-          });
-          return element(
-            "div",
-            { class: "scroll" },
-            element("table", {}, element("caption", {}, SCHEDULES[name]), ...rows),
-          );
-        }),
-    );
-  const details = host.parentElement;
-  details.ontoggle = () => details.open && fill();
-  if (details.open) fill();
 }

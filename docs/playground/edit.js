@@ -1,6 +1,6 @@
 // The editor of a schedule's lists: the validator marks the first fault, or the edited lists get a timeline.
 
-import { element } from "./form.js";
+import { button, element } from "./dom.js";
 import { request, SCHEDULES } from "./parameters.js";
 import { read } from "./timeline.js";
 
@@ -15,7 +15,6 @@ export class Editor {
       rows: 5,
     });
     this.result = element("div", { "aria-live": "polite" });
-    const button = (label, work) => element("button", { type: "button", onclick: work }, label);
     const tools = element(
       "div",
       { class: "tools" },

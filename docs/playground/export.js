@@ -1,16 +1,7 @@
 // What a person takes along: pictures, a trace, the link, Megatron's command line.
 
-import { element } from "./form.js";
+import { button, copied, element, save } from "./dom.js";
 import { SCHEDULES } from "./parameters.js";
-
-export function save(name, content, type) {
-  const link = element("a", {
-    download: name,
-    href: URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type })),
-  });
-  link.click();
-  URL.revokeObjectURL(link.href);
-}
 
 function png({ text, width, height }) {
   const image = new Image();
@@ -24,15 +15,10 @@ function png({ text, width, height }) {
 
 export function exports(host, { python, stack, state, request, figures }) {
   const note = element("span", { role: "status", class: "wrong" });
-  const button = (label, work) => element("button", { type: "button", onclick: work }, label);
   const trace = async (name) => {
     const found = await python.ask({ ask: "trace", ...request, schedules: [name] });
     note.textContent = found.error ?? "";
     if (!found.error) save(`${name}.json`, JSON.stringify(found), "application/json");
-  };
-  const copied = (text) => async (event) => {
-    await navigator.clipboard.writeText(text);
-    event.target.textContent = "Copied";
   };
   const names = Object.keys(figures).filter((name) => !figures[name].error);
   const commands = names.map((name) => {

@@ -1,15 +1,7 @@
 // The form of the parameters, with the presets.
 
+import { element } from "./dom.js";
 import { defaults, FIELDS, SCHEDULES, typed, written } from "./parameters.js";
-
-export function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes))
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
 
 /** Fill `form`; `change(part of a state)` is called with what a person changed. */
 export function build(form, presets, change) {

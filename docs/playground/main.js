@@ -1,10 +1,11 @@
 // The page: asks for what the state names, and shows the answers. All state is in the URL's hash.
 
 import { plot } from "./chart.js";
-import { bars, table, tables } from "./compare.js";
+import { bars, table } from "./compare.js";
+import { button, element } from "./dom.js";
 import { Editor } from "./edit.js";
 import { exports } from "./export.js";
-import { build, element, fill } from "./form.js";
+import { build, fill } from "./form.js";
 import { fromHash, request, SCHEDULES, toHash } from "./parameters.js";
 import { Python } from "./python.js";
 import { Stack } from "./stack.js";
@@ -13,7 +14,8 @@ const by = (id) => document.getElementById(id);
 const { presets, grid } = JSON.parse(by("first").textContent);
 const python = new Python(grid, (text) => say(text));
 const form = by("parameters");
-const stack = new Stack(by("timelines"), by("tools"), by("why"), (part) => change(part));
+const title = (name) => SCHEDULES[name] ?? name;
+const stack = new Stack(by("timelines"), { title, change: (part) => change(part) });
 const editor = new Editor(
   by("edit"),
   (asked) => python.ask(asked),
@@ -55,7 +57,6 @@ async function show() {
   stack.show(drawn.timelines, state);
   performance.measure("timelines", { start: begun });
   editor.show(drawn.timelines, state);
-  tables(document.querySelector("#tables div"), drawn.timelines);
   const figures = await ask("figures", mine);
   if (!figures) return;
   stack.describe(figures.figures);
@@ -70,13 +71,9 @@ async function show() {
 const OVER = { microbatches: "microbatches a batch, m", transfer: "time of a message" };
 
 async function curve(mine) {
-  const button = ([over, label]) =>
-    element(
-      "button",
-      { type: "button", "aria-pressed": state.over === over, onclick: () => change({ over }) },
-      `over ${label}`,
-    );
-  by("over").replaceChildren(...Object.entries(OVER).map(button));
+  const choice = ([over, label]) =>
+    button(`over ${label}`, () => change({ over }), { "aria-pressed": state.over === over });
+  by("over").replaceChildren(...Object.entries(OVER).map(choice));
   const curves = {};
   let x;
   for (const name of state.schedules) {

@@ -45,11 +45,11 @@ def whole(page: Path, data: dict[str, Any], folders: Sequence[Path] = ()) -> str
     html = page.read_text("utf-8")
     html = re.sub(r'<link rel="stylesheet" href="([\w.]+)" />', style, html)
     html = re.sub(r'<script type="module" src="([\w.]+)"></script>', modules, html)
-    return re.sub(r'(<script type="application/json" id="(\w+)">)null</script>', filled, html)
+    return re.sub(r'(<script type="application/json" id="(\w+)">)\s*null\s*</script>', filled, html)
 
 
 def script_json(content: Any) -> str:
-    """JSON without blanks that can stand in a <script>; whole numbers lose their fraction of 0, as in JavaScript."""
+    """JSON without blanks that can stand in a <script>; fractions have ten digits, and whole numbers none of them."""
     return json.dumps(_whole(finite(content)), separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -58,7 +58,9 @@ def _whole(content: Any) -> Any:
         return {key: _whole(entry) for key, entry in content.items()}
     if isinstance(content, list):
         return [_whole(entry) for entry in content]
-    return int(content) if isinstance(content, float) and content.is_integer() else content
+    if isinstance(content, float):
+        return int(content) if content.is_integer() else float(f"{content:.10g}")
+    return content
 
 
 def _reached(name: str, text: Any) -> dict[str, str]:

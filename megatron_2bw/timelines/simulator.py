@@ -74,10 +74,15 @@ def _lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
     ]
 
 
-def simulate_lists(schedule: Schedule, lists: list[list[Action]], times: Times) -> list[Event]:
-    """Like `simulate`, for lists of actions, one per stage, that follow the rules of `schedule`."""
+def simulate_lists(
+    schedule: Schedule, lists: list[list[Action]], times: Times, partial: bool = False
+) -> list[Event]:
+    """Like `simulate`, for lists of actions, one per stage, that follow the rules of `schedule`.
+
+    partial: the lists may end anywhere; the events up to there
+    """
     run = _Run(schedule, [prepared(own, stage, len(lists), schedule.chunks) for stage, own in enumerate(lists)], times)
-    run.play()
+    run.play(partial)
     return sorted(run.events, key=lambda event: (event.start, event.stage))
 
 
@@ -126,7 +131,7 @@ class _Run:
         self.waiting: dict[object, list[int]] = {}  # missing input -> the stages that wait for it
         self.events: list[Event] = []
 
-    def play(self) -> None:
+    def play(self, partial: bool = False) -> None:
         runnable = list(range(self.stages))
         while runnable:
             stage = runnable.pop()
@@ -134,7 +139,7 @@ class _Run:
             if missing is not None:
                 self.waiting.setdefault(missing, []).append(stage)
         stuck = [stage for stage in range(self.stages) if self.position[stage] < len(self.lists[stage])]
-        if stuck:
+        if stuck and not partial:
             raise ValueError(f"{self.schedule.name} deadlocks: stages {stuck} wait for each other")
 
     def _advance(self, stage: int, runnable: list[int]) -> object | None:

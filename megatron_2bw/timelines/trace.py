@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.files import write_whole
-from megatron_2bw.schedules import B, F, W, parse
+from megatron_2bw.schedules import Action, B, F, W, parse
 
 if TYPE_CHECKING:
     from megatron_2bw.core.recorder import Record  # it imports torch
@@ -67,7 +67,7 @@ class TraceWriter:
 
 def forget(directory: Path) -> None:
     """Remove the files of an earlier run, which may have had other stages."""
-    for file in (*directory.glob("stage-*-pipeline-*.json"), directory / "trace.json", directory / "timeline.png"):
+    for file in (*directory.glob("stage-*-pipeline-*.json"), *directory.glob("timeline.*"), directory / "trace.json"):
         file.unlink(missing_ok=True)
 
 
@@ -87,17 +87,27 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def merge(directory: Path, batches: int = 4) -> list[Path]:
-    """Write DIR/trace.json (all stages, opens in Perfetto) and, if a batch is whole, DIR/timeline.png (the last whole
-    batches, `batches` at most). Returns what was written.
+    """Write DIR/trace.json (all stages, opens in Perfetto) and, if a batch is whole, the last whole batches, `batches`
+    at most, as DIR/timeline.png and DIR/timeline.html. Returns what was written.
 
     Raises OSError, and UserError if a stage's file is missing or holds something else.
     """
     events = _events(directory)
-    trace, picture = directory / "trace.json", directory / "timeline.png"
-    write_whole(trace, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    written = [directory / "trace.json"]
+    write_whole(written[0], json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     with _damaged(directory):
-        _draw([event for event in events if event["pid"] == 0], batches, picture)
-    return [path for path in (trace, picture) if path.exists()]
+        found = last_batches([event for event in events if event["pid"] == 0], batches)
+        if found is not None:
+            from megatron_2bw.timelines.measured import html
+            from megatron_2bw.timelines.picture import draw_events
+            from megatron_2bw.timelines.waits import cut
+
+            picture, page = directory / "timeline.png", directory / "timeline.html"
+            shown = [event for event in cut(found.events, found.begin) if event.start >= 0]
+            draw_events(shown, found.stages, found.microbatches, picture, found.title)
+            write_whole(page, html(found))
+            written += [picture, page]
+    return written
 
 
 def _events(directory: Path) -> list[dict[str, Any]]:
@@ -188,27 +198,43 @@ def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
-def _draw(events: list[dict[str, Any]], batches: int, picture: Path) -> None:
-    from megatron_2bw.timelines.picture import draw_events
+class Batches(NamedTuple):
+    """The last whole batches of a run, and all of its actions. Times in seconds since the epoch.
+
+    begin   where the batches start
+    first   the first of the batches
+    waited  the wait before each action, by stage and action
+    """
+
+    events: list[Event]
+    begin: float
+    first: int
+    microbatches: int
+    waited: dict[tuple[int, Action], float]
+    title: str
+
+    @property
+    def stages(self) -> int:
+        return 1 + max(event.stage for event in self.events)
+
+
+def last_batches(events: list[dict[str, Any]], batches: int) -> Batches | None:
+    """The last `batches` batches, at most, that all stages of a pipeline have reduced; None if there is none."""
     from megatron_2bw.timelines.simulator import Event
 
     timed = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
     reduces = [event for event in timed if event["cat"] == "R"]
     if not reduces:
-        return
+        return None
     last = min(max(e["args"]["batch"] for e in reduces if e["tid"] == stage) for stage in {e["tid"] for e in reduces})
     first = max(last - batches + 1, min(event["args"]["batch"] for event in reduces))
     ends = {e["args"]["batch"]: e["ts"] for e in reduces if e["tid"] == 0}
     begin = ends.get(first - 1, min(event["ts"] for event in timed))
-    shown = [
-        Event(e["tid"], parse(e["name"])[0], (e["ts"] - begin) / 1e6, (e["ts"] + e["dur"] - begin) / 1e6)
-        for e in timed
-        if e["ts"] >= begin
-    ]
+    made = [Event(e["tid"], parse(e["name"])[0], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in timed]
     count = sum(e["cat"] == "B" and e["tid"] == 0 for e in timed)
-    microbatches = count // max(1, len({e["args"]["batch"] for e in reduces if e["tid"] == 0}))
-    stages = 1 + max(event.stage for event in shown)
-    draw_events(shown, stages, max(microbatches, 1), picture, f"batches {first} to {last}")
+    microbatches = count // max(1, len(ends))
+    waited = {(own.stage, own.action): e["args"]["waited_ms"] / 1e3 for own, e in zip(made, timed)}
+    return Batches(made, begin / 1e6, first, max(microbatches, 1), waited, f"batches {first} to {last}")
 
 
 def main(words: Sequence[str] | None = None, prog: str = "megatron_2bw.timelines.trace") -> int:

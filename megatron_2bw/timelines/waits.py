@@ -5,12 +5,37 @@ Invariant: nothing is simulated again. Each cause is read from the starts and en
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule
+from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule
 from megatron_2bw.timelines.simulator import Event, Times, prepared
 
 SMALL = 1e-9  # of the timeline's length: differences below it are rounding
+
+
+def drawn(schedule: Schedule, events: list[Event], stages: int, times: Times, **measured: Any) -> dict[str, Any]:
+    """The timeline as the pages read it, by stage: actions as text, starts, ends, waits; and the critical path."""
+    waits = Waits(schedule, events, stages, times, **measured)
+    return {
+        "actions": [" ".join(str(event.action) for event in own) for own in waits.lists],
+        "starts": [[event.start for event in own] for own in waits.lists],
+        "ends": [[event.end for event in own] for own in waits.lists],
+        "waits": [[list(wait) for wait in own] for own in waits.by_stage],
+        "critical": [list(place) for place in waits.critical_path()],
+        "makespan": max(event.end for event in events),
+        "late": schedule.late_step,
+    }
+
+
+def cut(events: Iterable[Event], begin: float, until: float = math.inf) -> list[Event]:
+    """The events that end after `begin` and start before `until`; `begin` becomes 0."""
+    return [
+        event._replace(start=event.start - begin, end=event.end - begin)
+        for event in events
+        if event.end > begin and event.start < until
+    ]
 
 
 class Wait(NamedTuple):
@@ -36,14 +61,24 @@ class Waits:
     """The waits of each stage in `events`, and the critical path.
 
     lists: each stage's events, in the order of its actions
+    small: the share of the timeline's length below which a wait does not count
+    waited: of a measured timeline, whose gaps also have other causes: the seconds of each wait, by stage and action
     """
 
-    def __init__(self, schedule: Schedule, events: list[Event], stages: int, times: Times):
-        self.schedule, self.stages = schedule, stages
+    def __init__(
+        self,
+        schedule: Schedule,
+        events: list[Event],
+        stages: int,
+        times: Times,
+        small: float = SMALL,
+        waited: dict[tuple[int, Action], float] | None = None,
+    ):
+        self.schedule, self.stages, self.waited = schedule, stages, waited
         self.lists: list[list[Event]] = [[] for _ in range(stages)]
         for event in events:
             self.lists[event.stage].append(event)
-        self._small = SMALL * max((event.end for event in events), default=0.0)
+        self._small = small * max((event.end for event in events), default=0.0)
         self._reduced: dict[int, list[tuple[float, int, int]]] = {}  # batch -> end, stage and place of each reduction
         for stage, (own, seconds) in enumerate(zip(self.lists, times.of("reduce", stages))):
             for at, event in enumerate(own):
@@ -54,11 +89,12 @@ class Waits:
 
     def _send(self, times: Times) -> None:
         """Which action gives each message, when that is sent, and the message before it on the same link."""
-        occupied = times.of("occupied", self.stages)
+        occupied, sending = times.of("occupied", self.stages), times.of("sending", self.stages)
         self._giver: dict[tuple[str, int, int], Place] = {}
         self._needs: dict[Place, tuple[str, int, int]] = {}
         self._sent: dict[Place, float] = {}
         self._before: dict[Place, Place] = {}
+        self._free: dict[Place, float] = {}  # when the stage has sent the message
         for stage, own in enumerate(self.lists):
             last: dict[str, Place] = {}
             actions = [event.action for event in own]
@@ -68,6 +104,7 @@ class Waits:
                 if made.gives is None:
                     continue
                 kind, sent = made.action.kind, own[at].end
+                self._free[stage, at] = sent + sending[made.boundary]
                 if kind in last:
                     self._before[stage, at] = last[kind]
                     sent = max(sent, self._sent[last[kind]] + occupied[made.boundary])
@@ -78,10 +115,12 @@ class Waits:
         for at, event in enumerate(self.lists[stage]):
             kind = event.action.kind
             idle = event.end - event.start if kind == STEP and self.schedule.late_step else event.start - free
+            if self.waited is not None:
+                idle = min(idle, self.waited.get((stage, event.action), 0.0))
             if idle > self._small and (other := self._cause(stage, at)):
                 queued = max(self._sent[other] - self._end(other), 0.0) if kind in (F, B) else 0.0
                 found.append(Wait(at, idle, *other, queued if queued > self._small else 0.0))
-            free = event.end
+            free = self._free.get((stage, at), event.end)
         return found
 
     def _end(self, place: Place) -> float:

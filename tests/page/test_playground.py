@@ -63,7 +63,7 @@ def page(chromium):
     """A new page; the test fails if its console has an error."""
     context = chromium.new_context(viewport={"width": 1240, "height": 900}, accept_downloads=True)
     page, errors = context.new_page(), []
-    page.set_default_timeout(120_000)
+    page.set_default_timeout(60_000)
     page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     yield page
@@ -165,12 +165,12 @@ def test_why_a_stage_waits_by_pointer_and_by_keyboard(page, built):
     unit = (box["width"] - 62) / 99  # 1F1B ends at 99
     page.mouse.move(box["x"] + 62 + 6 * unit, box["y"] + 10)
     said = "Idle. The next action: Stage 0, B0@0: backward of microbatch 0 (batch 0) on weights W(0), from 10 to 12."
-    assert page.inner_text("#why") == f"2BW. {said} Stage 0 waits 6 before it: stage 1 ends B0@0 at 10."
+    assert page.inner_text(".why") == f"2BW. {said} Stage 0 waits 6 before it: stage 1 ends B0@0 at 10."
     canvas.focus()
     page.keyboard.press("c")
-    assert page.inner_text("#why").startswith("2BW. Stage 1, B0@0: backward of microbatch 0")
+    assert page.inner_text(".why").startswith("2BW. Stage 1, B0@0: backward of microbatch 0")
     page.keyboard.press("ArrowRight")
-    assert "Stage 1, F3@0" in page.inner_text("#why")
+    assert "Stage 1, F3@0" in page.inner_text(".why")
 
 
 @in_browser

@@ -12,8 +12,9 @@ import torch
 from megatron_2bw.core.recorder import Record, Recorder
 from megatron_2bw.errors import UserError
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
+from megatron_2bw.timelines.measured import timelines
 from megatron_2bw.timelines.simulator import simulate
-from megatron_2bw.timelines.trace import TraceWriter, forget, main, merge, read, summary
+from megatron_2bw.timelines.trace import TraceWriter, forget, last_batches, main, merge, read, summary
 
 CPU = torch.device("cpu")
 
@@ -33,11 +34,12 @@ def test_marks_become_times():
 
 
 def records_of(stage: int, shape: Shape, schedule: str = "2bw") -> list[Record]:
-    """A simulated run as if it had been measured; the wait is the time since the action before."""
+    """A simulated run as if it had been measured; the wait is the time since the action before, or for a late step."""
     free, records = 0.0, []
     for event in simulate(SCHEDULES[schedule], shape):
         if event.stage == stage:
-            records.append(Record(event.action, free, event.start, event.end))
+            waits = event.action.kind == "S" and SCHEDULES[schedule].late_step
+            records.append(Record(event.action, free, event.end if waits else event.start, event.end))
             free = event.end
     return records
 
@@ -65,11 +67,37 @@ def test_files_hold_every_action_and_every_wait(tmp_path):
 
 def test_merge_makes_one_trace_and_a_picture(tmp_path):
     write(tmp_path, Shape(3, 3, 0, 4))
-    trace, picture = merge(tmp_path, batches=2)
+    trace, picture, page = merge(tmp_path, batches=2)
     loaded = json.loads(trace.read_text())
     stages = {event["tid"] for event in loaded["traceEvents"] if event["ph"] == "X"}
     assert stages == {0, 1, 2} and all({"ph", "pid", "name"} <= event.keys() for event in loaded["traceEvents"])
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert '{"title":"batches 2 to 3","microbatches":3,' in page.read_text()
+
+
+@pytest.mark.parametrize("schedule", set(SCHEDULES) - {"pipedream"})  # Megatron's loop adds a joint step to it
+def test_the_simulated_run_of_the_page_is_the_measured_one_where_all_times_are_equal(schedule, tmp_path):
+    write(tmp_path, Shape(3, 4, 0, 5), schedule)
+    found = timelines(last_batches([event for file in tmp_path.iterdir() for event in read(file)], 2))
+    measured, simulated = found["timelines"]["measured"], found["timelines"]["simulated"]
+    assert measured["actions"] == simulated["actions"] and len(measured["actions"][0].split()) >= 2 * 2 * 4
+    for own, other in ((measured, simulated), (simulated, measured)):
+        for kind in ("starts", "ends", "waits"):
+            for mine, its in zip(own[kind], other[kind]):
+                assert mine == [pytest.approx(value, abs=1e-2) for value in its]
+    assert found["medians"]["forward"] == pytest.approx([1000] * 3)
+    assert measured["makespan"] == pytest.approx(simulated["makespan"])
+
+
+def test_a_late_forward_is_in_the_measured_timeline_only(tmp_path):
+    write(tmp_path, Shape(2, 4, 0, 4), "pipedream-flush")
+    batches = last_batches([event for file in tmp_path.iterdir() for event in read(file)], 4)
+    slow = [event._replace(end=event.end + 0.5) if str(event.action) == "F15@3" else event for event in batches.events]
+    found, before = timelines(batches._replace(events=slow)), timelines(batches)
+    assert found["timelines"]["simulated"] == before["timelines"]["simulated"]
+    ends, ended = (each["timelines"]["measured"]["ends"] for each in (found, before))
+    places = [each["timelines"]["measured"]["actions"][1].split().index("F15@3") for each in (found, before)]
+    assert ends[1][places[0]] == pytest.approx(ended[1][places[1]] + 500)
 
 
 @pytest.mark.parametrize("schedule, busy, seconds", [("2bw", "100.0%", 12), ("pipedream-flush", "80.0%", 15)])
@@ -134,7 +162,7 @@ def test_a_file_that_is_damaged_in_its_middle(harm, tmp_path, monkeypatch, capsy
     file = tmp_path / "stage-01-pipeline-0.json"
     lines = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([*lines[:-1], lines[-1][:20]]))
-    assert len(merge(tmp_path)) == 2
+    assert len(merge(tmp_path)) == 3
     file.write_bytes(b"\n".join([*lines[:5], harm, *lines[5:]]))
     monkeypatch.setattr(sys, "argv", ["trace", str(tmp_path)])
     assert main() == 1

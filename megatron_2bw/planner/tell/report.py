@@ -15,6 +15,7 @@ from megatron_2bw.files import write_figure, write_json
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.tell import report_page
 from megatron_2bw.schedules import REDUCE, Shape
 from megatron_2bw.timelines.picture import draw_events
 from megatron_2bw.timelines.simulator import Event, Times, makespan, simulate
@@ -53,16 +54,22 @@ FORWARDS = 250_000  # of a timeline; a simulation and its file take seconds
 
 def timeline(cost: Cost, estimate: Estimate, path: Path) -> None:
     """Draw the plan's first two batches, in seconds; of long batches only a window around the end of the first."""
-    plan, times = estimate.plan, cost.times(estimate.plan)
-    events = simulated(plan, times, 2 if plan.pipeline.flushes else 3)  # the third keeps the pipeline full
-    end = makespan(events) if plan.pipeline.flushes else reduced(events, 1)
-    begin, until = window(events, plan, times, end)
+    plan = estimate.plan
+    events, begin, until, end = first_batches(cost, plan)
     title = f"{plan.title}, {plan.microbatches} microbatches a batch: the first two batches, simulated"
     if (begin, until) != (0.0, end):
         title += f"\nONLY A WINDOW of {until - begin:.3g} s of their {end:.3g} s, around the end of the first batch"
     title += f"\nin the steady state {estimate.seconds:.4g} s an iteration, {estimate.throughput:.4g} samples/s"
     steps = not plan.pipeline.late_step
     draw_events(events, plan.depth, plan.microbatches, path, title, span=(begin, until), steps=steps)
+
+
+def first_batches(cost: Cost, plan: Plan) -> tuple[list[Event], float, float, float]:
+    """Events of the first two batches and of a third that keeps the pipeline full, the shown window, and their end."""
+    times = cost.times(plan)
+    events = simulated(plan, times, 2 if plan.pipeline.flushes else 3)
+    end = makespan(events) if plan.pipeline.flushes else reduced(events, 1)
+    return events, *window(events, plan, times, end), end
 
 
 def reduced(events: list[Event], batch: int) -> float:
@@ -229,7 +236,7 @@ def _figure(width: float, height: float):
 
 
 def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Estimate], folder: Path) -> list[Path]:
-    """Write the pictures and index.md to `folder`, which is created if it is missing; returns the files.
+    """Write the pictures, index.md and index.html to `folder`, which is created if it is missing; returns the files.
 
     estimates  ranked, the best first. The timeline and the memory show the best
     cloud      more plans for the front
@@ -246,7 +253,7 @@ def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Esti
         "timeline.png": "The best plan's timeline.",
         "memory.png": "The best plan's memory, stage by stage.",
     }
-    index = folder / "index.md"
+    index, page = folder / "index.md", folder / "index.html"
     with file_errors(f"--report {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         front(every, folder / "front.png")
@@ -254,7 +261,9 @@ def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Esti
         timeline(cost, best, folder / "timeline.png")
         memory_bars(best, folder / "memory.png", cost.cluster.device.memory_gib * GIB)
         index.write_text(_index(cost, best, pictures), encoding="utf-8")
-    return [index, *(folder / name for name in pictures)]
+        others = sorted((each for each in every if each not in estimates), key=lambda each: -each.throughput)
+        page.write_text(report_page.html(cost, estimates, others, first_batches(cost, best.plan)[:3]), encoding="utf-8")
+    return [index, page, *(folder / name for name in pictures)]
 
 
 def _index(cost: Cost, best: Estimate, pictures: dict[str, str]) -> str:
@@ -264,6 +273,7 @@ def _index(cost: Cost, best: Estimate, pictures: dict[str, str]) -> str:
         f"# {cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}",
         f"Best: {best.plan.title}, {best.throughput:.4g} samples/s, {memory}.",
         "    " + " ".join(best.plan.flags(cost.precision)),
+        "[index.html](index.html) has all plans in a table, and the timeline to zoom.",
     ]
     for name, line in pictures.items():
         parts += [line, f"![{line}]({name})"]

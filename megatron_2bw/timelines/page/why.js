@@ -28,7 +28,7 @@ export function why(event, late) {
     return `${waits}${late ? " in the step" : " before it"}${until}.`;
   }
   const rest = event.start - cause.end - queued;
-  const takes = rest > 1e-9 ? `, and the message takes ${number(rest)}` : "";
+  const takes = rest > 1e-6 * event.start ? `, and the message takes ${number(rest)}` : "";
   const behind = queued ? ` after ${number(queued)} behind earlier messages on its link` : "";
   return `${waits} before it: stage ${cause.stage} ends ${cause.word} at ${number(cause.end)}${takes}${behind}.`;
 }

@@ -1,7 +1,6 @@
-// The chosen schedules' timelines under each other on one time axis, with zoom and playback.
+// Timelines under each other on one time axis: tools, playback, legend, the reason of a wait, and all of it as tables.
 
-import { element } from "./form.js";
-import { SCHEDULES } from "./parameters.js";
+import { button, cell, element } from "./dom.js";
 import { lowered, svgPen } from "./pens.js";
 import { height, read } from "./timeline.js";
 import { Span, theme, TimelineView } from "./view.js";
@@ -9,22 +8,24 @@ import { about, number } from "./why.js";
 
 const SECONDS = 12; // of a whole playback
 const TITLE = 24; // pixels, in an exported picture
+const LEGEND = { f: "forward", b: "backward", s: "weight update", u: "its time", i: "idle" };
+const NUMBERS = "Numbers are microbatches, from 0; W is the weight version; a colour is a batch.";
+const HINT =
+  "Point at an action or at idle time, or select a timeline and press an arrow key: here is what runs, and why the stage waits.";
 
 export class Stack {
-  constructor(host, tools, why, change) {
-    Object.assign(this, { host, why, change, span: new Span(), cards: new Map() });
+  /** title(name) of a timeline; change(part): a person changes colourBy or critical; unit: a sentence about times */
+  constructor(host, { title = (name) => name, change, unit = "" }) {
+    Object.assign(this, { title, change, span: new Span(), cards: new Map() });
     this.slider = element("input", { type: "range", min: 0, max: 1000, value: 1000, "aria-label": "Playback" });
     this.slider.addEventListener("input", () => this.play((this.slider.value / 1000) * this.span.end));
-    this.playing = element("button", { type: "button", onclick: () => this.toggle() }, "▶ Play");
-    const zoom = (label, name, work) =>
-      element("button", { type: "button", "aria-label": name, title: name, onclick: work }, label);
-    this.version = element("button", { type: "button", onclick: () => this.recolour() }, "Colour by weight version");
-    this.critical = element(
-      "button",
-      { type: "button", onclick: () => this.change({ critical: !this.state.critical }) },
-      "Critical path",
-    );
-    tools.replaceChildren(
+    this.playing = button("▶ Play", () => this.toggle());
+    const zoom = (label, name, work) => button(label, work, { "aria-label": name, title: name });
+    this.version = button("Colour by weight version", () => this.recolour());
+    this.critical = button("Critical path", () => this.change({ critical: !this.state.critical }));
+    const tools = element(
+      "div",
+      { class: "tools" },
       this.playing,
       this.slider,
       zoom("−", "Zoom out", () => this.span.zoom(1 / 1.5)),
@@ -33,6 +34,16 @@ export class Stack {
       this.version,
       this.critical,
     );
+    const key = Object.entries(LEGEND).map(([kind, text]) =>
+      element("span", {}, element("i", { class: `key-${kind}` }), text),
+    );
+    this.host = element("div", {});
+    this.why = element("p", { class: "why", "aria-live": "polite" }, HINT);
+    this.details = element("details", { ontoggle: () => this.tables() }, element("summary", {}, "As tables"));
+    this.rows = element("div", {});
+    this.details.append(this.rows);
+    const legend = element("p", { class: "key" }, ...key, element("span", {}, `${NUMBERS} ${unit}`));
+    host.replaceChildren(tools, legend, this.host, this.why, this.details);
   }
   recolour() {
     this.change({ colourBy: this.state.colourBy === "version" ? "batch" : "version" });
@@ -55,14 +66,16 @@ export class Stack {
       this.span.fit(end);
     }
     for (const [name, answer, timeline] of read_) this.showOne(name, answer, timeline);
+    this.tables();
   }
   showOne(name, answer, timeline) {
     const card = this.cards.get(name) ?? this.add(name);
     this.host.append(card.host);
-    card.note.textContent = answer.error ?? "";
+    card.note.textContent = answer.error ?? answer.note ?? "";
     card.note.className = answer.error ? "wrong" : "";
     card.body.hidden = Boolean(answer.error);
     const { microbatches, colourBy, critical } = this.state;
+    if (timeline && timeline.makespan > this.span.end) this.span.fit(timeline.makespan);
     if (timeline) card.view.show(timeline, { microbatches, colourBy, critical });
   }
   add(name) {
@@ -70,18 +83,18 @@ export class Stack {
     const host = element(
       "article",
       { class: "card" },
-      element("header", {}, element("h3", {}, SCHEDULES[name] ?? name), note),
+      element("header", {}, element("h3", {}, this.title(name)), note),
       body,
     );
     const onSelect = (event, timeline, idle) => this.explain(name, event, timeline, idle);
-    const card = { host, note, body, view: new TimelineView(body, this.span, SCHEDULES[name] ?? name, { onSelect }) };
+    const card = { host, note, body, view: new TimelineView(body, this.span, this.title(name), { onSelect }) };
     this.cards.set(name, card);
     return card;
   }
   explain(name, event, timeline, idle) {
     for (const [other, card] of this.cards) if (other !== name && card.view.selected) card.view.clear();
     const before = idle ? "Idle. The next action: " : "";
-    this.why.textContent = `${SCHEDULES[name] ?? name}. ${before}${about(event, this.state.microbatches, timeline.late)}`;
+    this.why.textContent = `${this.title(name)}. ${before}${about(event, this.state.microbatches, timeline.late)}`;
   }
   /** The figures in the headers of the cards. */
   describe(figures) {
@@ -93,6 +106,21 @@ export class Stack {
       card.note.innerHTML = `stages busy <b>${busy}</b>, <b>${number(found.throughput)}</b> microbatches per unit of time; at most <b>${Math.max(...found.versions)}</b> weight versions, <b>${most}</b> activations in flight`;
       card.note.title = found.summary;
     }
+  }
+  /** Each timeline as a table: a row per stage, its actions with their times. Filled while it is open. */
+  tables() {
+    if (!this.details.open) return;
+    const shown = [...this.cards].filter(([, card]) => !card.body.hidden);
+    const rows = (timeline) =>
+      timeline.rows.map((events, stage) => {
+        const times = events.map((event) => cell(`${event.word} ${number(event.start)}–${number(event.end)}`));
+        return element("tr", {}, element("th", { scope: "row" }, `stage ${stage}`), ...times);
+      });
+    const one = ([name, { view }]) => {
+      const table = element("table", {}, element("caption", {}, this.title(name)), ...rows(view.timeline));
+      return element("div", { class: "scroll actions" }, table);
+    };
+    this.rows.replaceChildren(...shown.map(one));
   }
   play(now) {
     this.span.play(now >= this.span.end ? undefined : now);
@@ -125,7 +153,7 @@ export class Stack {
     pen.rect(0, 0, width, tall, colours.ground);
     let top = 0;
     for (const [name, { view }] of shown) {
-      pen.text(2, top + TITLE / 2, SCHEDULES[name] ?? name, colours.ink, 14, "start");
+      pen.text(2, top + TITLE / 2, this.title(name), colours.ink, 14, "start");
       view.drawOn(lowered(pen, top + TITLE), width);
       top += TITLE + height(view.timeline) + 8;
     }

@@ -1,0 +1,62 @@
+"""index.html of --report: all plans in a table that can be sorted; timeline, memory, time and flags of a chosen one.
+
+Invariant: each number is of an Estimate or of the simulator; the browser draws them with timelines/page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.planner.cost.memory import GIB
+from megatron_2bw.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.timelines.page import whole
+from megatron_2bw.timelines.simulator import Event
+from megatron_2bw.timelines.waits import cut, drawn
+
+PAGE = Path(__file__).parent / "page" / "report.html"
+
+
+def html(
+    cost: Cost, ranked: Sequence[Estimate], others: Sequence[Estimate], window: tuple[list[Event], float, float]
+) -> str:
+    """The page of the `ranked` plans, the best first, and of `others`.
+
+    window: the events of the best plan's timeline, and the part of it that is shown, in seconds
+    """
+    cluster, best = cost.cluster, ranked[0]
+    content = {
+        "title": f"{cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}",
+        "ranked": len(ranked),
+        "allowed": _short(best.capacity / GIB),
+        "plans": [_plan(cost, estimate) for estimate in (*ranked, *others)],
+        "timeline": drawn(best.plan.pipeline, cut(*window), best.plan.depth, cost.times(best.plan)),
+        "begin": _short(window[1]),
+    }
+    return whole(PAGE, {"report": content})
+
+
+def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:
+    plan = estimate.plan
+    split = {cause: 1e3 * seconds / plan.global_batch for cause, seconds in asdict(estimate.split).items()}
+    return {
+        "name": plan.title,
+        "schedule": plan.schedule,
+        "shown": plan.schedule_name,
+        "tensor": plan.tensor,
+        "depth": plan.depth,
+        "width": plan.width,
+        "microbatch": plan.microbatch,
+        "microbatches": plan.microbatches,
+        "recompute": plan.recompute_name,
+        "rate": _short(estimate.throughput),
+        "memory": [{kind: _short(size / GIB) for kind, size in asdict(stage).items()} for stage in estimate.memory],
+        "split": {cause: _short(time) for cause, time in split.items()},
+        "flags": " ".join(plan.flags(cost.precision)),
+    }
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.4g}")
