@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +166,28 @@ def test_report_is_a_folder_with_an_index(tmp_path):
         assert is_png(folder / picture) and f"]({picture})" in index
     assert " ".join(PLANS[0].flags("fp16")) in index
     assert report.write_report(COST, ESTIMATES, [], folder) == files  # again
+
+
+def test_the_page_of_a_report_has_each_plan_once_and_the_simulated_timeline(tmp_path):
+    more = [COST.estimate(Plan(1, 2, 4, 1, m)) for m in (4, 8)]
+    report.write_report(COST, ESTIMATES, [*more, ESTIMATES[0]], tmp_path)
+    html = (tmp_path / "index.html").read_text()
+    found = json.loads(re.search(r'id="report">(.*?)</script>', html, re.DOTALL)[1])
+    assert found["ranked"] == len(PLANS)
+    assert [plan["name"] for plan in found["plans"][: len(PLANS)]] == [plan.title for plan in PLANS]
+    rates = sorted((estimate.throughput for estimate in more), reverse=True)
+    assert [plan["rate"] for plan in found["plans"][len(PLANS) :]] == pytest.approx(rates, rel=1e-3)
+    for plan, estimate in zip(found["plans"], ESTIMATES):
+        assert plan["flags"] == " ".join(estimate.plan.flags("fp16"))
+        assert max(sum(stage.values()) for stage in plan["memory"]) == pytest.approx(estimate.heaviest / GIB, rel=1e-3)
+        assert sum(plan["split"].values()) == pytest.approx(1e3 * estimate.seconds / estimate.plan.global_batch, rel=1e-2)
+    best, timeline = PLANS[0], found["timeline"]
+    events, begin, until, _ = report.first_batches(COST, best)
+    for stage in range(best.depth):
+        own = [e for e in events if e.stage == stage and e.end > begin and e.start < until]
+        assert timeline["actions"][stage].split() == [str(event.action) for event in own]
+        assert timeline["starts"][stage] == pytest.approx([event.start - begin for event in own])
+    assert "src=" not in re.sub(r'id="report">.*?</script>', "", html, flags=re.DOTALL)  # one file
 
 
 def test_front_of_a_report_has_each_plan_once(tmp_path, figure, monkeypatch):

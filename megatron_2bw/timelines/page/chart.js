@@ -74,8 +74,9 @@ function figure(label, width, height, parts) {
 /**
  * Groups of stacked columns on one scale.
  * groups: [{ title, columns: [{ part: value }] }]; kinds: names of parts, from the bottom; limit: { y, name }
+ * column: what a column is; first: the number of the first
  */
-export function stacks({ label, unit, groups, kinds, limit }) {
+export function stacks({ label, unit, groups, kinds, limit, column: named = "stage", first = 0 }) {
   const total = (column) => kinds.reduce((sum, kind) => sum + column[kind], 0);
   const most = Math.max(...groups.flatMap((group) => group.columns.map(total)), limit?.y ?? 0);
   const [tall, top, bottom] = [170, 24, 34];
@@ -94,18 +95,18 @@ export function stacks({ label, unit, groups, kinds, limit }) {
         const [from, to] = [py(below), py((below += column[kind]))];
         const box = `x="${42 + stage * wide}" y="${to}" width="${wide * 0.84}" height="${Math.max(from - to, 0)}"`;
         parts.push(
-          `<rect ${box} class="kind${index}"><title>stage ${stage}, ${kind}: ${number(column[kind])} ${unit}</title></rect>`,
+          `<rect ${box} class="kind${index}"><title>${named} ${first + stage}, ${kind}: ${number(column[kind])} ${unit}</title></rect>`,
         );
       });
       const every = Math.ceil(columns.length / 16);
       if (stage % every === 0)
         parts.push(
-          `<text x="${42 + (stage + 0.42) * wide}" y="${top + tall + 14}" text-anchor="middle">${stage}</text>`,
+          `<text x="${42 + (stage + 0.42) * wide}" y="${top + tall + 14}" text-anchor="middle">${first + stage}</text>`,
         );
     });
     if (limit) parts.push(`<line x1="40" x2="${width}" y1="${py(limit.y)}" y2="${py(limit.y)}" class="limit"/>`);
     parts.push(`<text x="0" y="11" class="title">${escaped(title)}</text>`);
-    parts.push(`<text x="40" y="${top + tall + 29}">stage, ${escaped(unit)}</text>`);
+    parts.push(`<text x="40" y="${top + tall + 29}">${named}, ${escaped(unit)}</text>`);
     const box = `viewBox="0 0 ${width} ${top + tall + bottom}" width="${width}"`;
     return `<svg class="chart" role="img" aria-label="${escaped(`${label}, ${title}`)}" ${box}>${parts.join("")}</svg>`;
   });

@@ -1,0 +1,158 @@
+// The page of --report (megatron_2bw/planner/tell/report_page.py).
+
+import { plot, stacks } from "./chart.js";
+import { button, cell, copied, element } from "./dom.js";
+import { Stack } from "./stack.js";
+import { number } from "./why.js";
+
+const by = (id) => document.getElementById(id);
+const { title, ranked, allowed, plans, timeline, begin } = JSON.parse(by("report").textContent);
+const KINDS = ["weights", "gradients", "optimizer", "activations", "logits", "buffers"];
+const CAUSES = {
+  compute: "computing",
+  tensor: "tensor parallelism's collectives",
+  pipeline: "messages between stages",
+  data: "gradients over replicas",
+  update: "optimizer's step",
+  bubble: "bubble",
+};
+// Colour and mark of a schedule, as on the page of schedules.
+const SERIES = { "2bw": 0, "pipedream-flush": 4, gpipe: 5, "no-pipelining": 6, pipedream: 7, megatron: 8 };
+const total = (stage) => KINDS.reduce((sum, kind) => sum + stage[kind], 0);
+const sum = (split) => Object.values(split).reduce((one, other) => one + other, 0);
+
+plans.forEach((plan, place) => {
+  plan.rank = place < ranked ? place + 1 : null;
+  plan.gib = Math.max(...plan.memory.map(total));
+  plan.bubble = (100 * plan.split.bubble) / sum(plan.split);
+});
+
+/** name of a column: [its title, the value, how it is written] */
+const COLUMNS = {
+  rank: ["rank", (rank) => rank ?? "–"],
+  shown: ["schedule"],
+  tensor: ["tensor ranks, t"],
+  depth: ["stages, d"],
+  width: ["replicas, w"],
+  microbatch: ["microbatch, b"],
+  microbatches: ["microbatches, m"],
+  recompute: ["recompute"],
+  rate: ["samples/s", number],
+  bubble: ["bubble", (share) => `${share.toFixed(1)} %`],
+  gib: ["GiB, heaviest stage", number],
+};
+const side = (name) => (typeof plans[0][name] === "string" ? { class: "left" } : {});
+let sorted = { by: "rank", down: false };
+let chosen = plans[0];
+
+function sort(name) {
+  sorted = { by: name, down: sorted.by === name ? !sorted.down : name === "rate" };
+  table();
+  by("plans").querySelector(`[data-by="${name}"]`).focus();
+}
+
+function compared(one, other) {
+  const [a, b] = [one, other].map((plan) => plan[sorted.by] ?? Infinity);
+  const less = typeof a === "string" ? a.localeCompare(b) : a === b ? 0 : a - b;
+  return sorted.down ? -less : less;
+}
+
+function table() {
+  const head = ([name, [label]]) => {
+    const order = sorted.by === name ? (sorted.down ? "descending" : "ascending") : "none";
+    const arrow = { ascending: " ▲", descending: " ▼", none: "" }[order];
+    const sorting = button(label + arrow, () => sort(name), { "data-by": name });
+    return element("th", { scope: "col", "aria-sort": order, ...side(name) }, sorting);
+  };
+  const row = (plan) => {
+    const values = Object.entries(COLUMNS).map(([name, [, write = String]]) => cell(write(plan[name]), side(name)));
+    const choose = button(plan === chosen ? "shown" : "show", () => choosing(plan), {
+      "aria-pressed": plan === chosen,
+      "aria-label": `Show ${plan.name}`,
+    });
+    return element("tr", plan.gib > allowed ? { class: "soft" } : {}, ...values, cell(choose));
+  };
+  const rows = [...plans].sort(compared).map(row);
+  const heads = element("tr", {}, ...Object.entries(COLUMNS).map(head), element("td", {}));
+  const caption = element("caption", { class: "hidden" }, "Plans");
+  by("plans").replaceChildren(
+    element("table", {}, caption, element("thead", {}, heads), element("tbody", {}, ...rows)),
+  );
+}
+
+function choosing(plan) {
+  chosen = plan;
+  table();
+  show();
+}
+
+function show() {
+  by("chosen").textContent = `${chosen.name}: ${number(chosen.rate)} samples/s, ${number(chosen.gib)} GiB`;
+  by("flags").replaceChildren(
+    button("Copy the flags", copied(chosen.flags)),
+    element("pre", { class: "wrapped" }, chosen.flags),
+  );
+  by("memory").innerHTML = stacks({
+    label: "Memory by stage",
+    unit: "GiB a GPU",
+    groups: [{ title: chosen.name, columns: chosen.memory }],
+    kinds: KINDS,
+    limit: { y: allowed, name: `allowed: ${number(allowed)} GiB` },
+  });
+}
+
+function front() {
+  const near = plans.filter((plan) => plan.gib <= 2 * allowed);
+  const points = (name) =>
+    near
+      .filter((plan) => plan.schedule === name)
+      .map((plan) => [plan.gib, plan.rate, `${plan.name}: ${number(plan.rate)} samples/s, ${number(plan.gib)} GiB`]);
+  by("front").innerHTML = plot({
+    label: "Throughput against memory, a mark per plan",
+    x: "GiB of the heaviest stage",
+    y: "samples/s",
+    lines: false,
+    series: Object.entries(SERIES)
+      .map(([name, index]) => ({ name, index, points: points(name) }))
+      .filter((one) => one.points.length),
+    limit: { x: allowed, name: `allowed: ${number(allowed)} GiB` },
+  });
+}
+
+function splits() {
+  const columns = plans
+    .slice(0, ranked)
+    .map(({ split }) => Object.fromEntries(Object.entries(CAUSES).map(([cause, name]) => [name, split[cause]])));
+  by("splits").innerHTML = stacks({
+    label: "Time by cause",
+    unit: "milliseconds per sample",
+    groups: [{ title: "", columns }],
+    kinds: Object.values(CAUSES),
+    column: "rank",
+    first: 1,
+  });
+}
+
+const state = { microbatches: plans[0].microbatches, colourBy: "batch", critical: false };
+const stack = new Stack(by("timeline"), { change, unit: "Times are seconds." });
+function change(part) {
+  Object.assign(state, part);
+  stack.show({ [plans[0].name]: timeline }, state);
+}
+
+document.title = title;
+by("title").textContent = title;
+by("best").textContent =
+  `The fastest plan that fits: ${plans[0].name}, ${number(plans[0].rate)} samples/s, ` +
+  `${number(plans[0].gib)} GiB of ${number(allowed)} allowed.`;
+by("counted").textContent =
+  `The ${ranked} of the search have a rank; ${plans.length - ranked} more, the fastest of each schedule, are below ` +
+  "them. A title sorts the table.";
+by("window").textContent = begin
+  ? `A part around the end of the first batch, which starts at ${number(begin)} s.`
+  : "The first two batches.";
+table();
+show();
+change({});
+front();
+splits();
