@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-rest test-all test-docs test-slurm oracles lint bench convergence paper playground test-playground gpu-check clean
+.PHONY: help install demo test test-rest test-all test-docs test-slurm oracles lint bench convergence paper playground test-playground lint-page gpu-check clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (four minutes)"
 	@echo "make playground  build the page docs/playground and serve it on localhost (needs npm)"
 	@echo "make test-playground  the page in Chromium, and its Python in node (needs npm and chromium; installs playwright)"
+	@echo "make lint-page  prettier on the pages' JavaScript, HTML and CSS (needs npx)"
 	@echo "make gpu-check  what holds on the GPUs of this machine (half an hour; docs/gpu.md)"
 	@echo "make clean     remove caches and builds; .venv and out/, which has trained models, stay"
 
@@ -104,8 +105,15 @@ playground: install
 	$(PYTHON) scripts/playground.py
 
 test-playground: install
-	$(PYTHON) -m pip install -q '.[page]'
+	$(PYTHON) -c "import playwright" 2>/dev/null || $(PYTHON) -m pip install -q 'playwright>=1.65'
 	$(PYTEST) tests/page
+
+# The pages' JavaScript, HTML and CSS; .prettierrc.json is its configuration.
+PRETTIER := npx --yes prettier@3.10.1
+PAGES := docs/playground megatron_2bw/timelines/page megatron_2bw/planner/tell/page tests/page
+
+lint-page:
+	$(PRETTIER) --check $(PAGES)
 
 gpu-check: install
 	$(PYTHON) -m megatron_2bw.cli gpu-check

@@ -141,7 +141,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request: its parameters, and "ask", one of ASKED. {"error": line} if it cannot be answered."""
     given = dict(request)
     asked = given.pop("ask", "timelines")
-    more = {name: given.pop(name) for name in ("over", "lists") if name in given}
+    more = {name: given.pop(name) for name in ("over", "at", "lists") if name in given}
     try:
         if asked not in ASKED:
             raise UserError(f"ask: {asked} is not one of {', '.join(ASKED)}")
@@ -221,10 +221,10 @@ def _memory(given: Parameters, name: str) -> dict[str, Any]:
     return {"bytes": [asdict(stage) for stage in found], "command": " ".join(words)}
 
 
-def curve(given: Parameters, over: str = "microbatches") -> dict[str, Any]:
+def curve(given: Parameters, over: str = "microbatches", at: int | None = None) -> dict[str, Any]:
     """Each schedule's throughput in the steady state over the microbatches, or over the time of a message.
 
-    Microbatches per unit of time; None where the schedule cannot run.
+    Microbatches per unit of time at all x, or at one of them; None where the schedule cannot run.
     """
     if over == "microbatches":
         points = {m: replace(given, microbatches=m) for m in MICROBATCHES}
@@ -233,7 +233,8 @@ def curve(given: Parameters, over: str = "microbatches") -> dict[str, Any]:
         points = {share * whole: replace(given, transfer=share * whole) for share in SHARES}
     else:
         raise UserError(f"over: {over} is not one of microbatches, transfer")
-    rates = {name: [_guarded(_rate, point, name).get("rate") for point in points.values()] for name in given.schedules}
+    chosen = [*points.values()][slice(None) if at is None else slice(at, at + 1)]
+    rates = {name: [_guarded(_rate, point, name).get("rate") for point in chosen] for name in given.schedules}
     return {"over": over, "x": list(points), "curves": rates}
 
 

@@ -19,7 +19,7 @@ export function table(figures, stages) {
   const names = ["schedule", "bubble", "time of a batch", "throughput", `against ${than}`, "weight versions by stage"];
   names.push("activations in flight by stage", "GiB, heaviest stage");
   const rows = Object.entries(figures).map(([name, found]) => {
-    const head = element("th", { scope: "row" }, SCHEDULES[name]);
+    const head = element("th", { scope: "row" }, SCHEDULES[name], element("small", {}, found.summary ?? ""));
     if (found.error) return element("tr", {}, head, element("td", { colspan: 7, class: "wrong" }, found.error));
     const heaviest = found.bytes ? number(Math.max(...found.bytes.map(total)) / GIB) : found.reason;
     const values = [`${(100 * found.bubble).toFixed(1)} %`, number(found.seconds), number(found.throughput)];

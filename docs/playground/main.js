@@ -55,7 +55,7 @@ async function show() {
   if (!drawn) return;
   say("");
   stack.show(drawn.timelines, state);
-  performance.measure("timelines", { start: begun });
+  requestAnimationFrame(() => performance.measure("timelines", { start: begun })); // after the drawing
   editor.show(drawn.timelines, state);
   const figures = await ask("figures", mine);
   if (!figures) return;
@@ -70,27 +70,35 @@ async function show() {
 
 const OVER = { microbatches: "microbatches a batch, m", transfer: "time of a message" };
 
+/** The curves, point by point: what a person changes meanwhile is computed before the next point. */
+async function points(mine) {
+  let found;
+  for (let at = 0; at < (found?.x.length ?? 1); at++) {
+    const one = await ask("curve", mine, { over: state.over, at });
+    if (!one) return undefined;
+    found ??= { x: one.x, curves: Object.fromEntries(state.schedules.map((name) => [name, []])) };
+    for (const name of state.schedules) found.curves[name].push(...one.curves[name]);
+  }
+  return found;
+}
+
 async function curve(mine) {
   const choice = ([over, label]) =>
     button(`over ${label}`, () => change({ over }), { "aria-pressed": state.over === over });
   by("over").replaceChildren(...Object.entries(OVER).map(choice));
-  const curves = {};
-  let x;
-  for (const name of state.schedules) {
-    const found = await ask("curve", mine, { over: state.over, schedules: [name] }); // alone: a change waits less
-    if (!found) return;
-    Object.assign(curves, found.curves);
-    x = found.x;
-  }
+  const found = python.knows({ ask: "curve", ...request(state), over: state.over })
+    ? await ask("curve", mine, { over: state.over })
+    : await points(mine);
+  if (!found) return;
   const names = Object.keys(SCHEDULES);
   by("curve").innerHTML = plot({
     label: `Throughput over ${OVER[state.over]}, a line per schedule`,
     x: OVER[state.over],
     y: "microbatches per unit of time",
-    series: Object.entries(curves).map(([name, rates]) => ({
+    series: Object.entries(found.curves).map(([name, rates]) => ({
       name: SCHEDULES[name],
       index: names.indexOf(name),
-      points: x.map((value, k) => [value, rates[k]]),
+      points: found.x.map((value, k) => [value, rates[k]]),
     })),
   });
 }

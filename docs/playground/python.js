@@ -29,6 +29,10 @@ export class Python {
   get available() {
     return location.protocol !== "file:";
   }
+  /** Whether the answer is precomputed. */
+  knows(request) {
+    return key(request) in this.grid;
+  }
   /** The answer to a request, as a promise. */
   async ask(request) {
     const known = this.grid[key(request)];

@@ -35,7 +35,9 @@ def timelines(batches: Batches) -> dict[str, Any]:
     begin = next((e.start for e in found if (e.stage, e.action.kind, e.action.microbatch) == before), 0.0)
     if schedule.late_step:  # a measured step begins where its stage begins to wait for it, as in a simulation
         events = [
-            event._replace(start=event.start - waited[event.stage, event.action]) if event.action.kind == STEP else event
+            event._replace(start=event.start - waited[event.stage, event.action])
+            if event.action.kind == STEP
+            else event
             for event in events
         ]
     measured = drawn(schedule, cut(events, 1e3 * batches.begin), batches.stages, times, small=SMALL, waited=waited)

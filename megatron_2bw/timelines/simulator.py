@@ -74,9 +74,7 @@ def _lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
     ]
 
 
-def simulate_lists(
-    schedule: Schedule, lists: list[list[Action]], times: Times, partial: bool = False
-) -> list[Event]:
+def simulate_lists(schedule: Schedule, lists: list[list[Action]], times: Times, partial: bool = False) -> list[Event]:
     """Like `simulate`, for lists of actions, one per stage, that follow the rules of `schedule`.
 
     partial: the lists may end anywhere; the events up to there

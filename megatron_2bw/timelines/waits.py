@@ -84,52 +84,58 @@ class Waits:
             for at, event in enumerate(own):
                 if event.action.kind == REDUCE:
                     self._reduced.setdefault(event.action.microbatch, []).append((event.start + seconds, stage, at))
+        chunks = schedule.chunks
+        self._made = [prepared([e.action for e in own], s, stages, chunks) for s, own in enumerate(self.lists)]
+        self._giver = {  # of each message
+            made.gives: (stage, at)
+            for stage, own in enumerate(self._made)
+            for at, made in enumerate(own)
+            if made.gives is not None
+        }
         self._send(times)
         self.by_stage = [self._of_stage(stage) for stage in range(stages)]
 
     def _send(self, times: Times) -> None:
-        """Which action gives each message, when that is sent, and the message before it on the same link."""
+        """When each message is sent, the message before it on its link, and when its stage is free again."""
         occupied, sending = times.of("occupied", self.stages), times.of("sending", self.stages)
-        self._giver: dict[tuple[str, int, int], Place] = {}
-        self._needs: dict[Place, tuple[str, int, int]] = {}
         self._sent: dict[Place, float] = {}
         self._before: dict[Place, Place] = {}
-        self._free: dict[Place, float] = {}  # when the stage has sent the message
-        for stage, own in enumerate(self.lists):
+        self._free: dict[Place, float] = {}
+        if not any(occupied) and not any(sending):
+            return
+        for stage, own in enumerate(self._made):
             last: dict[str, Place] = {}
-            actions = [event.action for event in own]
-            for at, made in enumerate(prepared(actions, stage, self.stages, self.schedule.chunks)):
-                if made.needs is not None:
-                    self._needs[stage, at] = made.needs
-                if made.gives is None:
+            for at, (action, _, gives, boundary) in enumerate(own):
+                if gives is None:
                     continue
-                kind, sent = made.action.kind, own[at].end
-                self._free[stage, at] = sent + sending[made.boundary]
-                if kind in last:
-                    self._before[stage, at] = last[kind]
-                    sent = max(sent, self._sent[last[kind]] + occupied[made.boundary])
-                self._giver[made.gives], self._sent[stage, at], last[kind] = (stage, at), sent, (stage, at)
+                place, sent = (stage, at), self.lists[stage][at].end
+                self._free[place] = sent + sending[boundary]
+                if action.kind in last:
+                    self._before[place] = last[action.kind]
+                    sent = max(sent, self._sent[last[action.kind]] + occupied[boundary])
+                self._sent[place] = sent
+                last[action.kind] = place
 
     def _of_stage(self, stage: int) -> list[Wait]:
-        found, free = [], 0.0
-        for at, event in enumerate(self.lists[stage]):
-            kind = event.action.kind
-            idle = event.end - event.start if kind == STEP and self.schedule.late_step else event.start - free
+        found, free, late = [], 0.0, self.schedule.late_step
+        for at, (_, action, start, end) in enumerate(self.lists[stage]):
+            idle = end - start if late and action[0] == STEP else start - free
             if self.waited is not None:
-                idle = min(idle, self.waited.get((stage, event.action), 0.0))
+                idle = min(idle, self.waited.get((stage, action), 0.0))
             if idle > self._small and (other := self._cause(stage, at)):
-                queued = max(self._sent[other] - self._end(other), 0.0) if kind in (F, B) else 0.0
+                queued = self._queued(other) if action.kind in (F, B) else 0.0
                 found.append(Wait(at, idle, *other, queued if queued > self._small else 0.0))
-            free = self._free.get((stage, at), event.end)
+            free = self._free.get((stage, at), end) if self._free else end
         return found
 
-    def _end(self, place: Place) -> float:
-        return self.lists[place[0]][place[1]].end
+    def _queued(self, place: Place) -> float:
+        """How long the action's message waits for its link."""
+        return self._sent[place] - self.lists[place[0]][place[1]].end if place in self._sent else 0.0
 
     def _cause(self, stage: int, at: int) -> Place | None:
         action = self.lists[stage][at].action
         if action.kind in (F, B):
-            return self._giver.get(self._needs.get((stage, at)))
+            return self._giver.get(self._made[stage][at].needs)
         if action.kind != STEP:
             return None
         reduced = self._reduced.get(action.microbatch, [])
@@ -151,7 +157,7 @@ class Waits:
             if place in causes:
                 by_message = self.lists[place[0]][place[1]].action.kind in (F, B)
                 place = causes[place]
-                while by_message and self._sent[place] > self._end(place) + self._small:
+                while by_message and self._queued(place) > self._small:
                     place = self._before[place]
             elif place[1] == 0:
                 return path[::-1]

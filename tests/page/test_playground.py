@@ -5,57 +5,42 @@ Needs npm and node; all but the parity also playwright and chromium (make test-p
 
 from __future__ import annotations
 
-import functools
-import http.server
 import json
 import random
 import re
-import runpy
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 
+from bench import playground as bench
 from megatron_2bw.playground import SCHEDULES, answer
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "playground.py"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 pytestmark = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+in_browser = pytest.mark.skipif(bench.CHROMIUM is None, reason="chromium is not installed")
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page")
-    runpy.run_path(str(SCRIPT))["build"](folder)
+    bench.build(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def served(built):
     """The address of the built page on this host."""
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(built))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://localhost:{server.server_port}/"
-        server.shutdown()
+    with bench.served(built) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")
 def chromium():
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    pytest.importorskip("playwright.sync_api")
+    with bench.chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -108,7 +93,7 @@ def test_pyodide_answers_as_cpython_does(built, tmp_path):
 
 def ready(page) -> None:
     """Wait until all answers of the state are shown."""
-    page.wait_for_function("document.querySelector('#curve .chart') && !document.querySelector('#status').textContent")
+    page.wait_for_function(bench.READY)
 
 
 def inked(page) -> list[int]:

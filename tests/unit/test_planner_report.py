@@ -180,7 +180,9 @@ def test_the_page_of_a_report_has_each_plan_once_and_the_simulated_timeline(tmp_
     for plan, estimate in zip(found["plans"], ESTIMATES):
         assert plan["flags"] == " ".join(estimate.plan.flags("fp16"))
         assert max(sum(stage.values()) for stage in plan["memory"]) == pytest.approx(estimate.heaviest / GIB, rel=1e-3)
-        assert sum(plan["split"].values()) == pytest.approx(1e3 * estimate.seconds / estimate.plan.global_batch, rel=1e-2)
+        assert sum(plan["split"].values()) == pytest.approx(
+            1e3 * estimate.seconds / estimate.plan.global_batch, rel=1e-2
+        )
     best, timeline = PLANS[0], found["timeline"]
     events, begin, until, _ = report.first_batches(COST, best)
     for stage in range(best.depth):

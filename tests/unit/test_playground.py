@@ -156,6 +156,8 @@ def test_the_curve_has_the_simulated_rates():
     found = answer({"ask": "curve", "over": "microbatches", "schedules": ["2bw", "pipedream-flush"]})
     rates = dict(zip(found["x"], found["curves"]["pipedream-flush"]))
     assert rates[8] == 8 / iteration_time(EXECUTED["pipedream-flush"], 4, 8)
+    one = answer({"ask": "curve", "at": 7, "schedules": ["pipedream-flush"]})
+    assert one["x"] == found["x"] and one["curves"]["pipedream-flush"] == found["curves"]["pipedream-flush"][7:8]
     assert dict(zip(found["x"], found["curves"]["2bw"]))[3] is None  # 2bw needs as many microbatches as stages
     found = answer({"ask": "curve", "over": "transfer", "schedules": ["2bw"]})
     slow = Times(transfer=1.5, occupied=1.5)

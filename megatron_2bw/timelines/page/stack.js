@@ -94,6 +94,7 @@ export class Stack {
   explain(name, event, timeline, idle) {
     for (const [other, card] of this.cards) if (other !== name && card.view.selected) card.view.clear();
     const before = idle ? "Idle. The next action: " : "";
+    this.why.classList.add("said");
     this.why.textContent = `${this.title(name)}. ${before}${about(event, this.state.microbatches, timeline.late)}`;
   }
   /** The figures in the headers of the cards. */

@@ -24,7 +24,11 @@ const head = (name) => element("th", { scope: "col" }, name);
 const stages = medians.forward.map((_, stage) => head(`stage ${stage}`));
 const row = ([name, values]) =>
   element("tr", {}, element("th", { scope: "row" }, name), ...values.map((value) => cell(number(value))));
-const rows = { forward: medians.forward, backward: medians.backward, "message to the next": medians.message.slice(0, -1) };
+const rows = {
+  forward: medians.forward,
+  backward: medians.backward,
+  "message to the next": medians.message.slice(0, -1),
+};
 by("medians").append(
   element("table", {}, element("tr", {}, element("td", {}), ...stages), ...Object.entries(rows).map(row)),
 );
