@@ -15,8 +15,14 @@ from pathlib import Path
 import pytest
 
 from bench import playground as bench
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.tell import report
 from megatron_2bw.playground import SCHEDULES, answer
-
+from megatron_2bw.schedules import Shape
+from megatron_2bw.timelines.trace import merge
+from tests.unit.test_trace import write
 
 pytestmark = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 in_browser = pytest.mark.skipif(bench.CHROMIUM is None, reason="chromium is not installed")
@@ -98,8 +104,11 @@ def ready(page) -> None:
 
 def inked(page) -> list[int]:
     """The number of colours on each timeline's canvas."""
-    count = """canvas => { const c = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
-        const found = new Set(); for (let k = 0; k < c.length; k += 4) found.add(c[k] << 16 | c[k + 1] << 8 | c[k + 2]);
+    count = """canvas => { const { width, height } = canvas, copy = new OffscreenCanvas(width, height);
+        const context = copy.getContext('2d', { willReadFrequently: true });
+        context.drawImage(canvas, 0, 0);
+        const c = context.getImageData(0, 0, width, height).data, found = new Set();
+        for (let k = 0; k < c.length; k += 4) found.add(c[k] << 16 | c[k + 1] << 8 | c[k + 2]);
         return found.size }"""
     page.wait_for_timeout(200)
     return [page.evaluate(count, canvas) for canvas in page.query_selector_all("canvas")]
@@ -165,13 +174,13 @@ def test_an_edited_list_is_judged(page, served):
     line = "F0@0 F1@0 F2@0 F3@0 F4@0 B0@0"
     text = page.input_value("#edit textarea").replace("F0@0 F1@0 F2@0 F3@0 B0@0 F4@0", line, 1)
     page.fill("#edit textarea", text)
-    page.click("text=Check")
+    page.click("#edit button:text-is('Check')")
     page.wait_for_selector("#edit mark")
     assert page.inner_text("#edit mark") == "F4@0"
     assert "Stage 0, action 4: 5 microbatches in flight, at most 4 allowed" in page.inner_text("#edit")
     assert "edit=2bw" in page.url
-    page.click("text=Reset")
-    page.click("text=Check")
+    page.click("#edit button:text-is('Reset')")
+    page.click("#edit button:text-is('Check')")
     page.wait_for_function("document.querySelector('#edit').textContent.includes('The lists pass')")
     page.wait_for_function("document.querySelectorAll('canvas').length === 3")
 
@@ -204,3 +213,32 @@ def test_it_fits_a_phone_and_the_dark(chromium, built):
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
     context.close()
+
+
+@in_browser
+def test_the_page_of_a_report(page, tmp_path):
+    """Sorting, choosing a plan, and its flags."""
+    cost = Cost(model.preset("gpt-355m"), cluster.preset("p3.16xlarge", 1), "fp16")
+    plans = [Plan(1, 4, 2, 1, 8), Plan(1, 2, 4, 1, 8, schedule="gpipe"), Plan(2, 4, 1, 2, 8)]
+    report.write_report(cost, [cost.estimate(plan) for plan in plans], [], tmp_path)
+    page.goto((tmp_path / "index.html").as_uri())
+    assert min(inked(page)) > 20
+    for sign in ("▲", "▼"):
+        page.click("[data-by=depth]")
+        assert sign in page.inner_text("[data-by=depth]")
+        depths = [int(cell.inner_text()) for cell in page.query_selector_all("#plans tbody td:nth-child(4)")]
+        assert depths == sorted(depths, reverse=sign == "▼") and len(depths) == 3
+    page.click(f"[aria-label='Show {plans[1].title}']")
+    assert page.inner_text("#flags pre") == " ".join(plans[1].flags("fp16"))
+    assert page.get_attribute(f"[aria-label='Show {plans[1].title}']", "aria-pressed") == "true"
+
+
+@in_browser
+def test_the_page_of_a_trace(page, tmp_path):
+    write(tmp_path, Shape(3, 4, 0, 5), "pipedream-flush")
+    *_, html = merge(tmp_path)
+    page.goto(html.as_uri())
+    assert len(inked(page)) == 2 and min(inked(page)) > 20
+    page.click("summary")
+    assert page.inner_text(".actions caption >> nth=1").startswith("Simulated")
+    assert page.inner_text("#medians tr:nth-child(2) td >> nth=0") == "1000"
