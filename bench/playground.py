@@ -2,7 +2,7 @@
 
     python bench/playground.py [--stages 16] [--microbatches 64] [--repeats 15] [--pictures]
 
-It needs npm, chromium and `pip install -e .[page]`. Times are the browser's own (performance.mark and paint timing); a
+It needs npm, chromium and `pip install playwright`. Times are the browser's own (performance.mark and paint timing); a
 new timeline lasts from the change of a parameter to the frame in which it is drawn. --pictures draws those of the docs.
 """
 
@@ -10,32 +10,45 @@ from __future__ import annotations
 
 import functools
 import http.server
+import runpy
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from bench.common import new_parser, write_result
+from megatron_2bw.playground import answer
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 READY = "document.querySelector('#curve .chart') && !document.querySelector('#status').textContent"
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 DRAWN = "performance.getEntriesByName('timelines').at(-1)?.duration"
-PICTURES = {  # hash, width, height, dark
-    "docs/readme/playground.png": ("schedules=2bw,pipedream-flush,gpipe&iterations=2", 1000, 980, False),
-    "docs/playground/dark.png": ("schedules=2bw,pipedream-flush&stages=8&critical=true", 1000, 700, True),
-    "docs/playground/phone.png": ("", 390, 780, False),
+
+
+def edited() -> str:
+    """2BW with a forward too many before stage 0's first backward, as the page's hash has it."""
+    lists = answer({"schedules": ["2bw"], "iterations": 2})["timelines"]["2bw"]["actions"]
+    return ";".join(["2bw", lists[0].replace("B0@0 F4@0", "F4@0 B0@0"), *lists[1:]])
+
+
+CHOSEN = ["2bw", "2bw-extra-warmup", "pipedream-flush", "gpipe"]
+PICTURES = {  # hash, width, height, dark, the element at the top
+    "docs/readme/playground.png": ("", 1000, 625, False, "#h-timelines"),
+    "docs/playground/fault.png": (f"iterations=2&edit={quote(edited())}", 1000, 420, False, "#h-edit"),
+    "docs/playground/curve.png": (f"schedules={','.join(CHOSEN)}&over=transfer&microbatches=16", 800, 560, True, "#h-curve"),
+    "docs/playground/phone.png": ("schedules=2bw,pipedream-flush&stages=2", 390, 780, False, "#h-timelines"),
 }
 
 
 def build(folder: Path) -> None:
-    subprocess.run([sys.executable, ROOT / "scripts" / "playground.py", "--no-serve", "--out", folder], check=True)
+    """UserError if npm is missing, or has no Pyodide."""
+    runpy.run_path(str(ROOT / "scripts" / "playground.py"))["build"](folder)
 
 
 @contextmanager
@@ -90,13 +103,17 @@ def timelines(browser, address: str, stages: int, microbatches: int, repeats: in
 
 
 def draw(browser, address: str) -> None:
-    for name, (chosen, width, height, dark) in PICTURES.items():
-        page = browser.new_page(
-            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", device_scale_factor=1
-        )
+    for name, (chosen, width, height, dark, top) in PICTURES.items():
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
         page.set_default_timeout(120_000)
         page.goto(f"{address}#{chosen}")
         page.wait_for_function(READY)
+        page.locator(top).evaluate("element => element.scrollIntoView()")
+        if "readme" in name:  # the wait of 1F1B's first stage at its second batch
+            canvas = page.locator("canvas").nth(1)
+            box = canvas.bounding_box()
+            canvas.hover(position={"x": box["width"] * 0.42, "y": 15})
+        page.wait_for_timeout(500)
         page.screenshot(path=ROOT / name)
         page.close()
         print(f"wrote {name}")

@@ -20,7 +20,8 @@ export class Editor {
       { class: "tools" },
       this.choice,
       button("Check", () => this.check()),
-      button("Swap B0@0 and the action before it on stage 0", () => this.swap()),
+      button("B0@0 of stage 0 one earlier", () => this.swap(/(\S+) (B0@0)/)),
+      button("B0@0 of stage 0 one later", () => this.swap(/(B0@0) (\S+)/)),
       button("Reset", () => this.reset()),
     );
     host.replaceChildren(tools, this.text, this.result);
@@ -51,9 +52,9 @@ export class Editor {
     this.change(null);
     this.write(this.answers[this.choice.value].actions);
   }
-  swap() {
+  swap(pair) {
     const lists = this.lists;
-    lists[0] = lists[0].replace(/(\S+) (B0@0)/, "$2 $1");
+    lists[0] = lists[0].replace(pair, "$2 $1");
     this.text.value = lists.join("\n");
     this.check();
   }
@@ -71,8 +72,9 @@ export class Editor {
     const where = stage === undefined ? "" : `Stage ${stage}${step === null ? "" : `, action ${step}`}: `;
     const parts = [element("p", { class: "wrong" }, error ?? where + reason)];
     if (grid) {
+      // Two blanks for the signs around the fault: columns stay below each other.
       const [before, fault, after] = grid.split(/>(.*?)</);
-      parts.push(element("pre", { tabindex: 0 }, before, element("mark", {}, fault), after));
+      parts.push(element("pre", { tabindex: 0 }, before, element("mark", {}, fault), `  ${after}`));
     }
     this.result.replaceChildren(...parts);
     const mark = this.result.querySelector("mark");

@@ -41,7 +41,7 @@ _HELP = {
     "--sft-data": "--data-path holds conversations, of scripts/preprocess_data.py --task sft: a sample is one of them, "
     "cut or padded to --seq-length, and only its targets count in the loss",
     "--two-bw-trace": "record when every action of every stage ran and how long it waited: DIR/trace.json for "
-    "Perfetto, DIR/timeline.png",
+    "Perfetto, DIR/timeline.png and .html",
     "--verbose": "print all lines of Megatron and torch, also those that say nothing about this run, and the arguments",
 }
 

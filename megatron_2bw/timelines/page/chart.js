@@ -68,7 +68,7 @@ const legend = (name, shape) =>
 
 function figure(label, width, height, parts) {
   const box = `viewBox="0 0 ${width} ${height}" style="max-width:${width * 1.2}px"`;
-  return `<svg class="chart" role="img" aria-label="${escaped(label)}" ${box}>${parts.join("")}</svg>`;
+  return `<svg class="chart plot" role="img" aria-label="${escaped(label)}" ${box}>${parts.join("")}</svg>`;
 }
 
 /**

@@ -8,7 +8,7 @@ import { about, number } from "./why.js";
 
 const SECONDS = 12; // of a whole playback
 const TITLE = 24; // pixels, in an exported picture
-const LEGEND = { f: "forward", b: "backward", s: "weight update", u: "its time", i: "idle" };
+const LEGEND = { f: "forward", b: "backward", s: "weight update", u: "time of the update", i: "idle" };
 const NUMBERS = "Numbers are microbatches, from 0; W is the weight version; a colour is a batch.";
 const HINT =
   "Point at an action or at idle time, or select a timeline and press an arrow key: here is what runs, and why the stage waits.";
