@@ -37,11 +37,11 @@ def edited() -> str:
     return ";".join(["2bw", lists[0].replace("B0@0 F4@0", "F4@0 B0@0"), *lists[1:]])
 
 
-CHOSEN = ["2bw", "2bw-extra-warmup", "pipedream-flush", "gpipe"]
+CURVES = "schedules=2bw,2bw-extra-warmup,pipedream-flush,gpipe&over=transfer&microbatches=16"
 PICTURES = {  # hash, width, height, dark, the element at the top
     "docs/readme/playground.png": ("", 1000, 625, False, "#h-timelines"),
     "docs/playground/fault.png": (f"iterations=2&edit={quote(edited())}", 1000, 420, False, "#h-edit"),
-    "docs/playground/curve.png": (f"schedules={','.join(CHOSEN)}&over=transfer&microbatches=16", 800, 560, True, "#h-curve"),
+    "docs/playground/curve.png": (CURVES, 800, 560, True, "#h-curve"),
     "docs/playground/phone.png": ("schedules=2bw,pipedream-flush&stages=2", 390, 780, False, "#h-timelines"),
 }
 

@@ -197,7 +197,8 @@ class _Run:
         else:
             return None
         end = max(free, ready)
-        return (free if self.schedule.late_step else end - self.step), end
+        start = free if self.schedule.late_step else max(end - self.step, free)  # not before `free` by rounding
+        return start, end
 
 
 def makespan(events: list[Event]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_2bw.flags.early import mistakes
@@ -92,6 +92,10 @@ some = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(some)
+@example(
+    {"schedules": ["pipedream"], "microbatches": 12, "forward": [0.25, 0.25, 1.7, 3], "transfer": [0] * 3}
+    | {"occupied": 0, "reduce": 0, "step": 1}  # (x + 1) - 1 is less than x
+)
 def test_causes_explain_all_idle_time(given):
     """A stage's idle time is in its waits; each ends as what it names arrives; the critical path has no gap."""
     (name,) = given["schedules"]
