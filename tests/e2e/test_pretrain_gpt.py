@@ -145,6 +145,7 @@ def test_the_line_and_the_trace_show_how_busy_the_stages_are(tmp_path):
     for mean, most, *memory in shares:
         assert 0 <= float(mean) <= float(most) < 100 and all(0.1 < float(value) < 10 for value in memory)
     assert (tmp_path / "trace" / "timeline.png").stat().st_size > 1000
+    assert '"title":"batches ' in (tmp_path / "trace" / "timeline.html").read_text()
     events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
     actions = {
         stage: [e["name"] for e in events if e.get("tid") == stage and e.get("cat") in ("F", "B", "R", "S")]

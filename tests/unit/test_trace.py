@@ -13,7 +13,7 @@ from megatron_2bw.core.recorder import Record, Recorder
 from megatron_2bw.errors import UserError
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
 from megatron_2bw.timelines.measured import timelines
-from megatron_2bw.timelines.simulator import simulate
+from megatron_2bw.timelines.simulator import Times, simulate
 from megatron_2bw.timelines.trace import TraceWriter, forget, last_batches, main, merge, read, summary
 
 CPU = torch.device("cpu")
@@ -33,10 +33,10 @@ def test_marks_become_times():
     assert recorder.cut() == [] and recorder.resolve([]) == []
 
 
-def records_of(stage: int, shape: Shape, schedule: str = "2bw") -> list[Record]:
+def records_of(stage: int, shape: Shape, schedule: str = "2bw", times: Times = Times()) -> list[Record]:
     """A simulated run as if it had been measured; the wait is the time since the action before, or for a late step."""
     free, records = 0.0, []
-    for event in simulate(SCHEDULES[schedule], shape):
+    for event in simulate(SCHEDULES[schedule], shape, times):
         if event.stage == stage:
             waits = event.action.kind == "S" and SCHEDULES[schedule].late_step
             records.append(Record(event.action, free, event.end if waits else event.start, event.end))
@@ -44,10 +44,10 @@ def records_of(stage: int, shape: Shape, schedule: str = "2bw") -> list[Record]:
     return records
 
 
-def write(folder, shape: Shape, schedule: str = "2bw", pipeline: int = 0) -> None:
+def write(folder, shape: Shape, schedule: str = "2bw", pipeline: int = 0, times: Times = Times()) -> None:
     for stage in range(shape.stages):
         writer = TraceWriter(folder, stage, pipeline)
-        for record in records_of(stage, shape, schedule):
+        for record in records_of(stage, shape, schedule, times):
             writer.write([record])
 
 
@@ -77,7 +77,9 @@ def test_merge_makes_one_trace_and_a_picture(tmp_path):
 
 @pytest.mark.parametrize("schedule", set(SCHEDULES) - {"pipedream"})  # Megatron's loop adds a joint step to it
 def test_the_simulated_run_of_the_page_is_the_measured_one_where_all_times_are_equal(schedule, tmp_path):
-    write(tmp_path, Shape(3, 4, 0, 5), schedule)
+    late = SCHEDULES[schedule].late_step  # its step is not in the trace
+    times = Times([1, 1.5, 1], [2, 2, 2.5], transfer=[0.5, 0.25, 0], step=0 if late else 0.75)
+    write(tmp_path, Shape(3, 4, 0, 5), schedule, times=times)
     found = timelines(last_batches([event for file in tmp_path.iterdir() for event in read(file)], 2))
     measured, simulated = found["timelines"]["measured"], found["timelines"]["simulated"]
     assert measured["actions"] == simulated["actions"] and len(measured["actions"][0].split()) >= 2 * 2 * 4
@@ -85,7 +87,8 @@ def test_the_simulated_run_of_the_page_is_the_measured_one_where_all_times_are_e
         for kind in ("starts", "ends", "waits"):
             for mine, its in zip(own[kind], other[kind]):
                 assert mine == [pytest.approx(value, abs=1e-2) for value in its]
-    assert found["medians"]["forward"] == pytest.approx([1000] * 3)
+    assert found["medians"]["forward"] == pytest.approx([1000, 1500, 1000])
+    assert found["medians"]["message"] == pytest.approx([500, 250, 0], abs=1e-2)
     assert measured["makespan"] == pytest.approx(simulated["makespan"])
 
 

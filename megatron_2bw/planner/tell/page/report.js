@@ -146,8 +146,8 @@ by("best").textContent =
   `The fastest plan that fits: ${plans[0].name}, ${number(plans[0].rate)} samples/s, ` +
   `${number(plans[0].gib)} GiB of ${number(allowed)} allowed.`;
 by("counted").textContent =
-  `The ${ranked} of the search have a rank; ${plans.length - ranked} more, the fastest of each schedule, are below ` +
-  "them. A title sorts the table.";
+  `The search's ${ranked} plans have a rank. Below them are ${plans.length - ranked} more, the fastest of each schedule. ` +
+  "A column's title sorts the table.";
 by("window").textContent = begin
   ? `A part around the end of the first batch, which starts at ${number(begin)} s.`
   : "The first two batches.";
