@@ -21,10 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from bench.common import new_parser, write_result
 from megatron_2bw.playground import answer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 READY = "document.querySelector('#curve .chart') && !document.querySelector('#status').textContent"
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
