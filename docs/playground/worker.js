@@ -12,5 +12,11 @@ loaded.then(
 );
 onmessage = async ({ data }) => {
   const answer = await loaded;
-  postMessage({ id: data.id, text: answer(data.request) });
+  let text;
+  try {
+    text = answer(data.request);
+  } catch (error) {
+    text = JSON.stringify({ error: String(error).trim().split("\n").at(-1) }); // the last line of Python's traceback
+  }
+  postMessage({ id: data.id, text });
 };

@@ -90,6 +90,8 @@ def _has_reduced(stage: _Stage, batch: int) -> bool:
 
 
 def _run(stages: list[_Stage], index: int, action: Action, schedule: Schedule, shape: Shape) -> None:
+    if action.chunk >= schedule.chunks:
+        _fail(stages, index, f"{action} names a model chunk that the stage does not hold")
     if action.kind == F:
         _run_forward(stages, index, action, schedule, shape)
     elif action.kind == B:
@@ -158,6 +160,10 @@ def _check_complete(stages: list[_Stage], index: int, shape: Shape) -> None:
     if sorted(stage.forwards) != expected or sorted(stage.backwards) != expected:
         lost = sorted(set(expected) - set(stage.backwards)) or sorted(set(stage.forwards) ^ set(expected))
         _fail(stages, index, f"microbatch {lost[0]} is not run exactly once")
+    for kind, name in ((REDUCE, "reduced"), (STEP, "stepped")):
+        batches = [action.microbatch for action in stage.actions if action.kind == kind]
+        if batches != [*range(shape.first, shape.end)]:
+            _fail(stages, index, f"each batch is {name} once, in order, not {batches}")
 
 
 def _fail(stages: list[_Stage], index: int, reason: str) -> None:

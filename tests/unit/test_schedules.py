@@ -219,6 +219,9 @@ FAULTS = {
     "a microbatch twice": (("F0@0 F0@0 B0@0 B1@0 R0@0 S0@1", GOOD[1]), "forward twice"),
     "backward without forward": ((GOOD[0], "B0@0 F0@0 F1@0 B1@0 R0@0 S0@1"), "backward without its forward"),
     "a microbatch left out": (("F0@0 B0@0", "F0@0 B0@0"), "microbatch 1 is not run"),
+    "two reductions": ((GOOD[0].replace("R0@0", "R0@0 R0@0"), GOOD[1]), r"each batch is reduced once, .* not \[0, 0\]"),
+    "no step": ((GOOD[0].removesuffix(" S0@1"), GOOD[1]), r"each batch is stepped once, in order, not \[\]"),
+    "another chunk": (("F0@0.1 F1@0 B0@0 B1@0 R0@0 S0@1", GOOD[1]), "does not hold"),
     "a version skipped": (("F0@0 F1@0 B0@0 B1@0 R0@0 S0@2", GOOD[1]), "skips a version"),
 }
 
