@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import new_figure, new_parser, write_result
-from bench.server_run import Observed, Run
+from bench.server_run import Observed, run
 from bench.servers import BUCKET, MTU, QUEUE, Servers, missing
 from megatron_2bw.errors import UserError, names_of, run_program, words
 from megatron_2bw.gpu_check.rows import gpt_flags
@@ -178,19 +178,11 @@ def watch(servers: Servers, model: Model, variant: str, rates: list[str], chosen
     settle, iterations = chosen.settle, chosen.iterations
     sleep = [milliseconds / 1e3 * (2 if variant == "data" else 1) for milliseconds in chosen.sleep_ms]
     count = 2 + len(rates) * (settle + iterations) + 1  # the first two load code, the last one empties a pipeline
+    changes = {first_of(number, settle, iterations) - settle: megabits(rate) for number, rate in enumerate(rates)}
+    at_least = sum(model.theory(variant) * 8 / (limit * 1e6) for limit in changes.values() if limit)
     servers.limit(None)
-    run = Run(servers, sleep, command(model, variant, count))
-    try:
-        for number, rate in enumerate(rates):
-            at_least = model.theory(variant) * 8 / (megabits(rate) * 1e6) if megabits(rate) else 0.0
-            run.until(first_of(number, settle, iterations) - settle, 180.0)
-            servers.limit(megabits(rate))
-            run.until(first_of(number, settle, iterations) + iterations, 60 + 5 * at_least)
-        servers.limit(None)
-        run.until(None, 120.0)
-    finally:
-        run.end()
-    return run.observed
+    timeout = 300 + (settle + iterations) * (60 * len(rates) + 5 * at_least)
+    return run(servers, command(model, variant, count), sleep, changes | {count - 1: None}, timeout)
 
 
 def first_of(number: int, settle: int, iterations: int) -> int:
