@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -123,19 +123,11 @@ def submit_one(run: Run, folder: Path, command: list[str], variables: dict[str, 
     """Submit a run. Returns the job, which run.json in `folder` records."""
     set_aside(folder)
     status.write(folder / "status.json", status.Outcome("pending", "submitted"))
-    done = subprocess.run(
-        command,
-        env=os.environ | variables,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        start_new_session=True,  # a terminal's Ctrl-C does not reach it
-    )
-    if done.returncode:
-        status.write(folder / "status.json", status.Outcome("failed", f"sbatch: {done.stderr.strip()[:300]}"))
-        raise UserError(f"sbatch does not take {run.name}: {' '.join(done.stderr.split())}")
-    job = done.stdout.strip().split(";")[0]
+    try:
+        job = queue(command, run.name, variables)
+    except UserError as error:
+        status.write(folder / "status.json", status.Outcome("failed", str(error)[:300]))
+        raise
     write_json(folder / "run.json", {"run": asdict(run), "job": job})
     return job
 
@@ -182,9 +174,10 @@ def prepare(runs: Sequence[Run], options: argparse.Namespace) -> dict[str, list[
     return after
 
 
-def queue(command: Sequence[str], what: str) -> str:
-    """Submit a job that has no status file. Returns the job."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def queue(command: Sequence[str], what: str, variables: Mapping[str, str] = {}) -> str:
+    """Submit a job. Returns its number. A terminal's Ctrl-C does not reach sbatch."""
+    options = dict(cwd=ROOT, env=os.environ | variables, start_new_session=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     if done.returncode:
         raise UserError(f"sbatch does not take {what}: {' '.join(done.stderr.split())}")
     return done.stdout.strip().split(";")[0]
