@@ -73,10 +73,10 @@ def a100_cost(shape: model.Model, gpus: int) -> Cost:
     return Cost(shape, cluster.preset("dgx-a100-80", -(-gpus // 8)), "bf16", flash=False, old_exchange=True)
 
 
-def paper_cost(name: str, servers: int, sequence: int = 512) -> Cost:
+def paper_cost(name: str, servers: int) -> Cost:
     """A model of the paper on its V100 servers. Its code did not sum the gradients of tied embeddings over stages."""
     return Cost(
-        replace(model.preset(name, sequence), tied=False), cluster.preset("p3.16xlarge", servers), "fp16", flash=False
+        replace(model.preset(name, 512), tied=False), cluster.preset("p3.16xlarge", servers), "fp16", flash=False
     )
 
 
