@@ -33,9 +33,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Output, new_figure, new_parser, write_result
+from bench.common import Output, new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
+from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.rows import gpt_flags
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals, free_port, stop_tree

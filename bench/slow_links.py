@@ -31,10 +31,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import new_figure, new_parser, write_result
+from bench.common import new_parser, write_result
 from bench.server_run import Observed, run
 from bench.servers import BUCKET, MTU, QUEUE, Servers, missing
 from megatron_2bw.errors import UserError, names_of, run_program, words
+from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.rows import gpt_flags
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals

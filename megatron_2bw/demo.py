@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_2bw import run_log
 from megatron_2bw.data.corpus import build_corpus
 from megatron_2bw.errors import Parser, UserError, file_errors, run_program
-from megatron_2bw.files import write_figure, write_json
+from megatron_2bw.files import new_figure, write_figure, write_json
 from megatron_2bw.processes import stop_tree
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, start, torchrun
@@ -169,9 +169,7 @@ def against_a_flush(options: argparse.Namespace, text: str, corpus_flags: list[s
 
 def draw(path: Path, losses: Losses, summary: dict) -> None:
     """The training loss over the iterations, the validation loss marked at their end, as a PNG picture."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     axes.plot(losses.steps, losses.training, color="#1f5fa8", linewidth=1.8, label="training loss")
     axes.plot(

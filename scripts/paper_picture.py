@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.files import write_figure
+from megatron_2bw.files import new_figure, write_figure
 
 Values = Mapping[tuple[str, Any], float | str]  # (series, x) -> a number, or a word that stands in its place
 
@@ -21,9 +21,7 @@ def draw(
     legend: str | None = None,
 ) -> None:
     """Write the picture. dots: other numbers of the same places, as black dots; legend: what the series are."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(6, 4.6 * len(panels)), 4.2), layout="constrained")
+    figure = new_figure(max(6, 4.6 * len(panels)), 4.2)
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     names = list(dict.fromkeys(series for values in panels.values() for series, _ in values))
     for axes, (title, values) in zip(all_axes, panels.items()):
@@ -67,9 +65,7 @@ def draw(
 
 def draw_placement(path: Path, stages: int, width: int, servers: int) -> None:
     """Figure 4: the stage of each GPU of `servers`, coloured by pipeline, in both of Megatron's rank orders."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = new_figure(9, 3.2)
     each = stages * width // servers
     for axes, inside in zip(figure.subplots(1, 2), (False, True)):
         for rank in range(stages * width):

@@ -30,7 +30,7 @@ from megatron_2bw.convergence import options as convergence_options
 from megatron_2bw.convergence import run as convergence
 from megatron_2bw.convergence.plot import COLOURS
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, run_program, split_flags, words
-from megatron_2bw.files import write_figure, write_json, write_whole
+from megatron_2bw.files import new_figure, write_figure, write_json, write_whole
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.slurm import status
 from megatron_2bw.start.torchrun import ROOT
@@ -199,10 +199,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A panel for each task: a dot for each run, a line at the mean, a black diamond for the paper's value."""
-    from matplotlib.figure import Figure
-
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure = Figure(figsize=(max(5.0, 4.0 * len(tasks)), 3.8), layout="constrained")
+    figure = new_figure(max(5.0, 4.0 * len(tasks)), 3.8)
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
         own = [row for row in rows if row["task"] == task]
         for place, row in enumerate(own):

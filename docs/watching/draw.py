@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.common import new_figure
 from bench.emulated import train
+from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.rows import gpt_flags
 from megatron_2bw.local_ranks import own_output, run_world
 
