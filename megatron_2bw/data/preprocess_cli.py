@@ -23,6 +23,7 @@ import numpy
 from megatron_2bw.data import indexed, vocabulary
 from megatron_2bw.data.compressed import UNREADABLE
 from megatron_2bw.data.encoder import LONGEST_SENTENCE
+from megatron_2bw.data.hub import open_dataset
 from megatron_2bw.data.preprocess import NewTokenizer, Result, Source, Task, run
 from megatron_2bw.data.progress import PROG, say
 from megatron_2bw.data.sources import FileSource
@@ -157,8 +158,6 @@ def _flag(name: str) -> str:
 def source_of(options: argparse.Namespace) -> Source:
     key = None if options.task == "sft" else options.key or "text"
     if options.dataset:
-        from megatron_2bw.data.hub import open_dataset
-
         split = options.dataset_split
         return open_dataset(options.dataset, options.dataset_config, split, key, options.skip_bad_documents)
     form = "jsonl" if options.task == "sft" else options.input_format or "auto"
