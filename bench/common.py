@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.errors import words
 from megatron_2bw.files import new_figure, write_figure, write_json
 
 
@@ -22,11 +21,6 @@ def new_parser(description: str, name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("out/bench", f"{name}.json"))
     return parser
-
-
-def numbers(text: str) -> list[int]:
-    """A comma-separated list, for argparse."""
-    return [int(word) for word in words(text)]
 
 
 def flag_sets(text: str) -> list[str]:

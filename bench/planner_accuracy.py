@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import new_parser, numbers, write_result
+from bench.common import new_parser, write_result
 from bench.planner_checks import Check, described
 from bench.planner_paper import depths, table1
 from bench.planner_published import korthikanti_2022, megatron_2021, vtrain, zero_bubble_table
@@ -29,6 +29,7 @@ from megatron_2bw.errors import names_of
 from megatron_2bw.files import new_figure
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.find.search import Search, Space
 
 

@@ -23,11 +23,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import bar_chart, flag_sets, new_parser, numbers, write_result
+from bench.common import bar_chart, flag_sets, new_parser, write_result
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from megatron_2bw.errors import names_of, words
 from megatron_2bw.gpu_check.rows import gpt_flags
 from megatron_2bw.local_ranks import WorldError, run_world
+from megatron_2bw.planner.describe.inputs import numbers
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)
