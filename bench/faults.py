@@ -37,7 +37,7 @@ from bench.common import Output, new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
 from megatron_2bw.files import new_figure
-from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals, free_port, stop_tree
 from megatron_2bw.start.torchrun import ROOT, start
@@ -293,12 +293,12 @@ def soak(options: argparse.Namespace, folder: Path) -> Report:
     iterations = options.iterations or 5 * kills
 
     def argv(name: str) -> list[str]:
-        flags = ("--fp16", "--save", folder / name, "--load", folder / name, *FORMATS[options.format].split())
-        sizes = dict(pipeline_model_parallel_size=ranks, micro_batch_size=2, global_batch_size=2 * (ranks + 1))
-        often = dict(train_iters=iterations, save_interval=SAVED, eval_interval=EVALUATED, eval_iters=8, log_interval=1)
-        rates = dict(lr=1e-2, lr_warmup_iters=2, weight_decay=0.1, hidden_dropout=0.1, attention_dropout=0.1)
-        scale = dict(initial_loss_scale=65536, loss_scale_window=5, vocab_size=127, seed=7)
-        return gpt_flags(4, 32, 4, 16, *flags, pipeline_schedule="2bw", **sizes, **often, **rates, **scale)
+        text = f"""--fp16 --pipeline-schedule 2bw --pipeline-model-parallel-size {ranks} --micro-batch-size 2
+            --global-batch-size {2 * (ranks + 1)} --train-iters {iterations} --save-interval {SAVED} --eval-iters 8
+            --eval-interval {EVALUATED} --log-interval 1 --lr 1e-2 --lr-warmup-iters 2 --weight-decay 0.1
+            --hidden-dropout 0.1 --attention-dropout 0.1 --initial-loss-scale 65536 --loss-scale-window 5
+            --vocab-size 127 --seed 7 {FORMATS[options.format]}"""
+        return gpt_flags(4, 32, 4, 16, text, "--save", folder / name, "--load", folder / name)
 
     with Job(argv("peace"), ranks, options.servers, restarts=0) as undisturbed:
         status = undisturbed.finish()

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import bar_chart, flag_sets, new_parser, write_result
 from bench.emulated import Observed, iteration_seconds, train
 from megatron_2bw.errors import names_of
-from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import run_world
 
 SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
@@ -52,20 +52,10 @@ def train_alone(rank: int, argv: list[str]) -> Observed:
 
 
 def command(schedule: str, chosen: argparse.Namespace, *flags: str) -> list[str]:
-    return gpt_flags(
-        chosen.layers,
-        chosen.hidden,
-        4,
-        chosen.sequence,
-        *flags,
-        pipeline_schedule=schedule,
-        pipeline_model_parallel_size=2,
-        global_batch_size=chosen.microbatches,
-        train_iters=chosen.iterations,
-        vocab_size=255,
-        make_vocab_size_divisible_by=128,
-        log_interval=100,
-    )
+    text = f"""--pipeline-schedule {schedule} --pipeline-model-parallel-size 2 --train-iters {chosen.iterations}
+        --global-batch-size {chosen.microbatches} --vocab-size 255 --make-vocab-size-divisible-by 128
+        --log-interval 100"""
+    return gpt_flags(chosen.layers, chosen.hidden, 4, chosen.sequence, text, *flags)
 
 
 def main() -> None:

@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import bar_chart, flag_sets, new_parser, write_result
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from megatron_2bw.errors import names_of, words
-from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import WorldError, run_world
 from megatron_2bw.planner.describe.inputs import numbers
+from megatron_2bw.start.train import merged
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)
@@ -82,24 +83,11 @@ def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
     """The command line of a tiny GPT with a layer per stage (two if the stages are interleaved)."""
     interleaved = schedule == "megatron-interleaved"
     layers = stages * (2 if interleaved else 1)
-    return gpt_flags(
-        layers,
-        16,
-        2,
-        8,
-        "--fp16",
-        *flags.split(),
-        pipeline_schedule="megatron" if interleaved else schedule.removesuffix("-as-nccl"),
-        pipeline_model_parallel_size=stages,
-        num_virtual_stages_per_pipeline_rank=2 if interleaved else None,
-        global_batch_size=microbatches * chosen.width,
-        train_iters=chosen.iterations,
-        lr=1e-3,
-        clip_grad=chosen.clip_grad,
-        initial_loss_scale=1024,
-        vocab_size=63,
-        log_interval=5,
-    )
+    name = "megatron --num-virtual-stages-per-pipeline-rank 2" if interleaved else schedule.removesuffix("-as-nccl")
+    text = f"""--pipeline-schedule {name} --pipeline-model-parallel-size {stages} --clip-grad {chosen.clip_grad}
+        --global-batch-size {microbatches * chosen.width} --train-iters {chosen.iterations} --lr 1e-3 --fp16
+        --initial-loss-scale 1024 --vocab-size 63 --log-interval 5"""
+    return merged(gpt_flags(layers, 16, 2, 8, text), flags.split())
 
 
 def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace, flags: str) -> Row:
@@ -112,7 +100,7 @@ def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
         runs = run_world(stages, *arguments, timeout=limit)
     else:
         words = command(schedule, stages, microbatches, chosen, flags)
-        clip = float(words[len(words) - 1 - words[::-1].index("--clip-grad") + 1])  # the last one counts
+        clip = float(words[words.index("--clip-grad") + 1])
         as_nccl = schedule.endswith("-as-nccl")
         runs = run_world(stages * chosen.width, train, words, forward, backward, as_nccl, timeout=limit)
     seconds = iteration_seconds(runs)

@@ -36,7 +36,7 @@ from bench.server_run import Observed, run
 from bench.servers import BUCKET, MTU, QUEUE, Servers, missing
 from megatron_2bw.errors import UserError, names_of, run_program, words
 from megatron_2bw.files import new_figure
-from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW
@@ -45,14 +45,11 @@ from megatron_2bw.timelines.simulator import Times, iteration_time
 AHEAD = {"2bw": 0, "2bw-ahead": 1}  # --two-bw-extra-warmup: more forwards ahead, which hide the messages
 PIPELINES = ("megatron", "pipedream-flush", *AHEAD)
 VARIANTS = {
-    "tensor": ["--tensor-model-parallel-size", "2"],
-    "data": ["--overlap-grad-reduce", "--ddp-num-buckets", "8"],  # the reduction overlaps the last backward
-    **{
-        name: ["--pipeline-schedule", name.removesuffix("-ahead"), "--pipeline-model-parallel-size", "2"]
-        for name in PIPELINES
-    },
+    "tensor": "--tensor-model-parallel-size 2",
+    "data": "--overlap-grad-reduce --ddp-num-buckets 8",  # the reduction overlaps the last backward
+    **{name: f"--pipeline-model-parallel-size 2 --pipeline-schedule {name}" for name in PIPELINES},
 }
-VARIANTS["2bw-ahead"] += ["--two-bw-extra-warmup", str(AHEAD["2bw-ahead"])]
+VARIANTS["2bw-ahead"] = f"{VARIANTS['2bw']} --two-bw-extra-warmup {AHEAD['2bw-ahead']}"
 FLOAT = 4  # bytes of a number: the model is trained in fp32
 
 
@@ -155,20 +152,10 @@ def options() -> argparse.Namespace:
 
 
 def command(model: Model, variant: str, iterations: int) -> list[str]:
-    return gpt_flags(
-        model.layers,
-        model.hidden,
-        model.heads,
-        model.sequence,
-        "--untie-embeddings-and-output-weights",
-        *VARIANTS[variant],
-        micro_batch_size=model.microbatch,
-        global_batch_size=model.microbatch * model.microbatches,
-        train_iters=iterations,
-        vocab_size=model.vocabulary - 1,
-        eval_interval=100000,
-        log_interval=1,
-    )
+    text = f"""--untie-embeddings-and-output-weights --micro-batch-size {model.microbatch}
+        --global-batch-size {model.microbatch * model.microbatches} --train-iters {iterations}
+        --vocab-size {model.vocabulary - 1} --eval-interval 100000 --log-interval 1 {VARIANTS[variant]}"""
+    return gpt_flags(model.layers, model.hidden, model.heads, model.sequence, text)
 
 
 # --- a run ----------------------------------------------------------------------------------------------------------
