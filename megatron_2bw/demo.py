@@ -68,23 +68,14 @@ def parse_log(text: str) -> Losses:
 
 def training_command(schedule: str, iterations: int, corpus_flags: list[str], device: str) -> list[str]:
     """The command that trains: torchrun, the entry script, Megatron's flags."""
-    sizes = {
-        "--pipeline-schedule": schedule,
-        "--device": device,
-        "--pipeline-model-parallel-size": STAGES,
-        "--micro-batch-size": MICRO_BATCH_SIZE,
-        "--global-batch-size": MICRO_BATCH_SIZE * MICROBATCHES,
-        "--seq-length": SEQUENCE,
-        "--max-position-embeddings": SEQUENCE,
-        "--train-iters": iterations,
-        "--lr-warmup-iters": min(WARM_UP, iterations // 2),
-        "--log-interval": log_interval(iterations),
-        "--eval-interval": iterations + 1,  # one validation, after the last iteration
-    }
-    if schedule == "2bw":
-        sizes["--two-bw-correction"] = "auto"
-    flags = [str(word) for pair in sizes.items() for word in pair]
-    return [*torchrun(STAGES), *flags, *MODEL, *PLAIN_TORCH, *OPTIMIZER, *DATA, *corpus_flags]
+    sizes = f"""
+        --pipeline-schedule {schedule} {"--two-bw-correction auto" if schedule == "2bw" else ""} --device {device}
+        --pipeline-model-parallel-size {STAGES} --micro-batch-size {MICRO_BATCH_SIZE}
+        --global-batch-size {MICRO_BATCH_SIZE * MICROBATCHES} --seq-length {SEQUENCE}
+        --max-position-embeddings {SEQUENCE} --train-iters {iterations} --log-interval {log_interval(iterations)}
+        --lr-warmup-iters {min(WARM_UP, iterations // 2)} --eval-interval {iterations + 1}
+    """.split()  # one validation, after the last iteration
+    return [*torchrun(STAGES), *sizes, *MODEL, *PLAIN_TORCH, *OPTIMIZER, *DATA, *corpus_flags]
 
 
 def pick_device() -> str:

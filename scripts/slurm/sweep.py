@@ -48,6 +48,12 @@ COLUMNS = """
 """.split()
 
 
+def job(name: str, nodes: int, log: str | Path, options: argparse.Namespace, *flags: str) -> list[str]:
+    """The beginning of a command of sbatch. options: with --sbatch, whose flags come last."""
+    head = ["sbatch", "--parsable", f"--job-name={name}", f"--nodes={nodes}", *flags, f"--output={log}"]
+    return [*head, *shlex.split(options.sbatch)]
+
+
 def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     """(variables, command) of a job: short, without checkpoints, ended by its first error; or a whole training."""
     panel, whole = run.panel, run.panel.iterations
@@ -70,22 +76,10 @@ def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[st
         prefix = options.out / f"{PAPER['data']['name']}-{kind}"
         variables["DATA_ARGS"] = shlex.join(["--data-path", str(prefix), *PAPER["data"][kind]["flags"].split()])
         training += PAPER["training"]["flags"].split()
-    return variables, [
-        "sbatch",
-        "--parsable",
-        f"--job-name={run.name}",
-        f"--nodes={panel.servers}",
-        *gpus,
-        *([] if whole else short),
-        f"--output={folder}/batch.log",
-        *shlex.split(options.sbatch),
-        str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch"),
-        *run.plan.flags(precision),
-        *UNCORRECTED,
-        *training,
-        *panel.flags,
-        *options.flags,
-    ]
+    head = job(run.name, panel.servers, folder / "batch.log", options, *gpus, *([] if whole else short))
+    script = str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch")
+    flags = [*run.plan.flags(precision), *UNCORRECTED, *training, *panel.flags, *options.flags]
+    return variables, [*head, script, *flags]
 
 
 def preparation(out: Path, kind: str, options: argparse.Namespace) -> list[str]:
@@ -94,8 +88,8 @@ def preparation(out: Path, kind: str, options: argparse.Namespace) -> list[str]:
     words = f"--task {kind} --dataset {data['dataset']} {data[kind]['prepare']}".split()
     script = [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), *words]
     prepare = shlex.join([*script, "--output-prefix", str(out / f"{data['name']}-{kind}")])
-    head = ["sbatch", "--parsable", f"--job-name={data['name']}-{kind}", "--nodes=1", "--exclusive"]
-    return [*head, f"--output={out}/{data['name']}-{kind}.log", *shlex.split(options.sbatch), f"--wrap={prepare}"]
+    name = f"{data['name']}-{kind}"
+    return [*job(name, 1, out / f"{name}.log", options, "--exclusive"), f"--wrap={prepare}"]
 
 
 def wanted(folder: Path, again: Sequence[str]) -> bool:
