@@ -22,12 +22,12 @@ ITERATIONS = 9
 def emulated(depths: list[int]) -> list[Check]:
     """Every schedule at each depth, with as many microbatches as stages."""
     chosen = argparse.Namespace(forward_ms=FORWARD, backward_ms=BACKWARD, iterations=ITERATIONS, clip_grad=1.0, width=1)
-    alone = measure("2bw", 1, 8, chosen, "").iteration_ms / 8 - FORWARD - BACKWARD
+    alone = measure("2bw", 1, 8, chosen, "")["iteration_ms"] / 8 - FORWARD - BACKWARD
     print(f"one stage alone computes {alone:.1f} ms per microbatch in addition to its sleep", flush=True)
     rows = []
     for depth in depths:
         for name, (schedule, flags) in CASES.items():
-            measured = measure(schedule, depth, depth, chosen, flags).iteration_ms
+            measured = measure(schedule, depth, depth, chosen, flags)["iteration_ms"]
             predicted = predict(name, depth, depth, alone)
             rows.append(
                 {

@@ -17,7 +17,6 @@ import os
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +32,7 @@ from megatron_2bw.start.train import merged
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)
-
-
-@dataclass
-class Row:
-    schedule: str
-    stages: int
-    microbatches: int
-    width: int
-    forward_ms: float
-    backward_ms: float
-    iteration_ms: float
-    ideal_ms: float
-    efficiency: float
-    clip_grad: float
-    peak_activations: int
-    versions: int
-    flags: str
+Row = dict[str, Any]
 
 
 def options() -> argparse.Namespace:
@@ -91,6 +74,7 @@ def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
 
 
 def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace, flags: str) -> Row:
+    """A row of the table."""
     forward, backward = chosen.forward_ms / 1e3, chosen.backward_ms / 1e3
     ideal = microbatches * (forward + backward)
     limit = 120 + 20 * stages + 3 * chosen.iterations * ideal * (stages if schedule == "no-pipelining" else 1)
@@ -104,26 +88,29 @@ def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
         as_nccl = schedule.endswith("-as-nccl")
         runs = run_world(stages * chosen.width, train, words, forward, backward, as_nccl, timeout=limit)
     seconds = iteration_seconds(runs)
-    return Row(
-        schedule,
-        stages,
-        microbatches,
-        1 if schedule in PEERS else chosen.width,
-        chosen.forward_ms,
-        chosen.backward_ms,
-        round(1e3 * seconds, 1),
-        round(1e3 * ideal, 1),
-        round(ideal / seconds, 4),
-        clip,
-        max(run.peak_activations for run in runs),
-        max(run.versions for run in runs),
-        "" if schedule in PEERS else flags,
-    )
+    return {
+        "schedule": schedule,
+        "stages": stages,
+        "microbatches": microbatches,
+        "width": 1 if schedule in PEERS else chosen.width,
+        "forward_ms": chosen.forward_ms,
+        "backward_ms": chosen.backward_ms,
+        "iteration_ms": round(1e3 * seconds, 1),
+        "ideal_ms": round(1e3 * ideal, 1),
+        "efficiency": round(ideal / seconds, 4),
+        "clip_grad": clip,
+        "peak_activations": max(run.peak_activations for run in runs),
+        "versions": max(run.versions for run in runs),
+        "flags": "" if schedule in PEERS else flags,
+    }
 
 
 def draw(rows: list[Row]) -> Any:
     """Bars of efficiency: one for each row, or a group for each shape if there are several."""
-    shares = {(f"{r.schedule} {r.flags}".strip(), f"d = {r.stages}, m = {r.microbatches}"): r.efficiency for r in rows}
+    shares = {}
+    for row in rows:
+        place = "{schedule} {flags}".format(**row).strip(), "d = {stages}, m = {microbatches}".format(**row)
+        shares[place] = row["efficiency"]
     names, shapes = (list(dict.fromkeys(key[place] for key in shares)) for place in (0, 1))
     label = "share of the time that stages compute"
     if len(shapes) == 1:
@@ -136,7 +123,6 @@ def main() -> int:
     chosen = options()
     machine = {"cores": os.cpu_count(), "python": platform.python_version()}
     result = {"machine": machine, "rows": [], "failures": []}
-    rows: list[Row] = []
     cases = [
         (stages, int(text[:-1]) * stages if text.endswith("x") else int(text), schedule, f"{size} {flags}".strip())
         for stages in chosen.stages
@@ -157,16 +143,12 @@ def main() -> int:
             result["failures"].append(f"{schedule}, {stages} stages, {microbatches} microbatches: {error}")
             print(result["failures"][-1], file=sys.stderr, flush=True)
             continue
-        rows.append(row)
-        result["rows"].append(asdict(row))
-        print(
-            f"{name}  iteration {row.iteration_ms:8.1f} ms  efficiency {row.efficiency:.3f}   "
-            f"({time.monotonic() - begun:.0f} s) {flags}",
-            flush=True,
-        )
+        result["rows"].append(row)
+        times = "iteration {iteration_ms:8.1f} ms  efficiency {efficiency:.3f}".format(**row)
+        print(f"{name}  {times}   ({time.monotonic() - begun:.0f} s) {flags}", flush=True)
         write_result(chosen.json, result)
-    if rows:
-        write_result(chosen.json, result, draw(rows))
+    if result["rows"]:
+        write_result(chosen.json, result, draw(result["rows"]))
     return 1 if result["failures"] else 0
 
 

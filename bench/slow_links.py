@@ -251,10 +251,11 @@ LINES = {  # of the picture: colour and name
 }
 
 
-def draw(rows: list[Row]) -> Any:
+def draw(entries: list[dict[str, Any]]) -> Any:
     """Left: iteration times over the measured rate. Right: bytes per iteration, with the theory as lines."""
     from matplotlib.ticker import LogFormatter
 
+    rows = [Row(**entry) for entry in entries]
     figure = new_figure(10, 4.2)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = list(dict.fromkeys(row.variant for row in rows))
@@ -338,7 +339,7 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
         result["rows"] = [asdict(row) for row in rows]
         write_result(chosen.json, result)
     if rows:
-        write_result(chosen.json, result, draw(rows))
+        write_result(chosen.json, result, draw(result["rows"]))
     return result["failures"]
 
 
