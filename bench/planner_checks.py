@@ -57,6 +57,12 @@ def within(
     return Check(name, source, bar, worst <= percent / 100, result, rows if shown else [], assumes)
 
 
+def compared(measured: float, predicted: float, unit: str, digits: int) -> dict[str, float]:
+    """The end of a row: both values, the predicted one rounded, and its relative error."""
+    error = round(predicted / measured - 1, 3)
+    return {f"measured {unit}": measured, f"predicted {unit}": round(predicted, digits), "error": error}
+
+
 def table(name: str) -> list[dict[str, str]]:
     with open(MEASURED / name, newline="") as file:
         return list(csv.DictReader(file))

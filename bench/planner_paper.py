@@ -87,15 +87,9 @@ def depths() -> list[Check]:
             space = replace(PAPER, batch=batch)
             hidden = replace(space, extra_warmup=True)
             plan = best(cost, space)
-            ratios = [
-                _share(own, wanted, depth)
-                for own, wanted in (
-                    (cost, space),
-                    (cost, replace(space, pipeline_inside=(False,))),
-                    (cost, hidden),
-                    (twice, space),
-                )
-            ]
+            neighbours = replace(space, pipeline_inside=(False,))
+            cases = ((cost, space), (cost, neighbours), (cost, hidden), (twice, space))
+            ratios = [_share(own, wanted, depth) for own, wanted in cases]
             hidden_too &= ratios[2] >= 1
             rows.append(
                 {
