@@ -163,20 +163,10 @@ def draw(path: Path, losses: Losses, summary: dict) -> None:
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     axes.plot(losses.steps, losses.training, color="#1f5fa8", linewidth=1.8, label="training loss")
-    axes.plot(
-        summary["iterations"],
-        losses.validation,
-        "o",
-        color="#d1495b",
-        markersize=7,
-        clip_on=False,
-        zorder=3,
-        label=f"validation loss {losses.validation:.2f}",
-    )
-    axes.set_title(
-        f"GPT of 3.4 million parameters: {summary['schedule']}, {STAGES} stages, {MICROBATCHES} microbatches",
-        fontsize=11,
-    )
+    end, label = (summary["iterations"], losses.validation), f"validation loss {losses.validation:.2f}"
+    axes.plot(*end, "o", color="#d1495b", markersize=7, clip_on=False, zorder=3, label=label)
+    sizes = f"{STAGES} stages, {MICROBATCHES} microbatches"
+    axes.set_title(f"GPT of 3.4 million parameters: {summary['schedule']}, {sizes}", fontsize=11)
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss (nats per token)")
     axes.set_xlim(0, summary["iterations"])

@@ -32,6 +32,7 @@ BAD = (FAILED, HANGS)
 CAUSE = re.compile(r"[\w.]+Errors?\b|.*: error: ")  # in the log of a rank
 MEASURED = ("cost", "thread")  # parts that are about time and memory
 NO_FIGURES = "on the CPU: no figures"
+RESULTS = Path("out/gpu_check/results.json")
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -41,13 +42,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     add("--row", action="append", metavar="NAME", help="only this row, as the table names it; may be repeated")
     add("--minutes", type=float, default=30.0, help="start no row that could end later (default: 30)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: a tiny model, without figures")
-    add(
-        "--json",
-        type=Path,
-        default=Path("out/gpu_check/results.json"),
-        metavar="FILE",
-        help="results, to continue from",
-    )
+    add("--json", type=Path, default=RESULTS, metavar="FILE", help="results, to continue from")
     add("--again", action="store_true", help="also run rows that have a result")
     options = parser.parse_args(argv)
     rows = [row for row in ROWS if row.part in options.part and (not options.row or row.name in options.row)]
