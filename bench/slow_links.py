@@ -108,9 +108,9 @@ class Row:
     slowdown: float
     sent_mb: float
     theory_mb: float
-    sent_by_2bw: float | str  # sent_mb / that of 2bw
-    bubble: str  # mean and largest share that a stage waited, from the log line
-    simulated_ms: float | str
+    sent_by_2bw: float | str = ""  # sent_mb / that of 2bw
+    bubble: str = ""  # mean and largest share that a stage waited, from the log line
+    simulated_ms: float | str = ""
 
 
 def options() -> argparse.Namespace:
@@ -211,9 +211,7 @@ def rows_of(
                 round(1e3 * seconds / unlimited, 3),
                 round(statistics.median(sent) / 1e6, 3),
                 round(model.theory(variant) / 1e6, 3),
-                "",
-                " / ".join(f"{share:.3f}" for share in bubble),
-                "",
+                bubble=" / ".join(f"{share:.3f}" for share in bubble),
             )
         )
     return rows

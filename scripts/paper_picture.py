@@ -65,12 +65,15 @@ def draw(
 
 def draw_placement(path: Path, stages: int, width: int, servers: int) -> None:
     """Figure 4: the stage of each GPU of `servers`, coloured by pipeline, in both of Megatron's rank orders."""
+    from matplotlib.patches import Rectangle
+
     figure = new_figure(9, 3.2)
     each = stages * width // servers
     for axes, inside in zip(figure.subplots(1, 2), (False, True)):
         for rank in range(stages * width):
             stage, pipeline = (rank % stages, rank // stages) if inside else (rank // width, rank % width)
-            axes.add_patch(_gpu(rank % each, -(rank // each), f"C{pipeline}"))
+            place = rank % each, -(rank // each)
+            axes.add_patch(Rectangle(place, 0.9, 0.8, color=f"C{pipeline}", alpha=0.4))
             axes.text(rank % each + 0.45, 0.4 - rank // each, f"rank {rank}\nstage {stage}", ha="center", va="center")
         axes.set(xlim=(-0.1, each), ylim=(1.0 - servers, 1.0), xticks=[])
         axes.set_yticks([0.4 - server for server in range(servers)], [f"server {server}" for server in range(servers)])
@@ -80,9 +83,3 @@ def draw_placement(path: Path, stages: int, width: int, servers: int) -> None:
         axes.tick_params(length=0)
     figure.supxlabel("colours: the pipelines", fontsize=9)
     write_figure(path, figure)
-
-
-def _gpu(left: float, bottom: float, colour: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((left, bottom), 0.9, 0.8, color=colour, alpha=0.4)
