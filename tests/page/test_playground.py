@@ -55,12 +55,14 @@ def chromium():
 
 @pytest.fixture
 def page(chromium):
-    """A new page; the test fails if its console has an error."""
+    """A new page; the test fails if its console has an error, or if it asks another host for anything."""
     context = chromium.new_context(viewport={"width": 1240, "height": 900}, accept_downloads=True)
     page, errors = context.new_page(), []
     page.set_default_timeout(60_000)
     page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
+    own = ("file:", "http://localhost:", "data:", "blob:")
+    page.on("request", lambda request: None if request.url.startswith(own) else errors.append(request.url))
     yield page
     context.close()
     assert errors == []
