@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import new_figure, new_parser, numbers, write_result
 from bench.planner_checks import Check, described
+from bench.planner_gpus import b200, golden, kernels, links, multi_node
 from bench.planner_paper import section5, table1
 from bench.planner_published import korthikanti_2022, megatron_2021, vtrain, zero_bubble_table
 from megatron_2bw.errors import names_of
@@ -77,6 +78,11 @@ SECTIONS: dict[str, Callable[[], list[Check]]] = {
     "zero-bubble": zero_bubble_table,
     "megatron-2021": megatron_2021,
     "korthikanti-2022": korthikanti_2022,
+    "kernels": kernels,
+    "links": links,
+    "golden": golden,
+    "b200": b200,
+    "multi-node": multi_node,
     "search": search_time,
 }
 

@@ -1,14 +1,15 @@
 """Seconds of one GPU's computation: a layer, the output layer, the optimizer. Pure Python.
 
 A layer takes the longer of two times: the GPU's, for arithmetic and memory traffic, and the host's, for launching the
-kernels one by one. The GPU's time has two constants: shares of the peak and of the bandwidth.
+kernels one by one. The GPU's time has three constants: the shares of the peak that large matrix products and flash
+attention reach, and the share of the bandwidth that the other kernels reach.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_2bw.planner.cost.links import all_reduce, layout
+from megatron_2bw.planner.cost.links import all_reduce, half, layout
 from megatron_2bw.planner.cost.memory import ELEMENT, layer_activations, score_activations
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
@@ -41,7 +42,8 @@ class Compute:
         self.model, self.cluster, self.precision, self.flash = model, cluster, precision, flash
         device = cluster.device
         peak = device.tflops_fp32 if precision == "fp32" else device.tflops
-        self.flops = (peak or device.tflops) * 1e12 * device.gemm_efficiency
+        self.peak = (peak or device.tflops) * 1e12
+        self.flops = self.peak * device.gemm_efficiency
         self.bytes = device.memory_gb_s * 1e9 * device.memory_efficiency
         self.launch = device.layer_launch_us * 1e-6
         self.collective_launch = device.collective_launch_us * 1e-6
@@ -61,8 +63,9 @@ class Compute:
             sizes = plan.tensor, plan.depth, plan.width
             group = layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server).tensor
             size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
-            pair = 2 * all_reduce(self.cluster, group, size)
-            launch += (4 if plan.sequence_parallel else 2) * self.collective_launch
+            collective, count = (half, 4) if plan.sequence_parallel else (all_reduce, 2)
+            pair = count * collective(self.cluster, group, size)
+            launch += count * self.collective_launch
         first, last = max(forward + pair, launch), max(backward + pair, BACKWARD_LAUNCH * launch)
         if plan.recompute == "full":
             return Work(first, last + max(again + pair, launch), 3 * pair)
@@ -73,22 +76,35 @@ class Compute:
         if self.measured:
             forward, backward = self.cluster.profile.layer(microbatch)
             return forward / tensor, backward / tensor
-        matrices, scores = self.model.layer_flops(microbatch, tensor)
         stored = layer_activations(self.model, microbatch, tensor, sequence_parallel, self.flash, self.precision)
-        arithmetic, traffic = (matrices + scores) / self.flops, TRAFFIC * stored / self.bytes
-        # In the last round of a product's tiles half of the units idle. The forward's products sum over the inputs; the
-        # backward's over the outputs (gradient of the inputs) and over the tokens (gradient of the weights).
-        sides = self.model.matrix_sides(tensor)
-        tokens = microbatch * self.model.sequence
-        last = TILE * self.cluster.device.units / self.flops
-        forward = arithmetic + traffic + last * sum(inputs for inputs, _ in sides)
-        return forward, 2 * arithmetic + traffic + last * sum(outputs + tokens for _, outputs in sides)
+        traffic, attention = TRAFFIC * stored / self.bytes, self._attention(microbatch, tensor)
+        # The forward's products sum over the inputs; the backward's over the outputs (gradient of the inputs) and over
+        # the tokens (gradient of the weights).
+        tokens, forward, backward = microbatch * self.model.sequence, 0.0, 0.0
+        for inputs, outputs in self.model.matrix_sides(tensor):
+            forward += self.product(tokens, inputs, outputs)
+            backward += self.product(tokens, outputs, inputs) + self.product(inputs, tokens, outputs)
+        return forward + attention + traffic, backward + 2 * attention + traffic
+
+    def product(self, rows: float, inner: float, columns: float) -> float:
+        """Seconds of a matrix product that sums over `inner`. In the last round of its tiles half of the units idle,
+        and each tile takes the time of FILL more sums to fill and to empty the pipeline of its unit."""
+        last = TILE * self.cluster.device.units * inner
+        return (2 * rows * columns * (inner + FILL) + last) / self.flops
+
+    def _attention(self, microbatch: int, tensor: int) -> float:
+        """Seconds of the forward of the scores and of their product with the values. Flash attention omits the half
+        that a causal mask discards."""
+        flops = self.model.layer_flops(microbatch, tensor)[1]
+        if not self.flash:
+            return flops / self.flops
+        share = self.cluster.device.attention_efficiency or self.cluster.device.gemm_efficiency
+        return flops * (1 if self.model.kind == "bert" else 0.5) / (self.peak * share)
 
     def _scores(self, microbatch: int, tensor: int) -> float:
         """Seconds of the core attention's forward, which selective recompute repeats."""
-        flops = self.model.layer_flops(microbatch, tensor)[1]
         stored = score_activations(self.model, microbatch, tensor, self.flash, self.precision)
-        return flops / self.flops + TRAFFIC * stored / self.bytes
+        return self._attention(microbatch, tensor) + TRAFFIC * stored / self.bytes
 
     def embedding(self, plan: Plan) -> Work:
         """Look-up, positions and dropout: only memory traffic."""
@@ -118,8 +134,9 @@ class Compute:
 # Bytes moved for each byte that the backward needs: one write and one read in the forward, one read in the backward
 # and one write of a gradient (measured: arXiv 2205.05198, Table 4, where a backward takes 1.6 forwards, not 2).
 TRAFFIC = 2.0
-# Elements of a matrix product that one unit computes per round, in the fastest kernels.
-TILE = 256 * 128
+# Elements of a matrix product that one unit computes per round, and the sums by which FILL lengthens each tile: the
+# pair with the least scatter over 168 products that SimuMax measured on an A100 (bench/measured/simumax_kernels.csv).
+TILE, FILL = 256 * 128, 200
 # Bytes moved for each logit: a write and a read of 16 bits, a write and a read of the 32-bit exponential, and sums.
 LOGIT_TRAFFIC = 16
 # Bytes moved for each parameter of an Adam step on 32-bit main weights: gradient 4, moments 16, weights 8.

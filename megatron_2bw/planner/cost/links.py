@@ -11,6 +11,8 @@ from functools import lru_cache
 
 from megatron_2bw.planner.describe.cluster import Cluster
 
+START = 20  # us: what a collective takes apart from bytes and steps (SimuMax, B200: 22; bench/measured/all_reduce.csv)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -79,22 +81,28 @@ def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
 
     Each rank sends 2 (n - 1)/n of the bytes; a server's network carries that once per group.
     """
-    if group.size == 1:
-        return 0.0
-    sent = 2 * (group.size - 1) / group.size * size
-    inside, between = cluster.inside, cluster.between
-    seconds, latency = 0.0, 2 * (group.in_server - 1) * inside.latency_us
-    if group.in_server > 1:
-        seconds = sent / (inside.gb_s * 1e9)
-    if group.servers > 1:
-        seconds = max(seconds, sent / between.rate(group.sharers, group.in_server))
-        latency += 2 * math.log2(group.servers) * between.latency_us
-    return seconds + latency * 1e-6
+    return 2 * half(cluster, group, size) - _start(cluster, group)
 
 
 def half(cluster: Cluster, group: Group, size: float) -> float:
-    """Seconds of a reduce-scatter or an all-gather of `size` bytes in total."""
-    return all_reduce(cluster, group, size) / 2
+    """Seconds of a reduce-scatter or an all-gather of `size` bytes in total: half an all-reduce, but a start of its
+    own."""
+    if group.size == 1:
+        return 0.0
+    sent = (group.size - 1) / group.size * size
+    inside, between = cluster.inside, cluster.between
+    seconds, latency = 0.0, (group.in_server - 1) * inside.latency_us
+    if group.in_server > 1:
+        seconds = sent / inside.among(group.in_server)
+    if group.servers > 1:
+        seconds = max(seconds, sent / between.rate(group.sharers, group.in_server))
+        latency += math.log2(group.servers) * between.latency_us
+    return seconds + latency * 1e-6 + _start(cluster, group)
+
+
+def _start(cluster: Cluster, group: Group) -> float:
+    """Seconds until NCCL's ranks have found each other in a collective: START on the GPUs of a server."""
+    return START * 1e-6 if group.in_server > 1 and cluster.device.name != "cpu" else 0.0
 
 
 def message(cluster: Cluster, leaving: int, size: float) -> tuple[float, float]:
@@ -103,5 +111,5 @@ def message(cluster: Cluster, leaving: int, size: float) -> tuple[float, float]:
     leaving: concurrent messages that leave the same server; 0 if the message stays inside.
     """
     link = cluster.between if leaving else cluster.inside
-    taken = size / link.rate(max(leaving, 1))
+    taken = size / (link.rate(leaving) if leaving else link.among(2))
     return link.latency_us * 1e-6 + taken, taken

@@ -123,7 +123,10 @@ class Model:
         return self.layers * self.layer_parameters() + self.embedding_parameters() + self.output_parameters() - twice
 
     def layer_flops(self, microbatch: int, tensor: int = 1) -> tuple[float, float]:
-        """(matrices, attention scores) of one layer's forward on `microbatch` samples, on one of `tensor` ranks."""
+        """(matrices, attention scores) of one layer's forward on `microbatch` samples, on one of `tensor` ranks.
+
+        The scores are counted whole, without a mask.
+        """
         tokens = microbatch * self.sequence
         return (2 * tokens * self.matrix_parameters() / tensor, 4 * tokens * self.sequence * self.query_size / tensor)
 
@@ -143,8 +146,10 @@ class Model:
         return 2 * tokens * self.hidden * self.padded_vocab(tensor) / tensor + head
 
     def sample_flops(self) -> float:
-        """Floating-point operations of one sample, forward and backward, without recompute."""
-        return 3 * (self.layers * sum(self.layer_flops(1)) + self.output_flops(1))
+        """Floating-point operations of one sample, forward and backward, without recompute. As Megatron's own figure
+        (num_floating_point_operations) it has half of the attention scores, as with a causal mask."""
+        matrices, scores = self.layer_flops(1)
+        return 3 * (self.layers * (matrices + scores / 2) + self.output_flops(1))
 
     def flags(self) -> list[str]:
         """Megatron's flags of the architecture."""

@@ -56,6 +56,8 @@ def calibrate(cluster: Cluster, runs: Sequence[Run], iterations: int = 15) -> Cl
     import numpy as np
 
     names = [("device", name) for name in DEVICE] + [("inside", name) for name in LINK]
+    if cluster.device.attention_efficiency and any(run.flash for run in runs):
+        names.append(("device", "attention_efficiency"))
     if any(run.plan.gpus > cluster.gpus_per_server for run in runs):
         names += [("between", name) for name in LINK]
     start = np.array([getattr(getattr(cluster, part), name) for part, name in names])
@@ -64,9 +66,11 @@ def calibrate(cluster: Cluster, runs: Sequence[Run], iterations: int = 15) -> Cl
     def build(x) -> Cluster:
         built = cluster
         for (part, name), value in zip(names, start * np.exp(x)):
-            if name.endswith("efficiency"):
-                value = min(value, SHARE_LIMIT)
-            built = replace(built, **{part: replace(getattr(built, part), **{name: float(value)})})
+            old = getattr(built, part)
+            changed = {name: float(min(value, SHARE_LIMIT) if name.endswith("efficiency") else value)}
+            if name == "gb_s":  # the rates of fewer GPUs of a server change alike
+                changed |= {few: getattr(old, few) * changed[name] / old.gb_s for few in ("pair_gb_s", "four_gb_s")}
+            built = replace(built, **{part: replace(old, **changed)})
         return built
 
     def residuals(x):
