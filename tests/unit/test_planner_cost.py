@@ -153,8 +153,6 @@ def test_a_ring_of_fewer_gpus_of_a_server_has_its_own_rate():
     assert message(mesh, 0, 8e9) == (0.4, 0.4) and message(CLUSTER, 0, 8e9)[1] == 0.08
     even = replace(CLUSTER, inside=Link(100, 0))
     assert all_reduce(mesh, Group(4, 2, 1), 8e9) > all_reduce(even, Group(4, 2, 1), 8e9)
-        replace(CLUSTER, inside=Link(100, 0)), Group(4, 2, 1), 8e9
-    )
 
 
 def nccl_errors(name: str, preset: str) -> list[float]:
