@@ -224,6 +224,17 @@ SEQUENCE_RANKS = line(
     "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it out",
     lambda s: s.sequence_parallel and s.tensor_model_parallel_size == 1,
 )
+CONTEXT = line(
+    "--context-parallel-size {given} needs a --seq-length, now {a.seq_length}, that is a multiple of twice that, and "
+    "with --sequence-parallel of --tensor-model-parallel-size times that: use sizes for which it is",
+    lambda s: (
+        s.context_parallel_size > 1
+        and (
+            s.seq_length % (2 * s.context_parallel_size)
+            or (s.sequence_parallel and s.seq_length % (s.context_parallel_size * s.tensor_model_parallel_size))
+        )
+    ),
+)
 CHUNKS = line(
     "--num-virtual-stages-per-pipeline-rank {given} needs --pipeline-model-parallel-size 2 or more: leave it out",
     lambda s: s.num_virtual_stages_per_pipeline_rank and s.pipeline_model_parallel_size == 1,
@@ -250,6 +261,7 @@ WIDTHS = (
         "--seq-length {given} is more than --max-position-embeddings {a.max_position_embeddings}",
         lambda s: s.seq_length > s.max_position_embeddings,
     ),
+    CONTEXT,
 )
 
 

@@ -77,6 +77,8 @@ def planning_parser(prog: str, description: str) -> Parser:
     )
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--micro-batch-size"):
         add(flag, type=numbers, metavar="N,...", help="default: all that are legal")
+    sequences = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
+    add("--context-parallel-size", type=numbers, metavar="N,...", help=sequences)
     add(
         "--recompute",
         type=names_of(RECOMPUTES),
@@ -124,6 +126,8 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         parser.error(f"--precision bf16: not available on {cluster.device.name}; use fp16")
     flash = {None: False if on_cpu else None, "flash": True, "core": False}[options.attention]
     cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin)
+    if max(options.context_parallel_size or (1,)) > 1 and not cost.memory.flash:
+        parser.error("--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out")
     space = Space(
         options.max_global_batch_size,
         options.schedules,
@@ -137,6 +141,7 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         sequence_parallel=not options.no_sequence_parallel and not on_cpu,
         extra_warmup=not options.no_extra_warmup,
         extrapolate=options.extrapolate is not False,
+        context=options.context_parallel_size or (1,),
     )
     return cost, space
 
@@ -163,6 +168,12 @@ def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | Non
     print(f"searching the plans of {cost.model.name} on {cost.cluster.gpus} GPUs ...", file=sys.stderr, flush=True)
     search = Search(cost, space)
     plans = [plan for _, plan in itertools.islice(search, options.top)]
+    if not plans and options.context_parallel_size is None and cost.memory.flash:
+        wider = Search(cost, replace(space, context=None))
+        plans = [plan for _, plan in itertools.islice(wider, options.top)]
+        if plans:
+            print("nothing fits without context parallelism: planned is --context-parallel-size too", file=sys.stderr)
+            space, search = wider.space, wider
     seconds = time.monotonic() - begun
     if not plans:
         print(rejections.nothing_fits(cost, space, search))

@@ -269,6 +269,21 @@ def test_a_sequence_that_does_not_fit_is_named_with_one_that_fits(call):
     assert shorter < 131072 and call(*words, shorter).status == 0 and call(*words, 2 * shorter).status == 1
 
 
+def test_parts_of_sequences_are_planned_on_request_and_where_nothing_else_fits(call):
+    one = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--schedules", "2bw"]
+    words = ["--model", "llama-8b", "--cluster", "hgx-h200", "--max-global-batch-size", "8", *one, "--top", "1"]
+    long = [*words, "--seq-length", "131072"]
+    found = call(*long)
+    assert found.status == 0 and [line.split(":")[0] for line in found.errors] == [
+        "nothing fits without context parallelism"
+    ]
+    assert "--context-parallel-size 8" in found.out and "c: context-parallel size" in found.out
+    assert call(*long, "--context-parallel-size", "1").status == 1
+    assert "--context-parallel-size" not in call(*words, "--seq-length", "4096").out
+    asked = call(*words, "--seq-length", "4096", "--context-parallel-size", "2")
+    assert asked.errors == [] and "--context-parallel-size 2" in asked.out
+
+
 def test_rows_of_2bw_without_a_pipeline_are_explained(call):
     for depth in ("1", "2"):
         ended = call(*TINY, *FOUR, "--schedules", "2bw", "--pipeline-model-parallel-size", depth)
@@ -332,6 +347,7 @@ BAD = [
     ([*MODEL, *P3, "--profile", "none.json"], "--profile none.json"),
     ([*MODEL, *P3, "--cost", "guess"], "--cost"),
     ([*MODEL, *P3, "--attention", "linear"], "--attention"),
+    ([*MODEL, *P3, "--context-parallel-size", "2"], "--context-parallel-size needs flash attention"),
     ([*SHAPE, *P3, "--num-attention-heads", "3"], "--num-attention-heads 3"),
     ([*SHAPE, *P3, "--num-query-groups", "2"], "--group-query-attention"),
     ([*SHAPE, *P3, "--group-query-attention", "--num-query-groups", "3"], "--num-query-groups 3"),

@@ -50,12 +50,12 @@ ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}  # initialize.py's, a
 
 
 @functools.cache
-def groups(tensor: int, depth: int, width: int, inside: bool) -> dict[str, list[list[int]]]:
-    """Ranks of Megatron's groups: of tensor and data parallelism, and pipelines."""
+def groups(tensor: int, depth: int, width: int, inside: bool, context: int = 1) -> dict[str, list[list[int]]]:
+    """Ranks of Megatron's groups: of tensor, context and data parallelism, replicas, and pipelines."""
     from megatron.core.parallel_state import RankGenerator
 
-    made = RankGenerator(tp=tensor, ep=1, dp=width, pp=depth, cp=1, order=ORDERS[inside])
-    return {name: made.get_ranks(name) for name in ("tp", "dp", "pp")}
+    made = RankGenerator(tp=tensor, ep=1, dp=width, pp=depth, cp=context, order=ORDERS[inside])
+    return {name: made.get_ranks(name) for name in ("tp", "cp", "dp-cp", "pp")}
 
 
 def described(kind: list[list[int]], per_server: int) -> Group:
@@ -88,7 +88,7 @@ def test_groups_and_boundaries_lie_as_in_megatrons_rank_order(inside, per_server
     for tensor, depth, width in SIZES:
         made, place = groups(tensor, depth, width, inside), layout(tensor, depth, width, inside, per_server)
         assert place.tensor == described(made["tp"], per_server), (tensor, depth, width)
-        assert place.data == described(made["dp"], per_server), (tensor, depth, width)
+        assert place.data == described(made["dp-cp"], per_server), (tensor, depth, width)
         crossings = [leaving(made["pp"], stage, per_server) for stage in range(depth)]
         assert list(place.boundaries) == crossings, (tensor, depth, width)
         ends = described([[ranks[0], ranks[-1]] for ranks in made["pp"]], per_server)
@@ -106,7 +106,21 @@ def test_servers_that_sizes_do_not_divide(inside, per_server):
             continue  # legality leaves tensor groups that straddle servers to the user
         made, place = groups(tensor, depth, width, inside), layout(tensor, depth, width, inside, per_server)
         assert list(place.boundaries) == [leaving(made["pp"], stage, per_server) for stage in range(depth)]
-        assert place.data.servers == len({rank // per_server for rank in made["dp"][0]})
+        assert place.data.servers == len({rank // per_server for rank in made["dp-cp"][0]})
+
+
+@pytest.mark.parametrize("per_server", [4, 8])
+@pytest.mark.parametrize("inside", ORDERS)
+def test_parts_of_a_sequence_lie_as_in_megatrons_rank_order(inside, per_server):
+    for tensor, context, depth, width in itertools.product((1, 2), (2, 4), (1, 4), (1, 2, 4)):
+        made = groups(tensor, depth, width, inside, context)
+        place = layout(tensor, depth, width, inside, per_server, context)
+        assert place.context == described(made["cp"], per_server) and place.tensor == described(made["tp"], per_server)
+        assert place.data == described(made["dp-cp"], per_server)
+        assert list(place.boundaries) == [leaving(made["pp"], stage, per_server) for stage in range(depth)]
+        if depth > 1:
+            ends = described([[ranks[0], ranks[-1]] for ranks in made["pp"]], per_server)
+            assert (place.ends.servers, place.ends.sharers) == (ends.servers, ends.sharers)
 
 
 def test_places_by_hand():
@@ -662,3 +676,44 @@ def test_the_closed_parts_sum_to_the_seconds(schedule, inside):
     assert min(astuple(estimate.split)) >= 0
     assert sum(astuple(estimate.split)) == pytest.approx(estimate.seconds, rel=1e-9)
     assert math.isfinite(estimate.seconds) and form.lower_bound(estimate.plan) == estimate.seconds
+
+
+# --- context parallelism ---------------------------------------------------------------------------------------------
+
+
+def parts(context: int, between: float = 25.0, per_server: int = 8, sequence: int = 512, **fields) -> Cost:
+    servers = replace(CLUSTER, servers=8 // per_server, gpus_per_server=per_server, between=Link(between, 0.0))
+    return Cost(replace(GPT, sequence=sequence, groups=4), replace(servers, inside=Link(1e9, 0.0)), flash=True)
+
+
+def test_a_part_of_the_sequences_takes_its_share_of_work_and_memory_where_links_take_no_time():
+    cost = parts(1)
+    whole, part = Plan(1, 2, 4, 4, 8), Plan(1, 2, 1, 4, 8, context=4)
+    one, four = cost.compute.layer(replace(whole, microbatch=1)), cost.compute.layer(part)  # 4 samples in 4 parts
+    assert four.total == pytest.approx(one.total) and four.tensor == pytest.approx(0, abs=1e-9)
+    kept, working = cost.memory.layer(replace(whole, microbatch=1))
+    assert cost.memory.layer(part)[0] == kept
+    assert cost.memory.layer(part)[1] == working + 4 * (2 * 512 * 4 * 64 * 2)  # K, V and their gradients, two parts
+    assert cost.memory.heaviest(part) < cost.memory.heaviest(whole)
+    assert part.replicas == whole.replicas and cost._layout(part).data == cost._layout(whole).data
+    assert cost._messages(part)[0][1] == pytest.approx(cost._messages(whole)[0][1] / 4)
+
+
+def test_the_ring_of_keys_and_values_takes_what_the_attention_does_not_hide():
+    slow_links = parts(4, between=0.01, per_server=1)
+    plan = Plan(1, 1, 2, 2, 1, context=4, schedule="megatron")
+    sent = 2 * (2 / 4 * 512) * 4 * 64 * 2 / 0.01e9  # keys and values of two samples' quarters, in 16 bits
+    scores = 4 * (2 / 4 * 512) * 512 * 1024 / 2 / (2e12 * 0.5) / 4  # of one step, masked
+    work, free = slow_links.compute.layer(plan), parts(4).compute.layer(plan)
+    waits = 3 * (sent - scores) + 3 * (2 * sent - 2 * scores)
+    assert work.tensor == pytest.approx(waits) and work.total == pytest.approx(free.total + waits)
+    again = slow_links.compute.layer(replace(plan, recompute="full"))
+    assert again.tensor == pytest.approx(waits + 3 * (sent - scores))
+    assert parts(4, 0.01, 1, sequence=2**20).compute.layer(plan).tensor == 0  # scores grow with the square
+
+
+def test_the_flags_and_the_name_of_context_parallelism():
+    plan = Plan(2, 4, 2, 1, 8, context=2)
+    assert "--context-parallel-size 2" in " ".join(plan.flags()) and plan.name == "2bw t2 c2 d4 w2 b1"
+    assert plan.gpus == 32 and plan.global_batch == 16
+    assert "--context-parallel-size" not in Plan(2, 4, 2, 1, 8).flags()

@@ -124,6 +124,36 @@ CASES = [
         width=4,
     ),
     broken(
+        "sequence parallelism of BERT without Apex",
+        "--sequence-parallel does not work with BERT: the norm of its head needs Apex",
+        model=PRESETS["bert-24"],
+        sequence_parallel=True,
+    ),
+    broken(
+        "sequence not divisible by context size",
+        "--context-parallel-size 2 needs a --seq-length, now 510, that is a multiple of twice that",
+        model=replace(GPT, sequence=510),
+        width=1,
+        context=2,
+    ),
+    broken(
+        "sequence not divisible by context size",
+        "with --sequence-parallel of --tensor-model-parallel-size times that",
+        model=replace(GPT, sequence=528),
+        tensor=8,
+        context=4,
+        width=1,
+        gpus=128,
+        sequence_parallel=True,
+    ),
+    broken(
+        "context parallelism of BERT",
+        "--context-parallel-size 2 does not work with BERT: its sequences cannot be split",
+        model=PRESETS["bert-24"],
+        width=1,
+        context=2,
+    ),
+    broken(
         "more stages than layers",
         "--pipeline-model-parallel-size 4 is more than --num-layers 3",
         model=replace(GPT, layers=3),
@@ -331,6 +361,7 @@ def test_all_broken_rules_are_told():
         replace(LEGAL, schedule="megatron", virtual=2, first=4, last=8),
         replace(LEGAL, tensor=16, depth=1, width=1),
         replace(LEGAL, sequence_parallel=True),
+        replace(LEGAL, context=2, width=1),
     ],
     ids=str,
 )
@@ -465,7 +496,7 @@ ROUND_TRIP = [
     case(QWEN, 4, 7, 1, 14, "fp16"),
     case(ONE_GROUP, 8, 2, 1, 2),
     case(BERT, 1, 8, 8, 8, "fp16"),
-    case(BERT, 4, 16, 1, 16, recompute="full"),
+    case(BERT, 4, 16, 1, 16, recompute="full", sequence_parallel=False),
     case(GPT, 1, 4, 2, 1, schedule="pipedream-flush"),
     case(GPT, 2, 4, 2, 7, "fp16", schedule="pipedream-flush", recompute="full", distributed_optimizer=True),
     case(LLAMA, 2, 8, 2, 4, schedule="pipedream-flush", first=2, last=6),
@@ -486,6 +517,8 @@ ROUND_TRIP = [
     case(GPT, 1, 4, 1, 8, schedule="megatron", virtual=2, first=4, last=8),
     case(LLAMA70, 8, 4, 2, 16, schedule="megatron", virtual=5, recompute="full", distributed_optimizer=True),
     case(BERT, 2, 4, 2, 8, schedule="megatron", virtual=6),
+    case(LLAMA, 2, 4, 2, 8, schedule="megatron", context=4, distributed_optimizer=True),
+    case(LLAMA, 4, 2, 1, 8, context=2),
     case(LLAMA, 1, 1, 8, 1, "fp32", schedule="megatron", distributed_optimizer=True),
 ]
 
@@ -523,6 +556,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "tensor_model_parallel_size": plan.tensor,
         "pipeline_model_parallel_size": plan.depth,
         "data_parallel_size": plan.width,
+        "context_parallel_size": plan.context,
         "micro_batch_size": plan.microbatch,
         "global_batch_size": plan.global_batch,
         "decoder_first_pipeline_num_layers": plan.first or None,
@@ -572,6 +606,7 @@ def test_the_round_trip_covers_every_field():
         ("last", 4),
         ("extrapolate", 2),
         ("gpipe_round", 2),
+        ("context", 3),
     ):
         assert len({getattr(plan, name) for plan in plans}) >= least, name
 

@@ -77,8 +77,8 @@ def kinds(space: Space, stages: tuple[int, ...]) -> set[tuple[str, int]]:
 def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[Plan]:
     """All legal plans of a space, by loops over all that a plan consists of."""
     gpus, layers = cost.cluster.gpus, cost.model.layers
-    for tensor, depth, width in itertools.product(range(1, gpus + 1), repeat=3):
-        if tensor * depth * width != gpus:
+    for context, tensor, depth, width in itertools.product(space.context, *[range(1, gpus + 1)] * 3):
+        if context * tensor * depth * width != gpus:
             continue
         splits = [stages for stages in every_split(layers, depth) if all_splits or is_looked_at(stages, layers)]
         split_kinds = [(stages, kind) for stages in splits for kind in kinds(space, stages)]
@@ -114,8 +114,9 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
                 first,
                 last,
                 inside,
-                sequence_parallel=space.sequence_parallel and tensor > 1,
+                sequence_parallel=space.sequence_parallel and tensor > 1 and cost.model.kind == "gpt",
                 recompute_layers=kind[1],
+                context=context,
             )
             if legal(cost, plan):
                 yield in_rounds(cost, plan)
@@ -171,12 +172,12 @@ def least_extra(cycle: float, work: tuple[float, ...], transfer: tuple[float, ..
 def is_double(plan: Plan, cost: Cost, space: Space) -> bool:
     """Whether the plan is another one by a choice without effect, or on one stage Megatron's schedule."""
     sizes, servers = (plan.tensor, plan.depth, plan.width), cost.cluster.gpus_per_server
-    same_order = layout(*sizes, False, servers) == layout(*sizes, True, servers)
+    same_order = layout(*sizes, False, servers, plan.context) == layout(*sizes, True, servers, plan.context)
     by_layers = plan.recompute_layers > 1 and "full" in space.recompute
     return (
         (by_layers and (plan.depth == 1 or cost.fits(replace(plan, recompute_layers=1))))
         or (same_order and plan.pipeline_inside != space.pipeline_inside[0])
-        or (plan.width == 1 and plan.distributed_optimizer != space.distributed_optimizer[0])
+        or (plan.replicas == 1 and plan.distributed_optimizer != space.distributed_optimizer[0])
         or (plan.depth == 1 and plan.schedule in ("pipedream-flush", "gpipe", "no-pipelining"))
     )
 
@@ -186,7 +187,7 @@ def sample_seconds(cost: Cost, plan: Plan) -> float:
 
 
 def key(plan: Plan) -> tuple:
-    return plan.tensor, plan.depth, plan.width, plan.schedule
+    return plan.tensor, plan.context, plan.depth, plan.width, plan.schedule
 
 
 SPACES = {
@@ -215,6 +216,10 @@ SPACES = {
     "6 layers, 2 servers, the warm-up of 1F1B": (
         Cost(tiny(6), slow(2), "bf16"),
         Space(16, recompute=("none",), extra_warmup=False),
+    ),
+    "6 layers, 2 servers, parts of sequences": (
+        Cost(tiny(6), slow(2), "bf16", flash=True),
+        Space(16, microbatch=(1, 2), recompute=("none", "selective"), context=(1, 2, 4)),
     ),
     "pipedream, untied": (
         Cost(tiny(4, tied=False), slow(2), "bf16"),

@@ -72,7 +72,7 @@ class ClosedForm(Cost):
         each = self.parameter_bytes(
             schedule.max_versions(shape, 0),
             plan.gradient_slots if schedule.late_step else 1,
-            plan.width if plan.distributed_optimizer else 1,
+            plan.replicas if plan.distributed_optimizer else 1,
             plan.extrapolate,
         )
         parameters = self.model.parameters() / plan.depth / plan.tensor
@@ -82,7 +82,7 @@ class ClosedForm(Cost):
 
     def _inputs(self, plan: Plan) -> float:
         """Bytes of a stage's input, |A_in|."""
-        return plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+        return plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
 
     def estimate(self, plan: Plan) -> Estimate:
         seconds = self.seconds(plan)
@@ -111,7 +111,7 @@ class Printed(ClosedForm):
     def _reduce(self, plan: Plan, works: list[Work], messages: list[tuple[float, float]], step: Any) -> list[float]:
         """bwth_width(w) is B_high where w is less than the GPUs of a server, so not for 8 pipelines on 8 GPUs."""
         link = self.cluster.inside if plan.width < self.cluster.gpus_per_server else self.cluster.between
-        sent = 2 * (plan.width - 1) / plan.width * BYTES[self.precision].gradient
+        sent = 2 * (plan.replicas - 1) / plan.replicas * BYTES[self.precision].gradient
         return [sent * count / (link.gb_s * 1e9) for count in self._parameters(plan)]
 
     def parameter_bytes(self, versions: int, *others: float) -> tuple[float, float, float]:

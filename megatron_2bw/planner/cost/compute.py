@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_2bw.planner.cost.links import all_reduce, half, layout
-from megatron_2bw.planner.cost.memory import ELEMENT, layer_activations, score_activations
+from megatron_2bw.planner.cost.links import all_reduce, half, layout, ring_step
+from megatron_2bw.planner.cost.memory import ELEMENT, keys_and_values, layer_activations, score_activations
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan, by_fields
@@ -18,7 +18,7 @@ from megatron_2bw.planner.describe.plan import Plan, by_fields
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one microbatch on one stage; `tensor` of them are collectives of tensor parallelism."""
+    """Seconds of one microbatch on one stage; `tensor` of them wait for tensor and context parallelism's messages."""
 
     forward: float
     backward: float
@@ -52,26 +52,46 @@ class Compute:
     def measured(self) -> bool:
         return self.cluster.profile is not None
 
-    @by_fields("tensor", "microbatch", "recompute", "sequence_parallel", "pipeline_inside")
+    @by_fields("tensor", "context", "microbatch", "recompute", "sequence_parallel", "pipeline_inside")
     def layer(self, plan: Plan) -> Work:
         """One layer of the plan's microbatch, with tensor-parallel collectives and recompute."""
-        forward, backward = self._kernels(plan.microbatch, plan.tensor, plan.sequence_parallel)
-        again = {"none": 0.0, "selective": self._scores(plan.microbatch, plan.tensor), "full": forward}[plan.recompute]
+        forward, backward = self._kernels(plan.samples, plan.tensor, plan.sequence_parallel)
+        again = {"none": 0.0, "selective": self._scores(plan.samples, plan.tensor), "full": forward}[plan.recompute]
         # A measured block contains the host's time.
         launch, pair = 0.0 if self.measured and plan.tensor == 1 else self.launch, 0.0
         if plan.tensor > 1:  # two all-reduces per pass, or four all-gathers and reduce-scatters of as many bytes
-            sizes = plan.tensor, plan.depth, plan.width
-            group = layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server).tensor
-            size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+            group = self._layout(plan).tensor
+            size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
             collective, count = (half, 4) if plan.sequence_parallel else (all_reduce, 2)
             pair = count * collective(self.cluster, group, size)
             launch += count * self.collective_launch
-        first, last = max(forward + pair, launch), max(backward + pair, BACKWARD_LAUNCH * launch)
+        ring = self._ring(plan, 1)
+        launch += (plan.context - 1) * self.collective_launch
+        there, back = pair + ring, pair + self._ring(plan, 2)
+        first, last = max(forward + there, launch), max(backward + back, BACKWARD_LAUNCH * launch)
         if plan.recompute == "full":
-            return Work(first, last + max(again + pair, launch), 3 * pair)
-        return Work(first, last + again, 2 * pair)
+            return Work(first, last + max(again + there, launch), 2 * there + back)
+        if plan.recompute == "selective":
+            again, back = again + ring, back + ring
+        return Work(first, last + again, there + back)
 
-    def _kernels(self, microbatch: int, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
+    def _layout(self, plan: Plan):
+        sizes = plan.tensor, plan.depth, plan.width
+        return layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
+
+    def _ring(self, plan: Plan, passes: int) -> float:
+        """Seconds for which a layer's attention waits for keys and values of the other parts of the sequences.
+
+        Megatron's default, --cp-comm-type p2p: in each of `context` steps a rank attends to one part and concurrently
+        receives the next. A backward (2 passes) takes twice as long, and the parts' gradients travel too.
+        """
+        if plan.context == 1:
+            return 0.0
+        attention = passes * self._attention(plan.samples, plan.tensor) / plan.context
+        size = passes * keys_and_values(self.model, plan.samples, plan.tensor, self.precision)
+        return (plan.context - 1) * max(ring_step(self.cluster, self._layout(plan).context, size) - attention, 0.0)
+
+    def _kernels(self, microbatch: float, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
         """(forward, backward) of one layer's kernels."""
         if self.measured:
             forward, backward = self.cluster.profile.layer(microbatch)
@@ -92,7 +112,7 @@ class Compute:
         last = TILE * self.cluster.device.units * inner
         return (2 * rows * columns * (inner + FILL) + last) / self.flops
 
-    def _attention(self, microbatch: int, tensor: int) -> float:
+    def _attention(self, microbatch: float, tensor: int) -> float:
         """Seconds of the forward of the scores and of their product with the values. Flash attention omits the half
         that a causal mask discards."""
         flops = self.model.layer_flops(microbatch, tensor)[1]
@@ -101,14 +121,14 @@ class Compute:
         share = self.cluster.device.attention_efficiency or self.cluster.device.gemm_efficiency
         return flops * (1 if self.model.kind == "bert" else 0.5) / (self.peak * share)
 
-    def _scores(self, microbatch: int, tensor: int) -> float:
+    def _scores(self, microbatch: float, tensor: int) -> float:
         """Seconds of the core attention's forward, which selective recompute repeats."""
         stored = score_activations(self.model, microbatch, tensor, self.flash, self.precision)
         return self._attention(microbatch, tensor) + TRAFFIC * stored / self.bytes
 
     def embedding(self, plan: Plan) -> Work:
         """Look-up, positions and dropout: only memory traffic."""
-        size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+        size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
         forward = max(4 * size / self.bytes, 0 if self.measured else self.launch / 4)
         return Work(forward, 2 * forward)
 
@@ -117,9 +137,9 @@ class Compute:
         if self.measured:
             profile = self.cluster.profile
             share = self.model.padded_vocab(plan.tensor) / replace(self.model, vocab=profile.vocab).padded_vocab()
-            return Work(*(seconds * share / plan.tensor for seconds in profile.output_layer(plan.microbatch)))
-        logits = plan.microbatch * self.model.sequence * self.model.padded_vocab(plan.tensor) / plan.tensor
-        seconds = self.model.output_flops(plan.microbatch, plan.tensor) / self.flops
+            return Work(*(seconds * share / plan.tensor for seconds in profile.output_layer(plan.samples)))
+        logits = plan.samples * self.model.sequence * self.model.padded_vocab(plan.tensor) / plan.tensor
+        seconds = self.model.output_flops(plan.samples, plan.tensor) / self.flops
         forward = max(seconds + LOGIT_TRAFFIC * logits / self.bytes, self.launch)
         return Work(forward, max(2 * seconds + LOGIT_TRAFFIC * logits / self.bytes, self.launch))
 

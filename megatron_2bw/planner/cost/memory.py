@@ -60,12 +60,13 @@ def communicators(plan: Plan, stage: int) -> list[float]:
     """
     if plan.schedule == "megatron":
         return []
+    link = LINK if plan.context == 1 else LINK * 32 / 4  # with context parallelism a run leaves NCCL its channels
     boundaries = [boundary for boundary in (stage - 1, stage) if 0 <= boundary < plan.depth - 1]
-    links = [LINK] * sum(2 * (1 + max(plan.extra[boundary % 2 :: 2])) for boundary in boundaries)
-    links += [LINK * len(boundaries)] * bool(boundaries)
+    links = [link] * sum(2 * (1 + max(plan.extra[boundary % 2 :: 2])) for boundary in boundaries)
+    links += [link * len(boundaries)] * bool(boundaries)
     if not plan.pipeline.late_step:
         return links
-    data = [PAIR if plan.width == 2 else GROUP] if plan.width > 1 else []
+    data = [PAIR if plan.replicas == 2 else GROUP] if plan.replicas > 1 else []
     return links + data + [PAIR] * (plan.depth > 1 and stage in (0, plan.depth - 1))
 
 
@@ -86,7 +87,7 @@ class StageMemory:
 
 
 def layer_activations(
-    model: Model, microbatch: int, tensor: int, sequence_parallel: bool, flash: bool, precision: str
+    model: Model, microbatch: float, tensor: int, sequence_parallel: bool, flash: bool, precision: str
 ) -> float:
     """Bytes that one layer keeps for one microbatch's backward, without recompute.
 
@@ -100,12 +101,17 @@ def layer_activations(
     return whole / (tensor if sequence_parallel else 1) + tokens * (attention + mlp) / tensor + scores
 
 
-def score_activations(model: Model, microbatch: int, tensor: int, flash: bool, precision: str) -> float:
+def score_activations(model: Model, microbatch: float, tensor: int, flash: bool, precision: str) -> float:
     """The part that selective recompute frees: softmax, its dropout's mask and output (5as²b/t in 16 bits)."""
     if flash:
         return 4 * microbatch * model.sequence * model.heads / tensor  # one number per row
     each = 2 * ELEMENT[precision] + 1 if model.dropout else ELEMENT[precision]
     return each * model.heads * model.sequence**2 * microbatch / tensor
+
+
+def keys_and_values(model: Model, microbatch: float, tensor: int, precision: str) -> float:
+    """Bytes of one layer's keys and values."""
+    return 2 * microbatch * model.sequence * model.key_size / tensor * ELEMENT[precision]
 
 
 class Memory:
@@ -134,11 +140,11 @@ class Memory:
         shape, schedule = plan.shape, plan.pipeline
         parameters = self.parameters(plan, stage, layers)
         slots = plan.gradient_slots if schedule.late_step else 1
-        shards = plan.width if plan.distributed_optimizer else 1
+        shards = plan.replicas if plan.distributed_optimizer else 1
         each = BYTES[self.precision].a_parameter(schedule.max_versions(shape, stage), slots, shards, plan.extrapolate)
         in_flight = schedule.max_in_flight(shape, stage)
         activations, logits = self._activations(plan, stage, layers, in_flight)
-        message = plan.microbatch * self.model.sequence * self.model.hidden * self.element
+        message = plan.samples * self.model.sequence * self.model.hidden * self.element
         sides = (stage > 0) + (stage < plan.depth - 1)
         # Received and not yet computed, because of extra warm-up.
         waiting = sum(plan.extra[max(stage - 1, 0) : stage + 1]) if plan.extra_warmup else 0
@@ -175,7 +181,7 @@ class Memory:
             working += (together - 1) * self.layer(plan.changed(recompute="none"))[0]
             chunk = math.ceil(chunk / together)
         activations = in_flight * kept * chunk + working
-        tokens = plan.microbatch * self.model.sequence
+        tokens = plan.samples * self.model.sequence
         # The first of a stage's chunks has the embedding, the last one the output layer.
         embedded = in_flight
         if plan.virtual > 1:
@@ -191,13 +197,15 @@ class Memory:
         # both ends 16-bit logits, or their gradient, exist too (Megatron's vocab-parallel cross entropy).
         return activations, logits * (4 * chunk_in_flight + (self.element if self.element < 4 else 0)) + normed
 
-    @by_fields("tensor", "microbatch", "recompute", "sequence_parallel")
+    @by_fields("tensor", "context", "microbatch", "recompute", "sequence_parallel")
     def layer(self, plan: Plan) -> tuple[float, float]:
         """(bytes that one layer keeps for a microbatch, bytes of one layer's backward and recompute)."""
-        model, size, tensor = self.model, plan.microbatch, plan.tensor
+        model, size, tensor = self.model, plan.samples, plan.tensor
         whole = layer_activations(model, size, tensor, plan.sequence_parallel, self.flash, self.precision)
         # The gradients of a layer's tensors; two or three exist at a time.
         kept, working = whole, whole / 2
+        if plan.context > 1:  # the parts at hand and to come of keys and values, and of their gradients
+            working += 4 * keys_and_values(model, size, tensor, self.precision)
         if plan.recompute == "full":  # keeps the input of each layer
             kept = size * model.sequence * model.hidden * self.element
             kept, working = kept / (tensor if plan.sequence_parallel else 1), working + whole

@@ -28,7 +28,7 @@ MIN_EXPOSED_SHARE = 0.05
 MIN_HIDDEN_SHARE = 0.02
 
 # The fields of a plan on which the work of its stages and its messages depend.
-STAGES = "tensor depth width microbatch recompute sequence_parallel pipeline_inside first last".split()
+STAGES = "tensor context depth width microbatch recompute sequence_parallel pipeline_inside first last".split()
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ class Cost:
             yield extra
             cycle *= 1 + MIN_HIDDEN_SHARE
 
-    @by_fields("tensor", "depth", "width", "pipeline_inside", "microbatch", "sequence_parallel")
+    @by_fields("tensor", "context", "depth", "width", "pipeline_inside", "microbatch", "sequence_parallel")
     def _messages(self, plan: Plan) -> list[tuple[float, float]]:
         """(seconds, seconds for which it occupies the link) of a message over the boundary behind each stage."""
-        size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+        size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
         size /= plan.tensor if plan.sequence_parallel or self.old_exchange else 1
         boundaries = self._layout(plan).boundaries if plan.depth > 1 else ()
         return [message(self.cluster, leaving, size) for leaving in boundaries] or [(0.0, 0.0)]
@@ -253,17 +253,18 @@ class Cost:
         return [exchange + (seconds if plan.virtual == 1 or self.old_exchange else 0.0) for seconds, _ in messages]
 
     def _layout(self, plan: Plan):
-        return layout(plan.tensor, plan.depth, plan.width, plan.pipeline_inside, self.cluster.gpus_per_server)
+        sizes = plan.tensor, plan.depth, plan.width
+        return layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
 
     @by_fields("tensor", "depth", "first", "last")
     def _parameters(self, plan: Plan) -> list[float]:
         layers = plan.layers_of(self.model)
         return [self.memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
 
-    @by_fields("tensor", "depth", "width", "pipeline_inside", "distributed_optimizer", "first", "last")
+    @by_fields("tensor", "context", "depth", "width", "pipeline_inside", "distributed_optimizer", "first", "last")
     def _step(self, plan: Plan) -> _Step:
         place, size, counts = self._layout(plan), BYTES[self.precision], self._parameters(plan)
-        shards = plan.width if plan.distributed_optimizer else 1
+        shards = plan.replicas if plan.distributed_optimizer else 1
         collective = half if plan.distributed_optimizer else all_reduce
         words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * size.gradient
         shared = self.model.tied and plan.depth > 1

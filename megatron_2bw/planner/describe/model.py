@@ -122,7 +122,7 @@ class Model:
         twice = self.padded_vocab() * self.hidden if self.tied else 0
         return self.layers * self.layer_parameters() + self.embedding_parameters() + self.output_parameters() - twice
 
-    def layer_flops(self, microbatch: int, tensor: int = 1) -> tuple[float, float]:
+    def layer_flops(self, microbatch: float, tensor: int = 1) -> tuple[float, float]:
         """(matrices, attention scores) of one layer's forward on `microbatch` samples, on one of `tensor` ranks.
 
         The scores are counted whole, without a mask.
@@ -139,7 +139,7 @@ class Model:
             (self.ffn / tensor, self.hidden),
         ]
 
-    def output_flops(self, microbatch: int, tensor: int = 1) -> float:
+    def output_flops(self, microbatch: float, tensor: int = 1) -> float:
         """Forward of the output layer (and BERT's head before it) on one of `tensor` ranks."""
         tokens = microbatch * self.sequence
         head = 2 * tokens * self.hidden * self.hidden if self.kind == "bert" else 0

@@ -17,7 +17,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration on all GPUs. Their number is tensor × depth × width.
+    """A configuration on all GPUs. Their number is tensor × context × depth × width.
 
     tensor, depth, width   tensor-parallel size, pipeline stages, data-parallel size
     microbatch             samples of a microbatch
@@ -35,6 +35,7 @@ class Plan:
     extra_warmup           of 2bw: additional warm-up forwards, a number per boundary between stages or one for all
     extrapolate            of 2bw: --two-bw-correction auto
     gpipe_round            of gpipe: microbatches that it admits at a time; None: the whole batch
+    context                context-parallel size: the ranks that share a sequence
     """
 
     tensor: int
@@ -55,6 +56,7 @@ class Plan:
     extrapolate: bool = False
     gpipe_round: int | None = None
     recompute_layers: int = 1
+    context: int = 1
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
@@ -67,7 +69,18 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        return self.tensor * self.depth * self.width
+        return self.tensor * self.context * self.depth * self.width
+
+    @property
+    def replicas(self) -> int:
+        """GPUs with the same weights, which reduce their gradients together."""
+        return self.context * self.width
+
+    @property
+    def samples(self) -> float:
+        """Samples of a microbatch on one rank: context parallelism gives it a part of each sequence, and its work and
+        activations are those of so many samples."""
+        return self.microbatch / self.context
 
     @property
     def global_batch(self) -> int:
@@ -85,8 +98,9 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Schedule and sizes, such as `2bw t1 d8 w8 b4`."""
-        return f"{self.schedule_name} t{self.tensor} d{self.depth} w{self.width} b{self.microbatch}"
+        """Schedule and sizes, such as `2bw t1 d8 w8 b4`, or `2bw t1 c2 d4 w8 b4`."""
+        context = f" c{self.context}" if self.context > 1 else ""
+        return f"{self.schedule_name} t{self.tensor}{context} d{self.depth} w{self.width} b{self.microbatch}"
 
     @property
     def schedule_name(self) -> str:
@@ -140,12 +154,13 @@ class Plan:
 
     def flags(self, precision: str = "bf16") -> list[str]:
         """Megatron's and this project's flags of the configuration."""
-        overlaps = self.schedule == "megatron" and self.width > 1  # 2bw's late step needs no flag for that
+        overlaps = self.schedule == "megatron" and self.replicas > 1  # 2bw's late step needs no flag for that
         extra = self.extra[:1] if len(set(self.extra)) == 1 else self.extra
         return command_line(
             (True, f"--pipeline-schedule {self.schedule} --tensor-model-parallel-size {self.tensor}"),
             (True, f"--pipeline-model-parallel-size {self.depth} --micro-batch-size {self.microbatch}"),
             (True, f"--global-batch-size {self.global_batch}"),
+            (self.context > 1, f"--context-parallel-size {self.context}"),
             (self.first, f"--decoder-first-pipeline-num-layers {self.first}"),
             (self.last, f"--decoder-last-pipeline-num-layers {self.last}"),
             (self.virtual > 1, f"--num-virtual-stages-per-pipeline-rank {self.virtual}"),

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from megatron_2bw import sizes
 from megatron_2bw.flags.rule import Rule as FlagRule
+from megatron_2bw.flags.rule import installed
+from megatron_2bw.flags.unsupported import UNSUPPORTED
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.schedules import SCHEDULE_NAMES
@@ -91,6 +93,7 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
         gpipe_round=plan.gpipe_round,
         use_distributed_optimizer=plan.distributed_optimizer,
         untie_embeddings_and_output_weights=not model.tied,
+        context_parallel_size=plan.context,
         fp16=precision == "fp16",
     )
     return Case(plan, model, gpus, precision, bf16, asked)
@@ -101,7 +104,7 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
 
 def _sizes(case: Case) -> str | None:
     plan = case.plan
-    numbers = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches, plan.virtual)
+    numbers = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches, plan.virtual, plan.context)
     if {*map(type, numbers)} == {int} and min(numbers) > 0:
         return None
     names = (
@@ -111,6 +114,7 @@ def _sizes(case: Case) -> str | None:
         "--micro-batch-size",
         "the microbatches of a --global-batch-size",
         "--num-virtual-stages-per-pipeline-rank",
+        "--context-parallel-size",
     )
     name, number = next((n, x) for n, x in zip(names, numbers) if type(x) is not int or x < 1)
     return f"{name}: {number!r} is not a whole number of 1 or more; use one"
@@ -183,9 +187,10 @@ def _all_gpus(case: Case) -> str | None:
     plan, gpus = case.plan, case.gpus
     if plan.gpus == gpus:
         return None
+    context = f"--context-parallel-size {plan.context} x " if plan.context > 1 else ""
     return (
-        f"--tensor-model-parallel-size {plan.tensor} x --pipeline-model-parallel-size {plan.depth} x {plan.width} "
-        f"pipelines need {plan.gpus} GPUs, but there are {gpus}: choose sizes whose product is {gpus}"
+        f"--tensor-model-parallel-size {plan.tensor} x {context}--pipeline-model-parallel-size {plan.depth} x "
+        f"{plan.width} pipelines need {plan.gpus} GPUs, but there are {gpus}: choose sizes whose product is {gpus}"
     )
 
 
@@ -193,6 +198,31 @@ def _has_bf16(case: Case) -> str | None:
     if case.bf16 or case.precision != "bf16":
         return None
     return "--bf16: the GPU has no bfloat16; use --fp16 instead"
+
+
+# --- BERT ---------------------------------------------------------------------------------------------------------
+
+
+def may_divide_sequences(model: Model) -> bool:
+    """Whether the entry script takes --sequence-parallel: with BERT only where Apex is installed."""
+    return model.kind != "bert" or installed("apex")
+
+
+def _bert(flag: str) -> FlagRule:
+    return next(rule for rule in UNSUPPORTED if rule.scope == "bert" and rule.flag == flag)
+
+
+def _divided_bert(case: Case) -> str | None:
+    if not case.plan.sequence_parallel or may_divide_sequences(case.model):
+        return None
+    return f"--sequence-parallel does not work with BERT: {_bert('--sequence-parallel').why}"
+
+
+def _context_of_bert(case: Case) -> str | None:
+    if case.plan.context == 1 or case.model.kind != "bert":
+        return None
+    why = _bert("--context-parallel-size").why
+    return f"--context-parallel-size {case.plan.context} does not work with BERT: {why}"
 
 
 # --- layers and stages -----------------------------------------------------------------------------------------------
@@ -282,6 +312,9 @@ RULES: tuple[Rule, ...] = (
     ("feed-forward size not divisible by tensor size", _shared(sizes.FFN)),
     ("sequence not divisible by tensor size", _shared(sizes.SEQUENCE)),
     ("sequence parallelism with one tensor rank", _shared(sizes.SEQUENCE_RANKS)),
+    ("sequence parallelism of BERT without Apex", _divided_bert),
+    ("sequence not divisible by context size", _shared(sizes.CONTEXT)),
+    ("context parallelism of BERT", _context_of_bert),
     ("more stages than layers", _layer_a_stage),
     ("layers not divisible by stages", _even_split),
     ("uneven split leaves no equal middle stages", _uneven_split),

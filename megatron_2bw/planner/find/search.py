@@ -17,7 +17,7 @@ from megatron_2bw.planner.cost.bounds import work_bound
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan, by_fields
-from megatron_2bw.planner.find.legality import is_legal, violations
+from megatron_2bw.planner.find.legality import is_legal, may_divide_sequences, violations
 
 # Without pipedream: its delays differ by stage, so the user must ask for it.
 PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
@@ -38,6 +38,7 @@ class Space:
     uneven        whether first and last stages may have other numbers of layers than the others
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
     extrapolate   2bw with --two-bw-correction auto
+    context       context-parallel sizes; only 1 by default
     """
 
     batch: int
@@ -54,16 +55,17 @@ class Space:
     sequence_parallel: bool = True
     extra_warmup: bool = True
     extrapolate: bool = False
+    context: tuple[int, ...] | None = (1,)
 
 
 class Search:
     """An iterable of (seconds per sample, plan), fastest first.
 
-    rejected   legality's rule -> number of shapes (tensor, depth, microbatch) and plans that broke it
+    rejected   legality's rule -> number of shapes (tensor, context, depth, microbatch) and plans that broke it
     examples   legality's rule -> its line for the smallest microbatch that broke it: the smallest change
     too_large  the plans that do not fit and whose bound is below the last plan yielded, lowest bound first
     examined   number of simulated plans
-    distinct   whether to yield only the fastest plan of each (tensor, depth, width, schedule)
+    distinct   whether to yield only the fastest plan of each (tensor, context, depth, width, schedule)
     limit      seconds per sample; only faster plans are yielded
     """
 
@@ -137,8 +139,8 @@ class Search:
         return self.cost.fits(plan.changed(recompute_layers=1))
 
     @staticmethod
-    def _key(plan: Plan) -> tuple[int, int, int, str]:
-        return plan.tensor, plan.depth, plan.width, plan.schedule
+    def _key(plan: Plan) -> tuple[int, int, int, int, str]:
+        return plan.tensor, plan.context, plan.depth, plan.width, plan.schedule
 
     def _shape_bound(self, plan: Plan) -> float:
         """Seconds per sample if the stages had equal work and never waited."""
@@ -151,14 +153,14 @@ class Search:
         return shape.changed(
             schedule=schedules[0],
             gradient_slots=min(self.space.gradient_slots),
-            distributed_optimizer=max(self.space.distributed_optimizer) and shape.width > 1,
+            distributed_optimizer=max(self.space.distributed_optimizer) and shape.replicas > 1,
         )
 
     def _least_memory(self, shape: Plan) -> float:
         """Bytes of weights, gradients and optimizer on equal stages. Every plan of the shape needs at least these."""
         plan, memory = self._leanest(shape), self.cost.memory
         parameters = sum(memory.parameters(shape, stage, n) for stage, n in enumerate(shape.layers_of(self.cost.model)))
-        versions, shards = (2 if plan.schedule == "2bw" else 1), (plan.width if plan.distributed_optimizer else 1)
+        versions, shards = (2 if plan.schedule == "2bw" else 1), (plan.replicas if plan.distributed_optimizer else 1)
         slots = plan.gradient_slots if plan.schedule == "2bw" else 1
         return parameters / plan.depth * sum(self.cost.parameter_bytes(versions, slots, shards))
 
@@ -179,7 +181,7 @@ class Search:
             seconds += update if schedule == "megatron" else update + reduce
         return seconds / split.global_batch
 
-    @by_fields("tensor", "depth", "width", "microbatch", "first", "last")
+    @by_fields("tensor", "context", "depth", "width", "microbatch", "first", "last")
     def _least_waits(self, split: Plan) -> tuple[float, float, float, float]:
         """The minimum of `Cost.waits` over all `variants`, term by term."""
         choices = itertools.product(self.space.pipeline_inside, self.space.distributed_optimizer)
@@ -187,20 +189,23 @@ class Search:
         return tuple(map(min, zip(*map(self.cost.waits, plans))))
 
     def shapes(self) -> Iterator[Plan]:
-        """One plan for each legal (tensor, depth, width, microbatch, recompute), with Megatron's schedule."""
+        """One plan for each legal (tensor, context, depth, width, microbatch, recompute), with Megatron's schedule."""
         space, gpus = self.space, self.cost.cluster.gpus
         for tensor in _divisors(gpus, space.tensor):
-            for depth in _divisors(gpus // tensor, space.depth):
-                width = gpus // (tensor * depth)
+            across = itertools.product(_divisors(gpus // tensor, space.context), _divisors(gpus // tensor, space.depth))
+            for context, depth in across:
+                width, rest = divmod(gpus, tensor * context * depth)
+                if rest:
+                    continue
                 sizes = space.microbatch or tuple(2**k for k in range(12) if 2**k * width <= space.batch)
                 if not sizes:
                     self.rejected["the global batch is smaller than the data-parallel size"] += 1
                 for microbatch in sizes:
-                    plan = self._shape(tensor, depth, width, microbatch)
+                    plan = self._shape(tensor, context, depth, width, microbatch)
                     if plan is not None:
                         yield from self._recomputes(plan)
 
-    def _shape(self, tensor: int, depth: int, width: int, microbatch: int) -> Plan | None:
+    def _shape(self, tensor: int, context: int, depth: int, width: int, microbatch: int) -> Plan | None:
         microbatches = self.space.batch // (microbatch * width)
         if not microbatches:
             self.rejected["the global batch is smaller than the data-parallel size"] += 1
@@ -210,7 +215,8 @@ class Search:
             self.rejected["more stages than the layers divide into"] += 1
             return None
         plan = Plan(tensor, depth, width, microbatch, microbatches, schedule="megatron", first=split[0], last=split[1])
-        if self.space.sequence_parallel and tensor > 1:
+        plan = plan.changed(context=context)
+        if self.space.sequence_parallel and tensor > 1 and may_divide_sequences(self.cost.model):
             plan = plan.changed(sequence_parallel=True)
         return plan if self._legal(plan) else None
 
@@ -304,13 +310,13 @@ class Search:
 
     def _orders(self, shape: Plan) -> tuple[bool, ...]:
         """The rank orders of the space; only the first if all put the ranks on the same servers."""
-        sizes, per_server = (shape.tensor, shape.depth, shape.width), self.cost.cluster.gpus_per_server
-        if layout(*sizes, False, per_server) == layout(*sizes, True, per_server):
+        sizes, last = (shape.tensor, shape.depth, shape.width), (self.cost.cluster.gpus_per_server, shape.context)
+        if layout(*sizes, False, *last) == layout(*sizes, True, *last):
             return self.space.pipeline_inside[:1]
         return self.space.pipeline_inside
 
     def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
-        if plan.width == 1:
+        if plan.replicas == 1:
             return self.space.distributed_optimizer[:1]
         return tuple(
             choice for choice in self.space.distributed_optimizer if not (choice and plan.schedule == "pipedream")

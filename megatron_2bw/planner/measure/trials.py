@@ -112,7 +112,7 @@ def stage_memory(log: str, plan: Plan) -> tuple[float, ...]:
     found: dict[int, float] = {}
     line = r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|[^\n]*?max allocated: ([\d.]+)"
     for rank, mebibytes in re.findall(line, log):
-        below = int(rank) // plan.tensor
+        below = int(rank) // (plan.tensor * plan.context)
         stage = below % plan.depth if plan.pipeline_inside else below // plan.width
         found[stage] = max(found.get(stage, 0.0), float(mebibytes) * 2**20)
     return tuple(found[stage] for stage in range(plan.depth)) if set(found) == set(range(plan.depth)) else ()

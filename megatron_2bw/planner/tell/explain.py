@@ -21,7 +21,7 @@ WHEEL, WHEEL_FROM = "2.15.0 (CUDA 13.2)", 7.5
 MEASURED, ESTIMATED = "MEASURED", "ESTIMATED"
 TERMS = {
     "compute": "compute",
-    "tensor": "tensor-parallel collectives",
+    "tensor": "messages inside layers",
     "pipeline": "messages between stages",
     "data": "the reduction of gradients",
     "update": "the optimizer's step",
@@ -40,6 +40,7 @@ LEGEND = (
     "gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).",
     "layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations.",
 )
+PARTS = "c: context-parallel size, the ranks that share a sequence (--context-parallel-size)."
 ONE_STAGE = "2bw with d 1: no pipeline. Step and reductions overlap the next batch; gradients are late all the same."
 CAVEAT = """\
 The plans assume that the given global batch is the largest that is safe for convergence: throughput grows with the
@@ -82,7 +83,7 @@ class Result:
         return found and (found[0].cluster, found[0].estimate(found[2]))
 
 
-_shape = attrgetter("tensor", "depth", "width")
+_shape = attrgetter("tensor", "context", "depth", "width")
 
 
 def _per_sample(estimate: Estimate) -> float:
@@ -111,7 +112,7 @@ def table(result: Result) -> str:
     cost, plans, times = result.cost, [], []
     for rank, estimate in enumerate(result.estimates, 1):
         plan, split, each = estimate.plan, estimate.split, estimate.throughput / estimate.plan.gpus
-        sizes = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches, f"{plan.accumulation:.1f}")
+        sizes = (plan.depth, plan.width, plan.microbatch, plan.microbatches, f"{plan.accumulation:.1f}")
         rates = (
             f"{estimate.throughput:.1f}",
             f"{each * cost.model.sequence:.0f}",
@@ -123,7 +124,10 @@ def table(result: Result) -> str:
             "pp-dp" if plan.pipeline_inside else "dp-pp",
             _layers(plan.layers_of(cost.model)),
         )
-        plans.append([str(rank), plan.schedule_name, *map(str, sizes), *choices, str(plan.global_batch), *rates])
+        tensor = str(plan.tensor) + f" c{plan.context}" * (plan.context > 1)
+        plans.append(
+            [str(rank), plan.schedule_name, tensor, *map(str, sizes), *choices, str(plan.global_batch), *rates]
+        )
         shares = (_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS)
         memory = (f"{size / GIB:.2f} GiB" for size in (estimate.heaviest, estimate.headroom))
         times.append([str(rank), f"{1e3 * estimate.seconds:.1f} ms", *shares, *memory])
@@ -134,6 +138,7 @@ def table(result: Result) -> str:
             f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}.",
             *aligned([PLAN_COLUMNS, *plans], {1, 8, 9, 10, 11}),
             *LEGEND,
+            *([PARTS] if any(e.plan.context > 1 for e in result.estimates) else []),
             *([ONE_STAGE] if any(e.plan.schedule == "2bw" and e.plan.depth == 1 for e in result.estimates) else []),
             "",
             f"Where an iteration's time goes, and memory ({_tags(cost)})",

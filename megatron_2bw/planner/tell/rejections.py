@@ -126,7 +126,8 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         f"{cost.capacity / GIB:.2f} GiB are allowed ({device.memory_gib:g} GiB less {100 * cost.margin:.0f} %)."
     )
     remedies = [f"GPUs of {math.ceil(10 * need / GIB / (1 - cost.margin)) / 10:g} GiB or more"]
-    other = _fitting(cost, Space(space.batch, extrapolate=space.extrapolate)) or _fitting(cost, Space(space.batch))
+    other = _fitting(cost, Space(space.batch, extrapolate=space.extrapolate, context=space.context))
+    other = other or _fitting(cost, Space(space.batch, context=space.context))
     if other is not None:
         flags = " ".join(other.flags(cost.precision))
         remedies.insert(0, f"on these GPUs the choices that the flags exclude: {flags}")
