@@ -1,9 +1,9 @@
-# make install | demo | test | test-rest | test-all | test-docs | test-slurm | oracles | lint | bench | paper | gpu-check | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-rest | test-all | test-docs | test-slurm | oracles | lint | bench | convergence | paper | gpu-check | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-rest test-all test-docs test-slurm oracles lint bench paper gpu-check clean
+.PHONY: help install demo test test-rest test-all test-docs test-slurm oracles lint bench convergence paper gpu-check clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make oracles   compare models and losses with those of megatron-bridge and lm-eval (two minutes; installs both in build/)"
 	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
+	@echo "make convergence  the loss of 2BW against vanilla's, recorded in docs/convergence.md (an hour; fails above the limits)"
 	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (four minutes)"
 	@echo "make gpu-check  what holds on the GPUs of this machine (half an hour; docs/gpu.md)"
 	@echo "make clean     remove caches and builds; .venv and out/, which has trained models, stay"
@@ -88,6 +89,11 @@ lint: install
 bench: install
 	$(PYTHON) bench/schedule_efficiency.py --stages 8 --microbatches 8 --json out/bench/all_schedules.json
 	$(PYTHON) bench/real_compute.py --json out/bench/real_compute.json
+
+# The limits in per cent: at a third of vanilla's best rate, at that rate, at three times of it.
+convergence: install
+	$(PYTHON) scripts/convergence.py gpt_limits --variants vanilla,2bw+auto --lr 3e-4,1e-3,3e-3 --seeds 2001,2002,2003 \
+	    --device cpu --jobs 2 --max-gap 0.05,0.1,0.3 -- --bf16 --eval-iters 50 --eval-interval 301
 
 paper: install
 	$(PYTHON) scripts/paper.py

@@ -89,7 +89,12 @@ def recommended(args: Args) -> Correction:
     decay = getattr(args, DECAYS.get(args.optimizer, ""), LEAST_MOMENTUM)
     if decay < LEAST_MOMENTUM:
         return Correction(Factor(decay))
-    return Correction(Factor(1.5), 2.0)
+    return Correction(Factor(1.5), 0.0 if _only_lion(args) else 2.0)
+
+
+def _only_lion(args: Args) -> bool:
+    """Whether no parameter is stepped by an optimizer whose gradient's part is known: Muon and Lion."""
+    return args.optimizer == "muon" and args.muon_scalar_optimizer == "lion"
 
 
 def warning(args: Args) -> str | None:

@@ -160,7 +160,7 @@ OWN: tuple[Rule | sizes.Check, ...] = (
     ),
     line(
         "--two-bw-correction-gradient has no effect with --muon-scalar-optimizer lion: leave it out",
-        lambda a: a.two_bw_correction_gradient and a.optimizer == "muon" and a.muon_scalar_optimizer == "lion",
+        lambda a: a.two_bw_correction_gradient and "muon" in a.optimizer and a.muon_scalar_optimizer == "lion",
     ),
     _correction_for_nothing,
     line("--sft-data is a flag of pretrain_gpt_2bw.py: leave it out", lambda a: a.sft_data and task(a) != "gpt"),

@@ -176,6 +176,8 @@ def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, sta
         (dict(two_bw_correction="auto"), Correction(Factor(1.5), 2.0)),
         (dict(two_bw_correction="auto", adam_beta1=0.5), Correction(Factor(0.5))),
         (dict(two_bw_correction="auto", optimizer="sgd", sgd_momentum=0.0), Correction(Factor(0.0))),
+        (dict(two_bw_correction="auto", optimizer="muon", muon_scalar_optimizer="adam"), Correction(Factor(1.5), 2.0)),
+        (dict(two_bw_correction="auto", optimizer="muon", muon_scalar_optimizer="lion"), Correction(Factor(1.5))),
         (dict(two_bw_correction="extrapolate"), Correction(Factor(1.0))),
         (
             dict(two_bw_correction="extrapolate", two_bw_correction_factor="1.5:cosine:0.9"),
@@ -189,6 +191,7 @@ def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, sta
 )
 def test_what_the_flags_stand_for(given, expected):
     named = dict(two_bw_correction_factor="1", two_bw_correction_gradient=0.0, optimizer="adam", adam_beta1=0.9)
+    named["muon_momentum"] = 0.95
     assert correction(Namespace(**named | given)) == expected
 
 
