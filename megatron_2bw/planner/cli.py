@@ -18,7 +18,7 @@ from megatron_2bw.errors import Parser, UserError, expand_files, file_errors, na
 from megatron_2bw.files import write_json
 from megatron_2bw.planner import tools
 from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
-from megatron_2bw.planner.cost.simulated import MARGIN, Cost, Estimate
+from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.cluster import INFINIBAND, network
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.describe.inputs import add_model_flags, cluster_of, model_of, numbers
@@ -101,8 +101,8 @@ def planning_parser(prog: str, description: str) -> Parser:
         help="default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs",
     )
     add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
-    margin = f"share of the memory that stays free (default: {MARGIN})"
-    add("--memory-margin", type=float, default=MARGIN, metavar="SHARE", help=margin)
+    margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
+    add("--memory-margin", type=float, metavar="SHARE", help=margin)
     forms = "closed-form: the paper's Appendix A, corrected; printed-form: its section 4.2 as printed on arXiv"
     add("--cost", choices=COSTS, default="simulation", help=forms)
     add("--top", type=int, default=8, metavar="K", help="number of plans (default: 8)")
@@ -157,7 +157,7 @@ def _check(options: argparse.Namespace, parser: Parser) -> None:
     ):
         if not 1 <= number <= most:
             parser.error(f"{flag} must be from 1 to {most}, not {number}")
-    if not 0 <= options.memory_margin < 1:
+    if options.memory_margin is not None and not 0 <= options.memory_margin < 1:
         parser.error(f"--memory-margin must be a share from 0 to below 1, not {options.memory_margin}")
 
 

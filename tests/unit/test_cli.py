@@ -95,7 +95,7 @@ def test_a_plan_is_a_whole_command(plan, capsys):
     """With the flags that run.sh has, mock data too; what is typed takes precedence."""
     flags = dry(["train", "gpt", str(plan), "--lr", "1e-3", "--device", "cpu", "--transformer-impl", "local"], capsys)
     content = json.loads(plan.read_text())
-    for word in (*content["run"]["model"], *content["plans"][0]["flags"], "--two-bw-sync-iterations", "--mock-data"):
+    for word in (*content["run"]["model"], *content["plans"][0]["flags"], "--two-bw-correction", "--mock-data"):
         assert word in flags
     assert flags.count("--lr") == 1 and flags[flags.index("--lr") + 1] == "1e-3"
 

@@ -49,6 +49,9 @@ ROOTS = 4  # bytes a parameter of torch's Adam on a GPU: the square roots of all
 # (issue 1685): 235 MB for one direction to one neighbour. The bytes are linear in the channels (issue 864), and a run
 # has 4 for messages (flags/environment.py). Collectives over a network take less.
 LINK, PAIR, GROUP = 235e6 * 4 / 32, 544e6, 688e6
+# Bytes of a CUDA context with the libraries' workspaces (a typical value), and the share of the allocated bytes that
+# torch reserves on top: in 43 runs of SimuMax on B200 at most 9.3 % (docs/b200).
+CONTEXT, FRAGMENTS = 0.75 * GIB, 0.1
 
 
 def communicators(plan: Plan, stage: int) -> list[float]:
@@ -66,8 +69,20 @@ def communicators(plan: Plan, stage: int) -> list[float]:
     links += [link * len(boundaries)] * bool(boundaries)
     if not plan.pipeline.late_step:
         return links
-    data = [PAIR if plan.replicas == 2 else GROUP] if plan.replicas > 1 else []
-    return links + data + [PAIR] * (plan.depth > 1 and stage in (0, plan.depth - 1))
+    return links + _among(plan.replicas) + _ends(plan, stage)
+
+
+def megatrons_communicators(plan: Plan, stage: int) -> list[float]:
+    """As `communicators`, Megatron's own: tensor, context and data parallelism, and the embeddings of both ends."""
+    return _among(plan.tensor) + _among(plan.context) + _among(plan.replicas) + _ends(plan, stage)
+
+
+def _among(ranks: int) -> list[float]:
+    return [PAIR if ranks == 2 else GROUP] if ranks > 1 else []
+
+
+def _ends(plan: Plan, stage: int) -> list[float]:
+    return [PAIR] * (plan.depth > 1 and stage in (0, plan.depth - 1))
 
 
 @dataclass(frozen=True)
@@ -119,10 +134,13 @@ class Memory:
 
     flash       attention that never stores its scores
     torch_adam  Adam is torch's, on a GPU. Its temporaries are in use while the next batch computes, if the step is late
+    engine      layers are Transformer Engine's, which adds the gradients of a layer's matrices to Megatron's buffers and
+                returns a dummy for each instead, one for all layers
     """
 
-    def __init__(self, model: Model, precision: str, flash: bool, torch_adam: bool = False):
+    def __init__(self, model: Model, precision: str, flash: bool, torch_adam: bool = False, engine: bool = False):
         self.model, self.precision, self.flash, self.torch_adam = model, precision, flash, torch_adam
+        self.engine = engine
         self.element = ELEMENT[precision]
 
     def stages(self, plan: Plan) -> list[StageMemory]:
@@ -152,6 +170,8 @@ class Memory:
         buffers /= plan.tensor if plan.sequence_parallel else 1
         if self.torch_adam and schedule.late_step:
             buffers += ROOTS * parameters / shards
+        if self.engine:
+            buffers += self.element * self.model.matrix_parameters() / plan.tensor
         return StageMemory(*(size * parameters for size in each), activations, logits, buffers)
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:

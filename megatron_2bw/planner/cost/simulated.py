@@ -14,14 +14,24 @@ from typing import Self
 from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cost.compute import Compute, Work
 from megatron_2bw.planner.cost.links import all_reduce, half, layout, message
-from megatron_2bw.planner.cost.memory import BYTES, ELEMENT, GIB, Memory, StageMemory, communicators
+from megatron_2bw.planner.cost.memory import (
+    BYTES,
+    CONTEXT,
+    ELEMENT,
+    FRAGMENTS,
+    GIB,
+    Memory,
+    StageMemory,
+    communicators,
+    megatrons_communicators,
+)
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan, by_fields
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
 
-# Of 454 runs none failed whose estimate was below 80 % of the memory (Fujii et al. 2024, arXiv 2411.06465).
-MARGIN = 0.2
+# The first GPU for which Transformer Engine has kernels, by compute capability.
+ENGINE_FROM = 8.0
 # Share of an overlapped collective that no computation hides: its first or last bucket.
 MIN_EXPOSED_SHARE = 0.05
 # Messages that add a smaller share to a microbatch's time are not worth extra warm-up of 2bw.
@@ -85,7 +95,7 @@ class Cost:
 
     flash           attention that never stores its scores; the device's default if None
     margin          share of the memory for the CUDA context, the communication library and fragmentation. What this
-                    project's communicators need beyond it a plan must have free
+                    project's communicators need beyond it a plan must have free. None: each of the three is counted
     old_exchange    messages of Megatron-LM in 2021 to 2023, for tables published then: each tensor rank sends its part
                     also without sequence parallelism (arXiv 2104.04473, section 4.1), and interleaved stages wait for
                     a message as others do
@@ -99,31 +109,39 @@ class Cost:
         cluster: Cluster,
         precision: str = "bf16",
         flash: bool | None = None,
-        margin: float = MARGIN,
+        margin: float | None = None,
         old_exchange: bool = False,
     ):
         self.old_exchange = old_exchange
-        self.model, self.cluster, self.precision, self.margin = model, cluster, precision, margin
+        self.model, self.cluster, self.precision, self.given_margin = model, cluster, precision, margin
         flash = cluster.device.flash if flash is None else flash
         self.compute = Compute(model, cluster, precision, flash)
         on_gpus, profile = cluster.device.name != "cpu", cluster.profile
         torch_adam = on_gpus and profile is not None and "torch's Adam" in profile.optimizer
-        self.memory = Memory(model, precision, flash, torch_adam)
-        self.capacity = cluster.device.memory_gib * GIB * (1 - margin)
-        self._nccl_free = cluster.device.memory_gib * GIB * margin if on_gpus else math.inf
+        self.memory = Memory(model, precision, flash, torch_adam, on_gpus and cluster.device.capability >= ENGINE_FROM)
+        whole = cluster.device.memory_gib * GIB
+        self.capacity = whole * (1 - margin) if margin is not None else (whole - on_gpus * CONTEXT) / (1 + FRAGMENTS)
+        self.margin = 1 - self.capacity / whole
+        self._nccl_free = whole * (margin or 0.0) if on_gpus else math.inf
 
     def on(self, cluster: Cluster, model: Model | None = None) -> Self:
         """The same costs on another cluster, or of another model."""
         model = model or self.model
-        return type(self)(model, cluster, self.precision, self.memory.flash, self.margin, self.old_exchange)
+        return type(self)(model, cluster, self.precision, self.memory.flash, self.given_margin, self.old_exchange)
 
     def parameter_bytes(self, versions: int, slots: int, shards: int, extrapolate: bool = False) -> tuple[float, ...]:
         """(weights, gradients, optimizer) of a parameter, as the memory counts them."""
         return BYTES[self.precision].a_parameter(versions, slots, shards, extrapolate)
 
     def fits(self, plan: Plan) -> bool:
-        needed = max(sum(communicators(plan, stage)) for stage in {0, min(1, plan.depth - 1)})
-        return self.memory.heaviest(plan) + max(0.0, needed - self._nccl_free) <= self.capacity
+        return self.memory.heaviest(plan) <= self.allowed(plan)
+
+    def allowed(self, plan: Plan) -> float:
+        """Bytes that a stage of the plan may take: the capacity, less the communicators that no margin holds."""
+        kinds = [communicators, megatrons_communicators] if self.given_margin is None else [communicators]
+        stages = {0, min(1, plan.depth - 1)}
+        needed = max(sum(sum(kind(plan, stage)) for kind in kinds) for stage in stages)
+        return self.capacity - max(0.0, needed - self._nccl_free)
 
     def seconds(self, plan: Plan) -> float:
         """Simulated seconds of an iteration in the steady state."""
@@ -154,7 +172,7 @@ class Cost:
             update,
             max(alone - work - update, 0.0),
         )
-        return Estimate(plan, seconds, split, tuple(self.memory.stages(plan)), self.capacity)
+        return Estimate(plan, seconds, split, tuple(self.memory.stages(plan)), self.allowed(plan))
 
     @by_fields(*STAGES)
     def stages(self, plan: Plan) -> list[Work]:

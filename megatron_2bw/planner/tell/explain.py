@@ -252,7 +252,11 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
         links.append(("between servers", cost.cluster.between))
     tag = MEASURED if all(link.measured for _, link in links) else ESTIMATED
     network = (tag, "; ".join(_link(where, link) for where, link in links))
-    memory = (ESTIMATED, f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free")
+    memory = (
+        ESTIMATED,
+        f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free"
+        f"{'' if cost.given_margin is not None else ', and what NCCL takes'}",
+    )
     found = {"compute": compute} | dict.fromkeys(("tensor", "pipeline", "data"), network) | {"update": update}
     return found | {"bubble": (ESTIMATED, "simulation of the schedule with the terms above"), "memory": memory}
 
