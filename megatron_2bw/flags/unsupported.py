@@ -138,7 +138,6 @@ UNSUPPORTED: tuple[Rule, ...] = (
     sizes.ONE_CHUNK,
     *rules(
         "ours",
-        ("--pipeline-model-parallel-layout", _LAYOUT),
         ("--cuda-graph-impl local transformer_engine full_iteration", _GRAPHS),
         ("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph", _GRAPHS),
         ("--use-megatron-fsdp --use-torch-fsdp2", _SHARDS),
