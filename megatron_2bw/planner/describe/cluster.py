@@ -7,6 +7,7 @@ ESTIMATED.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -85,7 +86,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`servers` servers with `gpus_per_server` GPUs each. `profile` holds measured times of blocks (profile.py)."""
+    """`servers` servers with `gpus_per_server` GPUs each. `profile` holds measured times of blocks (profile.py).
+
+    devices   the GPUs of each server, in the order of ranks, if they differ; `device` is then the `weakest` of them
+    """
 
     name: str
     servers: int
@@ -94,10 +98,32 @@ class Cluster:
     inside: Link
     between: Link
     profile: Any = field(default=None, compare=False)
+    devices: tuple[Device, ...] = ()
+
+    def part(self, servers: int, gpus_per_server: int) -> Cluster:
+        """The first `servers` servers, with so many GPUs each."""
+        devices = self.devices[:servers]
+        device = weakest(devices) if devices else self.device
+        devices = devices if len({*devices}) > 1 else ()
+        return replace(self, servers=servers, gpus_per_server=gpus_per_server, device=device, devices=devices)
 
     @property
     def gpus(self) -> int:
         return self.servers * self.gpus_per_server
+
+
+_HIGHER_IS_WEAKER = ("layer_launch_us", "collective_launch_us", "exchange_us", "step_us")
+
+
+def weakest(devices: Iterable[Device], strongest: bool = False) -> Device:
+    """A device with the lowest of each figure; or with the highest."""
+    kinds = [*dict.fromkeys(devices)]
+    found = {}
+    for name in (entry.name for entry in fields(Device) if entry.type in ("float", "int", "bool")):
+        low = strongest == (name in _HIGHER_IS_WEAKER)
+        found[name] = (min if low else max)(getattr(device, name) for device in kinds)
+    found["flash"] = all(device.flash for device in kinds)
+    return replace(kinds[0], name=" and ".join(device.name for device in kinds), **found)
 
 
 _V100 = "45 TFLOP/s on GPT 355M at microbatch 8 (arXiv 2006.09503, section 5)"
@@ -198,22 +224,34 @@ def from_yaml(path: Path) -> Cluster:
 
 
 ENTRIES = {"servers": "int", "gpus_per_server": "int", "gpu": "", "inside": "", "between": ""}
+GROUP = ("servers", "gpu")  # of a group of equal servers
 
 
 def _from_entries(text: Any, path: Path) -> Cluster:
     where = f"--cluster {path}"
-    top = checked(_named(text), where, ENTRIES | {"name": "str", "profile": ""}, ENTRIES)
-    gpu = top["gpu"]
-    if isinstance(gpu, str):
-        if gpu not in GPUS:
-            raise UserError(f"{where}: gpu {gpu!r} is not one of {', '.join(GPUS)}; or describe it")
-        device = GPUS[gpu]
-    else:
-        device = described(Device, _named(gpu), f"{where}: gpu", name="gpu")
+    mixed = isinstance(text, dict) and "groups" in text
+    entries = {name: kind for name, kind in ENTRIES.items() if not mixed or name not in GROUP} | ({"groups": ""} if mixed else {})
+    top = checked(_named(text), where, entries | {"name": "str", "profile": ""}, entries)
+    groups = top["groups"] if mixed else [{name: top[name] for name in GROUP}]
+    if not isinstance(groups, list) or not groups:
+        raise UserError(f"{where}: groups must be a list of servers and gpu")
+    groups = [checked(group, f"{where}: groups", {name: ENTRIES[name] for name in GROUP}, GROUP) for group in groups]
+    devices = tuple(device for group in groups for device in [_device(group["gpu"], where)] * group["servers"])
+    if mixed and top.get("profile") is not None:
+        raise UserError(f"{where}: profile is of one GPU; leave it out with groups of different ones")
     links = (described(Link, top[name], f"{where}: {name}") for name in ("inside", "between"))
     # The path of a profile is relative to the YAML file.
     profile = None if top.get("profile") is None else path.parent / str(top["profile"])
-    return Cluster(top.get("name", str(path)), top["servers"], top["gpus_per_server"], device, *links, profile=profile)
+    whole = Cluster(top.get("name", str(path)), 0, 0, devices[0], *links, profile=profile, devices=devices)
+    return whole.part(len(devices), top["gpus_per_server"])
+
+
+def _device(gpu: Any, where: str) -> Device:
+    if not isinstance(gpu, str):
+        return described(Device, _named(gpu), f"{where}: gpu", name="gpu")
+    if gpu not in GPUS:
+        raise UserError(f"{where}: gpu {gpu!r} is not one of {', '.join(GPUS)}; or describe it")
+    return GPUS[gpu]
 
 
 def _named(text: Any) -> Any:
@@ -227,6 +265,10 @@ def to_yaml(cluster: Cluster, path: Path) -> None:
     import yaml
 
     text = {"gpu" if name == "device" else name: entry for name, entry in asdict(cluster).items() if name != "profile"}
+    if text.pop("devices"):
+        kinds = [(device, len([*same])) for device, same in itertools.groupby(cluster.devices)]
+        text["groups"] = [{"servers": servers, "gpu": asdict(device)} for device, servers in kinds]
+        del text["servers"], text["gpu"]
     if isinstance(cluster.profile, Path):
         text["profile"] = str(cluster.profile.resolve())
     with file_errors(f"--out {path}"):

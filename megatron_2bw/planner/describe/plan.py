@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from operator import attrgetter
@@ -36,6 +36,7 @@ class Plan:
     extrapolate            of 2bw: --two-bw-correction auto
     gpipe_round            of gpipe: microbatches that it admits at a time; None: the whole batch
     context                context-parallel size: the ranks that share a sequence
+    stages                 layers of each stage where `first` and `last` cannot express them, else ()
     """
 
     tensor: int
@@ -57,6 +58,7 @@ class Plan:
     gpipe_round: int | None = None
     recompute_layers: int = 1
     context: int = 1
+    stages: tuple[int, ...] = ()
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
@@ -145,12 +147,27 @@ class Plan:
         """Layers of each stage, in all its chunks together."""
         if self.depth == 1:
             return [model.layers]
+        if self.stages:
+            return [*self.stages]
         if not self.first and not self.last:
             return [model.layers // self.depth] * self.depth
         uneven = [self.first, self.last]
         middle = self.depth - sum(1 for layers in uneven if layers)
         each = (model.layers - sum(uneven)) // middle if middle else 0
         return [self.first or each, *[each] * (self.depth - 2), self.last or each]
+
+    @property
+    def layout(self) -> str | None:
+        """`stages` in Megatron's notation: Et*3|t*2|t*2L."""
+        return f"E{'|'.join(f't*{layers}' for layers in self.stages)}L" if self.stages else None
+
+    def with_layers(self, stages: Sequence[int]) -> Plan:
+        """The plan with so many layers on each stage."""
+        if len({*stages}) == 1:
+            return self.changed(first=0, last=0, stages=())
+        if len({*stages[1:-1]}) < 2:
+            return self.changed(first=stages[0], last=stages[-1], stages=())
+        return self.changed(first=0, last=0, stages=tuple(stages))
 
     def flags(self, precision: str = "bf16") -> list[str]:
         """Megatron's and this project's flags of the configuration."""
@@ -163,6 +180,7 @@ class Plan:
             (self.context > 1, f"--context-parallel-size {self.context}"),
             (self.first, f"--decoder-first-pipeline-num-layers {self.first}"),
             (self.last, f"--decoder-last-pipeline-num-layers {self.last}"),
+            (self.stages, f"--pipeline-model-parallel-layout {self.layout}"),
             (self.virtual > 1, f"--num-virtual-stages-per-pipeline-rank {self.virtual}"),
             (self.sequence_parallel, "--sequence-parallel"),
             (self.recompute != "none", f"--recompute-granularity {self.recompute}"),

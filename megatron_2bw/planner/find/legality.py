@@ -94,6 +94,7 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
         use_distributed_optimizer=plan.distributed_optimizer,
         untie_embeddings_and_output_weights=not model.tied,
         context_parallel_size=plan.context,
+        pipeline_model_parallel_layout=plan.layout,
         fp16=precision == "fp16",
     )
     return Case(plan, model, gpus, precision, bf16, asked)
@@ -238,7 +239,7 @@ def _layer_a_stage(case: Case) -> str | None:
 
 
 def _even_split(case: Case) -> str | None:
-    uneven = case.plan.first or case.plan.last or case.plan.depth > case.model.layers
+    uneven = case.plan.first or case.plan.last or case.plan.stages or case.plan.depth > case.model.layers
     return None if uneven else sizes.split(case.sizes)
 
 
@@ -254,12 +255,24 @@ def _uneven_split(case: Case) -> str | None:
     return f"{given} with --pipeline-model-parallel-size 1: the only stage has all layers; leave it out"
 
 
+def _layout(case: Case) -> str | None:
+    plan = case.plan
+    if not plan.stages:
+        return None
+    if plan.first or plan.last or plan.virtual > 1 or min(plan.stages) < 1 or plan.depth == 1:
+        return (
+            f"--pipeline-model-parallel-layout {plan.layout}: give each of several stages a layer, and neither "
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers nor virtual stages"
+        )
+    return sizes.layout(case.sizes)
+
+
 # --- Megatron's interleaved stages -----------------------------------------------------------------------------------
 
 
 def _whole_chunks(case: Case) -> str | None:
     plan, model = case.plan, case.model
-    if plan.virtual == 1 or sizes.split(case.sizes) or _uneven_split(case):
+    if plan.virtual == 1 or plan.stages or sizes.split(case.sizes) or _uneven_split(case):
         return None
     layers = plan.layers_of(model)
     if all(number % plan.virtual == 0 for number in layers):
@@ -318,6 +331,7 @@ RULES: tuple[Rule, ...] = (
     ("more stages than layers", _layer_a_stage),
     ("layers not divisible by stages", _even_split),
     ("uneven split leaves no equal middle stages", _uneven_split),
+    ("a layout of other layers or stages", _layout),
     ("too few microbatches for the schedule", _enough_microbatches),
     ("virtual stages only with Megatron's schedule", _shared(sizes.ONE_CHUNK)),
     ("virtual stages with one pipeline stage", _shared(sizes.CHUNKS)),
