@@ -436,7 +436,7 @@ def test_the_parts_of_an_iteration_sum_to_its_seconds():
         assert estimate.throughput == plan.global_batch / estimate.seconds
         work = plan.microbatches * max(work.total for work in cost.stages(plan))
         assert estimate.split.compute + estimate.split.tensor == pytest.approx(work)
-        assert estimate.headroom == cost.capacity - estimate.heaviest and len(estimate.memory) == plan.depth
+        assert estimate.headroom == cost.allowed(plan) - estimate.heaviest and len(estimate.memory) == plan.depth
         assert cost.fits(plan) == (estimate.headroom >= 0)
 
 
@@ -534,6 +534,19 @@ def test_a_plan_fits_up_to_its_margin():
     for margin, fits in ((0.1999, True), (0.2001, False)):
         device = replace(DEVICE, memory_gib=heaviest / 2**30 / 0.8)
         assert Cost(GPT, replace(CLUSTER, device=device), margin=margin).fits(plan) == fits
+
+
+def test_without_a_margin_context_fragmentation_and_communicators_are_counted():
+    plan = replace(PLAN, microbatch=32)  # a width of two: Megatron's and 2BW's data-parallel groups
+    cost = Cost(GPT, CLUSTER)
+    held = 3 * LINK + 2 * (PAIR + PAIR)  # both have one for the ends too
+    assert cost.capacity - cost.allowed(plan) == pytest.approx(held)
+    least = 1.1 * (cost.memory.heaviest(plan) + held) + 0.75 * 2**30
+    assert cost.gpu_bytes(plan) == pytest.approx(least)
+    for gib, fits in ((least + 1e6, True), (least - 1e6, False)):
+        assert Cost(GPT, replace(CLUSTER, device=replace(DEVICE, memory_gib=gib / 2**30))).fits(plan) == fits
+    alone = Cost(GPT, replace(CLUSTER, device=replace(DEVICE, name="cpu")))
+    assert alone.allowed(plan) == alone.capacity == pytest.approx(DEVICE.memory_gib * 2**30 / 1.1)
 
 
 def test_what_the_margin_leaves_free_must_hold_the_communicators():

@@ -67,7 +67,7 @@ def test_memory_bars_are_the_estimates_bytes(tmp_path, figure):
         assert heights == pytest.approx([getattr(stage, kind) / GIB for stage in estimate.memory])
     tops = [max(bar.get_y() + bar.get_height() for bar in column) for column in zip(*axis.containers)]
     assert tops == pytest.approx([stage.total / GIB for stage in estimate.memory])
-    assert [line.get_ydata()[0] for line in axis.lines] == pytest.approx([15.8 * 0.8, 16])
+    assert [line.get_ydata()[0] for line in axis.lines] == pytest.approx([estimate.capacity / GIB, 16])
     assert axis.get_ylim()[1] > 16 and is_png(tmp_path / "memory.png")
 
 

@@ -527,7 +527,7 @@ def test_the_extra_warmup_hides_messages(case):
     assume(extra)
     times = replace(cost.times(plan), reduce=0.0, step=0.0, overlap_cost=0.0)
     cycle = 1.02 * max(*(work.total for work in cost.stages(plan)), *times.occupied[: plan.depth - 1])
-    microbatches = 2 * (plan.depth + sum(extra))
+    microbatches = 4 * (plan.depth + sum(extra))  # a shorter batch hides a part of a wait
 
     def each(extra: tuple[int, ...]) -> float:
         return iteration_time(TwoBW(2, extra), plan.depth, microbatches, times) / microbatches

@@ -97,7 +97,8 @@ class Compute:
             forward, backward = self.cluster.profile.layer(microbatch)
             return forward / tensor, backward / tensor
         stored = layer_activations(self.model, microbatch, tensor, sequence_parallel, self.flash, self.precision)
-        traffic, attention = TRAFFIC * stored / self.bytes, self._attention(microbatch, tensor)
+        traffic = TRAFFIC * stored / self.bytes + KERNELS * self.cluster.device.kernel_us * 1e-6
+        attention = self._attention(microbatch, tensor)
         # The forward's products sum over the inputs; the backward's over the outputs (gradient of the inputs) and over
         # the tokens (gradient of the weights).
         tokens, forward, backward = microbatch * self.model.sequence, 0.0, 0.0
@@ -154,6 +155,9 @@ class Compute:
 # Bytes moved for each byte that the backward needs: one write and one read in the forward, one read in the backward
 # and one write of a gradient (measured: arXiv 2205.05198, Table 4, where a backward takes 1.6 forwards, not 2).
 TRAFFIC = 2.0
+# Memory-bound kernels of a layer's forward, and of its backward: two norms, two additions, positions, activation,
+# and the start of attention.
+KERNELS = 7
 # Elements of a matrix product that one unit computes per round, and the sums by which FILL lengthens each tile: the
 # pair with the least scatter over 168 products that SimuMax measured on an A100 (bench/measured/simumax_kernels.csv).
 TILE, FILL = 256 * 128, 200

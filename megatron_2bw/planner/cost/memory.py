@@ -134,8 +134,8 @@ class Memory:
 
     flash       attention that never stores its scores
     torch_adam  Adam is torch's, on a GPU. Its temporaries are in use while the next batch computes, if the step is late
-    engine      layers are Transformer Engine's, which adds the gradients of a layer's matrices to Megatron's buffers and
-                returns a dummy for each instead, one for all layers
+    engine      layers are Transformer Engine's, which adds the gradients of the matrices to Megatron's buffers and
+                returns dummies instead, the same for all layers
     """
 
     def __init__(self, model: Model, precision: str, flash: bool, torch_adam: bool = False, engine: bool = False):

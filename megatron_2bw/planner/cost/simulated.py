@@ -120,7 +120,8 @@ class Cost:
         torch_adam = on_gpus and profile is not None and "torch's Adam" in profile.optimizer
         self.memory = Memory(model, precision, flash, torch_adam, on_gpus and cluster.device.capability >= ENGINE_FROM)
         whole = cluster.device.memory_gib * GIB
-        self.capacity = whole * (1 - margin) if margin is not None else (whole - on_gpus * CONTEXT) / (1 + FRAGMENTS)
+        self._fixed, self._share = (on_gpus * CONTEXT, 1 / (1 + FRAGMENTS)) if margin is None else (0.0, 1 - margin)
+        self.capacity = (whole - self._fixed) * self._share
         self.margin = 1 - self.capacity / whole
         self._nccl_free = whole * (margin or 0.0) if on_gpus else math.inf
 
@@ -142,6 +143,10 @@ class Cost:
         stages = {0, min(1, plan.depth - 1)}
         needed = max(sum(sum(kind(plan, stage)) for kind in kinds) for stage in stages)
         return self.capacity - max(0.0, needed - self._nccl_free)
+
+    def gpu_bytes(self, plan: Plan) -> float:
+        """Memory of the smallest GPU on which the plan fits."""
+        return (self.memory.heaviest(plan) + self.capacity - self.allowed(plan)) / self._share + self._fixed
 
     def seconds(self, plan: Plan) -> float:
         """Simulated seconds of an iteration in the steady state."""

@@ -63,6 +63,7 @@ class Device:
     step_us             host time of an iteration outside its forwards and backwards
     capability          CUDA's compute capability; torch's wheels have no kernels for old ones (explain.py)
     calibration         source of the two shares; the host times are typical values until `calibrate` fits them
+    kernel_us           time of a memory-bound kernel in addition to its bytes'; 0 where memory_efficiency includes it
     """
 
     name: str
@@ -82,6 +83,7 @@ class Device:
     step_us: float = 5000.0
     capability: float = 8.0
     calibration: str = "not calibrated: typical values"
+    kernel_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ _H100 = (
     "the A100's share times 48 / 57, the utilization of the largest models (Megatron-LM's README; arXiv 2205.05198, "
     "Table 5); attention: FlashAttention-3 (arXiv 2407.08608, Figures 5 and 6)"
 )
-_B200 = "products and attention that SimuMax measured on one B200 (bench/measured/simumax_kernels.csv)"
+_B200 = (
+    "products (less 0.02, chosen on SimuMax's runs of 405B), attention and memory-bound kernels that SimuMax measured "
+    "on one B200 (bench/measured/simumax_kernels.csv)"
+)
 _GB200 = (
     "the B200's, less a sixteenth: best products measured, 1822 of 2500 TFLOP/s against 1745 of 2250 (ml-engineering)"
 )
@@ -151,8 +156,8 @@ GPUS: dict[str, Device] = {
         ("A100-80GB", 79.2, 312, 2039, 19.5, True, True, 108, 0.79, 0.51, 0.6, 600, 40, 200, 5000, 8.0, _A100),
         ("H100-80GB", 79.2, 989, 3350, 67, True, True, 132, 0.67, 0.47, 0.6, 600, 40, 200, 5000, 9.0, _H100),
         ("H200-141GB", 139.8, 989, 4800, 67, True, True, 132, 0.67, 0.47, 0.6, 600, 40, 200, 5000, 9.0, _H100),
-        ("B200-180GB", 179, 2250, 8000, 75, True, True, 148, 0.49, 0.39, 0.6, 600, 40, 200, 5000, 10.0, _B200),
-        ("GB200-186GB", 185, 2500, 8000, 80, True, True, 152, 0.46, 0.37, 0.6, 600, 40, 200, 5000, 10.0, _GB200),
+        ("B200-180GB", 179, 2250, 8000, 75, True, True, 148, 0.47, 0.39, 0.67, 600, 40, 200, 5000, 10.0, _B200, 30),
+        ("GB200-186GB", 185, 2500, 8000, 80, True, True, 152, 0.44, 0.37, 0.67, 600, 40, 200, 5000, 10.0, _GB200, 30),
         ("L40S", 45, 362, 864, 91.6, True, True, 142, 0.6, 0.4, 0.6, 600, 40, 200, 5000, 8.9, _ASSUMED),
         ("RTX-4090", 24, 165, 1008, 82.6, True, True, 128, 0.79, 0.51, 0.6, 600, 40, 200, 5000, 8.9, _ASSUMED),
         ("RTX-5090", 31.8, 210, 1792, 105, True, True, 170, 0.79, 0.51, 0.6, 600, 40, 200, 5000, 12.0, _ASSUMED),
@@ -170,7 +175,7 @@ def _servers(name: str, gpu: str, inside: Link, between: Link, gpus: int = 8) ->
 # and 1080Ti are assumed. Between servers: the rate of one server's network cards, less a fifth for protocols: 25
 # Gbit/s, 100, 10 (assumed), 8 x 200, 8 x 400. One NVLink joins the 72 GPUs of a GB200 NVL72: they count as a server.
 _MESH, _SWITCH2 = Link(135, 4, pair_gb_s=22.5, four_gb_s=85), Link(225, 4, pair_gb_s=187, four_gb_s=210)
-_SWITCH3, _SWITCH4 = Link(370, 4, pair_gb_s=305, four_gb_s=345), Link(650, 5.5)
+_SWITCH3, _SWITCH4 = Link(370, 4, pair_gb_s=305, four_gb_s=345), Link(606, 8.6)
 _PCIE, _HDR, _NDR = Link(13, 9, pair_gb_s=22, four_gb_s=22), Link(160, 20, 8), Link(320, 15, 8)
 PRESETS: dict[str, Cluster] = {
     cluster.name: cluster
@@ -290,6 +295,7 @@ MAY_BE_ZERO = (
     "collective_launch_us",
     "exchange_us",
     "step_us",
+    "kernel_us",
 )
 
 

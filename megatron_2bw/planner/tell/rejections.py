@@ -25,8 +25,8 @@ def rejections(result: Result) -> str:
     lines = ["Illegal plans by cause, with the change that the smallest of them needs:"]
     lines += _counted(search) or ["  none"]
     lines.append(
-        f"Plans that exceed {cost.capacity / GIB:.1f} GiB ({ESTIMATED}) and may be faster than plans of the table: "
-        f"{len(search.too_large)}"
+        f"Plans that need more than {cost.cluster.device.memory_gib:g} GiB ({ESTIMATED}) and may be faster than plans "
+        f"of the table: {len(search.too_large)}"
     )
     large, change = too_large(result)
     if large is None:
@@ -34,7 +34,7 @@ def rejections(result: Result) -> str:
     first = f" (the first plan: {result.estimates[0].throughput:.1f})" if result.estimates else ""
     text = (
         f"{large.plan.title} would reach {large.throughput:.1f} samples/s{first}, but its heaviest stage needs "
-        f"{large.heaviest / GIB:.2f} GiB, and {cost.capacity / GIB:.2f} GiB are allowed. "
+        f"{large.heaviest / GIB:.2f} GiB, and {large.capacity / GIB:.2f} GiB are allowed. "
     )
     if change is None:
         text += "No single change of it is legal and fits."
@@ -118,14 +118,14 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         fewer = on_fewer(cost, space)
         part = f" Fewer GPUs have one: {part_flags(fewer[0].cluster)}, {fewer[2].title}." if fewer else ""
         return f"No plan is legal on {cost.cluster.gpus} GPUs with a global batch of {space.batch}: {why}.{part}"
-    smallest = min(search.too_large, key=cost.memory.heaviest)
+    smallest = min(search.too_large, key=cost.gpu_bytes)
     need, device = cost.memory.heaviest(smallest), cost.cluster.device
     text = (
         f"Nothing fits with --seq-length {cost.model.sequence}. The smallest of {len(search.too_large)} plans, "
         f"{smallest.title}, needs {need / GIB:.2f} GiB on its heaviest stage ({ESTIMATED}), and "
-        f"{cost.capacity / GIB:.2f} GiB are allowed ({device.memory_gib:g} GiB less {100 * cost.margin:.0f} %)."
+        f"{cost.allowed(smallest) / GIB:.2f} GiB of {device.memory_gib:g} GiB are allowed."
     )
-    remedies = [f"GPUs of {math.ceil(10 * need / GIB / (1 - cost.margin)) / 10:g} GiB or more"]
+    remedies = [f"GPUs of {math.ceil(10 * cost.gpu_bytes(smallest) / GIB) / 10:g} GiB or more"]
     other = _fitting(cost, Space(space.batch, extrapolate=space.extrapolate, context=space.context))
     other = other or _fitting(cost, Space(space.batch, context=space.context))
     if other is not None:
