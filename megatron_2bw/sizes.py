@@ -266,7 +266,7 @@ WIDTHS = (
 )
 
 
-def stages_of(text: str) -> list[str]:
+def layout_stages(text: str) -> list[str]:
     """The layers of each stage in Megatron's notation, such as ["Ett", "tt", "tL"] of "Ett|t*2|tL"."""
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(pattern, lambda found: found[1] * int(found[2]), text.replace(",", ""))
@@ -274,8 +274,8 @@ def stages_of(text: str) -> list[str]:
 
 
 def layout(s: Sizes) -> str | None:
-    """--pipeline-model-parallel-layout must have --num-layers layers; with this project's schedules one chunk a stage."""
-    stages, depth = stages_of(s.pipeline_model_parallel_layout), s.pipeline_model_parallel_size
+    """--pipeline-model-parallel-layout must have all layers; this project's schedules take one chunk a stage."""
+    stages, depth = layout_stages(s.pipeline_model_parallel_layout), s.pipeline_model_parallel_size
     flag, whole = f"--pipeline-model-parallel-layout {s.pipeline_model_parallel_layout}", "".join(stages)
     if {*whole} > {*"EtmL"} or whole.strip("t") not in ("EL", "E" + "t" * whole.count("t") + "L"):
         return f"{flag}: write the stages as Ett|tt|tL, with one E at the begin and one L at the end"
@@ -283,7 +283,9 @@ def layout(s: Sizes) -> str | None:
         return f"{flag} has {whole.count('t')} layers, but --num-layers is {s.num_layers}: give as many t"
     if len(stages) == depth or (s.pipeline_schedule == "megatron" and len(stages) % depth == 0):
         return None
-    return f"{flag} has {len(stages)} stages, but --pipeline-model-parallel-size is {depth}: give as many, with | between"
+    return (
+        f"{flag} has {len(stages)} stages, but --pipeline-model-parallel-size is {depth}: give as many, with | between"
+    )
 
 
 def split(s: Sizes) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -210,7 +211,7 @@ def run_plan(words: list[str], prog: str) -> int:
     best = result.estimates[0]
     print("\nA run of the first plan, as --script and --sbatch write it:")
     print(*map(explain.wrapped, training.about(cost, best)), sep="\n")
-    print(f"\nFlags of the first plan:\n  {' '.join([*cost.model.flags(), *best.plan.flags(cost.precision)])}")
+    print(f"\nFlags of the first plan:\n  {shlex.join([*cost.model.flags(), *best.plan.flags(cost.precision)])}")
     _write(options, result)
     return 0
 

@@ -19,6 +19,7 @@ from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.legality import FIELDS, RULES, is_legal, violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.sizes import Sizes, layout_stages, split
 
 
 class Stopped(Exception):
@@ -244,6 +245,17 @@ CASES = [
         schedule="megatron",
         microbatches=2,
     ),
+    broken(
+        "a layout of other layers or stages",
+        "--pipeline-model-parallel-layout Et*8|t*7|t*6|t*4L has 25 layers, but --num-layers is 24",
+        stages=(8, 7, 6, 4),
+    ),
+    broken(
+        "a layout of other layers or stages",
+        "Et*12|t*7|t*5L has 3 stages, but --pipeline-model-parallel-size is 4",
+        stages=(12, 7, 5),
+    ),
+    broken("a layout of other layers or stages", "give each of several stages a layer", stages=(12, 7, 5, 0)),
     broken("bf16 not on this GPU", "--bf16: the GPU has no bfloat16; use --fp16", bf16=False),
     broken(
         "gradient slots only with 2bw",
@@ -347,6 +359,7 @@ def test_all_broken_rules_are_told():
     [
         LEGAL,
         replace(LEGAL, first=3),
+        replace(LEGAL, stages=(8, 7, 5, 4)),
         replace(LEGAL, first=2, last=4),
         replace(LEGAL, depth=2, width=4, first=5, last=19),
         replace(LEGAL, depth=1, width=8),
@@ -519,6 +532,8 @@ ROUND_TRIP = [
     case(BERT, 2, 4, 2, 8, schedule="megatron", virtual=6),
     case(LLAMA, 2, 4, 2, 8, schedule="megatron", context=4, distributed_optimizer=True),
     case(LLAMA, 4, 2, 1, 8, context=2),
+    case(GPT, 1, 4, 2, 8, stages=(8, 7, 5, 4)),
+    case(GPT, 1, 4, 2, 8, schedule="megatron", stages=(2, 9, 5, 8)),
     case(LLAMA, 1, 1, 8, 1, "fp32", schedule="megatron", distributed_optimizer=True),
 ]
 
@@ -535,7 +550,10 @@ def stages_of(config) -> list[int]:
     """Layers that Megatron builds on each stage."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-    chunks = range(config.virtual_pipeline_model_parallel_size or 1)
+    chunks, layout = range(config.virtual_pipeline_model_parallel_size or 1), config.pipeline_model_parallel_layout
+    if layout:
+        depth = range(config.pipeline_model_parallel_size)
+        return [layout.get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in depth]
     return [
         sum(get_num_layers_to_build(config, chunk, stage) for chunk in chunks)
         for stage in range(config.pipeline_model_parallel_size)
@@ -607,6 +625,7 @@ def test_the_round_trip_covers_every_field():
         ("extrapolate", 2),
         ("gpipe_round", 2),
         ("context", 3),
+        ("stages", 3),
     ):
         assert len({getattr(plan, name) for plan in plans}) >= least, name
 
@@ -817,3 +836,35 @@ def test_megatrons_interleaved_schedule_starts_with_the_legal_numbers_of_microba
             assert isinstance(error, Stopped) or "micro-batches" in str(error)
         else:
             pytest.fail("the schedule did not stop")
+
+
+@pytest.mark.parametrize(
+    "text, depth, words",
+    [
+        ("Ett|t|tttL", 3, None),
+        ("E|(tt|)*3L", 5, None),
+        ("Et*2|t,t|t*2L", 3, None),
+        ("tt|tt|ttL", 3, "with one E at the begin"),
+        ("Ett|tt|tt", 3, "one L at the end"),
+        ("Ett|tm|ttL", 3, "write the stages as"),
+        ("Ett|tt|tL", 3, "has 5 layers, but --num-layers is 6"),
+        ("Ett|tt|ttL", 2, "has 3 stages, but --pipeline-model-parallel-size is 2"),
+        ("Et|t|tt|tt|L", 5, None),
+    ],
+)
+def test_layouts_are_read_as_megatron_reads_them(text, depth, words):
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout as Layout
+
+    asked = Sizes("2bw", depth, 1, depth, 1, None, 6, 4, 4, 8, 64, 32, pipeline_model_parallel_layout=text)
+    answer = split(asked)
+    assert answer is None if words is None else words in answer
+    if words is None:
+        read = Layout(text, depth)
+        read.validate_layer_layout(6, None)
+        assert [stage.count("t") for stage in layout_stages(text)] == [
+            read.get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in range(depth)
+        ]
+        assert split(asked._replace(pipeline_schedule="megatron")) is None
+    several = asked._replace(pipeline_schedule="megatron", pipeline_model_parallel_layout="Et|t|tt|ttL", num_layers=6)
+    assert split(several._replace(pipeline_model_parallel_size=2)) is None
+    assert "give as many" in split(several._replace(pipeline_model_parallel_size=2, pipeline_schedule="2bw"))

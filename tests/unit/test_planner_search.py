@@ -40,6 +40,16 @@ def slow(servers: int, per_server: int = 2, memory_gib: float = 2.0) -> Cluster:
     return Cluster("slow", servers, per_server, device, inside=Link(5, 10), between=Link(0.2, 50))
 
 
+def mixed(*memory_gib: float) -> Cluster:
+    """Servers of two GPUs each; those of the second server are half as fast."""
+    cluster = slow(2)
+    devices = tuple(
+        replace(cluster.device, memory_gib=size, tflops=10 / k, memory_gb_s=200 / k, name="cpu")
+        for k, size in enumerate(memory_gib, 1)
+    )
+    return replace(cluster, devices=devices).part(len(devices), 2)
+
+
 # --- all there is ----------------------------------------------------------------------------------------------------
 
 
@@ -56,6 +66,22 @@ def every_split(layers: int, depth: int) -> list[tuple[int, ...]]:
         (first, *[(layers - first - last) // (depth - 2)] * (depth - 2), last)
         for first, last in ends
         if first + last < layers and (layers - first - last) % (depth - 2) == 0
+    ]
+
+
+def mixed_splits(cost: Cost, tensor: int, depth: int, width: int) -> list[tuple[int, ...]]:
+    """What Search.layouts says of itself: between the ends, stages on the same GPUs have the same number of layers."""
+    shape = Plan(tensor, depth, width, 1, depth)
+    devices = [cost.device(shape, stage) for stage in range(depth)]
+    if len(set(devices)) == 1:
+        return [s for s in every_split(cost.model.layers, depth) if is_looked_at(s, cost.model.layers)]
+    layers, rates = cost.model.layers, [1 / cost._compute(device).layer(shape).total for device in devices]
+    shares = [layers * rate / sum(rates) for rate in rates]
+    near = [range(max(math.floor(share) - 2, 1), math.ceil(share) + 3) for share in shares]
+    return [
+        stages
+        for stages in itertools.product(*near)
+        if sum(stages) == layers and len({*zip(devices[1:-1], stages[1:-1])}) == len({*devices[1:-1]})
     ]
 
 
@@ -81,6 +107,8 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
         if context * tensor * depth * width != gpus:
             continue
         splits = [stages for stages in every_split(layers, depth) if all_splits or is_looked_at(stages, layers)]
+        if cost.cluster.devices:
+            splits = mixed_splits(cost, tensor, depth, width)
         split_kinds = [(stages, kind) for stages in splits for kind in kinds(space, stages)]
         for microbatch, schedule, virtual, slots, distributed, inside, (stages, kind) in itertools.product(
             space.microbatch or (2**k for k in range(12)),
@@ -117,7 +145,7 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
                 sequence_parallel=space.sequence_parallel and tensor > 1 and cost.model.kind == "gpt",
                 recompute_layers=kind[1],
                 context=context,
-            )
+            ).with_layers(stages)
             if legal(cost, plan):
                 yield in_rounds(cost, plan)
                 yield from further_ahead(cost, plan) if space.extra_warmup else ()
@@ -220,6 +248,10 @@ SPACES = {
     "6 layers, 2 servers, parts of sequences": (
         Cost(tiny(6), slow(2), "bf16", flash=True),
         Space(16, microbatch=(1, 2), recompute=("none", "selective"), context=(1, 2, 4)),
+    ),
+    "8 layers, 2 servers of different GPUs": (
+        Cost(tiny(8), mixed(0.3, 0.2), "bf16"),
+        Space(16, ("2bw", "megatron"), microbatch=(1, 2), recompute=("none", "full")),
     ),
     "pipedream, untied": (
         Cost(tiny(4, tied=False), slow(2), "bf16"),

@@ -95,7 +95,7 @@ class ClosedForm(Cost):
         rest = max(seconds - compute - tensor - fill, 0.0)
         reduced = max(self.times(plan).of("reduce", plan.depth)) >= seconds - fill - 1e-12
         split = Split(compute, tensor, 0.0 if reduced else rest, rest if reduced else 0.0, 0.0, fill)
-        return Estimate(plan, seconds, split, (self._memory(plan),) * plan.depth, self.capacity)
+        return Estimate(plan, seconds, split, (self._memory(plan),) * plan.depth, (self.capacity,) * plan.depth)
 
 
 class Printed(ClosedForm):

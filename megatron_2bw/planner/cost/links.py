@@ -83,6 +83,17 @@ def layout(
     return Layout(_group(tensors, on), _group(data, on), ends, tuple(boundaries), _group(chunks, on))
 
 
+@lru_cache(maxsize=4096)
+def servers_of(
+    stage: int, tensor: int, depth: int, width: int, pipeline_inside: bool, gpus_per_server: int, context: int = 1
+) -> tuple[int, ...]:
+    """The servers of a stage's ranks."""
+    each = tensor * context
+    stage_stride, pipeline_stride = (each, each * depth) if pipeline_inside else (each * width, each)
+    firsts = [stage * stage_stride + pipeline * pipeline_stride for pipeline in range(width)]
+    return tuple(sorted({(first + part) // gpus_per_server for first in firsts for part in range(each)}))
+
+
 def _group(servers: list[int], gpus_per_server: int) -> Group:
     apart = len(set(servers))
     return Group(len(servers), apart, max(gpus_per_server * apart // len(servers), 1) if apart > 1 else 1)

@@ -151,7 +151,7 @@ class Memory:
     def heaviest(self, plan: Plan) -> float:
         """Bytes of the heaviest stage. Of the stages between the ends the second has most microbatches in flight."""
         layers = plan.layers_of(self.model)
-        stages = {0, min(1, plan.depth - 1), plan.depth - 1}
+        stages = range(plan.depth) if plan.stages else {0, min(1, plan.depth - 1), plan.depth - 1}
         return max(self.stage(plan, stage, layers[stage]).total for stage in stages)
 
     def stage(self, plan: Plan, stage: int, layers: int) -> StageMemory:

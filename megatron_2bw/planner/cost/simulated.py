@@ -9,11 +9,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Self
 
 from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cost.compute import Compute, Work
-from megatron_2bw.planner.cost.links import all_reduce, half, layout, message
+from megatron_2bw.planner.cost.links import all_reduce, half, layout, message, servers_of
 from megatron_2bw.planner.cost.memory import (
     BYTES,
     CONTEXT,
@@ -25,7 +26,7 @@ from megatron_2bw.planner.cost.memory import (
     communicators,
     megatrons_communicators,
 )
-from megatron_2bw.planner.describe.cluster import Cluster
+from megatron_2bw.planner.describe.cluster import Cluster, Device, weakest
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan, by_fields
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
@@ -38,7 +39,10 @@ MIN_EXPOSED_SHARE = 0.05
 MIN_HIDDEN_SHARE = 0.02
 
 # The fields of a plan on which the work of its stages and its messages depend.
-STAGES = "tensor context depth width microbatch recompute sequence_parallel pipeline_inside first last".split()
+STAGES = "tensor context depth width microbatch recompute sequence_parallel pipeline_inside first last stages".split()
+
+
+_weakest = lru_cache(maxsize=1024)(weakest)
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan with its predicted seconds per iteration, their causes, and every stage's memory in bytes."""
+    """A plan with its predicted seconds per iteration, their causes, and by stage the bytes taken and allowed."""
 
     plan: Plan
     seconds: float
     split: Split
     memory: tuple[StageMemory, ...]
-    capacity: float
+    capacities: tuple[float, ...]
 
     @property
     def throughput(self) -> float:
@@ -75,8 +79,13 @@ class Estimate:
 
     @property
     def headroom(self) -> float:
-        """Bytes that the memory margin allows and the heaviest stage does not use."""
-        return self.capacity - self.heaviest
+        """Bytes that the memory margin allows and the fullest stage does not use."""
+        return min(room - stage.total for room, stage in zip(self.capacities, self.memory))
+
+    @property
+    def capacity(self) -> float:
+        """Bytes allowed on the smallest GPU."""
+        return min(self.capacities)
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,7 @@ class Cost:
         self.model, self.cluster, self.precision, self.given_margin = model, cluster, precision, margin
         flash = cluster.device.flash if flash is None else flash
         self.compute = Compute(model, cluster, precision, flash)
+        self._others: dict[Device, Compute] = {}
         on_gpus, profile = cluster.device.name != "cpu", cluster.profile
         torch_adam = on_gpus and profile is not None and "torch's Adam" in profile.optimizer
         self.memory = Memory(model, precision, flash, torch_adam, on_gpus and cluster.device.capability >= ENGINE_FROM)
@@ -135,7 +145,16 @@ class Cost:
         return BYTES[self.precision].a_parameter(versions, slots, shards, extrapolate)
 
     def fits(self, plan: Plan) -> bool:
-        return self.memory.heaviest(plan) <= self.allowed(plan)
+        if not self.cluster.devices:
+            return self.memory.heaviest(plan) <= self.allowed(plan)
+        needed = self.memory.stages(plan)
+        return all(stage.total <= room for stage, room in zip(needed, self._rooms(plan)))
+
+    def _rooms(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes that each stage may take."""
+        weakest_room = self.allowed(plan)
+        sizes = (self.device(plan, stage).memory_gib - self.cluster.device.memory_gib for stage in range(plan.depth))
+        return tuple(weakest_room + self._share * size * GIB for size in sizes)
 
     def allowed(self, plan: Plan) -> float:
         """Bytes that a stage of the plan may take: the capacity, less the communicators that no margin holds."""
@@ -177,16 +196,44 @@ class Cost:
             update,
             max(alone - work - update, 0.0),
         )
-        return Estimate(plan, seconds, split, tuple(self.memory.stages(plan)), self.allowed(plan))
+        return Estimate(plan, seconds, split, tuple(self.memory.stages(plan)), self._rooms(plan))
 
     @by_fields(*STAGES)
     def stages(self, plan: Plan) -> list[Work]:
         """Work of one microbatch on each stage."""
-        layer = self.compute.layer(plan)
-        works = [layer * count for count in plan.layers_of(self.model)]
-        works[0] = works[0] + self.compute.embedding(plan)
-        works[-1] = works[-1] + self.compute.output(plan)
+        computes, layers = self._computes(plan), plan.layers_of(self.model)
+        works = [compute.layer(plan) * count for compute, count in zip(computes, layers)]
+        works[0] = works[0] + computes[0].embedding(plan)
+        works[-1] = works[-1] + computes[-1].output(plan)
         return works
+
+    def device(self, plan: Plan, stage: int) -> Device:
+        """The weakest GPU of a stage, on which its other replicas wait."""
+        devices, sizes = self.cluster.devices, (plan.tensor, plan.depth, plan.width)
+        if not devices:
+            return self.cluster.device
+        where = servers_of(stage, *sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
+        return _weakest(tuple(devices[server] for server in where))
+
+    def _computes(self, plan: Plan) -> list[Compute]:
+        """Of each stage."""
+        if not self.cluster.devices:
+            return [self.compute] * plan.depth
+        return [self._compute(self.device(plan, stage)) for stage in range(plan.depth)]
+
+    def _compute(self, device: Device) -> Compute:
+        if device not in self._others:
+            on = replace(self.cluster, device=device, devices=())
+            self._others[device] = Compute(self.model, on, self.precision, self.memory.flash)
+        return self._others[device]
+
+    @cached_property
+    def fastest(self) -> Cost:
+        """The same costs where all GPUs have the best figures of any: its times and capacity are bounds."""
+        if not self.cluster.devices:
+            return self
+        device = weakest(self.cluster.devices, strongest=True)
+        return self.on(replace(self.cluster, device=device, devices=()))
 
     def times(self, plan: Plan) -> Times:
         """The simulator's durations."""
@@ -279,12 +326,14 @@ class Cost:
         sizes = plan.tensor, plan.depth, plan.width
         return layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
 
-    @by_fields("tensor", "depth", "first", "last")
+    @by_fields("tensor", "depth", "first", "last", "stages")
     def _parameters(self, plan: Plan) -> list[float]:
         layers = plan.layers_of(self.model)
         return [self.memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
 
-    @by_fields("tensor", "context", "depth", "width", "pipeline_inside", "distributed_optimizer", "first", "last")
+    @by_fields(
+        "tensor", "context", "depth", "width", "pipeline_inside", "distributed_optimizer", "first", "last", "stages"
+    )
     def _step(self, plan: Plan) -> _Step:
         place, size, counts = self._layout(plan), BYTES[self.precision], self._parameters(plan)
         shards = plan.replicas if plan.distributed_optimizer else 1
@@ -294,7 +343,7 @@ class Cost:
         return _Step(
             [collective(self.cluster, place.data, count * size.gradient) for count in counts],
             all_reduce(self.cluster, place.ends, words) if shared else 0.0,
-            [self.compute.update(count, shards) for count in counts],
+            [compute.update(count, shards) for compute, count in zip(self._computes(plan), counts)],
             half(self.cluster, place.data, max(counts) * size.weight) if plan.distributed_optimizer else 0.0,
         )
 

@@ -125,7 +125,7 @@ def weakest(devices: Iterable[Device], strongest: bool = False) -> Device:
         low = strongest == (name in _HIGHER_IS_WEAKER)
         found[name] = (min if low else max)(getattr(device, name) for device in kinds)
     found["flash"] = all(device.flash for device in kinds)
-    return replace(kinds[0], name=" and ".join(device.name for device in kinds), **found)
+    return replace(kinds[0], name=" and ".join(dict.fromkeys(device.name for device in kinds)), **found)
 
 
 _V100 = "45 TFLOP/s on GPT 355M at microbatch 8 (arXiv 2006.09503, section 5)"
@@ -235,7 +235,9 @@ GROUP = ("servers", "gpu")  # of a group of equal servers
 def _from_entries(text: Any, path: Path) -> Cluster:
     where = f"--cluster {path}"
     mixed = isinstance(text, dict) and "groups" in text
-    entries = {name: kind for name, kind in ENTRIES.items() if not mixed or name not in GROUP} | ({"groups": ""} if mixed else {})
+    entries = {name: kind for name, kind in ENTRIES.items() if not mixed or name not in GROUP} | (
+        {"groups": ""} if mixed else {}
+    )
     top = checked(_named(text), where, entries | {"name": "str", "profile": ""}, entries)
     groups = top["groups"] if mixed else [{name: top[name] for name in GROUP}]
     if not isinstance(groups, list) or not groups:

@@ -181,6 +181,8 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     cluster, per_server = named_cluster(options.cluster), options.gpus_per_server
     if per_server and per_server > cluster.gpus_per_server:
         raise UserError(f"--gpus-per-server {per_server}: the servers of {cluster.name} have {cluster.gpus_per_server}")
+    if options.servers and cluster.devices:
+        raise UserError(f"--servers {options.servers}: the groups of --cluster {options.cluster} say it; leave it out")
     cluster = replace(
         cluster, servers=options.servers or cluster.servers, gpus_per_server=per_server or cluster.gpus_per_server
     )
@@ -194,6 +196,8 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     options.profile = options.profile or cluster.profile  # errors name it
     if not options.profile:
         return cluster
+    if cluster.devices:
+        raise UserError(f"--profile {options.profile}: it is of one GPU, and the cluster has several; leave it out")
     profile = Profile.load(Path(options.profile))
     between = cluster.between
     if profile.between and not options.link:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cost.bounds import work_bound
+from megatron_2bw.planner.cost.compute import Work
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan, by_fields
@@ -24,6 +25,7 @@ PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 
 
 RECOMPUTES = (*RECOMPUTE, "stage")
+WIDER = 2
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Search:
             bound, _, state, plan, choice = heapq.heappop(queue)
             if bound >= self.limit:
                 return
-            if state == "shape" and self._least_memory(plan) > self.cost.capacity:
+            if state == "shape" and self._least_memory(plan) > self.cost.fastest.capacity:
                 self.too_large.append(self._leanest(plan))
             elif state == "shape":
                 for split in self.split(plan):
@@ -144,7 +146,7 @@ class Search:
 
     def _shape_bound(self, plan: Plan) -> float:
         """Seconds per sample if the stages had equal work and never waited."""
-        works = self.cost.stages(replace(plan, depth=1, width=plan.width * plan.depth))
+        works = self.cost.fastest.stages(replace(plan, depth=1, width=plan.width * plan.depth))
         return works[0].total / (plan.depth * plan.microbatch * plan.width)
 
     def _leanest(self, shape: Plan) -> Plan:
@@ -166,11 +168,18 @@ class Search:
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""
-        return max(work.total for work in self.cost.stages(plan)) / (plan.microbatch * plan.width)
+        return max(work.total for work in self._works(plan)) / (plan.microbatch * plan.width)
+
+    def _works(self, split: Plan) -> list[Work]:
+        """Work of one microbatch on each stage, in the rank order that puts it on the faster GPUs."""
+        if not self.cost.cluster.devices:
+            return self.cost.stages(split)
+        orders = [self.cost.stages(split.changed(pipeline_inside=inside)) for inside in self.space.pipeline_inside]
+        return [Work(min(w.forward for w in works), min(w.backward for w in works)) for works in zip(*orders)]
 
     def _work_bound(self, split: Plan, schedule: str, slots: int, virtual: int) -> float:
         """Seconds per sample of the schedule, with the shortest steps and messages of all `variants`."""
-        works = self.cost.stages(split)
+        works = self._works(split)
         seconds = work_bound(works, split.microbatches, schedule, virtual)
         reduce, update, messages, taken = self._least_waits(split)
         if schedule == "2bw":
@@ -181,7 +190,7 @@ class Search:
             seconds += update if schedule == "megatron" else update + reduce
         return seconds / split.global_batch
 
-    @by_fields("tensor", "context", "depth", "width", "microbatch", "first", "last")
+    @by_fields("tensor", "context", "depth", "width", "microbatch", "first", "last", "stages")
     def _least_waits(self, split: Plan) -> tuple[float, float, float, float]:
         """The minimum of `Cost.waits` over all `variants`, term by term."""
         choices = itertools.product(self.space.pipeline_inside, self.space.distributed_optimizer)
@@ -210,11 +219,12 @@ class Search:
         if not microbatches:
             self.rejected["the global batch is smaller than the data-parallel size"] += 1
             return None
+        plan = Plan(tensor, depth, width, microbatch, microbatches, schedule="megatron")
         split = next(iter(self.splits(depth)), None)
         if split is None:
             self.rejected["more stages than the layers divide into"] += 1
             return None
-        plan = Plan(tensor, depth, width, microbatch, microbatches, schedule="megatron", first=split[0], last=split[1])
+        plan = plan.changed(first=split[0], last=split[1])
         plan = plan.changed(context=context)
         if self.space.sequence_parallel and tensor > 1 and may_divide_sequences(self.cost.model):
             plan = plan.changed(sequence_parallel=True)
@@ -239,12 +249,36 @@ class Search:
 
     def split(self, shape: Plan) -> Iterator[Plan]:
         """The shape with its layers divided."""
-        for first, last in self.splits(shape.depth):
-            split = shape.changed(first=first, last=last)
+        for layers in self.layouts(shape):
+            split = shape.with_layers(layers)
             if split.recompute_layers > 1:
                 split = split.changed(recompute_layers=max(split.layers_of(self.cost.model)))
             if split.recompute_layers > 1 or shape.recompute_layers == 1 or "full" not in self.space.recompute:
                 yield split
+
+    def layouts(self, shape: Plan) -> Iterator[list[int]]:
+        """Layers of each stage. Stages between the ends have as many as the others on the same GPUs."""
+        depth, layers = shape.depth, self.cost.model.layers
+        devices = [self.cost.device(shape, stage) for stage in range(depth)]
+        if len({*devices}) == 1 or not self.space.uneven:
+            for first, last in self.splits(depth):
+                yield shape.changed(first=first, last=last).layers_of(self.cost.model)
+            return
+        # By its speed each GPU has a share of the layers; a stage may have up to WIDER more or less.
+        totals = {device: self.cost._compute(device).layer(shape).total for device in dict.fromkeys(devices)}
+        each = layers / sum(1 / totals[device] for device in devices)
+        near = {
+            device: range(max(math.floor(each / total) - WIDER, 1), math.ceil(each / total) + WIDER + 1)
+            for device, total in totals.items()
+        }
+        middle = [*dict.fromkeys(devices[1:-1])]
+        for counts in itertools.product(*(near[device] for device in middle)):
+            given = dict(zip(middle, counts))
+            between = [given[device] for device in devices[1:-1]]
+            for first in near[devices[0]]:
+                last = layers - sum(between) - first
+                if last in near[devices[-1]]:
+                    yield [first, *between, last]
 
     def splits(self, depth: int) -> list[tuple[int, int]]:
         """(first, last) layers of uneven stages; (0, 0) for an even split.
@@ -304,7 +338,7 @@ class Search:
             if shape.depth == 1 and schedule not in ("megatron", "pipedream") and "megatron" in self.space.schedules:
                 continue  # on one stage they equal Megatron's schedule without its overlap
             yield schedule, 2, 1
-            if schedule == "megatron" and shape.depth > 1:
+            if schedule == "megatron" and shape.depth > 1 and not shape.stages:
                 each = math.gcd(*shape.layers_of(self.cost.model))
                 yield from ((schedule, 2, virtual) for virtual in _divisors(each, self.space.virtual) if virtual > 1)
 
@@ -343,7 +377,7 @@ def on_fewer(cost: Cost, space: Space, limit: float = math.inf) -> tuple[Cost, f
     parts = [(n, per_server) for n in counts if 0 < n < servers] + [(servers, n) for n in range(1, per_server)]
     found = None
     for part in sorted(parts, key=math.prod, reverse=True):
-        on = cost.on(replace(cost.cluster, servers=part[0], gpus_per_server=part[1]))
+        on = cost.on(cost.cluster.part(*part))
         for seconds, plan in itertools.islice(Search(on, space, limit=found[1] if found else limit), 1):
             found = on, seconds, plan
     return found

@@ -5,6 +5,7 @@ Invariant: every number is from an Estimate, and every term is marked MEASURED o
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from dataclasses import dataclass, replace
@@ -148,7 +149,10 @@ def table(result: Result) -> str:
 
 
 def _layers(stages: list[int]) -> str:
-    """Layers of each stage, or of the first, each middle and the last stage."""
+    """Layers of each stage; of the first, each middle and the last stage; or of all: 6,3x5,4x3 has 3 stages of 5."""
+    if len({*stages[1:-1]}) > 1:
+        runs = [(layers, len([*same])) for layers, same in itertools.groupby(stages)]
+        return ",".join(f"{count}x{layers}" if count > 1 else str(layers) for layers, count in runs)
     ends = [stages[0], *stages[1:-1][:1], stages[-1]]
     return "/".join(map(str, ends)) if len(set(stages)) > 1 else str(stages[0])
 
@@ -157,7 +161,7 @@ def memory_table(estimate: Estimate) -> str:
     """GiB on the GPUs of every stage, by kind. In deep pipelines equal stages between the ends share a line."""
     rows: list[tuple[int, int, list[str]]] = []  # first and last stage of the line
     for number, stage in enumerate(estimate.memory):
-        sizes = [*(getattr(stage, kind) for kind in KINDS), stage.total, estimate.capacity - stage.total]
+        sizes = [*(getattr(stage, kind) for kind in KINDS), stage.total, estimate.capacities[number] - stage.total]
         cells = [f"{size / GIB:.2f}" for size in sizes]
         inner = 1 < number < estimate.plan.depth - 1 and estimate.plan.depth > LISTED_STAGES
         first = rows.pop()[0] if inner and rows[-1][2] == cells else number

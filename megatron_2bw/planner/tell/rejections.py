@@ -82,7 +82,7 @@ def changes(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, **flush, extra_warmup=(), extrapolate=False)
     if plan.microbatch % 2 == 0:
         yield replace(plan, microbatch=plan.microbatch // 2, microbatches=2 * plan.microbatches)
-    deeper = replace(plan, depth=2 * plan.depth, first=0, last=0, extra_warmup=())
+    deeper = replace(plan, depth=2 * plan.depth, first=0, last=0, stages=(), extra_warmup=())
     if plan.width % 2 == 0:
         yield replace(deeper, width=plan.width // 2, microbatches=2 * plan.microbatches)
     if plan.tensor % 2 == 0:
@@ -139,7 +139,8 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
 def _more_servers(cost: Cost, space: Space) -> list[str]:
     """The smallest cluster of 2, 4, ... 64 times as many servers on which a plan fits."""
     for times in (2, 4, 8, 16, 32, 64):
-        cluster = replace(cost.cluster, servers=times * cost.cluster.servers)
+        devices = times * cost.cluster.devices
+        cluster = replace(cost.cluster, servers=times * cost.cluster.servers, devices=devices)
         plan = _fitting(cost.on(cluster), space)
         if plan is not None:
             return [f"{cluster.servers} servers ({cluster.gpus} GPUs), for example with {plan.title}"]
