@@ -408,7 +408,19 @@ def inside(**entries) -> dict:
 
 
 # What the file holds and the words that name what is wrong.
+_FAST, _SLOW = (
+    {"name": name, "memory_gib": size, "tflops": 2 * size, "memory_gb_s": 900}
+    for name, size in (("fast", 24), ("slow", 16))
+)
+MIXED = {name: DESCRIBED[name] for name in ("gpus_per_server", "inside", "between")} | {
+    "groups": [{"servers": 1, "gpu": _FAST}, {"servers": 2, "gpu": _SLOW}]
+}
 BAD_CLUSTERS = {
+    "no groups": (MIXED | {"groups": []}, "groups must be a list of servers and gpu"),
+    "a group of none": (MIXED | {"groups": [{"servers": 0, "gpu": _FAST}]}, "servers must be a positive whole number"),
+    "a group without a gpu": (MIXED | {"groups": [{"servers": 1}]}, "groups: the entry gpu is missing"),
+    "groups and a gpu": (MIXED | {"gpu": _FAST}, "unknown entry gpu"),
+    "a profile of groups": (MIXED | {"profile": "p.json"}, "profile is of one GPU"),
     **{
         f"no {name}": (without(DESCRIBED, name), f"the entry {name} is missing")
         for name in ("servers", "gpus_per_server", "gpu", "inside", "between")
@@ -499,6 +511,24 @@ def test_a_cluster_comes_back_from_its_file(cluster, tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["cluster.yaml"]
     with pytest.raises(UserError, match=f"^--out {tmp_path}: Is a directory$"):
         to_yaml(cluster, tmp_path)
+
+
+def test_servers_of_different_gpus(call, write, tmp_path):
+    cluster = from_yaml(write(MIXED))
+    assert cluster.servers == 3 and [device.name for device in cluster.devices] == ["fast", "slow", "slow"]
+    assert (cluster.device.memory_gib, cluster.device.tflops, cluster.device.name) == (16, 32, "fast and slow")
+    assert cluster.part(1, 2).device == cluster.devices[0] and cluster.part(1, 2).devices == ()
+    to_yaml(cluster, tmp_path / "again.yaml")
+    assert from_yaml(tmp_path / "again.yaml") == cluster
+    words = ["--cluster", write(MIXED), "--max-global-batch-size", "24", "--tensor-model-parallel-size", "1"]
+    one = [*words, "--pipeline-model-parallel-size", "6", "--schedules", "2bw", "--top", "1"]
+    found = call("--model", "gpt-1.3b", *one, "--json", tmp_path / "plan.json")
+    plan = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
+    assert sum(plan["layers"]) == 24 and plan["layers"][1] > plan["layers"][2]
+    layout = "E" + "|".join(f"t*{layers}" for layers in plan["layers"]) + "L"
+    assert f"--pipeline-model-parallel-layout '{layout}'" in found.out  # as a shell takes it
+    refused(call("--model", "gpt-1.3b", *one, "--servers", "2"), "--servers 2: the groups of --cluster")
+    refused(call("--model", "gpt-1.3b", *one, "--profile", "p.json"), "--profile p.json: it is of one GPU")
 
 
 def test_a_described_cluster_plans_as_the_preset_that_it_is(call, tmp_path):

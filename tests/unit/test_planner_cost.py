@@ -730,3 +730,36 @@ def test_the_flags_and_the_name_of_context_parallelism():
     assert "--context-parallel-size 2" in " ".join(plan.flags()) and plan.name == "2bw t2 c2 d4 w2 b1"
     assert plan.gpus == 32 and plan.global_batch == 16
     assert "--context-parallel-size" not in Plan(2, 4, 2, 1, 8).flags()
+
+
+# --- different GPUs --------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_has_the_speed_and_the_memory_of_its_weakest_gpu():
+    fast = replace(DEVICE, name="fast", memory_gib=80, tflops=4.0)
+    slow = replace(DEVICE, name="slow", memory_gib=40, tflops=1.0)
+    mixed = replace(CLUSTER, devices=(fast, slow)).part(2, 8)
+    alone = {device: Cost(GPT, replace(CLUSTER, device=device)) for device in (fast, slow)}
+    cost, plan = Cost(GPT, mixed), Plan(1, 4, 4, 2, 8)  # replicas are neighbours: two stages on each server
+    layers = [alone[device].compute.layer(plan) for device in (fast, fast, slow, slow)]
+    works = cost.stages(plan.with_layers([3, 3, 1, 1]))
+    assert works[1] == layers[1] * 3 and works[2] == layers[2] * 1
+    assert works[0].total - layers[0].total * 3 == pytest.approx(alone[fast].compute.embedding(plan).total)
+    assert cost.stages(plan.changed(pipeline_inside=True))[1] == layers[2] * 2  # half of its replicas are on slow ones
+    estimate = cost.estimate(plan.with_layers([3, 3, 1, 1]))
+    rooms = [alone[device].estimate(plan).capacities[0] for device in (fast, fast, slow, slow)]
+    assert estimate.capacities == pytest.approx(rooms) and estimate.capacity == estimate.capacities[2]
+    free = [room - stage.total for room, stage in zip(rooms, estimate.memory)]
+    assert estimate.headroom == pytest.approx(min(free))
+    needed = max(stage.total for stage in estimate.memory) / 2**30
+    for size, fits in ((needed / 2, False), (4 * needed, True)):  # of the fast ones, which have most layers
+        here = Cost(GPT, replace(mixed, devices=(replace(fast, memory_gib=size + 4), replace(slow, memory_gib=99))))
+        assert here.fits(plan.with_layers([3, 3, 1, 1])) == fits
+
+
+def test_layers_go_into_the_flags_that_can_express_them():
+    plan = Plan(1, 4, 2, 1, 8)
+    assert plan.with_layers([6] * 4) == plan and plan.with_layers([3, 8, 8, 5]) == replace(plan, first=3, last=5)
+    layout = plan.with_layers([8, 7, 5, 4])
+    assert layout.layers_of(replace(GPT, layers=24)) == [8, 7, 5, 4] and layout.with_layers([6] * 4) == plan
+    assert layout.flags()[layout.flags().index("--pipeline-model-parallel-layout") + 1] == "Et*8|t*7|t*5|t*4L"
