@@ -15,6 +15,7 @@ from megatron_2bw.planner.describe import cluster
 from megatron_2bw.planner.describe.model import LLAMA_LAYER, Model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure import calibrate
+from megatron_2bw.planner.measure.runs import Run, read_runs
 
 # Flash attention with dropout in Megatron's deterministic mode, in times of the same without both.
 DETERMINISTIC = 2.2
@@ -120,44 +121,53 @@ def golden() -> list[Check]:
 
 def b200() -> list[Check]:
     """12 layers of a 70B on 8 B200. Its runs overlapped no reduction, so the plans are those of a plain 1F1B."""
-    model, rows = Model("70B", 12, 8192, 64, 128256, 4096, groups=8, ffn=28672, tied=False, **LLAMA_LAYER), []
-    runs = []
-    for row in table("simumax_b200_70b.csv"):
+    preset, chosen, source = cluster.PRESETS["dgx-b200"], [0, 1, 2, 3], "SimuMax, docs/b200 (Apache-2.0)"
+    rows = _b200_rows(Model("70B", 12, 8192, 64, 128256, 4096, groups=8, ffn=28672, tied=False, **LLAMA_LAYER))
+    runs = [row.pop("run") for row in rows]
+    fitted = calibrate.predict(calibrate.calibrate(preset, [runs[index] for index in chosen]), runs)
+    after = [
+        row | {"calibrated": round(seconds / run.seconds - 1, 3), "fitted to": index in chosen}
+        for index, (row, run, seconds) in enumerate(zip(rows, runs, fitted))
+    ]
+    large = _b200_rows(Model("405B", 4, 16384, 128, 128256, 4096, groups=8, ffn=53248, tied=False, **LLAMA_LAYER))
+    large = [{name: value for name, value in row.items() if name != "run"} for row in large]
+    alone = "products, memory-bound kernels and collectives measured one by one; 0.02 of the products' share on 405B"
+    memory = dict(key="memory's error", shown=False, assumes="one layer's gradients are dummies")
+    return [
+        within(8, "12 layers of 70B on 8 B200", source, rows, assumes=alone),
+        within(5, "the same after four rows", source, after, "calibrated", assumes="the four of 4 microbatches"),
+        within(8, "4 layers of 405B on 8 B200", source, large, assumes="chose 0.02 of the products' share"),
+        within(2, "memory of 70B and 405B on 8 B200", source, rows + large, **memory),
+    ]
+
+
+def _b200_rows(model: Model) -> list[dict]:
+    preset, rows = cluster.PRESETS["dgx-b200"], []
+    cost = Cost(model, preset)
+    for row in table(f"simumax_b200_{model.name.lower()}.csv"):
         tensor, depth, width, batch = (int(row[name]) for name in ("tensor", "depth", "width", "global_batch"))
         plan = Plan(tensor, depth, width, 1, batch // width, "none", "pipedream-flush")
         plan = replace(plan, sequence_parallel=tensor > 1, distributed_optimizer=width > 1)
-        runs.append(calibrate.Run(model, plan, float(row["seconds"]), flash=True))
-    preset = cluster.PRESETS["dgx-b200"]
-    chosen = [0, 1, 2, 3]
-    fitted = calibrate.predict(calibrate.calibrate(preset, [runs[index] for index in chosen]), runs)
-    cost, held = Cost(model, preset), [float(row["gib"]) for row in table("simumax_b200_70b.csv")]
-    for index, (run, seconds, after, gib) in enumerate(zip(runs, calibrate.predict(preset, runs), fitted, held)):
+        seconds, gib = float(row["seconds"]), float(row["gib"])
         rows.append(
             {
-                "t": run.plan.tensor,
-                "d": run.plan.depth,
-                "m": run.plan.microbatches,
-                "measured s": run.seconds,
-                "predicted s": round(seconds, 3),
-                "error": round(seconds / run.seconds - 1, 3),
+                "t": tensor,
+                "d": depth,
+                "m": plan.microbatches,
+                "measured s": seconds,
+                "predicted s": round(cost.seconds(plan), 3),
+                "error": round(cost.seconds(plan) / seconds - 1, 3),
                 "measured GiB": gib,
-                "memory's error": round(cost.memory.heaviest(run.plan) / GIB / gib - 1, 3),
-                "calibrated": round(after / run.seconds - 1, 3),
-                "fitted to": index in chosen,
+                "memory's error": round(cost.memory.heaviest(plan) / GIB / gib - 1, 3),
+                "run": Run(model, plan, seconds, flash=True),
             }
         )
-    source = "SimuMax, docs/b200 (Apache-2.0)"
-    uncalibrated = [{name: value for name, value in row.items() if name != "fitted to"} for row in rows]
-    return [
-        within(8, "12 layers of 70B on 8 B200", source, uncalibrated, assumes="products and links measured one by one"),
-        within(2, "memory of the same", source, uncalibrated, "memory's error", shown=False, assumes="dummy gradients"),
-        within(5, "the same after four rows", source, rows, "calibrated", assumes="the four of 4 microbatches"),
-    ]
+    return rows
 
 
 def multi_node() -> list[Check]:
     """Runs on 64 to 512 A100 that chose no constant."""
-    runs = calibrate.read_runs(MEASURED / "vtrain_multi_node.csv")
+    runs = read_runs(MEASURED / "vtrain_multi_node.csv")
     seconds = calibrate.predict(cluster.PRESETS["dgx-a100-80"], runs)
     rows = []
     for hidden in sorted({run.model.hidden for run in runs}):

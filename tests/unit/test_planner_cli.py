@@ -676,7 +676,8 @@ def test_calibrate_without_a_fit_predicts(call, write):
     ended = call("calibrate", write(RUNS, "runs.csv"), "--cluster", "dgx-a100-80", "--rows", "0")
     assert ended.status == 0 and "fitted to 0 of 3 runs" in ended.out and "error of the other 3" in ended.out
     ended = call("calibrate", write(RUNS, "runs.csv"), "--cluster", "dgx-a100-80", "--rows", "3")
-    assert ended.status == 0 and "error" not in ended.out
+    assert ended.status == 0 and "error of the other" not in ended.out
+    assert re.search(r"^mean absolute error by cross-validation: [\d.]+%, at most [\d.]+%$", ended.out, re.MULTILINE)
 
 
 def test_a_described_cluster_is_fitted_and_read_again(call, write, tmp_path):
