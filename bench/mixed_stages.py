@@ -84,7 +84,7 @@ def compare(cost: Cost, schedule: str, chosen: argparse.Namespace) -> dict[str, 
             "gain": round(sample_ms(cost, alike) / sample_ms(cost, free), 3),
         },
     }
-    fixed = replace(space, tensor=(1,), depth=(STAGES,), microbatch=(chosen.microbatch,), extra_warmup=False)
+    fixed = replace(space, batch=STAGES * chosen.microbatch, tensor=(1,), depth=(STAGES,), microbatch=(chosen.microbatch,), extra_warmup=False)
     rows, gains = [], []
     for plan in plans(cost, fixed):
         simulated, seconds = measured(cost, plan, chosen.scale, chosen.iterations)
@@ -107,8 +107,8 @@ def main() -> int:
     parser = new_parser(__doc__, "mixed_stages")
     parser.add_argument("--schedules", type=names_of(SCHEDULES), default=SCHEDULES, metavar="NAME,...")
     parser.add_argument("--microbatch", type=int, default=4)
-    parser.add_argument("--scale", type=float, default=5.0, help="of the planner's seconds (default: 5)")
-    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--scale", type=float, default=20.0, help="of the planner's seconds (default: 20)")
+    parser.add_argument("--iterations", type=int, default=7)
     chosen = parser.parse_args()
     cost = Cost(models.preset(MODEL), from_yaml(Path(__file__).with_name("mixed.yaml")), "bf16")
     result: dict[str, Any] = {"machine": {"cores": os.cpu_count()}, "rows": []}

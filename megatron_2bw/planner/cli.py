@@ -23,7 +23,7 @@ from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.cluster import INFINIBAND, network
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.describe.inputs import add_model_flags, cluster_of, model_of, numbers
-from megatron_2bw.planner.find.search import PLANNED, RECOMPUTES, Search, Space
+from megatron_2bw.planner.find.search import MORE_RECOMPUTES, PLANNED, RECOMPUTES, Search, Space
 from megatron_2bw.planner.measure import blocks, validate
 from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report, training
 from megatron_2bw.processes import exit_on_signals
@@ -82,10 +82,10 @@ def planning_parser(prog: str, description: str) -> Parser:
     add("--context-parallel-size", type=numbers, metavar="N,...", help=sequences)
     add(
         "--recompute",
-        type=names_of(RECOMPUTES),
+        type=names_of((*RECOMPUTES, *MORE_RECOMPUTES)),
         default=RECOMPUTES,
         metavar="NAME,...",
-        help=f"of {', '.join(RECOMPUTES)}",
+        help=f"of {', '.join(RECOMPUTES)} (default: these), {', '.join(MORE_RECOMPUTES)}",
     )
     add("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
     add("--no-extra-warmup", action="store_true", help="by default 2bw hides messages on slow links by extra warm-up")

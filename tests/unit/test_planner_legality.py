@@ -80,6 +80,13 @@ CASES = [
     broken("unknown recompute granularity", "--recompute-granularity half", recompute="half"),
     broken("unknown recompute granularity", "--recompute-num-layers 3", recompute_layers=3),
     broken("unknown recompute granularity", "--recompute-num-layers 0", recompute="full", recompute_layers=0),
+    broken("unknown recompute granularity", "--recompute-modules mlp: give some of", recompute_modules=("mlp",)),
+    broken(
+        "unknown recompute granularity", "--recompute-modules moe", recompute="selective", recompute_modules=("moe",)
+    ),
+    broken(
+        "unknown recompute granularity", "--recompute-method block with --recompute-num-layers 2", recompute_block=2
+    ),
     broken("unknown precision", "--fp8", precision="fp8"),
     broken(
         "sizes do not use every GPU", "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 4 x 1", width=1
@@ -533,6 +540,9 @@ ROUND_TRIP = [
     case(LLAMA, 2, 4, 2, 8, schedule="megatron", context=4, distributed_optimizer=True),
     case(LLAMA, 4, 2, 1, 8, context=2),
     case(GPT, 1, 4, 2, 8, stages=(8, 7, 5, 4)),
+    case(GPT, 1, 4, 2, 8, recompute="selective", recompute_modules=("core_attn", "mlp")),
+    case(GPT, 2, 4, 2, 8, schedule="megatron", recompute="selective", recompute_modules=("layernorm",)),
+    case(GPT, 1, 4, 2, 8, recompute="full", recompute_block=5),
     case(GPT, 1, 4, 2, 8, schedule="megatron", stages=(2, 9, 5, 8)),
     case(LLAMA, 1, 1, 8, 1, "fp32", schedule="megatron", distributed_optimizer=True),
 ]
@@ -567,7 +577,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
     recompute = {
         "none": (None, None, None),
         "selective": ("selective", None, None),
-        "full": ("full", "uniform", plan.recompute_layers),
+        "full": ("full", "block" if plan.recompute_block else "uniform", plan.recompute_block or plan.recompute_layers),
     }
     expected = {
         "pipeline_schedule": plan.schedule,
@@ -575,6 +585,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "pipeline_model_parallel_size": plan.depth,
         "data_parallel_size": plan.width,
         "context_parallel_size": plan.context,
+        "recompute_modules": [*plan.recompute_modules] or None,
         "micro_batch_size": plan.microbatch,
         "global_batch_size": plan.global_batch,
         "decoder_first_pipeline_num_layers": plan.first or None,

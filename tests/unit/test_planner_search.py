@@ -95,9 +95,17 @@ def is_looked_at(stages: tuple[int, ...], layers: int) -> bool:
     return max(stages) <= longest and stages[1] >= layers // len(stages) - 1
 
 
-def kinds(space: Space, stages: tuple[int, ...]) -> set[tuple[str, int]]:
-    """(recompute, its layers at a time). "stage" is full recompute of as many layers as the longest stage has."""
-    return {("full", max(stages)) if kind == "stage" else (kind, 1) for kind in space.recompute}
+def kinds(cost: Cost, space: Space, stages: tuple[int, ...]) -> list[dict]:
+    """Fields of plans. "stage" is full recompute of as many layers as the longest stage has, "block" of fewer."""
+    found = {
+        "stage": [{"recompute": "full", "recompute_layers": max(stages)}],
+        "block": [{"recompute": "full", "recompute_block": layers} for layers in range(1, max(stages))],
+    }
+    attention = () if cost.memory.flash else ("core_attn",)
+    for module in ("mlp", "layernorm"):
+        found[module] = [{"recompute": "selective", "recompute_modules": (*attention, module)}]
+    unique = {tuple(fields.items()) for kind in space.recompute for fields in found.get(kind, [{"recompute": kind}])}
+    return [dict(fields) for fields in sorted(unique, key=str)]
 
 
 def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[Plan]:
@@ -109,7 +117,7 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
         splits = [stages for stages in every_split(layers, depth) if all_splits or is_looked_at(stages, layers)]
         if cost.cluster.devices:
             splits = mixed_splits(cost, tensor, depth, width)
-        split_kinds = [(stages, kind) for stages in splits for kind in kinds(space, stages)]
+        split_kinds = [(stages, kind) for stages in splits for kind in kinds(cost, space, stages)]
         for microbatch, schedule, virtual, slots, distributed, inside, (stages, kind) in itertools.product(
             space.microbatch or (2**k for k in range(12)),
             space.schedules,
@@ -134,7 +142,7 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
                 width,
                 microbatch,
                 microbatches,
-                kind[0],
+                "none",
                 schedule,
                 virtual,
                 slots,
@@ -143,9 +151,9 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
                 last,
                 inside,
                 sequence_parallel=space.sequence_parallel and tensor > 1 and cost.model.kind == "gpt",
-                recompute_layers=kind[1],
                 context=context,
             ).with_layers(stages)
+            plan = replace(plan, **kind)
             if legal(cost, plan):
                 yield in_rounds(cost, plan)
                 yield from further_ahead(cost, plan) if space.extra_warmup else ()
@@ -252,6 +260,10 @@ SPACES = {
     "8 layers, 2 servers of different GPUs": (
         Cost(tiny(8), mixed(0.3, 0.2), "bf16"),
         Space(16, ("2bw", "megatron"), microbatch=(1, 2), recompute=("none", "full")),
+    ),
+    "6 layers, 2 servers, modules and some layers again": (
+        Cost(tiny(6), slow(2, memory_gib=0.12), "bf16"),
+        Space(16, ("2bw", "megatron"), microbatch=(2,), recompute=("none", "mlp", "layernorm", "block")),
     ),
     "pipedream, untied": (
         Cost(tiny(4, tied=False), slow(2), "bf16"),

@@ -25,7 +25,7 @@ class ClosedForm(Cost):
     method = "closed forms"
 
     def stages(self, plan: Plan) -> list[Work]:
-        if plan.recompute != "full":
+        if plan.recompute != "full" or plan.recompute_block:
             return super().stages(plan)
         return [work * RECOMPUTE_EXTRA for work in super().stages(replace(plan, recompute="none"))]
 

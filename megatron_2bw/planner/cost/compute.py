@@ -10,10 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cost.links import all_reduce, half, layout, ring_step
-from megatron_2bw.planner.cost.memory import ELEMENT, keys_and_values, layer_activations, score_activations
+from megatron_2bw.planner.cost.memory import (
+    ELEMENT,
+    keys_and_values,
+    layer_activations,
+    mlp_activations,
+    score_activations,
+)
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan, by_fields
+from megatron_2bw.planner.describe.plan import MODULES, Plan, by_fields
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,15 @@ class Compute:
     def measured(self) -> bool:
         return self.cluster.profile is not None
 
-    @by_fields("tensor", "context", "microbatch", "recompute", "sequence_parallel", "pipeline_inside")
+    @by_fields(
+        "tensor", "context", "microbatch", "recompute", "recompute_modules", "sequence_parallel", "pipeline_inside"
+    )
     def layer(self, plan: Plan) -> Work:
         """One layer of the plan's microbatch, with tensor-parallel collectives and recompute."""
         forward, backward = self._kernels(plan.samples, plan.tensor, plan.sequence_parallel)
-        again = {"none": 0.0, "selective": self._scores(plan.samples, plan.tensor), "full": forward}[plan.recompute]
+        again = forward if plan.recompute == "full" else 0.0
+        if plan.recompute == "selective":
+            again = sum(self._module(plan, module, forward) for module in plan.recompute_modules or MODULES[:1])
         # A measured block contains the host's time.
         launch, pair = 0.0 if self.measured and plan.tensor == 1 else self.launch, 0.0
         if plan.tensor > 1:  # two all-reduces per pass, or four all-gathers and reduce-scatters of as many bytes
@@ -71,7 +81,9 @@ class Compute:
         first, last = max(forward + there, launch), max(backward + back, BACKWARD_LAUNCH * launch)
         if plan.recompute == "full":
             return Work(first, last + max(again + there, launch), 2 * there + back)
-        if plan.recompute == "selective":
+        if plan.recompute == "selective" and "mlp" in plan.recompute_modules:
+            again, back = again + pair / 2, back + pair / 2
+        if plan.recompute == "selective" and "core_attn" in (plan.recompute_modules or MODULES):
             again, back = again + ring, back + ring
         return Work(first, last + again, there + back)
 
@@ -121,6 +133,25 @@ class Compute:
             return flops / self.flops
         share = self.cluster.device.attention_efficiency or self.cluster.device.gemm_efficiency
         return flops * (1 if self.model.kind == "bert" else 0.5) / (self.peak * share)
+
+    def _module(self, plan: Plan, module: str, forward: float) -> float:
+        """Seconds of a module's forward, which selective recompute repeats; `forward` is the layer's."""
+        if module == "core_attn":
+            return self._scores(plan.samples, plan.tensor)
+        tokens = plan.samples * self.model.sequence
+        if module == "layernorm":  # reads and writes
+            whole = 4 * tokens * self.model.hidden * ELEMENT[self.precision] / self.bytes
+            return whole / (plan.tensor if plan.sequence_parallel else 1)
+        if self.measured:
+            matrices, scores = self.model.layer_flops(1)
+            return (
+                forward * matrices / (matrices + scores) * self.model.mlp_parameters() / self.model.matrix_parameters()
+            )
+        products = (self.product(tokens, *sides) for sides in self.model.matrix_sides(plan.tensor)[2:])
+        return (
+            sum(products)
+            + TRAFFIC * mlp_activations(self.model, plan.samples, plan.tensor, self.precision) / self.bytes
+        )
 
     def _scores(self, microbatch: float, tensor: int) -> float:
         """Seconds of the core attention's forward, which selective recompute repeats."""

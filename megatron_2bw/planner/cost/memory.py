@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan, by_fields
+from megatron_2bw.planner.describe.plan import MODULES, Plan, by_fields
 from megatron_2bw.schedules import B, F, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
 
@@ -111,9 +111,14 @@ def layer_activations(
     tokens, element, mask = microbatch * model.sequence, ELEMENT[precision], int(model.dropout)
     whole = tokens * model.hidden * (4 * element + 2 * mask)  # inputs of two norms and two linear layers, two masks
     attention = element * (2 * model.query_size + 2 * model.key_size)  # Q, K, V, and the projection's input
-    mlp = element * model.ffn * (3 if model.gated else 2)
     scores = score_activations(model, microbatch, tensor, flash, precision)
-    return whole / (tensor if sequence_parallel else 1) + tokens * (attention + mlp) / tensor + scores
+    mlp = mlp_activations(model, microbatch, tensor, precision)
+    return whole / (tensor if sequence_parallel else 1) + tokens * attention / tensor + mlp + scores
+
+
+def mlp_activations(model: Model, microbatch: float, tensor: int, precision: str) -> float:
+    """The part inside the MLP: inputs of its activation function and of its second matrix."""
+    return ELEMENT[precision] * microbatch * model.sequence * model.ffn * (3 if model.gated else 2) / tensor
 
 
 def score_activations(model: Model, microbatch: float, tensor: int, flash: bool, precision: str) -> float:
@@ -200,7 +205,11 @@ class Memory:
             together = min(plan.recompute_layers, chunk)
             working += (together - 1) * self.layer(plan.changed(recompute="none"))[0]
             chunk = math.ceil(chunk / together)
-        activations = in_flight * kept * chunk + working
+        if 0 < plan.recompute_block < chunk:  # the other layers keep all
+            kept_all = (chunk - plan.recompute_block) * self.layer(plan.changed(recompute="none"))[0]
+            activations = in_flight * (kept * plan.recompute_block + kept_all) + working
+        else:
+            activations = in_flight * kept * chunk + working
         tokens = plan.samples * self.model.sequence
         # The first of a stage's chunks has the embedding, the last one the output layer.
         embedded = in_flight
@@ -217,7 +226,7 @@ class Memory:
         # both ends 16-bit logits, or their gradient, exist too (Megatron's vocab-parallel cross entropy).
         return activations, logits * (4 * chunk_in_flight + (self.element if self.element < 4 else 0)) + normed
 
-    @by_fields("tensor", "context", "microbatch", "recompute", "sequence_parallel")
+    @by_fields("tensor", "context", "microbatch", "recompute", "recompute_modules", "sequence_parallel")
     def layer(self, plan: Plan) -> tuple[float, float]:
         """(bytes that one layer keeps for a microbatch, bytes of one layer's backward and recompute)."""
         model, size, tensor = self.model, plan.samples, plan.tensor
@@ -230,9 +239,19 @@ class Memory:
             kept = size * model.sequence * model.hidden * self.element
             kept, working = kept / (tensor if plan.sequence_parallel else 1), working + whole
         elif plan.recompute == "selective":
-            scores = score_activations(model, size, tensor, self.flash, self.precision)
-            kept, working = whole - scores, working + scores
+            freed = sum(self._module(plan, module) for module in plan.recompute_modules or MODULES[:1])
+            kept, working = whole - freed, working + freed
         return kept, working
+
+    def _module(self, plan: Plan, module: str) -> float:
+        """Bytes that a layer does not keep if it recomputes the module."""
+        if module == "core_attn":
+            return score_activations(self.model, plan.samples, plan.tensor, self.flash, self.precision)
+        normed = self.element * plan.samples * self.model.sequence * self.model.hidden  # the output of one norm
+        normed /= plan.tensor if plan.sequence_parallel else 1
+        if module == "layernorm":  # Transformer Engine's norms are parts of its linear layers
+            return 0.0 if self.engine else 2 * normed
+        return mlp_activations(self.model, plan.samples, plan.tensor, self.precision) + normed * self.engine
 
 
 @lru_cache(maxsize=1024)

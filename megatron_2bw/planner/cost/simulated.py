@@ -39,7 +39,10 @@ MIN_EXPOSED_SHARE = 0.05
 MIN_HIDDEN_SHARE = 0.02
 
 # The fields of a plan on which the work of its stages and its messages depend.
-STAGES = "tensor context depth width microbatch recompute sequence_parallel pipeline_inside first last stages".split()
+STAGES = (
+    "tensor context depth width microbatch recompute recompute_modules recompute_block sequence_parallel "
+    "pipeline_inside first last stages"
+).split()
 
 
 _weakest = lru_cache(maxsize=1024)(weakest)
@@ -203,6 +206,13 @@ class Cost:
         """Work of one microbatch on each stage."""
         computes, layers = self._computes(plan), plan.layers_of(self.model)
         works = [compute.layer(plan) * count for compute, count in zip(computes, layers)]
+        if plan.recompute_block:
+            whole = plan.changed(recompute="none")
+            again = [min(plan.recompute_block, count) for count in layers]
+            works = [
+                compute.layer(plan) * some + compute.layer(whole) * (count - some)
+                for compute, some, count in zip(computes, again, layers)
+            ]
         works[0] = works[0] + computes[0].embedding(plan)
         works[-1] = works[-1] + computes[-1].output(plan)
         return works

@@ -81,8 +81,11 @@ class Model:
 
     def matrix_parameters(self) -> int:
         """Weights of one layer's matrices, which tensor parallelism divides."""
-        attention = self.hidden * (2 * self.query_size + 2 * self.key_size)
-        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
+        return self.hidden * (2 * self.query_size + 2 * self.key_size) + self.mlp_parameters()
+
+    def mlp_parameters(self) -> int:
+        """Weights of one layer's MLP."""
+        return self.hidden * self.ffn * (3 if self.gated else 2)
 
     def layer_parameters(self, tensor: int = 1) -> float:
         """Parameters of one layer on one of `tensor` ranks: matrices and their biases divided, norms whole."""

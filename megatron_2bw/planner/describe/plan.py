@@ -13,6 +13,7 @@ from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 
 RECOMPUTE = ("none", "selective", "full")
+MODULES = ("core_attn", "layernorm", "mlp")  # of a dense layer, for selective recompute
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Plan:
     recompute              none, selective (core attention), full (all layers)
     recompute_layers       of full: the layers of which only the first one's input is kept, --recompute-num-layers. With
                            those of a stage only the stage's input is kept, as in the paper (section 4.1)
+    recompute_modules      of selective: --recompute-modules, if not the core attention alone
+    recompute_block        of full: only that many layers of each stage, --recompute-method block; 0: all layers
     schedule               of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved schedule
     virtual                model chunks per stage
     gradient_slots         2bw's gradient buffers
@@ -59,6 +62,8 @@ class Plan:
     recompute_layers: int = 1
     context: int = 1
     stages: tuple[int, ...] = ()
+    recompute_modules: tuple[str, ...] = ()
+    recompute_block: int = 0
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
@@ -126,8 +131,10 @@ class Plan:
 
     @property
     def recompute_name(self) -> str:
-        """none, selective, full, or stage: full with more than one layer a recompute."""
-        return "stage" if self.recompute_layers > 1 else self.recompute
+        """none, selective, full; stage: full with more than one layer a recompute; the modules; or block and layers."""
+        if self.recompute_block:
+            return f"block {self.recompute_block}"
+        return "stage" if self.recompute_layers > 1 else "+".join(self.recompute_modules) or self.recompute
 
     @cached_property
     def pipeline(self) -> Schedule:
@@ -184,7 +191,9 @@ class Plan:
             (self.virtual > 1, f"--num-virtual-stages-per-pipeline-rank {self.virtual}"),
             (self.sequence_parallel, "--sequence-parallel"),
             (self.recompute != "none", f"--recompute-granularity {self.recompute}"),
-            (self.recompute == "full", f"--recompute-method uniform --recompute-num-layers {self.recompute_layers}"),
+            (self.recompute_modules, f"--recompute-modules {' '.join(self.recompute_modules)}"),
+            (self.recompute == "full", f"--recompute-method {'block' if self.recompute_block else 'uniform'}"),
+            (self.recompute == "full", f"--recompute-num-layers {self.recompute_block or self.recompute_layers}"),
             (self.schedule == "2bw" and self.gradient_slots != 2, f"--two-bw-gradient-slots {self.gradient_slots}"),
             (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),

@@ -17,7 +17,7 @@ from megatron_2bw.flags.rule import Rule as FlagRule
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.flags.unsupported import UNSUPPORTED
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
+from megatron_2bw.planner.describe.plan import MODULES, RECOMPUTE, Plan
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.sizes import Sizes
 
@@ -157,6 +157,16 @@ def _recompute(case: Case) -> str | None:
         return (
             f"--recompute-num-layers {case.plan.recompute_layers}: give a number of 1 or more, "
             "with --recompute-granularity full"
+        )
+    modules, block = case.plan.recompute_modules, case.plan.recompute_block
+    if modules and (case.plan.recompute != "selective" or not {*modules} <= {*MODULES}):
+        return f"--recompute-modules {' '.join(modules)}: give some of {', '.join(MODULES)}, with selective recompute"
+    if block and (
+        case.plan.recompute != "full" or block < 1 or case.plan.recompute_layers > 1 or case.plan.virtual > 1
+    ):
+        return (
+            f"--recompute-method block with --recompute-num-layers {block}: give a number of 1 or more, with "
+            "--recompute-granularity full and without virtual stages"
         )
     if case.plan.recompute in RECOMPUTE:
         return None

@@ -25,6 +25,7 @@ PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 
 
 RECOMPUTES = (*RECOMPUTE, "stage")
+MORE_RECOMPUTES = ("mlp", "layernorm", "block")  # on request
 WIDER = 2
 
 
@@ -36,7 +37,8 @@ class Space:
     microbatch    sizes; by default powers of two
     virtual       chunks per stage of Megatron's interleaved schedule; by default all divisors of the stage's layers
     recompute     "stage" keeps the stages' inputs only. It takes as long as "full", so it is tried where that does not
-                  fit
+                  fit. On request: "mlp" and "layernorm" repeat these modules, and without flash attention also the core
+                  attention; "block" all layers of a stage but some, each number of them
     uneven        whether first and last stages may have other numbers of layers than the others
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
     extrapolate   2bw with --two-bw-correction auto
@@ -242,15 +244,29 @@ class Search:
 
     def _recomputes(self, plan: Plan) -> Iterator[Plan]:
         for kind in self.space.recompute:
-            if kind != "stage":
+            if kind == "block":
+                yield plan.changed(recompute="full", recompute_block=1)
+            elif kind in MORE_RECOMPUTES:
+                yield from self._by_module(plan, kind)
+            elif kind != "stage":
                 yield plan.changed(recompute=kind)
             elif plan.depth > 1 or "full" not in self.space.recompute:
                 yield plan.changed(recompute="full", recompute_layers=self.cost.model.layers)
+
+    def _by_module(self, plan: Plan, module: str) -> Iterator[Plan]:
+        """The plan that repeats the module, unless that frees nothing."""
+        memory = self.cost.memory
+        if not (module == "layernorm" and memory.engine):
+            modules = (module,) if memory.flash else ("core_attn", module)
+            yield plan.changed(recompute="selective", recompute_modules=modules)
 
     def split(self, shape: Plan) -> Iterator[Plan]:
         """The shape with its layers divided."""
         for layers in self.layouts(shape):
             split = shape.with_layers(layers)
+            if split.recompute_block:
+                yield from (split.changed(recompute_block=block) for block in range(1, max(layers)))
+                continue
             if split.recompute_layers > 1:
                 split = split.changed(recompute_layers=max(split.layers_of(self.cost.model)))
             if split.recompute_layers > 1 or shape.recompute_layers == 1 or "full" not in self.space.recompute:
@@ -338,7 +354,7 @@ class Search:
             if shape.depth == 1 and schedule not in ("megatron", "pipedream") and "megatron" in self.space.schedules:
                 continue  # on one stage they equal Megatron's schedule without its overlap
             yield schedule, 2, 1
-            if schedule == "megatron" and shape.depth > 1 and not shape.stages:
+            if schedule == "megatron" and shape.depth > 1 and not shape.stages and not shape.recompute_block:
                 each = math.gcd(*shape.layers_of(self.cost.model))
                 yield from ((schedule, 2, virtual) for virtual in _divisors(each, self.space.virtual) if virtual > 1)
 

@@ -68,7 +68,8 @@ def too_large(result: Result) -> tuple[Estimate | None, Estimate | None]:
 
 def changes(plan: Plan) -> Iterator[Plan]:
     """Plans that need less memory per GPU and differ from `plan` in one choice, with the same global batch."""
-    yield from (replace(plan, recompute=kind) for kind in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :])
+    whole = replace(plan, recompute_modules=(), recompute_block=0)
+    yield from (replace(whole, recompute=kind) for kind in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :])
     if not plan.distributed_optimizer:
         yield replace(plan, distributed_optimizer=True)
     if plan.schedule == "2bw" and plan.gradient_slots == 2:
