@@ -28,7 +28,8 @@ from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import model as models
 from megatron_2bw.planner.describe.cluster import from_yaml
 from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.planner.find.search import Space, best
+from megatron_2bw.planner.find.search import best
+from megatron_2bw.planner.find.space import Space
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
 
 MODEL, STAGES, BATCH = "gpt-1.3b", 8, 64
@@ -84,7 +85,14 @@ def compare(cost: Cost, schedule: str, chosen: argparse.Namespace) -> dict[str, 
             "gain": round(sample_ms(cost, alike) / sample_ms(cost, free), 3),
         },
     }
-    fixed = replace(space, batch=STAGES * chosen.microbatch, tensor=(1,), depth=(STAGES,), microbatch=(chosen.microbatch,), extra_warmup=False)
+    fixed = replace(
+        space,
+        batch=STAGES * chosen.microbatch,
+        tensor=(1,),
+        depth=(STAGES,),
+        microbatch=(chosen.microbatch,),
+        extra_warmup=False,
+    )
     rows, gains = [], []
     for plan in plans(cost, fixed):
         simulated, seconds = measured(cost, plan, chosen.scale, chosen.iterations)

@@ -29,7 +29,8 @@ from bench.planner_published import korthikanti_2022, megatron_2021, vtrain, zer
 from megatron_2bw.errors import names_of
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
-from megatron_2bw.planner.find.search import Search, Space
+from megatron_2bw.planner.find.search import Search
+from megatron_2bw.planner.find.space import Space
 
 
 def search_time() -> list[Check]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
 from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.planner.find.search import Space
 from megatron_2bw.planner.find.search import best as fastest
+from megatron_2bw.planner.find.space import Space
 
 MEASURED = Path(__file__).resolve().parent / "measured"
 # The paper's system: no tensor parallelism, no sharded optimizer, even stages, every layer recomputed or none, and

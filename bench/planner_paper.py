@@ -12,7 +12,7 @@ from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
 from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.planner.find.search import Space
+from megatron_2bw.planner.find.space import Space
 from scripts.paper_data import Run, grid, panels
 from scripts.paper_figures import WIDTHS, largest_model
 

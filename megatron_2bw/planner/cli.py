@@ -22,13 +22,22 @@ from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.cluster import INFINIBAND, network
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
-from megatron_2bw.planner.describe.inputs import add_model_flags, cluster_of, model_of, numbers
-from megatron_2bw.planner.find.search import MORE_RECOMPUTES, PLANNED, RECOMPUTES, Search, Space
+from megatron_2bw.planner.describe.inputs import (
+    add_model_flags,
+    add_numerics_flags,
+    cluster_of,
+    model_of,
+    numbers,
+    numerics_of,
+)
+from megatron_2bw.planner.find.search import Search
+from megatron_2bw.planner.find.space import MORE_RECOMPUTES, PLANNED, RECOMPUTES, Space
 from megatron_2bw.planner.measure import blocks, validate
 from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report, training
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
+FP8_FROM = 8.9  # the first GPUs with fp8, by compute capability
 MOST_SAMPLES, MOST_PLANS = 1_000_000, 10_000
 COSTS = {"simulation": Cost, "closed-form": ClosedForm, "printed-form": Printed}
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
@@ -58,6 +67,7 @@ def planning_parser(prog: str, description: str) -> Parser:
     """The flags that describe a search, for `plan` and `validate`."""
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     add_model_flags(parser)
+    add_numerics_flags(parser)
     add = parser.add_argument_group("cluster").add_argument
     add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
     add("--servers", type=int, help="default: of the YAML file, or 1")
@@ -98,7 +108,7 @@ def planning_parser(prog: str, description: str) -> Parser:
     add = parser.add_argument_group("cost and memory").add_argument
     add(
         "--precision",
-        choices=("bf16", "fp16", "fp32"),
+        choices=("bf16", "fp16", "fp32", "fp8"),
         help="default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs",
     )
     add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
@@ -125,6 +135,8 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         parser.error("--attention flash: not available on the CPU; use core")
     if precision == "bf16" and not cluster.device.bf16:
         parser.error(f"--precision bf16: not available on {cluster.device.name}; use fp16")
+    if precision == "fp8" and (on_cpu or cluster.device.capability < FP8_FROM):
+        parser.error(f"--precision fp8: not available on {cluster.device.name}; use bf16")
     flash = {None: False if on_cpu else None, "flash": True, "core": False}[options.attention]
     cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin)
     if max(options.context_parallel_size or (1,)) > 1 and not cost.memory.flash:
@@ -143,6 +155,7 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         extra_warmup=not options.no_extra_warmup,
         extrapolate=options.extrapolate is not False,
         context=options.context_parallel_size or (1,),
+        numerics=numerics_of(options, precision),
     )
     return cost, space
 

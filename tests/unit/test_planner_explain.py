@@ -15,7 +15,8 @@ from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.legality import is_legal
-from megatron_2bw.planner.find.search import Search, Space, best, on_fewer
+from megatron_2bw.planner.find.search import Search, best, on_fewer
+from megatron_2bw.planner.find.space import Space
 from megatron_2bw.planner.tell import rejections as left_out
 from megatron_2bw.planner.tell.explain import (
     CAVEAT,

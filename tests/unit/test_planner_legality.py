@@ -87,7 +87,23 @@ CASES = [
     broken(
         "unknown recompute granularity", "--recompute-method block with --recompute-num-layers 2", recompute_block=2
     ),
-    broken("unknown precision", "--fp8", precision="fp8"),
+    broken("unknown precision", "--fp4", precision="fp4"),
+    broken(
+        "fp8 only with Megatron's schedule", "--fp8-format does not work with --pipeline-schedule 2bw", precision="fp8"
+    ),
+    broken(
+        "widths that fp8 does not divide",
+        "--fp8-format needs widths that are multiples of 16",
+        model=replace(GPT, ffn=8200),
+        schedule="megatron",
+        precision="fp8",
+    ),
+    broken(
+        "precision-aware optimizer with a schedule that has no flush",
+        "--use-precision-aware-optimizer does not work with --pipeline-schedule 2bw: its kernel writes one weight store",
+        distributed_optimizer=True,
+        numerics=("--use-precision-aware-optimizer",),
+    ),
     broken(
         "sizes do not use every GPU", "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 4 x 1", width=1
     ),
@@ -543,6 +559,15 @@ ROUND_TRIP = [
     case(GPT, 1, 4, 2, 8, recompute="selective", recompute_modules=("core_attn", "mlp")),
     case(GPT, 2, 4, 2, 8, schedule="megatron", recompute="selective", recompute_modules=("layernorm",)),
     case(GPT, 1, 4, 2, 8, recompute="full", recompute_block=5),
+    case(LLAMA, 2, 4, 2, 8, "fp8", schedule="megatron"),
+    case(GPT, 1, 4, 2, 8, numerics=("--grad-reduce-in-bf16", "--cross-entropy-loss-fusion")),
+    case(
+        GPT,
+        *(1, 4, 2, 8),
+        schedule="megatron",
+        distributed_optimizer=True,
+        numerics=("--use-precision-aware-optimizer", "--main-grads-dtype bf16", "--exp-avg-dtype fp8"),
+    ),
     case(GPT, 1, 4, 2, 8, schedule="megatron", stages=(2, 9, 5, 8)),
     case(LLAMA, 1, 1, 8, 1, "fp32", schedule="megatron", distributed_optimizer=True),
 ]
@@ -603,7 +628,13 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "use_distributed_optimizer": plan.distributed_optimizer,
         "use_tp_pp_dp_mapping": plan.pipeline_inside,
         "fp16": precision == "fp16",
-        "bf16": precision == "bf16",
+        "bf16": precision in ("bf16", "fp8"),
+        "fp8": "hybrid" if precision == "fp8" else None,
+        "grad_reduce_in_bf16": "--grad-reduce-in-bf16" in plan.numerics,
+        "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in plan.numerics,
+        "use_precision_aware_optimizer": "--use-precision-aware-optimizer" in plan.numerics,
+        "accumulate_allreduce_grads_in_fp32": precision in ("bf16", "fp8")
+        and not {"--grad-reduce-in-bf16", "--main-grads-dtype bf16"} & {*plan.numerics},
         "untie_embeddings_and_output_weights": not model.tied,
         "seq_length": model.sequence,
     } | dict(zip(("recompute_granularity", "recompute_method", "recompute_num_layers"), recompute[plan.recompute]))
@@ -617,7 +648,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
 
 def test_the_round_trip_covers_every_field():
     plans, models, precisions = (Counter(param.values[i] for param in ROUND_TRIP) for i in range(3))
-    assert len(ROUND_TRIP) >= 40 and set(precisions) == {"bf16", "fp16", "fp32"}
+    assert len(ROUND_TRIP) >= 40 and set(precisions) == {"bf16", "fp16", "fp32", "fp8"}
     assert {plan.schedule for plan in plans} == set(SCHEDULE_NAMES) and {model.kind for model in models} == {
         "gpt",
         "bert",

@@ -13,7 +13,8 @@ from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
 from megatron_2bw.planner.describe.cluster import from_yaml
-from megatron_2bw.planner.find.search import Search, Space
+from megatron_2bw.planner.find.search import Search
+from megatron_2bw.planner.find.space import Space
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "planner.md").read_text()

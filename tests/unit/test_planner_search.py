@@ -21,7 +21,8 @@ from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import is_legal
-from megatron_2bw.planner.find.search import PLANNED, Search, Space, best
+from megatron_2bw.planner.find.search import Search, best
+from megatron_2bw.planner.find.space import PLANNED, Space
 from megatron_2bw.schedules import SCHEDULE_NAMES, Shape, TwoBW
 from megatron_2bw.timelines.simulator import iteration_time, simulate
 

@@ -74,6 +74,7 @@ class ClosedForm(Cost):
             plan.gradient_slots if schedule.late_step else 1,
             plan.replicas if plan.distributed_optimizer else 1,
             plan.extrapolate,
+            plan.numerics,
         )
         parameters = self.model.parameters() / plan.depth / plan.tensor
         whole = self.memory.layer(replace(plan, recompute="none"))[0] * self.model.layers / plan.depth
@@ -114,7 +115,7 @@ class Printed(ClosedForm):
         sent = 2 * (plan.replicas - 1) / plan.replicas * BYTES[self.precision].gradient
         return [sent * count / (link.gb_s * 1e9) for count in self._parameters(plan)]
 
-    def parameter_bytes(self, versions: int, *others: float) -> tuple[float, float, float]:
+    def parameter_bytes(self, versions: int, *others: object) -> tuple[float, float, float]:
         return float(BYTES[self.precision].weight * versions), 0.0, 0.0
 
     def _inputs(self, plan: Plan) -> float:

@@ -23,6 +23,7 @@ from megatron_2bw.planner.cost.memory import (
     GIB,
     Memory,
     StageMemory,
+    bytes_of,
     communicators,
     megatrons_communicators,
 )
@@ -41,7 +42,7 @@ MIN_HIDDEN_SHARE = 0.02
 # The fields of a plan on which the work of its stages and its messages depend.
 STAGES = (
     "tensor context depth width microbatch recompute recompute_modules recompute_block sequence_parallel "
-    "pipeline_inside first last stages"
+    "pipeline_inside first last stages numerics"
 ).split()
 
 
@@ -143,9 +144,11 @@ class Cost:
         model = model or self.model
         return type(self)(model, cluster, self.precision, self.memory.flash, self.given_margin, self.old_exchange)
 
-    def parameter_bytes(self, versions: int, slots: int, shards: int, extrapolate: bool = False) -> tuple[float, ...]:
+    def parameter_bytes(
+        self, versions: int, slots: int, shards: int, extrapolate: bool = False, numerics: tuple[str, ...] = ()
+    ) -> tuple[float, ...]:
         """(weights, gradients, optimizer) of a parameter, as the memory counts them."""
-        return BYTES[self.precision].a_parameter(versions, slots, shards, extrapolate)
+        return bytes_of(self.precision, numerics).a_parameter(versions, slots, shards, extrapolate)
 
     def fits(self, plan: Plan) -> bool:
         if not self.cluster.devices:
@@ -341,11 +344,10 @@ class Cost:
         layers = plan.layers_of(self.model)
         return [self.memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
 
-    @by_fields(
-        "tensor", "context", "depth", "width", "pipeline_inside", "distributed_optimizer", "first", "last", "stages"
-    )
+    @by_fields(*"tensor context depth width pipeline_inside distributed_optimizer first last stages numerics".split())
     def _step(self, plan: Plan) -> _Step:
-        place, size, counts = self._layout(plan), BYTES[self.precision], self._parameters(plan)
+        place, size, counts = self._layout(plan), bytes_of(self.precision, plan.numerics), self._parameters(plan)
+        saved = BYTES[self.precision].moments + BYTES[self.precision].main - size.moments - size.main
         shards = plan.replicas if plan.distributed_optimizer else 1
         collective = half if plan.distributed_optimizer else all_reduce
         words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * size.gradient
@@ -353,7 +355,7 @@ class Cost:
         return _Step(
             [collective(self.cluster, place.data, count * size.gradient) for count in counts],
             all_reduce(self.cluster, place.ends, words) if shared else 0.0,
-            [compute.update(count, shards) for compute, count in zip(self._computes(plan), counts)],
+            [compute.update(count, shards, saved) for compute, count in zip(self._computes(plan), counts)],
             half(self.cluster, place.data, max(counts) * size.weight) if plan.distributed_optimizer else 0.0,
         )
 

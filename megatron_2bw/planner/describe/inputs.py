@@ -14,6 +14,7 @@ from megatron_2bw.planner.describe import model as models
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.hugging_face import from_hugging_face, rotary_positions
 from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.plan import PRECISION_AWARE
 from megatron_2bw.planner.describe.profile import Profile
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
@@ -142,6 +143,37 @@ def _model(options: argparse.Namespace) -> Model:
         qkv_bias=options.add_qkv_bias,
         dropout=options.attention_dropout > 0 or options.hidden_dropout > 0,
     )
+
+
+# Megatron's flags for the floats of gradients, optimizer and loss, and their values.
+NUMERICS = {
+    "--grad-reduce-in-bf16": (),
+    PRECISION_AWARE: (),
+    "--main-grads-dtype": ("fp32", "bf16"),
+    "--main-params-dtype": ("fp32", "fp16"),
+    "--exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "--exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "--cross-entropy-loss-fusion": (),
+}
+
+
+def add_numerics_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("floats, of all plans")
+    for name, values in NUMERICS.items():
+        kind = {"choices": values, "default": values[0]} if values else {"action": "store_true"}
+        group.add_argument(name, help="as Megatron's", **kind)
+
+
+def numerics_of(options: argparse.Namespace, precision: str) -> tuple[str, ...]:
+    """The flags of NUMERICS that were given, with their values. UserError names one that has no effect."""
+    given = {name: getattr(options, name[2:].replace("-", "_")) for name in NUMERICS}
+    chosen = [name for name, values in NUMERICS.items() if given[name] not in (False, *values[:1])]
+    alone = [name for name in chosen if NUMERICS[name]]
+    if alone and not given[PRECISION_AWARE]:
+        raise UserError(f"{alone[0]} has no effect without {PRECISION_AWARE}: add it, or leave {alone[0]} out")
+    if "--grad-reduce-in-bf16" in chosen and precision not in ("bf16", "fp8"):
+        raise UserError(f"--grad-reduce-in-bf16 has no effect with --precision {precision}: leave it out")
+    return tuple(f"{name} {given[name]}" if NUMERICS[name] else name for name in chosen)
 
 
 def _shortened(path: Path) -> int | None:

@@ -13,6 +13,7 @@ from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 
 RECOMPUTE = ("none", "selective", "full")
+PRECISION_AWARE = "--use-precision-aware-optimizer"
 MODULES = ("core_attn", "layernorm", "mlp")  # of a dense layer, for selective recompute
 
 
@@ -28,6 +29,7 @@ class Plan:
                            those of a stage only the stage's input is kept, as in the paper (section 4.1)
     recompute_modules      of selective: --recompute-modules, if not the core attention alone
     recompute_block        of full: only that many layers of each stage, --recompute-method block; 0: all layers
+    numerics               further flags of Megatron for the floats of gradients, optimizer and loss, with their values
     schedule               of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved schedule
     virtual                model chunks per stage
     gradient_slots         2bw's gradient buffers
@@ -64,6 +66,7 @@ class Plan:
     stages: tuple[int, ...] = ()
     recompute_modules: tuple[str, ...] = ()
     recompute_block: int = 0
+    numerics: tuple[str, ...] = ()
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
@@ -202,7 +205,9 @@ class Plan:
             (overlaps, "--overlap-grad-reduce"),
             (overlaps and self.distributed_optimizer, "--overlap-param-gather"),
             (self.pipeline_inside, "--use-tp-pp-dp-mapping"),
-            (precision != "fp32", f"--{precision}"),
+            (precision == "fp8", "--bf16 --fp8-format hybrid"),
+            (precision in ("bf16", "fp16"), f"--{precision}"),
+            (self.numerics, " ".join(self.numerics)),
         )
 
 

@@ -17,11 +17,11 @@ from megatron_2bw.flags.rule import Rule as FlagRule
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.flags.unsupported import UNSUPPORTED
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import MODULES, RECOMPUTE, Plan
-from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.planner.describe.plan import MODULES, PRECISION_AWARE, RECOMPUTE, Plan
+from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 from megatron_2bw.sizes import Sizes
 
-PRECISIONS = ("bf16", "fp16", "fp32")
+PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _all_gpus(case: Case) -> str | None:
 
 
 def _has_bf16(case: Case) -> str | None:
-    if case.bf16 or case.precision != "bf16":
+    if case.bf16 or case.precision not in ("bf16", "fp8"):
         return None
     return "--bf16: the GPU has no bfloat16; use --fp16 instead"
 
@@ -219,21 +219,51 @@ def may_divide_sequences(model: Model) -> bool:
     return model.kind != "bert" or installed("apex")
 
 
-def _bert(flag: str) -> FlagRule:
-    return next(rule for rule in UNSUPPORTED if rule.scope == "bert" and rule.flag == flag)
+def _why(scope: str, flag: str) -> str:
+    """Why the entry script refuses the flag."""
+    return next(rule.why for rule in UNSUPPORTED if rule.scope == scope and rule.flag == flag)
 
 
 def _divided_bert(case: Case) -> str | None:
     if not case.plan.sequence_parallel or may_divide_sequences(case.model):
         return None
-    return f"--sequence-parallel does not work with BERT: {_bert('--sequence-parallel').why}"
+    return f"--sequence-parallel does not work with BERT: {_why('bert', '--sequence-parallel')}"
 
 
 def _context_of_bert(case: Case) -> str | None:
     if case.plan.context == 1 or case.model.kind != "bert":
         return None
-    why = _bert("--context-parallel-size").why
+    why = _why("bert", "--context-parallel-size")
     return f"--context-parallel-size {case.plan.context} does not work with BERT: {why}"
+
+
+# --- precisions ------------------------------------------------------------------------------------------------------
+
+
+def _fp8(case: Case) -> str | None:
+    if case.precision != "fp8" or case.plan.schedule == "megatron":
+        return None
+    return f"--fp8-format does not work with --pipeline-schedule {case.plan.schedule}: {_why('ours', '--fp8-format')}"
+
+
+def _fp8_sizes(case: Case) -> str | None:
+    model, tensor = case.model, case.plan.tensor
+    if case.precision != "fp8" or all(
+        size / tensor % 16 == 0 for size in (model.query_size, model.key_size, model.ffn)
+    ):
+        return None
+    return (
+        f"--fp8-format needs widths that are multiples of 16 on each of --tensor-model-parallel-size {tensor}: use less"
+    )
+
+
+def _precision_aware(case: Case) -> str | None:
+    plan = case.plan
+    if PRECISION_AWARE not in plan.numerics or SCHEDULES.get(plan.schedule) is None or SCHEDULES[plan.schedule].flushes:
+        return None
+    return (
+        f"{PRECISION_AWARE} does not work with --pipeline-schedule {plan.schedule}: {_why('no flush', PRECISION_AWARE)}"
+    )
 
 
 # --- layers and stages -----------------------------------------------------------------------------------------------
@@ -348,6 +378,9 @@ RULES: tuple[Rule, ...] = (
     ("layers of a stage not divisible by virtual stages", _whole_chunks),
     ("microbatches not divisible by stages with virtual stages", _whole_groups),
     ("bf16 not on this GPU", _has_bf16),
+    ("fp8 only with Megatron's schedule", _fp8),
+    ("widths that fp8 does not divide", _fp8_sizes),
+    ("precision-aware optimizer with a schedule that has no flush", _precision_aware),
     ("gradient slots only with 2bw", _slots),
     ("extra warm-up only with 2bw, for each boundary", lambda case: sizes.extra_warmup(case.sizes)),
     ("extrapolation only with 2bw", _shared(sizes.EXTRAPOLATES)),

@@ -11,55 +11,17 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_2bw.planner.cost.bounds import work_bound
 from megatron_2bw.planner.cost.compute import Work
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan, by_fields
+from megatron_2bw.planner.describe.plan import PRECISION_AWARE, Plan, by_fields
 from megatron_2bw.planner.find.legality import is_legal, may_divide_sequences, violations
+from megatron_2bw.planner.find.space import MORE_RECOMPUTES, Space
 
-# Without pipedream: its delays differ by stage, so the user must ask for it.
-PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
-
-
-RECOMPUTES = (*RECOMPUTE, "stage")
-MORE_RECOMPUTES = ("mlp", "layernorm", "block")  # on request
-WIDER = 2
-
-
-@dataclass(frozen=True)
-class Space:
-    """The choices of a search. None: all that are legal.
-
-    batch         the largest safe global batch; a plan uses the largest multiple of its microbatches up to that
-    microbatch    sizes; by default powers of two
-    virtual       chunks per stage of Megatron's interleaved schedule; by default all divisors of the stage's layers
-    recompute     "stage" keeps the stages' inputs only. It takes as long as "full", so it is tried where that does not
-                  fit. On request: "mlp" and "layernorm" repeat these modules, and without flash attention also the core
-                  attention; "block" all layers of a stage but some, each number of them
-    uneven        whether first and last stages may have other numbers of layers than the others
-    extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
-    extrapolate   2bw with --two-bw-correction auto
-    context       context-parallel sizes; only 1 by default
-    """
-
-    batch: int
-    schedules: tuple[str, ...] = PLANNED
-    tensor: tuple[int, ...] | None = None
-    depth: tuple[int, ...] | None = None
-    microbatch: tuple[int, ...] | None = None
-    recompute: tuple[str, ...] = RECOMPUTES
-    gradient_slots: tuple[int, ...] = (2, 1)
-    distributed_optimizer: tuple[bool, ...] = (False, True)
-    pipeline_inside: tuple[bool, ...] = (False, True)
-    virtual: tuple[int, ...] | None = None
-    uneven: bool = True
-    sequence_parallel: bool = True
-    extra_warmup: bool = True
-    extrapolate: bool = False
-    context: tuple[int, ...] | None = (1,)
+WIDER = 2  # layers by which a stage may differ from its share, on clusters of different GPUs
 
 
 class Search:
@@ -166,7 +128,7 @@ class Search:
         parameters = sum(memory.parameters(shape, stage, n) for stage, n in enumerate(shape.layers_of(self.cost.model)))
         versions, shards = (2 if plan.schedule == "2bw" else 1), (plan.replicas if plan.distributed_optimizer else 1)
         slots = plan.gradient_slots if plan.schedule == "2bw" else 1
-        return parameters / plan.depth * sum(self.cost.parameter_bytes(versions, slots, shards))
+        return parameters / plan.depth * sum(self.cost.parameter_bytes(versions, slots, shards, False, plan.numerics))
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""
@@ -227,7 +189,7 @@ class Search:
             self.rejected["more stages than the layers divide into"] += 1
             return None
         plan = plan.changed(first=split[0], last=split[1])
-        plan = plan.changed(context=context)
+        plan = plan.changed(context=context, numerics=self.space.numerics)
         if self.space.sequence_parallel and tensor > 1 and may_divide_sequences(self.cost.model):
             plan = plan.changed(sequence_parallel=True)
         return plan if self._legal(plan) else None
@@ -366,6 +328,8 @@ class Search:
         return self.space.pipeline_inside
 
     def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
+        if PRECISION_AWARE in plan.numerics:
+            return tuple(choice for choice in self.space.distributed_optimizer if choice)
         if plan.replicas == 1:
             return self.space.distributed_optimizer[:1]
         return tuple(

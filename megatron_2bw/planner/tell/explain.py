@@ -15,7 +15,8 @@ from operator import attrgetter
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
-from megatron_2bw.planner.find.search import Search, Space, on_fewer
+from megatron_2bw.planner.find.search import Search, on_fewer
+from megatron_2bw.planner.find.space import Space
 
 # torch.cuda.get_arch_list() of this wheel: sm_75, sm_80, sm_86, sm_90, sm_100, sm_120.
 WHEEL, WHEEL_FROM = "2.15.0 (CUDA 13.2)", 7.5

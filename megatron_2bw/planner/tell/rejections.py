@@ -11,7 +11,8 @@ from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import is_legal
-from megatron_2bw.planner.find.search import Search, Space, on_fewer
+from megatron_2bw.planner.find.search import Search, on_fewer
+from megatron_2bw.planner.find.space import Space
 from megatron_2bw.planner.tell.explain import ESTIMATED, Result, part_flags, wrapped
 from megatron_2bw.planner.tell.jobs import by_flag
 
@@ -127,8 +128,10 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         f"{cost.allowed(smallest) / GIB:.2f} GiB of {device.memory_gib:g} GiB are allowed."
     )
     remedies = [f"GPUs of {math.ceil(10 * cost.gpu_bytes(smallest) / GIB) / 10:g} GiB or more"]
-    other = _fitting(cost, Space(space.batch, extrapolate=space.extrapolate, context=space.context))
-    other = other or _fitting(cost, Space(space.batch, context=space.context))
+    other = _fitting(
+        cost, Space(space.batch, extrapolate=space.extrapolate, context=space.context, numerics=space.numerics)
+    )
+    other = other or _fitting(cost, Space(space.batch, context=space.context, numerics=space.numerics))
     if other is not None:
         flags = " ".join(other.flags(cost.precision))
         remedies.insert(0, f"on these GPUs the choices that the flags exclude: {flags}")
