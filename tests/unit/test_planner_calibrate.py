@@ -407,6 +407,24 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
     assert not read_log(scores).flash and read_log(scores).model.bias
 
 
+def test_the_log_of_a_run_with_what_a_plan_has_on_request(tmp_path):
+    """A layout, context parallelism, modules or some layers again, and the floats of the optimizer."""
+    ends = dict(decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
+    names = dict(pipeline_model_parallel_layout="Et*4|t*3|t*2|tL", context_parallel_size=2)
+    run = read_log(log(tmp_path / "a.log", **ends, **names))
+    assert run.plan.stages == (4, 3, 2, 1) and run.plan.context == 2 and run.plan.gpus == 16
+    block = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+    run = read_log(log(tmp_path / "b.log", **block, grad_reduce_in_bf16=True, exp_avg_dtype="torch.bfloat16"))
+    assert (run.plan.recompute_block, run.plan.recompute_layers) == (2, 1)
+    assert run.plan.numerics == ("--grad-reduce-in-bf16",)
+    floats = dict(use_precision_aware_optimizer=True, exp_avg_dtype="torch.bfloat16", exp_avg_sq_dtype="torch.float32")
+    plain = dict(two_bw_gradient_slots=2, two_bw_correction="none", two_bw_extra_warmup="()", fp8="hybrid")
+    modules = dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
+    run = read_log(log(tmp_path / "c.log", pipeline_schedule="megatron", **plain, **modules, **floats))
+    assert run.plan.numerics == ("--use-precision-aware-optimizer", "--exp-avg-dtype bf16") and run.precision == "fp8"
+    assert run.plan.recompute_modules == ("core_attn", "mlp")
+
+
 def test_folders_of_logs_are_read_with_tables(tmp_path):
     for name in ("a/train.log", "b/job-1.out"):
         log(tmp_path / name)
@@ -422,7 +440,7 @@ def test_folders_of_logs_are_read_with_tables(tmp_path):
     "milliseconds, changed, words",
     [
         ((9000, 700, 600), {}, "fewer than 4 lines of iterations"),
-        ((9000, 700, 600, 500), {"context_parallel_size": 2}, "context_parallel_size is 2"),
+        ((9000, 700, 600, 500), {"context_parallel_size": 3}, "--context-parallel-size 3 needs a --seq-length"),
         ((9000, 700, 600, 500), {"num_experts": 8}, "num_experts is 8"),
         ((9000, 700, 600, 500), {"num_layers": 3}, "layers"),
         ((9000, 700, 600, 500), {"pipeline_schedule": "zb"}, "schedule is 'zb'"),

@@ -17,26 +17,27 @@ from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_whole
 from megatron_2bw.planner.cost.memory import GIB
+from megatron_2bw.planner.describe.inputs import NUMERICS
 from megatron_2bw.planner.describe.model import LARGEST, Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
-from megatron_2bw.planner.find.legality import violations
+from megatron_2bw.planner.find.legality import PRECISIONS, violations
 from megatron_2bw.planner.measure.trials import stage_memory
 from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.sizes import layout_stages
 
 COLUMNS = ("layers", "hidden", "heads", "sequence", "tensor", "depth", "width", "microbatch", "global_batch", "seconds")
 OPTIONAL = {"vocab": 50257, "recompute": "none", "schedule": "megatron", "virtual": 1, "precision": "bf16", "flash": 0}
 OPTIONAL |= {"kind": "gpt", "ffn": 0, "groups": 0, "head_size": 0, "gated": 0, "rms_norm": 0, "rotary": 0, "tied": 1}
 OPTIONAL |= {"bias": 1, "dropout": 1, "sequence_parallel": 0, "distributed_optimizer": 0, "pipeline_inside": 0}
 OPTIONAL |= {"first": 0, "last": 0, "gradient_slots": 2, "extra_warmup": "0", "extrapolate": 0, "gpipe_round": 0}
-OPTIONAL |= {"recompute_layers": 1, "overlap": 1, "memory_gib": 0}
+OPTIONAL |= {"recompute_layers": 1, "overlap": 1, "memory_gib": 0, "context": 1, "stages": "", "recompute_block": 0}
+OPTIONAL |= {"recompute_modules": "", "numerics": ""}
+LISTS = ("recompute_modules", "numerics")  # words with semicolons between them
 SWITCHES = {f.name for kind in (Model, Plan) for f in fields(kind) if f.type == "bool"} | {"flash", "overlap"}
 REST = "more cells than the header has columns"
-WORDS = {
-    "recompute": RECOMPUTE,
-    "schedule": SCHEDULE_NAMES,
-    "precision": ("bf16", "fp16", "fp32"),
-    "kind": ("gpt", "bert"),
-}
+WORDS = {"recompute": RECOMPUTE, "schedule": SCHEDULE_NAMES, "precision": PRECISIONS, "kind": ("gpt", "bert")}
+TORCH = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
+LAYOUT = "pipeline_model_parallel_layout"
 LOGS = ("*.log", "*.out", "*.txt")
 WARMUP_LINES = 3  # of a log: the first includes loading, the second the first, the third the first late step
 
@@ -122,7 +123,9 @@ def _value(row: dict[str, object], name: str, where: str):
             raise UserError(f"{where}: {name} is {text!r}, not one of {', '.join(WORDS[name])}")
         return text
     try:
-        if name == "extra_warmup":  # numbers with blanks between them
+        if name in LISTS:
+            return tuple(word.strip() for word in text.split(";") if word.strip())
+        if name in ("extra_warmup", "stages"):  # numbers with blanks between them
             numbers = tuple(int(word) for word in text.split())
             return numbers if any(numbers) and min(numbers) >= 0 and max(numbers) < LARGEST else ()
         number = float(text) if name in ("seconds", "memory_gib") else int(text)
@@ -164,6 +167,7 @@ ARGUMENTS = {
     "tensor_model_parallel_size": "tensor",
     "pipeline_model_parallel_size": "depth",
     "data_parallel_size": "width",
+    "context_parallel_size": "context",
     "micro_batch_size": "microbatch",
     "global_batch_size": "global_batch",
     "recompute_granularity": "recompute",
@@ -180,7 +184,7 @@ ARGUMENTS = {
     "overlap_grad_reduce": "overlap",
 }
 # What no plan can express, with the value that a plan has.
-UNPLANNED = {"context_parallel_size": "1", "num_experts": "None", "pipeline_model_parallel_layout": "None"}
+UNPLANNED = {"num_experts": "None"}
 _ARGUMENT = re.compile(r"^(?:\[[^\]\n]*\]:? ?)? +(\w+) \.{3,} (.*?) *$", re.MULTILINE)
 
 
@@ -211,7 +215,7 @@ def read_log(path: Path) -> Run:
     row |= {
         "seconds": statistics.median(times) / 1e3,
         "kind": "bert" if "sop loss" in log else "gpt",
-        "precision": next((name for name in ("bf16", "fp16") if given.get(name) == "True"), "fp32"),
+        "precision": _precision(given),
         "groups": given.get("num_query_groups", 0) if given.get("group_query_attention") == "True" else 0,
         "tied": int(given.get("untie_embeddings_and_output_weights") != "True"),
         "rms_norm": int(given.get("normalization") == "RMSNorm"),
@@ -219,11 +223,36 @@ def read_log(path: Path) -> Run:
         "dropout": int(any(given.get(name) != "0.0" for name in ("attention_dropout", "hidden_dropout"))),
         "flash": int(given.get("transformer_impl") != "local" and "unfused" not in given.get("attention_backend", "")),
         "extrapolate": int(given.get("two_bw_correction", "none") != "none"),
-        "recompute_layers": _cell(given.get("recompute_num_layers", "")) or 1,
+        "stages": " ".join(str(stage.count("t")) for stage in layout_stages(_cell(given.get(LAYOUT, "")))),
+        "recompute_modules": ";".join(re.findall(r"\w+", _cell(given.get("recompute_modules", "")))),
+        "numerics": ";".join(_numerics(given)),
     }
+    block = given.get("recompute_method") == "block"
+    row["recompute_block" if block else "recompute_layers"] = _cell(given.get("recompute_num_layers", "")) or 1
+    if len(row["stages"].split()) != int(row["depth"]):  # no layout, or one of interleaved stages
+        row["stages"] = ""
     run = _run(row, str(path))
     memory = max(stage_memory(log, run.plan), default=0.0) / GIB
     return _run(row | {"memory_gib": round(memory, 3)}, str(path))
+
+
+def _precision(given: dict[str, str]) -> str:
+    if given.get("fp8", "None") not in ("None", "False"):
+        return "fp8"
+    return next((name for name in ("bf16", "fp16") if given.get(name) == "True"), "fp32")
+
+
+def _numerics(given: dict[str, str]) -> list[str]:
+    """The plan's `numerics` of a run's arguments, whose floats have torch's names."""
+    found = []
+    for name, values in NUMERICS.items():
+        value = given.get(name[2:].replace("-", "_"), "")
+        if not values and value == "True":
+            found.append(name)
+        kind = TORCH.get(value, value)
+        if kind in values[1:] and given.get("use_precision_aware_optimizer") == "True":
+            found.append(f"{name} {kind}")
+    return found
 
 
 def _cell(value: str) -> str:
