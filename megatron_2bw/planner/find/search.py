@@ -224,23 +224,22 @@ class Search:
 
     def split(self, shape: Plan) -> Iterator[Plan]:
         """The shape with its layers divided."""
-        for layers in self.layouts(shape):
-            split = shape.with_layers(layers)
+        for split in self.layouts(shape):
             if split.recompute_block:
-                yield from (split.changed(recompute_block=block) for block in range(1, max(layers)))
+                longest = max(split.layers_of(self.cost.model))
+                yield from (split.changed(recompute_block=block) for block in range(1, longest))
                 continue
             if split.recompute_layers > 1:
                 split = split.changed(recompute_layers=max(split.layers_of(self.cost.model)))
             if split.recompute_layers > 1 or shape.recompute_layers == 1 or "full" not in self.space.recompute:
                 yield split
 
-    def layouts(self, shape: Plan) -> Iterator[list[int]]:
-        """Layers of each stage. Stages between the ends have as many as the others on the same GPUs."""
+    def layouts(self, shape: Plan) -> Iterator[Plan]:
+        """The shape with layers on each stage. Stages between the ends have as many as the others on the same GPUs."""
         depth, layers = shape.depth, self.cost.model.layers
-        devices = [self.cost.device(shape, stage) for stage in range(depth)]
-        if len({*devices}) == 1 or not self.space.uneven:
-            for first, last in self.splits(depth):
-                yield shape.changed(first=first, last=last).layers_of(self.cost.model)
+        devices = [self.cost.device(shape, stage) for stage in range(depth)] if self.cost.cluster.devices else []
+        if len({*devices}) < 2 or not self.space.uneven:
+            yield from (shape.changed(first=first, last=last) for first, last in self.splits(depth))
             return
         # By its speed each GPU has a share of the layers; a stage may have up to WIDER more or less.
         totals = {device: self.cost._compute(device).layer(shape).total for device in dict.fromkeys(devices)}
@@ -256,7 +255,7 @@ class Search:
             for first in near[devices[0]]:
                 last = layers - sum(between) - first
                 if last in near[devices[-1]]:
-                    yield [first, *between, last]
+                    yield shape.with_layers([first, *between, last])
 
     def splits(self, depth: int) -> list[tuple[int, int]]:
         """(first, last) layers of uneven stages; (0, 0) for an even split.
