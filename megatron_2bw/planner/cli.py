@@ -22,6 +22,7 @@ from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.cluster import INFINIBAND, network
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner.describe.inputs import add_model_flags, cluster_of, model_of, numbers
+from megatron_2bw.planner.find import advice
 from megatron_2bw.planner.find.search import PLANNED, RECOMPUTES, Search, Space
 from megatron_2bw.planner.measure import blocks, validate
 from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report, training
@@ -162,12 +163,12 @@ def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | Non
     begun = time.monotonic()
     print(f"searching the plans of {cost.model.name} on {cost.cluster.gpus} GPUs ...", file=sys.stderr, flush=True)
     search = Search(cost, space)
-    plans = [plan for _, plan in itertools.islice(search, options.top)]
+    plans, ties = advice.ranked(search, options.top)
     seconds = time.monotonic() - begun
     if not plans:
         print(rejections.nothing_fits(cost, space, search))
         return None
-    return explain.Result(cost, space, [cost.estimate(plan) for plan in plans], search, seconds)
+    return explain.Result(cost, space, [cost.estimate(plan) for plan in plans], search, seconds, ties)
 
 
 def run_plan(words: list[str], prog: str) -> int:
