@@ -30,6 +30,7 @@ from megatron_2bw.planner.describe.inputs import (
     numbers,
     numerics_of,
 )
+from megatron_2bw.planner.find import advice
 from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import MORE_RECOMPUTES, PLANNED, RECOMPUTES, Space
 from megatron_2bw.planner.measure import blocks, validate
@@ -181,10 +182,10 @@ def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | Non
     begun = time.monotonic()
     print(f"searching the plans of {cost.model.name} on {cost.cluster.gpus} GPUs ...", file=sys.stderr, flush=True)
     search = Search(cost, space)
-    plans = [plan for _, plan in itertools.islice(search, options.top)]
+    plans, ties = advice.ranked(search, options.top)
     if not plans and options.context_parallel_size is None and cost.memory.flash:
         wider = Search(cost, replace(space, context=None))
-        plans = [plan for _, plan in itertools.islice(wider, options.top)]
+        plans, ties = advice.ranked(wider, options.top)
         if plans:
             print("nothing fits without context parallelism: planned is --context-parallel-size too", file=sys.stderr)
             space, search = wider.space, wider
@@ -192,7 +193,7 @@ def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | Non
     if not plans:
         print(rejections.nothing_fits(cost, space, search))
         return None
-    return explain.Result(cost, space, [cost.estimate(plan) for plan in plans], search, seconds)
+    return explain.Result(cost, space, [cost.estimate(plan) for plan in plans], search, seconds, ties)
 
 
 def run_plan(words: list[str], prog: str) -> int:

@@ -150,6 +150,8 @@ def run_calibrate(words: list[str], prog: str) -> int:
         unseen = calibration.cross_validated(cluster, fitted_to)
     if chosen:
         cluster = calibration.calibrate(cluster, fitted_to)
+    if unseen:
+        cluster = replace(cluster, device=replace(cluster.device, error=round(calibration.bound(unseen), 3)))
     predicted = calibration.predict(cluster, runs)
     others = [p / run.seconds - 1 for i, (p, run) in enumerate(zip(predicted, runs)) if i not in chosen]
     print(f"fitted to {len(chosen)} of {len(runs)} runs: {cluster.device}")

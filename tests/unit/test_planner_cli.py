@@ -89,7 +89,8 @@ def test_a_plan_is_printed(call):
     ended = call(*TINY, *FOUR, "--top", "3")
     assert ended.status == 0 and ended.errors == []
     table = ended.out.split("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in table if re.match(r"\s*[123]\s+\S", line)][:3] == ["1", "2", "3"]
+    # The three are a tie.
+    assert [line.split()[0] for line in table if re.match(r"\s*(1=|[123])\s+\S", line)][:3] == ["1="] * 3
     for words in ("ESTIMATED", "safe for convergence", "Flags of the first plan:\n  --num-layers 4", "GiB"):
         assert words in ended.out
     assert ended.out.count("Flags of the first plan:") == 1
@@ -438,6 +439,13 @@ BAD_CLUSTERS = {
     "no servers": (DESCRIBED | {"servers": 0}, "servers must be a positive whole number, not 0"),
     "half a server": (DESCRIBED | {"servers": 1.5}, "servers must be a positive whole number, not 1.5"),
     "a word for servers": (DESCRIBED | {"servers": "two"}, "servers must be a positive whole number, not 'two'"),
+    "servers with a point": (DESCRIBED | {"servers": 4.0}, "servers must be a positive whole number, not 4.0"),
+    "absurd memory": (gpu(memory_gib=1e9), "gpu: memory_gib must be at most 100000, not 1000000000.0"),
+    "an absurd link": (inside(gb_s=1e9), "inside: gb_s must be at most 1e+06"),
+    "absurd servers": (DESCRIBED | {"servers": 10**7}, "servers must be at most 1e+06"),
+    "a key twice": ("servers: 2\nname: x\nservers: 4\n", "servers is given twice"),
+    "a key twice inside": ("servers: 2\ninside: {gb_s: 1, latency_us: 2, gb_s: 3}\n", "gb_s is given twice"),
+    "an absurd error": (gpu(error=2), "gpu: error must be a share of at most 1"),
     "true servers": (DESCRIBED | {"servers": True}, "servers must be a positive whole number, not True"),
     "not a number": (inside(gb_s=float("nan")), "gb_s must be a positive number, not nan"),
     "unknown gpu": (DESCRIBED | {"gpu": "B300"}, "gpu 'B300' is not one of V100-16GB"),
@@ -497,6 +505,18 @@ def test_a_yaml_file_is_the_cluster_that_it_describes(write):
     assert named.device == clusters.PRESETS["dgx-h100"].device and named.name.endswith("cluster.yaml")
     assert named.profile == Path(named.name).parent / "p.json"
     assert from_yaml(write(without(DESCRIBED, "gpu") | {"gpu": without(DESCRIBED["gpu"], "name")})).device.name == "gpu"
+
+
+def test_a_described_gpu_of_a_known_name_says_what_it_takes_from_it(write, call):
+    entries = {"name": "A100-80GB", "memory_gib": 70, "tflops": 300, "memory_gb_s": 2000, "units": 100}
+    path = write(DESCRIBED | {"gpu": entries})
+    device, known = from_yaml(path).device, clusters.GPUS["A100-80GB"]
+    assert device == replace(
+        known, memory_gib=70, tflops=300, memory_gb_s=2000, units=100, calibration=device.calibration
+    )
+    assert device.calibration.startswith(f"{known.calibration}; of the known A100-80GB: tflops_fp32, bf16, flash, gemm")
+    ended = call(*TINY, "--cluster", path, "--max-global-batch-size", "16", "--top", "1")
+    assert "of the known A100-80GB: tflops_fp32" in " ".join(ended.out.split())
 
 
 @pytest.mark.parametrize(

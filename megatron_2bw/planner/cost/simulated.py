@@ -39,6 +39,9 @@ MIN_EXPOSED_SHARE = 0.05
 # Messages that add a smaller share to a microbatch's time are not worth extra warm-up of 2bw.
 MIN_HIDDEN_SHARE = 0.02
 
+# Shares of an iteration's time below which causes are not told apart.
+EXACT = 1e-3
+
 # The fields of a plan on which the work of its stages and its messages depend.
 STAGES = (
     "tensor context depth width microbatch recompute recompute_modules recompute_block sequence_parallel "
@@ -125,7 +128,7 @@ class Cost:
         margin: float | None = None,
         old_exchange: bool = False,
     ):
-        self.old_exchange = old_exchange
+        self.old_exchange, self._seconds = old_exchange, dict[Plan, float]()
         self.model, self.cluster, self.precision, self.given_margin = model, cluster, precision, margin
         flash = cluster.device.flash if flash is None else flash
         self.compute = Compute(model, cluster, precision, flash)
@@ -175,8 +178,10 @@ class Cost:
 
     def seconds(self, plan: Plan) -> float:
         """Simulated seconds of an iteration in the steady state."""
-        times = self.times(plan)
-        return max(self._simulated(plan, times), lower_bound(plan, times))
+        if plan not in self._seconds:
+            times = self.times(plan)
+            self._seconds[plan] = max(self._simulated(plan, times), lower_bound(plan, times))
+        return self._seconds[plan]
 
     def lower_bound(self, plan: Plan) -> float:
         """Seconds that the plan's dependencies alone take (bounds.py)."""
@@ -188,8 +193,12 @@ class Cost:
     def estimate(self, plan: Plan) -> Estimate:
         times, seconds = self.times(plan), self.seconds(plan)
         no_reduce = replace(times, reduce=0.0)
-        alone = self._simulated(plan, replace(no_reduce, transfer=0.0, occupied=0.0, sending=0.0))
-        no_reduce = self._simulated(plan, no_reduce)
+        only_work = replace(no_reduce, transfer=0.0, occupied=0.0, sending=0.0)
+        # Without messages and flushes no stage waits for another. Where the bound is the simulated time, nothing waits
+        # for a reduction.
+        late, bound = plan.pipeline.late_step, lower_bound(plan, no_reduce)
+        alone = lower_bound(plan, only_work) if late else self._simulated(plan, only_work)
+        no_reduce = seconds if bound > (1 - EXACT) * seconds else self._simulated(plan, no_reduce)
         busiest = max(self.stages(plan), key=lambda work: work.total)
         work = plan.microbatches * busiest.total
         # Time that a late step overlaps with the next batch is no stage's waiting time.

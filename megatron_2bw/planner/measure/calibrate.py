@@ -8,6 +8,7 @@ plans and models.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -96,6 +97,11 @@ def cross_validated(cluster: Cluster, runs: Sequence[Run], parts: int = 5) -> li
         own = runs[part::parts]
         found[part::parts] = [seconds / run.seconds - 1 for seconds, run in zip(predict(fitted, own), own)]
     return found
+
+
+def bound(errors: Sequence[float]) -> float:
+    """The size below which 90 % of the errors are."""
+    return sorted(map(abs, errors))[math.ceil(0.9 * len(errors)) - 1]
 
 
 def memory_errors(cluster: Cluster, runs: Sequence[Run]) -> list[float]:

@@ -15,6 +15,7 @@ from operator import attrgetter
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
+from megatron_2bw.planner.find.advice import tie
 from megatron_2bw.planner.find.search import Search, on_fewer
 from megatron_2bw.planner.find.space import Space
 
@@ -52,13 +53,15 @@ convergence at this batch and learning rate before a long run."""
 
 @dataclass(frozen=True)
 class Result:
-    """The estimates of the fastest plans, fastest first; the search, with what it rejected, and its `seconds`."""
+    """The estimates of the fastest plans in the order of advice (the first `ties` of them tie); the search, with what
+    it rejected, and its `seconds`."""
 
     cost: Cost
     space: Space
     estimates: list[Estimate]
     search: Search
     seconds: float
+    ties: int = 1
 
     @cached_property
     def rivals(self) -> list[Estimate]:
@@ -81,7 +84,7 @@ class Result:
     def fewer(self) -> tuple[Cluster, Estimate] | None:
         """A part of the cluster and its fastest plan, if that is faster than the first plan on all GPUs."""
         limits = (_per_sample(estimate) * (1 - MIN_FEWER_GAIN) for estimate in self.estimates)
-        found = on_fewer(self.cost, self.space, next(limits, math.inf))
+        found = on_fewer(self.cost, self.space, min(limits, default=math.inf))
         return found and (found[0].cluster, found[0].estimate(found[2]))
 
 
@@ -126,27 +129,35 @@ def table(result: Result) -> str:
             "pp-dp" if plan.pipeline_inside else "dp-pp",
             _layers(plan.layers_of(cost.model)),
         )
+        place = "1=" if rank <= result.ties > 1 else str(rank)
         tensor = str(plan.tensor) + f" c{plan.context}" * (plan.context > 1)
-        plans.append(
-            [str(rank), plan.schedule_name, tensor, *map(str, sizes), *choices, str(plan.global_batch), *rates]
-        )
+        plans.append([place, plan.schedule_name, tensor, *map(str, sizes), *choices, str(plan.global_batch), *rates])
         shares = (_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS)
         memory = (f"{size / GIB:.2f} GiB" for size in (estimate.heaviest, estimate.headroom))
-        times.append([str(rank), f"{1e3 * estimate.seconds:.1f} ms", *shares, *memory])
+        error = f"{1e3 * cost.cluster.device.error * estimate.seconds:.1f}"
+        times.append([place, f"{1e3 * estimate.seconds:.1f} ms", error, *shares, *memory])
     attention = "flash attention" if cost.memory.flash else "attention that keeps its scores"
     return "\n".join(
         [
-            f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first (ESTIMATED)",
+            f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first, ties by simplicity (ESTIMATED)",
             f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}.",
             *aligned([PLAN_COLUMNS, *plans], {1, 8, 9, 10, 11}),
             *LEGEND,
             *([PARTS] if any(e.plan.context > 1 for e in result.estimates) else []),
+            *([_ties(result)] if result.ties > 1 else []),
             *([ONE_STAGE] if any(e.plan.schedule == "2bw" and e.plan.depth == 1 for e in result.estimates) else []),
             "",
             f"Where an iteration's time goes, and memory ({_tags(cost)})",
-            *aligned([["#", "iteration", *TERMS, "heaviest", "headroom"], *times], set()),
+            *aligned([["#", "iteration", "+- ms", *TERMS, "heaviest", "headroom"], *times], set()),
+            "+-: of measured times nine of ten are within it (calibrate measures it on your runs).",
         ]
     )
+
+
+def _ties(result: Result) -> str:
+    """Why the first plans are a tie."""
+    share = _percent(tie(result.cost.cluster.device.error))
+    return f"1=: within {share} of the fastest, a tie. Exact schedules and simpler plans are first."
 
 
 def _layers(stages: list[int]) -> str:
@@ -183,6 +194,16 @@ def reason(result: Result) -> str:
     """Why the first plan is fastest: a comparison by term with the best of another shape and each other schedule."""
     winner = result.estimates[0]
     lines = [f"{winner.plan.title} is the fastest: {winner.throughput:.1f} samples/s ({ESTIMATED})."]
+    best = max(result.estimates, key=attrgetter("throughput"))
+    if result.ties > 1 and best is not winner:
+        lines = [
+            wrapped(
+                f"{winner.plan.title} is first: {winner.throughput:.1f} samples/s ({ESTIMATED}). The fastest, "
+                f"{best.plan.title}, has {best.throughput:.1f}. The difference is within the error"
+                f"{'' if best.plan.pipeline.flushes else ' and the cost of its delay in convergence'}.",
+                "",
+            )
+        ]
     lines += [wrapped(_against(winner, rival)) for rival in result.rivals]
     tried = {winner.plan.schedule, *(rival.plan.schedule for rival in result.rivals)}
     missing = [schedule for schedule in result.space.schedules if schedule not in tried]
