@@ -105,7 +105,8 @@ def kinds(cost: Cost, space: Space, stages: tuple[int, ...]) -> list[dict]:
     attention = () if cost.memory.flash else ("core_attn",)
     for module in ("mlp", "layernorm"):
         found[module] = [{"recompute": "selective", "recompute_modules": (*attention, module)}]
-    unique = {tuple(fields.items()) for kind in space.recompute for fields in found.get(kind, [{"recompute": kind}])}
+    chosen = (fields for kind in space.recompute for fields in found.get(kind, [{"recompute": kind}]))
+    unique = {tuple(({"recompute_layers": 1} | fields).items()) for fields in chosen}
     return [dict(fields) for fields in sorted(unique, key=str)]
 
 
