@@ -10,7 +10,6 @@ the same name. The status is 1 if a check fails.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
@@ -29,24 +28,33 @@ from bench.planner_published import korthikanti_2022, megatron_2021, vtrain, zer
 from megatron_2bw.errors import names_of
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.find import advice
 from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import Space
+from megatron_2bw.planner.tell import explain
+
+LARGE = model.Model("405b", 126, 16384, 128, 128256, 8192, groups=8, ffn=53248, tied=False, **model.LLAMA_LAYER)
 
 
 def search_time() -> list[Check]:
-    rows = []
+    rows, times = [], {2: "seconds", 5: "seconds", 10: "with the words"}
     for name, preset, servers, batch, limit in (
         ("gpt-1.3b", "p3.16xlarge", 8, 512, 2),
         ("gpt-2.2b", "p3.16xlarge", 8, 512, 2),
         ("gpt-3.8b", "p3.16xlarge", 8, 2048, 2),
         ("llama-8b", "dgx-h100", 8, 512, 2),
-        ("gpt-175b", "dgx-a100-80", 512, 1536, 20),
-        ("llama-70b", "dgx-h100", 512, 2048, 20),
+        ("gpt-175b", "dgx-a100-80", 512, 1536, 5),
+        ("llama-70b", "dgx-h100", 512, 2048, 5),
+        ("405b", "dgx-h100", 128, 512, 10),
     ):
-        device = cluster.preset(preset, servers)
+        device, of = cluster.preset(preset, servers), LARGE if name == "405b" else model.preset(name)
         begun = time.process_time()
-        search = Search(Cost(model.preset(name), device, "bf16" if device.device.bf16 else "fp16"), Space(batch))
-        plans = [plan for _, plan in itertools.islice(search, 8)]
+        space = Space(batch, extrapolate=True)
+        search = Search(Cost(of, device, "bf16" if device.device.bf16 else "fp16"), space)
+        plans, ties = advice.ranked(search, 8)
+        seconds = time.process_time() - begun
+        found = explain.Result(search.cost, space, list(map(search.cost.estimate, plans)), search, 0.0, ties)
+        explain.table(found), explain.reason(found), explain.on_fewer_gpus(found)
         rows.append(
             {
                 "model": name,
@@ -54,7 +62,8 @@ def search_time() -> list[Check]:
                 "batch": batch,
                 "best": described(plans[0]),
                 "simulated plans": search.examined,
-                "seconds": round(time.process_time() - begun, 2),
+                "seconds": round(seconds, 2),
+                "with the words": round(time.process_time() - begun, 2),
                 "limit": limit,
             }
         )
@@ -62,10 +71,9 @@ def search_time() -> list[Check]:
         Check(
             "the search itself, one core",
             "this run",
-            "64 GPUs under 2 s, 4,096 under 20 s",
-            all(row["seconds"] < row["limit"] for row in rows),
-            f"at most {max(r['seconds'] for r in rows if r['limit'] == 2)} s and "
-            f"{max(r['seconds'] for r in rows if r['limit'] == 20)} s",
+            "64 GPUs under 2 s, 4,096 under 5 s; 405B on 1,024 under 10 s with the words about the plans",
+            all(row[times[row["limit"]]] < row["limit"] for row in rows),
+            "at most " + ", ".join(f"{max(r[name] for r in rows if r['limit'] == n)} s" for n, name in times.items()),
             rows,
             "processor time of this machine",
         )

@@ -167,10 +167,14 @@ class Cost:
 
     def allowed(self, plan: Plan) -> float:
         """Bytes that a stage of the plan may take: the capacity, less the communicators that no margin holds."""
+        return self.capacity - max(0.0, self._nccl(plan) - self._nccl_free)
+
+    @by_fields("schedule", "virtual", "gradient_slots", "tensor", "depth", "width", "extra_warmup")
+    def _nccl(self, plan: Plan) -> float:
+        """Bytes of the communicators on a GPU of the stage with most. With a given margin Megatron's are in that."""
         kinds = [communicators, megatrons_communicators] if self.given_margin is None else [communicators]
         stages = {0, min(1, plan.depth - 1)}
-        needed = max(sum(sum(kind(plan, stage)) for kind in kinds) for stage in stages)
-        return self.capacity - max(0.0, needed - self._nccl_free)
+        return max(sum(sum(kind(plan, stage)) for kind in kinds) for stage in stages)
 
     def gpu_bytes(self, plan: Plan) -> float:
         """Memory of the smallest GPU on which the plan fits."""
