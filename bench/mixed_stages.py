@@ -32,7 +32,7 @@ from megatron_2bw.planner.find.search import best
 from megatron_2bw.planner.find.space import Space
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
 
-MODEL, STAGES, BATCH = "gpt-1.3b", 8, 64
+MODEL, BATCH = "gpt-1.3b", 64
 SCHEDULES = ("2bw", "pipedream-flush")
 
 
@@ -85,14 +85,8 @@ def compare(cost: Cost, schedule: str, chosen: argparse.Namespace) -> dict[str, 
             "gain": round(sample_ms(cost, alike) / sample_ms(cost, free), 3),
         },
     }
-    fixed = replace(
-        space,
-        batch=STAGES * chosen.microbatch,
-        tensor=(1,),
-        depth=(STAGES,),
-        microbatch=(chosen.microbatch,),
-        extra_warmup=False,
-    )
+    sizes = {"tensor": (1,), "depth": (chosen.stages,), "microbatch": (chosen.microbatch,)}
+    fixed = replace(space, batch=cost.cluster.gpus * chosen.microbatch, extra_warmup=False, **sizes)
     rows, gains = [], []
     for plan in plans(cost, fixed):
         simulated, seconds = measured(cost, plan, chosen.scale, chosen.iterations)
@@ -114,6 +108,7 @@ def compare(cost: Cost, schedule: str, chosen: argparse.Namespace) -> dict[str, 
 def main() -> int:
     parser = new_parser(__doc__, "mixed_stages")
     parser.add_argument("--schedules", type=names_of(SCHEDULES), default=SCHEDULES, metavar="NAME,...")
+    parser.add_argument("--stages", type=int, default=8, choices=(2, 4, 8), help="with fewer, 4 or 2 GPUs have a stage")
     parser.add_argument("--microbatch", type=int, default=4)
     parser.add_argument("--scale", type=float, default=20.0, help="of the planner's seconds (default: 20)")
     parser.add_argument("--iterations", type=int, default=7)
@@ -127,7 +122,7 @@ def main() -> int:
             f"{schedule}: the plan is {row['all sizes']['gain']:.2f} times as fast as the plan of slow GPUs (simulated)"
         )
         print(
-            f"  {STAGES} stages: simulated {row['run']['simulated gain']}, run {row['run']['measured gain']} times",
+            f"  {chosen.stages} stages: {row['run']['simulated gain']} simulated, {row['run']['measured gain']} run",
             flush=True,
         )
         write_result(chosen.json, result)
