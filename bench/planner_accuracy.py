@@ -114,7 +114,7 @@ def draw(checks: list[Check]) -> Any:
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_ylabel("predicted / measured")
     axis.set_xticks([])
-    axis.set_ylim(0.75, 1.25)
+    axis.set_ylim(0.7, 1.3)
     if not place:
         return None
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), fontsize=8, ncols=1, frameon=False)
