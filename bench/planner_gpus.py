@@ -54,7 +54,7 @@ def kernels() -> list[Check]:
             all(abs(row["share of large products"] - row["planner's"]) <= 0.03 for row in rows),
             f"{found}; a term by shape lowers the A100's scatter, not the B200's, whose power limits long products",
             rows,
-            "TILE and FILL are chosen on the A100's rows, the B200's share on its rows and 405B's, the A100's on no row",
+            "TILE and FILL are chosen on the A100's rows; the B200's share on its own and 405B's; the A100's on none",
         )
     ]
 

@@ -268,7 +268,7 @@ def _largest_model() -> Check:
         f"{wide} billion; {narrow} with layers narrower than 2048 ({narrow_two} with two gradient slots); "
         f"{most} with shorter first and last stages",
         rows,
-        "64 equal stages of layers of 2048 or wider, one gradient slot, recompute, b = 1; with CUDA, NCCL, fragmentation",
+        "64 equal stages of layers of 2048 or wider, one gradient slot, recompute, b = 1; with CUDA and NCCL",
     )
 
 
