@@ -118,7 +118,8 @@ def flags(cost: Cost, plan: Plan, iterations: int, device: str) -> list[str]:
         *plan.flags(cost.precision),
         *mock_data(cost.model),
         *command_line(
-            (True, f"--device {device} --train-iters {iterations} --lr 0.0001 --lr-decay-style constant"),
+            # Verbose, so that `calibrate` finds the arguments in the log.
+            (True, f"--device {device} --train-iters {iterations} --lr 0.0001 --lr-decay-style constant --verbose"),
             (True, f"--clip-grad 1.0 --eval-iters 0 --eval-interval {iterations + 1} --log-interval 1"),
             # With Megatron's initial scale of 2^32 the first steps would be skipped.
             (cost.precision == "fp16", "--initial-loss-scale 1024"),
