@@ -241,7 +241,8 @@ def _from_entries(text: Any, path: Path) -> Cluster:
 def _described_gpu(text: Any, where: str) -> Device:
     """The GPU of a mapping. What it leaves out of a known GPU is that one's, which the source says."""
     known = GPUS.get(str(text.get("name"))) if isinstance(text, dict) else None
-    device = described(Device, text, where, **({} if known is None else vars(known)) | {"name": "gpu"})
+    cpu = {"error": CPU_ERROR} if isinstance(text, dict) and text.get("name") == "cpu" else {}
+    device = described(Device, text, where, **({} if known is None else vars(known)) | {"name": "gpu"} | cpu)
     taken = [entry.name for entry in fields(Device) if entry.name not in text]
     if known is None or not taken:
         return device
@@ -268,6 +269,7 @@ def to_yaml(cluster: Cluster, path: Path) -> None:
 
 # --- entries of a file -----------------------------------------------------------------------------------------------
 
+CPU_ERROR = 0.45  # ranks share cores and caches, which a profile does not show: docs/planner.md, Validated here
 LARGEST = 1e30  # products of such numbers are finite
 # What no machine has, by entry. A time of a second is in microseconds.
 MOST = {"servers": 1e6, "gpus_per_server": 1e4, "rails": 1e4, "units": 1e5, "memory_gib": 1e5, "tflops": 1e6}

@@ -61,6 +61,7 @@ def run(cost: Cost, estimates: list[Estimate], options: argparse.Namespace) -> l
         print(f"{number}/{len(estimates)}  {_described(trial)}", flush=True)
     _summarize(cost, place, options, done, said, folder)
     print(f"\n{reading.table(done, memory=place.device == 'cuda')}\n{reading.order(done)}", flush=True)
+    print(reading.within(done, cost.cluster.device.error), flush=True)
     return done
 
 
@@ -245,6 +246,7 @@ def _summarize(
         "notes": said,
         "spearman": reading.rank_correlation(done),
         "order": reading.order(done),
+        "uncertainty": reading.within(done, cost.cluster.device.error),
         "trials": [trial.entries() for trial in done],
     }
     write_json(folder / "validate.json", result)
