@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import replace
 
-from bench.planner_checks import MEASURED, Check, table, within
+from bench.planner_checks import MEASURED, Check, compared, table, within
 from megatron_2bw.planner.cost.compute import Compute
 from megatron_2bw.planner.cost.links import Group, all_reduce
 from megatron_2bw.planner.cost.memory import GIB
@@ -95,9 +95,7 @@ def golden() -> list[Check]:
                 "GPU": row["gpu"],
                 "t": tensor,
                 "d": depth,
-                "measured s": float(row["seconds"]),
-                "predicted s": round(seconds, 3),
-                "error": round(seconds / float(row["seconds"]) - 1, 3),
+                **compared(float(row["seconds"]), seconds, "s", 3),
                 "measured GiB": float(row["gib"]),
                 "predicted GiB": round(held, 1),
                 "memory's error": round(held / float(row["gib"]) - 1, 3),
@@ -155,9 +153,7 @@ def _b200_rows(model: Model) -> list[dict]:
                 "t": tensor,
                 "d": depth,
                 "m": plan.microbatches,
-                "measured s": seconds,
-                "predicted s": round(cost.seconds(plan), 3),
-                "error": round(cost.seconds(plan) / seconds - 1, 3),
+                **compared(seconds, cost.seconds(plan), "s", 3),
                 "measured GiB": gib,
                 "memory's error": round(cost.memory.heaviest(plan) / GIB / gib - 1, 3),
                 "run": Run(model, plan, seconds, flash=True),
