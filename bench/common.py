@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.errors import words
-from megatron_2bw.files import write_figure, write_json
+from megatron_2bw.files import new_figure, write_figure, write_json
 
 
 def new_parser(description: str, name: str) -> argparse.ArgumentParser:
@@ -24,21 +23,9 @@ def new_parser(description: str, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def numbers(text: str) -> list[int]:
-    """A comma-separated list, for argparse."""
-    return [int(word) for word in words(text)]
-
-
 def flag_sets(text: str) -> list[str]:
     """Sets of flags, separated by semicolons, for argparse."""
     return [part.strip() for part in text.split(";")]
-
-
-def new_figure(width: float, height: float) -> Any:
-    """In inches."""
-    from matplotlib.figure import Figure  # here, since forked ranks import the benchmark's module
-
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def bar_chart(groups: Sequence[str], series: Mapping[str, Sequence[float]], label: str, form: str) -> Any:

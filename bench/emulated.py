@@ -24,14 +24,19 @@ class Observed:
     peak_activations: int = 0  # microbatches (chunks of them, if interleaved) between their forward and backward
     versions: int = 0  # weight storages that forwards ran on
     losses: list[float] = field(default_factory=list)
+    activations: int = 0  # now
+
+    def note(self, change: int) -> None:
+        self.activations += change
+        self.peak_activations = max(self.peak_activations, self.activations)
 
 
-def iteration_seconds(runs: list[Observed], skip_first: int = 3, skip_last: int = 2) -> float:
+def iteration_seconds(runs: list[Observed]) -> float:
     """Median time from one end of an iteration to the next on the first stage, in the steady state.
 
-    The first iterations fill the pipeline and load code, the last ones empty it.
+    The first three iterations fill the pipeline and load code, the last two empty it.
     """
-    ends = runs[0].ends[skip_first - 1 : len(runs[0].ends) - skip_last]
+    ends = runs[0].ends[2:-2]
     return statistics.median(after - before for before, after in zip(ends, ends[1:]))
 
 
@@ -70,12 +75,8 @@ def train(
         Channel.occupies_device = True
 
     forward, backward = (seconds[rank] if isinstance(seconds, list) else seconds for seconds in (forward, backward))
-    observed, storages, now = Observed(), set(), [0]
+    observed, storages = Observed(), set()
     setup, step = training.setup_model_and_optimizer, training.train_step
-
-    def note(change: int) -> None:
-        now[0] += change
-        observed.peak_activations = max(observed.peak_activations, now[0])
 
     def sleeping_setup(*args, **kwargs):
         model, optimizer, scheduler = setup(*args, **kwargs)
@@ -87,7 +88,7 @@ def train(
                 if not torch.is_grad_enabled():
                     return output
                 storages.add(weight.data_ptr())
-                return Sleep.apply(output, forward / len(model), backward / len(model), note)
+                return Sleep.apply(output, forward / len(model), backward / len(model), observed.note)
 
             decoder.register_forward_hook(sleep)
         return model, optimizer, scheduler
@@ -138,18 +139,13 @@ def train_with_torch(
     from torch.distributed import pipelining
 
     dist.init_process_group("gloo")
-    observed, now, size = Observed(versions=1), [0], 16
+    observed, size = Observed(versions=1), 16
     kind, chunks = PEERS[schedule]
-
-    def note(change: int) -> None:
-        now[0] += change
-        observed.peak_activations = max(observed.peak_activations, now[0])
-
     # ZBV: the first chunks go down the ranks, the second chunks back up.
     numbers = [rank, 2 * stages - 1 - rank] if schedule == "torch-zbv" else range(rank, chunks * stages, stages)
     parts = []
     for number in numbers:
-        layer = SleepingLayer(size, forward / chunks, backward / chunks, note)
+        layer = SleepingLayer(size, forward / chunks, backward / chunks, observed.note)
         parts.append(pipelining.PipelineStage(layer, number, chunks * stages, torch.device("cpu")))
     optimizer = torch.optim.SGD([p for part in parts for p in part.submod.parameters()], lr=1e-3)
     runner = getattr(pipelining, kind)(

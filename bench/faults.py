@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Output, new_figure, new_parser, write_result
+from bench.common import Output, new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
-from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.files import new_figure
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals, free_port, stop_tree
 from megatron_2bw.start.torchrun import ROOT, start
@@ -71,24 +72,6 @@ class Kill:
     latest: int | None  # the checkpoint to continue from
     others_ended_s: float  # until all ranks had ended
     fault: str | None  # of that checkpoint
-
-
-@dataclass
-class Report:
-    survived: int  # kills after which the run continued
-    kills: int
-    seed: int
-    hit: dict[str, int]  # kills by moment
-    checkpoints_lost: int
-    differences: int
-    stopped: str  # why the run did not finish, if so
-    iterations: int
-    iterations_skipped: int  # by the loss scale, in the undisturbed run
-    iterations_run: int  # including those that ran again
-    seconds: float
-    others_ended_s: list[float]  # median and largest
-    course: list[tuple[float, int]] = field(repr=False)
-    each: list[Kill] = field(repr=False)
 
 
 class Job:
@@ -286,18 +269,18 @@ def different_tensors(one: Path, other: Path) -> list[str]:
     return wrong + [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
 
 
-def soak(options: argparse.Namespace, folder: Path) -> Report:
-    """Run the job undisturbed and with kills, and compare."""
+def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run the job undisturbed and with kills, and compare: what the JSON holds."""
     begin, ranks, kills = time.monotonic(), options.ranks, options.kills
     iterations = options.iterations or 5 * kills
 
     def argv(name: str) -> list[str]:
-        flags = ("--fp16", "--save", folder / name, "--load", folder / name, *FORMATS[options.format].split())
-        sizes = dict(pipeline_model_parallel_size=ranks, micro_batch_size=2, global_batch_size=2 * (ranks + 1))
-        often = dict(train_iters=iterations, save_interval=SAVED, eval_interval=EVALUATED, eval_iters=8, log_interval=1)
-        rates = dict(lr=1e-2, lr_warmup_iters=2, weight_decay=0.1, hidden_dropout=0.1, attention_dropout=0.1)
-        scale = dict(initial_loss_scale=65536, loss_scale_window=5, vocab_size=127, seed=7)
-        return gpt_flags(4, 32, 4, 16, *flags, pipeline_schedule="2bw", **sizes, **often, **rates, **scale)
+        text = f"""--fp16 --pipeline-schedule 2bw --pipeline-model-parallel-size {ranks} --micro-batch-size 2
+            --global-batch-size {2 * (ranks + 1)} --train-iters {iterations} --save-interval {SAVED} --eval-iters 8
+            --eval-interval {EVALUATED} --log-interval 1 --lr 1e-2 --lr-warmup-iters 2 --weight-decay 0.1
+            --hidden-dropout 0.1 --attention-dropout 0.1 --initial-loss-scale 65536 --loss-scale-window 5
+            --vocab-size 127 --seed 7 {FORMATS[options.format]}"""
+        return gpt_flags(4, 32, 4, 16, text, "--save", folder / name, "--load", folder / name)
 
     with Job(argv("peace"), ranks, options.servers, restarts=0) as undisturbed:
         status = undisturbed.finish()
@@ -319,37 +302,37 @@ def soak(options: argparse.Namespace, folder: Path) -> Report:
     lost = sum(each.fault is not None for each in done) + sum(b < a for a, b in zip(latest, latest[1:]))
     ended = sorted(each.others_ended_s for each in done) or [0.0]
     course = [(round(at, 2), each.iteration) for at, line in job.lines for each in run_log.training([line])]
-    return Report(
-        survived=len(done) - bool(stopped and done),
-        kills=len(done),
-        seed=options.seed,
-        hit=dict(Counter(each.moment for each in done)),
-        checkpoints_lost=lost,
-        differences=len(wrong),
-        stopped=stopped,
-        iterations=iterations,
-        iterations_skipped=sum(line.skipped for line in run_log.training(calm)),
-        iterations_run=len(course),
-        seconds=round(time.monotonic() - begin, 1),
-        others_ended_s=[ended[len(ended) // 2], ended[-1]],
-        course=course,
-        each=done,
-    )
+    return {
+        "survived": len(done) - bool(stopped and done),  # kills after which the run continued
+        "kills": len(done),
+        "seed": options.seed,
+        "hit": dict(Counter(each.moment for each in done)),
+        "checkpoints_lost": lost,
+        "differences": len(wrong),
+        "stopped": stopped,  # why the run did not finish, if so
+        "iterations": iterations,
+        "iterations_skipped": sum(line.skipped for line in run_log.training(calm)),  # undisturbed, by the loss scale
+        "iterations_run": len(course),  # with those that ran again
+        "seconds": round(time.monotonic() - begin, 1),
+        "others_ended_s": [ended[len(ended) // 2], ended[-1]],  # median and largest
+        "course": course,
+        "each": [asdict(each) for each in done],
+    }
 
 
-def draw(report: Report) -> Any:
+def draw(report: dict[str, Any]) -> Any:
     """The iterations over time, and the kills."""
     figure = new_figure(9, 3.2)
     axes = figure.subplots()
-    axes.plot(*zip(*report.course), ".", markersize=2, color="tab:blue", label="iterations")
+    axes.plot(*zip(*report["course"]), ".", markersize=2, color="tab:blue", label="iterations")
     for moment, color in zip(MOMENTS, ("tab:gray", "tab:red", "tab:orange", "tab:green")):
-        points = [(each.at_s, each.iteration) for each in report.each if each.moment == moment]
+        points = [(each["at_s"], each["iteration"]) for each in report["each"] if each["moment"] == moment]
         if points:
             axes.plot(*zip(*points), "x", color=color, label=f"killed: {moment} ({len(points)})")
     axes.set_xlabel("seconds")
     axes.set_ylabel("iteration")
-    counts = f"{report.survived} kills survived, {report.checkpoints_lost} checkpoints lost"
-    axes.set_title(f"{counts}, {report.differences} differences", fontsize=10)
+    title = "{survived} kills survived, {checkpoints_lost} checkpoints lost, {differences} differences"
+    axes.set_title(title.format(**report), fontsize=10)
     axes.legend(fontsize=8)
     return figure
 
@@ -368,15 +351,12 @@ def main() -> int:
         parser.error("--ranks must be 2 or more and a multiple of --servers, and --kills 1 or more")
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(options, Path(folder))
-    result = asdict(report) | {"servers": options.servers, "format": options.format}
-    write_result(options.json, result, draw(report))
-    print(
-        f"kills survived {report.survived} {report.hit}, checkpoints lost {report.checkpoints_lost}, "
-        f"differences {report.differences}, {report.seconds:.0f} s"
-        + (f"; the run did not finish: {report.stopped}" if report.stopped else "")
-    )
-    whole = report.survived == options.kills and not (report.checkpoints_lost or report.differences or report.stopped)
-    return 0 if whole else 1
+    write_result(options.json, report | {"servers": options.servers, "format": options.format}, draw(report))
+    line = "kills survived {survived} {hit}, checkpoints lost {checkpoints_lost}, differences {differences}"
+    stopped = f"; the run did not finish: {report['stopped']}" if report["stopped"] else ""
+    print(f"{line.format(**report)}, {report['seconds']:.0f} s{stopped}")
+    faults = [report[name] for name in ("checkpoints_lost", "differences", "stopped") if report[name]]
+    return 0 if report["survived"] == options.kills and not faults else 1
 
 
 if __name__ == "__main__":

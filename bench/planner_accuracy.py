@@ -1,4 +1,4 @@
-"""The planner's predictions compared with measurements: published tables, the paper's text, and pipelines run here.
+"""The planner's predictions compared with measurements: published tables, the paper's choices, and pipelines run here.
 
     python bench/planner_accuracy.py --json docs/bench/planner_accuracy.json            about a minute, nothing is run
     python bench/planner_accuracy.py --emulated 2,4,8 --json ...                        and runs the emulated pipelines
@@ -20,14 +20,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import new_figure, new_parser, numbers, write_result
+from bench.common import new_parser, write_result
 from bench.planner_checks import Check, described
 from bench.planner_gpus import b200, golden, kernels, links, multi_node
-from bench.planner_paper import section5, table1
+from bench.planner_paper import depths, table1
 from bench.planner_published import korthikanti_2022, megatron_2021, vtrain, zero_bubble_table
 from megatron_2bw.errors import names_of
+from megatron_2bw.files import new_figure
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.find import advice
 from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import Space
@@ -82,7 +84,7 @@ def search_time() -> list[Check]:
 
 SECTIONS: dict[str, Callable[[], list[Check]]] = {
     "table1": table1,
-    "section5": section5,
+    "depths": depths,
     "vtrain": vtrain,
     "zero-bubble": zero_bubble_table,
     "megatron-2021": megatron_2021,
@@ -115,7 +117,7 @@ def draw(checks: list[Check]) -> Any:
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_ylabel("predicted / measured")
     axis.set_xticks([])
-    axis.set_ylim(0.75, 1.25)
+    axis.set_ylim(0.7, 1.3)
     if not place:
         return None
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), fontsize=8, ncols=1, frameon=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench.planner_checks import Check, within
+from bench.planner_checks import Check, compared, within
 from bench.schedule_efficiency import OURS, measure
 from megatron_2bw.schedules import SCHEDULES, TwoBW
 from megatron_2bw.schedules.interleaved import Interleaved
@@ -22,23 +22,14 @@ ITERATIONS = 9
 def emulated(depths: list[int]) -> list[Check]:
     """Every schedule at each depth, with as many microbatches as stages."""
     chosen = argparse.Namespace(forward_ms=FORWARD, backward_ms=BACKWARD, iterations=ITERATIONS, clip_grad=1.0, width=1)
-    alone = measure("2bw", 1, 8, chosen, "").iteration_ms / 8 - FORWARD - BACKWARD
+    alone = measure("2bw", 1, 8, chosen, "")["iteration_ms"] / 8 - FORWARD - BACKWARD
     print(f"one stage alone computes {alone:.1f} ms per microbatch in addition to its sleep", flush=True)
     rows = []
     for depth in depths:
         for name, (schedule, flags) in CASES.items():
-            measured = measure(schedule, depth, depth, chosen, flags).iteration_ms
+            measured = measure(schedule, depth, depth, chosen, flags)["iteration_ms"]
             predicted = predict(name, depth, depth, alone)
-            rows.append(
-                {
-                    "schedule": name,
-                    "d": depth,
-                    "m": depth,
-                    "measured ms": measured,
-                    "predicted ms": round(predicted, 1),
-                    "error": round(predicted / measured - 1, 3),
-                }
-            )
+            rows.append({"schedule": name, "d": depth, "m": depth} | compared(measured, predicted, "ms", 1))
             print(f"  {name:22s} d {depth}  measured {measured:8.1f} ms  predicted {predicted:8.1f} ms", flush=True)
     name = f"emulated pipelines run here, d = {', '.join(map(str, depths))}"
     return [within(5, name, "bench/schedule_efficiency.py", rows, assumes="computing of one stage alone")]

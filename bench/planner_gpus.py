@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import replace
 
-from bench.planner_checks import MEASURED, Check, table, within
+from bench.planner_checks import MEASURED, Check, compared, table, within
 from megatron_2bw.planner.cost.compute import Compute
 from megatron_2bw.planner.cost.links import Group, all_reduce
 from megatron_2bw.planner.cost.memory import GIB
@@ -54,7 +54,7 @@ def kernels() -> list[Check]:
             all(abs(row["share of large products"] - row["planner's"]) <= 0.03 for row in rows),
             f"{found}; a term by shape lowers the A100's scatter, not the B200's, whose power limits long products",
             rows,
-            "TILE and FILL are chosen on the A100's rows, the B200's share on the B200's; the A100's share is not",
+            "TILE and FILL are chosen on the A100's rows; the B200's share on its own and 405B's; the A100's on none",
         )
     ]
 
@@ -95,9 +95,7 @@ def golden() -> list[Check]:
                 "GPU": row["gpu"],
                 "t": tensor,
                 "d": depth,
-                "measured s": float(row["seconds"]),
-                "predicted s": round(seconds, 3),
-                "error": round(seconds / float(row["seconds"]) - 1, 3),
+                **compared(float(row["seconds"]), seconds, "s", 3),
                 "measured GiB": float(row["gib"]),
                 "predicted GiB": round(held, 1),
                 "memory's error": round(held / float(row["gib"]) - 1, 3),
@@ -126,7 +124,8 @@ def b200() -> list[Check]:
     runs = [row.pop("run") for row in rows]
     fitted = calibrate.predict(calibrate.calibrate(preset, [runs[index] for index in chosen]), runs)
     after = [
-        row | {"calibrated": round(seconds / run.seconds - 1, 3), "fitted to": index in chosen}
+        row
+        | {"predicted s": round(seconds, 3), "error": round(seconds / run.seconds - 1, 3), "fitted to": index in chosen}
         for index, (row, run, seconds) in enumerate(zip(rows, runs, fitted))
     ]
     large = _b200_rows(Model("405B", 4, 16384, 128, 128256, 4096, groups=8, ffn=53248, tied=False, **LLAMA_LAYER))
@@ -135,7 +134,7 @@ def b200() -> list[Check]:
     memory = dict(key="memory's error", shown=False, assumes="one layer's gradients are dummies")
     return [
         within(8, "12 layers of 70B on 8 B200", source, rows, assumes=alone),
-        within(5, "the same after four rows", source, after, "calibrated", assumes="the four of 4 microbatches"),
+        within(5, "the same after four rows", source, after, assumes="the four of 4 microbatches"),
         within(8, "4 layers of 405B on 8 B200", source, large, assumes="chose 0.02 of the products' share"),
         within(2, "memory of 70B and 405B on 8 B200", source, rows + large, **memory),
     ]
@@ -154,9 +153,7 @@ def _b200_rows(model: Model) -> list[dict]:
                 "t": tensor,
                 "d": depth,
                 "m": plan.microbatches,
-                "measured s": seconds,
-                "predicted s": round(cost.seconds(plan), 3),
-                "error": round(cost.seconds(plan) / seconds - 1, 3),
+                **compared(seconds, cost.seconds(plan), "s", 3),
                 "measured GiB": gib,
                 "memory's error": round(cost.memory.heaviest(plan) / GIB / gib - 1, 3),
                 "run": Run(model, plan, seconds, flash=True),

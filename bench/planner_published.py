@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from bench import zero_bubble
-from bench.planner_checks import MEASURED, Check, a100_cost, shape_of, table, within
+from bench.planner_checks import MEASURED, Check, a100_cost, compared, shape_of, table, within
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster
@@ -69,17 +69,8 @@ def zero_bubble_table() -> list[Check]:
         shape = shape_of(row, row["model"], sequence=int(row["seq_length"]))
         cost = a100_cost(shape, stages)
         each = (shape.layers + 2) // stages  # the first and the last stage have one layer fewer
-        plan = Plan(
-            1,
-            stages,
-            1,
-            size,
-            count,
-            schedule="megatron",
-            first=each - 1,
-            last=each - 1,
-            virtual=each if row["schedule"] == "1f1b-interleaved" else 1,
-        )
+        virtual = each if row["schedule"] == "1f1b-interleaved" else 1
+        plan = Plan(1, stages, 1, size, count, schedule="megatron", first=each - 1, last=each - 1, virtual=virtual)
         memory = cost.memory.heaviest(plan)
         if row["schedule"].startswith("zb"):
             seconds, memory = _zero_bubble(cost, plan, stages * (2 if row["schedule"] == "zb-2p" else 1))
@@ -177,15 +168,7 @@ def korthikanti_2022() -> list[Check]:
             ("full", plan),
             ("present", replace(plan, recompute="selective", sequence_parallel=True)),
         ):
-            measured, predicted = float(row[f"{name}_seconds"]), cost.seconds(variant)
-            rows.append(
-                {
-                    "model": row["model"],
-                    "recompute": variant.recompute,
-                    "measured s": measured,
-                    "predicted s": round(predicted, 2),
-                    "error": round(predicted / measured - 1, 3),
-                }
-            )
+            values = compared(float(row[f"{name}_seconds"]), cost.seconds(variant), "s", 2)
+            rows.append({"model": row["model"], "recompute": variant.recompute} | values)
     name = "22 billion to a trillion parameters, full and selective recompute"
     return [within(10, name, "arXiv 2205.05198, Table 5", rows, assumes="efficiency of one layer of the 22B")]

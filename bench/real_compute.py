@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import bar_chart, flag_sets, new_parser, write_result
 from bench.emulated import Observed, iteration_seconds, train
 from megatron_2bw.errors import names_of
-from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import run_world
 
 SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
-
-
-@dataclass
-class Row:
-    schedule: str
-    iteration_ms: float
-    tokens_per_second: float
-    of_limit: float
 
 
 def train_alone(rank: int, argv: list[str]) -> Observed:
@@ -52,20 +43,10 @@ def train_alone(rank: int, argv: list[str]) -> Observed:
 
 
 def command(schedule: str, chosen: argparse.Namespace, *flags: str) -> list[str]:
-    return gpt_flags(
-        chosen.layers,
-        chosen.hidden,
-        4,
-        chosen.sequence,
-        *flags,
-        pipeline_schedule=schedule,
-        pipeline_model_parallel_size=2,
-        global_batch_size=chosen.microbatches,
-        train_iters=chosen.iterations,
-        vocab_size=255,
-        make_vocab_size_divisible_by=128,
-        log_interval=100,
-    )
+    text = f"""--pipeline-schedule {schedule} --pipeline-model-parallel-size 2 --train-iters {chosen.iterations}
+        --global-batch-size {chosen.microbatches} --vocab-size 255 --make-vocab-size-divisible-by 128
+        --log-interval 100"""
+    return gpt_flags(chosen.layers, chosen.hidden, 4, chosen.sequence, text, *flags)
 
 
 def main() -> None:
@@ -78,7 +59,7 @@ def main() -> None:
         "--flags", type=flag_sets, default=[], metavar="FLAGS;...", help="more rows: 2bw with these flags"
     )
     chosen = parser.parse_args()
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     for name in ("limit", *chosen.schedules, *(f"2bw {flags}" for flags in chosen.flags)):
         schedule, *flags = name.split()
         if name == "limit":
@@ -86,22 +67,23 @@ def main() -> None:
         else:
             runs = run_world(2, train, command(schedule, chosen, *flags), 0.0, 0.0, timeout=600)
         milliseconds = 1e3 * iteration_seconds(runs)
-        limit = rows[0].iteration_ms if rows else milliseconds
+        limit = rows[0]["iteration_ms"] if rows else milliseconds
         tokens = chosen.microbatches * chosen.sequence / milliseconds * 1e3
-        rows.append(Row(name, round(milliseconds, 1), round(tokens), round(limit / milliseconds, 4)))
+        row = {"schedule": name, "iteration_ms": round(milliseconds, 1), "tokens_per_second": round(tokens)}
+        rows.append(row | {"of_limit": round(limit / milliseconds, 4)})
         print(
             f"{name:16s} iteration {milliseconds:8.1f} ms   {tokens:7.0f} tokens/s   "
-            f"{rows[-1].of_limit:.3f} of the limit",
+            f"{rows[-1]['of_limit']:.3f} of the limit",
             flush=True,
         )
     model = {name: getattr(chosen, name) for name in model}
-    result = {"cores": os.cpu_count(), "model": model, "rows": [asdict(row) for row in rows]}
+    result = {"cores": os.cpu_count(), "model": model, "rows": rows}
     write_result(chosen.json, result, draw(rows))
 
 
-def draw(rows: list[Row]) -> Any:
-    names = [row.schedule + " (both cores busy, no communication)" * (row.schedule == "limit") for row in rows]
-    tokens = {"": [row.tokens_per_second for row in rows]}
+def draw(rows: list[dict[str, Any]]) -> Any:
+    names = [row["schedule"].replace("limit", "limit (both cores busy, no communication)") for row in rows]
+    tokens = {"": [row["tokens_per_second"] for row in rows]}
     return bar_chart(names, tokens, "tokens per second, two stages on two cores", ",.0f")
 
 

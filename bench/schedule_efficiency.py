@@ -17,37 +17,22 @@ import os
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import bar_chart, flag_sets, new_parser, numbers, write_result
+from bench.common import bar_chart, flag_sets, new_parser, write_result
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from megatron_2bw.errors import names_of, words
-from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import WorldError, run_world
+from megatron_2bw.planner.describe.inputs import numbers
+from megatron_2bw.start.train import merged
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)
-
-
-@dataclass
-class Row:
-    schedule: str
-    stages: int
-    microbatches: int
-    width: int
-    forward_ms: float
-    backward_ms: float
-    iteration_ms: float
-    ideal_ms: float
-    efficiency: float
-    clip_grad: float
-    peak_activations: int
-    versions: int
-    flags: str
+Row = dict[str, Any]
 
 
 def options() -> argparse.Namespace:
@@ -81,27 +66,15 @@ def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
     """The command line of a tiny GPT with a layer per stage (two if the stages are interleaved)."""
     interleaved = schedule == "megatron-interleaved"
     layers = stages * (2 if interleaved else 1)
-    return gpt_flags(
-        layers,
-        16,
-        2,
-        8,
-        "--fp16",
-        *flags.split(),
-        pipeline_schedule="megatron" if interleaved else schedule.removesuffix("-as-nccl"),
-        pipeline_model_parallel_size=stages,
-        num_virtual_stages_per_pipeline_rank=2 if interleaved else None,
-        global_batch_size=microbatches * chosen.width,
-        train_iters=chosen.iterations,
-        lr=1e-3,
-        clip_grad=chosen.clip_grad,
-        initial_loss_scale=1024,
-        vocab_size=63,
-        log_interval=5,
-    )
+    name = "megatron --num-virtual-stages-per-pipeline-rank 2" if interleaved else schedule.removesuffix("-as-nccl")
+    text = f"""--pipeline-schedule {name} --pipeline-model-parallel-size {stages} --clip-grad {chosen.clip_grad}
+        --global-batch-size {microbatches * chosen.width} --train-iters {chosen.iterations} --lr 1e-3 --fp16
+        --initial-loss-scale 1024 --vocab-size 63 --log-interval 5"""
+    return merged(gpt_flags(layers, 16, 2, 8, text), flags.split())
 
 
 def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace, flags: str) -> Row:
+    """A row of the table."""
     forward, backward = chosen.forward_ms / 1e3, chosen.backward_ms / 1e3
     ideal = microbatches * (forward + backward)
     limit = 120 + 20 * stages + 3 * chosen.iterations * ideal * (stages if schedule == "no-pipelining" else 1)
@@ -111,30 +84,33 @@ def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
         runs = run_world(stages, *arguments, timeout=limit)
     else:
         words = command(schedule, stages, microbatches, chosen, flags)
-        clip = float(words[len(words) - 1 - words[::-1].index("--clip-grad") + 1])  # the last one counts
+        clip = float(words[words.index("--clip-grad") + 1])
         as_nccl = schedule.endswith("-as-nccl")
         runs = run_world(stages * chosen.width, train, words, forward, backward, as_nccl, timeout=limit)
     seconds = iteration_seconds(runs)
-    return Row(
-        schedule,
-        stages,
-        microbatches,
-        1 if schedule in PEERS else chosen.width,
-        chosen.forward_ms,
-        chosen.backward_ms,
-        round(1e3 * seconds, 1),
-        round(1e3 * ideal, 1),
-        round(ideal / seconds, 4),
-        clip,
-        max(run.peak_activations for run in runs),
-        max(run.versions for run in runs),
-        "" if schedule in PEERS else flags,
-    )
+    return {
+        "schedule": schedule,
+        "stages": stages,
+        "microbatches": microbatches,
+        "width": 1 if schedule in PEERS else chosen.width,
+        "forward_ms": chosen.forward_ms,
+        "backward_ms": chosen.backward_ms,
+        "iteration_ms": round(1e3 * seconds, 1),
+        "ideal_ms": round(1e3 * ideal, 1),
+        "efficiency": round(ideal / seconds, 4),
+        "clip_grad": clip,
+        "peak_activations": max(run.peak_activations for run in runs),
+        "versions": max(run.versions for run in runs),
+        "flags": "" if schedule in PEERS else flags,
+    }
 
 
 def draw(rows: list[Row]) -> Any:
     """Bars of efficiency: one for each row, or a group for each shape if there are several."""
-    shares = {(f"{r.schedule} {r.flags}".strip(), f"d = {r.stages}, m = {r.microbatches}"): r.efficiency for r in rows}
+    shares = {}
+    for row in rows:
+        place = "{schedule} {flags}".format(**row).strip(), "d = {stages}, m = {microbatches}".format(**row)
+        shares[place] = row["efficiency"]
     names, shapes = (list(dict.fromkeys(key[place] for key in shares)) for place in (0, 1))
     label = "share of the time that stages compute"
     if len(shapes) == 1:
@@ -147,7 +123,6 @@ def main() -> int:
     chosen = options()
     machine = {"cores": os.cpu_count(), "python": platform.python_version()}
     result = {"machine": machine, "rows": [], "failures": []}
-    rows: list[Row] = []
     cases = [
         (stages, int(text[:-1]) * stages if text.endswith("x") else int(text), schedule, f"{size} {flags}".strip())
         for stages in chosen.stages
@@ -168,16 +143,12 @@ def main() -> int:
             result["failures"].append(f"{schedule}, {stages} stages, {microbatches} microbatches: {error}")
             print(result["failures"][-1], file=sys.stderr, flush=True)
             continue
-        rows.append(row)
-        result["rows"].append(asdict(row))
-        print(
-            f"{name}  iteration {row.iteration_ms:8.1f} ms  efficiency {row.efficiency:.3f}   "
-            f"({time.monotonic() - begun:.0f} s) {flags}",
-            flush=True,
-        )
+        result["rows"].append(row)
+        times = "iteration {iteration_ms:8.1f} ms  efficiency {efficiency:.3f}".format(**row)
+        print(f"{name}  {times}   ({time.monotonic() - begun:.0f} s) {flags}", flush=True)
         write_result(chosen.json, result)
-    if rows:
-        write_result(chosen.json, result, draw(rows))
+    if result["rows"]:
+        write_result(chosen.json, result, draw(result["rows"]))
     return 1 if result["failures"] else 0
 
 

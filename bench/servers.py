@@ -104,10 +104,6 @@ class Servers:
             finally:
                 os.setns(outside.fileno(), os.CLONE_NEWNET)
 
-    def start(self, number: int, command: list[str], **options) -> subprocess.Popen:
-        """Start `command` on server `number`; the process is the command's, not that of `ip`."""
-        return subprocess.Popen(["ip", "netns", "exec", self.names[number], *command], **options)
-
     def measure(self, message: int, seconds: float = 0.5, megabits: float | None = None) -> tuple[float, float, float]:
         """Plain TCP from server 0 to 1 at the present limit `megabits`: (Mbit/s of a long transfer, milliseconds of a
         message of `message` bytes, microseconds of a byte from end to end)."""
@@ -152,7 +148,7 @@ def _round_trip(near: socket.socket, far: socket.socket, size: int) -> float:
 
 def sent_bytes() -> int:
     """Bytes that this process's server has sent over the link, by its kernel's count."""
-    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+    return psutil.net_io_counters(pernic=True)[INTERFACE].bytes_sent
 
 
 def _end_processes(name: str) -> None:

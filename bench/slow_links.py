@@ -31,11 +31,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import new_figure, new_parser, write_result
-from bench.server_run import Observed, Run
+from bench.common import new_parser, write_result
+from bench.server_run import Observed, run
 from bench.servers import BUCKET, MTU, QUEUE, Servers, missing
 from megatron_2bw.errors import UserError, names_of, run_program, words
-from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.files import new_figure
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW
@@ -44,14 +45,11 @@ from megatron_2bw.timelines.simulator import Times, iteration_time
 AHEAD = {"2bw": 0, "2bw-ahead": 1}  # --two-bw-extra-warmup: more forwards ahead, which hide the messages
 PIPELINES = ("megatron", "pipedream-flush", *AHEAD)
 VARIANTS = {
-    "tensor": ["--tensor-model-parallel-size", "2"],
-    "data": ["--overlap-grad-reduce", "--ddp-num-buckets", "8"],  # the reduction overlaps the last backward
-    **{
-        name: ["--pipeline-schedule", name.removesuffix("-ahead"), "--pipeline-model-parallel-size", "2"]
-        for name in PIPELINES
-    },
+    "tensor": "--tensor-model-parallel-size 2",
+    "data": "--overlap-grad-reduce --ddp-num-buckets 8",  # the reduction overlaps the last backward
+    **{name: f"--pipeline-model-parallel-size 2 --pipeline-schedule {name}" for name in PIPELINES},
 }
-VARIANTS["2bw-ahead"] += ["--two-bw-extra-warmup", str(AHEAD["2bw-ahead"])]
+VARIANTS["2bw-ahead"] = f"{VARIANTS['2bw']} --two-bw-extra-warmup {AHEAD['2bw-ahead']}"
 FLOAT = 4  # bytes of a number: the model is trained in fp32
 
 
@@ -110,9 +108,9 @@ class Row:
     slowdown: float
     sent_mb: float
     theory_mb: float
-    sent_by_2bw: float | str  # sent_mb / that of 2bw
-    bubble: str  # mean and largest share that a stage waited, from the log line
-    simulated_ms: float | str
+    sent_by_2bw: float | str = ""  # sent_mb / that of 2bw
+    bubble: str = ""  # mean and largest share that a stage waited, from the log line
+    simulated_ms: float | str = ""
 
 
 def options() -> argparse.Namespace:
@@ -154,20 +152,10 @@ def options() -> argparse.Namespace:
 
 
 def command(model: Model, variant: str, iterations: int) -> list[str]:
-    return gpt_flags(
-        model.layers,
-        model.hidden,
-        model.heads,
-        model.sequence,
-        "--untie-embeddings-and-output-weights",
-        *VARIANTS[variant],
-        micro_batch_size=model.microbatch,
-        global_batch_size=model.microbatch * model.microbatches,
-        train_iters=iterations,
-        vocab_size=model.vocabulary - 1,
-        eval_interval=100000,
-        log_interval=1,
-    )
+    text = f"""--untie-embeddings-and-output-weights --micro-batch-size {model.microbatch}
+        --global-batch-size {model.microbatch * model.microbatches} --train-iters {iterations}
+        --vocab-size {model.vocabulary - 1} --eval-interval 100000 --log-interval 1 {VARIANTS[variant]}"""
+    return gpt_flags(model.layers, model.hidden, model.heads, model.sequence, text)
 
 
 # --- a run ----------------------------------------------------------------------------------------------------------
@@ -178,19 +166,11 @@ def watch(servers: Servers, model: Model, variant: str, rates: list[str], chosen
     settle, iterations = chosen.settle, chosen.iterations
     sleep = [milliseconds / 1e3 * (2 if variant == "data" else 1) for milliseconds in chosen.sleep_ms]
     count = 2 + len(rates) * (settle + iterations) + 1  # the first two load code, the last one empties a pipeline
+    changes = {first_of(number, settle, iterations) - settle: megabits(rate) for number, rate in enumerate(rates)}
+    at_least = sum(model.theory(variant) * 8 / (limit * 1e6) for limit in changes.values() if limit)
     servers.limit(None)
-    run = Run(servers, sleep, command(model, variant, count))
-    try:
-        for number, rate in enumerate(rates):
-            at_least = model.theory(variant) * 8 / (megabits(rate) * 1e6) if megabits(rate) else 0.0
-            run.until(first_of(number, settle, iterations) - settle, 180.0)
-            servers.limit(megabits(rate))
-            run.until(first_of(number, settle, iterations) + iterations, 60 + 5 * at_least)
-        servers.limit(None)
-        run.until(None, 120.0)
-    finally:
-        run.end()
-    return run.observed
+    timeout = 300 + (settle + iterations) * (60 * len(rates) + 5 * at_least)
+    return run(servers, command(model, variant, count), sleep, changes | {count - 1: None}, timeout)
 
 
 def first_of(number: int, settle: int, iterations: int) -> int:
@@ -231,9 +211,7 @@ def rows_of(
                 round(1e3 * seconds / unlimited, 3),
                 round(statistics.median(sent) / 1e6, 3),
                 round(model.theory(variant) / 1e6, 3),
-                "",
-                " / ".join(f"{share:.3f}" for share in bubble),
-                "",
+                bubble=" / ".join(f"{share:.3f}" for share in bubble),
             )
         )
     return rows
@@ -271,10 +249,11 @@ LINES = {  # of the picture: colour and name
 }
 
 
-def draw(rows: list[Row]) -> Any:
+def draw(entries: list[dict[str, Any]]) -> Any:
     """Left: iteration times over the measured rate. Right: bytes per iteration, with the theory as lines."""
     from matplotlib.ticker import LogFormatter
 
+    rows = [Row(**entry) for entry in entries]
     figure = new_figure(10, 4.2)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = list(dict.fromkeys(row.variant for row in rows))
@@ -358,7 +337,7 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
         result["rows"] = [asdict(row) for row in rows]
         write_result(chosen.json, result)
     if rows:
-        write_result(chosen.json, result, draw(rows))
+        write_result(chosen.json, result, draw(result["rows"]))
     return result["failures"]
 
 

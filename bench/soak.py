@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 
-from bench.common import new_figure, new_parser, write_result
-from megatron_2bw.gpu_check.rows import gpt_flags
+from bench.common import new_parser, write_result
+from megatron_2bw.files import new_figure
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import run_world
 
 COLUMNS = ("iteration", "memory (MiB)", "threads", "open files", "iteration (ms)", "processor (ms)")
@@ -63,10 +64,10 @@ def command(iterations: int, folder: Path) -> list[str]:
     often = max(1, iterations // 40)
     writes = ("--save", folder / "saved", "--two-bw-trace", folder / "trace", "--tensorboard-dir", folder / "board")
     wandb = ("--wandb-project", "soak", "--wandb-exp-name", "soak", "--wandb-save-dir", folder)
-    sizes = dict(pipeline_schedule="2bw", pipeline_model_parallel_size=2, micro_batch_size=2, global_batch_size=4)
-    lasts = dict(train_iters=iterations, save_interval=often, eval_interval=often, eval_iters=2, log_interval=10)
-    rest = dict(lr=1e-3, vocab_size=127, split="90,10,0", device="cpu", save_retain_interval=iterations)
-    return gpt_flags(2, 32, 4, 16, "--bf16", *writes, *wandb, **sizes, **lasts, **rest)
+    text = f"""--bf16 --pipeline-schedule 2bw --pipeline-model-parallel-size 2 --micro-batch-size 2
+        --global-batch-size 4 --train-iters {iterations} --save-interval {often} --eval-interval {often} --eval-iters 2
+        --log-interval 10 --lr 1e-3 --vocab-size 127 --split 90,10,0 --save-retain-interval {iterations}"""
+    return gpt_flags(2, 32, 4, 16, text, *writes, *wandb)
 
 
 def quarters(rows: list[tuple[float, ...]]) -> dict[str, tuple[float, float]]:

@@ -42,7 +42,7 @@ def picture(content: dict):
         return importlib.import_module("bench.soak").picture(content["ranks"])
     rows = content["rows"]
     bench = importlib.import_module(f"bench.{next(BENCHES[name] for name in rows[0] if name in BENCHES)}")
-    return bench.draw([bench.Row(**row) for row in rows])
+    return bench.draw(rows)
 
 
 if __name__ == "__main__":

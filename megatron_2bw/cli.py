@@ -13,54 +13,36 @@ from megatron_2bw import __version__
 from megatron_2bw.errors import did_you_mean, run_program, usage_error
 from megatron_2bw.processes import exit_on_signals
 
-# Name: (module:function, what it does, an example).
-COMMANDS = {
-    "plan": (
-        "megatron_2bw.planner.cli:main",
-        "the fastest sizes and schedule that fit",
-        "plan --model config.json --cluster p3.16xlarge --max-global-batch-size 512 --json plan.json",
-    ),
-    "preprocess": (
-        "megatron_2bw.data.preprocess_cli:main",
-        "text or conversations to Megatron's datasets",
-        "preprocess --task gpt --input text.txt --output-prefix text --train-tokenizer bpe --vocab-size 8000",
-    ),
-    "train": ("megatron_2bw.start.train:main", "train a GPT or a BERT", "train gpt plan.json --data-path text"),
-    "evaluate": (
-        "megatron_2bw.start.train:evaluate",
-        "validation and test loss of a checkpoint",
-        "evaluate gpt checkpoints --data-path text --split 90,5,5",
-    ),
-    "sample": (
-        "megatron_2bw.convert.sample:main",
-        "text from a checkpoint of a GPT",
-        "sample checkpoints --prompt 'The pipeline'",
-    ),
-    "convert": (
-        "megatron_2bw.convert.cli:main",
-        "from and to Hugging Face models",
-        "convert import HF_DIR --save checkpoints",
-    ),
-    "simulate": (
-        "megatron_2bw.planner.tools:run_simulate",
-        "a schedule's timeline",
-        "simulate --schedule 2bw --stages 4 --microbatches 8",
-    ),
-    "trace": ("megatron_2bw.timelines.trace:main", "join and draw the records of --two-bw-trace", "trace DIR"),
-    "convergence": (
-        "megatron_2bw.convergence.run:main",
-        "the losses with and without 2BW's delay",
-        "convergence NAME --lr 3e-4,3e-3 --seeds 1,2,3",
-    ),
-    "slurm": (
-        "megatron_2bw.slurm.status:main",
-        "the script of a Slurm job, and the states of jobs",
-        "slurm script gpt",
-    ),
-    "demo": ("megatron_2bw.demo:main", "train a small GPT for two minutes", "demo"),
-    "gpu-check": ("megatron_2bw.gpu_check.runner:main", "the schedules on this machine's GPUs", "gpu-check"),
-    "doctor": ("megatron_2bw.start.doctor:main", "what is installed, and what it means for a run", "doctor"),
+COMMANDS = {  # name: (module:function, what it does)
+    "plan": ("megatron_2bw.planner.cli:main", "the fastest sizes and schedule that fit"),
+    "preprocess": ("megatron_2bw.data.preprocess_cli:main", "text or conversations to Megatron's datasets"),
+    "train": ("megatron_2bw.start.train:main", "train a GPT or a BERT"),
+    "evaluate": ("megatron_2bw.start.train:evaluate", "validation and test loss of a checkpoint"),
+    "sample": ("megatron_2bw.convert.sample:main", "text from a checkpoint of a GPT"),
+    "convert": ("megatron_2bw.convert.cli:main", "from and to Hugging Face models"),
+    "simulate": ("megatron_2bw.planner.tools:run_simulate", "a schedule's timeline"),
+    "trace": ("megatron_2bw.timelines.trace:main", "join and draw the records of --two-bw-trace"),
+    "convergence": ("megatron_2bw.convergence.run:main", "the losses with and without 2BW's delay"),
+    "slurm": ("megatron_2bw.slurm.status:main", "the script of a Slurm job, and the states of jobs"),
+    "demo": ("megatron_2bw.demo:main", "train a small GPT for two minutes"),
+    "gpu-check": ("megatron_2bw.gpu_check.runner:main", "the schedules on this machine's GPUs"),
+    "doctor": ("megatron_2bw.start.doctor:main", "what is installed, and what it means for a run"),
 }
+EXAMPLES = """
+  megatron-2bw plan --model config.json --cluster p3.16xlarge --max-global-batch-size 512 --json plan.json
+  megatron-2bw preprocess --task gpt --input text.txt --output-prefix text --train-tokenizer bpe --vocab-size 8000
+  megatron-2bw train gpt plan.json --data-path text
+  megatron-2bw evaluate gpt checkpoints --data-path text --split 90,5,5
+  megatron-2bw sample checkpoints --prompt 'The pipeline'
+  megatron-2bw convert import HF_DIR --save checkpoints
+  megatron-2bw simulate --schedule 2bw --stages 4 --microbatches 8
+  megatron-2bw trace DIR
+  megatron-2bw convergence NAME --lr 3e-4,3e-3 --seeds 1,2,3
+  megatron-2bw slurm script gpt
+  megatron-2bw demo
+  megatron-2bw gpu-check
+  megatron-2bw doctor
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,10 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """The help: examples first."""
-    examples = "\n".join(f"  megatron-2bw {example}" for _, _, example in COMMANDS.values())
-    meanings = "\n".join(f"  {name:<13}{meaning}" for name, (_, meaning, _) in COMMANDS.items())
+    meanings = "\n".join(f"  {name:<13}{meaning}" for name, (_, meaning) in COMMANDS.items())
     return (
-        f"usage: megatron-2bw COMMAND ...\n\nexamples:\n{examples}\n\ncommands (each has --help):\n{meanings}\n"
+        f"usage: megatron-2bw COMMAND ...\n\nexamples:{EXAMPLES}\ncommands (each has --help):\n{meanings}\n"
         "  version      the release\n  completion   a script for bash: source <(megatron-2bw completion)"
     )
 

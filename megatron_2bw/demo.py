@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_2bw import run_log
 from megatron_2bw.data.corpus import build_corpus
 from megatron_2bw.errors import Parser, UserError, file_errors, run_program
-from megatron_2bw.files import write_figure, write_json
+from megatron_2bw.files import new_figure, write_figure, write_json
 from megatron_2bw.processes import stop_tree
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, start, torchrun
@@ -68,23 +68,14 @@ def parse_log(text: str) -> Losses:
 
 def training_command(schedule: str, iterations: int, corpus_flags: list[str], device: str) -> list[str]:
     """The command that trains: torchrun, the entry script, Megatron's flags."""
-    sizes = {
-        "--pipeline-schedule": schedule,
-        "--device": device,
-        "--pipeline-model-parallel-size": STAGES,
-        "--micro-batch-size": MICRO_BATCH_SIZE,
-        "--global-batch-size": MICRO_BATCH_SIZE * MICROBATCHES,
-        "--seq-length": SEQUENCE,
-        "--max-position-embeddings": SEQUENCE,
-        "--train-iters": iterations,
-        "--lr-warmup-iters": min(WARM_UP, iterations // 2),
-        "--log-interval": log_interval(iterations),
-        "--eval-interval": iterations + 1,  # one validation, after the last iteration
-    }
-    if schedule == "2bw":
-        sizes["--two-bw-correction"] = "auto"
-    flags = [str(word) for pair in sizes.items() for word in pair]
-    return [*torchrun(STAGES), *flags, *MODEL, *PLAIN_TORCH, *OPTIMIZER, *DATA, *corpus_flags]
+    sizes = f"""
+        --pipeline-schedule {schedule} {"--two-bw-correction auto" if schedule == "2bw" else ""} --device {device}
+        --pipeline-model-parallel-size {STAGES} --micro-batch-size {MICRO_BATCH_SIZE}
+        --global-batch-size {MICRO_BATCH_SIZE * MICROBATCHES} --seq-length {SEQUENCE}
+        --max-position-embeddings {SEQUENCE} --train-iters {iterations} --log-interval {log_interval(iterations)}
+        --lr-warmup-iters {min(WARM_UP, iterations // 2)} --eval-interval {iterations + 1}
+    """.split()  # one validation, after the last iteration
+    return [*torchrun(STAGES), *sizes, *MODEL, *PLAIN_TORCH, *OPTIMIZER, *DATA, *corpus_flags]
 
 
 def pick_device() -> str:
@@ -169,25 +160,13 @@ def against_a_flush(options: argparse.Namespace, text: str, corpus_flags: list[s
 
 def draw(path: Path, losses: Losses, summary: dict) -> None:
     """The training loss over the iterations, the validation loss marked at their end, as a PNG picture."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     axes.plot(losses.steps, losses.training, color="#1f5fa8", linewidth=1.8, label="training loss")
-    axes.plot(
-        summary["iterations"],
-        losses.validation,
-        "o",
-        color="#d1495b",
-        markersize=7,
-        clip_on=False,
-        zorder=3,
-        label=f"validation loss {losses.validation:.2f}",
-    )
-    axes.set_title(
-        f"GPT of 3.4 million parameters: {summary['schedule']}, {STAGES} stages, {MICROBATCHES} microbatches",
-        fontsize=11,
-    )
+    end, label = (summary["iterations"], losses.validation), f"validation loss {losses.validation:.2f}"
+    axes.plot(*end, "o", color="#d1495b", markersize=7, clip_on=False, zorder=3, label=label)
+    sizes = f"{STAGES} stages, {MICROBATCHES} microbatches"
+    axes.set_title(f"GPT of 3.4 million parameters: {summary['schedule']}, {sizes}", fontsize=11)
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss (nats per token)")
     axes.set_xlim(0, summary["iterations"])

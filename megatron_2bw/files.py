@@ -81,6 +81,13 @@ def finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of matplotlib, in inches."""
+    from matplotlib.figure import Figure  # takes a second, and only pictures need it
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def write_figure(path: str | os.PathLike, figure: Any, dpi: int = 150) -> None:
     """`write_whole` of a figure of matplotlib; the kind of picture by the ending of `path`."""
     picture = io.BytesIO()

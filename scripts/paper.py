@@ -156,15 +156,8 @@ def picture(figure: str, found: list[Point], path: Path) -> bool:
             values[point.panel][point.series, point.x] = point.predicted
             dots[point.panel][point.series, point.x] = point.measured or point.paper
         x = {"batch": "global batch", "depth": "stages"}.get(spec["x"], spec["x"])
-        draw(
-            values,
-            path,
-            spec.get("y", "samples / s"),
-            spec.get("label", x),
-            dots,
-            spec.get("picture") == "curves",
-            spec.get("legend"),
-        )
+        x, y, curves = spec.get("label", x), spec.get("y", "samples / s"), spec.get("picture") == "curves"
+        draw(values, path, y, x, dots, curves, spec.get("legend"))
     else:
         return False
     return True

@@ -247,18 +247,12 @@ def recompute_larger(found: list[Point]) -> Judged:
     return "10a {} to {}, 10b {} to {}".format(*largest[0], *largest[1]), 1 < gains[0] < gains[1]
 
 
-WIDTHS = tuple(PAPER["figures"]["11"]["hidden"])
-
-
 @lru_cache
-def largest_model(depth: int, slots: int, widths: tuple[int, int, int] = WIDTHS) -> tuple[float, int, int]:
-    """(billions of parameters, layers, hidden) of the largest model with equal stages that fits on 64 V100.
-
-    widths: the smallest and the largest hidden size, and the step
-    """
+def largest_model(depth: int, slots: int) -> tuple[float, int, int]:
+    """(billions of parameters, layers, hidden) of the largest model with equal stages that fits on 64 V100."""
     cluster, sizes = clusters.preset("p3.16xlarge", 8), [(0.0, 0, 0)]
     plan = Plan(1, depth, cluster.gpus // depth, 1, depth, "full", "2bw", gradient_slots=slots)
-    first, last, step = widths
+    first, last, step = PAPER["figures"]["11"]["hidden"]
     for hidden in range(first, last + 1, step):
         for layers in itertools.count(depth, depth):
             shape = models.Model("scaled", layers, hidden, HEADS, sequence=512, tied=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.files import write_figure
+from megatron_2bw.files import new_figure, write_figure
 
 Values = Mapping[tuple[str, Any], float | str]  # (series, x) -> a number, or a word that stands in its place
 
@@ -21,9 +21,7 @@ def draw(
     legend: str | None = None,
 ) -> None:
     """Write the picture. dots: other numbers of the same places, as black dots; legend: what the series are."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(6, 4.6 * len(panels)), 4.2), layout="constrained")
+    figure = new_figure(max(6, 4.6 * len(panels)), 4.2)
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     names = list(dict.fromkeys(series for values in panels.values() for series, _ in values))
     for axes, (title, values) in zip(all_axes, panels.items()):
@@ -67,14 +65,15 @@ def draw(
 
 def draw_placement(path: Path, stages: int, width: int, servers: int) -> None:
     """Figure 4: the stage of each GPU of `servers`, coloured by pipeline, in both of Megatron's rank orders."""
-    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = new_figure(9, 3.2)
     each = stages * width // servers
     for axes, inside in zip(figure.subplots(1, 2), (False, True)):
         for rank in range(stages * width):
             stage, pipeline = (rank % stages, rank // stages) if inside else (rank // width, rank % width)
-            axes.add_patch(_gpu(rank % each, -(rank // each), f"C{pipeline}"))
+            place = rank % each, -(rank // each)
+            axes.add_patch(Rectangle(place, 0.9, 0.8, color=f"C{pipeline}", alpha=0.4))
             axes.text(rank % each + 0.45, 0.4 - rank // each, f"rank {rank}\nstage {stage}", ha="center", va="center")
         axes.set(xlim=(-0.1, each), ylim=(1.0 - servers, 1.0), xticks=[])
         axes.set_yticks([0.4 - server for server in range(servers)], [f"server {server}" for server in range(servers)])
@@ -84,9 +83,3 @@ def draw_placement(path: Path, stages: int, width: int, servers: int) -> None:
         axes.tick_params(length=0)
     figure.supxlabel("colours: the pipelines", fontsize=9)
     write_figure(path, figure)
-
-
-def _gpu(left: float, bottom: float, colour: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((left, bottom), 0.9, 0.8, color=colour, alpha=0.4)

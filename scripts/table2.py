@@ -30,7 +30,7 @@ from megatron_2bw.convergence import options as convergence_options
 from megatron_2bw.convergence import run as convergence
 from megatron_2bw.convergence.plot import COLOURS
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, run_program, split_flags, words
-from megatron_2bw.files import write_figure, write_json, write_whole
+from megatron_2bw.files import new_figure, write_figure, write_json, write_whole
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.slurm import status
 from megatron_2bw.start.torchrun import ROOT
@@ -73,16 +73,10 @@ def pretrain(options: argparse.Namespace) -> Models:
         ("pretraining-90", ["vanilla"] if "vanilla-90" in options.variants else [], few),
     ):
         if labels:
-            line = [name, "--task", "bert", "--variants", ",".join(labels), "--out", str(options.out / name)]
-            line += [
-                "--seeds",
-                ",".join(options.pretraining_seeds),
-                "--lr",
-                options.pretraining_lr,
-                "--",
-                "--train-iters",
-            ]
-            chosen = convergence_options.parse([*line, str(iterations), "--save-interval", str(iterations)])
+            line = [name, "--task", "bert", "--out", str(options.out / name), "--lr", options.pretraining_lr]
+            line += ["--variants", ",".join(labels), "--seeds", ",".join(options.pretraining_seeds)]
+            flags = f"-- --train-iters {iterations} --save-interval {iterations}".split()
+            chosen = convergence_options.parse([*line, *flags])
             if convergence.work(chosen):
                 raise UserError(f"the pretraining failed, see {chosen.out}/report.md; the same command tries it again")
             suffix = "-90" if name == "pretraining-90" else ""
@@ -199,10 +193,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A panel for each task: a dot for each run, a line at the mean, a black diamond for the paper's value."""
-    from matplotlib.figure import Figure
-
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure = Figure(figsize=(max(5.0, 4.0 * len(tasks)), 3.8), layout="constrained")
+    figure = new_figure(max(5.0, 4.0 * len(tasks)), 3.8)
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
         own = [row for row in rows if row["task"] == task]
         for place, row in enumerate(own):
@@ -250,11 +242,10 @@ def submit(options: argparse.Namespace) -> None:
         line += ["--seeds", ",".join(options.seeds), *(["--", *options.flags] if options.flags else [])]
         done = status.read(folder / run.name / "status.json").get("status") == "completed"
         after = "" if done else f"afterok:{jobs.get(run.name, f'JOB_OF_{label.upper()}')},"
-        head = ["sbatch", "--parsable", f"--job-name=table2-{label}", "--nodes=1", f"--gpus-per-node={gpus}"]
-        head += [f"--dependency={after}singleton"]  # a second job of the model waits for the first
-        head += [f"--output={options.out}/table2-{label}.log", *shlex.split(options.sbatch)]
-        command = [*head, f"--wrap={shlex.join(line)}"]
-        print(f"{label}: job {sweep.queue(command, f'table2-{label}')}" if options.submit else shlex.join(command))
+        name = f"table2-{label}"
+        own = (f"--gpus-per-node={gpus}", f"--dependency={after}singleton")  # a model's second job waits for the first
+        command = [*sweep.job(name, 1, options.out / f"{name}.log", options, *own), f"--wrap={shlex.join(line)}"]
+        print(f"{label}: job {sweep.queue(command, name)}" if options.submit else shlex.join(command))
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

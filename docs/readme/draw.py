@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
+from megatron_2bw.files import new_figure
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.timelines.picture import draw_rows
 from megatron_2bw.timelines.simulator import Times, simulate
@@ -26,7 +25,7 @@ NAMES = {"megatron": "megatron (1F1B)"}
 
 
 def draw_schedules(path: Path) -> None:
-    figure = Figure(figsize=(4.8, HEIGHT), layout="constrained")
+    figure = new_figure(4.8, HEIGHT)
     axes = figure.subplots(len(PANELS), 1, sharex=True)
     shape = Shape(STAGES, MICROBATCHES, 0, ITERATIONS)
     for axis, (name, title) in zip(axes, PANELS.items()):
@@ -42,7 +41,7 @@ def draw_schedules(path: Path) -> None:
 
 def draw_results(measured: Path, path: Path) -> None:
     rows = sorted(json.loads(measured.read_text())["rows"], key=lambda row: row["efficiency"])
-    figure = Figure(figsize=(3.6, HEIGHT), layout="constrained")
+    figure = new_figure(3.6, HEIGHT)
     axis = figure.subplots()
     colours = ["#4292c6" if row["schedule"] == "2bw" else "#bdbdbd" for row in rows]
     names = [NAMES.get(row["schedule"], row["schedule"]) for row in rows]

@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.common import new_figure
 from bench.emulated import train
-from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.files import new_figure
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import own_output, run_world
 
 HERE = Path(__file__).resolve().parent
@@ -30,21 +30,10 @@ SCHEDULES = ("2bw", "pipedream-flush")
 
 
 def command(schedule: str, folder: Path) -> list[str]:
-    return gpt_flags(
-        STAGES,
-        16,
-        2,
-        8,
-        pipeline_schedule=schedule,
-        pipeline_model_parallel_size=STAGES,
-        global_batch_size=MICROBATCHES,
-        train_iters=ITERATIONS,
-        lr=1e-3,
-        vocab_size=63,
-        log_interval=1,
-        tensorboard_dir=folder / "scalars",
-        two_bw_trace=folder / "trace",
-    )
+    text = f"""--pipeline-schedule {schedule} --pipeline-model-parallel-size {STAGES} --global-batch-size {MICROBATCHES}
+        --train-iters {ITERATIONS} --lr 1e-3 --vocab-size 63 --log-interval 1"""
+    writes = ("--tensorboard-dir", folder / "scalars", "--two-bw-trace", folder / "trace")
+    return gpt_flags(STAGES, 16, 2, 8, text, *writes)
 
 
 def run(rank: int, argv: list[str]) -> str:

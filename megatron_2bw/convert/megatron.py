@@ -30,26 +30,17 @@ from megatron_2bw import cpu
 from megatron_2bw.checkpoints.folder import TRACKER, latest_iteration, problem
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_whole
+from megatron_2bw.flags.environment import ON_CPU
 
 RELEASE = "release"  # Megatron's name for a checkpoint of weights alone
-_ONE_RANK = dict(
+_ONE_RANK = ON_CPU | dict(
     tensor_model_parallel_size=1,
     pipeline_model_parallel_size=1,
     context_parallel_size=1,
     virtual_pipeline_model_parallel_size=None,
     sequence_parallel=False,
-    transformer_impl="local",
-    use_cpu_initialization=True,
     perform_initialization=False,
-    gradient_accumulation_fusion=False,
     bias_activation_fusion=False,
-    bias_gelu_fusion=False,
-    bias_swiglu_fusion=False,
-    bias_dropout_fusion=False,
-    masked_softmax_fusion=False,
-    apply_rope_fusion=False,
-    persist_layer_norm=False,
-    no_persist_layer_norm=True,
     decoder_first_pipeline_num_layers=None,
     decoder_last_pipeline_num_layers=None,
     use_distributed_optimizer=False,

@@ -66,8 +66,7 @@ def build_corpus(
     UserError names the flag of a request that cannot be met.
     """
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
-        bounds = f"must be {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}"
-        raise UserError(f"--vocab-size {vocab_size}: {bounds}")
+        raise UserError(f"--vocab-size {vocab_size}: must be {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
     texts = read_library(max_bytes)
     default = os.environ.get("MEGATRON_2BW_CACHE") or "~/.cache/megatron_2bw"
     cache = Path(cache_dir or default).expanduser().absolute()

@@ -79,29 +79,31 @@ def identity(prefix: str) -> dict[str, int | str]:
     return {".bin bytes": os.path.getsize(prefix + ".bin"), ".idx bytes": size, ".idx hash": digest.hexdigest()[:16]}
 
 
+def _header(prefix: str) -> tuple[int, int, int]:
+    """The code of the token type, the number of sequences, and that of documents and the end, of a sound dataset."""
+    with open(prefix + ".idx", "rb") as file:
+        return _INDEX.unpack(file.read(_INDEX.size))[2:]
+
+
 def sequences(prefix: str) -> int:
     """The number of sequences of a sound dataset; --split divides them."""
-    with open(prefix + ".idx", "rb") as file:
-        return _INDEX.unpack(file.read(_INDEX.size))[3]
+    return _header(prefix)[1]
 
 
 def documents(prefix: str) -> int:
     """The number of documents of a sound dataset."""
-    with open(prefix + ".idx", "rb") as file:
-        return _INDEX.unpack(file.read(_INDEX.size))[4] - 1
+    return _header(prefix)[2] - 1
 
 
 def lengths(prefix: str) -> numpy.memmap:
     """The tokens of each sequence of a sound dataset."""
-    return _tables(prefix, sequences(prefix), documents(prefix) + 1)[0]
+    return _tables(prefix, *_header(prefix)[1:])[0]
 
 
 def has_prompts(prefix: str) -> bool:
     """Whether a sound dataset is of --task sft, whose first token is negative (conversations.py)."""
-    with open(prefix + ".idx", "rb") as file:
-        code = _INDEX.unpack(file.read(_INDEX.size))[2]
     with open(prefix + ".bin", "rb") as file:
-        return code == 4 and file.read(4)[3:] >= b"\x80"  # int32, little-endian
+        return _header(prefix)[0] == 4 and file.read(4)[3:] >= b"\x80"  # int32, little-endian
 
 
 def has_samples(prefix: str, start: int, end: int, sentences: int) -> bool:
@@ -109,9 +111,7 @@ def has_samples(prefix: str, start: int, end: int, sentences: int) -> bool:
 
     Reads no further than the first such document.
     """
-    with open(prefix + ".idx", "rb") as file:
-        count = _INDEX.unpack(file.read(_INDEX.size))[3]
-    lengths, _, edges = _tables(prefix, count, documents(prefix) + 1)
+    lengths, _, edges = _tables(prefix, *_header(prefix)[1:])
     for first in range(start, end, _LOOK):
         some = edges[first : min(first + _LOOK, end) + 1]
         for document in numpy.flatnonzero(numpy.diff(some) >= sentences):

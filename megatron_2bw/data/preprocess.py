@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron_2bw.data import vocabulary
 from megatron_2bw.data.conversations import Conversations
 from megatron_2bw.data.encoder import Encoder, plain, slow
+from megatron_2bw.data.hub import load_tokenizer
 from megatron_2bw.data.pool import Pool
 from megatron_2bw.data.progress import Progress, say
 from megatron_2bw.data.shards import merge, read_counts, write_shard
@@ -105,7 +106,7 @@ def run(task: Task) -> Result:
     unfinished = Unfinished(task.prefix)
     makes = isinstance(task.tokenizer, NewTokenizer)
     unfinished.check_free(makes)
-    loaded = None if makes else _load(task.tokenizer, task.task)
+    loaded = None if makes else load_tokenizer(task.tokenizer, task.task)
     with unfinished.locked():
         unfinished.check_free(makes)  # another call may have ended meanwhile
         manifest = _manifest(task, loaded)
@@ -124,12 +125,6 @@ def run(task: Task) -> Result:
             raise
     tokenizer = str(unfinished.placed_tokenizer) if makes else _absolute(task.tokenizer)
     return Result(task.task, task.prefix, tokenizer, counts, fresh, seconds)
-
-
-def _load(name: str, task: str):
-    from megatron_2bw.data.hub import load_tokenizer  # transformers and Megatron: seconds
-
-    return load_tokenizer(name, task)
 
 
 def _absolute(name: str) -> str:
@@ -162,7 +157,7 @@ def _work(task: Task, unfinished: Unfinished, loaded) -> tuple[Counter[str], int
     seconds, without the training of a tokenizer."""
     if loaded is None:
         unfinished.make_tokenizer(lambda folder: _make_tokenizer(task, folder))
-        loaded = _load(str(unfinished.tokenizer), task.task)
+        loaded = load_tokenizer(str(unfinished.tokenizer), task.task)
     start = time.monotonic()
     job = Job(unfinished.folder, task.source, _settings(task, loaded), _for_workers(task, unfinished, loaded))
     count, before = _tokenize(task, unfinished, job)

@@ -23,6 +23,7 @@ import numpy
 from megatron_2bw.data import indexed, vocabulary
 from megatron_2bw.data.compressed import UNREADABLE
 from megatron_2bw.data.encoder import LONGEST_SENTENCE
+from megatron_2bw.data.hub import open_dataset
 from megatron_2bw.data.preprocess import NewTokenizer, Result, Source, Task, run
 from megatron_2bw.data.progress import PROG, say
 from megatron_2bw.data.sources import FileSource
@@ -40,52 +41,44 @@ class Stopped(BaseException):
 
 def parser(prog: str = PROG) -> argparse.ArgumentParser:
     cli = Parser(prog, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
-    group = cli.add_argument_group("output")
-    group.add_argument(
+    add = cli.add_argument_group("output").add_argument
+    add(
         "--task",
         choices=("gpt", "bert", "sft"),
         required=True,
         help="gpt: documents; bert: sentences; sft: conversations",
     )
-    group.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="of the .bin and .idx; --data-path takes it"
-    )
-    group = cli.add_argument_group("input: --input or --dataset")
-    group.add_argument("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
-    group.add_argument(
-        "--input-format", choices=("auto", "text", "jsonl"), help="auto (default): jsonl by .jsonl, .json, .ndjson"
-    )
-    group.add_argument(
-        "--text-documents", choices=("file", "blank-lines", "lines"), help="a document of a text file (default: file)"
-    )
-    group.add_argument(
+    add("--output-prefix", required=True, metavar="PREFIX", help="of the .bin and .idx; --data-path takes it")
+    add = cli.add_argument_group("input: --input or --dataset").add_argument
+    add("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
+    add("--input-format", choices=("auto", "text", "jsonl"), help="auto (default): jsonl by .jsonl, .json, .ndjson")
+    add("--text-documents", choices=("file", "blank-lines", "lines"), help="a document of a text file (default: file)")
+    add(
         "--dataset",
         metavar="FOLDER|NAME",
         help="of save_to_disk, of data files (parquet, csv, …), or a name on the Hub",
     )
-    group.add_argument("--dataset-config", metavar="NAME", help="as in load_dataset")
-    group.add_argument("--dataset-split", metavar="NAME", help="default: train")
-    group.add_argument(
-        "--json-keys", "--text-column", dest="key", metavar="NAME", help="key or column of the text (default: text)"
-    )
-    group.add_argument(
+    add("--dataset-config", metavar="NAME", help="as in load_dataset")
+    add("--dataset-split", metavar="NAME", help="default: train")
+    add("--json-keys", "--text-column", dest="key", metavar="NAME", help="key or column of the text (default: text)")
+    add(
         "--skip-bad-documents",
         action="store_true",
         help="count and skip documents that are not text, which are errors otherwise",
     )
-    group = cli.add_argument_group("tokenizer: one of the first three")
-    group.add_argument("--tokenizer-model", metavar="FOLDER|NAME", help="any Hugging Face tokenizer")
-    group.add_argument("--vocab-file", type=Path, metavar="FILE", help="BERT's vocab.txt; vocab.json with --merge-file")
-    group.add_argument("--train-tokenizer", choices=("bpe", "wordpiece"), help="on the input; bpe is byte-level")
-    group.add_argument("--merge-file", type=Path, metavar="FILE", help="GPT-2's merges.txt")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="of the trained tokenizer, with its special tokens")
-    group.add_argument(
+    add = cli.add_argument_group("tokenizer: one of the first three").add_argument
+    add("--tokenizer-model", metavar="FOLDER|NAME", help="any Hugging Face tokenizer")
+    add("--vocab-file", type=Path, metavar="FILE", help="BERT's vocab.txt; vocab.json with --merge-file")
+    add("--train-tokenizer", choices=("bpe", "wordpiece"), help="on the input; bpe is byte-level")
+    add("--merge-file", type=Path, metavar="FILE", help="GPT-2's merges.txt")
+    add("--vocab-size", type=int, metavar="N", help="of the trained tokenizer, with its special tokens")
+    add(
         "--train-tokenizer-mb",
         type=float,
         metavar="MB",
         help=f"text sampled evenly from the input (default: {SAMPLE_MB:.0f})",
     )
-    group.add_argument("--cased", action="store_true", help="WordPiece keeps capital letters and accents")
+    add("--cased", action="store_true", help="WordPiece keeps capital letters and accents")
     cli.add_argument("--language", metavar="CODE", help="of the sentences, for bert: en (default), de, zh, …")
     cli.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores that the job may use)")
     cli.add_argument(
@@ -165,8 +158,6 @@ def _flag(name: str) -> str:
 def source_of(options: argparse.Namespace) -> Source:
     key = None if options.task == "sft" else options.key or "text"
     if options.dataset:
-        from megatron_2bw.data.hub import open_dataset
-
         split = options.dataset_split
         return open_dataset(options.dataset, options.dataset_config, split, key, options.skip_bad_documents)
     form = "jsonl" if options.task == "sft" else options.input_format or "auto"

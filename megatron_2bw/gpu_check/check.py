@@ -15,6 +15,7 @@ from megatron_2bw.gpu_check import observe
 from megatron_2bw.local_ranks import WorldTimeout, run_world
 from megatron_2bw.processes import stop_tree
 from megatron_2bw.start.torchrun import environment, start
+from megatron_2bw.start.train import merged
 
 UNTIED = "--untie-embeddings-and-output-weights"
 # A rank that calls itself another host passes NCCL's test for two ranks on one GPU: the test compares host and GPU
@@ -51,7 +52,7 @@ class Check:
     def train(self, argv: list[str], size: int, transport: str = "gloo", observers: Sequence = (), **variables: str):
         """`observe.train` on `size` ranks, spread over the GPUs. On the CPU always over gloo."""
         if self.device == "cpu":
-            argv = [*argv, "--device", "cpu"]
+            argv = merged(argv, ["--device", "cpu"])
         else:
             argv = [*argv, "--distributed-backend", transport]
             variables = REPEATABLE | (SHARED_GPU if size > self.gpus and transport == "nccl" else {}) | variables
@@ -72,26 +73,15 @@ def command(check: Check, *words: str, **variables: str) -> str:
     return output
 
 
-SMALL_GPT = {
-    "micro_batch_size": 1,
-    "lr": 1e-4,
-    "lr_decay_style": "constant",
-    "clip_grad": 1.0,
-    "tokenizer_type": "NullTokenizer",
-    "make_vocab_size_divisible_by": 32,
-    "attention_dropout": 0,
-    "hidden_dropout": 0,
-    "num_workers": 0,
-    "eval_iters": 0,
-    "eval_interval": 1000,
-    "split": "98,1,1",
-    "device": "cpu",
-}
+SMALL_GPT = """
+    --mock-data --split 98,1,1 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 32 --num-workers 0
+    --micro-batch-size 1 --lr 1e-4 --lr-decay-style constant --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0
+    --eval-iters 0 --eval-interval 1000 --device cpu
+""".split()
 
 
-def gpt_flags(layers: int, hidden: int, heads: int, sequence: int, *flags: object, **more: object) -> list[str]:
-    """Flags of a GPT on mock data with a fixed learning rate; `more` are flags in snake case, None leaves one out."""
-    shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": sequence}
-    found = SMALL_GPT | shape | {"max_position_embeddings": sequence} | more
-    words = [("--" + name.replace("_", "-"), value) for name, value in found.items() if value is not None]
-    return [str(word) for word in (*(word for pair in words for word in pair), "--mock-data", *flags)]
+def gpt_flags(layers: int, hidden: int, heads: int, sequence: int, text: str, *words: object) -> list[str]:
+    """Flags of a GPT on mock data with a fixed learning rate. `text`, and `words` such as paths, replace defaults."""
+    shape = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {sequence}"
+    defaults = [*SMALL_GPT, *shape.split(), "--max-position-embeddings", str(sequence)]
+    return merged(defaults, [*text.split(), *map(str, words)])

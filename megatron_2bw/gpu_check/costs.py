@@ -36,11 +36,12 @@ def _large(check: Check, schedule: str, *more: str, stages: int = 1, iterations:
     """A run of `_size` in bf16. One rank runs it over NCCL: gloo would copy all gradients to the host, also to add up
     those of one rank."""
     size, microbatch = _size(check, stages)
-    shape = dict(pipeline_schedule=schedule, pipeline_model_parallel_size=stages, micro_batch_size=microbatch)
-    shape |= dict(global_batch_size=8 * microbatch, train_iters=8 if check.device == "cpu" else iterations)
-    shape |= dict(vocab_size=size["vocab_size"], make_vocab_size_divisible_by=128, log_interval=1000, device=None)
-    untied = [UNTIED] * (schedule == "pipedream")
-    return gpt_flags(*[*size.values()][:4], "--bf16", *PLAIN_TORCH, *untied, *more, **shape)
+    *shape, vocabulary = size.values()
+    text = f"""--device auto --bf16 --pipeline-schedule {schedule} --pipeline-model-parallel-size {stages}
+        --micro-batch-size {microbatch} --global-batch-size {8 * microbatch} --vocab-size {vocabulary}
+        --train-iters {8 if check.device == "cpu" else iterations} --make-vocab-size-divisible-by 128
+        --log-interval 1000 {UNTIED if schedule == "pipedream" else ""}"""
+    return gpt_flags(*shape, text, *PLAIN_TORCH, *more)
 
 
 def planner(check: Check, name: str, folder: str, words: str) -> Path:

@@ -70,10 +70,10 @@ MODELS: dict[str, Model] = {
 def tiny(model: Model, *more: object, plain: bool = True) -> tuple[int, list[str]]:
     """(ranks, command line) of a model. plain: without Apex and Transformer Engine."""
     stages, width, microbatches, words = model
-    shape = dict(pipeline_schedule="2bw", pipeline_model_parallel_size=stages, micro_batch_size=2, train_iters=8)
-    shape |= dict(global_batch_size=2 * microbatches * width, lr=1e-2, vocab_size=127, log_interval=1, device=None)
+    text = f"""--device auto --pipeline-schedule 2bw --pipeline-model-parallel-size {stages} --micro-batch-size 2
+        --global-batch-size {2 * microbatches * width} --train-iters 8 --lr 1e-2 --vocab-size 127 --log-interval 1"""
     flags = [*(PLAIN_TORCH if plain else ()), *NO_FUSION, *words.split(), *more]
-    return stages * width, gpt_flags(4, 64, 4, 32, *flags, **shape)
+    return stages * width, gpt_flags(4, 64, 4, 32, text, *flags)
 
 
 def compared(runs: list[observe.Observed], others: list[observe.Observed], tolerance: float = 0.0) -> dict[str, Any]:

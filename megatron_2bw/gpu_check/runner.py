@@ -5,7 +5,6 @@ Invariant: one row that fails or hangs does not stop the others; a row with a re
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -25,6 +24,7 @@ from megatron_2bw.gpu_check import probes
 from megatron_2bw.gpu_check.rows import NEEDS, ROWS, Check, Failed, Row
 from megatron_2bw.local_ranks import WorldError, WorldTimeout, run_world
 from megatron_2bw.processes import exit_on_signals
+from megatron_2bw.start.doctor import version
 
 PARTS = tuple(dict.fromkeys(row.part for row in ROWS))
 OK, FAILED, HANGS, SKIPPED, LATER = "ok", "FAILED", "hangs", "skipped", "not run"
@@ -32,6 +32,7 @@ BAD = (FAILED, HANGS)
 CAUSE = re.compile(r"[\w.]+Errors?\b|.*: error: ")  # in the log of a rank
 MEASURED = ("cost", "thread")  # parts that are about time and memory
 NO_FIGURES = "on the CPU: no figures"
+RESULTS = Path("out/gpu_check/results.json")
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -41,13 +42,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     add("--row", action="append", metavar="NAME", help="only this row, as the table names it; may be repeated")
     add("--minutes", type=float, default=30.0, help="start no row that could end later (default: 30)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: a tiny model, without figures")
-    add(
-        "--json",
-        type=Path,
-        default=Path("out/gpu_check/results.json"),
-        metavar="FILE",
-        help="results, to continue from",
-    )
+    add("--json", type=Path, default=RESULTS, metavar="FILE", help="results, to continue from")
     add("--again", action="store_true", help="also run rows that have a result")
     options = parser.parse_args(argv)
     rows = [row for row in ROWS if row.part in options.part and (not options.row or row.name in options.row)]
@@ -127,11 +122,7 @@ def machine(check: Check) -> dict[str, Any]:
         except (OSError, subprocess.SubprocessError, IndexError):
             about["driver"] = "unknown: nvidia-smi does not answer"
     about |= {"python": platform.python_version(), "torch": torch.__version__, "torch's CUDA": torch.version.cuda}
-    for module, name in (("megatron.core", "megatron-core"), ("transformer_engine", "transformer-engine")):
-        try:
-            about[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            about[name] = "not installed"
+    about |= {name: version(name) or "not installed" for name in ("megatron-core", "transformer-engine")}
     about["Apex"] = "installed" if importlib.util.find_spec("amp_C") else "not installed"
     return about
 

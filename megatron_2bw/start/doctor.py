@@ -34,7 +34,8 @@ def main(argv: Sequence[str], prog: str) -> int:
 Row = tuple[str, str, str, str]
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -44,10 +45,10 @@ def _version(package: str) -> str | None:
 def _software() -> Iterator[Row]:
     yield OK, "megatron_2bw", __version__, ""
     yield OK, "Python", platform.python_version(), ""
-    found, oldest = _version("torch"), tuple(map(int, OLDEST_TORCH.split(".")))
+    found, oldest = version("torch"), tuple(map(int, OLDEST_TORCH.split(".")))
     fits = found is not None and tuple(map(int, found.split(".")[:2])) >= oldest
     yield (OK if fits else WRONG), "torch", found or "-", "" if fits else f"install {OLDEST_TORCH} or newer"
-    found, known = _version("megatron-core"), table()["megatron-core"]
+    found, known = version("megatron-core"), table()["megatron-core"]
     if found is None or not found.startswith("0.19."):
         yield WRONG, "megatron-core", found or "-", "install megatron-core>=0.19,<0.20"
     else:
@@ -61,7 +62,7 @@ def _software() -> Iterator[Row]:
 
 
 def _optional(name: str, package: str, without: str) -> Row:
-    return (OK, name, _version(package) or "yes", "") if installed(package) else (NOTE, name, "-", without)
+    return (OK, name, version(package) or "yes", "") if installed(package) else (NOTE, name, "-", without)
 
 
 def _machine() -> Iterator[Row]:

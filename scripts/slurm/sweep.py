@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,12 @@ COLUMNS = """
 """.split()
 
 
+def job(name: str, nodes: int, log: str | Path, options: argparse.Namespace, *flags: str) -> list[str]:
+    """The beginning of a command of sbatch. options: with --sbatch, whose flags come last."""
+    head = ["sbatch", "--parsable", f"--job-name={name}", f"--nodes={nodes}", *flags, f"--output={log}"]
+    return [*head, *shlex.split(options.sbatch)]
+
+
 def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     """(variables, command) of a job: short, without checkpoints, ended by its first error; or a whole training."""
     panel, whole = run.panel, run.panel.iterations
@@ -70,22 +76,10 @@ def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[st
         prefix = options.out / f"{PAPER['data']['name']}-{kind}"
         variables["DATA_ARGS"] = shlex.join(["--data-path", str(prefix), *PAPER["data"][kind]["flags"].split()])
         training += PAPER["training"]["flags"].split()
-    return variables, [
-        "sbatch",
-        "--parsable",
-        f"--job-name={run.name}",
-        f"--nodes={panel.servers}",
-        *gpus,
-        *([] if whole else short),
-        f"--output={folder}/batch.log",
-        *shlex.split(options.sbatch),
-        str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch"),
-        *run.plan.flags(precision),
-        *UNCORRECTED,
-        *training,
-        *panel.flags,
-        *options.flags,
-    ]
+    head = job(run.name, panel.servers, folder / "batch.log", options, *gpus, *([] if whole else short))
+    script = str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch")
+    flags = [*run.plan.flags(precision), *UNCORRECTED, *training, *panel.flags, *options.flags]
+    return variables, [*head, script, *flags]
 
 
 def preparation(out: Path, kind: str, options: argparse.Namespace) -> list[str]:
@@ -94,8 +88,8 @@ def preparation(out: Path, kind: str, options: argparse.Namespace) -> list[str]:
     words = f"--task {kind} --dataset {data['dataset']} {data[kind]['prepare']}".split()
     script = [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), *words]
     prepare = shlex.join([*script, "--output-prefix", str(out / f"{data['name']}-{kind}")])
-    head = ["sbatch", "--parsable", f"--job-name={data['name']}-{kind}", "--nodes=1", "--exclusive"]
-    return [*head, f"--output={out}/{data['name']}-{kind}.log", *shlex.split(options.sbatch), f"--wrap={prepare}"]
+    name = f"{data['name']}-{kind}"
+    return [*job(name, 1, out / f"{name}.log", options, "--exclusive"), f"--wrap={prepare}"]
 
 
 def wanted(folder: Path, again: Sequence[str]) -> bool:
@@ -123,19 +117,11 @@ def submit_one(run: Run, folder: Path, command: list[str], variables: dict[str, 
     """Submit a run. Returns the job, which run.json in `folder` records."""
     set_aside(folder)
     status.write(folder / "status.json", status.Outcome("pending", "submitted"))
-    done = subprocess.run(
-        command,
-        env=os.environ | variables,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        start_new_session=True,  # a terminal's Ctrl-C does not reach it
-    )
-    if done.returncode:
-        status.write(folder / "status.json", status.Outcome("failed", f"sbatch: {done.stderr.strip()[:300]}"))
-        raise UserError(f"sbatch does not take {run.name}: {' '.join(done.stderr.split())}")
-    job = done.stdout.strip().split(";")[0]
+    try:
+        job = queue(command, run.name, variables)
+    except UserError as error:
+        status.write(folder / "status.json", status.Outcome("failed", str(error)[:300]))
+        raise
     write_json(folder / "run.json", {"run": asdict(run), "job": job})
     return job
 
@@ -182,9 +168,10 @@ def prepare(runs: Sequence[Run], options: argparse.Namespace) -> dict[str, list[
     return after
 
 
-def queue(command: Sequence[str], what: str) -> str:
-    """Submit a job that has no status file. Returns the job."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def queue(command: Sequence[str], what: str, variables: Mapping[str, str] = {}) -> str:
+    """Submit a job. Returns its number. A terminal's Ctrl-C does not reach sbatch."""
+    options = dict(cwd=ROOT, env=os.environ | variables, start_new_session=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     if done.returncode:
         raise UserError(f"sbatch does not take {what}: {' '.join(done.stderr.split())}")
     return done.stdout.strip().split(";")[0]

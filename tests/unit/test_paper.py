@@ -181,7 +181,7 @@ def test_a_figure_has_a_page_a_picture_and_a_table(tmp_path, monkeypatch, capsys
     assert re.search(r"Figure 8: \d of 6 claims hold", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("figure", ["2", "4", "8", "table2"])
+@pytest.mark.parametrize("figure", ["2", "4", "8", "9", "10", "table2"])
 def test_the_page_in_docs_is_what_the_command_writes(figure, tmp_path, monkeypatch):
     assert call(monkeypatch, "--figure", figure, "--skip-measurements", "--out", tmp_path) == 0
     report = (paper.ROOT / "docs" / "paper" / "report.md").read_text()

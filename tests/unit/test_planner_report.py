@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell import report
+from megatron_2bw.planner.tools import run_simulate
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.timelines.picture import draw_shapes
@@ -230,12 +230,10 @@ def test_drawing_of_chunks_and_of_unequal_stages(tmp_path, figure):
     assert forwards == {1: {2.0, 4.0}, 0: {4.0}}
 
 
-def test_figures_of_the_paper(tmp_path, monkeypatch, capsys, figure):
+def test_figures_of_the_paper(tmp_path, capsys, figure):
     """Figure 2: microbatch 9 is the first on W(1), on every stage; the text and the picture both show it."""
-    script = Path(__file__).parents[2] / "scripts" / "draw_schedules.py"
-    monkeypatch.setattr("sys.argv", [str(script), "--figure", "2", "--out", str(tmp_path / "docs")])
-    runpy.run_path(str(script), run_name="__main__")
-    assert is_png(tmp_path / "docs" / "figure2.png")
+    assert run_simulate(["--figure", "2", "--out", str(tmp_path / "figure2.png")], "megatron-2bw simulate") == 0
+    assert is_png(tmp_path / "figure2.png")
     texts = [text.get_text() for text in figure().axes[0].texts]
     pairs = {(number, weights) for number, weights in zip(texts[::2], texts[1::2])}
     assert {pair for pair in pairs if pair[0] in ("8", "9", "12", "13")} == {

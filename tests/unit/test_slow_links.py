@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from bench import servers, slow_links
-from bench.server_rank import PREFIX
-from bench.server_run import Observed, Run
+from bench.server_run import Observed, bubbles
 from bench.slow_links import Link, Model, compare, first_of, rows_of
 
 MODEL = Model(layers=8, hidden=512, heads=8, sequence=128, microbatch=1, microbatches=8, vocabulary=1024)
@@ -30,7 +29,7 @@ def test_what_each_method_has_to_send():
 
 def observed(settle: int, seconds: list[list[float]], sent: list[list[int]]) -> Observed:
     """Two loading iterations, then for each rate `settle` long ones and those given; the last empties the pipeline."""
-    found, now, bytes_sent = Observed(), 0.0, [0, 0]
+    found, now, bytes_sent = Observed([[], []], {}), 0.0, [0, 0]
     for took, count in (
         [(50.0, 9999), (50.0, 9999)]
         + [step for times, counts in zip(seconds, sent) for step in [(30.0, 7777)] * settle + list(zip(times, counts))]
@@ -70,12 +69,8 @@ def test_rows_beside_2bw():
 
 
 def test_lines_of_the_ranks():
-    run = object.__new__(Run)
-    run.observed, run.output = Observed(), ([], [])
-    assert run._take(1, PREFIX + '{"iteration": 1, "end": 1.5, "sent": 7}')
-    assert not run._take(1, LINE.format(3, 6.25, 12.5))
-    assert run.observed == Observed([[], [(1.5, 7)]], {3: (0.0625, 0.125)})
-    assert run.output == ([], [LINE.format(3, 6.25, 12.5)])
+    plain = LINE.replace(" bubble: {}%/{}% |", "").format(2)
+    assert bubbles(f"{plain}\n{LINE.format(3, 6.25, 12.5)}\n") == {3: (0.0625, 0.125)}
 
 
 @pytest.mark.parametrize(

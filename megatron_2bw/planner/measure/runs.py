@@ -64,7 +64,8 @@ def read(paths: Sequence[Path]) -> list[Run]:
     found: list[Run] = []
     for path in paths:
         if path.is_dir():
-            logs = [log for log in sorted({log for name in LOGS for log in path.rglob(name)}) if _arguments(_text(log))]
+            logs = sorted({log for name in LOGS for log in path.rglob(name)})
+            logs = [log for log in logs if _arguments(_text(log), log)]
             found += [read_log(log) for log in logs]
             if not logs:
                 raise UserError(f"{path}: no log with Megatron's arguments ({', '.join(LOGS)})")
@@ -193,18 +194,24 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
 
 
-def _arguments(log: str) -> dict[str, str]:
-    """The arguments that Megatron printed, by name."""
+def _arguments(log: str, path: Path) -> dict[str, str]:
+    """Megatron's arguments by name: as the log has them, or the file that it names, also where its folder was moved."""
     begun, ended = log.find("--- arguments ---"), log.find("--- end of arguments ---")
-    return dict(_ARGUMENT.findall(log[begun:ended])) if 0 <= begun < ended else {}
+    if 0 <= begun < ended:
+        return dict(_ARGUMENT.findall(log[begun:ended]))
+    named = re.search(r"> arguments: (.+/arguments\.txt) \(", log)
+    places = (Path(named[1]), *sorted(path.parent.rglob("arguments.txt"))) if named else ()
+    return next((dict(_ARGUMENT.findall(_text(place))) for place in places if place.is_file()), {})
 
 
 def read_log(path: Path) -> Run:
     """The run of a log: the median time of its iterations in the steady state, and its peak memory."""
     log = _text(path)
-    given = _arguments(log)
+    given = _arguments(log, path)
     if not given:
-        raise UserError(f"{path}: no arguments of Megatron, as a run prints them at its start")
+        raise UserError(
+            f"{path}: no arguments of Megatron: a run writes them with --save, or prints them with --verbose"
+        )
     for name, planned in UNPLANNED.items():
         if given.get(name, planned) != planned:
             raise UserError(f"{path}: {name} is {given[name]}; the planner has plans with {planned} only")

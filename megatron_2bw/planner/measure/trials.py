@@ -159,6 +159,13 @@ def order(trials: Sequence[Trial]) -> str:
     return text if correlation is None else f"{text} (Spearman {correlation:.2f} of {len(pairs)} plans)"
 
 
+def within(trials: Sequence[Trial], error: float) -> str:
+    """One line: how many measured times are within the predictions' uncertainty."""
+    ratios = [trial.ratio for trial in trials if trial.ratio is not None]
+    inside = sum(abs(ratio - 1) <= error for ratio in ratios)
+    return f"measured within the uncertainty of {error:.0%}: {inside} of {len(ratios)} plans"
+
+
 def table(trials: Sequence[Trial], memory: bool) -> str:
     """Aligned lines: predicted, measured, their ratio, samples per second; with `memory` the heaviest stage's."""
     heads = ["plan", "predicted ms", "measured ms", "ratio", "samples/s", *["GiB predicted", "measured"] * memory, ""]
