@@ -57,9 +57,12 @@ class Sleep(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def train(rank: int, argv: list[str], forward: float, backward: float, as_nccl: bool = False) -> Observed:
+def train(
+    rank: int, argv: list[str], forward: float | list[float], backward: float | list[float], as_nccl: bool = False
+) -> Observed:
     """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward` seconds a microbatch.
 
+    forward, backward: of all ranks, or of each
     as_nccl: post receives no earlier than on NCCL (`Receiver.hold_back`)
     """
     from megatron.core.utils import get_attr_wrapped_model
@@ -71,6 +74,7 @@ def train(rank: int, argv: list[str], forward: float, backward: float, as_nccl: 
     if as_nccl:
         Channel.occupies_device = True
 
+    forward, backward = (seconds[rank] if isinstance(seconds, list) else seconds for seconds in (forward, backward))
     observed, storages = Observed(), set()
     setup, step = training.setup_model_and_optimizer, training.train_step
 

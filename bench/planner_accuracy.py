@@ -10,7 +10,6 @@ the same name. The status is 1 if a check fails.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import new_parser, write_result
 from bench.planner_checks import Check, described
+from bench.planner_gpus import b200, golden, kernels, links, multi_node
 from bench.planner_paper import depths, table1
 from bench.planner_published import korthikanti_2022, megatron_2021, vtrain, zero_bubble_table
 from megatron_2bw.errors import names_of
@@ -30,23 +30,33 @@ from megatron_2bw.files import new_figure
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
 from megatron_2bw.planner.describe.inputs import numbers
-from megatron_2bw.planner.find.search import Search, Space
+from megatron_2bw.planner.find import advice
+from megatron_2bw.planner.find.search import Search
+from megatron_2bw.planner.find.space import Space
+from megatron_2bw.planner.tell import explain
+
+LARGE = model.Model("405b", 126, 16384, 128, 128256, 8192, groups=8, ffn=53248, tied=False, **model.LLAMA_LAYER)
 
 
 def search_time() -> list[Check]:
-    rows = []
+    rows, times = [], {2: "seconds", 5: "seconds", 10: "with the words"}
     for name, preset, servers, batch, limit in (
         ("gpt-1.3b", "p3.16xlarge", 8, 512, 2),
         ("gpt-2.2b", "p3.16xlarge", 8, 512, 2),
         ("gpt-3.8b", "p3.16xlarge", 8, 2048, 2),
         ("llama-8b", "dgx-h100", 8, 512, 2),
-        ("gpt-175b", "dgx-a100-80", 512, 1536, 20),
-        ("llama-70b", "dgx-h100", 512, 2048, 20),
+        ("gpt-175b", "dgx-a100-80", 512, 1536, 5),
+        ("llama-70b", "dgx-h100", 512, 2048, 5),
+        ("405b", "dgx-h100", 128, 512, 10),
     ):
-        device = cluster.preset(preset, servers)
+        device, of = cluster.preset(preset, servers), LARGE if name == "405b" else model.preset(name)
         begun = time.process_time()
-        search = Search(Cost(model.preset(name), device, "bf16" if device.device.bf16 else "fp16"), Space(batch))
-        plans = [plan for _, plan in itertools.islice(search, 8)]
+        space = Space(batch, extrapolate=True)
+        search = Search(Cost(of, device, "bf16" if device.device.bf16 else "fp16"), space)
+        plans, ties = advice.ranked(search, 8)
+        seconds = time.process_time() - begun
+        found = explain.Result(search.cost, space, list(map(search.cost.estimate, plans)), search, 0.0, ties)
+        explain.table(found), explain.reason(found), explain.on_fewer_gpus(found)
         rows.append(
             {
                 "model": name,
@@ -54,7 +64,8 @@ def search_time() -> list[Check]:
                 "batch": batch,
                 "best": described(plans[0]),
                 "simulated plans": search.examined,
-                "seconds": round(time.process_time() - begun, 2),
+                "seconds": round(seconds, 2),
+                "with the words": round(time.process_time() - begun, 2),
                 "limit": limit,
             }
         )
@@ -62,10 +73,9 @@ def search_time() -> list[Check]:
         Check(
             "the search itself, one core",
             "this run",
-            "64 GPUs under 2 s, 4,096 under 20 s",
-            all(row["seconds"] < row["limit"] for row in rows),
-            f"at most {max(r['seconds'] for r in rows if r['limit'] == 2)} s and "
-            f"{max(r['seconds'] for r in rows if r['limit'] == 20)} s",
+            "64 GPUs under 2 s, 4,096 under 5 s; 405B on 1,024 under 10 s with the words about the plans",
+            all(row[times[row["limit"]]] < row["limit"] for row in rows),
+            "at most " + ", ".join(f"{max(r[name] for r in rows if r['limit'] == n)} s" for n, name in times.items()),
             rows,
             "processor time of this machine",
         )
@@ -79,6 +89,11 @@ SECTIONS: dict[str, Callable[[], list[Check]]] = {
     "zero-bubble": zero_bubble_table,
     "megatron-2021": megatron_2021,
     "korthikanti-2022": korthikanti_2022,
+    "kernels": kernels,
+    "links": links,
+    "golden": golden,
+    "b200": b200,
+    "multi-node": multi_node,
     "search": search_time,
 }
 
@@ -102,7 +117,7 @@ def draw(checks: list[Check]) -> Any:
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_ylabel("predicted / measured")
     axis.set_xticks([])
-    axis.set_ylim(0.75, 1.25)
+    axis.set_ylim(0.7, 1.3)
     if not place:
         return None
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), fontsize=8, ncols=1, frameon=False)

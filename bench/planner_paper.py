@@ -11,7 +11,7 @@ from dataclasses import replace
 from bench.planner_checks import PAPER, Check, best, described, paper_cost, throughput
 from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.search import Space
+from megatron_2bw.planner.find.space import Space
 from scripts.paper_data import Run, grid, panels
 
 

@@ -15,12 +15,13 @@ from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure import calibrate
+from megatron_2bw.planner.measure.runs import read_runs
 from megatron_2bw.planner.measure.trials import spearman
 
 
 def vtrain(fits: int = 10) -> list[Check]:
     """Calibrated on 20 random rows, `fits` times; ranked within the groups of one problem."""
-    runs = calibrate.read_runs(MEASURED / "vtrain_single_node.csv")
+    runs = read_runs(MEASURED / "vtrain_single_node.csv")
     groups: dict[tuple, list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
         groups[run.plan.gpus, run.plan.global_batch, run.model.hidden, run.model.layers].append(index)

@@ -8,6 +8,7 @@ arguments, so it takes the command line's arguments or the planner's `Sizes`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -224,6 +225,17 @@ SEQUENCE_RANKS = line(
     "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it out",
     lambda s: s.sequence_parallel and s.tensor_model_parallel_size == 1,
 )
+CONTEXT = line(
+    "--context-parallel-size {given} needs a --seq-length, now {a.seq_length}, that is a multiple of twice that, and "
+    "with --sequence-parallel of --tensor-model-parallel-size times that: use sizes for which it is",
+    lambda s: (
+        s.context_parallel_size > 1
+        and (
+            s.seq_length % (2 * s.context_parallel_size)
+            or (s.sequence_parallel and s.seq_length % (s.context_parallel_size * s.tensor_model_parallel_size))
+        )
+    ),
+)
 CHUNKS = line(
     "--num-virtual-stages-per-pipeline-rank {given} needs --pipeline-model-parallel-size 2 or more: leave it out",
     lambda s: s.num_virtual_stages_per_pipeline_rank and s.pipeline_model_parallel_size == 1,
@@ -250,13 +262,36 @@ WIDTHS = (
         "--seq-length {given} is more than --max-position-embeddings {a.max_position_embeddings}",
         lambda s: s.seq_length > s.max_position_embeddings,
     ),
+    CONTEXT,
 )
+
+
+def layout_stages(text: str) -> list[str]:
+    """The layers of each stage in Megatron's notation, such as ["Ett", "tt", "tL"] of "Ett|t*2|tL"."""
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text.replace(",", ""))
+    return text.split("|")
+
+
+def layout(s: Sizes) -> str | None:
+    """--pipeline-model-parallel-layout must have all layers; this project's schedules take one chunk a stage."""
+    stages, depth = layout_stages(s.pipeline_model_parallel_layout), s.pipeline_model_parallel_size
+    flag, whole = f"--pipeline-model-parallel-layout {s.pipeline_model_parallel_layout}", "".join(stages)
+    if {*whole} > {*"EtmL"} or whole.strip("t") not in ("EL", "E" + "t" * whole.count("t") + "L"):
+        return f"{flag}: write the stages as Ett|tt|tL, with one E at the begin and one L at the end"
+    if whole.count("t") != s.num_layers:
+        return f"{flag} has {whole.count('t')} layers, but --num-layers is {s.num_layers}: give as many t"
+    if len(stages) == depth or (s.pipeline_schedule == "megatron" and len(stages) % depth == 0):
+        return None
+    return (
+        f"{flag} has {len(stages)} stages, but --pipeline-model-parallel-size is {depth}: give as many, with | between"
+    )
 
 
 def split(s: Sizes) -> str | None:
     """--num-layers must divide evenly over the stages, but for a first or last one with layers of its own."""
     if s.pipeline_model_parallel_layout:
-        return None
+        return layout(s)
     flags = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
     own = {flag: value(s, flag) for flag in flags if value(s, flag) is not None}
     extra = s.account_for_embedding_in_pipeline_split + s.account_for_loss_in_pipeline_split

@@ -40,7 +40,6 @@ _NO_SOAP = "Megatron 0.19 saves no state of --optimizer soap in this format; use
 _NO_BERT = f"Megatron 0.19 has no such layers for it; {OUT}"
 _NEEDS_APEX = f"the norm of its head needs Apex for that, which is not installed; {OUT}"
 _EXPERTS = "mixture of experts is not supported yet; train a dense model"
-_LAYOUT = "layouts are not supported yet; use --decoder-first-pipeline-num-layers for an uneven split"
 _GRAPHS = f"a graph fixes the addresses of the weights, which change; {OUT}"
 _SHARDS = f"sharded parameters are not supported; {OUT}"
 _ORDER = f"it follows Megatron's own order of forwards and backwards; {OUT}"
@@ -138,7 +137,6 @@ UNSUPPORTED: tuple[Rule, ...] = (
     sizes.ONE_CHUNK,
     *rules(
         "ours",
-        ("--pipeline-model-parallel-layout", _LAYOUT),
         ("--cuda-graph-impl local transformer_engine full_iteration", _GRAPHS),
         ("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph", _GRAPHS),
         ("--use-megatron-fsdp --use-torch-fsdp2", _SHARDS),

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_2bw.gpu_check import observe, probes
 from megatron_2bw.gpu_check.check import UNTIED, Check, Failed, command, gpt_flags
 from megatron_2bw.planner.cost.memory import Memory
-from megatron_2bw.planner.describe.cluster import A100_80, Cluster, Link, to_yaml
+from megatron_2bw.planner.describe.cluster import GPUS, Cluster, Link, to_yaml
 from megatron_2bw.planner.describe.inputs import flag as flag_of
 from megatron_2bw.planner.describe.model import preset
 from megatron_2bw.planner.describe.plan import Plan
@@ -66,7 +66,7 @@ def validate(check: Check) -> dict[str, Any]:
     """The planner's two fastest plans, predicted from the profile, and run: predicted over measured time."""
     check.profile or profile(check)
     gpus = max(check.gpus, 1) if check.device == "cuda" else 2
-    device = replace(A100_80, name=check.device, memory_gib=check.gib or 16.0, tflops_fp32=1.0)
+    device = replace(GPUS["A100-80GB"], name=check.device, memory_gib=check.gib or 16.0, tflops_fp32=1.0)
     link = Link(10, 20)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "profile.json").write_text(json.dumps(check.profile))

@@ -29,10 +29,18 @@ from megatron_2bw.core.groups import new_group
 from megatron_2bw.core.pipeline import WARM_UP
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
-from megatron_2bw.planner.describe.cluster import A100_80, H100, H200, V100
+from megatron_2bw.planner.describe import cluster
 
 # The GPUs of which the planner has the peak, by torch's names. Their PCIe and NVL versions have others, but A100's.
-GPUS = {r"Tesla V100-SXM\d-": V100, r"NVIDIA A100[- ]": A100_80, r"NVIDIA H100 80GB HBM3$": H100, r"NVIDIA H200$": H200}
+GPUS = {
+    pattern: cluster.GPUS[name]
+    for pattern, name in (
+        (r"Tesla V100-SXM\d-", "V100-16GB"),
+        (r"NVIDIA A100[- ]", "A100-80GB"),
+        (r"NVIDIA H100 80GB HBM3$", "H100-80GB"),
+        (r"NVIDIA H200$", "H200-141GB"),
+    )
+}
 
 
 class LogLines(ABC):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -18,16 +19,26 @@ from megatron_2bw.errors import Parser, UserError, expand_files, file_errors, na
 from megatron_2bw.files import write_json
 from megatron_2bw.planner import tools
 from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
-from megatron_2bw.planner.cost.simulated import MARGIN, Cost, Estimate
+from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.cluster import INFINIBAND, network
 from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
-from megatron_2bw.planner.describe.inputs import add_model_flags, cluster_of, model_of, numbers
-from megatron_2bw.planner.find.search import PLANNED, RECOMPUTES, Search, Space
+from megatron_2bw.planner.describe.inputs import (
+    add_model_flags,
+    add_numerics_flags,
+    cluster_of,
+    model_of,
+    numbers,
+    numerics_of,
+)
+from megatron_2bw.planner.find import advice
+from megatron_2bw.planner.find.search import Search
+from megatron_2bw.planner.find.space import MORE_RECOMPUTES, PLANNED, RECOMPUTES, Space
 from megatron_2bw.planner.measure import blocks, validate
 from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report, training
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
+FP8_FROM = 8.9  # the first GPUs with fp8, by compute capability
 MOST_SAMPLES, MOST_PLANS = 1_000_000, 10_000
 COSTS = {"simulation": Cost, "closed-form": ClosedForm, "printed-form": Printed}
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
@@ -57,6 +68,7 @@ def planning_parser(prog: str, description: str) -> Parser:
     """The flags that describe a search, for `plan` and `validate`."""
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     add_model_flags(parser)
+    add_numerics_flags(parser)
     add = parser.add_argument_group("cluster").add_argument
     add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
     add("--servers", type=int, help="default: of the YAML file, or 1")
@@ -77,12 +89,14 @@ def planning_parser(prog: str, description: str) -> Parser:
     )
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--micro-batch-size"):
         add(flag, type=numbers, metavar="N,...", help="default: all that are legal")
+    sequences = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
+    add("--context-parallel-size", type=numbers, metavar="N,...", help=sequences)
     add(
         "--recompute",
-        type=names_of(RECOMPUTES),
+        type=names_of((*RECOMPUTES, *MORE_RECOMPUTES)),
         default=RECOMPUTES,
         metavar="NAME,...",
-        help=f"of {', '.join(RECOMPUTES)}",
+        help=f"of {', '.join(RECOMPUTES)} (default: these), {', '.join(MORE_RECOMPUTES)}",
     )
     add("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
     add("--no-extra-warmup", action="store_true", help="by default 2bw hides messages on slow links by extra warm-up")
@@ -95,12 +109,12 @@ def planning_parser(prog: str, description: str) -> Parser:
     add = parser.add_argument_group("cost and memory").add_argument
     add(
         "--precision",
-        choices=("bf16", "fp16", "fp32"),
+        choices=("bf16", "fp16", "fp32", "fp8"),
         help="default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs",
     )
     add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
-    margin = f"share of the memory that stays free (default: {MARGIN})"
-    add("--memory-margin", type=float, default=MARGIN, metavar="SHARE", help=margin)
+    margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
+    add("--memory-margin", type=float, metavar="SHARE", help=margin)
     forms = "closed-form: the paper's Appendix A, corrected; printed-form: its section 4.2 as printed on arXiv"
     add("--cost", choices=COSTS, default="simulation", help=forms)
     add("--top", type=int, default=8, metavar="K", help="number of plans (default: 8)")
@@ -122,8 +136,12 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         parser.error("--attention flash: not available on the CPU; use core")
     if precision == "bf16" and not cluster.device.bf16:
         parser.error(f"--precision bf16: not available on {cluster.device.name}; use fp16")
+    if precision == "fp8" and (on_cpu or cluster.device.capability < FP8_FROM):
+        parser.error(f"--precision fp8: not available on {cluster.device.name}; use bf16")
     flash = {None: False if on_cpu else None, "flash": True, "core": False}[options.attention]
     cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin)
+    if max(options.context_parallel_size or (1,)) > 1 and not cost.memory.flash:
+        parser.error("--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out")
     space = Space(
         options.max_global_batch_size,
         options.schedules,
@@ -137,6 +155,8 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         sequence_parallel=not options.no_sequence_parallel and not on_cpu,
         extra_warmup=not options.no_extra_warmup,
         extrapolate=options.extrapolate is not False,
+        context=options.context_parallel_size or (1,),
+        numerics=numerics_of(options, precision),
     )
     return cost, space
 
@@ -152,7 +172,7 @@ def _check(options: argparse.Namespace, parser: Parser) -> None:
     ):
         if not 1 <= number <= most:
             parser.error(f"{flag} must be from 1 to {most}, not {number}")
-    if not 0 <= options.memory_margin < 1:
+    if options.memory_margin is not None and not 0 <= options.memory_margin < 1:
         parser.error(f"--memory-margin must be a share from 0 to below 1, not {options.memory_margin}")
 
 
@@ -162,12 +182,18 @@ def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | Non
     begun = time.monotonic()
     print(f"searching the plans of {cost.model.name} on {cost.cluster.gpus} GPUs ...", file=sys.stderr, flush=True)
     search = Search(cost, space)
-    plans = [plan for _, plan in itertools.islice(search, options.top)]
+    plans, ties = advice.ranked(search, options.top)
+    if not plans and options.context_parallel_size is None and cost.memory.flash:
+        wider = Search(cost, replace(space, context=None))
+        plans, ties = advice.ranked(wider, options.top)
+        if plans:
+            print("nothing fits without context parallelism: planned is --context-parallel-size too", file=sys.stderr)
+            space, search = wider.space, wider
     seconds = time.monotonic() - begun
     if not plans:
         print(rejections.nothing_fits(cost, space, search))
         return None
-    return explain.Result(cost, space, [cost.estimate(plan) for plan in plans], search, seconds)
+    return explain.Result(cost, space, [cost.estimate(plan) for plan in plans], search, seconds, ties)
 
 
 def run_plan(words: list[str], prog: str) -> int:
@@ -199,7 +225,7 @@ def run_plan(words: list[str], prog: str) -> int:
     best = result.estimates[0]
     print("\nA run of the first plan, as --script and --sbatch write it:")
     print(*map(explain.wrapped, training.about(cost, best)), sep="\n")
-    print(f"\nFlags of the first plan:\n  {' '.join([*cost.model.flags(), *best.plan.flags(cost.precision)])}")
+    print(f"\nFlags of the first plan:\n  {shlex.join([*cost.model.flags(), *best.plan.flags(cost.precision)])}")
     _write(options, result)
     return 0
 

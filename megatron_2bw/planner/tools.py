@@ -13,6 +13,7 @@ from megatron_2bw.flags.own import extra_warmup, whole
 from megatron_2bw.planner.describe.cluster import to_yaml
 from megatron_2bw.planner.describe.inputs import named_cluster
 from megatron_2bw.planner.measure import calibrate as calibration
+from megatron_2bw.planner.measure import runs as measured
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.timelines import paper_figures
@@ -123,32 +124,47 @@ def _draw(path: Path | None, draw: Callable[[], object]) -> None:
 
 
 def run_calibrate(words: list[str], prog: str) -> int:
-    columns = f"{', '.join(calibration.COLUMNS)}; optional: {', '.join(calibration.OPTIONAL)}"
-    description = f"Fits a cluster's constants to measured runs. Columns of the CSV file: {columns}."
+    columns = f"{', '.join(measured.COLUMNS)}; optional: {', '.join(measured.OPTIONAL)}"
+    description = (
+        "Fits a cluster's constants to measured runs: rows of a CSV file, or logs of runs (a log's name ends with "
+        f"{', '.join(name[1:] for name in measured.LOGS)}; of a folder all logs). Columns of the CSV file: {columns}."
+    )
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("runs", type=Path, metavar="RUNS.csv", help="measured runs, one per row")
+    add("runs", type=Path, nargs="+", metavar="RUNS.csv|RUN_DIR|LOG", help="measured runs: a row or a log each")
     add("--cluster", required=True, metavar="NAME|FILE.yaml")
-    rows = "rows to fit, spread over the file (default: 20); the others are predicted. 0 fits none"
-    add("--rows", type=int, default=20, help=rows)
+    rows = "rows to fit, spread over the file (default: 20; all of logs); the others are predicted. 0 fits none"
+    add("--rows", type=int, help=rows)
     add("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
     add("--predictions", type=Path, metavar="FILE.csv", help="the runs with their predicted seconds")
     options = parser.parse_args(words)
     cluster = replace(named_cluster(options.cluster), profile=None)  # the fit is of estimates, not of measured times
-    runs = calibration.read_runs(options.runs)
-    if not 0 <= options.rows <= len(runs):
-        parser.error(f"--rows {options.rows}: the file has {len(runs)}")
-    chosen = {index * len(runs) // options.rows for index in range(options.rows)}
+    runs = measured.read(options.runs)
+    logs = any(path.is_dir() or f"*{path.suffix}" in measured.LOGS for path in options.runs)
+    rows = options.rows if options.rows is not None else len(runs) if logs else 20
+    if not 0 <= rows <= len(runs):
+        parser.error(f"--rows {rows}: the file has {len(runs)}")
+    chosen = {index * len(runs) // rows for index in range(rows)}
+    fitted_to, unseen = [runs[index] for index in sorted(chosen)], []
+    if len(fitted_to) > 1:
+        unseen = calibration.cross_validated(cluster, fitted_to)
     if chosen:
-        cluster = calibration.calibrate(cluster, [runs[index] for index in sorted(chosen)])
+        cluster = calibration.calibrate(cluster, fitted_to)
+    if unseen:
+        cluster = replace(cluster, device=replace(cluster.device, error=round(calibration.bound(unseen), 3)))
     predicted = calibration.predict(cluster, runs)
-    errors = [abs(p / run.seconds - 1) for i, (p, run) in enumerate(zip(predicted, runs)) if i not in chosen]
+    others = [p / run.seconds - 1 for i, (p, run) in enumerate(zip(predicted, runs)) if i not in chosen]
     print(f"fitted to {len(chosen)} of {len(runs)} runs: {cluster.device}")
     print(f"{cluster.inside} inside, {cluster.between} between servers")
-    if errors:
-        print(f"mean absolute error of the other {len(errors)}: {sum(errors) / len(errors):.1%}")
+    for what, errors in (
+        (f"mean absolute error of the other {len(others)}", others),
+        ("mean absolute error by cross-validation", unseen),
+        ("memory of the heaviest stage, mean absolute error", calibration.memory_errors(cluster, runs)),
+    ):
+        if errors:
+            print(f"{what}: {sum(map(abs, errors)) / len(errors):.1%}, at most {max(map(abs, errors)):.1%}")
     if options.out:
         to_yaml(replace(cluster, name=f"{cluster.name}, calibrated"), options.out)
     if options.predictions:
-        calibration.write_predictions(options.runs, predicted, options.predictions)
+        measured.write_predictions(runs, predicted, options.predictions)
     return 0

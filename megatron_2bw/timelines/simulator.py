@@ -110,13 +110,16 @@ def prepared(actions: list[Action], stage: int, stages: int, chunks: int) -> lis
 
 
 class _Run:
-    """The state of one simulation: the position of each stage in its list, and the arrival times of messages."""
+    """The state of one simulation: the position of each stage in its list, and the arrival times of messages.
 
-    def __init__(self, schedule: Schedule, lists: list[list[Prepared]], times: Times):
-        self.schedule, self.lists, self.stages = schedule, lists, len(lists)
-        computed = {F: "forward", B: "backward", W: "weight"}
+    `events` has all actions, or without `computed` only reductions and steps, of which each stage ends with one.
+    """
+
+    def __init__(self, schedule: Schedule, lists: list[list[Prepared]], times: Times, computed: bool = True):
+        self.schedule, self.lists, self.stages, self.computed = schedule, lists, len(lists), computed
+        kinds = {F: "forward", B: "backward", W: "weight"}
         self.took = {
-            kind: [time / schedule.chunks for time in times.of(name, self.stages)] for kind, name in computed.items()
+            kind: [time / schedule.chunks for time in times.of(name, self.stages)] for kind, name in kinds.items()
         }
         self.transfer, self.occupied, self.sending, self.reduce, self.overlap_cost = (
             times.of(name, self.stages) for name in ("transfer", "occupied", "sending", "reduce", "overlap_cost")
@@ -146,7 +149,7 @@ class _Run:
         A search of the planner spends most of its time here: hence the local names and the single function.
         """
         lists, position, arrived, waiting = self.lists[stage], self.position[stage], self.arrived, self.waiting
-        free, took, append = self.free[stage], self.took, self.events.append
+        free, took, append, computed = self.free[stage], self.took, self.events.append, self.computed
         missing = None
         for action, needs, gives, boundary in lists[position : position + AT_ONCE]:  # a copy, so not of a long rest
             kind, start = action[0], free
@@ -167,6 +170,8 @@ class _Run:
                     free = end + self.sending[boundary]
                     if gives in waiting:
                         runnable += waiting.pop(gives)
+                if computed:
+                    append(Event(stage, action, start, end))
             else:
                 begun = self._update(action, stage, start, runnable)
                 if begun is None:
@@ -174,7 +179,7 @@ class _Run:
                     break
                 start, end = begun
                 free = end
-            append(Event(stage, action, start, end))
+                append(Event(stage, action, start, end))
             position += 1
         self.position[stage], self.free[stage] = position, free
         if missing is None and position < len(lists):
@@ -211,10 +216,8 @@ def iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Ti
         return makespan(_run(schedule, Shape(stages, microbatches, 0, 1), times))
     work = [f + b for f, b in zip(times.of("forward", stages), times.of("backward", stages))]
     # Iterations differ where batch j + 2 waits for the step of batch j, or messages are slower than computation.
-    count, skipped = (
-        max(min(stages, 4), 2),
-        2 + 8 // stages,
-    )  # a short pipeline needs more iterations to settle, and is cheap
+    # A short pipeline needs more iterations to settle, and is cheap.
+    count, skipped = max(min(stages, 4), 2) if stages <= 8 else 2, 2 + 8 // stages
     busiest = work.index(max(work))  # its work bounds every iteration, also while messages still queue elsewhere
     ends = [
         event.end
@@ -225,7 +228,7 @@ def iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Ti
 
 
 def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
-    """The events of `simulate`, in any order; the lists of a shape are cached."""
+    """The reductions and steps of `simulate`, in any order; the lists of a shape are cached."""
     key = (schedule, shape)
     lists = _made.get(key)
     if lists is None:
@@ -234,7 +237,7 @@ def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
         made = _lists(schedule, shape)
         lists = [prepared(own, stage, shape.stages, schedule.chunks) for stage, own in enumerate(made)]
         _made[key] = lists
-    run = _Run(schedule, lists, times)
+    run = _Run(schedule, lists, times, computed=False)
     run.play()
     return run.events
 
@@ -251,8 +254,9 @@ def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, time
     """
     if schedule.round and schedule.round < microbatches:
         return _in_rounds(schedule, stages, microbatches, times)
-    short = max(3 * stages, schedule.min_microbatches(stages) + stages) + microbatches % stages
-    long = short + 2 * stages
+    settled = 2 if stages > 8 and not schedule.flushes else 3  # of a deep pipeline without flushes a batch costs most
+    short = max(settled * stages, schedule.min_microbatches(stages) + stages) + microbatches % stages
+    long = short + (settled - 1) * stages
     if microbatches <= long:
         return iteration_time(schedule, stages, microbatches, times)
     if schedule.flushes and schedule.global_step:

@@ -51,6 +51,16 @@ def test_uneven_stages():
     assert_same_runs(runs, two_stages(UNTIED, clip_grad=0), exact=True)
 
 
+def test_a_layout():
+    """--pipeline-model-parallel-layout, which gives middle stages layers of their own too."""
+    runs = [
+        run_pipeline(command(3, 4, "2bw", UNTIED, clip_grad=0, pipeline_model_parallel_layout=layout), 3)
+        for layout in ("Et*2|t|tL", "Et|t*2|tL")
+    ]
+    assert_same_runs(*runs, exact=True)
+    assert_same_runs(runs[0], two_stages(UNTIED, clip_grad=0), exact=True)
+
+
 LLAMA = (UNTIED, NO_BIAS, "--swiglu", "--group-query-attention")
 LLAMA_SIZES = dict(
     normalization="RMSNorm", position_embedding_type="rope", num_query_groups=2, ffn_hidden_size=48, clip_grad=0

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench import schedule_efficiency
+from bench import mixed_stages, schedule_efficiency
 from tests.e2e.launcher import ROOT
 
 FIELDS = {
@@ -49,6 +49,18 @@ def test_schedule_efficiency(tmp_path: Path, monkeypatch):
             assert (row["versions"], row["peak_activations"]) == (1, in_flight)
     assert {row["schedule"] for row in rows if row["flags"] == "--gpipe-round 1"} == {"gpipe"}
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_mixed_stages(tmp_path: Path, monkeypatch):
+    """The plan gives the slow GPUs fewer layers, and both plans run."""
+    path = tmp_path / "mixed.json"
+    flags = ["--stages", "2", "--scale", "0.05", "--schedules", "2bw", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["mixed_stages.py", *flags])
+    assert mixed_stages.main() == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    (fast, slow), alike = row["run"]["plan"]["layers"], row["run"]["plan of slow GPUs"]["layers"]
+    assert fast > slow and fast > alike[0] and fast + slow == sum(alike) == 24
+    assert row["all sizes"]["gain"] > 1 and row["run"]["simulated gain"] > 1 and row["run"]["measured gain"] > 0
 
 
 def test_wrong_options():

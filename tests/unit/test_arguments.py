@@ -174,8 +174,6 @@ def refused_command(rule: Rule, folder: str = "folder") -> tuple[list[str], int]
     }.get((rule.flag, rule.scope), flags)
     if rule.flag.startswith("--muon"):
         flags += ["--optimizer", "muon"]
-    if rule.flag == "--pipeline-model-parallel-layout":
-        flags.append("Ett|ttL")
     if rule.flag == "--num-distributed-optimizer-instances":
         flags += ["--use-distributed-optimizer", "--overlap-grad-reduce"]
     if rule.flag == UNTIED:

@@ -14,15 +14,14 @@ from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure.calibrate import (
-    COLUMNS,
     DEVICE,
     SHARE_LIMIT,
-    Run,
     calibrate,
+    cross_validated,
+    memory_errors,
     predict,
-    read_runs,
-    write_predictions,
 )
+from megatron_2bw.planner.measure.runs import COLUMNS, Run, read, read_log, read_runs, write_predictions
 
 PRESET = clusters.preset("dgx-a100-80", 1)
 SMALL, LARGE = Model("small", 12, 1024, 16, sequence=1024), Model("large", 24, 4096, 32, sequence=2048)
@@ -115,6 +114,32 @@ def test_shares_keep_below_the_whole():
     fitted = calibrate(PRESET, runs)
     assert fitted.device.gemm_efficiency <= SHARE_LIMIT and fitted.device.memory_efficiency <= SHARE_LIMIT
     assert sum(errors(fitted, runs)) < sum(errors(PRESET, runs))
+
+
+def test_one_wrong_row_has_little_weight():
+    truth = changed(PRESET, gemm_efficiency=0.8, inside_gb_s=0.85)
+    runs = runs_on(truth)
+    wrong = [replace(run, seconds=run.seconds * (0.5 if index == 4 else 1)) for index, run in enumerate(runs)]
+    found = errors(calibrate(PRESET, wrong), runs)
+    assert sum(found) / len(found) < 0.02 and max(found) < 0.06
+
+
+def test_cross_validation_predicts_each_run_by_the_others():
+    truth = changed(PRESET, gemm_efficiency=0.8)
+    runs = runs_on(truth)
+    found = cross_validated(PRESET, runs)
+    assert len(found) == len(runs) and max(map(abs, found)) < 0.05
+    alone = next(index for index, run in enumerate(runs) if run.plan.gpus == 16)
+    runs[alone] = replace(runs[alone], seconds=2 * runs[alone].seconds)
+    assert cross_validated(PRESET, runs)[alone] == pytest.approx(-0.5, abs=0.06)  # it did not take part in its own fit
+    assert errors(calibrate(PRESET, runs[alone : alone + 1]), runs[alone : alone + 1])[0] < 0.4
+
+
+def test_memory_is_compared_where_it_was_measured():
+    runs = runs_on(PRESET)[:3]
+    cost = Cost(runs[1].model, PRESET, "bf16", False)
+    runs[1] = replace(runs[1], memory=cost.memory.heaviest(runs[1].plan) / 2**30 / 1.1)
+    assert memory_errors(PRESET, runs) == pytest.approx([0.1])
 
 
 def test_predictions_are_the_costs_of_as_many_servers_as_a_run_has():
@@ -271,10 +296,191 @@ def test_a_file_that_is_not_there(tmp_path):
         read_runs(tmp_path / "runs.csv")
 
 
+def test_a_row_holds_any_plan(tmp_path):
+    plan = Plan(
+        1,
+        4,
+        2,
+        2,
+        8,
+        "full",
+        "2bw",
+        gradient_slots=1,
+        distributed_optimizer=True,
+        first=2,
+        last=4,
+        extra_warmup=(1, 0, 2),
+        extrapolate=True,
+        recompute_layers=2,
+    )
+    cells = dict(depth=4, layers=10, recompute="full", schedule="2bw", gradient_slots=1, distributed_optimizer=1)
+    cells |= dict(first=2, last=4, extra_warmup="1 0 2", extrapolate=1, recompute_layers=2, memory_gib=1.5, tied=0)
+    run, *others = read_runs(
+        table(
+            tmp_path / "runs.csv",
+            ROW | cells,
+            ROW | dict(schedule="gpipe", gpipe_round=4),
+            ROW | dict(overlap=0),
+            ROW | dict(overlap=1),
+        )
+    )
+    assert run.plan == plan and run.memory == 1.5 and not run.model.tied and run.model.bias
+    assert [other.plan.gpipe_round for other in others] == [4, None, None]
+    assert [other.plan.schedule for other in others] == ["gpipe", "pipedream-flush", "megatron"]
+    for wrong, words in (
+        ({"overlap": 2}, "overlap must be 0 or 1, not 2"),
+        ({"extra_warmup": "1,x"}, "extra_warmup is '1,x', not a number"),
+        ({"overlap": 0, "virtual": 2, "layers": 8}, "interleaved stages are planned with --overlap-grad-reduce only"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read_runs(table(tmp_path / "wrong.csv", {k: f'"{v}"' for k, v in (ROW | wrong).items()}))
+
+
+# --- logs of runs ----------------------------------------------------------------------------------------------------
+
+ARGUMENTS = dict(
+    num_layers=10,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=512,
+    vocab_size=1000,
+    ffn_hidden_size=2816,
+    kv_channels=64,
+    group_query_attention=True,
+    num_query_groups=4,
+    swiglu=True,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    untie_embeddings_and_output_weights=True,
+    add_bias_linear=False,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=4,
+    data_parallel_size=2,
+    micro_batch_size=2,
+    global_batch_size=32,
+    pipeline_schedule="2bw",
+    two_bw_gradient_slots=1,
+    two_bw_extra_warmup=(1, 0, 2),
+    two_bw_correction="auto",
+    decoder_first_pipeline_num_layers=2,
+    decoder_last_pipeline_num_layers=4,
+    use_distributed_optimizer=True,
+    virtual_pipeline_model_parallel_size=None,
+    recompute_granularity=None,
+    context_parallel_size=1,
+    bf16=True,
+    transformer_impl="transformer_engine",
+    attention_backend="AttnBackend.auto",
+)
+
+
+def log(path: Path, milliseconds=(9000, 700, 600, 500, 510, 900, 490), **changed) -> Path:
+    lines = ["[default0]:------------------------ arguments ------------------------"]
+    lines += [f"[default0]:  {name} {'.' * (40 - len(name))} {value}" for name, value in (ARGUMENTS | changed).items()]
+    lines += ["-------------------- end of arguments ---------------------"]
+    memory = "peak memory by stage (GiB): 1.50 2.25 1.00 1.75 |"
+    lines += [
+        f" [2026-01-01] iteration {n}/ 7 | elapsed time per iteration (ms): {ms:.1f} | {memory}"
+        for n, ms in enumerate(milliseconds, 1)
+    ]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_the_log_of_a_run_is_a_run(tmp_path):
+    run = read_log(log(tmp_path / "run.log"))
+    options = dict(gated=True, rms_norm=True, rotary=True, tied=False, bias=False, dropout=False)
+    assert run.model == Model("run", 10, 1024, 16, 1000, 512, ffn=2816, groups=4, **options)
+    choices = dict(gradient_slots=1, distributed_optimizer=True, first=2, last=4, extra_warmup=(1, 0, 2))
+    assert run.plan == Plan(1, 4, 2, 2, 8, extrapolate=True, **choices)
+    assert (run.seconds, run.precision, run.flash, run.memory) == (0.505, "bf16", True, 2.25)
+    wide = dict(pipeline_model_parallel_size=1, data_parallel_size=8, two_bw_extra_warmup="()")
+    ends = dict(decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
+    for overlap, schedule in ((True, "megatron"), (False, "pipedream-flush")):
+        plain = dict(two_bw_gradient_slots=2, two_bw_correction="none", pipeline_schedule="megatron")
+        text = log(tmp_path / "b.log", overlap_grad_reduce=overlap, **plain, **wide, **ends)
+        assert read_log(text).plan.schedule == schedule
+    scores = log(tmp_path / "c.log", attention_backend="AttnBackend.unfused", add_bias_linear=True)
+    assert not read_log(scores).flash and read_log(scores).model.bias
+
+
+def test_the_log_of_a_run_with_what_a_plan_has_on_request(tmp_path):
+    """A layout, context parallelism, modules or some layers again, and the floats of the optimizer."""
+    ends = dict(decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
+    names = dict(pipeline_model_parallel_layout="Et*4|t*3|t*2|tL", context_parallel_size=2)
+    run = read_log(log(tmp_path / "a.log", **ends, **names))
+    assert run.plan.stages == (4, 3, 2, 1) and run.plan.context == 2 and run.plan.gpus == 16
+    block = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+    run = read_log(log(tmp_path / "b.log", **block, grad_reduce_in_bf16=True, exp_avg_dtype="torch.bfloat16"))
+    assert (run.plan.recompute_block, run.plan.recompute_layers) == (2, 1)
+    assert run.plan.numerics == ("--grad-reduce-in-bf16",)
+    floats = dict(use_precision_aware_optimizer=True, exp_avg_dtype="torch.bfloat16", exp_avg_sq_dtype="torch.float32")
+    plain = dict(two_bw_gradient_slots=2, two_bw_correction="none", two_bw_extra_warmup="()", fp8="hybrid")
+    modules = dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
+    run = read_log(log(tmp_path / "c.log", pipeline_schedule="megatron", **plain, **modules, **floats))
+    assert run.plan.numerics == ("--use-precision-aware-optimizer", "--exp-avg-dtype bf16") and run.precision == "fp8"
+    assert run.plan.recompute_modules == ("core_attn", "mlp")
+
+
+def test_the_arguments_of_a_log_are_in_the_file_that_it_names(tmp_path):
+    path = log(tmp_path / "old" / "train.log")
+    begun = path.read_text().splitlines()
+    arguments = [line.removeprefix("[default0]:") for line in begun if " ..." in line]
+    (tmp_path / "old" / "saved").mkdir()
+    (tmp_path / "old" / "saved" / "arguments.txt").write_text("\n".join(arguments) + "\n")
+    run, lines = read_log(path), [line for line in begun if "iteration" in line]
+    name = f"> arguments: {tmp_path / 'old' / 'saved' / 'arguments.txt'} (--verbose prints them, and more)"
+    path.write_text("\n".join([name, *lines]) + "\n")
+    assert read_log(path) == run and read([tmp_path / "old"]) == [run]
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert read([tmp_path / "new"]) == [run]
+    (tmp_path / "new" / "saved" / "arguments.txt").unlink()
+    with pytest.raises(UserError, match="with --save, or prints them with --verbose"):
+        read_log(tmp_path / "new" / "train.log")
+
+
+def test_folders_of_logs_are_read_with_tables(tmp_path):
+    for name in ("a/train.log", "b/job-1.out"):
+        log(tmp_path / name)
+    (tmp_path / "b" / "notes.txt").write_text("nothing of a run\n")
+    csv_file = table(tmp_path / "runs.csv", ROW)
+    assert len(read([tmp_path / "a", tmp_path / "b", csv_file, tmp_path / "a" / "train.log"])) == 4
+    found = read([tmp_path])
+    again = write_predictions(found, [1.0] * len(found), tmp_path / "predicted.csv")
+    assert again is None and "predicted_seconds" in (tmp_path / "predicted.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    "milliseconds, changed, words",
+    [
+        ((9000, 700, 600), {}, "fewer than 4 lines of iterations"),
+        ((9000, 700, 600, 500), {"context_parallel_size": 3}, "--context-parallel-size 3 needs a --seq-length"),
+        ((9000, 700, 600, 500), {"num_experts": 8}, "num_experts is 8"),
+        ((9000, 700, 600, 500), {"num_layers": 3}, "layers"),
+        ((9000, 700, 600, 500), {"pipeline_schedule": "zb"}, "schedule is 'zb'"),
+    ],
+)
+def test_logs_that_cannot_be_used(milliseconds, changed, words, tmp_path):
+    path = log(tmp_path / "run.log", milliseconds, **changed)
+    with pytest.raises(UserError) as error:
+        read([path])
+    assert str(error.value).startswith(f"{path}: ") and words in str(error.value)
+
+
+def test_a_folder_without_logs(tmp_path):
+    (tmp_path / "run.log").write_text("no arguments\n")
+    for path, words in ((tmp_path, "no log with Megatron's arguments"), (tmp_path / "run.log", "no arguments")):
+        with pytest.raises(UserError, match=words):
+            read([path])
+
+
 def test_predictions_are_written_beside_the_runs(tmp_path):
     path = table(tmp_path / "runs.csv", ROW, ROW | {"microbatch": 4, "recompute": "full"})
     seconds = predict(PRESET, read_runs(path))
-    write_predictions(path, seconds, tmp_path / "new" / "predicted.csv")
+    write_predictions(read_runs(path), seconds, tmp_path / "new" / "predicted.csv")
     with open(tmp_path / "new" / "predicted.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     with open(path, newline="") as file:
@@ -284,4 +490,4 @@ def test_predictions_are_written_beside_the_runs(tmp_path):
     assert [float(row["predicted_seconds"]) for row in rows] == pytest.approx(seconds, rel=1e-5)
     assert list(rows[0])[-1] == "predicted_seconds"
     with pytest.raises(UserError, match="^--predictions .*: Is a directory$"):
-        write_predictions(path, seconds, tmp_path)
+        write_predictions(read_runs(path), seconds, tmp_path)

@@ -15,7 +15,8 @@ from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.legality import is_legal
-from megatron_2bw.planner.find.search import Search, Space, best, on_fewer
+from megatron_2bw.planner.find.search import Search, best, on_fewer
+from megatron_2bw.planner.find.space import Space
 from megatron_2bw.planner.tell import rejections as left_out
 from megatron_2bw.planner.tell.explain import (
     CAVEAT,
@@ -296,7 +297,10 @@ def test_the_rivals_are_the_best_of_every_other_schedule(result):
     assert (rivals[0].plan.tensor, rivals[0].plan.depth, rivals[0].plan.width) != shape
     text = " ".join(reason(result).split())
     for schedule in set(result.space.schedules) - {winner.plan.schedule}:
-        (fastest,) = best(result.cost, replace(result.space, schedules=(schedule,)))
+        plans = (plan for _, plan in Search(result.cost, replace(result.space, schedules=(schedule,))))
+        if any(estimate.plan.schedule == schedule for estimate in result.estimates):  # where one stage is Megatron's
+            plans = (plan for plan in plans if plan.depth > 1 or schedule in ("2bw", "megatron"))
+        fastest = next(plans)
         rate = result.cost.estimate(fastest).throughput
         assert rate in [rival.throughput for rival in rivals if rival.plan.schedule == schedule]
         assert f"{fastest.title} ({rate:.1f} samples/s)" in text
@@ -354,7 +358,7 @@ def test_the_nearest_change_is_reported_with_its_flags(tight):
     change = nearest(tight.cost, large)
     need = tight.cost.memory.heaviest(large) / GIB
     assert f"{large.title} would reach {tight.cost.estimate(large).throughput:.1f} samples/s" in text
-    assert f"needs {need:.2f} GiB, and {15.8 * 0.8:.2f} GiB are allowed" in text
+    assert f"needs {need:.2f} GiB, and {tight.cost.allowed(large) / GIB:.2f} GiB are allowed" in text
     flags = changed_flags(large, change.plan, "fp16")
     assert f"The nearest change that fits: {flags} ({change.throughput:.1f} samples/s, " in text
 
@@ -450,8 +454,9 @@ def failed(model, cluster, space: Space, precision: str = "fp16") -> tuple[str, 
 def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
     model, space = PRESETS["gpt-28.3b"], Space(16)
     text, cost, search = failed(model, P3, space)
-    need = min(map(cost.memory.heaviest, search.too_large))
-    assert f"needs {need / GIB:.2f} GiB on its heaviest stage (ESTIMATED), and 12.64 GiB are allowed (15.8 GiB" in text
+    plan = min(search.too_large, key=cost.gpu_bytes)
+    need, allowed = cost.memory.heaviest(plan) / GIB, cost.allowed(plan) / GIB
+    assert f"needs {need:.2f} GiB on its heaviest stage (ESTIMATED), and {allowed:.2f} GiB of 15.8 GiB" in text
     memory = float(re.search(r"GPUs of ([\d.]+) GiB or more", text)[1])
     for gib, fits in ((memory, True), (memory - 0.1, False)):
         larger = Cost(model, replace(P3, device=replace(P3.device, memory_gib=gib)), "fp16")
@@ -543,7 +548,7 @@ def test_every_term_says_whether_it_was_measured(cluster, found):
 
 def test_the_evidence_names_both_links_and_the_calibration():
     text = evidence(Cost(GPT, measured(replace(P3, servers=2), True, False), "fp16"))
-    assert re.search(r"data +ESTIMATED +inside servers 130 GB/s, [\d.]+ us MEASURED; between .* ESTIMATED\n", text)
+    assert re.search(r"data +ESTIMATED +inside servers 135 GB/s, [\d.]+ us MEASURED; between .* ESTIMATED\n", text)
     assert P3.device.calibration in text
     assert "between" not in evidence(Cost(GPT, P3, "fp16"))
 
@@ -552,14 +557,14 @@ def test_the_json_is_plain_and_whole(result):
     written = as_json(result)
     assert json.loads(json.dumps(written, allow_nan=False)) == written
     assert written["model"] == asdict(result.cost.model) and written["cluster"]["device"]["name"] == "V100-16GB"
-    assert (written["precision"], written["margin"], written["search_seconds"]) == ("fp16", 0.2, 0.25)
+    assert (written["precision"], written["margin"], written["search_seconds"]) == ("fp16", result.cost.margin, 0.25)
     assert written["space"]["batch"] == result.space.batch and written["examined"] == result.search.examined
     assert written["rejected"] == dict(result.search.rejected)
     assert written["too_large"]["count"] == len(result.search.too_large)
     assert set(written["evidence"]) == {*TERMS, "memory"} and written["caveat"] == CAVEAT
     for plan, estimate in zip(written["plans"], result.estimates, strict=True):
         names = [field.name for field in fields(Plan)]
-        given = {name: plan[name] for name in names} | {"extra_warmup": tuple(plan["extra_warmup"])}
+        given = {name: tuple(plan[name]) if isinstance(plan[name], list) else plan[name] for name in names}
         assert Plan(**given) == estimate.plan
         assert (plan["seconds"], plan["samples_per_second"]) == (estimate.seconds, estimate.throughput)
         assert plan["tokens_per_second"] == pytest.approx(estimate.throughput * result.cost.model.sequence)

@@ -19,6 +19,7 @@ from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.legality import FIELDS, RULES, is_legal, violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.sizes import Sizes, layout_stages, split
 
 
 class Stopped(Exception):
@@ -79,7 +80,30 @@ CASES = [
     broken("unknown recompute granularity", "--recompute-granularity half", recompute="half"),
     broken("unknown recompute granularity", "--recompute-num-layers 3", recompute_layers=3),
     broken("unknown recompute granularity", "--recompute-num-layers 0", recompute="full", recompute_layers=0),
-    broken("unknown precision", "--fp8", precision="fp8"),
+    broken("unknown recompute granularity", "--recompute-modules mlp: give some of", recompute_modules=("mlp",)),
+    broken(
+        "unknown recompute granularity", "--recompute-modules moe", recompute="selective", recompute_modules=("moe",)
+    ),
+    broken(
+        "unknown recompute granularity", "--recompute-method block with --recompute-num-layers 2", recompute_block=2
+    ),
+    broken("unknown precision", "--fp4", precision="fp4"),
+    broken(
+        "fp8 only with Megatron's schedule", "--fp8-format does not work with --pipeline-schedule 2bw", precision="fp8"
+    ),
+    broken(
+        "widths that fp8 does not divide",
+        "--fp8-format needs widths that are multiples of 16",
+        model=replace(GPT, ffn=8200),
+        schedule="megatron",
+        precision="fp8",
+    ),
+    broken(
+        "precision-aware optimizer with a schedule that has no flush",
+        "--use-precision-aware-optimizer does not work with --pipeline-schedule 2bw: its kernel",
+        distributed_optimizer=True,
+        numerics=("--use-precision-aware-optimizer",),
+    ),
     broken(
         "sizes do not use every GPU", "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 4 x 1", width=1
     ),
@@ -122,6 +146,36 @@ CASES = [
         sequence_parallel=True,
         tensor=1,
         width=4,
+    ),
+    broken(
+        "sequence parallelism of BERT without Apex",
+        "--sequence-parallel does not work with BERT: the norm of its head needs Apex",
+        model=PRESETS["bert-24"],
+        sequence_parallel=True,
+    ),
+    broken(
+        "sequence not divisible by context size",
+        "--context-parallel-size 2 needs a --seq-length, now 510, that is a multiple of twice that",
+        model=replace(GPT, sequence=510),
+        width=1,
+        context=2,
+    ),
+    broken(
+        "sequence not divisible by context size",
+        "with --sequence-parallel of --tensor-model-parallel-size times that",
+        model=replace(GPT, sequence=528),
+        tensor=8,
+        context=4,
+        width=1,
+        gpus=128,
+        sequence_parallel=True,
+    ),
+    broken(
+        "context parallelism of BERT",
+        "--context-parallel-size 2 does not work with BERT: its sequences cannot be split",
+        model=PRESETS["bert-24"],
+        width=1,
+        context=2,
     ),
     broken(
         "more stages than layers",
@@ -214,6 +268,17 @@ CASES = [
         schedule="megatron",
         microbatches=2,
     ),
+    broken(
+        "a layout of other layers or stages",
+        "--pipeline-model-parallel-layout Et*8|t*7|t*6|t*4L has 25 layers, but --num-layers is 24",
+        stages=(8, 7, 6, 4),
+    ),
+    broken(
+        "a layout of other layers or stages",
+        "Et*12|t*7|t*5L has 3 stages, but --pipeline-model-parallel-size is 4",
+        stages=(12, 7, 5),
+    ),
+    broken("a layout of other layers or stages", "give each of several stages a layer", stages=(12, 7, 5, 0)),
     broken("bf16 not on this GPU", "--bf16: the GPU has no bfloat16; use --fp16", bf16=False),
     broken(
         "gradient slots only with 2bw",
@@ -317,6 +382,7 @@ def test_all_broken_rules_are_told():
     [
         LEGAL,
         replace(LEGAL, first=3),
+        replace(LEGAL, stages=(8, 7, 5, 4)),
         replace(LEGAL, first=2, last=4),
         replace(LEGAL, depth=2, width=4, first=5, last=19),
         replace(LEGAL, depth=1, width=8),
@@ -331,6 +397,7 @@ def test_all_broken_rules_are_told():
         replace(LEGAL, schedule="megatron", virtual=2, first=4, last=8),
         replace(LEGAL, tensor=16, depth=1, width=1),
         replace(LEGAL, sequence_parallel=True),
+        replace(LEGAL, context=2, width=1),
     ],
     ids=str,
 )
@@ -465,7 +532,7 @@ ROUND_TRIP = [
     case(QWEN, 4, 7, 1, 14, "fp16"),
     case(ONE_GROUP, 8, 2, 1, 2),
     case(BERT, 1, 8, 8, 8, "fp16"),
-    case(BERT, 4, 16, 1, 16, recompute="full"),
+    case(BERT, 4, 16, 1, 16, recompute="full", sequence_parallel=False),
     case(GPT, 1, 4, 2, 1, schedule="pipedream-flush"),
     case(GPT, 2, 4, 2, 7, "fp16", schedule="pipedream-flush", recompute="full", distributed_optimizer=True),
     case(LLAMA, 2, 8, 2, 4, schedule="pipedream-flush", first=2, last=6),
@@ -486,6 +553,22 @@ ROUND_TRIP = [
     case(GPT, 1, 4, 1, 8, schedule="megatron", virtual=2, first=4, last=8),
     case(LLAMA70, 8, 4, 2, 16, schedule="megatron", virtual=5, recompute="full", distributed_optimizer=True),
     case(BERT, 2, 4, 2, 8, schedule="megatron", virtual=6),
+    case(LLAMA, 2, 4, 2, 8, schedule="megatron", context=4, distributed_optimizer=True),
+    case(LLAMA, 4, 2, 1, 8, context=2),
+    case(GPT, 1, 4, 2, 8, stages=(8, 7, 5, 4)),
+    case(GPT, 1, 4, 2, 8, recompute="selective", recompute_modules=("core_attn", "mlp")),
+    case(GPT, 2, 4, 2, 8, schedule="megatron", recompute="selective", recompute_modules=("layernorm",)),
+    case(GPT, 1, 4, 2, 8, recompute="full", recompute_block=5),
+    case(LLAMA, 2, 4, 2, 8, "fp8", schedule="megatron"),
+    case(GPT, 1, 4, 2, 8, numerics=("--grad-reduce-in-bf16", "--cross-entropy-loss-fusion")),
+    case(
+        GPT,
+        *(1, 4, 2, 8),
+        schedule="megatron",
+        distributed_optimizer=True,
+        numerics=("--use-precision-aware-optimizer", "--main-grads-dtype bf16", "--exp-avg-dtype fp8"),
+    ),
+    case(GPT, 1, 4, 2, 8, schedule="megatron", stages=(2, 9, 5, 8)),
     case(LLAMA, 1, 1, 8, 1, "fp32", schedule="megatron", distributed_optimizer=True),
 ]
 
@@ -502,7 +585,10 @@ def stages_of(config) -> list[int]:
     """Layers that Megatron builds on each stage."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-    chunks = range(config.virtual_pipeline_model_parallel_size or 1)
+    chunks, layout = range(config.virtual_pipeline_model_parallel_size or 1), config.pipeline_model_parallel_layout
+    if layout:
+        depth = range(config.pipeline_model_parallel_size)
+        return [layout.get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in depth]
     return [
         sum(get_num_layers_to_build(config, chunk, stage) for chunk in chunks)
         for stage in range(config.pipeline_model_parallel_size)
@@ -516,13 +602,15 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
     recompute = {
         "none": (None, None, None),
         "selective": ("selective", None, None),
-        "full": ("full", "uniform", plan.recompute_layers),
+        "full": ("full", "block" if plan.recompute_block else "uniform", plan.recompute_block or plan.recompute_layers),
     }
     expected = {
         "pipeline_schedule": plan.schedule,
         "tensor_model_parallel_size": plan.tensor,
         "pipeline_model_parallel_size": plan.depth,
         "data_parallel_size": plan.width,
+        "context_parallel_size": plan.context,
+        "recompute_modules": [*plan.recompute_modules] or None,
         "micro_batch_size": plan.microbatch,
         "global_batch_size": plan.global_batch,
         "decoder_first_pipeline_num_layers": plan.first or None,
@@ -540,7 +628,13 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "use_distributed_optimizer": plan.distributed_optimizer,
         "use_tp_pp_dp_mapping": plan.pipeline_inside,
         "fp16": precision == "fp16",
-        "bf16": precision == "bf16",
+        "bf16": precision in ("bf16", "fp8"),
+        "fp8": "hybrid" if precision == "fp8" else None,
+        "grad_reduce_in_bf16": "--grad-reduce-in-bf16" in plan.numerics,
+        "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in plan.numerics,
+        "use_precision_aware_optimizer": "--use-precision-aware-optimizer" in plan.numerics,
+        "accumulate_allreduce_grads_in_fp32": precision in ("bf16", "fp8")
+        and not {"--grad-reduce-in-bf16", "--main-grads-dtype bf16"} & {*plan.numerics},
         "untie_embeddings_and_output_weights": not model.tied,
         "seq_length": model.sequence,
     } | dict(zip(("recompute_granularity", "recompute_method", "recompute_num_layers"), recompute[plan.recompute]))
@@ -554,7 +648,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
 
 def test_the_round_trip_covers_every_field():
     plans, models, precisions = (Counter(param.values[i] for param in ROUND_TRIP) for i in range(3))
-    assert len(ROUND_TRIP) >= 40 and set(precisions) == {"bf16", "fp16", "fp32"}
+    assert len(ROUND_TRIP) >= 40 and set(precisions) == {"bf16", "fp16", "fp32", "fp8"}
     assert {plan.schedule for plan in plans} == set(SCHEDULE_NAMES) and {model.kind for model in models} == {
         "gpt",
         "bert",
@@ -572,6 +666,8 @@ def test_the_round_trip_covers_every_field():
         ("last", 4),
         ("extrapolate", 2),
         ("gpipe_round", 2),
+        ("context", 3),
+        ("stages", 3),
     ):
         assert len({getattr(plan, name) for plan in plans}) >= least, name
 
@@ -782,3 +878,35 @@ def test_megatrons_interleaved_schedule_starts_with_the_legal_numbers_of_microba
             assert isinstance(error, Stopped) or "micro-batches" in str(error)
         else:
             pytest.fail("the schedule did not stop")
+
+
+@pytest.mark.parametrize(
+    "text, depth, words",
+    [
+        ("Ett|t|tttL", 3, None),
+        ("E|(tt|)*3L", 5, None),
+        ("Et*2|t,t|t*2L", 3, None),
+        ("tt|tt|ttL", 3, "with one E at the begin"),
+        ("Ett|tt|tt", 3, "one L at the end"),
+        ("Ett|tm|ttL", 3, "write the stages as"),
+        ("Ett|tt|tL", 3, "has 5 layers, but --num-layers is 6"),
+        ("Ett|tt|ttL", 2, "has 3 stages, but --pipeline-model-parallel-size is 2"),
+        ("Et|t|tt|tt|L", 5, None),
+    ],
+)
+def test_layouts_are_read_as_megatron_reads_them(text, depth, words):
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout as Layout
+
+    asked = Sizes("2bw", depth, 1, depth, 1, None, 6, 4, 4, 8, 64, 32, pipeline_model_parallel_layout=text)
+    answer = split(asked)
+    assert answer is None if words is None else words in answer
+    if words is None:
+        read = Layout(text, depth)
+        read.validate_layer_layout(6, None)
+        assert [stage.count("t") for stage in layout_stages(text)] == [
+            read.get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in range(depth)
+        ]
+        assert split(asked._replace(pipeline_schedule="megatron")) is None
+    several = asked._replace(pipeline_schedule="megatron", pipeline_model_parallel_layout="Et|t|tt|ttL", num_layers=6)
+    assert split(several._replace(pipeline_model_parallel_size=2)) is None
+    assert "give as many" in split(several._replace(pipeline_model_parallel_size=2, pipeline_schedule="2bw"))

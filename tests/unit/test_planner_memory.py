@@ -15,6 +15,7 @@ from megatron_2bw.planner.cost.memory import (
     LINK,
     PAIR,
     Memory,
+    bytes_of,
     communicators,
     layer_activations,
     score_activations,
@@ -407,3 +408,72 @@ def test_the_parameters_of_all_stages_are_the_models_and_a_copy_of_tied_words():
             copy = model.padded_vocab() * model.hidden if model.tied and plan.depth > 1 else 0
             counts = [memory.parameters(plan, stage, layers) for stage, layers in enumerate(plan.layers_of(model))]
             assert sum(counts) == model.parameters() + copy
+
+
+# --- recompute of modules and of some layers --------------------------------------------------------------------------
+
+
+def test_modules_that_are_computed_again_are_not_kept():
+    """fc1's output and the activation's (4h each), two norms' outputs (h each), and the scores; tensor rank by rank."""
+    model = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
+    for tensor, divided in ((1, False), (2, False), (2, True)):
+        plan = Plan(tensor, 4, 2, 2, 8, recompute="selective", sequence_parallel=divided)
+        for engine in (False, True):
+            memory = Memory(model, "bf16", flash=False, engine=engine)
+            tokens, norms = 2 * 512, 1 / (tensor if divided else 1)
+            whole = memory.layer(plan.changed(recompute="none"))[0]
+            kept = {
+                modules: memory.layer(plan.changed(recompute_modules=modules))[0]
+                for modules in ((), ("mlp",), ("layernorm",), ("core_attn", "mlp"))
+            }
+            mlp = 2 * tokens * 2 * 4096 / tensor + engine * 2 * tokens * 1024 * norms
+            assert whole - kept[("mlp",)] == mlp
+            assert whole - kept[("layernorm",)] == (0 if engine else 2 * 2 * tokens * 1024 * norms)
+            assert whole - kept[("core_attn", "mlp")] == mlp + whole - kept[()]
+
+
+def test_some_layers_of_a_stage_are_computed_again():
+    model = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
+    memory, plan = Memory(model, "bf16", flash=True), Plan(1, 2, 1, 2, 8, recompute="full")
+    one, all_ = (memory.layer(plan.changed(recompute=kind))[0] for kind in ("full", "none"))
+    kept = [memory.stage(plan.changed(recompute_block=block), 0, 4).activations for block in (1, 2, 3, 4)]
+    assert [before - after for before, after in zip(kept, kept[1:])] == pytest.approx([2 * (all_ - one)] * 3)
+    assert kept[3] == memory.stage(plan, 0, 4).activations
+
+
+# --- floats of gradients and optimizer --------------------------------------------------------------------------------
+
+AWARE = "--use-precision-aware-optimizer"
+
+
+@pytest.mark.parametrize(
+    "numerics, expected",
+    [
+        ((), (2, 4, 12)),
+        (("--grad-reduce-in-bf16",), (2, 2, 16)),  # a step copies them into 32 bits
+        ((AWARE,), (2, 4, 10)),  # of the main weights 16 bits that the weights lack
+        ((AWARE, "--main-grads-dtype bf16"), (2, 2, 10)),
+        ((AWARE, "--main-grads-dtype bf16", "--exp-avg-dtype bf16", "--exp-avg-sq-dtype bf16"), (2, 2, 6)),
+        ((AWARE, "--exp-avg-dtype fp8", "--exp-avg-sq-dtype fp16"), (2, 4, 5)),
+        (("--cross-entropy-loss-fusion",), (2, 4, 12)),
+    ],
+)
+def test_bytes_of_a_parameter(numerics, expected):
+    """(weights, gradients, optimizer); with the distributed optimizer its part only is divided."""
+    assert bytes_of("bf16", numerics).a_parameter(1, 1, 1) == expected
+    assert bytes_of("bf16", numerics).a_parameter(1, 1, 4) == (*expected[:2], expected[2] / 4)
+    memory = Memory(Model("gpt", 8, 1024, 16, vocab=50304, sequence=512), "bf16", flash=True)
+    plan = Plan(1, 2, 4, 2, 8, schedule="megatron", distributed_optimizer=True, numerics=numerics)
+    stage = memory.stage(plan, 0, 4)
+    assert stage.gradients / stage.weights == expected[1] / 2
+    assert stage.optimizer / stage.weights == pytest.approx(expected[2] / 2 / 4)
+
+
+def test_fp8_keeps_the_inputs_of_matrices_in_a_byte_and_copies_of_the_matrices():
+    model = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512, dropout=False)
+    plan = Plan(1, 2, 4, 2, 8, schedule="megatron")
+    kept = {name: Memory(model, name, flash=True).layer(plan)[0] for name in ("bf16", "fp8")}
+    tokens = 2 * 512  # two norms' outputs and the MLP's second input lose a byte; the attention's output gets a copy
+    assert kept["bf16"] - kept["fp8"] == tokens * (2 * 1024 + 4096 - 1024)
+    buffers = [Memory(model, name, flash=True).stage(plan, 0, 4).buffers for name in ("bf16", "fp8")]
+    assert buffers[1] - buffers[0] == 2 * 4 * model.matrix_parameters()

@@ -13,7 +13,9 @@ from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster, model
 from megatron_2bw.planner.describe.cluster import from_yaml
-from megatron_2bw.planner.find.search import Search, Space
+from megatron_2bw.planner.find.advice import ranked
+from megatron_2bw.planner.find.search import Search
+from megatron_2bw.planner.find.space import Space
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "planner.md").read_text()
@@ -35,7 +37,7 @@ def test_the_recorded_checks_are_those_of_today(section):
 
 def test_the_example_and_its_pictures_are_of_the_plan_of_today():
     cost = Cost(model.preset("gpt-2.2b"), cluster.preset("p3.16xlarge", 8), "fp16")
-    best = cost.estimate(next(plan for _, plan in Search(cost, Space(512, extrapolate=True))))
+    best = cost.estimate(ranked(Search(cost, Space(512, extrapolate=True)), 8)[0][0])
     index = (DOCS / "planner" / "index.md").read_text()
     sizes = f"{best.heaviest / GIB:.1f} GiB of {best.capacity / GIB:.1f} allowed"
     assert f"Best: {best.plan.title}, {best.throughput:.1f} samples/s, {sizes}." in index
@@ -47,7 +49,7 @@ def test_the_table_of_slow_links_is_of_today(ahead, tmp_path):
     described = PAGE[PAGE.index("    name: A100 servers on 10 Gbit/s") :].split("\n\n")[0]
     (tmp_path / "ethernet.yaml").write_text("\n".join(line[4:] for line in described.splitlines()))
     cost = Cost(model.preset("gpt-2.2b"), from_yaml(tmp_path / "ethernet.yaml"), "bf16")
-    best = cost.estimate(next(plan for _, plan in Search(cost, Space(512, extra_warmup=ahead, extrapolate=True))))
+    best = cost.estimate(ranked(Search(cost, Space(512, extra_warmup=ahead, extrapolate=True)), 8)[0][0])
     row = next(line for line in PAGE.splitlines() if line.startswith("| as above" if ahead else "| with `--no-extra"))
     named = (
         f"{best.plan.schedule_name}, t{best.plan.tensor} d{best.plan.depth} w{best.plan.width} b{best.plan.microbatch}"

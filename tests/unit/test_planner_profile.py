@@ -131,7 +131,7 @@ POINT = {"microbatch": 1, "forward": 1.0, "backward": 1.0}
         ({"blocks": [{"microbatch": 1, "forward": 1.0}]}, "blocks: the entry backward is missing"),
         ({"blocks": [POINT | {"forward": -1}]}, "blocks: forward must be a positive number, not -1"),
         ({"blocks": [POINT, POINT]}, "blocks: the microbatches must ascend"),
-        ({"inside": 3}, "inside: expected the entries gb_s, latency_us, rails, measured"),
+        ({"inside": 3}, "inside: expected the entries gb_s, latency_us, rails, measured, pair_gb_s, four_gb_s"),
         ({"between": {"gb_s": 1, "measured": True}}, "between: the entry latency_us is missing"),
         ({"between": {"gb_s": 1, "latency_us": 1, "measured": 1}}, "between: measured must be true or false, not 1"),
     ],

@@ -21,7 +21,8 @@ from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import is_legal
-from megatron_2bw.planner.find.search import PLANNED, Search, Space, best
+from megatron_2bw.planner.find.search import Search, best
+from megatron_2bw.planner.find.space import PLANNED, Space
 from megatron_2bw.schedules import SCHEDULE_NAMES, Shape, TwoBW
 from megatron_2bw.timelines.simulator import iteration_time, simulate
 
@@ -38,6 +39,16 @@ def slow(servers: int, per_server: int = 2, memory_gib: float = 2.0) -> Cluster:
     """Servers with so slow a network that it matters where the ranks lie. No GPU, since NCCL alone would fill one."""
     device = Device("cpu", memory_gib, tflops=10, memory_gb_s=200)
     return Cluster("slow", servers, per_server, device, inside=Link(5, 10), between=Link(0.2, 50))
+
+
+def mixed(*memory_gib: float) -> Cluster:
+    """Servers of two GPUs each; those of the second server are half as fast."""
+    cluster = slow(2)
+    devices = tuple(
+        replace(cluster.device, memory_gib=size, tflops=10 / k, memory_gb_s=200 / k, name="cpu")
+        for k, size in enumerate(memory_gib, 1)
+    )
+    return replace(cluster, devices=devices).part(len(devices), 2)
 
 
 # --- all there is ----------------------------------------------------------------------------------------------------
@@ -59,6 +70,22 @@ def every_split(layers: int, depth: int) -> list[tuple[int, ...]]:
     ]
 
 
+def mixed_splits(cost: Cost, tensor: int, depth: int, width: int) -> list[tuple[int, ...]]:
+    """What Search.layouts says of itself: between the ends, stages on the same GPUs have the same number of layers."""
+    shape = Plan(tensor, depth, width, 1, depth)
+    devices = [cost.device(shape, stage) for stage in range(depth)]
+    if len(set(devices)) == 1:
+        return [s for s in every_split(cost.model.layers, depth) if is_looked_at(s, cost.model.layers)]
+    layers, rates = cost.model.layers, [1 / cost._compute(device).layer(shape).total for device in devices]
+    shares = [layers * rate / sum(rates) for rate in rates]
+    near = [range(max(math.floor(share) - 2, 1), math.ceil(share) + 3) for share in shares]
+    return [
+        stages
+        for stages in itertools.product(*near)
+        if sum(stages) == layers and len({*zip(devices[1:-1], stages[1:-1])}) == len({*devices[1:-1]})
+    ]
+
+
 def is_looked_at(stages: tuple[int, ...], layers: int) -> bool:
     """What Search.splits says of itself; an even split always is."""
     if len(set(stages)) == 1:
@@ -69,19 +96,30 @@ def is_looked_at(stages: tuple[int, ...], layers: int) -> bool:
     return max(stages) <= longest and stages[1] >= layers // len(stages) - 1
 
 
-def kinds(space: Space, stages: tuple[int, ...]) -> set[tuple[str, int]]:
-    """(recompute, its layers at a time). "stage" is full recompute of as many layers as the longest stage has."""
-    return {("full", max(stages)) if kind == "stage" else (kind, 1) for kind in space.recompute}
+def kinds(cost: Cost, space: Space, stages: tuple[int, ...]) -> list[dict]:
+    """Fields of plans. "stage" is full recompute of as many layers as the longest stage has, "block" of fewer."""
+    found = {
+        "stage": [{"recompute": "full", "recompute_layers": max(stages)}],
+        "block": [{"recompute": "full", "recompute_block": layers} for layers in range(1, max(stages))],
+    }
+    attention = () if cost.memory.flash else ("core_attn",)
+    for module in ("mlp", "layernorm"):
+        found[module] = [{"recompute": "selective", "recompute_modules": (*attention, module)}]
+    chosen = (fields for kind in space.recompute for fields in found.get(kind, [{"recompute": kind}]))
+    unique = {tuple(({"recompute_layers": 1} | fields).items()) for fields in chosen}
+    return [dict(fields) for fields in sorted(unique, key=str)]
 
 
 def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[Plan]:
     """All legal plans of a space, by loops over all that a plan consists of."""
     gpus, layers = cost.cluster.gpus, cost.model.layers
-    for tensor, depth, width in itertools.product(range(1, gpus + 1), repeat=3):
-        if tensor * depth * width != gpus:
+    for context, tensor, depth, width in itertools.product(space.context, *[range(1, gpus + 1)] * 3):
+        if context * tensor * depth * width != gpus:
             continue
         splits = [stages for stages in every_split(layers, depth) if all_splits or is_looked_at(stages, layers)]
-        split_kinds = [(stages, kind) for stages in splits for kind in kinds(space, stages)]
+        if cost.cluster.devices:
+            splits = mixed_splits(cost, tensor, depth, width)
+        split_kinds = [(stages, kind) for stages in splits for kind in kinds(cost, space, stages)]
         for microbatch, schedule, virtual, slots, distributed, inside, (stages, kind) in itertools.product(
             space.microbatch or (2**k for k in range(12)),
             space.schedules,
@@ -106,7 +144,7 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
                 width,
                 microbatch,
                 microbatches,
-                kind[0],
+                "none",
                 schedule,
                 virtual,
                 slots,
@@ -114,9 +152,10 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
                 first,
                 last,
                 inside,
-                sequence_parallel=space.sequence_parallel and tensor > 1,
-                recompute_layers=kind[1],
-            )
+                sequence_parallel=space.sequence_parallel and tensor > 1 and cost.model.kind == "gpt",
+                context=context,
+            ).with_layers(stages)
+            plan = replace(plan, **kind)
             if legal(cost, plan):
                 yield in_rounds(cost, plan)
                 yield from further_ahead(cost, plan) if space.extra_warmup else ()
@@ -171,12 +210,12 @@ def least_extra(cycle: float, work: tuple[float, ...], transfer: tuple[float, ..
 def is_double(plan: Plan, cost: Cost, space: Space) -> bool:
     """Whether the plan is another one by a choice without effect, or on one stage Megatron's schedule."""
     sizes, servers = (plan.tensor, plan.depth, plan.width), cost.cluster.gpus_per_server
-    same_order = layout(*sizes, False, servers) == layout(*sizes, True, servers)
+    same_order = layout(*sizes, False, servers, plan.context) == layout(*sizes, True, servers, plan.context)
     by_layers = plan.recompute_layers > 1 and "full" in space.recompute
     return (
         (by_layers and (plan.depth == 1 or cost.fits(replace(plan, recompute_layers=1))))
         or (same_order and plan.pipeline_inside != space.pipeline_inside[0])
-        or (plan.width == 1 and plan.distributed_optimizer != space.distributed_optimizer[0])
+        or (plan.replicas == 1 and plan.distributed_optimizer != space.distributed_optimizer[0])
         or (plan.depth == 1 and plan.schedule in ("pipedream-flush", "gpipe", "no-pipelining"))
     )
 
@@ -186,7 +225,7 @@ def sample_seconds(cost: Cost, plan: Plan) -> float:
 
 
 def key(plan: Plan) -> tuple:
-    return plan.tensor, plan.depth, plan.width, plan.schedule
+    return plan.tensor, plan.context, plan.depth, plan.width, plan.schedule
 
 
 SPACES = {
@@ -215,6 +254,18 @@ SPACES = {
     "6 layers, 2 servers, the warm-up of 1F1B": (
         Cost(tiny(6), slow(2), "bf16"),
         Space(16, recompute=("none",), extra_warmup=False),
+    ),
+    "6 layers, 2 servers, parts of sequences": (
+        Cost(tiny(6), slow(2), "bf16", flash=True),
+        Space(16, microbatch=(1, 2), recompute=("none", "selective"), context=(1, 2, 4)),
+    ),
+    "8 layers, 2 servers of different GPUs": (
+        Cost(tiny(8), mixed(0.3, 0.2), "bf16"),
+        Space(16, ("2bw", "megatron"), microbatch=(1, 2), recompute=("none", "full")),
+    ),
+    "6 layers, 2 servers, modules and some layers again": (
+        Cost(tiny(6), slow(2, memory_gib=0.12), "bf16"),
+        Space(16, ("2bw", "megatron"), microbatch=(2,), recompute=("none", "mlp", "layernorm", "block")),
     ),
     "pipedream, untied": (
         Cost(tiny(4, tied=False), slow(2), "bf16"),
@@ -522,7 +573,7 @@ def test_the_extra_warmup_hides_messages(case):
     assume(extra)
     times = replace(cost.times(plan), reduce=0.0, step=0.0, overlap_cost=0.0)
     cycle = 1.02 * max(*(work.total for work in cost.stages(plan)), *times.occupied[: plan.depth - 1])
-    microbatches = 2 * (plan.depth + sum(extra))
+    microbatches = 4 * (plan.depth + sum(extra))  # a shorter batch hides a part of a wait
 
     def each(extra: tuple[int, ...]) -> float:
         return iteration_time(TwoBW(2, extra), plan.depth, microbatches, times) / microbatches

@@ -130,6 +130,9 @@ def test_order_is_by_samples_a_second():
         "order: not as predicted, the fastest was predicted slower"
     )
     assert trials.order([first, third]) == "order: as predicted"
+    found = [replace(first, measured=first.predicted / ratio) for ratio in (0.79, 0.81, 1.19, 1.21)]
+    line = trials.within([*found, trial("gpipe", 1, None, status="failed")], 0.2)
+    assert line == "measured within the uncertainty of 20%: 2 of 4 plans"
     assert trials.order([first, trial("gpipe", 1, None, status="failed")]) == "order: unknown, fewer than two plans ran"
 
 

@@ -25,7 +25,7 @@ class ClosedForm(Cost):
     method = "closed forms"
 
     def stages(self, plan: Plan) -> list[Work]:
-        if plan.recompute != "full":
+        if plan.recompute != "full" or plan.recompute_block:
             return super().stages(plan)
         return [work * RECOMPUTE_EXTRA for work in super().stages(replace(plan, recompute="none"))]
 
@@ -72,8 +72,9 @@ class ClosedForm(Cost):
         each = self.parameter_bytes(
             schedule.max_versions(shape, 0),
             plan.gradient_slots if schedule.late_step else 1,
-            plan.width if plan.distributed_optimizer else 1,
+            plan.replicas if plan.distributed_optimizer else 1,
             plan.extrapolate,
+            plan.numerics,
         )
         parameters = self.model.parameters() / plan.depth / plan.tensor
         whole = self.memory.layer(replace(plan, recompute="none"))[0] * self.model.layers / plan.depth
@@ -82,7 +83,7 @@ class ClosedForm(Cost):
 
     def _inputs(self, plan: Plan) -> float:
         """Bytes of a stage's input, |A_in|."""
-        return plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+        return plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
 
     def estimate(self, plan: Plan) -> Estimate:
         seconds = self.seconds(plan)
@@ -95,7 +96,7 @@ class ClosedForm(Cost):
         rest = max(seconds - compute - tensor - fill, 0.0)
         reduced = max(self.times(plan).of("reduce", plan.depth)) >= seconds - fill - 1e-12
         split = Split(compute, tensor, 0.0 if reduced else rest, rest if reduced else 0.0, 0.0, fill)
-        return Estimate(plan, seconds, split, (self._memory(plan),) * plan.depth, self.capacity)
+        return Estimate(plan, seconds, split, (self._memory(plan),) * plan.depth, (self.capacity,) * plan.depth)
 
 
 class Printed(ClosedForm):
@@ -111,10 +112,10 @@ class Printed(ClosedForm):
     def _reduce(self, plan: Plan, works: list[Work], messages: list[tuple[float, float]], step: Any) -> list[float]:
         """bwth_width(w) is B_high where w is less than the GPUs of a server, so not for 8 pipelines on 8 GPUs."""
         link = self.cluster.inside if plan.width < self.cluster.gpus_per_server else self.cluster.between
-        sent = 2 * (plan.width - 1) / plan.width * BYTES[self.precision].gradient
+        sent = 2 * (plan.replicas - 1) / plan.replicas * BYTES[self.precision].gradient
         return [sent * count / (link.gb_s * 1e9) for count in self._parameters(plan)]
 
-    def parameter_bytes(self, versions: int, *others: float) -> tuple[float, float, float]:
+    def parameter_bytes(self, versions: int, *others: object) -> tuple[float, float, float]:
         return float(BYTES[self.precision].weight * versions), 0.0, 0.0
 
     def _inputs(self, plan: Plan) -> float:

@@ -1,23 +1,30 @@
 """Seconds of one GPU's computation: a layer, the output layer, the optimizer. Pure Python.
 
 A layer takes the longer of two times: the GPU's, for arithmetic and memory traffic, and the host's, for launching the
-kernels one by one. The GPU's time has two constants: shares of the peak and of the bandwidth.
+kernels one by one. The GPU's time has three constants: the shares of the peak that large matrix products and flash
+attention reach, and the share of the bandwidth that the other kernels reach.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_2bw.planner.cost.links import all_reduce, layout
-from megatron_2bw.planner.cost.memory import ELEMENT, layer_activations, score_activations
+from megatron_2bw.planner.cost.links import all_reduce, half, layout, ring_step
+from megatron_2bw.planner.cost.memory import (
+    ELEMENT,
+    keys_and_values,
+    layer_activations,
+    mlp_activations,
+    score_activations,
+)
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan, by_fields
+from megatron_2bw.planner.describe.plan import MODULES, Plan, by_fields
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one microbatch on one stage; `tensor` of them are collectives of tensor parallelism."""
+    """Seconds of one microbatch on one stage; `tensor` of them wait for tensor and context parallelism's messages."""
 
     forward: float
     backward: float
@@ -41,7 +48,9 @@ class Compute:
         self.model, self.cluster, self.precision, self.flash = model, cluster, precision, flash
         device = cluster.device
         peak = device.tflops_fp32 if precision == "fp32" else device.tflops
-        self.flops = (peak or device.tflops) * 1e12 * device.gemm_efficiency
+        self.peak = (peak or device.tflops) * 1e12
+        self.flops = self.peak * device.gemm_efficiency
+        self.layer_flops = self.flops * (FP8_GAIN if precision == "fp8" else 1)
         self.bytes = device.memory_gb_s * 1e9 * device.memory_efficiency
         self.launch = device.layer_launch_us * 1e-6
         self.collective_launch = device.collective_launch_us * 1e-6
@@ -50,49 +59,109 @@ class Compute:
     def measured(self) -> bool:
         return self.cluster.profile is not None
 
-    @by_fields("tensor", "microbatch", "recompute", "sequence_parallel", "pipeline_inside")
+    @by_fields(
+        "tensor", "context", "microbatch", "recompute", "recompute_modules", "sequence_parallel", "pipeline_inside"
+    )
     def layer(self, plan: Plan) -> Work:
         """One layer of the plan's microbatch, with tensor-parallel collectives and recompute."""
-        forward, backward = self._kernels(plan.microbatch, plan.tensor, plan.sequence_parallel)
-        again = {"none": 0.0, "selective": self._scores(plan.microbatch, plan.tensor), "full": forward}[plan.recompute]
+        forward, backward = self._kernels(plan.samples, plan.tensor, plan.sequence_parallel)
+        again = forward if plan.recompute == "full" else 0.0
+        if plan.recompute == "selective":
+            again = sum(self._module(plan, module, forward) for module in plan.recompute_modules or MODULES[:1])
         # A measured block contains the host's time.
         launch, pair = 0.0 if self.measured and plan.tensor == 1 else self.launch, 0.0
         if plan.tensor > 1:  # two all-reduces per pass, or four all-gathers and reduce-scatters of as many bytes
-            sizes = plan.tensor, plan.depth, plan.width
-            group = layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server).tensor
-            size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
-            pair = 2 * all_reduce(self.cluster, group, size)
-            launch += (4 if plan.sequence_parallel else 2) * self.collective_launch
-        first, last = max(forward + pair, launch), max(backward + pair, BACKWARD_LAUNCH * launch)
+            group = self._layout(plan).tensor
+            size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+            collective, count = (half, 4) if plan.sequence_parallel else (all_reduce, 2)
+            pair = count * collective(self.cluster, group, size)
+            launch += count * self.collective_launch
+        ring = self._ring(plan, 1)
+        launch += (plan.context - 1) * self.collective_launch
+        there, back = pair + ring, pair + self._ring(plan, 2)
+        first, last = max(forward + there, launch), max(backward + back, BACKWARD_LAUNCH * launch)
         if plan.recompute == "full":
-            return Work(first, last + max(again + pair, launch), 3 * pair)
-        return Work(first, last + again, 2 * pair)
+            return Work(first, last + max(again + there, launch), 2 * there + back)
+        if plan.recompute == "selective" and "mlp" in plan.recompute_modules:
+            again, back = again + pair / 2, back + pair / 2
+        if plan.recompute == "selective" and "core_attn" in (plan.recompute_modules or MODULES):
+            again, back = again + ring, back + ring
+        return Work(first, last + again, there + back)
 
-    def _kernels(self, microbatch: int, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
+    def _layout(self, plan: Plan):
+        sizes = plan.tensor, plan.depth, plan.width
+        return layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
+
+    def _ring(self, plan: Plan, passes: int) -> float:
+        """Seconds for which a layer's attention waits for keys and values of the other parts of the sequences.
+
+        Megatron's default, --cp-comm-type p2p: in each of `context` steps a rank attends to one part and concurrently
+        receives the next. A backward (2 passes) takes twice as long, and the parts' gradients travel too.
+        """
+        if plan.context == 1:
+            return 0.0
+        attention = passes * self._attention(plan.samples, plan.tensor) / plan.context
+        size = passes * keys_and_values(self.model, plan.samples, plan.tensor, self.precision)
+        return (plan.context - 1) * max(ring_step(self.cluster, self._layout(plan).context, size) - attention, 0.0)
+
+    def _kernels(self, microbatch: float, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
         """(forward, backward) of one layer's kernels."""
         if self.measured:
             forward, backward = self.cluster.profile.layer(microbatch)
             return forward / tensor, backward / tensor
-        matrices, scores = self.model.layer_flops(microbatch, tensor)
         stored = layer_activations(self.model, microbatch, tensor, sequence_parallel, self.flash, self.precision)
-        arithmetic, traffic = (matrices + scores) / self.flops, TRAFFIC * stored / self.bytes
-        # In the last round of a product's tiles half of the units idle. The forward's products sum over the inputs; the
-        # backward's over the outputs (gradient of the inputs) and over the tokens (gradient of the weights).
-        sides = self.model.matrix_sides(tensor)
-        tokens = microbatch * self.model.sequence
-        last = TILE * self.cluster.device.units / self.flops
-        forward = arithmetic + traffic + last * sum(inputs for inputs, _ in sides)
-        return forward, 2 * arithmetic + traffic + last * sum(outputs + tokens for _, outputs in sides)
+        traffic = TRAFFIC * stored / self.bytes + KERNELS * self.cluster.device.kernel_us * 1e-6
+        attention = self._attention(microbatch, tensor)
+        # The forward's products sum over the inputs; the backward's over the outputs (gradient of the inputs) and over
+        # the tokens (gradient of the weights).
+        tokens, forward, backward = microbatch * self.model.sequence, 0.0, 0.0
+        for inputs, outputs in self.model.matrix_sides(tensor):
+            forward += self.product(tokens, inputs, outputs)
+            backward += self.product(tokens, outputs, inputs) + self.product(inputs, tokens, outputs)
+        return forward + attention + traffic, backward + 2 * attention + traffic
 
-    def _scores(self, microbatch: int, tensor: int) -> float:
-        """Seconds of the core attention's forward, which selective recompute repeats."""
+    def product(self, rows: float, inner: float, columns: float) -> float:
+        """Seconds of a matrix product that sums over `inner`. In the last round of its tiles half of the units idle,
+        and each tile takes the time of FILL more sums to fill and to empty the pipeline of its unit."""
+        last = TILE * self.cluster.device.units * inner
+        return (2 * rows * columns * (inner + FILL) + last) / self.layer_flops
+
+    def _attention(self, microbatch: float, tensor: int) -> float:
+        """Seconds of the forward of the scores and of their product with the values. Flash attention omits the half
+        that a causal mask discards."""
         flops = self.model.layer_flops(microbatch, tensor)[1]
+        if not self.flash:
+            return flops / self.flops
+        share = self.cluster.device.attention_efficiency or self.cluster.device.gemm_efficiency
+        return flops * (1 if self.model.kind == "bert" else 0.5) / (self.peak * share)
+
+    def _module(self, plan: Plan, module: str, forward: float) -> float:
+        """Seconds of a module's forward, which selective recompute repeats; `forward` is the layer's."""
+        if module == "core_attn":
+            return self._scores(plan.samples, plan.tensor)
+        tokens = plan.samples * self.model.sequence
+        if module == "layernorm":  # reads and writes
+            whole = 4 * tokens * self.model.hidden * ELEMENT[self.precision] / self.bytes
+            return whole / (plan.tensor if plan.sequence_parallel else 1)
+        if self.measured:
+            matrices, scores = self.model.layer_flops(1)
+            return (
+                forward * matrices / (matrices + scores) * self.model.mlp_parameters() / self.model.matrix_parameters()
+            )
+        products = (self.product(tokens, *sides) for sides in self.model.matrix_sides(plan.tensor)[2:])
+        return (
+            sum(products)
+            + TRAFFIC * mlp_activations(self.model, plan.samples, plan.tensor, self.precision) / self.bytes
+        )
+
+    def _scores(self, microbatch: float, tensor: int) -> float:
+        """Seconds of the core attention's forward, which selective recompute repeats."""
         stored = score_activations(self.model, microbatch, tensor, self.flash, self.precision)
-        return flops / self.flops + TRAFFIC * stored / self.bytes
+        return self._attention(microbatch, tensor) + TRAFFIC * stored / self.bytes
 
     def embedding(self, plan: Plan) -> Work:
         """Look-up, positions and dropout: only memory traffic."""
-        size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+        size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
         forward = max(4 * size / self.bytes, 0 if self.measured else self.launch / 4)
         return Work(forward, 2 * forward)
 
@@ -101,27 +170,42 @@ class Compute:
         if self.measured:
             profile = self.cluster.profile
             share = self.model.padded_vocab(plan.tensor) / replace(self.model, vocab=profile.vocab).padded_vocab()
-            return Work(*(seconds * share / plan.tensor for seconds in profile.output_layer(plan.microbatch)))
-        logits = plan.microbatch * self.model.sequence * self.model.padded_vocab(plan.tensor) / plan.tensor
-        seconds = self.model.output_flops(plan.microbatch, plan.tensor) / self.flops
-        forward = max(seconds + LOGIT_TRAFFIC * logits / self.bytes, self.launch)
-        return Work(forward, max(2 * seconds + LOGIT_TRAFFIC * logits / self.bytes, self.launch))
+            return Work(*(seconds * share / plan.tensor for seconds in profile.output_layer(plan.samples)))
+        logits = plan.samples * self.model.sequence * self.model.padded_vocab(plan.tensor) / plan.tensor
+        seconds = self.model.output_flops(plan.samples, plan.tensor) / self.flops
+        traffic = LOGIT_TRAFFIC * logits / self.bytes
+        if "--cross-entropy-loss-fusion" in plan.numerics:
+            traffic *= FUSED_TRAFFIC
+        forward = max(seconds + traffic, self.launch)
+        return Work(forward, max(2 * seconds + traffic, self.launch))
 
-    def update(self, parameters: float, shards: int) -> float:
-        """The optimizer's step on one GPU: it reads and writes gradients, two moments and main weights."""
+    def update(self, parameters: float, shards: int, saved: float = 0.0) -> float:
+        """The optimizer's step on one GPU: it reads and writes gradients, two moments and main weights, `saved` bytes a
+        parameter fewer than 32-bit ones have."""
         if self.measured:
             seconds = parameters / shards * self.cluster.profile.optimizer_seconds_per_parameter
             return seconds + self.cluster.device.step_us * 1e-6
-        return parameters * (UPDATE_TRAFFIC / shards + 6) / self.bytes + self.cluster.device.step_us * 1e-6
+        return (
+            parameters * ((UPDATE_TRAFFIC - 2 * saved) / shards + 6) / self.bytes + self.cluster.device.step_us * 1e-6
+        )
 
 
 # Bytes moved for each byte that the backward needs: one write and one read in the forward, one read in the backward
 # and one write of a gradient (measured: arXiv 2205.05198, Table 4, where a backward takes 1.6 forwards, not 2).
 TRAFFIC = 2.0
-# Elements of a matrix product that one unit computes per round, in the fastest kernels.
-TILE = 256 * 128
+# Memory-bound kernels of a layer's forward, and of its backward: two norms, two additions, positions, activation,
+# and the start of attention.
+KERNELS = 7
+# Elements of a matrix product that one unit computes per round, and the sums by which FILL lengthens each tile: the
+# pair with the least scatter over 168 products that SimuMax measured on an A100 (bench/measured/simumax_kernels.csv).
+TILE, FILL = 256 * 128, 200
 # Bytes moved for each logit: a write and a read of 16 bits, a write and a read of the 32-bit exponential, and sums.
 LOGIT_TRAFFIC = 16
+# With --cross-entropy-loss-fusion: its kernels read and write 22 bytes a logit, the separate ones 38 (counted).
+FUSED_TRAFFIC = 22 / 38
+# The rate of a layer's matrix products in 8 bits by that in 16: the peak is twice as high, and four fifths of the share
+# are reached. Assumed, not measured.
+FP8_GAIN = 1.6
 # Bytes moved for each parameter of an Adam step on 32-bit main weights: gradient 4, moments 16, weights 8.
 UPDATE_TRAFFIC = 28
 # Host time of a backward in forwards: twice as many kernels, but launched from C++ instead of Python.

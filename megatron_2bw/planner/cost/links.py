@@ -11,6 +11,8 @@ from functools import lru_cache
 
 from megatron_2bw.planner.describe.cluster import Cluster
 
+START = 20  # us: what a collective takes apart from bytes and steps (SimuMax, B200: 22; bench/measured/all_reduce.csv)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -32,9 +34,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """Groups and boundaries of tensor × depth × width ranks in one of Megatron's two rank orders.
+    """Groups and boundaries of tensor × context × depth × width ranks in one of Megatron's two rank orders.
 
     tensor, data   the group of one layer's parts, and the group of replicas
+    context        the group of one sequence's parts
     ends           the first and the last stage of one pipeline (tied embeddings)
     boundaries     concurrent messages that leave one server over the boundary behind each stage; 0 if all stay inside
     """
@@ -43,30 +46,52 @@ class Layout:
     data: Group
     ends: Group
     boundaries: tuple[int, ...]
+    context: Group
 
 
 @lru_cache(maxsize=4096)
-def layout(tensor: int, depth: int, width: int, pipeline_inside: bool, gpus_per_server: int) -> Layout:
-    """Megatron numbers ranks by tensor, data, pipeline; with --use-tp-pp-dp-mapping by tensor, pipeline, data."""
-    stage_stride, pipeline_stride = (tensor, tensor * depth) if pipeline_inside else (tensor * width, tensor)
+def layout(
+    tensor: int, depth: int, width: int, pipeline_inside: bool, gpus_per_server: int, context: int = 1
+) -> Layout:
+    """Megatron numbers ranks by tensor, context, data, pipeline; with --use-tp-pp-dp-mapping by tensor, context,
+    pipeline, data."""
+    each = tensor * context
+    stage_stride, pipeline_stride = (each, each * depth) if pipeline_inside else (each * width, each)
 
     def server(stage: int, pipeline: int, part: int = 0) -> int:
         return (stage * stage_stride + pipeline * pipeline_stride + part) // gpus_per_server
 
+    # (pipeline, first part of its tensor group) of each replica of a stage
+    replicas = [(pipeline, part) for pipeline in range(width) for part in range(0, each, tensor)]
     boundaries = []
     for stage in range(depth):
         leaving: dict[int, int] = {}
-        for pipeline in range(width):
-            source = server(stage, pipeline)
-            if source != server((stage + 1) % depth, pipeline):
+        for replica in replicas:
+            source = server(stage, *replica)
+            if source != server((stage + 1) % depth, *replica):
                 leaving[source] = leaving.get(source, 0) + tensor
         boundaries.append(min(max(leaving.values(), default=0), gpus_per_server))
-    on = min(gpus_per_server, tensor * depth * width)
+    on = min(gpus_per_server, each * depth * width)
     tensors = [server(0, 0, part) for part in range(tensor)]
     apart = server(0, 0) != server(depth - 1, 0)
-    firsts = min(tensor * sum(server(0, i) == server(0, 0) for i in range(width)), gpus_per_server)
+    firsts = min(tensor * sum(server(0, *replica) == server(0, 0) for replica in replicas), gpus_per_server)
     ends = Group(2, 2, firsts) if apart else Group(2, 1, 1)
-    return Layout(_group(tensors, on), _group([server(0, i) for i in range(width)], on), ends, tuple(boundaries))
+    data, chunks = (
+        [server(0, *replica) for replica in replicas],
+        [server(0, 0, part) for part in range(0, each, tensor)],
+    )
+    return Layout(_group(tensors, on), _group(data, on), ends, tuple(boundaries), _group(chunks, on))
+
+
+@lru_cache(maxsize=4096)
+def servers_of(
+    stage: int, tensor: int, depth: int, width: int, pipeline_inside: bool, gpus_per_server: int, context: int = 1
+) -> tuple[int, ...]:
+    """The servers of a stage's ranks."""
+    each = tensor * context
+    stage_stride, pipeline_stride = (each, each * depth) if pipeline_inside else (each * width, each)
+    firsts = [stage * stage_stride + pipeline * pipeline_stride for pipeline in range(width)]
+    return tuple(sorted({(first + part) // gpus_per_server for first in firsts for part in range(each)}))
 
 
 def _group(servers: list[int], gpus_per_server: int) -> Group:
@@ -79,22 +104,36 @@ def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
 
     Each rank sends 2 (n - 1)/n of the bytes; a server's network carries that once per group.
     """
-    if group.size == 1:
-        return 0.0
-    sent = 2 * (group.size - 1) / group.size * size
-    inside, between = cluster.inside, cluster.between
-    seconds, latency = 0.0, 2 * (group.in_server - 1) * inside.latency_us
-    if group.in_server > 1:
-        seconds = sent / (inside.gb_s * 1e9)
-    if group.servers > 1:
-        seconds = max(seconds, sent / between.rate(group.sharers, group.in_server))
-        latency += 2 * math.log2(group.servers) * between.latency_us
-    return seconds + latency * 1e-6
+    return 2 * half(cluster, group, size) - _start(cluster, group)
 
 
 def half(cluster: Cluster, group: Group, size: float) -> float:
-    """Seconds of a reduce-scatter or an all-gather of `size` bytes in total."""
-    return all_reduce(cluster, group, size) / 2
+    """Seconds of a reduce-scatter or an all-gather of `size` bytes in total: half an all-reduce, but a start of its
+    own."""
+    if group.size == 1:
+        return 0.0
+    sent = (group.size - 1) / group.size * size
+    inside, between = cluster.inside, cluster.between
+    seconds, latency = 0.0, (group.in_server - 1) * inside.latency_us
+    if group.in_server > 1:
+        seconds = sent / inside.among(group.in_server)
+    if group.servers > 1:
+        seconds = max(seconds, sent / between.rate(group.sharers, group.in_server))
+        latency += math.log2(group.servers) * between.latency_us
+    return seconds + latency * 1e-6 + _start(cluster, group)
+
+
+def ring_step(cluster: Cluster, group: Group, size: float) -> float:
+    """Seconds in which each rank of a ring sends `size` bytes to the next: one message of the group leaves a server."""
+    seconds, latency = size / cluster.inside.among(group.size), cluster.inside.latency_us
+    if group.servers > 1:
+        seconds, latency = max(seconds, size / cluster.between.rate(group.sharers)), cluster.between.latency_us
+    return seconds + latency * 1e-6
+
+
+def _start(cluster: Cluster, group: Group) -> float:
+    """Seconds until NCCL's ranks have found each other in a collective: START on the GPUs of a server."""
+    return START * 1e-6 if group.in_server > 1 and cluster.device.name != "cpu" else 0.0
 
 
 def message(cluster: Cluster, leaving: int, size: float) -> tuple[float, float]:
@@ -103,5 +142,5 @@ def message(cluster: Cluster, leaving: int, size: float) -> tuple[float, float]:
     leaving: concurrent messages that leave the same server; 0 if the message stays inside.
     """
     link = cluster.between if leaving else cluster.inside
-    taken = size / link.rate(max(leaving, 1))
+    taken = size / (link.rate(leaving) if leaving else link.among(2))
     return link.latency_us * 1e-6 + taken, taken

@@ -7,16 +7,16 @@ extended to any MLP width, grouped queries and SwiGLU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan, by_fields
+from megatron_2bw.planner.describe.plan import MODULES, PRECISION_AWARE, Plan, by_fields
 from megatron_2bw.schedules import B, F, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
 
 GIB = 2**30
-ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # bytes; with fp8 only matrix products have inputs of one
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,29 @@ class Bytes:
         return self.weight * versions, self.gradient * slots, optimizer
 
 
-BYTES = {"bf16": Bytes(2, 4, 4, 0), "fp16": Bytes(2, 2, 4, 4), "fp32": Bytes(4, 4, 0, 0)}
+BYTES = {"bf16": Bytes(2, 4, 4, 0), "fp16": Bytes(2, 2, 4, 4), "fp32": Bytes(4, 4, 0, 0), "fp8": Bytes(2, 4, 4, 0)}
+_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@lru_cache
+def bytes_of(precision: str, numerics: tuple[str, ...] = ()) -> Bytes:
+    """BYTES with the plan's `numerics`.
+
+    Gradients in 16 bits are copied into 32 for the step, unless the precision-aware optimizer takes them as they are.
+    Of 32-bit main weights that optimizer keeps only the half which 16-bit weights lack (store_param_remainders).
+    """
+    each, given = BYTES[precision], dict(words.partition(" ")[::2] for words in numerics)
+    if "--grad-reduce-in-bf16" in given:
+        each = replace(each, gradient=2, copy=4)
+    if PRECISION_AWARE not in given:
+        return each
+    if given.get("--main-grads-dtype") == "bf16":
+        each = replace(each, gradient=2, copy=0)
+    main = 2 if each.weight == 2 else _SIZES[given.get("--main-params-dtype", "fp32")]
+    moments = sum(_SIZES[given.get(flag, "fp32")] for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype"))
+    return replace(each, main=main, moments=moments)
+
+
 ROOTS = 4  # bytes a parameter of torch's Adam on a GPU: the square roots of all second moments, during its step
 
 # Bytes of a communicator of NCCL, as users report them; not measured here. Two A100 on NVLink take 544 MB, more of them
@@ -49,6 +71,9 @@ ROOTS = 4  # bytes a parameter of torch's Adam on a GPU: the square roots of all
 # (issue 1685): 235 MB for one direction to one neighbour. The bytes are linear in the channels (issue 864), and a run
 # has 4 for messages (flags/environment.py). Collectives over a network take less.
 LINK, PAIR, GROUP = 235e6 * 4 / 32, 544e6, 688e6
+# Bytes of a CUDA context with the libraries' workspaces (a typical value), and the share of the allocated bytes that
+# torch reserves on top: in 43 runs of SimuMax on B200 at most 9.3 % (docs/b200).
+CONTEXT, FRAGMENTS = 0.75 * GIB, 0.1
 
 
 def communicators(plan: Plan, stage: int) -> list[float]:
@@ -60,13 +85,26 @@ def communicators(plan: Plan, stage: int) -> list[float]:
     """
     if plan.schedule == "megatron":
         return []
+    link = LINK if plan.context == 1 else LINK * 32 / 4  # with context parallelism a run leaves NCCL its channels
     boundaries = [boundary for boundary in (stage - 1, stage) if 0 <= boundary < plan.depth - 1]
-    links = [LINK] * sum(2 * (1 + max(plan.extra[boundary % 2 :: 2])) for boundary in boundaries)
-    links += [LINK * len(boundaries)] * bool(boundaries)
+    links = [link] * sum(2 * (1 + max(plan.extra[boundary % 2 :: 2])) for boundary in boundaries)
+    links += [link * len(boundaries)] * bool(boundaries)
     if not plan.pipeline.late_step:
         return links
-    data = [PAIR if plan.width == 2 else GROUP] if plan.width > 1 else []
-    return links + data + [PAIR] * (plan.depth > 1 and stage in (0, plan.depth - 1))
+    return links + _among(plan.replicas) + _ends(plan, stage)
+
+
+def megatrons_communicators(plan: Plan, stage: int) -> list[float]:
+    """As `communicators`, Megatron's own: tensor, context and data parallelism, and the embeddings of both ends."""
+    return _among(plan.tensor) + _among(plan.context) + _among(plan.replicas) + _ends(plan, stage)
+
+
+def _among(ranks: int) -> list[float]:
+    return [PAIR if ranks == 2 else GROUP] if ranks > 1 else []
+
+
+def _ends(plan: Plan, stage: int) -> list[float]:
+    return [PAIR] * (plan.depth > 1 and stage in (0, plan.depth - 1))
 
 
 @dataclass(frozen=True)
@@ -86,7 +124,7 @@ class StageMemory:
 
 
 def layer_activations(
-    model: Model, microbatch: int, tensor: int, sequence_parallel: bool, flash: bool, precision: str
+    model: Model, microbatch: float, tensor: int, sequence_parallel: bool, flash: bool, precision: str
 ) -> float:
     """Bytes that one layer keeps for one microbatch's backward, without recompute.
 
@@ -95,12 +133,20 @@ def layer_activations(
     tokens, element, mask = microbatch * model.sequence, ELEMENT[precision], int(model.dropout)
     whole = tokens * model.hidden * (4 * element + 2 * mask)  # inputs of two norms and two linear layers, two masks
     attention = element * (2 * model.query_size + 2 * model.key_size)  # Q, K, V, and the projection's input
-    mlp = element * model.ffn * (3 if model.gated else 2)
+    if precision == "fp8":  # the norms' outputs in one byte; of the attention's output a copy in one byte
+        whole, attention = whole - 2 * tokens * model.hidden, attention + model.query_size
     scores = score_activations(model, microbatch, tensor, flash, precision)
-    return whole / (tensor if sequence_parallel else 1) + tokens * (attention + mlp) / tensor + scores
+    mlp = mlp_activations(model, microbatch, tensor, precision)
+    return whole / (tensor if sequence_parallel else 1) + tokens * attention / tensor + mlp + scores
 
 
-def score_activations(model: Model, microbatch: int, tensor: int, flash: bool, precision: str) -> float:
+def mlp_activations(model: Model, microbatch: float, tensor: int, precision: str) -> float:
+    """The part inside the MLP: inputs of its activation function and of its second matrix."""
+    each = ELEMENT[precision] * (3 if model.gated else 2) - (precision == "fp8")  # of the second, one byte in fp8
+    return each * microbatch * model.sequence * model.ffn / tensor
+
+
+def score_activations(model: Model, microbatch: float, tensor: int, flash: bool, precision: str) -> float:
     """The part that selective recompute frees: softmax, its dropout's mask and output (5as²b/t in 16 bits)."""
     if flash:
         return 4 * microbatch * model.sequence * model.heads / tensor  # one number per row
@@ -108,15 +154,23 @@ def score_activations(model: Model, microbatch: int, tensor: int, flash: bool, p
     return each * model.heads * model.sequence**2 * microbatch / tensor
 
 
+def keys_and_values(model: Model, microbatch: float, tensor: int, precision: str) -> float:
+    """Bytes of one layer's keys and values."""
+    return 2 * microbatch * model.sequence * model.key_size / tensor * ELEMENT[precision]
+
+
 class Memory:
     """Bytes of a model's plans in a precision.
 
     flash       attention that never stores its scores
     torch_adam  Adam is torch's, on a GPU. Its temporaries are in use while the next batch computes, if the step is late
+    engine      layers are Transformer Engine's, which adds the gradients of the matrices to Megatron's buffers and
+                returns dummies instead, the same for all layers
     """
 
-    def __init__(self, model: Model, precision: str, flash: bool, torch_adam: bool = False):
+    def __init__(self, model: Model, precision: str, flash: bool, torch_adam: bool = False, engine: bool = False):
         self.model, self.precision, self.flash, self.torch_adam = model, precision, flash, torch_adam
+        self.engine = engine
         self.element = ELEMENT[precision]
 
     def stages(self, plan: Plan) -> list[StageMemory]:
@@ -127,18 +181,20 @@ class Memory:
     def heaviest(self, plan: Plan) -> float:
         """Bytes of the heaviest stage. Of the stages between the ends the second has most microbatches in flight."""
         layers = plan.layers_of(self.model)
-        stages = {0, min(1, plan.depth - 1), plan.depth - 1}
+        stages = range(plan.depth) if plan.stages else {0, min(1, plan.depth - 1), plan.depth - 1}
         return max(self.stage(plan, stage, layers[stage]).total for stage in stages)
 
     def stage(self, plan: Plan, stage: int, layers: int) -> StageMemory:
         shape, schedule = plan.shape, plan.pipeline
         parameters = self.parameters(plan, stage, layers)
         slots = plan.gradient_slots if schedule.late_step else 1
-        shards = plan.width if plan.distributed_optimizer else 1
-        each = BYTES[self.precision].a_parameter(schedule.max_versions(shape, stage), slots, shards, plan.extrapolate)
+        shards = plan.replicas if plan.distributed_optimizer else 1
+        each = bytes_of(self.precision, plan.numerics).a_parameter(
+            schedule.max_versions(shape, stage), slots, shards, plan.extrapolate
+        )
         in_flight = schedule.max_in_flight(shape, stage)
         activations, logits = self._activations(plan, stage, layers, in_flight)
-        message = plan.microbatch * self.model.sequence * self.model.hidden * self.element
+        message = plan.samples * self.model.sequence * self.model.hidden * self.element
         sides = (stage > 0) + (stage < plan.depth - 1)
         # Received and not yet computed, because of extra warm-up.
         waiting = sum(plan.extra[max(stage - 1, 0) : stage + 1]) if plan.extra_warmup else 0
@@ -146,6 +202,10 @@ class Memory:
         buffers /= plan.tensor if plan.sequence_parallel else 1
         if self.torch_adam and schedule.late_step:
             buffers += ROOTS * parameters / shards
+        if self.engine:
+            buffers += self.element * self.model.matrix_parameters() / plan.tensor
+        if self.precision == "fp8":  # the matrices and their transposes, in one byte each
+            buffers += 2 * layers * self.model.matrix_parameters() / plan.tensor
         return StageMemory(*(size * parameters for size in each), activations, logits, buffers)
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
@@ -174,8 +234,12 @@ class Memory:
             together = min(plan.recompute_layers, chunk)
             working += (together - 1) * self.layer(plan.changed(recompute="none"))[0]
             chunk = math.ceil(chunk / together)
-        activations = in_flight * kept * chunk + working
-        tokens = plan.microbatch * self.model.sequence
+        if 0 < plan.recompute_block < chunk:  # the other layers keep all
+            kept_all = (chunk - plan.recompute_block) * self.layer(plan.changed(recompute="none"))[0]
+            activations = in_flight * (kept * plan.recompute_block + kept_all) + working
+        else:
+            activations = in_flight * kept * chunk + working
+        tokens = plan.samples * self.model.sequence
         # The first of a stage's chunks has the embedding, the last one the output layer.
         embedded = in_flight
         if plan.virtual > 1:
@@ -191,20 +255,32 @@ class Memory:
         # both ends 16-bit logits, or their gradient, exist too (Megatron's vocab-parallel cross entropy).
         return activations, logits * (4 * chunk_in_flight + (self.element if self.element < 4 else 0)) + normed
 
-    @by_fields("tensor", "microbatch", "recompute", "sequence_parallel")
+    @by_fields("tensor", "context", "microbatch", "recompute", "recompute_modules", "sequence_parallel")
     def layer(self, plan: Plan) -> tuple[float, float]:
         """(bytes that one layer keeps for a microbatch, bytes of one layer's backward and recompute)."""
-        model, size, tensor = self.model, plan.microbatch, plan.tensor
+        model, size, tensor = self.model, plan.samples, plan.tensor
         whole = layer_activations(model, size, tensor, plan.sequence_parallel, self.flash, self.precision)
         # The gradients of a layer's tensors; two or three exist at a time.
         kept, working = whole, whole / 2
+        if plan.context > 1:  # the parts at hand and to come of keys and values, and of their gradients
+            working += 4 * keys_and_values(model, size, tensor, self.precision)
         if plan.recompute == "full":  # keeps the input of each layer
             kept = size * model.sequence * model.hidden * self.element
             kept, working = kept / (tensor if plan.sequence_parallel else 1), working + whole
         elif plan.recompute == "selective":
-            scores = score_activations(model, size, tensor, self.flash, self.precision)
-            kept, working = whole - scores, working + scores
+            freed = sum(self._module(plan, module) for module in plan.recompute_modules or MODULES[:1])
+            kept, working = whole - freed, working + freed
         return kept, working
+
+    def _module(self, plan: Plan, module: str) -> float:
+        """Bytes that a layer does not keep if it recomputes the module."""
+        if module == "core_attn":
+            return score_activations(self.model, plan.samples, plan.tensor, self.flash, self.precision)
+        normed = self.element * plan.samples * self.model.sequence * self.model.hidden  # the output of one norm
+        normed /= plan.tensor if plan.sequence_parallel else 1
+        if module == "layernorm":  # Transformer Engine's norms are parts of its linear layers
+            return 0.0 if self.engine else 2 * normed
+        return mlp_activations(self.model, plan.samples, plan.tensor, self.precision) + normed * self.engine
 
 
 @lru_cache(maxsize=1024)

@@ -9,26 +9,47 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Self
 
 from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cost.compute import Compute, Work
-from megatron_2bw.planner.cost.links import all_reduce, half, layout, message
-from megatron_2bw.planner.cost.memory import BYTES, ELEMENT, GIB, Memory, StageMemory, communicators
-from megatron_2bw.planner.describe.cluster import Cluster
+from megatron_2bw.planner.cost.links import all_reduce, half, layout, message, servers_of
+from megatron_2bw.planner.cost.memory import (
+    BYTES,
+    CONTEXT,
+    ELEMENT,
+    FRAGMENTS,
+    GIB,
+    Memory,
+    StageMemory,
+    bytes_of,
+    communicators,
+    megatrons_communicators,
+)
+from megatron_2bw.planner.describe.cluster import Cluster, Device, weakest
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan, by_fields
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
 
-# Of 454 runs none failed whose estimate was below 80 % of the memory (Fujii et al. 2024, arXiv 2411.06465).
-MARGIN = 0.2
+# The first GPU for which Transformer Engine has kernels, by compute capability.
+ENGINE_FROM = 8.0
 # Share of an overlapped collective that no computation hides: its first or last bucket.
 MIN_EXPOSED_SHARE = 0.05
 # Messages that add a smaller share to a microbatch's time are not worth extra warm-up of 2bw.
 MIN_HIDDEN_SHARE = 0.02
 
+# Shares of an iteration's time below which causes are not told apart.
+EXACT = 1e-3
+
 # The fields of a plan on which the work of its stages and its messages depend.
-STAGES = "tensor depth width microbatch recompute sequence_parallel pipeline_inside first last".split()
+STAGES = (
+    "tensor context depth width microbatch recompute recompute_modules recompute_block sequence_parallel "
+    "pipeline_inside first last stages numerics"
+).split()
+
+
+_weakest = lru_cache(maxsize=1024)(weakest)
 
 
 @dataclass(frozen=True)
@@ -45,13 +66,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan with its predicted seconds per iteration, their causes, and every stage's memory in bytes."""
+    """A plan with its predicted seconds per iteration, their causes, and by stage the bytes taken and allowed."""
 
     plan: Plan
     seconds: float
     split: Split
     memory: tuple[StageMemory, ...]
-    capacity: float
+    capacities: tuple[float, ...]
 
     @property
     def throughput(self) -> float:
@@ -65,8 +86,13 @@ class Estimate:
 
     @property
     def headroom(self) -> float:
-        """Bytes that the memory margin allows and the heaviest stage does not use."""
-        return self.capacity - self.heaviest
+        """Bytes that the memory margin allows and the fullest stage does not use."""
+        return min(room - stage.total for room, stage in zip(self.capacities, self.memory))
+
+    @property
+    def capacity(self) -> float:
+        """Bytes allowed on the smallest GPU."""
+        return min(self.capacities)
 
 
 @dataclass(frozen=True)
@@ -85,7 +111,7 @@ class Cost:
 
     flash           attention that never stores its scores; the device's default if None
     margin          share of the memory for the CUDA context, the communication library and fragmentation. What this
-                    project's communicators need beyond it a plan must have free
+                    project's communicators need beyond it a plan must have free. None: each of the three is counted
     old_exchange    messages of Megatron-LM in 2021 to 2023, for tables published then: each tensor rank sends its part
                     also without sequence parallelism (arXiv 2104.04473, section 4.1), and interleaved stages wait for
                     a message as others do
@@ -99,36 +125,67 @@ class Cost:
         cluster: Cluster,
         precision: str = "bf16",
         flash: bool | None = None,
-        margin: float = MARGIN,
+        margin: float | None = None,
         old_exchange: bool = False,
     ):
-        self.old_exchange = old_exchange
-        self.model, self.cluster, self.precision, self.margin = model, cluster, precision, margin
+        self.old_exchange, self._seconds = old_exchange, dict[Plan, float]()
+        self.model, self.cluster, self.precision, self.given_margin = model, cluster, precision, margin
         flash = cluster.device.flash if flash is None else flash
         self.compute = Compute(model, cluster, precision, flash)
+        self._others: dict[Device, Compute] = {}
         on_gpus, profile = cluster.device.name != "cpu", cluster.profile
         torch_adam = on_gpus and profile is not None and "torch's Adam" in profile.optimizer
-        self.memory = Memory(model, precision, flash, torch_adam)
-        self.capacity = cluster.device.memory_gib * GIB * (1 - margin)
-        self._nccl_free = cluster.device.memory_gib * GIB * margin if on_gpus else math.inf
+        self.memory = Memory(model, precision, flash, torch_adam, on_gpus and cluster.device.capability >= ENGINE_FROM)
+        whole = cluster.device.memory_gib * GIB
+        self._fixed, self._share = (on_gpus * CONTEXT, 1 / (1 + FRAGMENTS)) if margin is None else (0.0, 1 - margin)
+        self.capacity = (whole - self._fixed) * self._share
+        self.margin = 1 - self.capacity / whole
+        self._nccl_free = whole * (margin or 0.0) if on_gpus else math.inf
 
     def on(self, cluster: Cluster, model: Model | None = None) -> Self:
         """The same costs on another cluster, or of another model."""
         model = model or self.model
-        return type(self)(model, cluster, self.precision, self.memory.flash, self.margin, self.old_exchange)
+        return type(self)(model, cluster, self.precision, self.memory.flash, self.given_margin, self.old_exchange)
 
-    def parameter_bytes(self, versions: int, slots: int, shards: int, extrapolate: bool = False) -> tuple[float, ...]:
+    def parameter_bytes(
+        self, versions: int, slots: int, shards: int, extrapolate: bool = False, numerics: tuple[str, ...] = ()
+    ) -> tuple[float, ...]:
         """(weights, gradients, optimizer) of a parameter, as the memory counts them."""
-        return BYTES[self.precision].a_parameter(versions, slots, shards, extrapolate)
+        return bytes_of(self.precision, numerics).a_parameter(versions, slots, shards, extrapolate)
 
     def fits(self, plan: Plan) -> bool:
-        needed = max(sum(communicators(plan, stage)) for stage in {0, min(1, plan.depth - 1)})
-        return self.memory.heaviest(plan) + max(0.0, needed - self._nccl_free) <= self.capacity
+        if not self.cluster.devices:
+            return self.memory.heaviest(plan) <= self.allowed(plan)
+        needed = self.memory.stages(plan)
+        return all(stage.total <= room for stage, room in zip(needed, self._rooms(plan)))
+
+    def _rooms(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes that each stage may take."""
+        weakest_room = self.allowed(plan)
+        sizes = (self.device(plan, stage).memory_gib - self.cluster.device.memory_gib for stage in range(plan.depth))
+        return tuple(weakest_room + self._share * size * GIB for size in sizes)
+
+    def allowed(self, plan: Plan) -> float:
+        """Bytes that a stage of the plan may take: the capacity, less the communicators that no margin holds."""
+        return self.capacity - max(0.0, self._nccl(plan) - self._nccl_free)
+
+    @by_fields("schedule", "virtual", "gradient_slots", "tensor", "depth", "width", "extra_warmup")
+    def _nccl(self, plan: Plan) -> float:
+        """Bytes of the communicators on a GPU of the stage with most. With a given margin Megatron's are in that."""
+        kinds = [communicators, megatrons_communicators] if self.given_margin is None else [communicators]
+        stages = {0, min(1, plan.depth - 1)}
+        return max(sum(sum(kind(plan, stage)) for kind in kinds) for stage in stages)
+
+    def gpu_bytes(self, plan: Plan) -> float:
+        """Memory of the smallest GPU on which the plan fits."""
+        return (self.memory.heaviest(plan) + self.capacity - self.allowed(plan)) / self._share + self._fixed
 
     def seconds(self, plan: Plan) -> float:
         """Simulated seconds of an iteration in the steady state."""
-        times = self.times(plan)
-        return max(self._simulated(plan, times), lower_bound(plan, times))
+        if plan not in self._seconds:
+            times = self.times(plan)
+            self._seconds[plan] = max(self._simulated(plan, times), lower_bound(plan, times))
+        return self._seconds[plan]
 
     def lower_bound(self, plan: Plan) -> float:
         """Seconds that the plan's dependencies alone take (bounds.py)."""
@@ -140,8 +197,12 @@ class Cost:
     def estimate(self, plan: Plan) -> Estimate:
         times, seconds = self.times(plan), self.seconds(plan)
         no_reduce = replace(times, reduce=0.0)
-        alone = self._simulated(plan, replace(no_reduce, transfer=0.0, occupied=0.0, sending=0.0))
-        no_reduce = self._simulated(plan, no_reduce)
+        only_work = replace(no_reduce, transfer=0.0, occupied=0.0, sending=0.0)
+        # Without messages and flushes no stage waits for another. Where the bound is the simulated time, nothing waits
+        # for a reduction.
+        late, bound = plan.pipeline.late_step, lower_bound(plan, no_reduce)
+        alone = lower_bound(plan, only_work) if late else self._simulated(plan, only_work)
+        no_reduce = seconds if bound > (1 - EXACT) * seconds else self._simulated(plan, no_reduce)
         busiest = max(self.stages(plan), key=lambda work: work.total)
         work = plan.microbatches * busiest.total
         # Time that a late step overlaps with the next batch is no stage's waiting time.
@@ -154,16 +215,51 @@ class Cost:
             update,
             max(alone - work - update, 0.0),
         )
-        return Estimate(plan, seconds, split, tuple(self.memory.stages(plan)), self.capacity)
+        return Estimate(plan, seconds, split, tuple(self.memory.stages(plan)), self._rooms(plan))
 
     @by_fields(*STAGES)
     def stages(self, plan: Plan) -> list[Work]:
         """Work of one microbatch on each stage."""
-        layer = self.compute.layer(plan)
-        works = [layer * count for count in plan.layers_of(self.model)]
-        works[0] = works[0] + self.compute.embedding(plan)
-        works[-1] = works[-1] + self.compute.output(plan)
+        computes, layers = self._computes(plan), plan.layers_of(self.model)
+        works = [compute.layer(plan) * count for compute, count in zip(computes, layers)]
+        if plan.recompute_block:
+            whole = plan.changed(recompute="none")
+            again = [min(plan.recompute_block, count) for count in layers]
+            works = [
+                compute.layer(plan) * some + compute.layer(whole) * (count - some)
+                for compute, some, count in zip(computes, again, layers)
+            ]
+        works[0] = works[0] + computes[0].embedding(plan)
+        works[-1] = works[-1] + computes[-1].output(plan)
         return works
+
+    def device(self, plan: Plan, stage: int) -> Device:
+        """The weakest GPU of a stage, on which its other replicas wait."""
+        devices, sizes = self.cluster.devices, (plan.tensor, plan.depth, plan.width)
+        if not devices:
+            return self.cluster.device
+        where = servers_of(stage, *sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
+        return _weakest(tuple(devices[server] for server in where))
+
+    def _computes(self, plan: Plan) -> list[Compute]:
+        """Of each stage."""
+        if not self.cluster.devices:
+            return [self.compute] * plan.depth
+        return [self._compute(self.device(plan, stage)) for stage in range(plan.depth)]
+
+    def _compute(self, device: Device) -> Compute:
+        if device not in self._others:
+            on = replace(self.cluster, device=device, devices=())
+            self._others[device] = Compute(self.model, on, self.precision, self.memory.flash)
+        return self._others[device]
+
+    @cached_property
+    def fastest(self) -> Cost:
+        """The same costs where all GPUs have the best figures of any: its times and capacity are bounds."""
+        if not self.cluster.devices:
+            return self
+        device = weakest(self.cluster.devices, strongest=True)
+        return self.on(replace(self.cluster, device=device, devices=()))
 
     def times(self, plan: Plan) -> Times:
         """The simulator's durations."""
@@ -233,10 +329,10 @@ class Cost:
             yield extra
             cycle *= 1 + MIN_HIDDEN_SHARE
 
-    @by_fields("tensor", "depth", "width", "pipeline_inside", "microbatch", "sequence_parallel")
+    @by_fields("tensor", "context", "depth", "width", "pipeline_inside", "microbatch", "sequence_parallel")
     def _messages(self, plan: Plan) -> list[tuple[float, float]]:
         """(seconds, seconds for which it occupies the link) of a message over the boundary behind each stage."""
-        size = plan.microbatch * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
+        size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
         size /= plan.tensor if plan.sequence_parallel or self.old_exchange else 1
         boundaries = self._layout(plan).boundaries if plan.depth > 1 else ()
         return [message(self.cluster, leaving, size) for leaving in boundaries] or [(0.0, 0.0)]
@@ -253,24 +349,26 @@ class Cost:
         return [exchange + (seconds if plan.virtual == 1 or self.old_exchange else 0.0) for seconds, _ in messages]
 
     def _layout(self, plan: Plan):
-        return layout(plan.tensor, plan.depth, plan.width, plan.pipeline_inside, self.cluster.gpus_per_server)
+        sizes = plan.tensor, plan.depth, plan.width
+        return layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
 
-    @by_fields("tensor", "depth", "first", "last")
+    @by_fields("tensor", "depth", "first", "last", "stages")
     def _parameters(self, plan: Plan) -> list[float]:
         layers = plan.layers_of(self.model)
         return [self.memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
 
-    @by_fields("tensor", "depth", "width", "pipeline_inside", "distributed_optimizer", "first", "last")
+    @by_fields(*"tensor context depth width pipeline_inside distributed_optimizer first last stages numerics".split())
     def _step(self, plan: Plan) -> _Step:
-        place, size, counts = self._layout(plan), BYTES[self.precision], self._parameters(plan)
-        shards = plan.width if plan.distributed_optimizer else 1
+        place, size, counts = self._layout(plan), bytes_of(self.precision, plan.numerics), self._parameters(plan)
+        saved = BYTES[self.precision].moments + BYTES[self.precision].main - size.moments - size.main
+        shards = plan.replicas if plan.distributed_optimizer else 1
         collective = half if plan.distributed_optimizer else all_reduce
         words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * size.gradient
         shared = self.model.tied and plan.depth > 1
         return _Step(
             [collective(self.cluster, place.data, count * size.gradient) for count in counts],
             all_reduce(self.cluster, place.ends, words) if shared else 0.0,
-            [self.compute.update(count, shards) for count in counts],
+            [compute.update(count, shards, saved) for compute, count in zip(self._computes(plan), counts)],
             half(self.cluster, place.data, max(counts) * size.weight) if plan.distributed_optimizer else 0.0,
         )
 

@@ -7,6 +7,7 @@ ESTIMATED.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -21,20 +22,27 @@ from megatron_2bw.files import write_whole
 class Link:
     """The rate of one GPU (inside a server) or of one server's network (between servers), in one direction.
 
-    gb_s        10⁹ bytes per second that messages reach, over all cards
+    gb_s        10⁹ bytes per second that messages reach, over all cards; inside a server, in a ring of all its GPUs
     latency_us  of one message
     rails       network cards of the server; one message uses one of them
     measured    whether `megatron-2bw-plan profile` measured it
+    pair_gb_s, four_gb_s  inside a server, in a ring of 2, and of 3 or 4 of its GPUs; 0: as gb_s
     """
 
     gb_s: float
     latency_us: float
     rails: int = 1
     measured: bool = False
+    pair_gb_s: float = 0.0
+    four_gb_s: float = 0.0
 
     def rate(self, sharers: int, cards: int = 1) -> float:
         """Bytes per second of one of `sharers` concurrent messages, each over `cards` cards."""
         return self.gb_s * 1e9 * min(1 / sharers, cards / self.rails, 1)
+
+    def among(self, gpus: int) -> float:
+        """Bytes per second of one of `gpus` GPUs of a server in their ring."""
+        return ((self.pair_gb_s if gpus == 2 else self.four_gb_s if gpus <= 4 else 0) or self.gb_s) * 1e9
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class Device:
     memory_gb_s         memory bandwidth
     units               streaming multiprocessors: half of them idle in the last round of a matrix product
     gemm_efficiency     share of the peak that large matrix products reach
+    attention_efficiency  share of the peak that flash attention reaches, forward and backward; 0: as gemm_efficiency
     memory_efficiency   share of the bandwidth that the other kernels reach
     layer_launch_us     host time to launch one layer's forward; a shorter layer waits for the host
     collective_launch_us  host time to launch one collective
@@ -54,6 +63,9 @@ class Device:
     step_us             host time of an iteration outside its forwards and backwards
     capability          CUDA's compute capability; torch's wheels have no kernels for old ones (explain.py)
     calibration         source of the two shares; the host times are typical values until `calibrate` fits them
+    error               90 % of the predicted times differ from measured ones by a smaller share, on runs that chose no
+                        constant: of A100 vTrain's 109, of B200 12 of SimuMax, else assumed; `calibrate` measures it
+    kernel_us           time of a memory-bound kernel in addition to its bytes'; 0 where memory_efficiency includes it
     """
 
     name: str
@@ -65,6 +77,7 @@ class Device:
     flash: bool = True
     units: int = 100
     gemm_efficiency: float = 0.6
+    attention_efficiency: float = 0.0
     memory_efficiency: float = 0.8
     layer_launch_us: float = 500.0
     collective_launch_us: float = 60.0
@@ -72,11 +85,16 @@ class Device:
     step_us: float = 5000.0
     capability: float = 8.0
     calibration: str = "not calibrated: typical values"
+    kernel_us: float = 0.0
+    error: float = 0.25
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`servers` servers with `gpus_per_server` GPUs each. `profile` holds measured times of blocks (profile.py)."""
+    """`servers` servers with `gpus_per_server` GPUs each. `profile` holds measured times of blocks (profile.py).
+
+    devices   the GPUs of each server, in the order of ranks, if they differ; `device` is then the `weakest` of them
+    """
 
     name: str
     servers: int
@@ -85,43 +103,98 @@ class Cluster:
     inside: Link
     between: Link
     profile: Any = field(default=None, compare=False)
+    devices: tuple[Device, ...] = ()
+
+    def part(self, servers: int, gpus_per_server: int) -> Cluster:
+        """The first `servers` servers, with so many GPUs each."""
+        devices = self.devices[:servers]
+        device = weakest(devices) if devices else self.device
+        devices = devices if len({*devices}) > 1 else ()
+        return replace(self, servers=servers, gpus_per_server=gpus_per_server, device=device, devices=devices)
 
     @property
     def gpus(self) -> int:
         return self.servers * self.gpus_per_server
 
 
-V100 = Device("V100-16GB", 15.8, 125, 900, tflops_fp32=15.7, bf16=False, flash=False, units=80, capability=7.0)
-V100_32 = replace(V100, name="V100-32GB", memory_gib=31.7)
-GTX1080TI = Device("1080Ti", 10.9, 11.3, 484, tflops_fp32=11.3, bf16=False, flash=False, units=28, capability=6.1)
-A100_40 = Device("A100-40GB", 39.6, 312, 1555, tflops_fp32=19.5, units=108)
-A100_80 = Device("A100-80GB", 79.2, 312, 2039, tflops_fp32=19.5, units=108)
-H100 = Device("H100-80GB", 79.2, 989, 3350, tflops_fp32=67, units=132)
-H200 = Device("H200-141GB", 139.8, 989, 4800, tflops_fp32=67, units=132)
+_HIGHER_IS_WEAKER = ("layer_launch_us", "collective_launch_us", "exchange_us", "step_us", "error")
 
 
-def _calibrated(device: Device, source: str, **constants: float) -> Device:
-    return replace(device, calibration=source, **constants)
+def weakest(devices: Iterable[Device], strongest: bool = False) -> Device:
+    """A device with the lowest of each figure; or with the highest."""
+    kinds = [*dict.fromkeys(devices)]
+    found = {}
+    for name in (entry.name for entry in fields(Device) if entry.type in ("float", "int", "bool")):
+        low = strongest == (name in _HIGHER_IS_WEAKER)
+        found[name] = (min if low else max)(getattr(device, name) for device in kinds)
+    found["flash"] = all(device.flash for device in kinds)
+    return replace(kinds[0], name=" and ".join(dict.fromkeys(device.name for device in kinds)), **found)
 
 
-_A100 = dict(gemm_efficiency=0.74, memory_efficiency=0.7, layer_launch_us=600, collective_launch_us=40)
-_LAYER_TIMES = "a layer of 22B on 8 A100 (arXiv 2205.05198, Table 4) and 1.7B on one (2104.04473, Table 1, row 1)"
-_V100 = dict(gemm_efficiency=0.65, memory_efficiency=0.65, layer_launch_us=600)
-_V100_TIMES = "45 TFLOP/s on GPT 355M at microbatch 8 (arXiv 2006.09503, section 5)"
-_ASSUMED = "shares of the A100 assumed"
+_V100 = "45 TFLOP/s on GPT 355M at microbatch 8 (arXiv 2006.09503, section 5)"
+_A100 = (
+    "a layer of 22B on 8 A100 (arXiv 2205.05198, Table 4), 1.7B on one (2104.04473, Table 1, row 1), and between what "
+    "Table 5 and the other rows of Table 1 suggest; attention: kernels measured by SimuMax"
+)
+_H100 = (
+    "the A100's share times 48 / 57, the utilization of the largest models (Megatron-LM's README; arXiv 2205.05198, "
+    "Table 5); attention: FlashAttention-3 (arXiv 2407.08608, Figures 5 and 6)"
+)
+_B200 = (
+    "products (less 0.02, chosen on SimuMax's runs of 405B), attention and memory-bound kernels that SimuMax measured "
+    "on one B200 (bench/measured/simumax_kernels.csv)"
+)
+_GB200 = (
+    "the B200's, less a sixteenth: best products measured, 1822 of 2500 TFLOP/s against 1745 of 2250 (ml-engineering)"
+)
+_ASSUMED = "not measured: shares assumed"
+# In Device's order. The host's times are typical values. The peaks of RTX are those of products with 32-bit sums.
+GPUS: dict[str, Device] = {
+    row[0]: Device(*row)
+    for row in (
+        ("V100-16GB", 15.8, 125, 900, 15.7, False, False, 80, 0.67, 0, 0.65, 600, 60, 200, 5000, 7.0, _V100),
+        ("V100-32GB", 31.7, 125, 900, 15.7, False, False, 80, 0.67, 0, 0.65, 600, 60, 200, 5000, 7.0, _V100),
+        ("1080Ti", 10.9, 11.3, 484, 11.3, False, False, 28, 0.67, 0, 0.65, 600, 60, 200, 5000, 6.1, _ASSUMED),
+        ("A100-40GB", 39.6, 312, 1555, 19.5, True, True, 108, 0.79, 0.51, 0.6, 600, 40, 200, 5000, 8.0, _A100, 0, 0.2),
+        ("A100-80GB", 79.2, 312, 2039, 19.5, True, True, 108, 0.79, 0.51, 0.6, 600, 40, 200, 5000, 8.0, _A100, 0, 0.2),
+        ("H100-80GB", 79.2, 989, 3350, 67, True, True, 132, 0.67, 0.47, 0.6, 600, 40, 200, 5000, 9.0, _H100),
+        ("H200-141GB", 139.8, 989, 4800, 67, True, True, 132, 0.67, 0.47, 0.6, 600, 40, 200, 5000, 9.0, _H100),
+        ("B200-180GB", 179, 2250, 8000, 75, True, True, 148, 0.47, 0.39, 0.67, 600, 40, 200, 5000, 10, _B200, 30, 0.07),
+        ("GB200-186GB", 185, 2500, 8000, 80, True, True, 152, 0.44, 0.37, 0.67, 600, 40, 200, 5000, 10.0, _GB200, 30),
+        ("L40S", 45, 362, 864, 91.6, True, True, 142, 0.6, 0.4, 0.6, 600, 40, 200, 5000, 8.9, _ASSUMED),
+        ("RTX-4090", 24, 165, 1008, 82.6, True, True, 128, 0.79, 0.51, 0.6, 600, 40, 200, 5000, 8.9, _ASSUMED),
+        ("RTX-5090", 31.8, 210, 1792, 105, True, True, 170, 0.79, 0.51, 0.6, 600, 40, 200, 5000, 12.0, _ASSUMED),
+    )
+}
 
-# Links inside a server: the bus bandwidth of NCCL's all-reduce, and the latency of one ring step. Between servers: the
-# rate of one server's network cards, less a fifth for protocols: 25 Gbit/s, 100, 10 (assumed), 8 × 200, 8 × 400.
+
+def _servers(name: str, gpu: str, inside: Link, between: Link, gpus: int = 8) -> Cluster:
+    return Cluster(name, 1, gpus, GPUS[gpu], inside, between)
+
+
+# Links inside a server: the bus bandwidth of NCCL's all-reduce over all its GPUs, over a pair and over four, and the
+# latency of a ring's step. V100 and A100: vTrain's tables of 1 MB to 1 GB. B200: all-gathers, by SimuMax. PCIe (L40S):
+# SimuMax's A100 on PCIe. H100 and H200 have the A100's ratios; GB200 is the B200's; RTX, without peer-to-peer copies,
+# and 1080Ti are assumed. Between servers: the rate of one server's network cards, less a fifth for protocols: 25
+# Gbit/s, 100, 10 (assumed), 8 x 200, 8 x 400. One NVLink joins the 72 GPUs of a GB200 NVL72: they count as a server.
+_MESH, _SWITCH2 = Link(135, 4, pair_gb_s=22.5, four_gb_s=85), Link(225, 4, pair_gb_s=187, four_gb_s=210)
+_SWITCH3, _SWITCH4 = Link(370, 4, pair_gb_s=305, four_gb_s=345), Link(606, 8.6)
+_PCIE, _HDR, _NDR = Link(13, 9, pair_gb_s=22, four_gb_s=22), Link(160, 20, 8), Link(320, 15, 8)
 PRESETS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
-        Cluster("p3.16xlarge", 1, 8, _calibrated(V100, _V100_TIMES, **_V100), Link(130, 5), Link(2.5, 50)),
-        Cluster("p3dn.24xlarge", 1, 8, _calibrated(V100_32, _V100_TIMES, **_V100), Link(130, 5), Link(10, 50)),
-        Cluster("8x1080ti", 1, 8, _calibrated(GTX1080TI, _ASSUMED, **_V100), Link(10, 10), Link(1.0, 50)),
-        Cluster("dgx-a100-40", 1, 8, _calibrated(A100_40, _LAYER_TIMES, **_A100), Link(230, 6), Link(160, 20, 8)),
-        Cluster("dgx-a100-80", 1, 8, _calibrated(A100_80, _LAYER_TIMES, **_A100), Link(230, 6), Link(160, 20, 8)),
-        Cluster("dgx-h100", 1, 8, _calibrated(H100, _ASSUMED, **_A100), Link(370, 5), Link(320, 15, 8)),
-        Cluster("hgx-h200", 1, 8, _calibrated(H200, _ASSUMED, **_A100), Link(370, 5), Link(320, 15, 8)),
+        _servers("p3.16xlarge", "V100-16GB", _MESH, Link(2.5, 50)),
+        _servers("p3dn.24xlarge", "V100-32GB", _MESH, Link(10, 50)),
+        _servers("8x1080ti", "1080Ti", Link(10, 10), Link(1.0, 50)),
+        _servers("dgx-a100-40", "A100-40GB", _SWITCH2, _HDR),
+        _servers("dgx-a100-80", "A100-80GB", _SWITCH2, _HDR),
+        _servers("dgx-h100", "H100-80GB", _SWITCH3, _NDR),
+        _servers("hgx-h200", "H200-141GB", _SWITCH3, _NDR),
+        _servers("dgx-b200", "B200-180GB", _SWITCH4, _NDR),
+        _servers("gb200-nvl72", "GB200-186GB", _SWITCH4, Link(2880, 15, 72), 72),
+        _servers("8xl40s", "L40S", _PCIE, Link(20, 20)),
+        _servers("8x4090", "RTX-4090", Link(6, 10, pair_gb_s=10, four_gb_s=8), Link(2.5, 50)),
+        _servers("8x5090", "RTX-5090", Link(12, 10, pair_gb_s=20, four_gb_s=16), Link(2.5, 50)),
     )
 }
 
@@ -152,30 +225,66 @@ def from_yaml(path: Path) -> Cluster:
     import yaml
 
     try:
-        text = yaml.safe_load(path.read_text())
+        document = path.read_text()
+        twice = _twice(yaml.compose(document, yaml.SafeLoader))
+        if twice:
+            raise UserError(f"--cluster {path}: {twice} is given twice")
+        text = yaml.safe_load(document)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--cluster {path}: not a readable YAML file ({' '.join(str(error).split())})") from None
     return _from_entries(text, path)
 
 
+def _twice(node: Any) -> str | None:
+    """A key that a mapping of a YAML document has twice."""
+    if node is None or isinstance(node.value, str):
+        return None
+    pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in node.value]
+    keys = [key.value for key, _ in pairs if key is not None and isinstance(key.value, str)]
+    again = (key for index, key in enumerate(keys) if key in keys[:index])
+    return next(again, None) or next(filter(None, (_twice(value) for _, value in pairs)), None)
+
+
 ENTRIES = {"servers": "int", "gpus_per_server": "int", "gpu": "", "inside": "", "between": ""}
+GROUP = ("servers", "gpu")  # of a group of equal servers
 
 
 def _from_entries(text: Any, path: Path) -> Cluster:
     where = f"--cluster {path}"
-    top = checked(_named(text), where, ENTRIES | {"name": "str", "profile": ""}, ENTRIES)
-    gpu = top["gpu"]
-    if isinstance(gpu, str):
-        known = {cluster.device.name: cluster.device for cluster in PRESETS.values()}
-        if gpu not in known:
-            raise UserError(f"{where}: gpu {gpu!r} is not one of {', '.join(known)}; or describe it")
-        device = known[gpu]
-    else:
-        device = described(Device, _named(gpu), f"{where}: gpu", name="gpu")
+    mixed = isinstance(text, dict) and "groups" in text
+    entries = {name: kind for name, kind in ENTRIES.items() if name not in GROUP} | {"groups": ""} if mixed else ENTRIES
+    top = checked(_named(text), where, entries | {"name": "str", "profile": ""}, entries)
+    groups = top["groups"] if mixed else [{name: top[name] for name in GROUP}]
+    if not isinstance(groups, list) or not groups:
+        raise UserError(f"{where}: groups must be a list of servers and gpu")
+    groups = [checked(group, f"{where}: groups", {name: ENTRIES[name] for name in GROUP}, GROUP) for group in groups]
+    devices = tuple(device for group in groups for device in [_device(group["gpu"], where)] * group["servers"])
+    if mixed and top.get("profile") is not None:
+        raise UserError(f"{where}: profile is of one GPU; leave it out with groups of different ones")
     links = (described(Link, top[name], f"{where}: {name}") for name in ("inside", "between"))
     # The path of a profile is relative to the YAML file.
     profile = None if top.get("profile") is None else path.parent / str(top["profile"])
-    return Cluster(top.get("name", str(path)), top["servers"], top["gpus_per_server"], device, *links, profile=profile)
+    whole = Cluster(top.get("name", str(path)), 0, 0, devices[0], *links, profile=profile, devices=devices)
+    return whole.part(len(devices), top["gpus_per_server"])
+
+
+def _device(gpu: Any, where: str) -> Device:
+    if not isinstance(gpu, str):
+        return _described_gpu(_named(gpu), f"{where}: gpu")
+    if gpu not in GPUS:
+        raise UserError(f"{where}: gpu {gpu!r} is not one of {', '.join(GPUS)}; or describe it")
+    return GPUS[gpu]
+
+
+def _described_gpu(text: Any, where: str) -> Device:
+    """The GPU of a mapping. What it leaves out of a known GPU is that one's, which the source says."""
+    known = GPUS.get(str(text.get("name"))) if isinstance(text, dict) else None
+    cpu = {"error": CPU_ERROR} if isinstance(text, dict) and text.get("name") == "cpu" else {}
+    device = described(Device, text, where, **({} if known is None else vars(known)) | {"name": "gpu"} | cpu)
+    taken = [entry.name for entry in fields(Device) if entry.name not in text]
+    if known is None or not taken:
+        return device
+    return replace(device, calibration=f"{known.calibration}; of the known {known.name}: {', '.join(taken)}")
 
 
 def _named(text: Any) -> Any:
@@ -189,6 +298,10 @@ def to_yaml(cluster: Cluster, path: Path) -> None:
     import yaml
 
     text = {"gpu" if name == "device" else name: entry for name, entry in asdict(cluster).items() if name != "profile"}
+    if text.pop("devices"):
+        kinds = [(device, len([*same])) for device, same in itertools.groupby(cluster.devices)]
+        text["groups"] = [{"servers": servers, "gpu": asdict(device)} for device, servers in kinds]
+        del text["servers"], text["gpu"]
     if isinstance(cluster.profile, Path):
         text["profile"] = str(cluster.profile.resolve())
     with file_errors(f"--out {path}"):
@@ -198,9 +311,25 @@ def to_yaml(cluster: Cluster, path: Path) -> None:
 
 # --- entries of a file -----------------------------------------------------------------------------------------------
 
+CPU_ERROR = 0.45  # ranks share cores and caches, which a profile does not show: docs/planner.md, Validated here
 LARGEST = 1e30  # products of such numbers are finite
-SHARES = ("gemm_efficiency", "memory_efficiency")
-MAY_BE_ZERO = ("tflops_fp32", "latency_us", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us")
+# What no machine has, by entry. A time of a second is in microseconds.
+MOST = {"servers": 1e6, "gpus_per_server": 1e4, "rails": 1e4, "units": 1e5, "memory_gib": 1e5, "tflops": 1e6}
+MOST |= {"tflops_fp32": 1e6, "memory_gb_s": 1e7, "gb_s": 1e6, "pair_gb_s": 1e6, "four_gb_s": 1e6, "capability": 100}
+MOST |= dict.fromkeys(("latency_us", "layer_launch_us", "collective_launch_us", "exchange_us", "kernel_us"), 1e6)
+SHARES = ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "error")
+MAY_BE_ZERO = (
+    "tflops_fp32",
+    "attention_efficiency",
+    "pair_gb_s",
+    "four_gb_s",
+    "latency_us",
+    "layer_launch_us",
+    "collective_launch_us",
+    "exchange_us",
+    "step_us",
+    "kernel_us",
+)
 
 
 def described[Described](kind: type[Described], text: Any, where: str, **defaults: Any) -> Described:
@@ -237,10 +366,12 @@ def _wanted(name: str, entry: Any, kind: str) -> str | None:
         return None if type(entry) is bool else "true or false"
     if kind == "str":
         return None if type(entry) is str else "a name"
-    if kind == "int":
-        return None if type(entry) is int and 0 < entry < LARGEST else "a positive whole number"
-    if kind != "float":
+    if kind not in ("int", "float"):
         return None
-    if type(entry) not in (int, float) or not 0 <= entry < LARGEST or (entry == 0 and name not in MAY_BE_ZERO):
-        return "a positive number"
+    whole = kind == "int"
+    number = type(entry) is int or (type(entry) is float and not whole)
+    if not number or not 0 <= entry < LARGEST or (entry == 0 and (whole or name not in MAY_BE_ZERO)):
+        return f"a positive {'whole ' if whole else ''}number"
+    if entry > MOST.get(name, LARGEST):
+        return f"at most {MOST[name]:g}"
     return "a share of at most 1" if name in SHARES and entry > 1 else None

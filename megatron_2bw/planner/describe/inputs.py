@@ -14,6 +14,7 @@ from megatron_2bw.planner.describe import model as models
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.hugging_face import from_hugging_face, rotary_positions
 from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.plan import PRECISION_AWARE
 from megatron_2bw.planner.describe.profile import Profile
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
@@ -144,6 +145,37 @@ def _model(options: argparse.Namespace) -> Model:
     )
 
 
+# Megatron's flags for the floats of gradients, optimizer and loss, and their values.
+NUMERICS = {
+    "--grad-reduce-in-bf16": (),
+    PRECISION_AWARE: (),
+    "--main-grads-dtype": ("fp32", "bf16"),
+    "--main-params-dtype": ("fp32", "fp16"),
+    "--exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "--exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "--cross-entropy-loss-fusion": (),
+}
+
+
+def add_numerics_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("floats, of all plans")
+    for name, values in NUMERICS.items():
+        kind = {"choices": values, "default": values[0]} if values else {"action": "store_true"}
+        group.add_argument(name, help="as Megatron's", **kind)
+
+
+def numerics_of(options: argparse.Namespace, precision: str) -> tuple[str, ...]:
+    """The flags of NUMERICS that were given, with their values. UserError names one that has no effect."""
+    given = {name: getattr(options, name[2:].replace("-", "_")) for name in NUMERICS}
+    chosen = [name for name, values in NUMERICS.items() if given[name] not in (False, *values[:1])]
+    alone = [name for name in chosen if NUMERICS[name]]
+    if alone and not given[PRECISION_AWARE]:
+        raise UserError(f"{alone[0]} has no effect without {PRECISION_AWARE}: add it, or leave {alone[0]} out")
+    if "--grad-reduce-in-bf16" in chosen and precision not in ("bf16", "fp8"):
+        raise UserError(f"--grad-reduce-in-bf16 has no effect with --precision {precision}: leave it out")
+    return tuple(f"{name} {given[name]}" if NUMERICS[name] else name for name in chosen)
+
+
 def _shortened(path: Path) -> int | None:
     """LONGEST, with a line about it, if the file's model takes longer sequences."""
     longest = rotary_positions(path)
@@ -181,6 +213,8 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     cluster, per_server = named_cluster(options.cluster), options.gpus_per_server
     if per_server and per_server > cluster.gpus_per_server:
         raise UserError(f"--gpus-per-server {per_server}: the servers of {cluster.name} have {cluster.gpus_per_server}")
+    if options.servers and cluster.devices:
+        raise UserError(f"--servers {options.servers}: the groups of --cluster {options.cluster} say it; leave it out")
     cluster = replace(
         cluster, servers=options.servers or cluster.servers, gpus_per_server=per_server or cluster.gpus_per_server
     )
@@ -194,6 +228,8 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     options.profile = options.profile or cluster.profile  # errors name it
     if not options.profile:
         return cluster
+    if cluster.devices:
+        raise UserError(f"--profile {options.profile}: it is of one GPU, and the cluster has several; leave it out")
     profile = Profile.load(Path(options.profile))
     between = cluster.between
     if profile.between and not options.link:

@@ -81,8 +81,11 @@ class Model:
 
     def matrix_parameters(self) -> int:
         """Weights of one layer's matrices, which tensor parallelism divides."""
-        attention = self.hidden * (2 * self.query_size + 2 * self.key_size)
-        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
+        return self.hidden * (2 * self.query_size + 2 * self.key_size) + self.mlp_parameters()
+
+    def mlp_parameters(self) -> int:
+        """Weights of one layer's MLP."""
+        return self.hidden * self.ffn * (3 if self.gated else 2)
 
     def layer_parameters(self, tensor: int = 1) -> float:
         """Parameters of one layer on one of `tensor` ranks: matrices and their biases divided, norms whole."""
@@ -122,8 +125,11 @@ class Model:
         twice = self.padded_vocab() * self.hidden if self.tied else 0
         return self.layers * self.layer_parameters() + self.embedding_parameters() + self.output_parameters() - twice
 
-    def layer_flops(self, microbatch: int, tensor: int = 1) -> tuple[float, float]:
-        """(matrices, attention scores) of one layer's forward on `microbatch` samples, on one of `tensor` ranks."""
+    def layer_flops(self, microbatch: float, tensor: int = 1) -> tuple[float, float]:
+        """(matrices, attention scores) of one layer's forward on `microbatch` samples, on one of `tensor` ranks.
+
+        The scores are counted whole, without a mask.
+        """
         tokens = microbatch * self.sequence
         return (2 * tokens * self.matrix_parameters() / tensor, 4 * tokens * self.sequence * self.query_size / tensor)
 
@@ -136,15 +142,17 @@ class Model:
             (self.ffn / tensor, self.hidden),
         ]
 
-    def output_flops(self, microbatch: int, tensor: int = 1) -> float:
+    def output_flops(self, microbatch: float, tensor: int = 1) -> float:
         """Forward of the output layer (and BERT's head before it) on one of `tensor` ranks."""
         tokens = microbatch * self.sequence
         head = 2 * tokens * self.hidden * self.hidden if self.kind == "bert" else 0
         return 2 * tokens * self.hidden * self.padded_vocab(tensor) / tensor + head
 
     def sample_flops(self) -> float:
-        """Floating-point operations of one sample, forward and backward, without recompute."""
-        return 3 * (self.layers * sum(self.layer_flops(1)) + self.output_flops(1))
+        """Floating-point operations of one sample, forward and backward, without recompute. As Megatron's own figure
+        (num_floating_point_operations) it has half of the attention scores, as with a causal mask."""
+        matrices, scores = self.layer_flops(1)
+        return 3 * (self.layers * (matrices + scores / 2) + self.output_flops(1))
 
     def flags(self) -> list[str]:
         """Megatron's flags of the architecture."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from operator import attrgetter
@@ -13,11 +13,13 @@ from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 
 RECOMPUTE = ("none", "selective", "full")
+PRECISION_AWARE = "--use-precision-aware-optimizer"
+MODULES = ("core_attn", "layernorm", "mlp")  # of a dense layer, for selective recompute
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration on all GPUs. Their number is tensor × depth × width.
+    """A configuration on all GPUs. Their number is tensor × context × depth × width.
 
     tensor, depth, width   tensor-parallel size, pipeline stages, data-parallel size
     microbatch             samples of a microbatch
@@ -25,6 +27,9 @@ class Plan:
     recompute              none, selective (core attention), full (all layers)
     recompute_layers       of full: the layers of which only the first one's input is kept, --recompute-num-layers. With
                            those of a stage only the stage's input is kept, as in the paper (section 4.1)
+    recompute_modules      of selective: --recompute-modules, if not the core attention alone
+    recompute_block        of full: only that many layers of each stage, --recompute-method block; 0: all layers
+    numerics               further flags of Megatron for the floats of gradients, optimizer and loss, with their values
     schedule               of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved schedule
     virtual                model chunks per stage
     gradient_slots         2bw's gradient buffers
@@ -35,6 +40,8 @@ class Plan:
     extra_warmup           of 2bw: additional warm-up forwards, a number per boundary between stages or one for all
     extrapolate            of 2bw: --two-bw-correction auto
     gpipe_round            of gpipe: microbatches that it admits at a time; None: the whole batch
+    context                context-parallel size: the ranks that share a sequence
+    stages                 layers of each stage where `first` and `last` cannot express them, else ()
     """
 
     tensor: int
@@ -55,6 +62,11 @@ class Plan:
     extrapolate: bool = False
     gpipe_round: int | None = None
     recompute_layers: int = 1
+    context: int = 1
+    stages: tuple[int, ...] = ()
+    recompute_modules: tuple[str, ...] = ()
+    recompute_block: int = 0
+    numerics: tuple[str, ...] = ()
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
@@ -67,7 +79,18 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        return self.tensor * self.depth * self.width
+        return self.tensor * self.context * self.depth * self.width
+
+    @property
+    def replicas(self) -> int:
+        """GPUs with the same weights, which reduce their gradients together."""
+        return self.context * self.width
+
+    @property
+    def samples(self) -> float:
+        """Samples of a microbatch on one rank: context parallelism gives it a part of each sequence, and its work and
+        activations are those of so many samples."""
+        return self.microbatch / self.context
 
     @property
     def global_batch(self) -> int:
@@ -85,8 +108,9 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Schedule and sizes, such as `2bw t1 d8 w8 b4`."""
-        return f"{self.schedule_name} t{self.tensor} d{self.depth} w{self.width} b{self.microbatch}"
+        """Schedule and sizes, such as `2bw t1 d8 w8 b4`, or `2bw t1 c2 d4 w8 b4`."""
+        context = f" c{self.context}" if self.context > 1 else ""
+        return f"{self.schedule_name} t{self.tensor}{context} d{self.depth} w{self.width} b{self.microbatch}"
 
     @property
     def schedule_name(self) -> str:
@@ -110,8 +134,10 @@ class Plan:
 
     @property
     def recompute_name(self) -> str:
-        """none, selective, full, or stage: full with more than one layer a recompute."""
-        return "stage" if self.recompute_layers > 1 else self.recompute
+        """none, selective, full; stage: full with more than one layer a recompute; the modules; or block and layers."""
+        if self.recompute_block:
+            return f"block {self.recompute_block}"
+        return "stage" if self.recompute_layers > 1 else "+".join(self.recompute_modules) or self.recompute
 
     @cached_property
     def pipeline(self) -> Schedule:
@@ -131,6 +157,8 @@ class Plan:
         """Layers of each stage, in all its chunks together."""
         if self.depth == 1:
             return [model.layers]
+        if self.stages:
+            return [*self.stages]
         if not self.first and not self.last:
             return [model.layers // self.depth] * self.depth
         uneven = [self.first, self.last]
@@ -138,20 +166,37 @@ class Plan:
         each = (model.layers - sum(uneven)) // middle if middle else 0
         return [self.first or each, *[each] * (self.depth - 2), self.last or each]
 
+    @property
+    def layout(self) -> str | None:
+        """`stages` in Megatron's notation: Et*3|t*2|t*2L."""
+        return f"E{'|'.join(f't*{layers}' for layers in self.stages)}L" if self.stages else None
+
+    def with_layers(self, stages: Sequence[int]) -> Plan:
+        """The plan with so many layers on each stage."""
+        if len({*stages}) == 1:
+            return self.changed(first=0, last=0, stages=())
+        if len({*stages[1:-1]}) < 2:
+            return self.changed(first=stages[0], last=stages[-1], stages=())
+        return self.changed(first=0, last=0, stages=tuple(stages))
+
     def flags(self, precision: str = "bf16") -> list[str]:
         """Megatron's and this project's flags of the configuration."""
-        overlaps = self.schedule == "megatron" and self.width > 1  # 2bw's late step needs no flag for that
+        overlaps = self.schedule == "megatron" and self.replicas > 1  # 2bw's late step needs no flag for that
         extra = self.extra[:1] if len(set(self.extra)) == 1 else self.extra
         return command_line(
             (True, f"--pipeline-schedule {self.schedule} --tensor-model-parallel-size {self.tensor}"),
             (True, f"--pipeline-model-parallel-size {self.depth} --micro-batch-size {self.microbatch}"),
             (True, f"--global-batch-size {self.global_batch}"),
+            (self.context > 1, f"--context-parallel-size {self.context}"),
             (self.first, f"--decoder-first-pipeline-num-layers {self.first}"),
             (self.last, f"--decoder-last-pipeline-num-layers {self.last}"),
+            (self.stages, f"--pipeline-model-parallel-layout {self.layout}"),
             (self.virtual > 1, f"--num-virtual-stages-per-pipeline-rank {self.virtual}"),
             (self.sequence_parallel, "--sequence-parallel"),
             (self.recompute != "none", f"--recompute-granularity {self.recompute}"),
-            (self.recompute == "full", f"--recompute-method uniform --recompute-num-layers {self.recompute_layers}"),
+            (self.recompute_modules, f"--recompute-modules {' '.join(self.recompute_modules)}"),
+            (self.recompute == "full", f"--recompute-method {'block' if self.recompute_block else 'uniform'}"),
+            (self.recompute == "full", f"--recompute-num-layers {self.recompute_block or self.recompute_layers}"),
             (self.schedule == "2bw" and self.gradient_slots != 2, f"--two-bw-gradient-slots {self.gradient_slots}"),
             (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
@@ -160,7 +205,9 @@ class Plan:
             (overlaps, "--overlap-grad-reduce"),
             (overlaps and self.distributed_optimizer, "--overlap-param-gather"),
             (self.pipeline_inside, "--use-tp-pp-dp-mapping"),
-            (precision != "fp32", f"--{precision}"),
+            (precision == "fp8", "--bf16 --fp8-format hybrid"),
+            (precision in ("bf16", "fp16"), f"--{precision}"),
+            (self.numerics, " ".join(self.numerics)),
         )
 
 

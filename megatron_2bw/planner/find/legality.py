@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 from megatron_2bw import sizes
 from megatron_2bw.flags.rule import Rule as FlagRule
+from megatron_2bw.flags.rule import installed
+from megatron_2bw.flags.unsupported import UNSUPPORTED
 from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
-from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.planner.describe.plan import MODULES, PRECISION_AWARE, RECOMPUTE, Plan
+from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 from megatron_2bw.sizes import Sizes
 
-PRECISIONS = ("bf16", "fp16", "fp32")
+PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
         gpipe_round=plan.gpipe_round,
         use_distributed_optimizer=plan.distributed_optimizer,
         untie_embeddings_and_output_weights=not model.tied,
+        context_parallel_size=plan.context,
+        pipeline_model_parallel_layout=plan.layout,
         fp16=precision == "fp16",
     )
     return Case(plan, model, gpus, precision, bf16, asked)
@@ -101,7 +105,7 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
 
 def _sizes(case: Case) -> str | None:
     plan = case.plan
-    numbers = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches, plan.virtual)
+    numbers = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches, plan.virtual, plan.context)
     if {*map(type, numbers)} == {int} and min(numbers) > 0:
         return None
     names = (
@@ -111,6 +115,7 @@ def _sizes(case: Case) -> str | None:
         "--micro-batch-size",
         "the microbatches of a --global-batch-size",
         "--num-virtual-stages-per-pipeline-rank",
+        "--context-parallel-size",
     )
     name, number = next((n, x) for n, x in zip(names, numbers) if type(x) is not int or x < 1)
     return f"{name}: {number!r} is not a whole number of 1 or more; use one"
@@ -153,6 +158,16 @@ def _recompute(case: Case) -> str | None:
             f"--recompute-num-layers {case.plan.recompute_layers}: give a number of 1 or more, "
             "with --recompute-granularity full"
         )
+    modules, block = case.plan.recompute_modules, case.plan.recompute_block
+    if modules and (case.plan.recompute != "selective" or not {*modules} <= {*MODULES}):
+        return f"--recompute-modules {' '.join(modules)}: give some of {', '.join(MODULES)}, with selective recompute"
+    if block and (
+        case.plan.recompute != "full" or block < 1 or case.plan.recompute_layers > 1 or case.plan.virtual > 1
+    ):
+        return (
+            f"--recompute-method block with --recompute-num-layers {block}: give a number of 1 or more, with "
+            "--recompute-granularity full and without virtual stages"
+        )
     if case.plan.recompute in RECOMPUTE:
         return None
     return f"--recompute-granularity {case.plan.recompute}: use selective or full, or leave the flag out (none)"
@@ -183,16 +198,72 @@ def _all_gpus(case: Case) -> str | None:
     plan, gpus = case.plan, case.gpus
     if plan.gpus == gpus:
         return None
+    context = f"--context-parallel-size {plan.context} x " if plan.context > 1 else ""
     return (
-        f"--tensor-model-parallel-size {plan.tensor} x --pipeline-model-parallel-size {plan.depth} x {plan.width} "
-        f"pipelines need {plan.gpus} GPUs, but there are {gpus}: choose sizes whose product is {gpus}"
+        f"--tensor-model-parallel-size {plan.tensor} x {context}--pipeline-model-parallel-size {plan.depth} x "
+        f"{plan.width} pipelines need {plan.gpus} GPUs, but there are {gpus}: choose sizes whose product is {gpus}"
     )
 
 
 def _has_bf16(case: Case) -> str | None:
-    if case.bf16 or case.precision != "bf16":
+    if case.bf16 or case.precision not in ("bf16", "fp8"):
         return None
     return "--bf16: the GPU has no bfloat16; use --fp16 instead"
+
+
+# --- BERT ---------------------------------------------------------------------------------------------------------
+
+
+def may_divide_sequences(model: Model) -> bool:
+    """Whether the entry script takes --sequence-parallel: with BERT only where Apex is installed."""
+    return model.kind != "bert" or installed("apex")
+
+
+def _why(scope: str, flag: str) -> str:
+    """Why the entry script refuses the flag."""
+    return next(rule.why for rule in UNSUPPORTED if rule.scope == scope and rule.flag == flag)
+
+
+def _divided_bert(case: Case) -> str | None:
+    if not case.plan.sequence_parallel or may_divide_sequences(case.model):
+        return None
+    return f"--sequence-parallel does not work with BERT: {_why('bert', '--sequence-parallel')}"
+
+
+def _context_of_bert(case: Case) -> str | None:
+    if case.plan.context == 1 or case.model.kind != "bert":
+        return None
+    why = _why("bert", "--context-parallel-size")
+    return f"--context-parallel-size {case.plan.context} does not work with BERT: {why}"
+
+
+# --- precisions ------------------------------------------------------------------------------------------------------
+
+
+def _fp8(case: Case) -> str | None:
+    if case.precision != "fp8" or case.plan.schedule == "megatron":
+        return None
+    return f"--fp8-format does not work with --pipeline-schedule {case.plan.schedule}: {_why('ours', '--fp8-format')}"
+
+
+def _fp8_sizes(case: Case) -> str | None:
+    model, tensor = case.model, case.plan.tensor
+    if case.precision != "fp8" or all(
+        size / tensor % 16 == 0 for size in (model.query_size, model.key_size, model.ffn)
+    ):
+        return None
+    return (
+        f"--fp8-format needs widths that are multiples of 16 on each of --tensor-model-parallel-size {tensor}: use less"
+    )
+
+
+def _precision_aware(case: Case) -> str | None:
+    plan = case.plan
+    if PRECISION_AWARE not in plan.numerics or SCHEDULES.get(plan.schedule) is None or SCHEDULES[plan.schedule].flushes:
+        return None
+    return (
+        f"{PRECISION_AWARE} does not work with --pipeline-schedule {plan.schedule}: {_why('no flush', PRECISION_AWARE)}"
+    )
 
 
 # --- layers and stages -----------------------------------------------------------------------------------------------
@@ -208,7 +279,7 @@ def _layer_a_stage(case: Case) -> str | None:
 
 
 def _even_split(case: Case) -> str | None:
-    uneven = case.plan.first or case.plan.last or case.plan.depth > case.model.layers
+    uneven = case.plan.first or case.plan.last or case.plan.stages or case.plan.depth > case.model.layers
     return None if uneven else sizes.split(case.sizes)
 
 
@@ -224,12 +295,24 @@ def _uneven_split(case: Case) -> str | None:
     return f"{given} with --pipeline-model-parallel-size 1: the only stage has all layers; leave it out"
 
 
+def _layout(case: Case) -> str | None:
+    plan = case.plan
+    if not plan.stages:
+        return None
+    if plan.first or plan.last or plan.virtual > 1 or min(plan.stages) < 1 or plan.depth == 1:
+        return (
+            f"--pipeline-model-parallel-layout {plan.layout}: give each of several stages a layer, and neither "
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers nor virtual stages"
+        )
+    return sizes.layout(case.sizes)
+
+
 # --- Megatron's interleaved stages -----------------------------------------------------------------------------------
 
 
 def _whole_chunks(case: Case) -> str | None:
     plan, model = case.plan, case.model
-    if plan.virtual == 1 or sizes.split(case.sizes) or _uneven_split(case):
+    if plan.virtual == 1 or plan.stages or sizes.split(case.sizes) or _uneven_split(case):
         return None
     layers = plan.layers_of(model)
     if all(number % plan.virtual == 0 for number in layers):
@@ -282,15 +365,22 @@ RULES: tuple[Rule, ...] = (
     ("feed-forward size not divisible by tensor size", _shared(sizes.FFN)),
     ("sequence not divisible by tensor size", _shared(sizes.SEQUENCE)),
     ("sequence parallelism with one tensor rank", _shared(sizes.SEQUENCE_RANKS)),
+    ("sequence parallelism of BERT without Apex", _divided_bert),
+    ("sequence not divisible by context size", _shared(sizes.CONTEXT)),
+    ("context parallelism of BERT", _context_of_bert),
     ("more stages than layers", _layer_a_stage),
     ("layers not divisible by stages", _even_split),
     ("uneven split leaves no equal middle stages", _uneven_split),
+    ("a layout of other layers or stages", _layout),
     ("too few microbatches for the schedule", _enough_microbatches),
     ("virtual stages only with Megatron's schedule", _shared(sizes.ONE_CHUNK)),
     ("virtual stages with one pipeline stage", _shared(sizes.CHUNKS)),
     ("layers of a stage not divisible by virtual stages", _whole_chunks),
     ("microbatches not divisible by stages with virtual stages", _whole_groups),
     ("bf16 not on this GPU", _has_bf16),
+    ("fp8 only with Megatron's schedule", _fp8),
+    ("widths that fp8 does not divide", _fp8_sizes),
+    ("precision-aware optimizer with a schedule that has no flush", _precision_aware),
     ("gradient slots only with 2bw", _slots),
     ("extra warm-up only with 2bw, for each boundary", lambda case: sizes.extra_warmup(case.sizes)),
     ("extrapolation only with 2bw", _shared(sizes.EXTRAPOLATES)),

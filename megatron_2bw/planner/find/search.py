@@ -11,59 +11,27 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_2bw.planner.cost.bounds import work_bound
+from megatron_2bw.planner.cost.compute import Work
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan, by_fields
-from megatron_2bw.planner.find.legality import is_legal, violations
+from megatron_2bw.planner.describe.plan import PRECISION_AWARE, Plan, by_fields
+from megatron_2bw.planner.find.legality import is_legal, may_divide_sequences, violations
+from megatron_2bw.planner.find.space import MORE_RECOMPUTES, Space
 
-# Without pipedream: its delays differ by stage, so the user must ask for it.
-PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
-
-
-RECOMPUTES = (*RECOMPUTE, "stage")
-
-
-@dataclass(frozen=True)
-class Space:
-    """The choices of a search. None: all that are legal.
-
-    batch         the largest safe global batch; a plan uses the largest multiple of its microbatches up to that
-    microbatch    sizes; by default powers of two
-    virtual       chunks per stage of Megatron's interleaved schedule; by default all divisors of the stage's layers
-    recompute     "stage" keeps the stages' inputs only. It takes as long as "full", so it is tried where that does not
-                  fit
-    uneven        whether first and last stages may have other numbers of layers than the others
-    extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
-    extrapolate   2bw with --two-bw-correction auto
-    """
-
-    batch: int
-    schedules: tuple[str, ...] = PLANNED
-    tensor: tuple[int, ...] | None = None
-    depth: tuple[int, ...] | None = None
-    microbatch: tuple[int, ...] | None = None
-    recompute: tuple[str, ...] = RECOMPUTES
-    gradient_slots: tuple[int, ...] = (2, 1)
-    distributed_optimizer: tuple[bool, ...] = (False, True)
-    pipeline_inside: tuple[bool, ...] = (False, True)
-    virtual: tuple[int, ...] | None = None
-    uneven: bool = True
-    sequence_parallel: bool = True
-    extra_warmup: bool = True
-    extrapolate: bool = False
+WIDER = 2  # layers by which a stage may differ from its share, on clusters of different GPUs
 
 
 class Search:
     """An iterable of (seconds per sample, plan), fastest first.
 
-    rejected   legality's rule -> number of shapes (tensor, depth, microbatch) and plans that broke it
+    rejected   legality's rule -> number of shapes (tensor, context, depth, microbatch) and plans that broke it
     examples   legality's rule -> its line for the smallest microbatch that broke it: the smallest change
     too_large  the plans that do not fit and whose bound is below the last plan yielded, lowest bound first
     examined   number of simulated plans
-    distinct   whether to yield only the fastest plan of each (tensor, depth, width, schedule)
+    distinct   whether to yield only the fastest plan of each (tensor, context, depth, width, schedule)
     limit      seconds per sample; only faster plans are yielded
     """
 
@@ -93,7 +61,7 @@ class Search:
             bound, _, state, plan, choice = heapq.heappop(queue)
             if bound >= self.limit:
                 return
-            if state == "shape" and self._least_memory(plan) > self.cost.capacity:
+            if state == "shape" and self._least_memory(plan) > self.cost.fastest.capacity:
                 self.too_large.append(self._leanest(plan))
             elif state == "shape":
                 for split in self.split(plan):
@@ -137,12 +105,12 @@ class Search:
         return self.cost.fits(plan.changed(recompute_layers=1))
 
     @staticmethod
-    def _key(plan: Plan) -> tuple[int, int, int, str]:
-        return plan.tensor, plan.depth, plan.width, plan.schedule
+    def _key(plan: Plan) -> tuple[int, int, int, int, str]:
+        return plan.tensor, plan.context, plan.depth, plan.width, plan.schedule
 
     def _shape_bound(self, plan: Plan) -> float:
         """Seconds per sample if the stages had equal work and never waited."""
-        works = self.cost.stages(replace(plan, depth=1, width=plan.width * plan.depth))
+        works = self.cost.fastest.stages(replace(plan, depth=1, width=plan.width * plan.depth))
         return works[0].total / (plan.depth * plan.microbatch * plan.width)
 
     def _leanest(self, shape: Plan) -> Plan:
@@ -151,24 +119,31 @@ class Search:
         return shape.changed(
             schedule=schedules[0],
             gradient_slots=min(self.space.gradient_slots),
-            distributed_optimizer=max(self.space.distributed_optimizer) and shape.width > 1,
+            distributed_optimizer=max(self.space.distributed_optimizer) and shape.replicas > 1,
         )
 
     def _least_memory(self, shape: Plan) -> float:
         """Bytes of weights, gradients and optimizer on equal stages. Every plan of the shape needs at least these."""
         plan, memory = self._leanest(shape), self.cost.memory
         parameters = sum(memory.parameters(shape, stage, n) for stage, n in enumerate(shape.layers_of(self.cost.model)))
-        versions, shards = (2 if plan.schedule == "2bw" else 1), (plan.width if plan.distributed_optimizer else 1)
+        versions, shards = (2 if plan.schedule == "2bw" else 1), (plan.replicas if plan.distributed_optimizer else 1)
         slots = plan.gradient_slots if plan.schedule == "2bw" else 1
-        return parameters / plan.depth * sum(self.cost.parameter_bytes(versions, slots, shards))
+        return parameters / plan.depth * sum(self.cost.parameter_bytes(versions, slots, shards, False, plan.numerics))
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""
-        return max(work.total for work in self.cost.stages(plan)) / (plan.microbatch * plan.width)
+        return max(work.total for work in self._works(plan)) / (plan.microbatch * plan.width)
+
+    def _works(self, split: Plan) -> list[Work]:
+        """Work of one microbatch on each stage, in the rank order that puts it on the faster GPUs."""
+        if not self.cost.cluster.devices:
+            return self.cost.stages(split)
+        orders = [self.cost.stages(split.changed(pipeline_inside=inside)) for inside in self.space.pipeline_inside]
+        return [Work(min(w.forward for w in works), min(w.backward for w in works)) for works in zip(*orders)]
 
     def _work_bound(self, split: Plan, schedule: str, slots: int, virtual: int) -> float:
         """Seconds per sample of the schedule, with the shortest steps and messages of all `variants`."""
-        works = self.cost.stages(split)
+        works = self._works(split)
         seconds = work_bound(works, split.microbatches, schedule, virtual)
         reduce, update, messages, taken = self._least_waits(split)
         if schedule == "2bw":
@@ -179,7 +154,7 @@ class Search:
             seconds += update if schedule == "megatron" else update + reduce
         return seconds / split.global_batch
 
-    @by_fields("tensor", "depth", "width", "microbatch", "first", "last")
+    @by_fields("tensor", "context", "depth", "width", "microbatch", "first", "last", "stages")
     def _least_waits(self, split: Plan) -> tuple[float, float, float, float]:
         """The minimum of `Cost.waits` over all `variants`, term by term."""
         choices = itertools.product(self.space.pipeline_inside, self.space.distributed_optimizer)
@@ -187,30 +162,35 @@ class Search:
         return tuple(map(min, zip(*map(self.cost.waits, plans))))
 
     def shapes(self) -> Iterator[Plan]:
-        """One plan for each legal (tensor, depth, width, microbatch, recompute), with Megatron's schedule."""
+        """One plan for each legal (tensor, context, depth, width, microbatch, recompute), with Megatron's schedule."""
         space, gpus = self.space, self.cost.cluster.gpus
         for tensor in _divisors(gpus, space.tensor):
-            for depth in _divisors(gpus // tensor, space.depth):
-                width = gpus // (tensor * depth)
+            across = itertools.product(_divisors(gpus // tensor, space.context), _divisors(gpus // tensor, space.depth))
+            for context, depth in across:
+                width, rest = divmod(gpus, tensor * context * depth)
+                if rest:
+                    continue
                 sizes = space.microbatch or tuple(2**k for k in range(12) if 2**k * width <= space.batch)
                 if not sizes:
                     self.rejected["the global batch is smaller than the data-parallel size"] += 1
                 for microbatch in sizes:
-                    plan = self._shape(tensor, depth, width, microbatch)
+                    plan = self._shape(tensor, context, depth, width, microbatch)
                     if plan is not None:
                         yield from self._recomputes(plan)
 
-    def _shape(self, tensor: int, depth: int, width: int, microbatch: int) -> Plan | None:
+    def _shape(self, tensor: int, context: int, depth: int, width: int, microbatch: int) -> Plan | None:
         microbatches = self.space.batch // (microbatch * width)
         if not microbatches:
             self.rejected["the global batch is smaller than the data-parallel size"] += 1
             return None
+        plan = Plan(tensor, depth, width, microbatch, microbatches, schedule="megatron")
         split = next(iter(self.splits(depth)), None)
         if split is None:
             self.rejected["more stages than the layers divide into"] += 1
             return None
-        plan = Plan(tensor, depth, width, microbatch, microbatches, schedule="megatron", first=split[0], last=split[1])
-        if self.space.sequence_parallel and tensor > 1:
+        plan = plan.changed(first=split[0], last=split[1])
+        plan = plan.changed(context=context, numerics=self.space.numerics)
+        if self.space.sequence_parallel and tensor > 1 and may_divide_sequences(self.cost.model):
             plan = plan.changed(sequence_parallel=True)
         return plan if self._legal(plan) else None
 
@@ -226,19 +206,56 @@ class Search:
 
     def _recomputes(self, plan: Plan) -> Iterator[Plan]:
         for kind in self.space.recompute:
-            if kind != "stage":
+            if kind == "block":
+                yield plan.changed(recompute="full", recompute_block=1)
+            elif kind in MORE_RECOMPUTES:
+                yield from self._by_module(plan, kind)
+            elif kind != "stage":
                 yield plan.changed(recompute=kind)
             elif plan.depth > 1 or "full" not in self.space.recompute:
                 yield plan.changed(recompute="full", recompute_layers=self.cost.model.layers)
 
+    def _by_module(self, plan: Plan, module: str) -> Iterator[Plan]:
+        """The plan that repeats the module, unless that frees nothing."""
+        memory = self.cost.memory
+        if not (module == "layernorm" and memory.engine):
+            modules = (module,) if memory.flash else ("core_attn", module)
+            yield plan.changed(recompute="selective", recompute_modules=modules)
+
     def split(self, shape: Plan) -> Iterator[Plan]:
         """The shape with its layers divided."""
-        for first, last in self.splits(shape.depth):
-            split = shape.changed(first=first, last=last)
+        for split in self.layouts(shape):
+            if split.recompute_block:
+                longest = max(split.layers_of(self.cost.model))
+                yield from (split.changed(recompute_block=block) for block in range(1, longest))
+                continue
             if split.recompute_layers > 1:
                 split = split.changed(recompute_layers=max(split.layers_of(self.cost.model)))
             if split.recompute_layers > 1 or shape.recompute_layers == 1 or "full" not in self.space.recompute:
                 yield split
+
+    def layouts(self, shape: Plan) -> Iterator[Plan]:
+        """The shape with layers on each stage. Stages between the ends have as many as the others on the same GPUs."""
+        depth, layers = shape.depth, self.cost.model.layers
+        devices = [self.cost.device(shape, stage) for stage in range(depth)] if self.cost.cluster.devices else []
+        if len({*devices}) < 2 or not self.space.uneven:
+            yield from (shape.changed(first=first, last=last) for first, last in self.splits(depth))
+            return
+        # By its speed each GPU has a share of the layers; a stage may have up to WIDER more or less.
+        totals = {device: self.cost._compute(device).layer(shape).total for device in dict.fromkeys(devices)}
+        each = layers / sum(1 / totals[device] for device in devices)
+        near = {
+            device: range(max(math.floor(each / total) - WIDER, 1), math.ceil(each / total) + WIDER + 1)
+            for device, total in totals.items()
+        }
+        middle = [*dict.fromkeys(devices[1:-1])]
+        for counts in itertools.product(*(near[device] for device in middle)):
+            given = dict(zip(middle, counts))
+            between = [given[device] for device in devices[1:-1]]
+            for first in near[devices[0]]:
+                last = layers - sum(between) - first
+                if last in near[devices[-1]]:
+                    yield shape.with_layers([first, *between, last])
 
     def splits(self, depth: int) -> list[tuple[int, int]]:
         """(first, last) layers of uneven stages; (0, 0) for an even split.
@@ -298,19 +315,21 @@ class Search:
             if shape.depth == 1 and schedule not in ("megatron", "pipedream") and "megatron" in self.space.schedules:
                 continue  # on one stage they equal Megatron's schedule without its overlap
             yield schedule, 2, 1
-            if schedule == "megatron" and shape.depth > 1:
+            if schedule == "megatron" and shape.depth > 1 and not shape.stages and not shape.recompute_block:
                 each = math.gcd(*shape.layers_of(self.cost.model))
                 yield from ((schedule, 2, virtual) for virtual in _divisors(each, self.space.virtual) if virtual > 1)
 
     def _orders(self, shape: Plan) -> tuple[bool, ...]:
         """The rank orders of the space; only the first if all put the ranks on the same servers."""
-        sizes, per_server = (shape.tensor, shape.depth, shape.width), self.cost.cluster.gpus_per_server
-        if layout(*sizes, False, per_server) == layout(*sizes, True, per_server):
+        sizes, last = (shape.tensor, shape.depth, shape.width), (self.cost.cluster.gpus_per_server, shape.context)
+        if layout(*sizes, False, *last) == layout(*sizes, True, *last):
             return self.space.pipeline_inside[:1]
         return self.space.pipeline_inside
 
     def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
-        if plan.width == 1:
+        if PRECISION_AWARE in plan.numerics:
+            return tuple(choice for choice in self.space.distributed_optimizer if choice)
+        if plan.replicas == 1:
             return self.space.distributed_optimizer[:1]
         return tuple(
             choice for choice in self.space.distributed_optimizer if not (choice and plan.schedule == "pipedream")
@@ -337,7 +356,7 @@ def on_fewer(cost: Cost, space: Space, limit: float = math.inf) -> tuple[Cost, f
     parts = [(n, per_server) for n in counts if 0 < n < servers] + [(servers, n) for n in range(1, per_server)]
     found = None
     for part in sorted(parts, key=math.prod, reverse=True):
-        on = cost.on(replace(cost.cluster, servers=part[0], gpus_per_server=part[1]))
+        on = cost.on(cost.cluster.part(*part))
         for seconds, plan in itertools.islice(Search(on, space, limit=found[1] if found else limit), 1):
             found = on, seconds, plan
     return found

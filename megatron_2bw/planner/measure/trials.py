@@ -112,7 +112,7 @@ def stage_memory(log: str, plan: Plan) -> tuple[float, ...]:
     found: dict[int, float] = {}
     line = r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|[^\n]*?max allocated: ([\d.]+)"
     for rank, mebibytes in re.findall(line, log):
-        below = int(rank) // plan.tensor
+        below = int(rank) // (plan.tensor * plan.context)
         stage = below % plan.depth if plan.pipeline_inside else below // plan.width
         found[stage] = max(found.get(stage, 0.0), float(mebibytes) * 2**20)
     return tuple(found[stage] for stage in range(plan.depth)) if set(found) == set(range(plan.depth)) else ()
@@ -157,6 +157,13 @@ def order(trials: Sequence[Trial]) -> str:
         text = f"order: not as predicted, the fastest was predicted {rank}"
     correlation = rank_correlation(trials)
     return text if correlation is None else f"{text} (Spearman {correlation:.2f} of {len(pairs)} plans)"
+
+
+def within(trials: Sequence[Trial], error: float) -> str:
+    """One line: how many measured times are within the predictions' uncertainty."""
+    ratios = [trial.ratio for trial in trials if trial.ratio is not None]
+    inside = sum(abs(ratio - 1) <= error for ratio in ratios)
+    return f"measured within the uncertainty of {error:.0%}: {inside} of {len(ratios)} plans"
 
 
 def table(trials: Sequence[Trial], memory: bool) -> str:

@@ -61,6 +61,7 @@ def run(cost: Cost, estimates: list[Estimate], options: argparse.Namespace) -> l
         print(f"{number}/{len(estimates)}  {_described(trial)}", flush=True)
     _summarize(cost, place, options, done, said, folder)
     print(f"\n{reading.table(done, memory=place.device == 'cuda')}\n{reading.order(done)}", flush=True)
+    print(reading.within(done, cost.cluster.device.error), flush=True)
     return done
 
 
@@ -118,7 +119,8 @@ def flags(cost: Cost, plan: Plan, iterations: int, device: str) -> list[str]:
         *plan.flags(cost.precision),
         *mock_data(cost.model),
         *command_line(
-            (True, f"--device {device} --train-iters {iterations} --lr 0.0001 --lr-decay-style constant"),
+            # Verbose, so that `calibrate` finds the arguments in the log.
+            (True, f"--device {device} --train-iters {iterations} --lr 0.0001 --lr-decay-style constant --verbose"),
             (True, f"--clip-grad 1.0 --eval-iters 0 --eval-interval {iterations + 1} --log-interval 1"),
             # With Megatron's initial scale of 2^32 the first steps would be skipped.
             (cost.precision == "fp16", "--initial-loss-scale 1024"),
@@ -244,6 +246,7 @@ def _summarize(
         "notes": said,
         "spearman": reading.rank_correlation(done),
         "order": reading.order(done),
+        "uncertainty": reading.within(done, cost.cluster.device.error),
         "trials": [trial.entries() for trial in done],
     }
     write_json(folder / "validate.json", result)

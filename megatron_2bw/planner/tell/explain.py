@@ -5,6 +5,7 @@ Invariant: every number is from an Estimate, and every term is marked MEASURED o
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from dataclasses import dataclass, replace
@@ -14,14 +15,16 @@ from operator import attrgetter
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
-from megatron_2bw.planner.find.search import Search, Space, on_fewer
+from megatron_2bw.planner.find.advice import tie
+from megatron_2bw.planner.find.search import Search, on_fewer
+from megatron_2bw.planner.find.space import Space
 
 # torch.cuda.get_arch_list() of this wheel: sm_75, sm_80, sm_86, sm_90, sm_100, sm_120.
 WHEEL, WHEEL_FROM = "2.15.0 (CUDA 13.2)", 7.5
 MEASURED, ESTIMATED = "MEASURED", "ESTIMATED"
 TERMS = {
     "compute": "compute",
-    "tensor": "tensor-parallel collectives",
+    "tensor": "messages inside layers",
     "pipeline": "messages between stages",
     "data": "the reduction of gradients",
     "update": "the optimizer's step",
@@ -40,6 +43,7 @@ LEGEND = (
     "gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).",
     "layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations.",
 )
+PARTS = "c: context-parallel size, the ranks that share a sequence (--context-parallel-size)."
 ONE_STAGE = "2bw with d 1: no pipeline. Step and reductions overlap the next batch; gradients are late all the same."
 CAVEAT = """\
 The plans assume that the given global batch is the largest that is safe for convergence: throughput grows with the
@@ -49,13 +53,15 @@ convergence at this batch and learning rate before a long run."""
 
 @dataclass(frozen=True)
 class Result:
-    """The estimates of the fastest plans, fastest first; the search, with what it rejected, and its `seconds`."""
+    """The estimates of the fastest plans in the order of advice (the first `ties` of them tie); the search, with what
+    it rejected, and its `seconds`."""
 
     cost: Cost
     space: Space
     estimates: list[Estimate]
     search: Search
     seconds: float
+    ties: int = 1
 
     @cached_property
     def rivals(self) -> list[Estimate]:
@@ -78,11 +84,11 @@ class Result:
     def fewer(self) -> tuple[Cluster, Estimate] | None:
         """A part of the cluster and its fastest plan, if that is faster than the first plan on all GPUs."""
         limits = (_per_sample(estimate) * (1 - MIN_FEWER_GAIN) for estimate in self.estimates)
-        found = on_fewer(self.cost, self.space, next(limits, math.inf))
+        found = on_fewer(self.cost, self.space, min(limits, default=math.inf))
         return found and (found[0].cluster, found[0].estimate(found[2]))
 
 
-_shape = attrgetter("tensor", "depth", "width")
+_shape = attrgetter("tensor", "context", "depth", "width")
 
 
 def _per_sample(estimate: Estimate) -> float:
@@ -111,7 +117,7 @@ def table(result: Result) -> str:
     cost, plans, times = result.cost, [], []
     for rank, estimate in enumerate(result.estimates, 1):
         plan, split, each = estimate.plan, estimate.split, estimate.throughput / estimate.plan.gpus
-        sizes = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches, f"{plan.accumulation:.1f}")
+        sizes = (plan.depth, plan.width, plan.microbatch, plan.microbatches, f"{plan.accumulation:.1f}")
         rates = (
             f"{estimate.throughput:.1f}",
             f"{each * cost.model.sequence:.0f}",
@@ -123,27 +129,42 @@ def table(result: Result) -> str:
             "pp-dp" if plan.pipeline_inside else "dp-pp",
             _layers(plan.layers_of(cost.model)),
         )
-        plans.append([str(rank), plan.schedule_name, *map(str, sizes), *choices, str(plan.global_batch), *rates])
+        place = "1=" if rank <= result.ties > 1 else str(rank)
+        tensor = str(plan.tensor) + f" c{plan.context}" * (plan.context > 1)
+        plans.append([place, plan.schedule_name, tensor, *map(str, sizes), *choices, str(plan.global_batch), *rates])
         shares = (_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS)
         memory = (f"{size / GIB:.2f} GiB" for size in (estimate.heaviest, estimate.headroom))
-        times.append([str(rank), f"{1e3 * estimate.seconds:.1f} ms", *shares, *memory])
+        error = f"{1e3 * cost.cluster.device.error * estimate.seconds:.1f}"
+        times.append([place, f"{1e3 * estimate.seconds:.1f} ms", error, *shares, *memory])
     attention = "flash attention" if cost.memory.flash else "attention that keeps its scores"
     return "\n".join(
         [
-            f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first (ESTIMATED)",
+            f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first, ties by simplicity (ESTIMATED)",
             f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}.",
             *aligned([PLAN_COLUMNS, *plans], {1, 8, 9, 10, 11}),
             *LEGEND,
+            *([PARTS] if any(e.plan.context > 1 for e in result.estimates) else []),
+            *([_ties(result)] if result.ties > 1 else []),
             *([ONE_STAGE] if any(e.plan.schedule == "2bw" and e.plan.depth == 1 for e in result.estimates) else []),
             "",
             f"Where an iteration's time goes, and memory ({_tags(cost)})",
-            *aligned([["#", "iteration", *TERMS, "heaviest", "headroom"], *times], set()),
+            *aligned([["#", "iteration", "+- ms", *TERMS, "heaviest", "headroom"], *times], set()),
+            "+-: of measured times nine of ten are within it (calibrate measures it on your runs).",
         ]
     )
 
 
+def _ties(result: Result) -> str:
+    """Why the first plans are a tie."""
+    share = _percent(tie(result.cost.cluster.device.error))
+    return f"1=: within {share} of the fastest, a tie. Exact schedules and simpler plans are first."
+
+
 def _layers(stages: list[int]) -> str:
-    """Layers of each stage, or of the first, each middle and the last stage."""
+    """Layers of each stage; of the first, each middle and the last stage; or of all: 6,3x5,4x3 has 3 stages of 5."""
+    if len({*stages[1:-1]}) > 1:
+        runs = [(layers, len([*same])) for layers, same in itertools.groupby(stages)]
+        return ",".join(f"{count}x{layers}" if count > 1 else str(layers) for layers, count in runs)
     ends = [stages[0], *stages[1:-1][:1], stages[-1]]
     return "/".join(map(str, ends)) if len(set(stages)) > 1 else str(stages[0])
 
@@ -152,7 +173,7 @@ def memory_table(estimate: Estimate) -> str:
     """GiB on the GPUs of every stage, by kind. In deep pipelines equal stages between the ends share a line."""
     rows: list[tuple[int, int, list[str]]] = []  # first and last stage of the line
     for number, stage in enumerate(estimate.memory):
-        sizes = [*(getattr(stage, kind) for kind in KINDS), stage.total, estimate.capacity - stage.total]
+        sizes = [*(getattr(stage, kind) for kind in KINDS), stage.total, estimate.capacities[number] - stage.total]
         cells = [f"{size / GIB:.2f}" for size in sizes]
         inner = 1 < number < estimate.plan.depth - 1 and estimate.plan.depth > LISTED_STAGES
         first = rows.pop()[0] if inner and rows[-1][2] == cells else number
@@ -173,6 +194,16 @@ def reason(result: Result) -> str:
     """Why the first plan is fastest: a comparison by term with the best of another shape and each other schedule."""
     winner = result.estimates[0]
     lines = [f"{winner.plan.title} is the fastest: {winner.throughput:.1f} samples/s ({ESTIMATED})."]
+    best = max(result.estimates, key=attrgetter("throughput"))
+    if result.ties > 1 and best is not winner:
+        lines = [
+            wrapped(
+                f"{winner.plan.title} is first: {winner.throughput:.1f} samples/s ({ESTIMATED}). The fastest, "
+                f"{best.plan.title}, has {best.throughput:.1f}. The difference is within the error"
+                f"{'' if best.plan.pipeline.flushes else ' and the cost of its delay in convergence'}.",
+                "",
+            )
+        ]
     lines += [wrapped(_against(winner, rival)) for rival in result.rivals]
     tried = {winner.plan.schedule, *(rival.plan.schedule for rival in result.rivals)}
     missing = [schedule for schedule in result.space.schedules if schedule not in tried]
@@ -247,7 +278,11 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
         links.append(("between servers", cost.cluster.between))
     tag = MEASURED if all(link.measured for _, link in links) else ESTIMATED
     network = (tag, "; ".join(_link(where, link) for where, link in links))
-    memory = (ESTIMATED, f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free")
+    memory = (
+        ESTIMATED,
+        f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free"
+        f"{'' if cost.given_margin is not None else ', and what NCCL takes'}",
+    )
     found = {"compute": compute} | dict.fromkeys(("tensor", "pipeline", "data"), network) | {"update": update}
     return found | {"bubble": (ESTIMATED, "simulation of the schedule with the terms above"), "memory": memory}
 

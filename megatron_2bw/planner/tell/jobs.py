@@ -141,7 +141,8 @@ _NOTES = (
 def _about(cost: Cost, estimate: Estimate) -> list[str]:
     plan, cluster = estimate.plan, cost.cluster
     name, where = (" ".join(text.split()) for text in (cost.model.name, cluster.name))
-    sizes = f"{plan.tensor} tensor ranks x {plan.depth} stages x {plan.width} pipelines"
+    context = f"{plan.context} context ranks x " if plan.context > 1 else ""
+    sizes = f"{plan.tensor} tensor ranks x {context}{plan.depth} stages x {plan.width} pipelines"
     batch = f"{plan.microbatches} microbatches of {plan.microbatch}, global batch {plan.global_batch}"
     return [
         f"# {name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw-plan:",
@@ -156,7 +157,7 @@ def _about(cost: Cost, estimate: Estimate) -> list[str]:
 
 def _environment(plan: Plan) -> list[str]:
     lines = ["export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
-    if plan.tensor > 1:  # Megatron requires it on GPUs before Blackwell
+    if plan.tensor > 1 or plan.context > 1:  # Megatron requires it on GPUs before Blackwell
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
     return lines
 

@@ -23,6 +23,8 @@ def as_json(result: Result) -> dict[str, Any]:
         "precision": cost.precision,
         "flash": cost.memory.flash,
         "margin": cost.margin,
+        "error": cost.cluster.device.error,
+        "ties": result.ties,
         "run": {"model": cost.model.flags(), "data": jobs.mock_data(cost.model)},
         "plans": [_estimate(cost, estimate) for estimate in result.estimates],
         "fewer_gpus": result.fewer

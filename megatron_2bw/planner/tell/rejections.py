@@ -11,7 +11,8 @@ from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import is_legal
-from megatron_2bw.planner.find.search import Search, Space, on_fewer
+from megatron_2bw.planner.find.search import Search, on_fewer
+from megatron_2bw.planner.find.space import Space
 from megatron_2bw.planner.tell.explain import ESTIMATED, Result, part_flags, wrapped
 from megatron_2bw.planner.tell.jobs import by_flag
 
@@ -25,8 +26,8 @@ def rejections(result: Result) -> str:
     lines = ["Illegal plans by cause, with the change that the smallest of them needs:"]
     lines += _counted(search) or ["  none"]
     lines.append(
-        f"Plans that exceed {cost.capacity / GIB:.1f} GiB ({ESTIMATED}) and may be faster than plans of the table: "
-        f"{len(search.too_large)}"
+        f"Plans that need more than {cost.cluster.device.memory_gib:g} GiB ({ESTIMATED}) and may be faster than plans "
+        f"of the table: {len(search.too_large)}"
     )
     large, change = too_large(result)
     if large is None:
@@ -34,7 +35,7 @@ def rejections(result: Result) -> str:
     first = f" (the first plan: {result.estimates[0].throughput:.1f})" if result.estimates else ""
     text = (
         f"{large.plan.title} would reach {large.throughput:.1f} samples/s{first}, but its heaviest stage needs "
-        f"{large.heaviest / GIB:.2f} GiB, and {cost.capacity / GIB:.2f} GiB are allowed. "
+        f"{large.heaviest / GIB:.2f} GiB, and {large.capacity / GIB:.2f} GiB are allowed. "
     )
     if change is None:
         text += "No single change of it is legal and fits."
@@ -68,7 +69,8 @@ def too_large(result: Result) -> tuple[Estimate | None, Estimate | None]:
 
 def changes(plan: Plan) -> Iterator[Plan]:
     """Plans that need less memory per GPU and differ from `plan` in one choice, with the same global batch."""
-    yield from (replace(plan, recompute=kind) for kind in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :])
+    whole = replace(plan, recompute_modules=(), recompute_block=0)
+    yield from (replace(whole, recompute=kind) for kind in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :])
     if not plan.distributed_optimizer:
         yield replace(plan, distributed_optimizer=True)
     if plan.schedule == "2bw" and plan.gradient_slots == 2:
@@ -82,7 +84,7 @@ def changes(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, **flush, extra_warmup=(), extrapolate=False)
     if plan.microbatch % 2 == 0:
         yield replace(plan, microbatch=plan.microbatch // 2, microbatches=2 * plan.microbatches)
-    deeper = replace(plan, depth=2 * plan.depth, first=0, last=0, extra_warmup=())
+    deeper = replace(plan, depth=2 * plan.depth, first=0, last=0, stages=(), extra_warmup=())
     if plan.width % 2 == 0:
         yield replace(deeper, width=plan.width // 2, microbatches=2 * plan.microbatches)
     if plan.tensor % 2 == 0:
@@ -118,15 +120,18 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         fewer = on_fewer(cost, space)
         part = f" Fewer GPUs have one: {part_flags(fewer[0].cluster)}, {fewer[2].title}." if fewer else ""
         return f"No plan is legal on {cost.cluster.gpus} GPUs with a global batch of {space.batch}: {why}.{part}"
-    smallest = min(search.too_large, key=cost.memory.heaviest)
+    smallest = min(search.too_large, key=cost.gpu_bytes)
     need, device = cost.memory.heaviest(smallest), cost.cluster.device
     text = (
         f"Nothing fits with --seq-length {cost.model.sequence}. The smallest of {len(search.too_large)} plans, "
         f"{smallest.title}, needs {need / GIB:.2f} GiB on its heaviest stage ({ESTIMATED}), and "
-        f"{cost.capacity / GIB:.2f} GiB are allowed ({device.memory_gib:g} GiB less {100 * cost.margin:.0f} %)."
+        f"{cost.allowed(smallest) / GIB:.2f} GiB of {device.memory_gib:g} GiB are allowed."
     )
-    remedies = [f"GPUs of {math.ceil(10 * need / GIB / (1 - cost.margin)) / 10:g} GiB or more"]
-    other = _fitting(cost, Space(space.batch, extrapolate=space.extrapolate)) or _fitting(cost, Space(space.batch))
+    remedies = [f"GPUs of {math.ceil(10 * cost.gpu_bytes(smallest) / GIB) / 10:g} GiB or more"]
+    other = _fitting(
+        cost, Space(space.batch, extrapolate=space.extrapolate, context=space.context, numerics=space.numerics)
+    )
+    other = other or _fitting(cost, Space(space.batch, context=space.context, numerics=space.numerics))
     if other is not None:
         flags = " ".join(other.flags(cost.precision))
         remedies.insert(0, f"on these GPUs the choices that the flags exclude: {flags}")
@@ -138,7 +143,8 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
 def _more_servers(cost: Cost, space: Space) -> list[str]:
     """The smallest cluster of 2, 4, ... 64 times as many servers on which a plan fits."""
     for times in (2, 4, 8, 16, 32, 64):
-        cluster = replace(cost.cluster, servers=times * cost.cluster.servers)
+        devices = times * cost.cluster.devices
+        cluster = replace(cost.cluster, servers=times * cost.cluster.servers, devices=devices)
         plan = _fitting(cost.on(cluster), space)
         if plan is not None:
             return [f"{cluster.servers} servers ({cluster.gpus} GPUs), for example with {plan.title}"]

@@ -268,7 +268,7 @@ def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Esti
 
 def _index(cost: Cost, best: Estimate, pictures: dict[str, str]) -> str:
     cluster = cost.cluster
-    memory = f"{best.heaviest / GIB:.3g} GiB of {best.capacity / GIB:.3g} allowed"
+    memory = f"{best.heaviest / GIB:.1f} GiB of {best.capacity / GIB:.1f} allowed"
     parts = [
         f"# {cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}",
         f"Best: {best.plan.title}, {best.throughput:.4g} samples/s, {memory}.",

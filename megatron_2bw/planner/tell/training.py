@@ -5,7 +5,7 @@ Invariant: the intervals follow from the seconds of an iteration; `flags` and `a
 
 from __future__ import annotations
 
-from megatron_2bw.planner.cost.memory import BYTES, ELEMENT, GIB
+from megatron_2bw.planner.cost.memory import ELEMENT, GIB, bytes_of
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import Plan
 
@@ -43,7 +43,7 @@ def flags(schedule: str, seconds: float = 0.0) -> list[str]:
 def checkpoint_bytes(cost: Cost, plan: Plan) -> float:
     """Bytes of a checkpoint: weights, main weights, Adam's moments; of 2bw also the shadow weights and, with
     extrapolation, the working copy."""
-    each, copies = BYTES[cost.precision], 1 + plan.pipeline.late_step + plan.extrapolate
+    each, copies = bytes_of(cost.precision, plan.numerics), 1 + plan.pipeline.late_step + plan.extrapolate
     return cost.model.parameters() * (copies * ELEMENT[cost.precision] + each.main + each.moments)
 
 

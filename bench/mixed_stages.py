@@ -1,0 +1,133 @@
+"""Plans for a cluster of two GPUs, against plans that treat all as the slow one: simulated, and run on sleeping stages.
+
+    python bench/mixed_stages.py --json out/bench/mixed_stages.json
+
+For each schedule the planner plans a GPT 1.3B once on the cluster of bench/mixed.yaml, and once as if all of its GPUs
+were the slow ones; both plans are then timed on the cluster as it is. "all sizes" is the best plan of each search. In
+"run" a plan has 8 stages of one GPU each, and its layers are those of a tiny real GPT, whose forwards and backwards
+sleep as long as the planner's, times --scale. A gain is the time of a sample with slow GPUs by that with both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.common import new_parser, write_result
+from bench.emulated import iteration_seconds, train
+from megatron_2bw.errors import names_of
+from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.local_ranks import run_world
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe import model as models
+from megatron_2bw.planner.describe.cluster import from_yaml
+from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.find.search import best
+from megatron_2bw.planner.find.space import Space
+from megatron_2bw.timelines.simulator import Times, long_iteration_time
+
+MODEL, BATCH = "gpt-1.3b", 64
+SCHEDULES = ("2bw", "pipedream-flush")
+
+
+def plans(cost: Cost, space: Space) -> list[Plan]:
+    """The best plan of the cluster, and the best one if all its GPUs were the slowest."""
+    alike = cost.on(replace(cost.cluster, devices=()))
+    return [best(on, space)[0] for on in (cost, alike)]
+
+
+def sample_ms(cost: Cost, plan: Plan) -> float:
+    return 1e3 * cost.seconds(plan) / plan.global_batch
+
+
+def measured(cost: Cost, plan: Plan, scale: float, iterations: int) -> tuple[float, float]:
+    """(simulated, measured) seconds of an iteration in which the stages sleep as long as they compute."""
+    works = cost.stages(plan)
+    forward, backward = ([scale * getattr(work, name) for work in works] for name in ("forward", "backward"))
+    sizes = {"pipeline_model_parallel_layout": plan.layout} if plan.stages else {}
+    if plan.first or plan.last:
+        sizes = {"decoder_first_pipeline_num_layers": plan.first, "decoder_last_pipeline_num_layers": plan.last}
+    words = gpt_flags(
+        cost.model.layers,
+        16,
+        2,
+        8,
+        pipeline_schedule=plan.schedule,
+        pipeline_model_parallel_size=plan.depth,
+        micro_batch_size=1,
+        global_batch_size=plan.microbatches,
+        train_iters=iterations,
+        lr=1e-3,
+        vocab_size=63,
+        log_interval=5,
+        **sizes,
+    )
+    simulated = long_iteration_time(plan.pipeline, plan.depth, plan.microbatches, Times(forward, backward))
+    limit = 150 + 3 * iterations * simulated
+    return simulated, iteration_seconds(run_world(plan.depth, train, words, forward, backward, timeout=limit))
+
+
+def compare(cost: Cost, schedule: str, chosen: argparse.Namespace) -> dict[str, Any]:
+    space = Space(BATCH, (schedule,), recompute=("none", "full"), extrapolate=False)
+    free, alike = plans(cost, space)
+    found = {
+        "schedule": schedule,
+        "all sizes": {
+            "plan": free.title,
+            "layers": free.layers_of(cost.model),
+            "plan of slow GPUs": alike.title,
+            "gain": round(sample_ms(cost, alike) / sample_ms(cost, free), 3),
+        },
+    }
+    sizes = {"tensor": (1,), "depth": (chosen.stages,), "microbatch": (chosen.microbatch,)}
+    fixed = replace(space, batch=cost.cluster.gpus * chosen.microbatch, extra_warmup=False, **sizes)
+    rows, gains = [], []
+    for plan in plans(cost, fixed):
+        simulated, seconds = measured(cost, plan, chosen.scale, chosen.iterations)
+        rows.append(
+            {
+                "layers": plan.layers_of(cost.model),
+                "ms a sample": round(sample_ms(cost, plan), 2),
+                "emulated, simulated ms": round(1e3 * simulated, 1),
+                "emulated, measured ms": round(1e3 * seconds, 1),
+            }
+        )
+        gains.append((simulated, seconds))
+    (here, run), (slow, slow_run) = gains
+    found["run"] = {"plan": rows[0], "plan of slow GPUs": rows[1]}
+    found["run"] |= {"simulated gain": round(slow / here, 3), "measured gain": round(slow_run / run, 3)}
+    return found
+
+
+def main() -> int:
+    parser = new_parser(__doc__, "mixed_stages")
+    parser.add_argument("--schedules", type=names_of(SCHEDULES), default=SCHEDULES, metavar="NAME,...")
+    parser.add_argument("--stages", type=int, default=8, choices=(2, 4, 8), help="with fewer, 4 or 2 GPUs have a stage")
+    parser.add_argument("--microbatch", type=int, default=4)
+    parser.add_argument("--scale", type=float, default=20.0, help="of the planner's seconds (default: 20)")
+    parser.add_argument("--iterations", type=int, default=7)
+    chosen = parser.parse_args()
+    cost = Cost(models.preset(MODEL), from_yaml(Path(__file__).with_name("mixed.yaml")), "bf16")
+    result: dict[str, Any] = {"machine": {"cores": os.cpu_count()}, "rows": []}
+    for schedule in chosen.schedules:
+        row = compare(cost, schedule, chosen)
+        result["rows"].append(row)
+        print(
+            f"{schedule}: the plan is {row['all sizes']['gain']:.2f} times as fast as the plan of slow GPUs (simulated)"
+        )
+        print(
+            f"  {chosen.stages} stages: {row['run']['simulated gain']} simulated, {row['run']['measured gain']} run",
+            flush=True,
+        )
+        write_result(chosen.json, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The order of advice: exact and simple plans before delayed and complicated ones of equal speed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.describe import cluster, model
+from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.find.advice import DELAY, TIE, ranked, tie
+from megatron_2bw.planner.find.search import Search, Space
+
+FLUSH = Plan(1, 4, 2, 1, 8, schedule="pipedream-flush")
+LATE = replace(FLUSH, schedule="2bw")
+
+
+class Found:
+    """A search whose plans are given, in order of time, with a further search for the exact ones."""
+
+    def __init__(self, *pairs, error=0.2):
+        device = replace(cluster.GPUS["V100-16GB"], error=error)
+        self.cost = Cost(model.preset("gpt-355m"), replace(cluster.preset("p3.16xlarge", 1), device=device))
+        self.space, self.pairs = Space(16, schedules=("2bw",)), pairs
+
+    def __iter__(self):
+        return iter(self.pairs)
+
+
+def first(*pairs, **options):
+    plans, ties = ranked(Found(*pairs, **options), 8)
+    assert sorted(map(str, plans)) == sorted(str(plan) for _, plan in pairs)
+    return plans[0], ties
+
+
+def test_a_delayed_schedule_must_win_by_more_than_the_error_and_its_cost():
+    limit = (1 + TIE) * (1 + DELAY)
+    assert first((1.0, LATE), (limit - 1e-6, FLUSH)) == (FLUSH, 2)
+    # The exact plan alone is now beyond the tie; the delayed one is alone within.
+    assert first((1.0, LATE), (limit + 1e-6, FLUSH)) == (LATE, 1)
+    assert first((1.0, LATE), ((1 + DELAY) * 1.03 - 1e-6, FLUSH), error=0.03) == (FLUSH, 2)
+    assert first((1.0, LATE), ((1 + DELAY) * 1.03 + 1e-6, FLUSH), error=0.03) == (LATE, 1)
+    assert first((1.0, FLUSH), (1.01, LATE)) == (FLUSH, 2)
+
+
+def test_of_equal_plans_the_simpler_one_is_first():
+    for harder in (
+        replace(FLUSH, recompute="selective"),
+        replace(FLUSH, first=5, last=7),
+        replace(FLUSH, tensor=2),
+        replace(FLUSH, schedule="megatron", virtual=2),
+        replace(FLUSH, pipeline_inside=True),
+        replace(FLUSH, schedule="gpipe", gpipe_round=4),
+        replace(LATE, extra_warmup=(1,)),
+        LATE,
+    ):
+        assert first((1.0, harder), (1.02, FLUSH)) == (FLUSH, 2)
+        assert first((1.0, harder), (1.08, FLUSH)) == (harder, 1)
+    assert first((1.0, FLUSH), (1.01, replace(FLUSH, microbatch=2)))[0] is FLUSH  # else the faster one
+
+
+def test_the_error_of_a_tie_is_the_clusters_if_that_is_smaller():
+    assert (tie(0.01), tie(0.25)) == (0.01, TIE)
+
+
+@pytest.mark.parametrize(
+    "name, gpus, servers, batch", [("bert-24", "dgx-a100-80", 1, 512), ("llama-8b", "dgx-h100", 8, 512)]
+)
+def test_a_small_gain_does_not_recommend_a_delay(name, gpus, servers, batch):
+    """With the search alone 2bw is first, by less than the error."""
+    cost, space = Cost(model.preset(name), cluster.preset(gpus, servers)), Space(batch, extrapolate=True)
+    fastest = next(plan for _, plan in Search(cost, space))
+    plans, ties = ranked(Search(cost, space), 4)
+    assert plans[0].pipeline.flushes and ties > 1
+    assert cost.seconds(plans[0]) / plans[0].global_batch <= cost.seconds(fastest) / fastest.global_batch * 1.1
+
+
+def test_plans_far_apart_keep_the_searchs_order():
+    cost, space = Cost(model.preset("gpt-2.2b"), cluster.preset("p3.16xlarge", 8), "fp16"), Space(512)
+    plans, ties = ranked(Search(cost, space), 3)
+    assert ties == 1 and plans == [plan for _, plan in itertools.islice(Search(cost, space), 3)]
+
+
+def test_nothing_is_recommended_where_nothing_fits():
+    assert ranked(Found(), 8) == ([], 0)
