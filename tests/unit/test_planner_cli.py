@@ -222,6 +222,7 @@ def test_files_that_are_asked_for_appear(call, tmp_path):
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"F", "B"}
     assert {path.name for path in paths["report"].iterdir()} == {
         "index.md",
+        "index.html",
         "front.png",
         "splits.png",
         "timeline.png",
