@@ -86,11 +86,14 @@ on_signal() {
         *)
             signalled=--signalled
             echo "$SLURM_JOB_NAME: Slurm asks the job to end; saving"
-            # The steps, not this shell. If that fails, Slurm still signals them when the job's time is over.
-            [[ -z $step ]] || three_times scancel --signal=TERM "$SLURM_JOB_ID" ||
-                echo "$SLURM_JOB_NAME: scancel cannot tell the ranks to save" >&2
+            if [[ -n $step ]]; then signal_ranks; else unsent=1; fi
             ;;
     esac
+}
+
+signal_ranks() { # the steps, not this shell. If that fails, Slurm still signals them when the job's time is over
+    three_times scancel --signal=TERM "$SLURM_JOB_ID" ||
+        echo "$SLURM_JOB_NAME: scancel cannot tell the ranks to save" >&2
 }
 
 last_signal() { # with a status file that is right if the kill precedes the end of the save
@@ -187,7 +190,7 @@ run_job() {
     fi
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     before=$(saved_iteration)
-    signalled="" step="" interrupted=""
+    signalled="" step="" interrupted="" unsent=""
     trap on_signal TERM
     status start || exit 1
     if [[ -z $signalled ]]; then # --cpu-bind: torchrun's ranks may use all of the node's cores, not only the first
@@ -199,6 +202,7 @@ run_job() {
             --rdzv-endpoint "${MASTER_ADDR:-${hosts[0]}}:${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}" \
             "$MEGATRON_2BW/$entry" "${checkpoints[@]}" "$@" &
         step=$! interrupted=1
+        [[ -z $unsent ]] || signal_ranks # the signal came between the start of srun and the line above
         while [[ -n $interrupted ]]; do # a trapped signal ends `wait` early
             interrupted="" exit_status=0
             wait "$step" || exit_status=$?
