@@ -192,6 +192,46 @@ def test_an_edited_list_is_judged(page, served):
 
 
 @in_browser
+def test_what_is_typed_in_the_editor_stays_until_its_lists_change(page, built):
+    page.goto((built / "index.html").as_uri())
+    ready(page)
+    page.fill("#edit textarea", "F0@0")
+    page.click("button:text-is('Critical path')")
+    ready(page)
+    assert page.input_value("#edit textarea") == "F0@0"
+    page.click("button:text-is('8 stages, m = 8')")
+    ready(page)
+    assert page.input_value("#edit textarea").count("\n") == 7
+
+
+@in_browser
+@pytest.mark.parametrize("word", ["schedules=constructor,2bw", "over=junk", "constructor=1&colourBy=constructor"])
+def test_unknown_words_of_a_link_are_left_out(page, built, word):
+    page.goto((built / "index.html").as_uri() + "#" + word)
+    ready(page)
+    assert min(inked(page)) > 20 and page.query_selector("#over [aria-pressed=true]")
+
+
+@in_browser
+def test_without_pyodide_a_line_says_so_each_time(chromium, built, tmp_path):
+    folder = shutil.copytree(built, tmp_path / "site", ignore=shutil.ignore_patterns("pyodide"))
+    with bench.served(folder) as address:
+        page = chromium.new_page()
+        page.set_default_timeout(60_000)
+        page.goto(address)
+        ready(page)
+        for count in ("5", "6"):
+            page.fill("[name=stages]", count)
+            page.press("[name=stages]", "Enter")
+            page.wait_for_function(
+                "document.querySelector('#status').textContent.startsWith('Python cannot be loaded')"
+            )
+            page.click(".presets button")
+            ready(page)
+        page.close()
+
+
+@in_browser
 def test_exports(page, served):
     page.goto(served)
     ready(page)
