@@ -195,9 +195,10 @@ def _figures(given: Parameters, name: str) -> dict[str, Any]:
     """in_flight counts microbatches of all chunks of a stage together."""
     schedule, d, m, times, shape = given.schedule(name), given.stages, given.microbatches, given.times, given.shape
     seconds = iteration_time(_steady(schedule), d, m, times)
+    rounds = f", in rounds of {given.gpipe_round}" if name == "gpipe" and given.gpipe_round < m else ""
     busy = [m * (f + b) / seconds for f, b in zip(times.of("forward", d), times.of("backward", d))]
     return {
-        "summary": schedule.summary,
+        "summary": schedule.summary + rounds,
         "seconds": seconds,
         "throughput": m / seconds,
         "busy": busy,

@@ -84,6 +84,7 @@ export class Editor {
     }
     this.result.replaceChildren(...parts);
     const mark = this.result.querySelector("mark");
-    if (mark) mark.parentElement.scrollLeft = mark.offsetLeft - 200;
+    const box = mark?.parentElement;
+    if (mark && mark.offsetLeft + mark.offsetWidth > box.clientWidth) box.scrollLeft = mark.offsetLeft - 200;
   }
 }

@@ -183,6 +183,7 @@ def test_an_edited_list_is_judged(page, served):
     page.click("#edit button:text-is('Check')")
     page.wait_for_selector("#edit mark")
     assert page.inner_text("#edit mark") == "F4@0"
+    assert page.evaluate("document.querySelector('#edit pre').scrollLeft") == 0  # the fault is in view, and its stage
     assert "Stage 0, action 4: 5 microbatches in flight, at most 4 allowed" in page.inner_text("#edit")
     assert "edit=2bw" in page.url
     page.click("#edit button:text-is('Reset')")
@@ -269,6 +270,13 @@ def test_the_page_of_a_report(page, tmp_path):
     report.write_report(cost, [cost.estimate(plan) for plan in plans], [], tmp_path)
     page.goto((tmp_path / "index.html").as_uri())
     assert min(inked(page)) > 20
+    assert page.inner_text("#counted").startswith("Plans of the search, which have a rank: 3. A column")
+    clipped = """svg => [...svg.querySelectorAll('text')].some(text => {
+        const box = text.getBBox();
+        return box.x + box.width > svg.viewBox.baseVal.width })"""
+    assert not any(
+        page.evaluate(clipped, svg) for svg in page.query_selector_all("#memory svg.chart, #splits .stacks svg")
+    )
     for sign in ("▲", "▼"):
         page.click("[data-by=depth]")
         assert sign in page.inner_text("[data-by=depth]")

@@ -86,6 +86,7 @@ def test_no_command_line_is_shown_that_the_entry_script_refuses(name, given):
     assert mistakes(words[3:], "gpt", given.get("stages", 4)) == []
     if name == "gpipe":
         assert int(words[words.index("--gpipe-round") + 1]) == min(4, given.get("microbatches", 8))
+        assert ("in rounds of 4" in found["summary"]) == ("microbatches" not in given)
 
 
 def test_a_port_that_cannot_be_served(tmp_path):
