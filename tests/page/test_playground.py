@@ -174,6 +174,20 @@ def test_why_a_stage_waits_by_pointer_and_by_keyboard(page, built):
 
 
 @in_browser
+def test_other_timelines_end_playback_and_the_reason_of_a_wait(page, built):
+    page.goto((built / "index.html").as_uri())
+    ready(page)
+    page.focus("canvas")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text(".why").startswith("2BW. Stage 0, F0@0")
+    page.fill("[aria-label=Playback]", "300")
+    page.click("button:text-is('Paper, Figure 3')")
+    ready(page)
+    assert page.inner_text(".why").startswith("Point at an action")
+    assert page.input_value("[aria-label=Playback]") == "1000"
+
+
+@in_browser
 def test_an_edited_list_is_judged(page, served):
     page.goto(served)
     ready(page)

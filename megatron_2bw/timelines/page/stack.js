@@ -64,7 +64,9 @@ export class Stack {
     if (end !== this.span.end) {
       this.stop();
       this.span.fit(end);
+      this.play(end);
     }
+    this.why.textContent = HINT; // a selection ends with its timeline
     for (const [name, answer, timeline] of read_) this.showOne(name, answer, timeline);
     this.tables();
   }
