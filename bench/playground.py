@@ -41,7 +41,7 @@ def edited() -> str:
 
 CURVES = "schedules=2bw,2bw-extra-warmup,pipedream-flush,gpipe&over=transfer&microbatches=16"
 PICTURES = {  # hash, width, height, dark, the element at the top
-    "docs/readme/playground.png": ("", 1000, 625, False, "#h-timelines"),
+    "docs/readme/playground.png": ("", 1000, 650, False, "#h-timelines"),
     "docs/playground/fault.png": (f"iterations=2&edit={quote(edited())}", 1000, 420, False, "#h-edit"),
     "docs/playground/curve.png": (CURVES, 800, 560, True, "#h-curve"),
     "docs/playground/phone.png": ("schedules=2bw,pipedream-flush&stages=2", 390, 780, False, "#h-timelines"),

@@ -81,7 +81,7 @@ class Parameters:
         found = cls(**given)
         for name, (least, most) in LIMITS.items():
             if type(getattr(found, name)) is not int or not least <= getattr(found, name) <= most:
-                raise UserError(f"{name} must be a whole number from {least} to {most}, not {getattr(found, name)}")
+                raise UserError(f"{name} must be a whole number from {least} to {most}, not {getattr(found, name)!r}")
         for name, choices in (("model", PRESETS), ("precision", BYTES), ("recompute", RECOMPUTE)):
             if getattr(found, name) not in choices:
                 raise UserError(f"{name}: {getattr(found, name)} is not one of {', '.join(choices)}")
@@ -114,6 +114,8 @@ class Parameters:
     def plan(self, name: str) -> Plan:
         """The planner's plan of a schedule of the page, on one GPU a stage."""
         chosen = {option: getattr(self, parameter) for option, parameter in SCHEDULES[name].items()}
+        if name == "gpipe":  # a round of more microbatches is the whole batch, and the runtime refuses it
+            chosen["gpipe_round"] = min(self.gpipe_round, self.microbatches)
         own = {"megatron-interleaved": "megatron"}.get(name, "2bw" if name.startswith("2bw") else name)
         return Plan(1, self.stages, 1, self.microbatch, self.microbatches, self.recompute, schedule=own, **chosen)
 
@@ -193,9 +195,10 @@ def _figures(given: Parameters, name: str) -> dict[str, Any]:
     """in_flight counts microbatches of all chunks of a stage together."""
     schedule, d, m, times, shape = given.schedule(name), given.stages, given.microbatches, given.times, given.shape
     seconds = iteration_time(_steady(schedule), d, m, times)
+    rounds = f", in rounds of {given.gpipe_round}" if name == "gpipe" and given.gpipe_round < m else ""
     busy = [m * (f + b) / seconds for f, b in zip(times.of("forward", d), times.of("backward", d))]
     return {
-        "summary": schedule.summary,
+        "summary": schedule.summary + rounds,
         "seconds": seconds,
         "throughput": m / seconds,
         "busy": busy,
@@ -213,12 +216,14 @@ def _memory(given: Parameters, name: str) -> dict[str, Any]:
     if model.layers % (plan.depth * plan.virtual):
         parts = f"{plan.depth} stages" + (f" of {plan.virtual} chunks" if plan.virtual > 1 else "")
         return {"bytes": None, "command": None, "reason": f"{model.layers} layers do not divide into {parts}"}
-    found = Memory(model, given.precision, flash=True).stages(plan)
+    found = {"bytes": [asdict(stage) for stage in Memory(model, given.precision, flash=True).stages(plan)]}
+    if given.precision == "fp16" and not plan.pipeline.global_step:  # the entry script refuses it
+        return found | {"command": None, "reason": "each stage would scale the loss by itself: choose bf16 or fp32"}
     words = ["megatron-2bw", "train", model.kind, *model.flags(), *plan.flags(given.precision)]
     if name == "2bw-sync-start":
         words += ["--two-bw-sync-iterations", str(given.sync_iterations)]
     words += [*training.flags(plan.schedule), *jobs.mock_data(model)]
-    return {"bytes": [asdict(stage) for stage in found], "command": " ".join(words)}
+    return found | {"command": " ".join(words)}
 
 
 def curve(given: Parameters, over: str = "microbatches", at: int | None = None) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def grid(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(out: Path) -> None:
+    wasm = pyodide()
     presets = json.loads((SOURCE / "presets.json").read_text())
     out.mkdir(parents=True, exist_ok=True)
     first = {"presets": presets, "grid": grid({})}
@@ -62,7 +63,7 @@ def build(out: Path) -> None:
     for name in ("worker.js", "python.js"):
         shutil.copy(SOURCE / name, out)
     archive(out / "megatron_2bw.zip")
-    shutil.copytree(pyodide(), out / "pyodide", ignore=lambda _, names: {*names} - {*FILES}, dirs_exist_ok=True)
+    shutil.copytree(wasm, out / "pyodide", ignore=lambda _, names: {*names} - {*FILES}, dirs_exist_ok=True)
 
 
 def archive(path: Path) -> None:
@@ -90,7 +91,12 @@ def pyodide() -> Path:
 
 def serve(folder: Path, port: int) -> None:
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+    try:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+    except (OSError, OverflowError) as error:
+        line = getattr(error, "strerror", None) or "a port is a number from 0 to 65535"
+        raise UserError(f"--port {port}: {line}; give another with python scripts/playground.py --port N") from None
+    with server:
         print(f"http://localhost:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
 

@@ -1,7 +1,7 @@
 // The editor of a schedule's lists: the validator marks the first fault, or the edited lists get a timeline.
 
 import { button, element } from "./dom.js";
-import { request, SCHEDULES } from "./parameters.js";
+import { request, same, SCHEDULES } from "./parameters.js";
 import { read } from "./timeline.js";
 
 export class Editor {
@@ -32,15 +32,19 @@ export class Editor {
     const kept = state.edit?.schedule ?? this.choice.value;
     this.choice.replaceChildren(...names.map((name) => element("option", { value: name }, SCHEDULES[name])));
     if (names.includes(kept)) this.choice.value = kept;
-    if (state.edit && names.includes(state.edit.schedule)) {
-      this.write(state.edit.lists);
-      this.judge();
-    } else if (names.length) this.write(answers[this.choice.value].actions);
+    const edit = names.includes(state.edit?.schedule) ? state.edit : null;
+    if (edit || names.length) this.renew(edit?.lists ?? answers[this.choice.value].actions);
+    if (edit) this.judge();
+    else this.result.replaceChildren();
+  }
+  /** Write other lists; what a person has typed and not checked stays while the lists are the same. */
+  renew(lists) {
+    if (!same(lists, this.written)) this.write(lists);
   }
   write(lists) {
+    this.written = lists;
     this.text.value = lists.join("\n");
     this.text.rows = Math.min(lists.length + 1, 18);
-    if (!this.state.edit) this.result.replaceChildren();
   }
   get lists() {
     return this.text.value
@@ -62,8 +66,10 @@ export class Editor {
     this.change({ schedule: this.choice.value, lists: this.lists });
   }
   async judge() {
-    const { schedule, lists } = this.state.edit;
-    const found = await this.ask({ ask: "check", ...request(this.state), schedules: [schedule], lists });
+    const { state } = this;
+    const { schedule, lists } = state.edit;
+    const found = await this.ask({ ask: "check", ...request(state), schedules: [schedule], lists });
+    if (state !== this.state) return; // a person has changed it meanwhile
     if (found.error || found.reason) return this.fault(found);
     this.result.replaceChildren(element("p", {}, "The lists pass. Their timeline stands below the others."));
     this.stack.showOne("edited", {}, read(found.timeline));
@@ -78,6 +84,7 @@ export class Editor {
     }
     this.result.replaceChildren(...parts);
     const mark = this.result.querySelector("mark");
-    if (mark) mark.parentElement.scrollLeft = mark.offsetLeft - 200;
+    const box = mark?.parentElement;
+    if (mark && mark.offsetLeft + mark.offsetWidth > box.clientWidth) box.scrollLeft = mark.offsetLeft - 200;
   }
 }

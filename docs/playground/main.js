@@ -12,7 +12,7 @@ import { Stack } from "./stack.js";
 
 const by = (id) => document.getElementById(id);
 const { presets, grid } = JSON.parse(by("first").textContent);
-const python = new Python(grid, (text) => say(text));
+const python = new Python(grid, say);
 const form = by("parameters");
 const title = (name) => SCHEDULES[name] ?? name;
 const stack = new Stack(by("timelines"), { title, change: (part) => change(part) });
@@ -120,5 +120,6 @@ function loadGrid() {
   }).then(() => Object.assign(python.grid, window.grid));
 }
 
-if (!location.hash) show().then(loadGrid);
-else loadGrid().then(show);
+// The page's first answer needs no more than `first`; an answer that is not in it waits for the rest.
+python.rest = location.hash ? loadGrid() : show().then(loadGrid);
+if (location.hash) show();

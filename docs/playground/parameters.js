@@ -41,6 +41,7 @@ export const FIELDS = {
 
 /** What is only of the page: which schedules are shown, and how. */
 const SHOWN = { schedules: ["2bw", "pipedream-flush"], colourBy: "batch", critical: false, over: "microbatches" };
+const CHOICES = { colourBy: ["batch", "version"], over: ["microbatches", "transfer"] };
 
 export function defaults() {
   return {
@@ -62,8 +63,8 @@ export const same = (one, other) => JSON.stringify(one) === JSON.stringify(other
 export function typed(text, kind) {
   if (Array.isArray(kind)) return text;
   const words = text.split(/[,\s]+/).filter(Boolean);
-  const numbers = words.map((word) => (Number.isNaN(Number(word)) ? word : Number(word)));
-  return numbers.length === 1 ? numbers[0] : numbers;
+  const numbers = words.map((word) => (Number.isFinite(Number(word)) ? Number(word) : word));
+  return numbers.length < 2 ? (numbers[0] ?? "") : numbers;
 }
 
 export const written = (value) => (Array.isArray(value) ? value.join(", ") : String(value));
@@ -78,17 +79,19 @@ export function toHash(state) {
   return words.toString();
 }
 
+const known = (schedule) => Object.hasOwn(SCHEDULES, schedule);
+
 /** The state of a hash; unknown names are left out. */
 export function fromHash(hash) {
   const state = defaults();
   for (const [name, text] of new URLSearchParams(hash.replace(/^#/, ""))) {
-    if (name in FIELDS) state[name] = typed(text, FIELDS[name][2]);
-    else if (name === "schedules") state.schedules = text.split(",").filter((schedule) => schedule in SCHEDULES);
+    if (Object.hasOwn(FIELDS, name)) state[name] = typed(text, FIELDS[name][2]);
+    else if (name === "schedules") state.schedules = text.split(",").filter(known);
     else if (name === "critical") state.critical = text === "true";
-    else if (name === "colourBy" || name === "over") state[name] = text;
+    else if (Object.hasOwn(CHOICES, name) && CHOICES[name].includes(text)) state[name] = text;
     else if (name === "edit") {
       const [schedule, ...lists] = text.split(";");
-      if (schedule in SCHEDULES) state.edit = { schedule, lists };
+      if (known(schedule)) state.edit = { schedule, lists };
     }
   }
   return state;

@@ -22,7 +22,7 @@ export function key(request) {
 const PARTS = { timelines: "timelines", figures: "figures", curve: "curves" };
 
 export class Python {
-  /** grid: answers by key, each of all schedules; report(text): what the page says while Python loads. */
+  /** grid: answers by key, each of all schedules; report(text, wrong): what the page says of Python's start. */
   constructor(grid, report) {
     Object.assign(this, { grid, report, count: 0, waiting: new Map() });
   }
@@ -31,10 +31,11 @@ export class Python {
   }
   /** Whether the answer is precomputed. */
   knows(request) {
-    return key(request) in this.grid;
+    return Object.hasOwn(this.grid, key(request));
   }
   /** The answer to a request, as a promise. */
   async ask(request) {
+    if (!this.knows(request)) await this.rest;
     const known = this.grid[key(request)];
     const part = PARTS[request.ask];
     if (known && part) {
@@ -47,6 +48,7 @@ export class Python {
           "A page from a file shows the presets, and 2, 4 or 8 stages with 4, 8 or 16 microbatches. For all else run: make playground",
       };
     this.load();
+    if (this.failed) return this.failed;
     const id = this.count++;
     const answer = new Promise((resolve) => this.waiting.set(id, resolve));
     this.worker.postMessage({ id, request });
@@ -66,8 +68,9 @@ export class Python {
     this.worker.onerror = (event) => this.fail(event.message);
   }
   fail(message) {
-    const line = { error: `Python cannot be loaded: ${message ?? "its files are missing"}` };
-    for (const resolve of this.waiting.values()) resolve(line);
+    this.failed = { error: `Python cannot be loaded: ${message ?? "its files are missing"}` };
+    this.report(this.failed.error, true);
+    for (const resolve of this.waiting.values()) resolve(this.failed);
     this.waiting.clear();
   }
 }

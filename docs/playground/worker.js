@@ -4,7 +4,7 @@ import { loadPyodide } from "./pyodide/pyodide.mjs";
 import { start } from "./python.js";
 
 const loaded = fetch("megatron_2bw.zip")
-  .then((reply) => reply.arrayBuffer())
+  .then((reply) => (reply.ok ? reply.arrayBuffer() : Promise.reject(`megatron_2bw.zip: ${reply.statusText}`)))
   .then((archive) => start(loadPyodide, {}, archive));
 loaded.then(
   () => postMessage({ ready: true }),

@@ -226,7 +226,10 @@ def last_batches(events: list[dict[str, Any]], batches: int) -> Batches | None:
     reduces = [event for event in timed if event["cat"] == "R"]
     if not reduces:
         return None
-    last = min(max(e["args"]["batch"] for e in reduces if e["tid"] == stage) for stage in {e["tid"] for e in reduces})
+    stages = range(1 + max(event["tid"] for event in timed))
+    last = min(max((e["args"]["batch"] for e in reduces if e["tid"] == stage), default=-1) for stage in stages)
+    if last < 0:  # a stage's file ends before its first reduction
+        return None
     first = max(last - batches + 1, min(event["args"]["batch"] for event in reduces))
     ends = {e["args"]["batch"]: e["ts"] for e in reduces if e["tid"] == 0}
     begin = ends.get(first - 1, min(event["ts"] for event in timed))

@@ -174,6 +174,20 @@ def test_why_a_stage_waits_by_pointer_and_by_keyboard(page, built):
 
 
 @in_browser
+def test_other_timelines_end_playback_and_the_reason_of_a_wait(page, built):
+    page.goto((built / "index.html").as_uri())
+    ready(page)
+    page.focus("canvas")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text(".why").startswith("2BW. Stage 0, F0@0")
+    page.fill("[aria-label=Playback]", "300")
+    page.click("button:text-is('Paper, Figure 3')")
+    ready(page)
+    assert page.inner_text(".why").startswith("Point at an action")
+    assert page.input_value("[aria-label=Playback]") == "1000"
+
+
+@in_browser
 def test_an_edited_list_is_judged(page, served):
     page.goto(served)
     ready(page)
@@ -183,12 +197,65 @@ def test_an_edited_list_is_judged(page, served):
     page.click("#edit button:text-is('Check')")
     page.wait_for_selector("#edit mark")
     assert page.inner_text("#edit mark") == "F4@0"
+    assert page.evaluate("document.querySelector('#edit pre').scrollLeft") == 0  # the fault is in view, and its stage
     assert "Stage 0, action 4: 5 microbatches in flight, at most 4 allowed" in page.inner_text("#edit")
     assert "edit=2bw" in page.url
     page.click("#edit button:text-is('Reset')")
     page.click("#edit button:text-is('Check')")
     page.wait_for_function("document.querySelector('#edit').textContent.includes('The lists pass')")
     page.wait_for_function("document.querySelectorAll('canvas').length === 3")
+
+
+@in_browser
+def test_what_is_typed_in_the_editor_stays_until_its_lists_change(page, built):
+    page.goto((built / "index.html").as_uri())
+    ready(page)
+    page.fill("#edit textarea", "F0@0")
+    page.click("button:text-is('Critical path')")
+    ready(page)
+    assert page.input_value("#edit textarea") == "F0@0"
+    page.click("button:text-is('8 stages, m = 8')")
+    ready(page)
+    assert page.input_value("#edit textarea").count("\n") == 7
+
+
+@in_browser
+def test_an_answer_to_an_edit_that_has_been_left_is_not_shown(page, served):
+    page.goto(served)
+    ready(page)
+    page.fill("#edit textarea", "F0@0")
+    page.click("#edit button:text-is('Check')")
+    page.click("button:text-is('2BW and 1F1B')")
+    with page.expect_download():  # Python answers in order, so it has answered the edit
+        page.click("#export button:text-is('Perfetto trace of 2BW')")
+    assert page.query_selector("#edit .wrong") is None
+
+
+@in_browser
+@pytest.mark.parametrize("word", ["schedules=constructor,2bw", "over=junk", "constructor=1&colourBy=constructor"])
+def test_unknown_words_of_a_link_are_left_out(page, built, word):
+    page.goto((built / "index.html").as_uri() + "#" + word)
+    ready(page)
+    assert min(inked(page)) > 20 and page.query_selector("#over [aria-pressed=true]")
+
+
+@in_browser
+def test_without_pyodide_a_line_says_so_each_time(chromium, built, tmp_path):
+    folder = shutil.copytree(built, tmp_path / "site", ignore=shutil.ignore_patterns("pyodide"))
+    with bench.served(folder) as address:
+        page = chromium.new_page()
+        page.set_default_timeout(60_000)
+        page.goto(address)
+        ready(page)
+        for count in ("5", "6"):
+            page.fill("[name=stages]", count)
+            page.press("[name=stages]", "Enter")
+            page.wait_for_function(
+                "document.querySelector('#status').textContent.startsWith('Python cannot be loaded')"
+            )
+            page.click(".presets button")
+            ready(page)
+        page.close()
 
 
 @in_browser
@@ -229,6 +296,12 @@ def test_the_page_of_a_report(page, tmp_path):
     report.write_report(cost, [cost.estimate(plan) for plan in plans], [], tmp_path)
     page.goto((tmp_path / "index.html").as_uri())
     assert min(inked(page)) > 20
+    assert page.inner_text("#counted").startswith("Plans of the search, which have a rank: 3. A column")
+    clipped = """svg => [...svg.querySelectorAll('text')].some(text => {
+        const box = text.getBBox();
+        return box.x + box.width > svg.viewBox.baseVal.width })"""
+    charts = page.query_selector_all("#memory .stacks svg, #splits .stacks svg")
+    assert len(charts) == 2 and not any(page.evaluate(clipped, chart) for chart in charts)
     for sign in ("▲", "▼"):
         page.click("[data-by=depth]")
         assert sign in page.inner_text("[data-by=depth]")

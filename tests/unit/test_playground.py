@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import runpy
+import socket
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.flags.early import mistakes
 from megatron_2bw.planner.cost.memory import Memory
 from megatron_2bw.planner.describe.model import preset
@@ -68,6 +72,31 @@ def test_the_command_line_is_legal(name):
     command = of("figures", name, extra_warmup=[1, 0, 2], microbatches=8)["command"].split()
     assert command[:3] == ["megatron-2bw", "train", "gpt"]
     assert mistakes(command[3:], "gpt", 4) == []
+
+
+@pytest.mark.parametrize("given", [{"microbatches": 2, "stages": 2}, {"precision": "fp16"}])
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_no_command_line_is_shown_that_the_entry_script_refuses(name, given):
+    """A round longer than the batch, and a loss scale for each stage."""
+    found = of("figures", name, **given)
+    if (name, given) == ("pipedream", {"precision": "fp16"}):
+        assert found["command"] is None and "choose bf16" in found["reason"] and found["bytes"]
+        return
+    words = found["command"].split()
+    assert mistakes(words[3:], "gpt", given.get("stages", 4)) == []
+    if name == "gpipe":
+        assert int(words[words.index("--gpipe-round") + 1]) == min(4, given.get("microbatches", 8))
+        assert ("in rounds of 4" in found["summary"]) == ("microbatches" not in given)
+
+
+def test_a_port_that_cannot_be_served(tmp_path):
+    serve = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "playground.py"))["serve"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for port in (taken.getsockname()[1], 70_000):
+            with pytest.raises(UserError, match=f"--port {port}: .*; give another"):
+                serve(tmp_path, port)
 
 
 def test_a_depth_that_does_not_divide_the_layers_has_a_timeline_and_no_bytes():

@@ -101,6 +101,16 @@ def test_the_simulated_run_of_the_page_is_the_measured_one_where_all_times_are_e
     assert measured["makespan"] == pytest.approx(simulated["makespan"])
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_without_a_batch_that_all_stages_have_reduced_there_is_no_timeline(stage, tmp_path):
+    """A run is killed when one stage's file holds its first lines only."""
+    write(tmp_path, Shape(2, 4, 0, 3))
+    file = tmp_path / f"stage-{stage:02d}-pipeline-0.json"
+    text = file.read_text()
+    file.write_text(text[: text.index("B0@0")])
+    assert merge(tmp_path) == [tmp_path / "trace.json"]
+
+
 def test_a_late_forward_is_in_the_measured_timeline_only(tmp_path):
     write(tmp_path, Shape(2, 4, 0, 4), "pipedream-flush")
     batches = last_batches([event for file in tmp_path.iterdir() for event in read(file)], 4)

@@ -83,7 +83,8 @@ export function stacks({ label, unit, groups, kinds, limit, column: named = "sta
   const py = (value) => top + tall - (value / most) * tall;
   const figures = groups.map(({ title, columns }) => {
     const wide = Math.max(10, Math.min(34, 320 / columns.length));
-    const width = Math.max(46 + wide * columns.length, 60 + title.length * 6.5);
+    const axis = `${named}, ${unit}`;
+    const width = Math.max(46 + wide * columns.length, 60 + title.length * 6.5, 46 + axis.length * 6);
     const parts = ticks(most, 4).map(
       (v) =>
         `<line x1="40" x2="${width}" y1="${py(v)}" y2="${py(v)}" class="grid"/>` +
@@ -106,7 +107,7 @@ export function stacks({ label, unit, groups, kinds, limit, column: named = "sta
     });
     if (limit) parts.push(`<line x1="40" x2="${width}" y1="${py(limit.y)}" y2="${py(limit.y)}" class="limit"/>`);
     parts.push(`<text x="0" y="11" class="title">${escaped(title)}</text>`);
-    parts.push(`<text x="40" y="${top + tall + 29}">${named}, ${escaped(unit)}</text>`);
+    parts.push(`<text x="40" y="${top + tall + 29}">${escaped(axis)}</text>`);
     const box = `viewBox="0 0 ${width} ${top + tall + bottom}" width="${width}"`;
     return `<svg class="chart" role="img" aria-label="${escaped(`${label}, ${title}`)}" ${box}>${parts.join("")}</svg>`;
   });

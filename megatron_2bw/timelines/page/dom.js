@@ -24,6 +24,9 @@ export function save(name, content, type) {
 export const copied =
   (text) =>
   async ({ target }) => {
-    await navigator.clipboard.writeText(text);
-    target.textContent = "Copied";
+    const done = navigator.clipboard?.writeText(text) ?? Promise.reject(); // there is none on a host without https
+    target.textContent = await done.then(
+      () => "Copied",
+      () => "The browser does not allow it",
+    );
   };

@@ -64,7 +64,9 @@ export class Stack {
     if (end !== this.span.end) {
       this.stop();
       this.span.fit(end);
+      this.play(end);
     }
+    this.why.textContent = HINT; // a selection ends with its timeline
     for (const [name, answer, timeline] of read_) this.showOne(name, answer, timeline);
     this.tables();
   }
@@ -104,7 +106,8 @@ export class Stack {
       if (found.error || !card) continue;
       const busy = `${((1 - found.bubble) * 100).toFixed(1)} %`;
       const most = number(Math.max(...found.in_flight));
-      card.note.innerHTML = `stages busy <b>${busy}</b>, <b>${number(found.throughput)}</b> microbatches per unit of time; at most <b>${Math.max(...found.versions)}</b> weight versions, <b>${most}</b> activations in flight`;
+      const [rate, versions] = [number(found.throughput), Math.max(...found.versions)];
+      card.note.innerHTML = `in the steady state <b>${rate}</b> microbatches per unit of time, stages busy <b>${busy}</b>; at most: weight versions <b>${versions}</b>, activations in flight <b>${most}</b>`;
       card.note.title = found.summary;
     }
   }

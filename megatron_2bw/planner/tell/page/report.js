@@ -145,8 +145,10 @@ by("title").textContent = title;
 by("best").textContent =
   `The fastest plan that fits: ${plans[0].name}, ${number(plans[0].rate)} samples/s, ` +
   `${number(plans[0].gib)} GiB of ${number(allowed)} allowed.`;
+const more = plans.length - ranked;
 by("counted").textContent =
-  `The search's ${ranked} plans have a rank. Below them are ${plans.length - ranked} more, the fastest of each schedule. ` +
+  `Plans of the search, which have a rank: ${ranked}. ` +
+  (more ? `Below them, the fastest of each schedule: ${more} more. ` : "") +
   "A column's title sorts the table.";
 by("window").textContent = begin
   ? `A part around the end of the first batch, which starts at ${number(begin)} s.`
