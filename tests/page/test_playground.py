@@ -310,6 +310,8 @@ def test_the_page_of_a_report(page, tmp_path):
     page.click(f"[aria-label='Show {plans[1].title}']")
     assert page.inner_text("#flags pre") == " ".join(plans[1].flags("fp16"))
     assert page.get_attribute(f"[aria-label='Show {plans[1].title}']", "aria-pressed") == "true"
+    assert len(page.query_selector_all("#timeline canvas")) == 1 and min(inked(page)) > 20
+    assert plans[1].title in page.inner_text("#timeline")
 
 
 @in_browser

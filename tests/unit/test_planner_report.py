@@ -183,12 +183,13 @@ def test_the_page_of_a_report_has_each_plan_once_and_the_simulated_timeline(tmp_
         assert sum(plan["split"].values()) == pytest.approx(
             1e3 * estimate.seconds / estimate.plan.global_batch, rel=1e-2
         )
-    best, timeline = PLANS[0], found["timeline"]
-    events, begin, until, _ = report.first_batches(COST, best)
-    for stage in range(best.depth):
-        own = [e for e in events if e.stage == stage and e.end > begin and e.start < until]
-        assert timeline["actions"][stage].split() == [str(event.action) for event in own]
-        assert timeline["starts"][stage] == pytest.approx([event.start - begin for event in own])
+    assert len(found["timelines"]) == len(PLANS)
+    for plan, timeline in zip(PLANS, found["timelines"]):
+        events, begin, until, _ = report.first_batches(COST, plan)
+        for stage in range(plan.depth):
+            own = [e for e in events if e.stage == stage and e.end > begin and e.start < until]
+            assert timeline["shown"]["actions"][stage].split() == [str(event.action) for event in own]
+            assert timeline["shown"]["starts"][stage] == pytest.approx([event.start - begin for event in own])
     assert "src=" not in re.sub(r'id="report">.*?</script>', "", html, flags=re.DOTALL)  # one file
 
 

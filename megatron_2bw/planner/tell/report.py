@@ -72,6 +72,14 @@ def first_batches(cost: Cost, plan: Plan) -> tuple[list[Event], float, float, fl
     return events, *window(events, plan, times, end), end
 
 
+def _window(cost: Cost, plan: Plan) -> report_page.Window | None:
+    """What the page shows of a ranked plan; None if its timeline is too long."""
+    try:
+        return first_batches(cost, plan)[:3]
+    except UserError:
+        return None
+
+
 def reduced(events: list[Event], batch: int) -> float:
     """The time at which all stages have started the reduction of `batch`."""
     return max(event.end for event in events if event.action.kind == REDUCE and event.action.microbatch == batch)
@@ -262,7 +270,8 @@ def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Esti
         memory_bars(best, folder / "memory.png", cost.cluster.device.memory_gib * GIB)
         index.write_text(_index(cost, best, pictures), encoding="utf-8")
         others = sorted((each for each in every if each not in estimates), key=lambda each: -each.throughput)
-        page.write_text(report_page.html(cost, estimates, others, first_batches(cost, best.plan)[:3]), encoding="utf-8")
+        windows = [_window(cost, estimate.plan) for estimate in estimates]
+        page.write_text(report_page.html(cost, estimates, others, windows), encoding="utf-8")
     return [index, page, *(folder / name for name in pictures)]
 
 

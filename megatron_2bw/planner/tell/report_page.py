@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.timelines.page import whole
 from megatron_2bw.timelines.simulator import Event
 from megatron_2bw.timelines.waits import cut, drawn
@@ -19,23 +20,25 @@ from megatron_2bw.timelines.waits import cut, drawn
 PAGE = Path(__file__).parent / "page" / "report.html"
 
 
-def html(
-    cost: Cost, ranked: Sequence[Estimate], others: Sequence[Estimate], window: tuple[list[Event], float, float]
-) -> str:
-    """The page of the `ranked` plans, the best first, and of `others`.
+Window = tuple[list[Event], float, float]  # the events of a timeline, and the part of it that is shown, in seconds
 
-    window: the events of the best plan's timeline, and the part of it that is shown, in seconds
-    """
+
+def html(cost: Cost, ranked: Sequence[Estimate], others: Sequence[Estimate], windows: Sequence[Window | None]) -> str:
+    """The page of the `ranked` plans, the best first, with their `windows`, None where too long; and of `others`."""
     cluster, best = cost.cluster, ranked[0]
     content = {
         "title": f"{cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}",
         "ranked": len(ranked),
         "allowed": _short(best.capacity / GIB),
         "plans": [_plan(cost, estimate) for estimate in (*ranked, *others)],
-        "timeline": drawn(best.plan.pipeline, cut(*window), best.plan.depth, cost.times(best.plan)),
-        "begin": _short(window[1]),
+        "timelines": [window and _timeline(cost, one.plan, window) for one, window in zip(ranked, windows)],
     }
     return whole(PAGE, {"report": content})
+
+
+def _timeline(cost: Cost, plan: Plan, window: Window) -> dict[str, Any]:
+    shown = drawn(plan.pipeline, cut(*window), plan.depth, cost.times(plan))
+    return {"begin": _short(window[1]), "shown": shown}
 
 
 def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:

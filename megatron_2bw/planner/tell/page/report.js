@@ -6,7 +6,7 @@ import { Stack } from "./stack.js";
 import { number } from "./why.js";
 
 const by = (id) => document.getElementById(id);
-const { title, ranked, allowed, plans, timeline, begin } = JSON.parse(by("report").textContent);
+const { title, ranked, allowed, plans, timelines } = JSON.parse(by("report").textContent);
 const KINDS = ["weights", "gradients", "optimizer", "activations", "logits", "buffers"];
 const CAUSES = {
   compute: "computing",
@@ -99,6 +99,7 @@ function show() {
     kinds: KINDS,
     limit: { y: allowed, name: `allowed: ${number(allowed)} GiB` },
   });
+  change({});
 }
 
 function front() {
@@ -133,11 +134,18 @@ function splits() {
   });
 }
 
-const state = { microbatches: plans[0].microbatches, colourBy: "batch", critical: false };
+const state = { colourBy: "batch", critical: false };
 const stack = new Stack(by("timeline"), { change, unit: "Times are seconds." });
 function change(part) {
-  Object.assign(state, part);
-  stack.show({ [plans[0].name]: timeline }, state);
+  Object.assign(state, part, { microbatches: chosen.microbatches });
+  const timeline = timelines[plans.indexOf(chosen)];
+  by("timeline").hidden = !timeline;
+  stack.show(timeline ? { [chosen.name]: timeline.shown } : {}, state);
+  by("window").textContent = !timeline
+    ? "Not drawn: it is too long, or the plan has no rank."
+    : timeline.begin
+      ? `A part around the end of the first batch, which starts at ${number(timeline.begin)} s.`
+      : "The first two batches.";
 }
 
 document.title = title;
@@ -150,11 +158,7 @@ by("counted").textContent =
   `Plans of the search, which have a rank: ${ranked}. ` +
   (more ? `Below them, the fastest of each schedule: ${more} more. ` : "") +
   "A column's title sorts the table.";
-by("window").textContent = begin
-  ? `A part around the end of the first batch, which starts at ${number(begin)} s.`
-  : "The first two batches.";
 table();
 show();
-change({});
 front();
 splits();
