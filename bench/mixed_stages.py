@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import new_parser, write_result
 from bench.emulated import iteration_seconds, train
 from megatron_2bw.errors import names_of
-from megatron_2bw.gpu_check.rows import gpt_flags
+from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import run_world
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import model as models
@@ -50,23 +50,17 @@ def measured(cost: Cost, plan: Plan, scale: float, iterations: int) -> tuple[flo
     """(simulated, measured) seconds of an iteration in which the stages sleep as long as they compute."""
     works = cost.stages(plan)
     forward, backward = ([scale * getattr(work, name) for work in works] for name in ("forward", "backward"))
-    sizes = {"pipeline_model_parallel_layout": plan.layout} if plan.stages else {}
+    sizes = f"--pipeline-model-parallel-layout {plan.layout}" if plan.stages else ""
     if plan.first or plan.last:
-        sizes = {"decoder_first_pipeline_num_layers": plan.first, "decoder_last_pipeline_num_layers": plan.last}
+        sizes = f"--decoder-first-pipeline-num-layers {plan.first} --decoder-last-pipeline-num-layers {plan.last}"
     words = gpt_flags(
         cost.model.layers,
         16,
         2,
         8,
-        pipeline_schedule=plan.schedule,
-        pipeline_model_parallel_size=plan.depth,
-        micro_batch_size=1,
-        global_batch_size=plan.microbatches,
-        train_iters=iterations,
-        lr=1e-3,
-        vocab_size=63,
-        log_interval=5,
-        **sizes,
+        f"--pipeline-schedule {plan.schedule} --pipeline-model-parallel-size {plan.depth} --micro-batch-size 1 "
+        f"--global-batch-size {plan.microbatches} --train-iters {iterations} --lr 1e-3 --vocab-size 63 "
+        f"--log-interval 5 {sizes}",
     )
     simulated = long_iteration_time(plan.pipeline, plan.depth, plan.microbatches, Times(forward, backward))
     limit = 150 + 3 * iterations * simulated

@@ -136,7 +136,8 @@ def add_gradients(
     elif kind in ADAM:
         beta1, beta2 = group["betas"]
         states = [optimizer.state[tensor] for tensor in stepped]
-        count = float(group["step"] if "step" in group else states[0]["step"])
+        # torch counts in the state. Megatron leaves the saved count of a resumed run in the group, where Apex counts.
+        count = float(states[0]["step"] if "step" in states[0] else group["step"])
         below = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
         torch._foreach_div_(below, (1 - beta2**count) ** 0.5)
         torch._foreach_add_(below, group["eps"])
