@@ -39,7 +39,7 @@ MIN_EXPOSED_SHARE = 0.05
 # Messages that add a smaller share to a microbatch's time are not worth extra warm-up of 2bw.
 MIN_HIDDEN_SHARE = 0.02
 
-# Causes that cost a smaller share of an iteration's time are not named apart.
+# A bound that misses an iteration's time by less than this share is taken for the time.
 EXACT = 1e-3
 
 # The fields of a plan on which the work of its stages and its messages depend.
