@@ -194,6 +194,11 @@ RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 EXTRAPOLATE = ("--two-bw-correction", "extrapolate")
 
 
+def layout(stages: str) -> dict:
+    """Flags of stages with the layers that `stages` gives each."""
+    return dict(stages=stages.count("|") + 1, pipeline_model_parallel_layout=stages)
+
+
 @pytest.mark.proof("stages 2 4 1")
 @pytest.mark.parametrize(
     "flags, resumed",
@@ -203,8 +208,16 @@ EXTRAPOLATE = ("--two-bw-correction", "extrapolate")
         (("--use-distributed-optimizer",), [(2, dict(stages=2, width=2))]),
         (EXTRAPOLATE, [(2, dict(stages=4)), (4, dict(stages=1))]),
         ((*RESHARDABLE, *EXTRAPOLATE), [(2, dict(stages=1, width=2))]),
+        ((), [(2, layout("Et*2|t|tL")), (4, layout("Et|t|t*2L"))]),
     ],
-    ids=["stages 2 4 1", "tensor ranks 1 2", "pipelines 1 2", "extrapolated, stages 2 4 1", "extrapolated, sharded"],
+    ids=[
+        "stages 2 4 1",
+        "tensor ranks 1 2",
+        "pipelines 1 2",
+        "extrapolated, stages 2 4 1",
+        "extrapolated, sharded",
+        "layouts",
+    ],
 )
 def test_other_sizes(flags, resumed, tmp_path):
     """Sums are rounded in another order, nothing else."""

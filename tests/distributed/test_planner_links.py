@@ -1,10 +1,17 @@
-"""The planner's measurement of links, between two real ranks that say that they are on one server, or on two."""
+"""The planner's measurements on two real ranks: of links, on one server or on two, and of a profile."""
 
 from __future__ import annotations
+
+import argparse
+import contextlib
+import io
 
 import torch.distributed as dist
 
 from megatron_2bw.local_ranks import run_world
+from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.profile import Profile
+from megatron_2bw.planner.measure import blocks
 from megatron_2bw.planner.measure.links import measure_links
 
 MESSAGES = (1 << 18, 1 << 20)
@@ -22,3 +29,23 @@ def test_links_of_two_ranks():
     assert no_between is None and no_inside is None
     for link in (inside, between):
         assert link.measured and link.gb_s > 0 and link.latency_us > 0
+
+
+def profile(rank: int, path: str) -> tuple[int, str]:
+    """The number of blocks that the rank measured, and what it printed."""
+    measured, measure_block = [], blocks.measure_block
+    blocks.measure_block = lambda *values: measured.append(measure_block(*values)) or measured[-1]
+    parser = argparse.ArgumentParser()
+    blocks.add_flags(parser)
+    options = parser.parse_args(["--json", path, "--device", "cpu", "--microbatches", "1", "--repeats", "1"])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        blocks.run(options, Model("tiny", 1, 32, 2, vocab=100, sequence=16))
+    return len(measured), printed.getvalue()
+
+
+def test_all_ranks_of_a_job_measure_and_the_first_writes(tmp_path):
+    path = tmp_path / "profile.json"
+    (first, printed), (second, nothing) = run_world(2, profile, str(path), timeout=120)
+    assert (first, second, nothing) == (1, 1, "")
+    assert printed.endswith(f"wrote {path}\n")
+    assert Profile.load(path).inside.measured

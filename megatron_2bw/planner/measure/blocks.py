@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import gc
 import importlib.util
+import io
 import os
 import statistics
 import time
@@ -273,9 +274,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, model: Model) -> int:
-    """Measure and write the profile; the exit status. Under torchrun all ranks measure links, the first rank the rest.
+    """Measure and write the profile; the exit status.
 
-    UserError of another rank than the first is `reported_elsewhere`.
+    Under torchrun all ranks measure concurrently, because the ranks of a training share caches, memory and power. The
+    times of the first rank count. UserError of another rank than the first is `reported_elsewhere`.
     """
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -285,9 +287,10 @@ def run(options: argparse.Namespace, model: Model) -> int:
             _check_path(options.json)
         device = _device(options.device)
         inside, between = links_of_job(device)
-        if first:
-            precision = options.precision or _precision(device)
+        precision = options.precision or _precision(device)
+        with contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO()):
             profile = measure_block(model, precision, options.microbatches, device, options.repeats)
+        if first:
             with file_errors(f"--json {options.json}"):
                 replace(profile, inside=inside, between=between).save(options.json)
             print(f"wrote {options.json}", flush=True)
