@@ -39,16 +39,17 @@ def table1() -> list[Check]:
             }
             for run in runs
         ]
-        ticked = next(row for row in out if row["chosen"])
+        ticked, row = next((run, row) for run, row in zip(runs, out) if run.panel.ticked)
         own = best(cost, PAPER)
         free.append(
             {
                 "model": name,
                 "cluster": f"{servers} servers of {gpu}",
-                "ticked": f"{ticked['(w, d)']} b{ticked['b']}, recompute {ticked['recompute']}",
+                "ticked": f"{row['(w, d)']} b{row['b']}, recompute {row['recompute']}",
                 "chosen freely": described(own),
-                "same (w, d)": ticked["(w, d)"] == f"({own.width}, {own.depth})",
-                "same recompute": ticked["recompute"] == own.recompute,
+                "ticked sizes / chosen": f"{_share(cost, PAPER, ticked.plan.depth):.2f} x",
+                "same (w, d)": (ticked.plan.width, ticked.plan.depth) == (own.width, own.depth),
+                "same recompute": ticked.recompute == own.recompute,
             }
         )
         by_time = sorted(out, key=lambda row: -row["predicted samples/s"])
@@ -120,6 +121,6 @@ def depths() -> list[Check]:
 
 
 def _share(cost: Cost, space: Space, depth: int) -> float:
-    """Throughput of the best plan of the depth over that of the best plan."""
+    """Throughput of the fastest plan of the depth over that of the fastest plan."""
     own, first = best(cost, replace(space, depth=(depth,))), best(cost, space)
     return throughput(cost, own) / throughput(cost, first)
