@@ -1,4 +1,4 @@
-"""The commands of bench/mutations.py with a legal line each, and the files that they read, whole and damaged.
+"""The commands of mutations.py with a legal line each, and the files that they read, whole and damaged.
 
 Invariant: a damage depends on the file, its kind and its seed alone.
 """
@@ -185,7 +185,7 @@ def masked(text: str) -> str:
 def prepared() -> Iterator[None]:
     """While the block runs there are the files that the commands read."""
     import megatron_2bw.start.preload  # noqa: F401
-    from bench import mutations
+    from tests.distributed import mutations
 
     with tempfile.TemporaryDirectory(prefix="mutations_") as name:
         folder = Path(name)
