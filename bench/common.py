@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import queue
-import subprocess
 import textwrap
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,24 +58,3 @@ def write_result(path: Path, result: Any, figure: Any = None) -> None:
     if figure is not None:
         write_figure(path.with_suffix(".png"), figure)
         print(f"wrote {path} and {path.with_suffix('.png')}", flush=True)
-
-
-class Output:
-    """The lines that several processes print, in order of arrival."""
-
-    def __init__(self, processes: list[subprocess.Popen]):
-        self._lines: queue.SimpleQueue = queue.SimpleQueue()
-        for number, process in enumerate(processes):
-            threading.Thread(target=self._read, args=(number, process), daemon=True).start()
-
-    def _read(self, number: int, process: subprocess.Popen) -> None:
-        for line in process.stdout:
-            self._lines.put((number, line.rstrip("\n"), time.monotonic()))
-        self._lines.put((number, None, time.monotonic()))
-
-    def next(self, timeout: float) -> tuple[int, str | None, float]:
-        """(number of the process, its next line or None at its end, time). TimeoutError if none comes in time."""
-        try:
-            return self._lines.get(timeout=max(0.0, timeout))
-        except queue.Empty:
-            raise TimeoutError(f"nothing printed for {timeout:.0f} s") from None

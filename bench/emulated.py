@@ -6,14 +6,17 @@ stage's forward and backward also sleeps. The peers of torch.distributed.pipelin
 
 from __future__ import annotations
 
-import functools
 import statistics
-import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_2bw.core.p2p import Channel
+from megatron_2bw.start import observed as entry
 
 
 @dataclass
@@ -58,7 +61,12 @@ class Sleep(torch.autograd.Function):
 
 
 def train(
-    rank: int, argv: list[str], forward: float | list[float], backward: float | list[float], as_nccl: bool = False
+    rank: int,
+    argv: list[str],
+    forward: float | list[float],
+    backward: float | list[float],
+    as_nccl: bool = False,
+    after_step: Callable[[Mapping[str, Any]], object] = entry.nothing,
 ) -> Observed:
     """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward` seconds a microbatch.
 
@@ -66,20 +74,13 @@ def train(
     as_nccl: post receives no earlier than on NCCL (`Receiver.hold_back`)
     """
     from megatron.core.utils import get_attr_wrapped_model
-    from megatron.training import training
-
-    from megatron_2bw.core.p2p import Channel
-    from megatron_2bw.start.launch import launch
 
     if as_nccl:
         Channel.occupies_device = True
-
     forward, backward = (seconds[rank] if isinstance(seconds, list) else seconds for seconds in (forward, backward))
     observed, storages = Observed(), set()
-    setup, step = training.setup_model_and_optimizer, training.train_step
 
-    def sleeping_setup(*args, **kwargs):
-        model, optimizer, scheduler = setup(*args, **kwargs)
+    def sleep_in(model, _optimizer):
         for chunk in model:
             decoder = get_attr_wrapped_model(chunk, "decoder")
             weight = next(decoder.parameters())
@@ -91,18 +92,13 @@ def train(
                 return Sleep.apply(output, forward / len(model), backward / len(model), observed.note)
 
             decoder.register_forward_hook(sleep)
-        return model, optimizer, scheduler
 
-    @functools.wraps(step)
-    def timed_step(*args, **kwargs):
-        result = step(*args, **kwargs)
+    def end(losses):
         observed.ends.append(time.monotonic())
-        observed.losses += [float(loss) for loss in result[0].values()]
-        return result
+        observed.losses += map(float, losses.values())
+        after_step(losses)
 
-    training.setup_model_and_optimizer, training.train_step = sleeping_setup, timed_step
-    sys.argv = ["pretrain_gpt_2bw.py", *argv]
-    launch("megatron_2bw.tasks.gpt")
+    entry.train(argv, sleep_in, end)
     observed.versions = len(storages)
     return observed
 

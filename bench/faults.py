@@ -33,7 +33,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Output, new_parser, write_result
+from bench.common import new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
 from megatron_2bw.files import new_figure
@@ -80,15 +80,15 @@ class Job:
     def __init__(self, argv: list[str], ranks: int, servers: int, restarts: int):
         self.begin = time.monotonic()
         self.lines: list[tuple[float, str]] = []
-        self._open = servers
+        self._log, self._line = tempfile.NamedTemporaryFile("r", errors="replace"), ""
         words = f"-m torch.distributed.run --nnodes {servers} --nproc-per-node {ranks // servers}".split()
         words += f"--master-addr 127.0.0.1 --master-port {free_port()}".split()
         words += f"--max-restarts {restarts} --monitor-interval 0.1 --node-rank".split()
-        self.servers = [
-            start([sys.executable, *words, str(number), "pretrain_gpt_2bw.py", *argv], cwd=ROOT)
-            for number in range(servers)
-        ]
-        self._output = Output(self.servers)
+        with open(self._log.name, "a") as log:
+            self.servers = [
+                start([sys.executable, *words, str(number), "pretrain_gpt_2bw.py", *argv], log, cwd=ROOT)
+                for number in range(servers)
+            ]
 
     def __enter__(self) -> Job:
         return self
@@ -96,16 +96,24 @@ class Job:
     def __exit__(self, *_error) -> None:
         for server in self.servers:
             stop_tree(server)
+        self._log.close()
 
     def next(self, timeout: float = PATIENCE) -> str | None:
         """The next line, None at the end; TimeoutError if none comes."""
-        while self._open:
-            _, line, at = self._output.next(timeout)
-            if line is not None:
-                self.lines.append((at - self.begin, line))
-                return line
-            self._open -= 1
-        return None
+        deadline = time.monotonic() + timeout
+        while not self._line.endswith("\n"):
+            ended = all(server.poll() is not None for server in self.servers)
+            if new := self._log.readline():
+                self._line += new
+            elif ended:
+                return None
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"nothing printed for {timeout:.0f} s")
+            else:
+                time.sleep(0.005)
+        line, self._line = self._line.rstrip("\n"), ""
+        self.lines.append((time.monotonic() - self.begin, line))
+        return line
 
     def finish(self) -> int:
         """Wait for the end; 0 if all servers ended well."""

@@ -25,6 +25,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import new_parser, write_result
-from bench.server_run import Observed, run
-from bench.servers import BUCKET, MTU, QUEUE, Servers, missing
+from bench.emulated import train
+from bench.servers import ADDRESSES, BUCKET, INTERFACE, MTU, QUEUE, Servers, missing, sent_bytes
+from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, names_of, run_program, words
 from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.check import gpt_flags
-from megatron_2bw.local_ranks import WorldError
+from megatron_2bw.local_ranks import WorldError, own_output, run_world
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW
 from megatron_2bw.timelines.simulator import Times, iteration_time
@@ -96,6 +98,17 @@ class Link:
     measured_mbit: float
     message_ms: float  # of a microbatch's activations
     byte_us: float
+
+
+Ends = list[tuple[float, int]]  # (seconds, bytes sent) at the end of each iteration
+
+
+@dataclass
+class Observed:
+    """The ends of each rank's iterations, and the stages' bubbles by iteration."""
+
+    ends: list[Ends]
+    bubbles: dict[int, tuple[float, ...]]
 
 
 @dataclass
@@ -170,7 +183,38 @@ def watch(servers: Servers, model: Model, variant: str, rates: list[str], chosen
     at_least = sum(model.theory(variant) * 8 / (limit * 1e6) for limit in changes.values() if limit)
     servers.limit(None)
     timeout = 300 + (settle + iterations) * (60 * len(rates) + 5 * at_least)
-    return run(servers, command(model, variant, count), sleep, changes | {count - 1: None}, timeout)
+    arguments = (servers, command(model, variant, count), sleep, changes | {count - 1: None})
+    results = run_world(2, run, *arguments, timeout=timeout)
+    return Observed([ends for ends, _ in results], bubbles("\n".join(text for _, text in results)))
+
+
+def run(
+    rank: int, servers: Servers, argv: list[str], sleep: list[float], rates: Mapping[int, float | None]
+) -> tuple[Ends, str]:
+    """Train on server `rank`, on a core of its own; each microbatch's forward and backward also sleep. The ends of the
+    iterations, and the output.
+
+    rates: Mbit/s of the link, by the number of iterations before the change; None: no limit
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=INTERFACE)
+    sent: list[int] = []
+
+    def after_step(_losses: Any) -> None:
+        sent.append(sent_bytes())
+        if rank == 0 and len(sent) in rates:
+            servers.limit(rates[len(sent)])
+
+    with servers.inside(rank):
+        observed = train(rank, argv, *sleep, after_step=after_step)
+    return list(zip(observed.ends, sent)), own_output()
+
+
+def bubbles(log: str) -> dict[int, tuple[float, ...]]:
+    """The shares of the time that the stages waited, by iteration, from the ranks' output."""
+    lines = [(line.iteration, line.fields["bubble"]) for line in run_log.training(log) if "bubble" in line.fields]
+    return {number: tuple(float(share.rstrip("%")) / 100 for share in shares.split("/")) for number, shares in lines}
 
 
 def first_of(number: int, settle: int, iterations: int) -> int:
@@ -218,7 +262,7 @@ def rows_of(
 
 
 def compare(rows: list[Row], model: Model, links: list[Link]) -> None:
-    """Fill in the ratio to the bytes of 2bw, and the simulated times."""
+    """Fill in the ratio to the bytes of 2bw, and the simulated times: the forward half as long as the backward."""
     ours = {row.rate: row.sent_mb for row in rows if row.variant == "2bw"}
     for row in rows:
         if row.rate in ours:
@@ -227,16 +271,9 @@ def compare(rows: list[Row], model: Model, links: list[Link]) -> None:
         own = [row for row in rows if row.variant == variant]
         for row, link in zip(own, links):
             cycle = own[0].iteration_ms / model.microbatches  # on the unlimited link
-            row.simulated_ms = round(simulated_ms(extra, cycle, link.message_ms, model.microbatches), 1)
-
-
-def simulated_ms(extra: int, cycle: float, message: float, microbatches: int) -> float:
-    """An iteration of 2bw with `extra` more forwards ahead; all times in milliseconds.
-
-    cycle: of a forward and a backward of either stage, the forward half as long as the backward.
-    """
-    times = Times(cycle / 3, 2 * cycle / 3, transfer=message, occupied=message)
-    return iteration_time(TwoBW(extra_warmup=(extra,)), 2, microbatches, times)
+            times = Times(cycle / 3, 2 * cycle / 3, transfer=link.message_ms, occupied=link.message_ms)
+            schedule = TwoBW(extra_warmup=(extra,))
+            row.simulated_ms = round(iteration_time(schedule, 2, model.microbatches, times), 1)
 
 
 LINES = {  # of the picture: colour and name
@@ -315,11 +352,8 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
         servers.limit(megabits(rate))
         link = Link(rate, *(round(x, 3) for x in servers.measure(model.message, megabits=megabits(rate))))
         links.append(link)
-        print(
-            f"link {rate:>9s} Mbit/s: {link.measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's activations in "
-            f"{link.message_ms:.2f} ms",
-            flush=True,
-        )
+        speed = f"{link.measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's activations in {link.message_ms:.2f} ms"
+        print(f"link {rate:>9s} Mbit/s: {speed}", flush=True)
     result["links"] = [asdict(link) for link in links]
     for variant in chosen.variants:
         begun = time.monotonic()

@@ -26,6 +26,7 @@ import torch
 
 from megatron_2bw import cpu
 from megatron_2bw.local_ranks import own_output
+from megatron_2bw.start import observed as entry
 
 # Calls that can wait for the GPU, by the beginning of their names; the last is the reading of one number.
 WAITS = ("cudaStreamSync", "cudaDeviceSync", "cudaEventSync", "cudaMemcpy", "cudaMalloc", "cudaFree", "cudaHost")
@@ -72,34 +73,22 @@ def train(
     faulthandler.dump_traceback_later(max(deadline - time.monotonic() - MARGIN, 1))
     from megatron.training import training
 
-    from megatron_2bw.start.launch import launch
+    observed, hooks, losses, models, show = Observed(), Hooks(), [], [], training.print_datetime
 
-    observed, hooks, losses, models = Observed(), Hooks(), [], []
-    setup, step, show = training.setup_model_and_optimizer, training.train_step, training.print_datetime
-
-    def observed_setup(*args, **kwargs):
-        model, *rest = setup(*args, **kwargs)
-        models.extend(model)
-        return model, *rest
-
-    def observed_step(*args, **kwargs):
-        result = step(*args, **kwargs)
-        losses.append([loss.detach().clone() for loss in result[0].values()])
+    def after_step(found):
+        losses.append([loss.detach().clone() for loss in found.values()])
         for hook in hooks.after_step:
             hook(len(losses))
-        return result
 
     def observed_end(text, *args, **kwargs):
         if text.startswith("after training"):
             observed.static_bytes = torch.cuda.memory_allocated()
         return show(text, *args, **kwargs)
 
-    training.setup_model_and_optimizer, training.train_step = observed_setup, observed_step
     training.print_datetime = observed_end
     for observer in observers:
         observer(observed, hooks)
-    sys.argv = ["pretrain_gpt_2bw.py", *argv]
-    launch("megatron_2bw.tasks.gpt")
+    entry.train(argv, lambda model, _optimizer: models.extend(model), after_step)
     for hook in hooks.at_end:
         hook()
     params = [param for model in models for param in model.parameters()]
