@@ -96,7 +96,8 @@ def write_figure(path: str | os.PathLike, figure: Any, dpi: int = 150) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename what is at `path`, if anything is, to the first free name of NAME.1, NAME.2, ..."""
-    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    """Rename what is at `path`, if anything is, to the first free of NAME.1, NAME.2, ...; of a file, NAME.1.ENDING."""
+    stem, ending = (path.stem, path.suffix) if path.is_file() else (path.name, "")
+    names = (path.with_name(f"{stem}.{number}{ending}") for number in itertools.count(1))
     if path.exists():
         path.rename(next(name for name in names if not name.exists()))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -75,11 +74,9 @@ def result_of(run: Run) -> dict[str, Any] | None:
             continue
         except (ValueError, LookupError, TypeError):
             raise UserError(f"{run.folder / name}: not what a run leaves; --fresh sets all runs aside") from None
-        if other and (name == "result.json" or _checkpoints(run)):
-            raise UserError(
-                f"{run.folder} holds a run of other flags; give another NAME, or --fresh, which "
-                "sets all runs aside and begins again"
-            )
+        if other and (name == "result.json" or run.checkpoints.exists()):
+            remedy = "give another NAME, or --fresh, which sets all runs aside and begins again"
+            raise UserError(f"{run.folder} holds a run of other flags; {remedy}")
         if name == "result.json":
             return stored
     return None
@@ -89,17 +86,8 @@ def _sound(result: dict[str, Any]) -> bool:
     """Whether result.json has the curves that the report reads."""
     points = [(end, 0 if loss is None else loss) for end, loss in result["training"] + result["validation"]]
     plain = all(type(number) in (int, float) and abs(number) < 1e300 for point in points for number in point)
-    times = type(result["seconds_per_iteration"]) in (int, float, type(None))
-    return (
-        plain
-        and times
-        and type(result["diverged"]) is bool
-        and bool(result["diverged"] or result["training"] and result["validation"])
-    )
-
-
-def _checkpoints(run: Run) -> bool:
-    return (run.folder / "checkpoints").exists()
+    types = type(result["seconds_per_iteration"]) in (int, float, type(None)) and type(result["diverged"]) is bool
+    return plain and types and bool(result["diverged"] or result["training"] and result["validation"])
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -111,9 +99,8 @@ class Job:
     def __init__(self, run: Run, lock: int, gpus: str | None):
         run.folder.mkdir(parents=True, exist_ok=True)
         write_json(run.folder / "command.json", {"command": run.command}, indent=None)
-        if run.log.exists() and not _checkpoints(run):  # it starts again, perhaps with other flags
-            names = (run.log.with_suffix(f".{number}.log") for number in itertools.count(1))
-            run.log.rename(next(name for name in names if not name.exists()))
+        if not run.checkpoints.exists():  # it starts again, perhaps with other flags
+            set_aside(run.log)
         self.run, self.iteration, self.loss, self.said, self._rest = run, 0, math.nan, 0.0, ""
         self._begun = time.monotonic()
         with open(run.log, "a") as log:
@@ -162,9 +149,8 @@ class Board:
         """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512 (vanilla 4.498), 2:10 elapsed, about ..."""
         run = job.run
         self.losses[run, job.iteration] = job.loss
-        same_seed = (other for other in self.runs if (other.lr, other.seed) == (run.lr, run.seed) and other != run)
-        vanilla = next((other for other in same_seed if other.variant == "vanilla"), None)
-        loss = self.losses.get((vanilla, job.iteration))
+        vanilla = {(other.lr, other.seed): other for other in self.runs if other.variant == "vanilla" and other != run}
+        loss = self.losses.get((vanilla.get((run.lr, run.seed)), job.iteration))
         compared = "" if loss is None else f" (vanilla {loss:.3f})"
         return (
             f"{self.number(run)} {run.title}: iteration {job.iteration}/{self.iterations}, loss {job.loss:.3f}"
