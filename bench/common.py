@@ -11,6 +11,8 @@ from typing import Any
 
 from megatron_2bw.files import new_figure, write_figure, write_json
 
+COLOURS = ("#4292c6", "#bdbdbd", "#fdae6b", "#74c476")
+
 
 def new_parser(description: str, name: str) -> argparse.ArgumentParser:
     """With --json, by default out/bench/`name`.json."""
@@ -28,15 +30,12 @@ def bar_chart(groups: Sequence[str], series: Mapping[str, Sequence[float]], labe
     """Horizontal bars with their values: a group for each of `groups`, and in it a bar of each series (NaN: none)."""
     height = 0.84 / len(series)
     names = [textwrap.fill(group, 36, break_on_hyphens=False, break_long_words=False) for group in groups]
-    figure = new_figure(
-        7, 0.8 + max(0.17 * len(series) + 0.1, 0.17 * max(n.count("\n") + 1 for n in names)) * len(groups)
-    )
+    lines = max(name.count("\n") + 1 for name in names)
+    figure = new_figure(7, 0.8 + max(0.17 * len(series) + 0.1, 0.17 * lines) * len(groups))
     axis = figure.subplots()
     for place, (name, values) in enumerate(series.items()):
         ys = [y + (place + 0.5) * height - 0.42 for y in range(len(groups))]
-        bars = axis.barh(
-            ys, values, 0.94 * height, label=name, color=("#4292c6", "#bdbdbd", "#fdae6b", "#74c476")[place % 4]
-        )
+        bars = axis.barh(ys, values, 0.94 * height, label=name, color=COLOURS[place % len(COLOURS)])
         texts = ["" if math.isnan(value) else format(value, form) for value in values]
         axis.bar_label(bars, texts, padding=3, fontsize=8)
     axis.set_yticks(range(len(groups)), names, fontsize=9)

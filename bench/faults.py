@@ -195,11 +195,8 @@ def disturb(job: Job, folder: Path, ranks: int, kills: int, draw: random.Random)
     try:
         for drawn in draw.choices(list(MOMENTS), weights=list(MOMENTS.values()), k=kills):
             done.append(last := kill(job, drawn, folder, ranks, draw))
-            print(
-                f"kill {len(done):3} of {kills}: rank {last.rank} ({last.moment}) after iteration {last.iteration}; "
-                f"continues from {last.latest}; the others ended in {last.others_ended_s} s",
-                flush=True,
-            )
+            what = f"rank {last.rank} ({last.moment}) after iteration {last.iteration}; continues from {last.latest}"
+            print(f"kill {len(done):3} of {kills}: {what}; the others ended in {last.others_ended_s} s", flush=True)
         job.finish()
     except (TimeoutError, EOFError, psutil.Error, subprocess.TimeoutExpired) as error:
         print(f"stopped: {error}\n" + "\n".join(job.text()[-40:]), flush=True)

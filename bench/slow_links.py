@@ -128,26 +128,16 @@ class Row:
 
 def options() -> argparse.Namespace:
     parser = new_parser(__doc__, "slow_links")
-    parser.add_argument(
-        "--rates",
-        type=words,
-        default=["1000", "200", "50"],
-        metavar="MBIT,...",
-        help="Mbit/s in each direction, after the unlimited link",
-    )
+    meaning = "Mbit/s in each direction, after the unlimited link"
+    parser.add_argument("--rates", type=words, default=["1000", "200", "50"], metavar="MBIT,...", help=meaning)
     parser.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), metavar="NAME,...")
     for name, size in {"layers": 8, "hidden": 512, "heads": 8, "sequence": 128, "micro-batch": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--microbatches", type=int, default=8, help="in a global batch")
     parser.add_argument("--iterations", type=int, default=3, help="measured at each rate")
     parser.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
-    parser.add_argument(
-        "--sleep-ms",
-        type=lambda text: tuple(map(float, words(text))),
-        default=(0.0, 0.0),
-        metavar="F,B",
-        help="sleep in each forward and backward",
-    )
+    times, meaning = lambda text: tuple(map(float, words(text))), "sleep in each forward and backward"
+    parser.add_argument("--sleep-ms", type=times, default=(0.0, 0.0), metavar="F,B", help=meaning)
     chosen = parser.parse_args()
     for rate in chosen.rates:
         if not re.fullmatch(r"\d+(\.\d+)?", rate) or not 1 <= float(rate) <= 4000:
@@ -245,19 +235,10 @@ def rows_of(
         bubble = [statistics.median(each) for each in zip(*shares)]
         seconds = statistics.median(took)
         unlimited = rows[0].iteration_ms if rows else 1e3 * seconds
-        rows.append(
-            Row(
-                variant,
-                link.rate,
-                link.measured_mbit,
-                round(1e3 * seconds, 1),
-                round(1e3 * (max(took) - min(took)), 1),
-                round(1e3 * seconds / unlimited, 3),
-                round(statistics.median(sent) / 1e6, 3),
-                round(model.theory(variant) / 1e6, 3),
-                bubble=" / ".join(f"{share:.3f}" for share in bubble),
-            )
-        )
+        times = round(1e3 * seconds, 1), round(1e3 * (max(took) - min(took)), 1), round(1e3 * seconds / unlimited, 3)
+        bytes_sent = round(statistics.median(sent) / 1e6, 3), round(model.theory(variant) / 1e6, 3)
+        shown = " / ".join(f"{share:.3f}" for share in bubble)
+        rows.append(Row(variant, link.rate, link.measured_mbit, *times, *bytes_sent, bubble=shown))
     return rows
 
 
@@ -378,15 +359,13 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
 def main() -> int:
     chosen = options()
     exit_on_signals()  # so that `with` and `finally` run
-    model = Model(
-        chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, chosen.micro_batch, chosen.microbatches, 1024
-    )
+    sizes = (chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, chosen.micro_batch, chosen.microbatches)
 
     def work() -> int:
         if why := missing():
             raise UserError(why)
         with Servers() as servers:
-            return 1 if measure(servers, chosen, model) else 0
+            return 1 if measure(servers, chosen, Model(*sizes, vocabulary=1024)) else 0
 
     return run_program("slow_links.py", work)
 

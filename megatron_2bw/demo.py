@@ -152,10 +152,8 @@ def against_a_flush(options: argparse.Namespace, text: str, corpus_flags: list[s
     ours = mean_time(text, iterations)
     if not flush or not ours:
         return "the log lacks the times"
-    return (
-        f"{ours:.0f} ms an iteration, {flush:.0f} with a flush (pipedream-flush, {flush / ours - 1:+.0%}); the stages' "
-        "processes share the cores of this machine"
-    )
+    times = f"{ours:.0f} ms an iteration, {flush:.0f} with a flush (pipedream-flush, {flush / ours - 1:+.0%})"
+    return f"{times}; the stages' processes share the cores of this machine"
 
 
 def draw(path: Path, losses: Losses, summary: dict) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import itertools
 import json
 import math
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,6 +53,15 @@ def write_whole(
 def write_json(path: str | os.PathLike, content: Any, indent: int | None = 1, sync: bool = False) -> None:
     """`write_whole` of the content as JSON, with null for infinite numbers and NaN."""
     write_whole(path, json.dumps(finite(content), indent=indent, allow_nan=False) + "\n", sync)
+
+
+def write_csv(path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]) -> None:
+    """`write_whole` of the rows, which have the same columns, with a head."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue())
 
 
 def read_yaml(path: str | os.PathLike) -> Any:

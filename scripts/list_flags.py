@@ -112,15 +112,11 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """(what is typed, its parser), the main job first."""
     yield "`pretrain_gpt_2bw.py`, `pretrain_bert_2bw.py`", add_flags(argparse.ArgumentParser())
     for typed, (module, name, argv) in COMMANDS.items():
-        yield from _with_commands(typed, parser_of(getattr(importlib.import_module(module), name), argv))
-
-
-def _with_commands(typed: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    yield typed, parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, own in action.choices.items():
-                yield f"{typed[:-1]} {name}`", own
+        parser = parser_of(getattr(importlib.import_module(module), name), argv)
+        yield typed, parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from ((f"{typed[:-1]} {command}`", own) for command, own in action.choices.items())
 
 
 def rows() -> Iterator[tuple[str, str, str, list[str]]]:
@@ -166,9 +162,8 @@ def texts_of(rule: Rule | sizes.Check) -> tuple[str, str, str]:
     if not isinstance(rule, Rule):
         text = " ".join(rule.__doc__.split("\n\n")[0].split())
         return ", ".join(f"`{flag}`" for flag in dict.fromkeys(re.findall(r"--[\w-]+", text))), "always", text
-    text = (
-        re.sub(r" ?\{[^}]*\}", "", rule.why).removeprefix(":").strip().replace(f"leave {rule.flag} out", "leave it out")
-    )
+    text = re.sub(r" ?\{[^}]*\}", "", rule.why).removeprefix(":").strip()
+    text = text.replace(f"leave {rule.flag} out", "leave it out")
     when = "if it is typed" if rule.typed else WHEN.get(rule.scope, f"with `{rule.scope}`")
     flag = f"`{rule.flag}{'…' * rule.flag.endswith('-')}`"
     return flag + " (in some cases)" * (rule.when is not None and rule.scope != "line"), when, text

@@ -16,8 +16,6 @@ Invariant: all settings and all of the paper's values come from scripts/paper.ya
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import math
 import shlex
@@ -36,7 +34,7 @@ from bench.tables import table
 from megatron_2bw.convergence import plot as convergence_plot
 from megatron_2bw.convergence.report import summarize
 from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
-from megatron_2bw.files import write_whole
+from megatron_2bw.files import write_csv, write_whole
 from megatron_2bw.planner.describe.cluster import PRESETS
 from megatron_2bw.planner.describe.inputs import named_cluster
 from megatron_2bw.planner.tell.explain import old_gpu
@@ -69,9 +67,8 @@ def measured_rows(name: str, out: Path, fresh: bool) -> list[dict[str, Any]]:
             command = [sys.executable, *shlex.split(part["command"]), "--json", str(path)]
             print(f"paper.py: python {part['command']}", flush=True)
             if subprocess.run(command, cwd=ROOT, check=False).returncode:
-                raise UserError(
-                    f"{part['command'].split()[0]} failed, see above; --skip-measurements takes recorded results"
-                )
+                remedy = "--skip-measurements takes recorded results"
+                raise UserError(f"{part['command'].split()[0]} failed, see above; {remedy}")
         rows += json.loads(path.read_text())["rows"]
     return rows
 
@@ -202,23 +199,18 @@ def write_figure(figure: str, own: Sequence[Panel], options: argparse.Namespace)
     """Write the figure's picture, table and page to --out. Returns the page and its claims."""
     collected = {}
     if options.collect and (own or figure == "11"):
-        collected = {row["run"]: row for row in sweep.rows(jobs_folder(options.out, figure), options.warm_up)}
+        jobs = jobs_folder(options.out, figure)
+        collected = {row["run"]: row for row in sweep.rows(jobs, options.warm_up)}
         if not collected:
-            raise UserError(
-                f"--collect: nothing was submitted for figure {figure} to {jobs_folder(options.out, figure)}"
-            )
+            raise UserError(f"--collect: nothing was submitted for figure {figure} to {jobs}")
     found = paper_figures.largest_models(collected) if figure == "11" else []
     if "panel" in PAPER["figures"][figure] and figure != "11":
         found = paper_figures.points(figure, own, collected)
     rows = judged(figure, found, collected, options.out, not options.skip_measurements)
     options.out.mkdir(parents=True, exist_ok=True)
     drawn = picture(figure, found, options.out / f"figure{figure}.png")
-    text = io.StringIO(newline="")
     entries = [asdict(point) for point in found] or [claim_row(row) for row in rows]
-    writer = csv.DictWriter(text, list(entries[0]))
-    writer.writeheader()
-    writer.writerows(entries)
-    write_whole(options.out / f"figure{figure}.csv", text.getvalue())
+    write_csv(options.out / f"figure{figure}.csv", entries)
     content = page(figure, found, rows, drawn)
     if options.figure != NAMES:
         write_whole(options.out / f"figure{figure}.md", content)
@@ -242,10 +234,9 @@ def panels_on(figure: str, name: str) -> list[Panel]:
         print(f"paper.py: {' '.join(line.split())}", file=sys.stderr)
     each, where = cluster.gpus_per_server, name if name in PRESETS else str(Path(name).resolve())
     fitting = [panel for panel in own if name in PRESETS or panel.gpus <= cluster.gpus]
-    for panel in own:
-        if panel not in fitting:
-            line = f"paper.py: {panel.figure} is left out: it needs {panel.gpus} GPUs, {name} has {cluster.gpus}"
-            print(line, file=sys.stderr)
+    for panel in (panel for panel in own if panel not in fitting):
+        line = f"paper.py: {panel.figure} is left out: it needs {panel.gpus} GPUs, {name} has {cluster.gpus}"
+        print(line, file=sys.stderr)
     if own and not fitting:
         raise UserError(f"--cluster {name}: it has {cluster.gpus} GPUs, fewer than any run of figure {figure}")
     return [
@@ -262,6 +253,18 @@ def submit(figure: str, own: list[Panel], options: argparse.Namespace) -> None:
     sweep.submit(chosen)
 
 
+def parse_jobs(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse with the flags of a command that prints or submits Slurm jobs, too."""
+    option = parser.add_argument
+    option("--cluster", default="", metavar="NAME|FILE.yaml", help="of the planner: print the Slurm jobs for it")
+    option("--submit", action="store_true", help="submit the jobs")
+    option("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
+    options = parser.parse_args(words)
+    if options.submit and not options.cluster:
+        parser.error("--submit: give --cluster NAME|FILE.yaml, whose servers the jobs use")
+    return options
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
     words, flags = split_flags(words)
     parser = Parser(prog="paper.py", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -269,16 +272,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     option("--figure", type=names_of(NAMES), default=NAMES, metavar="NAME,...", help=f"of {', '.join(NAMES)} (all)")
     option("--out", type=lambda text: Path(text).resolve(), default=ROOT / "out" / "paper", metavar="DIR")
     option("--skip-measurements", action="store_true", help="take the recorded results of the benchmarks")
-    option("--cluster", default="", metavar="NAME|FILE.yaml", help="of the planner: print the Slurm jobs for it")
-    option("--submit", action="store_true", help="submit the jobs")
     option("--collect", action="store_true", help="add what the jobs measured to the tables")
     option("--warm-up", type=int, default=10, metavar="N", help="with --collect: iterations not counted (10)")
-    option("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
-    options = parser.parse_args(words)
+    options = parse_jobs(parser, words)
     options.flags = flags
     jobs = bool(options.cluster) and not options.collect
-    if options.submit and not options.cluster:
-        parser.error("--submit: give --cluster NAME|FILE.yaml, whose servers the jobs use")
     if options.submit and options.collect:
         parser.error("--collect: it comes after --submit; give one of them")
     if jobs and options.figure == NAMES:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -151,11 +152,9 @@ class Board:
         self.losses[run, job.iteration] = job.loss
         vanilla = {(other.lr, other.seed): other for other in self.runs if other.variant == "vanilla" and other != run}
         loss = self.losses.get((vanilla.get((run.lr, run.seed)), job.iteration))
-        compared = "" if loss is None else f" (vanilla {loss:.3f})"
-        return (
-            f"{self.number(run)} {run.title}: iteration {job.iteration}/{self.iterations}, loss {job.loss:.3f}"
-            f"{compared}, {duration(time.monotonic() - self._begun)} elapsed{self._left([job, *others])}"
-        )
+        losses = f"loss {job.loss:.3f}" + ("" if loss is None else f" (vanilla {loss:.3f})")
+        times = f"{duration(time.monotonic() - self._begun)} elapsed{self._left([job, *others])}"
+        return f"{self.number(run)} {run.title}: iteration {job.iteration}/{self.iterations}, {losses}, {times}"
 
     def number(self, run: Run) -> str:
         return f"[{self.runs.index(run) + 1}/{len(self.runs)}]"
@@ -279,9 +278,8 @@ def report(board: Board, options) -> list[dict[str, Any]]:
     """Write runs.json, curves.png and report.md from the results so far. Returns a row for each (lr, variant)."""
     results = {(run.lr, run.variant, run.seed): result for run, result in board.results.items()}
     seeds = [int(seed) for seed in options.seeds]
-    rows = [
-        summarize(results, lr, variant, seeds, options.iterations) for lr in options.lr for variant in options.variants
-    ]
+    pairs = itertools.product(options.lr, options.variants)
+    rows = [summarize(results, lr, variant, seeds, options.iterations) for lr, variant in pairs]
     rows = [row for row in rows if row["finished"]]
     runs = [
         {"variant": run.variant, "lr": run.lr, "seed": run.seed, "folder": str(run.folder.relative_to(options.out))}
@@ -321,12 +319,9 @@ def facts(board: Board, options) -> list[str]:
 
 
 def troubles(board: Board) -> list[str]:
-    ended = [
-        f"{run.title}: diverged by iteration {result.get('iteration', 0)}"
-        for run, result in board.results.items()
-        if result["diverged"]
-    ]
-    return ended + [f"{run.title}: {why}" for run, why in board.failures.items()]
+    gone = {run: result.get("iteration", 0) for run, result in board.results.items() if result["diverged"]}
+    lines = [f"{run.title}: diverged by iteration {iteration}" for run, iteration in gone.items()]
+    return lines + [f"{run.title}: {why}" for run, why in board.failures.items()]
 
 
 def judge(rows: Sequence[dict[str, Any]], options) -> int:
@@ -355,10 +350,8 @@ def compare(options, lock: int) -> int:
     for run in board.runs:
         if result := result_of(run):
             board.take(run, result)
-    say(
-        f"convergence.py: {len(board.runs)} runs of {options.iterations} iterations, {len(board.results)} of them are "
-        f"there; {options.out}"
-    )
+    runs = f"{len(board.runs)} runs of {options.iterations} iterations"
+    say(f"convergence.py: {runs}, {len(board.results)} of them are there; {options.out}")
     if not options.report_only:
         train(board, options, lock, lambda: report(board, options))
     rows = report(board, options)

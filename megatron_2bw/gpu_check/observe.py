@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,10 +154,9 @@ def timed(observed: Observed, hooks: Hooks, first: int = 4) -> None:
 
     def timed_execute(self, action):
         pipelines[:] = [self]
-        begun = time.perf_counter()
-        execute(self, action)
+        took = seconds_of(lambda: execute(self, action))
         if action.kind in "RS":
-            steps[len(ends)] += time.perf_counter() - begun
+            steps[len(ends)] += took
 
     def mark(done: int) -> None:
         if done in (first, get_args().train_iters):
@@ -172,16 +172,17 @@ def timed(observed: Observed, hooks: Hooks, first: int = 4) -> None:
             observed.figures["late_step_ms"] = 1e3 * statistics.median(list(steps.values())[2:])
         stores = getattr(pipelines[0].update, "stores", None) if pipelines else None
         if stores is not None and len(stores.versions) > 1:
-            observed.figures["flip_ms"] = 1e3 * statistics.median(_flip(stores, turn) for turn in range(20))
+            flips = [seconds_of(partial(stores.bind, stores.versions[turn % 2])) for turn in range(20)]
+            observed.figures["flip_ms"] = 1e3 * statistics.median(flips)
 
     Pipeline.execute = timed_execute
     hooks.after_step.append(mark)
     hooks.at_end.append(summary)
 
 
-def _flip(stores: Any, turn: int) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
     begun = time.perf_counter()
-    stores.bind(stores.versions[turn % 2])
+    work()
     return time.perf_counter() - begun
 
 
