@@ -268,12 +268,6 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def different_tensors(one: Path, other: Path) -> list[str]:
-    found, expected = tensors(one), tensors(other)
-    wrong = sorted(found.keys() ^ expected.keys())
-    return wrong + [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
-
-
 def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the job undisturbed and with kills, and compare: what the JSON holds."""
     begin, ranks, kills = time.monotonic(), options.ranks, options.kills
@@ -299,7 +293,9 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if not stopped:
         last = checkpoint_name(iterations)
         wrong = different_losses(job.text(), calm)
-        wrong += different_tensors(folder / "disturbed" / last, folder / "peace" / last)
+        found, expected = (tensors(folder / name / last) for name in ("disturbed", "peace"))
+        wrong += sorted(found.keys() ^ expected.keys())
+        wrong += [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
         wrong += [f"status {server.returncode}" for server in job.servers if server.returncode]
     for text in wrong:
         print(f"differs: {text}", flush=True)
@@ -334,8 +330,7 @@ def draw(report: dict[str, Any]) -> Any:
         points = [(each["at_s"], each["iteration"]) for each in report["each"] if each["moment"] == moment]
         if points:
             axes.plot(*zip(*points), "x", color=color, label=f"killed: {moment} ({len(points)})")
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("iteration")
+    axes.set(xlabel="seconds", ylabel="iteration")
     title = "{survived} kills survived, {checkpoints_lost} checkpoints lost, {differences} differences"
     axes.set_title(title.format(**report), fontsize=10)
     axes.legend(fontsize=8)

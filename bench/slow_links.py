@@ -281,14 +281,11 @@ def draw(entries: list[dict[str, Any]]) -> Any:
         times = [row.iteration_ms / 1e3 for row in own]
         left.plot([row.measured_mbit for row in own], times, "o-", color=colour, label=label)
     links = {row.measured_mbit: row.rate for row in rows}
-    left.set_xscale("log")
+    left.set(xscale="log", xlabel="rate of the link (Mbit/s)", yscale="log", ylabel="iteration (s)")
     left.set_xticks(list(links), list(links.values()))
     left.set_xticks([], minor=True)
-    left.set_xlabel("rate of the link (Mbit/s)")
-    left.set_yscale("log")
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-    left.set_ylabel("iteration (s)")
     left.grid(which="both", linewidth=0.3)
     left.legend(fontsize=8)
     last = [next(row for row in rows[::-1] if row.variant == name) for name in names]
@@ -296,10 +293,9 @@ def draw(entries: list[dict[str, Any]]) -> Any:
     for place, row in enumerate(last):
         right.plot([place - 0.45, place + 0.45], [row.theory_mb] * 2, color="black", linewidth=1)
         right.text(place, row.sent_mb * 1.1, f"{row.sent_mb:.3g}", ha="center", fontsize=8)
-    right.set_yscale("log")
+    limits = min(row.theory_mb for row in last) / 3, 3 * max(row.sent_mb for row in last)
+    right.set(yscale="log", ylim=limits, ylabel="MB sent by a server in an iteration")
     right.yaxis.set_major_formatter("{x:g}")
-    right.set_ylim(bottom=min(row.theory_mb for row in last) / 3, top=3 * max(row.sent_mb for row in last))
-    right.set_ylabel("MB sent by a server in an iteration")
     right.set_title("black lines: what the method must send", fontsize=9)
     right.set_xticks(range(len(names)), [LINES[name][1] for name in names], rotation=30, ha="right", fontsize=8)
     for axis in (left, right):

@@ -80,8 +80,7 @@ def draw(
         lower.set_yticks([tick for tick in TICKS if least <= tick <= most])
         lower.set_ylim(least, most)
         lower.yaxis.set_major_formatter(lambda tick, _: f"{tick:+g}".replace("-", "−") if tick else "0")
-        lower.set_xlabel("iteration")
-        lower.set_xlim(0, iterations)
+        lower.set(xlabel="iteration", xlim=(0, iterations))
         for axes in (upper, lower):
             axes.grid(linewidth=0.4, alpha=0.5)
             axes.spines[["top", "right"]].set_visible(False)

@@ -340,23 +340,19 @@ def judge(rows: Sequence[dict[str, Any]], options) -> int:
 
 def work(options) -> int:
     with locked(options.out) as lock:
-        return compare(options, lock)
-
-
-def compare(options, lock: int) -> int:
-    if options.fresh:
-        set_aside(options.out / "runs")
-    board = Board(grid(options, built_in(options)), options.iterations)
-    for run in board.runs:
-        if result := result_of(run):
-            board.take(run, result)
-    runs = f"{len(board.runs)} runs of {options.iterations} iterations"
-    say(f"convergence.py: {runs}, {len(board.results)} of them are there; {options.out}")
-    if not options.report_only:
-        train(board, options, lock, lambda: report(board, options))
-    rows = report(board, options)
-    say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
-    return max(judge(rows, options), 1 if board.failures else 0)
+        if options.fresh:
+            set_aside(options.out / "runs")
+        board = Board(grid(options, built_in(options)), options.iterations)
+        for run in board.runs:
+            if result := result_of(run):
+                board.take(run, result)
+        runs = f"{len(board.runs)} runs of {options.iterations} iterations"
+        say(f"convergence.py: {runs}, {len(board.results)} of them are there; {options.out}")
+        if not options.report_only:
+            train(board, options, lock, lambda: report(board, options))
+        rows = report(board, options)
+        say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
+        return max(judge(rows, options), 1 if board.failures else 0)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "convergence.py") -> int:

@@ -51,7 +51,12 @@ def words(
     elif precision and precision != entry["precision"]:
         raise UserError(f"PRECISION={precision}: PLAN={plan} is for {entry['precision']}; plan with --precision")
     else:
-        best = _planned(entry, plan, servers, processes)
+        best, cluster = entry["plans"][0], entry["cluster"]
+        if (cluster["servers"], cluster["gpus_per_server"]) != (servers, processes):
+            wanted = "{servers} nodes with {gpus_per_server} GPUs each".format(**cluster)
+            flags = "--nodes={servers} --gpus-per-node={gpus_per_server}".format(**cluster)
+            job = f"the job has {servers} with {processes}: give sbatch {flags}, or plan for these"
+            raise UserError(f"PLAN={plan} is for {wanted}, {job}")
         sizes, run = best["flags"], best.get("training", training.flags(""))  # older files have none
         interval = best.get("save_interval", interval)
     try:
@@ -94,17 +99,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not whole:
         raise UserError(f"PLAN={path} holds no plan; write it with megatron-2bw-plan ... --json {path}")
     return content
-
-
-def _planned(entry: dict[str, Any], plan: str, servers: int, processes: int) -> dict[str, Any]:
-    """The first plan, if it was planned for this allocation."""
-    cluster = entry["cluster"]
-    wanted = (cluster["servers"], cluster["gpus_per_server"])
-    if wanted != (servers, processes):
-        nodes = f"{wanted[0]} nodes with {wanted[1]} GPUs each, the job has {servers} with {processes}"
-        remedy = f"give sbatch --nodes={wanted[0]} --gpus-per-node={wanted[1]}, or plan for these"
-        raise UserError(f"PLAN={plan} is for {nodes}: {remedy}")
-    return entry["plans"][0]
 
 
 def default_plan(model: Model, ranks: int) -> Plan:
