@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.tables import table
 from megatron_2bw.convergence import plot as convergence_plot
-from megatron_2bw.convergence.report import summarize
 from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
 from megatron_2bw.files import write_csv, write_whole
 from megatron_2bw.planner.describe.cluster import PRESETS
@@ -85,32 +84,27 @@ def measured_here(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
     return f"{one / two:.2f}" if "ratio" in spec else f"{one} against {two}"
 
 
-def losses(kind: str) -> dict[str, Any]:
-    """The recorded runs of scripts/convergence.py --paper: 2BW's row, and the number of iterations."""
-    content = json.loads((ROOT / PAPER["convergence"][kind]).read_text())
-    results = {(run["lr"], run["variant"], run["seed"]): run for run in content["runs"] if "training" in run}
-    lr, seeds, iterations = content["learning_rates"][0], content["seeds"], content["iterations"]
-    rows = {name: summarize(results, lr, name, seeds, iterations) for name in ("vanilla", "2bw")}
-    return {"iterations": iterations, **rows}
-
-
 def judge_losses(spec: Mapping[str, Any], row: Claim, collected: Mapping[str, Mapping[str, Any]]) -> None:
-    """Figure 5, in the paper's statistic: the gap in perplexity, and the iterations that it stands for."""
+    """Figure 5, in the paper's statistic: the gap in perplexity, and the iterations that it stands for.
+
+    Measured here: the recorded runs of scripts/convergence.py --paper.
+    """
     real = {(entry["figure"], entry["schedule"]): entry["validation_loss"] for entry in collected.values()}
     two, one = (real.get(pair) for pair in ((spec["two_bw"], "2bw"), (spec["vanilla"], "pipedream-flush")))
     if one and two:
         row.on_cluster = f"{100 * (math.exp(two - one) - 1):+.2f} % perplexity"
-    kind = "bert" if spec["id"] == "bert" else "gpt"
-    if not (ROOT / PAPER["convergence"][kind]).exists():
-        row.notes.append(f"not measured: there is no {PAPER['convergence'][kind]}")
+    recorded = PAPER["convergence"]["bert" if spec["id"] == "bert" else "gpt"]
+    if not (ROOT / recorded).exists():
+        row.notes.append(f"not measured: there is no {recorded}")
         return
-    found = losses(kind)
-    by_seed = {name: found[name]["validation_loss"]["by_seed"] for name in ("vanilla", "2bw")}
+    content = json.loads((ROOT / recorded).read_text())
+    found = {entry["variant"]: entry for entry in content["summary"] if entry["lr"] == content["learning_rates"][0]}
+    by_seed = {name: entry["validation_loss"]["by_seed"] for name, entry in found.items()}
     gaps = [100 * (math.exp(by_seed["2bw"][seed] - loss) - 1) for seed, loss in by_seed["vanilla"].items()]
-    gap, lag = sum(gaps) / len(gaps), 100 * found["2bw"]["lag_iterations"]["of_means"] / found["iterations"]
+    gap, lag = sum(gaps) / len(gaps), 100 * found["2bw"]["lag_iterations"]["of_means"] / content["iterations"]
     row.here = f"{lag:.0f} % of the iterations" if spec["id"] == "lag" else f"{gap:+.2f} % perplexity"
     count = f"{len(gaps)} seeds" if len(gaps) > 1 else "one seed"
-    row.notes.append(f"small model, {found['iterations']} iterations, {count}; the same rate, warm-up and decay")
+    row.notes.append(f"small model, {content['iterations']} iterations, {count}; the same rate, warm-up and decay")
     row.holds = lag <= spec["most"] if spec["id"] == "lag" else gap <= spec["most"]
 
 
