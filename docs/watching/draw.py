@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.emulated import train
-from megatron_2bw.files import new_figure
+from megatron_2bw.files import new_figure, write_figure
 from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import own_output, run_world
 
@@ -72,7 +72,7 @@ def main() -> None:
     axis.set(ylim=(0, 0.5), xlabel="iteration", ylabel="bubble/mean")
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(HERE / "bubble.png", dpi=150)
+    write_figure(HERE / "bubble.png", figure)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import ctypes
 import faulthandler
 import os
 import random
-import re
 import signal
 import statistics
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megatron_2bw import cpu
+from megatron_2bw import cpu, run_log
 from megatron_2bw.local_ranks import own_output
 from megatron_2bw.start import observed as entry
 
@@ -96,7 +95,7 @@ def train(
     observed.parameters = sum(param.numel() for param in params)
     observed.peak_bytes = torch.cuda.max_memory_allocated()
     observed.losses = [float(loss) for each in losses for loss in each]
-    observed.skipped = sum(map(int, re.findall(r"skipped iterations: +(\d+)", own_output())))
+    observed.skipped = sum(line.skipped for line in run_log.training(own_output()))
     if observed.parameters < 10**7:
         observed.weights = [param.detach().cpu() for param in params]
     return observed
