@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_2bw.core.p2p import Channel
-from megatron_2bw.start import observed as entry
+from megatron_2bw.gpu_check import entry
 
 
 @dataclass

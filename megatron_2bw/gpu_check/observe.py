@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from megatron_2bw import cpu, run_log
+from megatron_2bw.gpu_check import entry
 from megatron_2bw.local_ranks import own_output
-from megatron_2bw.start import observed as entry
 
 # Calls that can wait for the GPU, by the beginning of their names; the last is the reading of one number.
 WAITS = ("cudaStreamSync", "cudaDeviceSync", "cudaEventSync", "cudaMemcpy", "cudaMalloc", "cudaFree", "cudaHost")

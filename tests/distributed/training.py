@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_2bw.start import observed as entry
+from megatron_2bw.gpu_check import entry
 
 BERT = "pretrain_bert_2bw.py"
 
