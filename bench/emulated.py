@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,18 +58,16 @@ class Sleep(torch.autograd.Function):
         return gradient, None, None, None
 
 
+Seconds = float | list[float]  # of all ranks, or of each
+
+
 def train(
-    rank: int,
-    argv: list[str],
-    forward: float | list[float],
-    backward: float | list[float],
-    as_nccl: bool = False,
-    after_step: Callable[[Mapping[str, Any]], object] = entry.nothing,
+    rank: int, argv: list[str], forward: Seconds, backward: Seconds, as_nccl: bool = False, after_step=entry.nothing
 ) -> Observed:
     """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward` seconds a microbatch.
 
-    forward, backward: of all ranks, or of each
-    as_nccl: post receives no earlier than on NCCL (`Receiver.hold_back`)
+    as_nccl     post receives no earlier than on NCCL (`Receiver.hold_back`)
+    after_step  called after each iteration, with its losses by name
     """
     from megatron.core.utils import get_attr_wrapped_model
 

@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 
@@ -35,9 +36,7 @@ WORDS = {  # of a variant's flags
 
 def draw_recorded(source: Path, path: Path) -> None:
     """The picture of a runs.json."""
-    content = json.loads(source.read_text())
-    results = {(run["lr"], run["variant"], run["seed"]): run for run in content["runs"] if "training" in run}
-    draw(results, content["learning_rates"], content["variants"], content["seeds"], content["iterations"], path)
+    draw(json.loads(source.read_text()), path)
 
 
 def name(variant: str, flags: Sequence[str]) -> str:
@@ -47,20 +46,17 @@ def name(variant: str, flags: Sequence[str]) -> str:
     return f"{variant}: {', '.join(words)}" if words else variant
 
 
-def draw(
-    results: Results,
-    rates: Sequence[str],
-    variants: Mapping[str, Sequence[str]],
-    seeds: Sequence[int],
-    iterations: int,
-    path: Path,
-) -> None:
+def draw(content: Mapping[str, Any], path: Path) -> None:
     """A column for each learning rate: the training losses, and below them what each variant has more than vanilla.
 
     Means over the seeds of the curves smoothed over a fiftieth (above) and a twentieth (below) of the iterations, in a
     band from the smallest to the largest. Markers are validations; a diverged run is left out.
+
+    content  what runs.json holds, of one run at least
     """
-    rates = [lr for lr in rates if any(key[0] == lr for key in results)]
+    results = {(run["lr"], run["variant"], run["seed"]): run for run in content["runs"] if "training" in run}
+    variants, seeds, iterations = (content[key] for key in ("variants", "seeds", "iterations"))
+    rates = [lr for lr in content["learning_rates"] if any(key[0] == lr for key in results)]
     figure = new_figure(max(6.4, 4.8 * len(rates)), 6.6 + 0.2 * len(variants) / len(rates))
     grid = figure.subplots(2, len(rates), squeeze=False, sharex=True, height_ratios=(1.1, 1))
     for place, lr in enumerate(rates):

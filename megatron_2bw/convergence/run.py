@@ -293,7 +293,7 @@ def report(board: Board, options) -> list[dict[str, Any]]:
     content |= {"learning_rates": options.lr, "seeds": seeds, "flags": options.flags, "summary": rows, "runs": runs}
     write_json(options.out / "runs.json", content, indent=None)
     if results:
-        draw(results, options.lr, options.variants, seeds, options.iterations, options.out / "curves.png")
+        draw(content, options.out / "curves.png")
     else:
         (options.out / "curves.png").unlink(missing_ok=True)  # of runs that were set aside
     text = markdown(f"Convergence: {options.name}", facts(board, options), rows, troubles(board))
