@@ -51,23 +51,23 @@ with it.
 
 SET = """Export another value and it stays. None of these values has been measured on a GPU."""
 
-# What is typed, and the function that parses it.
-COMMANDS: dict[str, tuple[str, str, list[str]]] = {
-    "`megatron-2bw-plan`": ("megatron_2bw.planner.cli", "main", []),
-    "`megatron-2bw-plan validate`": ("megatron_2bw.planner.cli", "main", ["validate"]),
-    "`megatron-2bw-plan profile`": ("megatron_2bw.planner.cli", "main", ["profile"]),
-    "`megatron-2bw-plan simulate`": ("megatron_2bw.planner.cli", "main", ["simulate"]),
-    "`megatron-2bw-plan calibrate`": ("megatron_2bw.planner.cli", "main", ["calibrate"]),
-    "`megatron-2bw convert import`": ("megatron_2bw.cli", "main", ["convert", "import"]),
-    "`megatron-2bw convert export`": ("megatron_2bw.cli", "main", ["convert", "export"]),
-    "`scripts/preprocess_data.py`": ("megatron_2bw.data.preprocess_cli", "main", []),
-    "`scripts/paper.py`": ("scripts.paper", "main", []),
-    "`scripts/slurm/sweep.py`": ("scripts.slurm.sweep", "main", []),
-    "`scripts/demo.py`": ("megatron_2bw.demo", "main", []),
-    "`scripts/convergence.py`": ("megatron_2bw.convergence.run", "main", []),
-    "`scripts/finetune_bert.py`": ("scripts.finetune_bert", "main", []),
-    "`scripts/table2.py`": ("scripts.table2", "main", []),
-    "`python -m megatron_2bw.data.corpus`": ("megatron_2bw.data.corpus", "main", []),
+# What is typed, and the module whose `main` parses it.
+COMMANDS = {
+    "`megatron-2bw-plan`": "megatron_2bw.planner.cli",
+    "`megatron-2bw-plan validate`": "megatron_2bw.planner.cli",
+    "`megatron-2bw-plan profile`": "megatron_2bw.planner.cli",
+    "`megatron-2bw-plan simulate`": "megatron_2bw.planner.cli",
+    "`megatron-2bw-plan calibrate`": "megatron_2bw.planner.cli",
+    "`megatron-2bw convert import`": "megatron_2bw.cli",
+    "`megatron-2bw convert export`": "megatron_2bw.cli",
+    "`scripts/preprocess_data.py`": "megatron_2bw.data.preprocess_cli",
+    "`scripts/paper.py`": "scripts.paper",
+    "`scripts/slurm/sweep.py`": "scripts.slurm.sweep",
+    "`scripts/demo.py`": "megatron_2bw.demo",
+    "`scripts/convergence.py`": "megatron_2bw.convergence.run",
+    "`scripts/finetune_bert.py`": "scripts.finetune_bert",
+    "`scripts/table2.py`": "scripts.table2",
+    "`python -m megatron_2bw.data.corpus`": "megatron_2bw.data.corpus",
 }
 
 WHEN = {
@@ -111,8 +111,8 @@ def parser_of(main: Callable, argv: list[str]) -> argparse.ArgumentParser:
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """(what is typed, its parser), the main job first."""
     yield "`pretrain_gpt_2bw.py`, `pretrain_bert_2bw.py`", add_flags(argparse.ArgumentParser())
-    for typed, (module, name, argv) in COMMANDS.items():
-        parser = parser_of(getattr(importlib.import_module(module), name), argv)
+    for typed, module in COMMANDS.items():
+        parser = parser_of(importlib.import_module(module).main, typed.strip("`").split()[1:])
         yield typed, parser
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
