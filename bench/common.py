@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import queue
-import subprocess
 import textwrap
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_2bw.files import new_figure, write_figure, write_json
+
+COLOURS = ("#4292c6", "#bdbdbd", "#fdae6b", "#74c476")
 
 
 def new_parser(description: str, name: str) -> argparse.ArgumentParser:
@@ -32,15 +30,12 @@ def bar_chart(groups: Sequence[str], series: Mapping[str, Sequence[float]], labe
     """Horizontal bars with their values: a group for each of `groups`, and in it a bar of each series (NaN: none)."""
     height = 0.84 / len(series)
     names = [textwrap.fill(group, 36, break_on_hyphens=False, break_long_words=False) for group in groups]
-    figure = new_figure(
-        7, 0.8 + max(0.17 * len(series) + 0.1, 0.17 * max(n.count("\n") + 1 for n in names)) * len(groups)
-    )
+    lines = max(name.count("\n") + 1 for name in names)
+    figure = new_figure(7, 0.8 + max(0.17 * len(series) + 0.1, 0.17 * lines) * len(groups))
     axis = figure.subplots()
     for place, (name, values) in enumerate(series.items()):
         ys = [y + (place + 0.5) * height - 0.42 for y in range(len(groups))]
-        bars = axis.barh(
-            ys, values, 0.94 * height, label=name, color=("#4292c6", "#bdbdbd", "#fdae6b", "#74c476")[place % 4]
-        )
+        bars = axis.barh(ys, values, 0.94 * height, label=name, color=COLOURS[place % len(COLOURS)])
         texts = ["" if math.isnan(value) else format(value, form) for value in values]
         axis.bar_label(bars, texts, padding=3, fontsize=8)
     axis.set_yticks(range(len(groups)), names, fontsize=9)
@@ -62,24 +57,3 @@ def write_result(path: Path, result: Any, figure: Any = None) -> None:
     if figure is not None:
         write_figure(path.with_suffix(".png"), figure)
         print(f"wrote {path} and {path.with_suffix('.png')}", flush=True)
-
-
-class Output:
-    """The lines that several processes print, in order of arrival."""
-
-    def __init__(self, processes: list[subprocess.Popen]):
-        self._lines: queue.SimpleQueue = queue.SimpleQueue()
-        for number, process in enumerate(processes):
-            threading.Thread(target=self._read, args=(number, process), daemon=True).start()
-
-    def _read(self, number: int, process: subprocess.Popen) -> None:
-        for line in process.stdout:
-            self._lines.put((number, line.rstrip("\n"), time.monotonic()))
-        self._lines.put((number, None, time.monotonic()))
-
-    def next(self, timeout: float) -> tuple[int, str | None, float]:
-        """(number of the process, its next line or None at its end, time). TimeoutError if none comes in time."""
-        try:
-            return self._lines.get(timeout=max(0.0, timeout))
-        except queue.Empty:
-            raise TimeoutError(f"nothing printed for {timeout:.0f} s") from None

@@ -79,15 +79,6 @@ def variance(rate: float, beta: float, setting: tuple[float, float] | None) -> f
     return float(flat[0])
 
 
-def distance(beta: float, factor: float) -> float:
-    """|W(j+1) - W'(j)| over |W(j+1) - W(j)|, root mean squares, for gradients that are independent noise.
-
-    The update m' = beta m + (1 - beta) g is guessed as factor x m. With a variance of g of 1 that of m is
-    (1 - beta) / (1 + beta), so that of the error is (beta - factor)^2 (1 - beta) / (1 + beta) + (1 - beta)^2.
-    """
-    return math.sqrt(1 - 2 * beta * factor + factor**2)
-
-
 def table(rows: list[dict[str, float]]) -> None:
     print(" | ".join(f"{name:>11}" for name in rows[0]))
     for row in rows:

@@ -6,14 +6,15 @@ stage's forward and backward also sleeps. The peers of torch.distributed.pipelin
 
 from __future__ import annotations
 
-import functools
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+
+from megatron_2bw.core.p2p import Channel
+from megatron_2bw.gpu_check import entry
 
 
 @dataclass
@@ -23,7 +24,6 @@ class Observed:
     ends: list[float] = field(default_factory=list)
     peak_activations: int = 0  # microbatches (chunks of them, if interleaved) between their forward and backward
     versions: int = 0  # weight storages that forwards ran on
-    losses: list[float] = field(default_factory=list)
     activations: int = 0  # now
 
     def note(self, change: int) -> None:
@@ -57,29 +57,25 @@ class Sleep(torch.autograd.Function):
         return gradient, None, None, None
 
 
+Seconds = float | list[float]  # of all ranks, or of each
+
+
 def train(
-    rank: int, argv: list[str], forward: float | list[float], backward: float | list[float], as_nccl: bool = False
+    rank: int, argv: list[str], forward: Seconds, backward: Seconds, as_nccl: bool = False, after_step=entry.nothing
 ) -> Observed:
     """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward` seconds a microbatch.
 
-    forward, backward: of all ranks, or of each
-    as_nccl: post receives no earlier than on NCCL (`Receiver.hold_back`)
+    as_nccl     post receives no earlier than on NCCL (`Receiver.hold_back`)
+    after_step  called after each iteration, with its losses by name
     """
     from megatron.core.utils import get_attr_wrapped_model
-    from megatron.training import training
-
-    from megatron_2bw.core.p2p import Channel
-    from megatron_2bw.start.launch import launch
 
     if as_nccl:
         Channel.occupies_device = True
-
     forward, backward = (seconds[rank] if isinstance(seconds, list) else seconds for seconds in (forward, backward))
     observed, storages = Observed(), set()
-    setup, step = training.setup_model_and_optimizer, training.train_step
 
-    def sleeping_setup(*args, **kwargs):
-        model, optimizer, scheduler = setup(*args, **kwargs)
+    def sleep_in(model, _optimizer):
         for chunk in model:
             decoder = get_attr_wrapped_model(chunk, "decoder")
             weight = next(decoder.parameters())
@@ -91,18 +87,12 @@ def train(
                 return Sleep.apply(output, forward / len(model), backward / len(model), observed.note)
 
             decoder.register_forward_hook(sleep)
-        return model, optimizer, scheduler
 
-    @functools.wraps(step)
-    def timed_step(*args, **kwargs):
-        result = step(*args, **kwargs)
+    def end(losses):
         observed.ends.append(time.monotonic())
-        observed.losses += [float(loss) for loss in result[0].values()]
-        return result
+        after_step(losses)
 
-    training.setup_model_and_optimizer, training.train_step = sleeping_setup, timed_step
-    sys.argv = ["pretrain_gpt_2bw.py", *argv]
-    launch("megatron_2bw.tasks.gpt")
+    entry.train(argv, sleep_in, end)
     observed.versions = len(storages)
     return observed
 
@@ -148,17 +138,15 @@ def train_with_torch(
         layer = SleepingLayer(size, forward / chunks, backward / chunks, observed.note)
         parts.append(pipelining.PipelineStage(layer, number, chunks * stages, torch.device("cpu")))
     optimizer = torch.optim.SGD([p for part in parts for p in part.submod.parameters()], lr=1e-3)
-    runner = getattr(pipelining, kind)(
-        parts if chunks > 1 else parts[0], microbatches, loss_fn=lambda output, target: (output - target).pow(2).mean()
-    )
+    loss = torch.nn.functional.mse_loss
+    runner = getattr(pipelining, kind)(parts if chunks > 1 else parts[0], microbatches, loss_fn=loss)
     batch = torch.ones(microbatches, size)
+    inputs = [batch] if any(part.is_first for part in parts) else []
+    targets = {"target": batch * 2} if any(part.is_last for part in parts) else {}
     for _ in range(iterations):
         optimizer.zero_grad()
-        first, last = any(part.is_first for part in parts), any(part.is_last for part in parts)
-        losses: list = []
-        runner.step(*([batch] if first else []), **({"target": batch * 2, "losses": losses} if last else {}))
+        runner.step(*inputs, **targets)
         optimizer.step()
         observed.ends.append(time.monotonic())
-        observed.losses += [float(torch.stack(losses).mean())] if losses else []
     dist.barrier()
     return observed

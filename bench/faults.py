@@ -33,7 +33,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Output, new_parser, write_result
+from bench.common import new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
 from megatron_2bw.files import new_figure
@@ -80,15 +80,15 @@ class Job:
     def __init__(self, argv: list[str], ranks: int, servers: int, restarts: int):
         self.begin = time.monotonic()
         self.lines: list[tuple[float, str]] = []
-        self._open = servers
+        self._log, self._line = tempfile.NamedTemporaryFile("r", errors="replace"), ""
         words = f"-m torch.distributed.run --nnodes {servers} --nproc-per-node {ranks // servers}".split()
         words += f"--master-addr 127.0.0.1 --master-port {free_port()}".split()
         words += f"--max-restarts {restarts} --monitor-interval 0.1 --node-rank".split()
-        self.servers = [
-            start([sys.executable, *words, str(number), "pretrain_gpt_2bw.py", *argv], cwd=ROOT)
-            for number in range(servers)
-        ]
-        self._output = Output(self.servers)
+        with open(self._log.name, "a") as log:
+            self.servers = [
+                start([sys.executable, *words, str(number), "pretrain_gpt_2bw.py", *argv], log, cwd=ROOT)
+                for number in range(servers)
+            ]
 
     def __enter__(self) -> Job:
         return self
@@ -96,16 +96,24 @@ class Job:
     def __exit__(self, *_error) -> None:
         for server in self.servers:
             stop_tree(server)
+        self._log.close()
 
     def next(self, timeout: float = PATIENCE) -> str | None:
         """The next line, None at the end; TimeoutError if none comes."""
-        while self._open:
-            _, line, at = self._output.next(timeout)
-            if line is not None:
-                self.lines.append((at - self.begin, line))
-                return line
-            self._open -= 1
-        return None
+        deadline = time.monotonic() + timeout
+        while not self._line.endswith("\n"):
+            ended = all(server.poll() is not None for server in self.servers)
+            if new := self._log.readline():
+                self._line += new
+            elif ended:
+                return None
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"nothing printed for {timeout:.0f} s")
+            else:
+                time.sleep(0.005)
+        line, self._line = self._line.rstrip("\n"), ""
+        self.lines.append((time.monotonic() - self.begin, line))
+        return line
 
     def finish(self) -> int:
         """Wait for the end; 0 if all servers ended well."""
@@ -187,11 +195,8 @@ def disturb(job: Job, folder: Path, ranks: int, kills: int, draw: random.Random)
     try:
         for drawn in draw.choices(list(MOMENTS), weights=list(MOMENTS.values()), k=kills):
             done.append(last := kill(job, drawn, folder, ranks, draw))
-            print(
-                f"kill {len(done):3} of {kills}: rank {last.rank} ({last.moment}) after iteration {last.iteration}; "
-                f"continues from {last.latest}; the others ended in {last.others_ended_s} s",
-                flush=True,
-            )
+            what = f"rank {last.rank} ({last.moment}) after iteration {last.iteration}; continues from {last.latest}"
+            print(f"kill {len(done):3} of {kills}: {what}; the others ended in {last.others_ended_s} s", flush=True)
         job.finish()
     except (TimeoutError, EOFError, psutil.Error, subprocess.TimeoutExpired) as error:
         print(f"stopped: {error}\n" + "\n".join(job.text()[-40:]), flush=True)
@@ -263,12 +268,6 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def different_tensors(one: Path, other: Path) -> list[str]:
-    found, expected = tensors(one), tensors(other)
-    wrong = sorted(found.keys() ^ expected.keys())
-    return wrong + [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
-
-
 def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the job undisturbed and with kills, and compare: what the JSON holds."""
     begin, ranks, kills = time.monotonic(), options.ranks, options.kills
@@ -294,7 +293,9 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if not stopped:
         last = checkpoint_name(iterations)
         wrong = different_losses(job.text(), calm)
-        wrong += different_tensors(folder / "disturbed" / last, folder / "peace" / last)
+        found, expected = (tensors(folder / name / last) for name in ("disturbed", "peace"))
+        wrong += sorted(found.keys() ^ expected.keys())
+        wrong += [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
         wrong += [f"status {server.returncode}" for server in job.servers if server.returncode]
     for text in wrong:
         print(f"differs: {text}", flush=True)
@@ -329,8 +330,7 @@ def draw(report: dict[str, Any]) -> Any:
         points = [(each["at_s"], each["iteration"]) for each in report["each"] if each["moment"] == moment]
         if points:
             axes.plot(*zip(*points), "x", color=color, label=f"killed: {moment} ({len(points)})")
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("iteration")
+    axes.set(xlabel="seconds", ylabel="iteration")
     title = "{survived} kills survived, {checkpoints_lost} checkpoints lost, {differences} differences"
     axes.set_title(title.format(**report), fontsize=10)
     axes.legend(fontsize=8)

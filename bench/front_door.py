@@ -9,7 +9,6 @@ has the median seconds to the first line of the error. The run has two CPU ranks
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import new_parser, write_result
-from megatron_2bw.start.torchrun import ROOT, environment, torchrun
+from megatron_2bw.start.torchrun import ROOT, start, torchrun
 from tests.distributed.training import command
 
 WRONG = {
@@ -37,9 +36,7 @@ WRONG = {
 def seconds(words: list[str]) -> tuple[float, str]:
     """Until the first line of the error; and that line."""
     begun = time.monotonic()
-    process = subprocess.Popen(
-        words, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    process = start(words, cwd=ROOT)
     for line in process.stdout:
         if "error: " in line:
             took = time.monotonic() - begun
@@ -65,10 +62,8 @@ def main() -> int:
         }
         line = seconds([*starts["megatron-2bw train"], *mock, *words])[1]
         print(f"{name:<32}" + "".join(f"{took:>8.2f} s" for took in rows[name].values()) + f"  {line}", flush=True)
-    ran = subprocess.run(
-        [*starts["megatron-2bw train"], *right], cwd=ROOT, env=environment(), text=True, capture_output=True
-    )
-    lines = len((ran.stdout + ran.stderr).splitlines())
+    ran = start([*starts["megatron-2bw train"], *right], cwd=ROOT)
+    lines = len(ran.communicate()[0].splitlines())
     print(f"a run of 12 iterations: status {ran.returncode}, {lines} lines")
     write_result(options.json, {"seconds": rows, "lines": lines})
     return ran.returncode

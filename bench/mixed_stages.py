@@ -53,15 +53,10 @@ def measured(cost: Cost, plan: Plan, scale: float, iterations: int) -> tuple[flo
     sizes = f"--pipeline-model-parallel-layout {plan.layout}" if plan.stages else ""
     if plan.first or plan.last:
         sizes = f"--decoder-first-pipeline-num-layers {plan.first} --decoder-last-pipeline-num-layers {plan.last}"
-    words = gpt_flags(
-        cost.model.layers,
-        16,
-        2,
-        8,
-        f"--pipeline-schedule {plan.schedule} --pipeline-model-parallel-size {plan.depth} --micro-batch-size 1 "
-        f"--global-batch-size {plan.microbatches} --train-iters {iterations} --lr 1e-3 --vocab-size 63 "
-        f"--log-interval 5 {sizes}",
-    )
+    text = f"""--pipeline-schedule {plan.schedule} --pipeline-model-parallel-size {plan.depth} --micro-batch-size 1
+        --global-batch-size {plan.microbatches} --train-iters {iterations} --lr 1e-3 --vocab-size 63
+        --log-interval 5 {sizes}"""
+    words = gpt_flags(cost.model.layers, 16, 2, 8, text)
     simulated = long_iteration_time(plan.pipeline, plan.depth, plan.microbatches, Times(forward, backward))
     limit = 150 + 3 * iterations * simulated
     return simulated, iteration_seconds(run_world(plan.depth, train, words, forward, backward, timeout=limit))
@@ -81,22 +76,19 @@ def compare(cost: Cost, schedule: str, chosen: argparse.Namespace) -> dict[str, 
     }
     sizes = {"tensor": (1,), "depth": (chosen.stages,), "microbatch": (chosen.microbatch,)}
     fixed = replace(space, batch=cost.cluster.gpus * chosen.microbatch, extra_warmup=False, **sizes)
-    rows, gains = [], []
-    for plan in plans(cost, fixed):
+    rows, times = {}, []
+    for name, plan in zip(("plan", "plan of slow GPUs"), plans(cost, fixed)):
         simulated, seconds = measured(cost, plan, chosen.scale, chosen.iterations)
-        rows.append(
-            {
-                "layers": plan.layers_of(cost.model),
-                "ms a sample": round(sample_ms(cost, plan), 2),
-                "emulated, simulated ms": round(1e3 * simulated, 1),
-                "emulated, measured ms": round(1e3 * seconds, 1),
-            }
-        )
-        gains.append((simulated, seconds))
-    (here, run), (slow, slow_run) = gains
-    found["run"] = {"plan": rows[0], "plan of slow GPUs": rows[1]}
-    found["run"] |= {"simulated gain": round(slow / here, 3), "measured gain": round(slow_run / run, 3)}
-    return found
+        rows[name] = {
+            "layers": plan.layers_of(cost.model),
+            "ms a sample": round(sample_ms(cost, plan), 2),
+            "emulated, simulated ms": round(1e3 * simulated, 1),
+            "emulated, measured ms": round(1e3 * seconds, 1),
+        }
+        times.append((simulated, seconds))
+    (here, run), (slow, slow_run) = times
+    gains = {"simulated gain": round(slow / here, 3), "measured gain": round(slow_run / run, 3)}
+    return found | {"run": rows | gains}
 
 
 def main() -> int:
@@ -112,13 +104,9 @@ def main() -> int:
     for schedule in chosen.schedules:
         row = compare(cost, schedule, chosen)
         result["rows"].append(row)
-        print(
-            f"{schedule}: the plan is {row['all sizes']['gain']:.2f} times as fast as the plan of slow GPUs (simulated)"
-        )
-        print(
-            f"  {chosen.stages} stages: {row['run']['simulated gain']} simulated, {row['run']['measured gain']} run",
-            flush=True,
-        )
+        gain, run = row["all sizes"]["gain"], row["run"]
+        print(f"{schedule}: the plan is {gain:.2f} times as fast as the plan of slow GPUs (simulated)")
+        print(f"  {chosen.stages} stages: {run['simulated gain']} simulated, {run['measured gain']} run", flush=True)
         write_result(chosen.json, result)
     return 0
 

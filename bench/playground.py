@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import runpy
 import shutil
 import statistics
 import sys
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import new_parser, write_result
 from megatron_2bw.playground import answer
+from scripts.playground import build
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -46,11 +46,6 @@ PICTURES = {  # hash, width, height, dark, the element at the top
     "docs/playground/curve.png": (CURVES, 800, 560, True, "#h-curve"),
     "docs/playground/phone.png": ("schedules=2bw,pipedream-flush&stages=2", 390, 780, False, "#h-timelines"),
 }
-
-
-def build(folder: Path) -> None:
-    """UserError if npm is missing, or has no Pyodide."""
-    runpy.run_path(str(ROOT / "scripts" / "playground.py"))["build"](folder)
 
 
 @contextmanager
@@ -142,10 +137,8 @@ def main() -> int:
         print(f"first paint over {name}: {statistics.median(values):.0f} ms (least {min(values):.0f})")
     print(f"Python's start and a first timeline: {found['start'] / 1e3:.1f} s")
     values = found["timelines"]
-    print(
-        f"a new timeline, d = {options.stages}, m = {options.microbatches}: "
-        f"{statistics.median(values):.0f} ms (least {min(values):.0f}, most {max(values):.0f})"
-    )
+    times = f"{statistics.median(values):.0f} ms (least {min(values):.0f}, most {max(values):.0f})"
+    print(f"a new timeline, d = {options.stages}, m = {options.microbatches}: {times}")
     write_result(options.json, {"paint": paints, **found, "sizes": [options.stages, options.microbatches]})
     return 0
 

@@ -55,9 +55,8 @@ def main() -> None:
     for name, size in model.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--schedules", type=names_of(SCHEDULES), default=list(SCHEDULES), metavar="NAME,...")
-    parser.add_argument(
-        "--flags", type=flag_sets, default=[], metavar="FLAGS;...", help="more rows: 2bw with these flags"
-    )
+    meaning = "more rows: 2bw with these flags"
+    parser.add_argument("--flags", type=flag_sets, default=[], metavar="FLAGS;...", help=meaning)
     chosen = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in ("limit", *chosen.schedules, *(f"2bw {flags}" for flags in chosen.flags)):
@@ -71,11 +70,8 @@ def main() -> None:
         tokens = chosen.microbatches * chosen.sequence / milliseconds * 1e3
         row = {"schedule": name, "iteration_ms": round(milliseconds, 1), "tokens_per_second": round(tokens)}
         rows.append(row | {"of_limit": round(limit / milliseconds, 4)})
-        print(
-            f"{name:16s} iteration {milliseconds:8.1f} ms   {tokens:7.0f} tokens/s   "
-            f"{rows[-1]['of_limit']:.3f} of the limit",
-            flush=True,
-        )
+        speed = f"iteration {milliseconds:8.1f} ms   {tokens:7.0f} tokens/s"
+        print(f"{name:16s} {speed}   {rows[-1]['of_limit']:.3f} of the limit", flush=True)
     model = {name: getattr(chosen, name) for name in model}
     result = {"cores": os.cpu_count(), "model": model, "rows": rows}
     write_result(chosen.json, result, draw(rows))

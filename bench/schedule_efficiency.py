@@ -39,9 +39,8 @@ def options() -> argparse.Namespace:
     parser = new_parser(__doc__, "schedule_efficiency")
     option = parser.add_argument
     option("--stages", type=numbers, default=[8], metavar="D,...")
-    option(
-        "--microbatches", type=words, default=["1x"], metavar="M,...", help="numbers, or multiples of the stages: 1x,2x"
-    )
+    meaning = "numbers, or multiples of the stages: 1x,2x"
+    option("--microbatches", type=words, default=["1x"], metavar="M,...", help=meaning)
     option("--width", type=int, default=1, help="data-parallel pipelines")
     option("--forward-ms", type=float, default=100)
     option("--backward-ms", type=float, default=200)
@@ -49,13 +48,8 @@ def options() -> argparse.Namespace:
     option("--gpipe-round", type=numbers, default=[], metavar="N,...", help="of gpipe: a row for each, and one without")
     option("--iterations", type=int, default=9)
     option("--clip-grad", type=float, default=1.0)
-    option(
-        "--flags",
-        type=flag_sets,
-        default=[""],
-        metavar="FLAGS;...",
-        help="of Megatron: a row for each set, which may be empty",
-    )
+    meaning = "of Megatron: a row for each set, which may be empty"
+    option("--flags", type=flag_sets, default=[""], metavar="FLAGS;...", help=meaning)
     chosen = parser.parse_args()
     if chosen.iterations < 7:
         parser.error("--iterations must be 7 at least: three fill the pipeline, two empty it")

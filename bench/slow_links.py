@@ -25,6 +25,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import new_parser, write_result
-from bench.server_run import Observed, run
-from bench.servers import BUCKET, MTU, QUEUE, Servers, missing
+from bench.emulated import train
+from bench.servers import ADDRESSES, BUCKET, INTERFACE, MTU, QUEUE, Servers, missing, sent_bytes
+from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, names_of, run_program, words
 from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.check import gpt_flags
-from megatron_2bw.local_ranks import WorldError
+from megatron_2bw.local_ranks import WorldError, own_output, run_world
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW
 from megatron_2bw.timelines.simulator import Times, iteration_time
@@ -98,6 +100,17 @@ class Link:
     byte_us: float
 
 
+Ends = list[tuple[float, int]]  # (seconds, bytes sent) at the end of each iteration
+
+
+@dataclass
+class Observed:
+    """The ends of each rank's iterations, and the stages' bubbles by iteration."""
+
+    ends: list[Ends]
+    bubbles: dict[int, tuple[float, ...]]
+
+
 @dataclass
 class Row:
     variant: str
@@ -115,26 +128,16 @@ class Row:
 
 def options() -> argparse.Namespace:
     parser = new_parser(__doc__, "slow_links")
-    parser.add_argument(
-        "--rates",
-        type=words,
-        default=["1000", "200", "50"],
-        metavar="MBIT,...",
-        help="Mbit/s in each direction, after the unlimited link",
-    )
+    meaning = "Mbit/s in each direction, after the unlimited link"
+    parser.add_argument("--rates", type=words, default=["1000", "200", "50"], metavar="MBIT,...", help=meaning)
     parser.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), metavar="NAME,...")
     for name, size in {"layers": 8, "hidden": 512, "heads": 8, "sequence": 128, "micro-batch": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--microbatches", type=int, default=8, help="in a global batch")
     parser.add_argument("--iterations", type=int, default=3, help="measured at each rate")
     parser.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
-    parser.add_argument(
-        "--sleep-ms",
-        type=lambda text: tuple(map(float, words(text))),
-        default=(0.0, 0.0),
-        metavar="F,B",
-        help="sleep in each forward and backward",
-    )
+    times, meaning = lambda text: tuple(map(float, words(text))), "sleep in each forward and backward"
+    parser.add_argument("--sleep-ms", type=times, default=(0.0, 0.0), metavar="F,B", help=meaning)
     chosen = parser.parse_args()
     for rate in chosen.rates:
         if not re.fullmatch(r"\d+(\.\d+)?", rate) or not 1 <= float(rate) <= 4000:
@@ -170,7 +173,38 @@ def watch(servers: Servers, model: Model, variant: str, rates: list[str], chosen
     at_least = sum(model.theory(variant) * 8 / (limit * 1e6) for limit in changes.values() if limit)
     servers.limit(None)
     timeout = 300 + (settle + iterations) * (60 * len(rates) + 5 * at_least)
-    return run(servers, command(model, variant, count), sleep, changes | {count - 1: None}, timeout)
+    arguments = (servers, command(model, variant, count), sleep, changes | {count - 1: None})
+    results = run_world(2, run, *arguments, timeout=timeout)
+    return Observed([ends for ends, _ in results], bubbles("\n".join(text for _, text in results)))
+
+
+def run(
+    rank: int, servers: Servers, argv: list[str], sleep: list[float], rates: Mapping[int, float | None]
+) -> tuple[Ends, str]:
+    """Train on server `rank`, on a core of its own; each microbatch's forward and backward also sleep. The ends of the
+    iterations, and the output.
+
+    rates: Mbit/s of the link, by the number of iterations before the change; None: no limit
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=INTERFACE)
+    sent: list[int] = []
+
+    def after_step(_losses: Any) -> None:
+        sent.append(sent_bytes())
+        if rank == 0 and len(sent) in rates:
+            servers.limit(rates[len(sent)])
+
+    with servers.inside(rank):
+        observed = train(rank, argv, *sleep, after_step=after_step)
+    return list(zip(observed.ends, sent)), own_output()
+
+
+def bubbles(log: str) -> dict[int, tuple[float, ...]]:
+    """The shares of the time that the stages waited, by iteration, from the ranks' output."""
+    lines = [(line.iteration, line.fields["bubble"]) for line in run_log.training(log) if "bubble" in line.fields]
+    return {number: tuple(float(share.rstrip("%")) / 100 for share in shares.split("/")) for number, shares in lines}
 
 
 def first_of(number: int, settle: int, iterations: int) -> int:
@@ -201,24 +235,15 @@ def rows_of(
         bubble = [statistics.median(each) for each in zip(*shares)]
         seconds = statistics.median(took)
         unlimited = rows[0].iteration_ms if rows else 1e3 * seconds
-        rows.append(
-            Row(
-                variant,
-                link.rate,
-                link.measured_mbit,
-                round(1e3 * seconds, 1),
-                round(1e3 * (max(took) - min(took)), 1),
-                round(1e3 * seconds / unlimited, 3),
-                round(statistics.median(sent) / 1e6, 3),
-                round(model.theory(variant) / 1e6, 3),
-                bubble=" / ".join(f"{share:.3f}" for share in bubble),
-            )
-        )
+        times = round(1e3 * seconds, 1), round(1e3 * (max(took) - min(took)), 1), round(1e3 * seconds / unlimited, 3)
+        bytes_sent = round(statistics.median(sent) / 1e6, 3), round(model.theory(variant) / 1e6, 3)
+        shown = " / ".join(f"{share:.3f}" for share in bubble)
+        rows.append(Row(variant, link.rate, link.measured_mbit, *times, *bytes_sent, bubble=shown))
     return rows
 
 
 def compare(rows: list[Row], model: Model, links: list[Link]) -> None:
-    """Fill in the ratio to the bytes of 2bw, and the simulated times."""
+    """Fill in the ratio to the bytes of 2bw, and the simulated times: the forward half as long as the backward."""
     ours = {row.rate: row.sent_mb for row in rows if row.variant == "2bw"}
     for row in rows:
         if row.rate in ours:
@@ -227,16 +252,9 @@ def compare(rows: list[Row], model: Model, links: list[Link]) -> None:
         own = [row for row in rows if row.variant == variant]
         for row, link in zip(own, links):
             cycle = own[0].iteration_ms / model.microbatches  # on the unlimited link
-            row.simulated_ms = round(simulated_ms(extra, cycle, link.message_ms, model.microbatches), 1)
-
-
-def simulated_ms(extra: int, cycle: float, message: float, microbatches: int) -> float:
-    """An iteration of 2bw with `extra` more forwards ahead; all times in milliseconds.
-
-    cycle: of a forward and a backward of either stage, the forward half as long as the backward.
-    """
-    times = Times(cycle / 3, 2 * cycle / 3, transfer=message, occupied=message)
-    return iteration_time(TwoBW(extra_warmup=(extra,)), 2, microbatches, times)
+            times = Times(cycle / 3, 2 * cycle / 3, transfer=link.message_ms, occupied=link.message_ms)
+            schedule = TwoBW(extra_warmup=(extra,))
+            row.simulated_ms = round(iteration_time(schedule, 2, model.microbatches, times), 1)
 
 
 LINES = {  # of the picture: colour and name
@@ -263,14 +281,11 @@ def draw(entries: list[dict[str, Any]]) -> Any:
         times = [row.iteration_ms / 1e3 for row in own]
         left.plot([row.measured_mbit for row in own], times, "o-", color=colour, label=label)
     links = {row.measured_mbit: row.rate for row in rows}
-    left.set_xscale("log")
+    left.set(xscale="log", xlabel="rate of the link (Mbit/s)", yscale="log", ylabel="iteration (s)")
     left.set_xticks(list(links), list(links.values()))
     left.set_xticks([], minor=True)
-    left.set_xlabel("rate of the link (Mbit/s)")
-    left.set_yscale("log")
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-    left.set_ylabel("iteration (s)")
     left.grid(which="both", linewidth=0.3)
     left.legend(fontsize=8)
     last = [next(row for row in rows[::-1] if row.variant == name) for name in names]
@@ -278,10 +293,9 @@ def draw(entries: list[dict[str, Any]]) -> Any:
     for place, row in enumerate(last):
         right.plot([place - 0.45, place + 0.45], [row.theory_mb] * 2, color="black", linewidth=1)
         right.text(place, row.sent_mb * 1.1, f"{row.sent_mb:.3g}", ha="center", fontsize=8)
-    right.set_yscale("log")
+    limits = min(row.theory_mb for row in last) / 3, 3 * max(row.sent_mb for row in last)
+    right.set(yscale="log", ylim=limits, ylabel="MB sent by a server in an iteration")
     right.yaxis.set_major_formatter("{x:g}")
-    right.set_ylim(bottom=min(row.theory_mb for row in last) / 3, top=3 * max(row.sent_mb for row in last))
-    right.set_ylabel("MB sent by a server in an iteration")
     right.set_title("black lines: what the method must send", fontsize=9)
     right.set_xticks(range(len(names)), [LINES[name][1] for name in names], rotation=30, ha="right", fontsize=8)
     for axis in (left, right):
@@ -315,11 +329,8 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
         servers.limit(megabits(rate))
         link = Link(rate, *(round(x, 3) for x in servers.measure(model.message, megabits=megabits(rate))))
         links.append(link)
-        print(
-            f"link {rate:>9s} Mbit/s: {link.measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's activations in "
-            f"{link.message_ms:.2f} ms",
-            flush=True,
-        )
+        speed = f"{link.measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's activations in {link.message_ms:.2f} ms"
+        print(f"link {rate:>9s} Mbit/s: {speed}", flush=True)
     result["links"] = [asdict(link) for link in links]
     for variant in chosen.variants:
         begun = time.monotonic()
@@ -344,15 +355,13 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
 def main() -> int:
     chosen = options()
     exit_on_signals()  # so that `with` and `finally` run
-    model = Model(
-        chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, chosen.micro_batch, chosen.microbatches, 1024
-    )
+    sizes = (chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, chosen.micro_batch, chosen.microbatches)
 
     def work() -> int:
         if why := missing():
             raise UserError(why)
         with Servers() as servers:
-            return 1 if measure(servers, chosen, model) else 0
+            return 1 if measure(servers, chosen, Model(*sizes, vocabulary=1024)) else 0
 
     return run_program("slow_links.py", work)
 

@@ -24,6 +24,7 @@ import psutil
 from bench.common import new_parser, write_result
 from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.check import gpt_flags
+from megatron_2bw.gpu_check.entry import train
 from megatron_2bw.local_ranks import run_world
 
 COLUMNS = ("iteration", "memory (MiB)", "threads", "open files", "iteration (ms)", "processor (ms)")
@@ -31,32 +32,21 @@ COLUMNS = ("iteration", "memory (MiB)", "threads", "open files", "iteration (ms)
 
 def watch(_rank: int, argv: list[str], every: int) -> list[tuple[float, ...]]:
     """Train with `argv`; a row of COLUMNS every few iterations. The time is a median."""
-    from megatron.training import training
-
-    from megatron_2bw.start.launch import launch
-
     os.environ["WANDB_MODE"] = "offline"
-    step, me = training.train_step, psutil.Process()
-    rows: list[tuple[float, ...]] = []
-    times: list[float] = []
-    used = [0.0]  # seconds of the processor at each row
+    me, rows, ends, used = psutil.Process(), [], [time.perf_counter()], [0.0]  # used: the processor's, at each row
 
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        result = step(*args, **kwargs)
-        times.append(time.perf_counter() - begin)
-        if len(times) == every:
+    def note(_losses: Any) -> None:
+        ends.append(time.perf_counter())
+        if len(ends) > every:
             done = every * (len(rows) + 1)
-            memory, taken = me.memory_info().rss / 2**20, 1e3 * statistics.median(times)
+            taken = 1e3 * statistics.median(end - begin for begin, end in zip(ends, ends[1:]))
+            memory = me.memory_info().rss / 2**20
             used.append(sum(me.cpu_times()[:2]))
             mine = 1e3 * (used[-1] - used[-2]) / every
             rows.append((done, round(memory, 2), me.num_threads(), me.num_fds(), round(taken, 2), round(mine, 2)))
-            times.clear()
-        return result
+            del ends[:-1]
 
-    training.train_step = observed
-    sys.argv = ["pretrain_gpt_2bw.py", *argv]
-    launch("megatron_2bw.tasks.gpt")
+    train(argv, after_step=note)
     return rows
 
 

@@ -27,10 +27,10 @@ def table(rows: list[dict]) -> str:
 
 def checks(entries: list[dict]) -> str:
     """A summary, then the rows of each check (planner_accuracy.py)."""
+    same = ("source", "assumes", "bar", "result")
+    holds = {True: "yes", False: "**no**"}
     summary = [
-        {"claim": check["name"]}
-        | {name: check[name] for name in ("source", "assumes", "bar", "result")}
-        | {"holds": "yes" if check["holds"] else "**no**"}
+        {"claim": check["name"], **{name: check[name] for name in same}, "holds": holds[check["holds"]]}
         for check in entries
     ]
     parts = [f"### {check['name']}\n\n{table(check['rows'])}" for check in entries if check["rows"]]

@@ -152,10 +152,8 @@ def against_a_flush(options: argparse.Namespace, text: str, corpus_flags: list[s
     ours = mean_time(text, iterations)
     if not flush or not ours:
         return "the log lacks the times"
-    return (
-        f"{ours:.0f} ms an iteration, {flush:.0f} with a flush (pipedream-flush, {flush / ours - 1:+.0%}); the stages' "
-        "processes share the cores of this machine"
-    )
+    times = f"{ours:.0f} ms an iteration, {flush:.0f} with a flush (pipedream-flush, {flush / ours - 1:+.0%})"
+    return f"{times}; the stages' processes share the cores of this machine"
 
 
 def draw(path: Path, losses: Losses, summary: dict) -> None:
@@ -167,9 +165,7 @@ def draw(path: Path, losses: Losses, summary: dict) -> None:
     axes.plot(*end, "o", color="#d1495b", markersize=7, clip_on=False, zorder=3, label=label)
     sizes = f"{STAGES} stages, {MICROBATCHES} microbatches"
     axes.set_title(f"GPT of 3.4 million parameters: {summary['schedule']}, {sizes}", fontsize=11)
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_xlim(0, summary["iterations"])
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)", xlim=(0, summary["iterations"]))
     axes.grid(linewidth=0.5, alpha=0.4)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import itertools
 import json
 import math
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,6 +55,15 @@ def write_json(path: str | os.PathLike, content: Any, indent: int | None = 1, sy
     write_whole(path, json.dumps(finite(content), indent=indent, allow_nan=False) + "\n", sync)
 
 
+def write_csv(path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]) -> None:
+    """`write_whole` of the rows, which have the same columns, with a head."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue())
+
+
 def read_yaml(path: str | os.PathLike) -> Any:
     """What a YAML or JSON file holds. Raises OSError, and UserError if it is neither or has a key twice."""
     import yaml
@@ -96,7 +106,8 @@ def write_figure(path: str | os.PathLike, figure: Any, dpi: int = 150) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename what is at `path`, if anything is, to the first free name of NAME.1, NAME.2, ..."""
-    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    """Rename what is at `path`, if anything is, to the first free of NAME.1, NAME.2, ...; of a file, NAME.1.ENDING."""
+    stem, ending = (path.stem, path.suffix) if path.is_file() else (path.name, "")
+    names = (path.with_name(f"{stem}.{number}{ending}") for number in itertools.count(1))
     if path.exists():
         path.rename(next(name for name in names if not name.exists()))

@@ -88,10 +88,8 @@ def config_of(folder: Path) -> dict[str, Any]:
         except ValueError:
             raise UserError(f"--model {folder}: config.json is not JSON") from None
     if config.get("model_type") != "megatron-bert":
-        raise UserError(
-            f"--model {folder}: its model_type is {config.get('model_type')}, not megatron-bert; give what "
-            "`megatron-2bw convert export` writes of a BERT"
-        )
+        what = f"its model_type is {config.get('model_type')}, not megatron-bert"
+        raise UserError(f"--model {folder}: {what}; give what `megatron-2bw convert export` writes of a BERT")
     for key in ("layer_norm_eps", "max_position_embeddings", "vocab_size"):
         if not isinstance(config.get(key), (int, float)):
             raise UserError(f"--model {folder}: config.json has no {key}")
@@ -117,18 +115,16 @@ def open_model(folder: Path, spec: dict[str, Any]) -> Any:
 
     kind = "MultipleChoice" if "choices" in spec else "SequenceClassification"
     labels = {} if "choices" in spec else {"num_labels": spec["labels"]}
+    load = getattr(transformers, f"MegatronBertFor{kind}").from_pretrained
     try:
-        model, loaded = getattr(transformers, f"MegatronBertFor{kind}").from_pretrained(
-            folder, output_loading_info=True, dtype=torch.float32, **labels
-        )
+        model, loaded = load(folder, output_loading_info=True, dtype=torch.float32, **labels)
     except Exception as error:  # of transformers, safetensors
         line = str(error).strip().splitlines()[0]
         raise UserError(f"--model {folder}: its weights cannot be loaded, {line}") from None
     lacking = [name for name in loaded["missing_keys"] if not name.startswith(("classifier.", "bert.pooler."))]
     if lacking:
-        raise UserError(
-            f"--model {folder}: it lacks {lacking[0]} and {len(lacking) - 1} other weights of a MegatronBert"
-        )
+        others = len(lacking) - 1
+        raise UserError(f"--model {folder}: it lacks {lacking[0]} and {others} other weights of a MegatronBert")
     return model
 
 
@@ -244,11 +240,8 @@ def stored(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         raise UserError(f"{path}: not what this script writes; give another --out") from None
     other = [name for name in settings | before if settings.get(name) != before.get(name)]
     if other:
-        name = other[0]
-        raise UserError(
-            f"--out {options.out}: it holds results with {name} {before.get(name)}, not {settings.get(name)}; "
-            "give another --out"
-        )
+        name, was, now = other[0], before.get(other[0]), settings.get(other[0])
+        raise UserError(f"--out {options.out}: it holds results with {name} {was}, not {now}; give another --out")
     return {"settings": settings, "seeds": seeds}
 
 
@@ -256,9 +249,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         import accelerate  # noqa: F401
     except ImportError:
-        raise UserError(
-            "accelerate, which the Trainer needs, is missing: pip install 'megatron_2bw[finetune]'"
-        ) from None
+        line = "accelerate, which the Trainer needs, is missing: pip install 'megatron_2bw[finetune]'"
+        raise UserError(line) from None
     config = config_of(options.model)
     spec = options.spec
     length = min(spec["length"], config["max_position_embeddings"])
@@ -292,9 +284,8 @@ def run(options: argparse.Namespace) -> int:
             shutil.rmtree(options.out / f"seed{seed}", ignore_errors=True)  # checkpoints
     if first:
         for seed in options.seeds:
-            parts = ", ".join(
-                f"{name} {value:.2f} %" for name, value in content["seeds"][str(seed)]["accuracy"].items()
-            )
+            found = content["seeds"][str(seed)]["accuracy"]
+            parts = ", ".join(f"{name} {value:.2f} %" for name, value in found.items())
             print(f"finetune_bert.py: {options.task} seed {seed}: {parts}", flush=True)
     return 0
 
@@ -333,11 +324,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value}: it must be at least {least}")
     options.world = int(os.environ.get("WORLD_SIZE", "1"))
-    if options.spec["batch"] % (options.micro_batch_size * options.world):
-        parser.error(
-            f"--batch {options.spec['batch']}: {options.world} processes with --micro-batch-size "
-            f"{options.micro_batch_size} do not divide it"
-        )
+    batch, micro = options.spec["batch"], options.micro_batch_size
+    if batch % (micro * options.world):
+        parser.error(f"--batch {batch}: {options.world} processes with --micro-batch-size {micro} do not divide it")
     if options.spec["length"] < 8:
         parser.error(f"--length {options.spec['length']}: it must be at least 8")
     options.model = options.model.expanduser()

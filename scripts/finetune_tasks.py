@@ -59,9 +59,8 @@ def examples(task: str, data: Any, split: str, where: str) -> list[tuple[Pairs, 
         except (LookupError, TypeError, ValueError, AttributeError):
             good = False
         if not good:
-            raise UserError(
-                f"--dataset {where}: row {number} of {split} is no example of --task {task}: {str(row)[:120]}"
-            )
+            row = str(row)[:120]
+            raise UserError(f"--dataset {where}: row {number} of {split} is no example of --task {task}: {row}")
         found.append((pairs, label, group))
     if not found:
         raise UserError(f"--dataset {where}: {split} is empty")
@@ -81,9 +80,8 @@ def load(task: str, name: str | None, out: Path) -> dict[str, list[tuple[Pairs, 
     if name and Path(name).expanduser().is_dir() and not hub.saved(name):
         files = {split: f"{split}.jsonl" for split in splits}
         if missing := [file for file in files.values() if not (Path(name).expanduser() / file).is_file()]:
-            raise UserError(
-                f"--dataset {name}: it has no {missing[0]}; --task {task} needs {', '.join(files.values())}"
-            )
+            needs = ", ".join(files.values())
+            raise UserError(f"--dataset {name}: it has no {missing[0]}; --task {task} needs {needs}")
     found = hub.load(where, None if name else TASKS[task].get("config"), data_files=files)
     has = list(found) if isinstance(found, dict) else []
     if missing := [split for split in splits if split not in has]:

@@ -51,23 +51,23 @@ with it.
 
 SET = """Export another value and it stays. None of these values has been measured on a GPU."""
 
-# What is typed, and the function that parses it.
-COMMANDS: dict[str, tuple[str, str, list[str]]] = {
-    "`megatron-2bw-plan`": ("megatron_2bw.planner.cli", "main", []),
-    "`megatron-2bw-plan validate`": ("megatron_2bw.planner.cli", "main", ["validate"]),
-    "`megatron-2bw-plan profile`": ("megatron_2bw.planner.cli", "main", ["profile"]),
-    "`megatron-2bw-plan simulate`": ("megatron_2bw.planner.cli", "main", ["simulate"]),
-    "`megatron-2bw-plan calibrate`": ("megatron_2bw.planner.cli", "main", ["calibrate"]),
-    "`megatron-2bw convert import`": ("megatron_2bw.cli", "main", ["convert", "import"]),
-    "`megatron-2bw convert export`": ("megatron_2bw.cli", "main", ["convert", "export"]),
-    "`scripts/preprocess_data.py`": ("megatron_2bw.data.preprocess_cli", "main", []),
-    "`scripts/paper.py`": ("scripts.paper", "main", []),
-    "`scripts/slurm/sweep.py`": ("scripts.slurm.sweep", "main", []),
-    "`scripts/demo.py`": ("megatron_2bw.demo", "main", []),
-    "`scripts/convergence.py`": ("megatron_2bw.convergence.run", "main", []),
-    "`scripts/finetune_bert.py`": ("scripts.finetune_bert", "main", []),
-    "`scripts/table2.py`": ("scripts.table2", "main", []),
-    "`python -m megatron_2bw.data.corpus`": ("megatron_2bw.data.corpus", "main", []),
+# What is typed, and the module whose `main` parses it.
+COMMANDS = {
+    "`megatron-2bw-plan`": "megatron_2bw.planner.cli",
+    "`megatron-2bw-plan validate`": "megatron_2bw.planner.cli",
+    "`megatron-2bw-plan profile`": "megatron_2bw.planner.cli",
+    "`megatron-2bw-plan simulate`": "megatron_2bw.planner.cli",
+    "`megatron-2bw-plan calibrate`": "megatron_2bw.planner.cli",
+    "`megatron-2bw convert import`": "megatron_2bw.cli",
+    "`megatron-2bw convert export`": "megatron_2bw.cli",
+    "`scripts/preprocess_data.py`": "megatron_2bw.data.preprocess_cli",
+    "`scripts/paper.py`": "scripts.paper",
+    "`scripts/slurm/sweep.py`": "scripts.slurm.sweep",
+    "`scripts/demo.py`": "megatron_2bw.demo",
+    "`scripts/convergence.py`": "megatron_2bw.convergence.run",
+    "`scripts/finetune_bert.py`": "scripts.finetune_bert",
+    "`scripts/table2.py`": "scripts.table2",
+    "`python -m megatron_2bw.data.corpus`": "megatron_2bw.data.corpus",
 }
 
 WHEN = {
@@ -111,16 +111,12 @@ def parser_of(main: Callable, argv: list[str]) -> argparse.ArgumentParser:
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """(what is typed, its parser), the main job first."""
     yield "`pretrain_gpt_2bw.py`, `pretrain_bert_2bw.py`", add_flags(argparse.ArgumentParser())
-    for typed, (module, name, argv) in COMMANDS.items():
-        yield from _with_commands(typed, parser_of(getattr(importlib.import_module(module), name), argv))
-
-
-def _with_commands(typed: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    yield typed, parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, own in action.choices.items():
-                yield f"{typed[:-1]} {name}`", own
+    for typed, module in COMMANDS.items():
+        parser = parser_of(importlib.import_module(module).main, typed.strip("`").split()[1:])
+        yield typed, parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from ((f"{typed[:-1]} {command}`", own) for command, own in action.choices.items())
 
 
 def rows() -> Iterator[tuple[str, str, str, list[str]]]:
@@ -166,9 +162,8 @@ def texts_of(rule: Rule | sizes.Check) -> tuple[str, str, str]:
     if not isinstance(rule, Rule):
         text = " ".join(rule.__doc__.split("\n\n")[0].split())
         return ", ".join(f"`{flag}`" for flag in dict.fromkeys(re.findall(r"--[\w-]+", text))), "always", text
-    text = (
-        re.sub(r" ?\{[^}]*\}", "", rule.why).removeprefix(":").strip().replace(f"leave {rule.flag} out", "leave it out")
-    )
+    text = re.sub(r" ?\{[^}]*\}", "", rule.why).removeprefix(":").strip()
+    text = text.replace(f"leave {rule.flag} out", "leave it out")
     when = "if it is typed" if rule.typed else WHEN.get(rule.scope, f"with `{rule.scope}`")
     flag = f"`{rule.flag}{'…' * rule.flag.endswith('-')}`"
     return flag + " (in some cases)" * (rule.when is not None and rule.scope != "line"), when, text

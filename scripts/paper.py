@@ -16,8 +16,6 @@ Invariant: all settings and all of the paper's values come from scripts/paper.ya
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import math
 import shlex
@@ -34,9 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.tables import table
 from megatron_2bw.convergence import plot as convergence_plot
-from megatron_2bw.convergence.report import summarize
 from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
-from megatron_2bw.files import write_whole
+from megatron_2bw.files import write_csv, write_whole
 from megatron_2bw.planner.describe.cluster import PRESETS
 from megatron_2bw.planner.describe.inputs import named_cluster
 from megatron_2bw.planner.tell.explain import old_gpu
@@ -69,9 +66,8 @@ def measured_rows(name: str, out: Path, fresh: bool) -> list[dict[str, Any]]:
             command = [sys.executable, *shlex.split(part["command"]), "--json", str(path)]
             print(f"paper.py: python {part['command']}", flush=True)
             if subprocess.run(command, cwd=ROOT, check=False).returncode:
-                raise UserError(
-                    f"{part['command'].split()[0]} failed, see above; --skip-measurements takes recorded results"
-                )
+                remedy = "--skip-measurements takes recorded results"
+                raise UserError(f"{part['command'].split()[0]} failed, see above; {remedy}")
         rows += json.loads(path.read_text())["rows"]
     return rows
 
@@ -88,32 +84,27 @@ def measured_here(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
     return f"{one / two:.2f}" if "ratio" in spec else f"{one} against {two}"
 
 
-def losses(kind: str) -> dict[str, Any]:
-    """The recorded runs of scripts/convergence.py --paper: 2BW's row, and the number of iterations."""
-    content = json.loads((ROOT / PAPER["convergence"][kind]).read_text())
-    results = {(run["lr"], run["variant"], run["seed"]): run for run in content["runs"] if "training" in run}
-    lr, seeds, iterations = content["learning_rates"][0], content["seeds"], content["iterations"]
-    rows = {name: summarize(results, lr, name, seeds, iterations) for name in ("vanilla", "2bw")}
-    return {"iterations": iterations, **rows}
-
-
 def judge_losses(spec: Mapping[str, Any], row: Claim, collected: Mapping[str, Mapping[str, Any]]) -> None:
-    """Figure 5, in the paper's statistic: the gap in perplexity, and the iterations that it stands for."""
+    """Figure 5, in the paper's statistic: the gap in perplexity, and the iterations that it stands for.
+
+    Measured here: the recorded runs of scripts/convergence.py --paper.
+    """
     real = {(entry["figure"], entry["schedule"]): entry["validation_loss"] for entry in collected.values()}
     two, one = (real.get(pair) for pair in ((spec["two_bw"], "2bw"), (spec["vanilla"], "pipedream-flush")))
     if one and two:
         row.on_cluster = f"{100 * (math.exp(two - one) - 1):+.2f} % perplexity"
-    kind = "bert" if spec["id"] == "bert" else "gpt"
-    if not (ROOT / PAPER["convergence"][kind]).exists():
-        row.notes.append(f"not measured: there is no {PAPER['convergence'][kind]}")
+    recorded = PAPER["convergence"]["bert" if spec["id"] == "bert" else "gpt"]
+    if not (ROOT / recorded).exists():
+        row.notes.append(f"not measured: there is no {recorded}")
         return
-    found = losses(kind)
-    by_seed = {name: found[name]["validation_loss"]["by_seed"] for name in ("vanilla", "2bw")}
+    content = json.loads((ROOT / recorded).read_text())
+    found = {entry["variant"]: entry for entry in content["summary"] if entry["lr"] == content["learning_rates"][0]}
+    by_seed = {name: entry["validation_loss"]["by_seed"] for name, entry in found.items()}
     gaps = [100 * (math.exp(by_seed["2bw"][seed] - loss) - 1) for seed, loss in by_seed["vanilla"].items()]
-    gap, lag = sum(gaps) / len(gaps), 100 * found["2bw"]["lag_iterations"]["of_means"] / found["iterations"]
+    gap, lag = sum(gaps) / len(gaps), 100 * found["2bw"]["lag_iterations"]["of_means"] / content["iterations"]
     row.here = f"{lag:.0f} % of the iterations" if spec["id"] == "lag" else f"{gap:+.2f} % perplexity"
     count = f"{len(gaps)} seeds" if len(gaps) > 1 else "one seed"
-    row.notes.append(f"small model, {found['iterations']} iterations, {count}; the same rate, warm-up and decay")
+    row.notes.append(f"small model, {content['iterations']} iterations, {count}; the same rate, warm-up and decay")
     row.holds = lag <= spec["most"] if spec["id"] == "lag" else gap <= spec["most"]
 
 
@@ -202,23 +193,18 @@ def write_figure(figure: str, own: Sequence[Panel], options: argparse.Namespace)
     """Write the figure's picture, table and page to --out. Returns the page and its claims."""
     collected = {}
     if options.collect and (own or figure == "11"):
-        collected = {row["run"]: row for row in sweep.rows(jobs_folder(options.out, figure), options.warm_up)}
+        jobs = jobs_folder(options.out, figure)
+        collected = {row["run"]: row for row in sweep.rows(jobs, options.warm_up)}
         if not collected:
-            raise UserError(
-                f"--collect: nothing was submitted for figure {figure} to {jobs_folder(options.out, figure)}"
-            )
+            raise UserError(f"--collect: nothing was submitted for figure {figure} to {jobs}")
     found = paper_figures.largest_models(collected) if figure == "11" else []
     if "panel" in PAPER["figures"][figure] and figure != "11":
         found = paper_figures.points(figure, own, collected)
     rows = judged(figure, found, collected, options.out, not options.skip_measurements)
     options.out.mkdir(parents=True, exist_ok=True)
     drawn = picture(figure, found, options.out / f"figure{figure}.png")
-    text = io.StringIO(newline="")
     entries = [asdict(point) for point in found] or [claim_row(row) for row in rows]
-    writer = csv.DictWriter(text, list(entries[0]))
-    writer.writeheader()
-    writer.writerows(entries)
-    write_whole(options.out / f"figure{figure}.csv", text.getvalue())
+    write_csv(options.out / f"figure{figure}.csv", entries)
     content = page(figure, found, rows, drawn)
     if options.figure != NAMES:
         write_whole(options.out / f"figure{figure}.md", content)
@@ -242,10 +228,9 @@ def panels_on(figure: str, name: str) -> list[Panel]:
         print(f"paper.py: {' '.join(line.split())}", file=sys.stderr)
     each, where = cluster.gpus_per_server, name if name in PRESETS else str(Path(name).resolve())
     fitting = [panel for panel in own if name in PRESETS or panel.gpus <= cluster.gpus]
-    for panel in own:
-        if panel not in fitting:
-            line = f"paper.py: {panel.figure} is left out: it needs {panel.gpus} GPUs, {name} has {cluster.gpus}"
-            print(line, file=sys.stderr)
+    for panel in (panel for panel in own if panel not in fitting):
+        line = f"paper.py: {panel.figure} is left out: it needs {panel.gpus} GPUs, {name} has {cluster.gpus}"
+        print(line, file=sys.stderr)
     if own and not fitting:
         raise UserError(f"--cluster {name}: it has {cluster.gpus} GPUs, fewer than any run of figure {figure}")
     return [
@@ -262,6 +247,18 @@ def submit(figure: str, own: list[Panel], options: argparse.Namespace) -> None:
     sweep.submit(chosen)
 
 
+def parse_jobs(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse with the flags of a command that prints or submits Slurm jobs, too."""
+    option = parser.add_argument
+    option("--cluster", default="", metavar="NAME|FILE.yaml", help="of the planner: print the Slurm jobs for it")
+    option("--submit", action="store_true", help="submit the jobs")
+    option("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
+    options = parser.parse_args(words)
+    if options.submit and not options.cluster:
+        parser.error("--submit: give --cluster NAME|FILE.yaml, whose servers the jobs use")
+    return options
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
     words, flags = split_flags(words)
     parser = Parser(prog="paper.py", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -269,16 +266,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     option("--figure", type=names_of(NAMES), default=NAMES, metavar="NAME,...", help=f"of {', '.join(NAMES)} (all)")
     option("--out", type=lambda text: Path(text).resolve(), default=ROOT / "out" / "paper", metavar="DIR")
     option("--skip-measurements", action="store_true", help="take the recorded results of the benchmarks")
-    option("--cluster", default="", metavar="NAME|FILE.yaml", help="of the planner: print the Slurm jobs for it")
-    option("--submit", action="store_true", help="submit the jobs")
     option("--collect", action="store_true", help="add what the jobs measured to the tables")
     option("--warm-up", type=int, default=10, metavar="N", help="with --collect: iterations not counted (10)")
-    option("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
-    options = parser.parse_args(words)
+    options = parse_jobs(parser, words)
     options.flags = flags
     jobs = bool(options.cluster) and not options.collect
-    if options.submit and not options.cluster:
-        parser.error("--submit: give --cluster NAME|FILE.yaml, whose servers the jobs use")
     if options.submit and options.collect:
         parser.error("--collect: it comes after --submit; give one of them")
     if jobs and options.figure == NAMES:

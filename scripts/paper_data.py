@@ -100,18 +100,16 @@ class Run:
     @property
     def name(self) -> str:
         system = self.system.lower().replace(" ", "-")
-        name = f"{self.panel.figure}-{self.panel.model}-{system}-batch{self.batch}-micro{self.microbatch}"
-        return "-".join(
-            [name, *([] if self.recompute == "full" else [self.recompute]), *filter(None, [self.panel.label])]
-        )
+        sizes = f"batch{self.batch}-micro{self.microbatch}"
+        recompute = self.recompute if self.recompute != "full" else ""
+        return "-".join(filter(None, [self.panel.figure, self.panel.model, system, sizes, recompute, self.panel.label]))
 
     @property
     def cost(self) -> Cost:
         """Of the planner, on the panel's GPUs."""
         panel = self.panel
-        cluster = replace(
-            named_cluster(panel.cluster), servers=panel.servers, gpus_per_server=panel.gpus_per_server, profile=None
-        )
+        sizes = {"servers": panel.servers, "gpus_per_server": panel.gpus_per_server}
+        cluster = replace(named_cluster(panel.cluster), **sizes, profile=None)
         return cost_of(panel.model, panel.shape, cluster, panel.precision or PAPER["training"]["precision"])
 
     @cached_property

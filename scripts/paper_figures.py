@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from bench import planner_checks
@@ -311,10 +312,7 @@ def ticked(found: list[Point]) -> Judged:
 
 
 def rows_order(found: list[Point]) -> Judged:
-    orders = [
-        [sorted(own, key=lambda point: getattr(point, value)) for value in ("alone", "paper")]
-        for own in _by_panel(found)
-    ]
+    orders = [[sorted(own, key=attrgetter(value)) for value in ("alone", "paper")] for own in _by_panel(found)]
     same = [one == other for one, other in orders]
     return f"{sum(same)} of {len(same)}", all(same)
 
@@ -328,14 +326,10 @@ def flops(found: list[Point]) -> Judged:
 
 
 def whole_models(found: list[Point]) -> Judged:
-    plans = {
-        "data parallelism": Plan(1, 1, 8, 1, 1, "full", "megatron"),
-        "PipeDream": Plan(1, 8, 1, 1, 1, "full", "pipedream"),
-    }
-    names = ("gpt-1.3b", "gpt-2.2b", "gpt-3.8b")
-    fits = {
-        way: [name for name in names if planner_checks.paper_cost(name, 1).fits(plan)] for way, plan in plans.items()
-    }
+    plans = {"data parallelism": Plan(1, 1, 8, 1, 1, "full", "megatron")}
+    plans |= {"PipeDream": Plan(1, 8, 1, 1, 1, "full", "pipedream")}
+    costs = {name: planner_checks.paper_cost(name, 1) for name in ("gpt-1.3b", "gpt-2.2b", "gpt-3.8b")}
+    fits = {way: [name for name, cost in costs.items() if cost.fits(plan)] for way, plan in plans.items()}
     return "; ".join(f"{way}: {', '.join(own) or 'none'} fits" for way, own in fits.items()), not any(fits.values())
 
 
@@ -354,11 +348,7 @@ def planned_depths(found: list[Point]) -> Judged:
     return "; ".join("{}, {}".format(*pair) for pair in pairs) + " at batch 512; 1024; 2048", set(pairs) == {(8, 16)}
 
 
-CHECKS: dict[str, Callable[[list[Point]], Judged]] = {
-    function.__name__.replace("_", "-"): function
-    for function in (
-        *(flush_cost, pipedream_versions, versions, in_flight, first_use, version_formula, flush_stashes, placement),
-        *(recompute_larger, deeper_larger, largest, ticked, rows_order, flops, whole_models, megatron_8b),
-        planned_depths,
-    )
-}
+JUDGES = (flush_cost, pipedream_versions, versions, in_flight, first_use, version_formula, flush_stashes, placement)
+JUDGES += (recompute_larger, deeper_larger, largest, ticked, rows_order, flops, whole_models, megatron_8b)
+JUDGES += (planned_depths,)
+CHECKS: dict[str, Callable[[list[Point]], Judged]] = {judge.__name__.replace("_", "-"): judge for judge in JUDGES}

@@ -42,11 +42,9 @@ def draw(
             else:
                 axes.bar(xs, heights, 0.75 / len(own), color=colour, label=series)
                 for left, height, (_, value) in zip(xs, heights, at):
-                    word = (
-                        f"{value:.{3 if value < 1000 else 4}g}"
-                        if height
-                        else {"out of memory": "OOM"}.get(str(value), str(value))
-                    )
+                    word = "OOM" if value == "out of memory" else str(value)
+                    if height:
+                        word = f"{value:.{3 if value < 1000 else 4}g}"
                     axes.text(left, height, f" {word}", ha="center", va="bottom", fontsize=7, rotation=90)
             real = [(left, dots.get(title, {}).get((series, place))) for left, (place, _) in zip(xs, at)]
             real = [(left, value) for left, value in real if isinstance(value, (int, float))]

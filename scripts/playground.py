@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_2bw import playground
 from megatron_2bw.errors import Parser, UserError, run_program
+from megatron_2bw.files import write_whole
 from megatron_2bw.timelines.page import script_json, whole
 
 ROOT = Path(__file__).parents[1]
@@ -55,11 +56,11 @@ def build(out: Path) -> None:
     presets = json.loads((SOURCE / "presets.json").read_text())
     out.mkdir(parents=True, exist_ok=True)
     first = {"presets": presets, "grid": grid({})}
-    (out / "index.html").write_text(whole(SOURCE / "index.html", {"first": first}), "utf-8")
+    write_whole(out / "index.html", whole(SOURCE / "index.html", {"first": first}))
     rest: dict[str, Any] = {}
     for sizes in [*SIZES, *(preset["parameters"] for preset in presets)]:
         rest |= grid(sizes)
-    (out / "grid.js").write_text(f"window.grid={script_json(rest)};\n", "utf-8")
+    write_whole(out / "grid.js", f"window.grid={script_json(rest)};\n")
     for name in ("worker.js", "python.js"):
         shutil.copy(SOURCE / name, out)
     archive(out / "megatron_2bw.zip")

@@ -65,24 +65,19 @@ def names(pairs: Sequence[tuple[str, str | Path]]) -> Models:
 
 def pretrain(options: argparse.Namespace) -> Models:
     """Train the small BERTs by scripts/convergence.py. vanilla-90 is a run of its own, whose rate also decays."""
-    few = options.iterations * 9 // 10
-    variants = [label for label in options.variants if label != "vanilla-90"]
+    works = [("", [label for label in options.variants if label != "vanilla-90"], options.iterations)]
+    if "vanilla-90" in options.variants:
+        works.append(("-90", ["vanilla"], options.iterations * 9 // 10))
     found = []
-    for name, labels, iterations in (
-        ("pretraining", variants, options.iterations),
-        ("pretraining-90", ["vanilla"] if "vanilla-90" in options.variants else [], few),
-    ):
-        if labels:
-            line = [name, "--task", "bert", "--out", str(options.out / name), "--lr", options.pretraining_lr]
-            line += ["--variants", ",".join(labels), "--seeds", ",".join(options.pretraining_seeds)]
-            flags = f"-- --train-iters {iterations} --save-interval {iterations}".split()
-            chosen = convergence_options.parse([*line, *flags])
-            if convergence.work(chosen):
-                raise UserError(f"the pretraining failed, see {chosen.out}/report.md; the same command tries it again")
-            suffix = "-90" if name == "pretraining-90" else ""
-            found += [
-                (run.variant + suffix, run.folder / "checkpoints") for run in convergence_options.grid(chosen, [])
-            ]
+    for suffix, labels, iterations in works:
+        name = f"pretraining{suffix}"
+        line = [name, "--task", "bert", "--out", str(options.out / name), "--lr", options.pretraining_lr]
+        line += ["--variants", ",".join(labels), "--seeds", ",".join(options.pretraining_seeds)]
+        flags = f"-- --train-iters {iterations} --save-interval {iterations}".split()
+        chosen = convergence_options.parse([*line, *flags])
+        if convergence.work(chosen):
+            raise UserError(f"the pretraining failed, see {chosen.out}/report.md; the same command tries it again")
+        found += [(run.variant + suffix, run.checkpoints) for run in convergence_options.grid(chosen, [])]
     return names(found)
 
 
@@ -258,9 +253,8 @@ def pairs_of(known: Sequence[str]):
         found = [tuple(re.split("=", word, maxsplit=1)) for word in words(text)]
         for pair in found:
             if len(pair) < 2 or pair[0] not in known or not pair[1]:
-                raise argparse.ArgumentTypeError(
-                    f"{pair[0] or 'an empty word'}: give NAME=DIR, NAME of {', '.join(known)}"
-                )
+                line = f"{pair[0] or 'an empty word'}: give NAME=DIR, NAME of {', '.join(known)}"
+                raise argparse.ArgumentTypeError(line)
         return found
 
     return parse
@@ -290,15 +284,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option("--seeds", type=numbers_of, default=("1", "2", "3"), metavar="N,...", help="of the finetuning (1,2,3)")
     option("--gpus", type=int, default=1, metavar="N", help="processes of a finetuning (1)")
     option("--out", type=lambda text: Path(text).resolve(), default=ROOT / "out" / "table2", metavar="DIR")
-    option("--cluster", default="", metavar="NAME|FILE.yaml", help="of the planner: print the Slurm jobs for it")
-    option("--submit", action="store_true", help="submit the jobs")
-    option("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
     option("--report-only", action="store_true", help="run nothing; report on what is in --out")
-    options = parser.parse_args(own)
+    options = paper.parse_jobs(parser, own)
     options.flags, options.datasets = flags, dict(options.datasets)
     options.tasks = options.tasks or (SMALL if options.small else ("mnli", "race"))
-    if options.submit and not options.cluster:
-        parser.error("--submit: give --cluster NAME|FILE.yaml, whose servers the jobs use")
     modes = {"--models or --gpt": options.models or options.gpt, "--small": options.small}
     modes |= {"--cluster": options.cluster, "--report-only": options.report_only}
     given = [mode for mode, value in modes.items() if value]

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.emulated import train
-from megatron_2bw.files import new_figure
+from megatron_2bw.files import new_figure, write_figure
 from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import own_output, run_world
 
@@ -48,7 +48,8 @@ def scalars(folder: Path, name: str) -> tuple[list[int], list[float]]:
 
     events = EventAccumulator(str(folder / "scalars"))
     events.Reload()
-    return [event.step for event in events.Scalars(name)], [event.value for event in events.Scalars(name)]
+    found = events.Scalars(name)
+    return [event.step for event in found], [event.value for event in found]
 
 
 def main() -> None:
@@ -68,12 +69,10 @@ def main() -> None:
             for name in ("bubble/mean", *(f"bubble/stage {stage}" for stage in range(STAGES))):
                 values = scalars(folder, name)[1][3:-1]
                 print(f"  {name}: {sum(values) / len(values):.1%} from iteration 4 to {ITERATIONS - 1}")
-    axis.set_ylim(0, 0.5)
-    axis.set_xlabel("iteration")
-    axis.set_ylabel("bubble/mean")
+    axis.set(ylim=(0, 0.5), xlabel="iteration", ylabel="bubble/mean")
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(HERE / "bubble.png", dpi=150)
+    write_figure(HERE / "bubble.png", figure)
 
 
 if __name__ == "__main__":

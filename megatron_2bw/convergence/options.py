@@ -8,6 +8,8 @@ and the folder of checkpoints.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
 import re
@@ -80,6 +82,10 @@ class Run:
     @property
     def log(self) -> Path:
         return self.folder / "train.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -173,7 +179,7 @@ def _check(options: argparse.Namespace) -> None:
     options.out = (options.out or Path("out") / "convergence" / options.name).absolute()
     for flag, found, convert, fault in (
         ("--seeds", options.seeds, _seed, "not a whole number from 1 on"),
-        ("--lr", options.lr, lambda word: _rate(word) or None, "not a learning rate above 0"),
+        ("--lr", options.lr, lambda word: _finite(word, 0) or None, "not a learning rate above 0"),
     ):
         wrong = [word for word in found if convert(word) is None]
         if wrong:
@@ -181,37 +187,26 @@ def _check(options: argparse.Namespace) -> None:
         if len(set(map(convert, found))) < len(found):
             raise UserError(f"{flag} {','.join(found)}: one of them is given twice")
     if options.max_gap is not None:
-        limits = [_number_of(word) for word in options.max_gap]
+        limits = [_finite(word) for word in options.max_gap]
         if None in limits or len(limits) not in (1, len(options.lr)):
-            raise UserError(
-                f"--max-gap {','.join(options.max_gap)}: it must be a number of percent, or one for each --lr"
-            )
+            given_limits = ",".join(options.max_gap)
+            raise UserError(f"--max-gap {given_limits}: it must be a number of percent, or one for each --lr")
         options.max_gap = dict(zip(options.lr, limits * len(options.lr) if len(limits) == 1 else limits))
-    for flag, number, good, bounds in (
-        ("--stages", options.stages, options.stages >= 1, "1 at least"),
-        ("--width", options.width, options.width >= 1, "1 at least"),
-        ("--jobs", options.jobs, options.jobs >= 1, "1 at least"),
-    ):
-        if not good:
-            raise UserError(f"{flag} {number}: it must be {bounds}")
+    for name in ("stages", "width", "jobs"):
+        if (number := getattr(options, name)) < 1:
+            raise UserError(f"--{name} {number}: it must be 1 at least")
 
 
 def _seed(word: str) -> int | None:
     return int(word) or None if word.isdecimal() else None
 
 
-def _number_of(word: str) -> float | None:
-    try:
+def _finite(word: str, least: float = -math.inf) -> float | None:
+    """The word as a number, if it is one and not below `least`."""
+    with contextlib.suppress(ValueError):
         number = float(word)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _rate(word: str) -> float | None:
-    """A number from 0 on."""
-    number = _number_of(word)
-    return number if number is None or number >= 0 else None
+        return number if math.isfinite(number) and number >= least else None
+    return None
 
 
 def _check_flags(options: argparse.Namespace) -> None:
@@ -231,7 +226,7 @@ def _check_flags(options: argparse.Namespace) -> None:
     least = value(flags, "--min-lr")
     if least is not None:
         for rate in options.lr:
-            if _rate(least) is None or _rate(least) > _rate(rate):
+            if (floor := _finite(least, 0)) is None or floor > float(rate):
                 raise UserError(f"--min-lr {least}: it must be a number and not above --lr {rate}")
 
 
@@ -256,10 +251,8 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
         raise UserError(f"--sync-iterations {sync}: it must be 1 to --train-iters {options.iterations}")
     sync = sync or max(1, options.iterations // 5)
     if sync == options.iterations and "2bw+both" in options.variants:
-        raise UserError(
-            f"--sync-iterations {sync}: with 2bw+both it must be below --train-iters "
-            f"{options.iterations}, or there is nothing to extrapolate"
-        )
+        bound = f"with 2bw+both it must be below --train-iters {sync}, or there is nothing to extrapolate"
+        raise UserError(f"--sync-iterations {sync}: {bound}")
     found = {"vanilla": ["--pipeline-schedule", options.vanilla]}
     for label in options.variants:
         if label != "vanilla":
@@ -267,10 +260,12 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
     for text in options.variant:
         label, equals, flags = text.partition("=")
         if not equals or not re.fullmatch(r"\w[\w.+-]*", label) or label in VARIANTS or label in found:
-            raise UserError(
-                f'--variant "{text}": give LABEL=FLAGS with a label of its own, of letters, digits and . _ + -'
-            )
-        own = _split(text, flags)
+            rule = "give LABEL=FLAGS with a label of its own, of letters, digits and . _ + -"
+            raise UserError(f'--variant "{text}": {rule}')
+        try:
+            own = shlex.split(flags)
+        except ValueError as error:
+            raise UserError(f'--variant "{text}": {error}') from None
         if flag := given(own, *COMMON):
             raise UserError(f'--variant "{text}": {flag} must be the same for all')
         found[label] = own if given(own, "--pipeline-schedule") else ["--pipeline-schedule", "2bw", *own]
@@ -284,13 +279,6 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
     if options.max_gap is not None and not others:
         raise UserError("--max-gap: there is nothing but vanilla; add to --variants")
     return found
-
-
-def _split(text: str, flags: str) -> list[str]:
-    try:
-        return shlex.split(flags)
-    except ValueError as error:
-        raise UserError(f'--variant "{text}": {error}') from None
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
@@ -392,9 +380,7 @@ def sentences(corpus: Corpus) -> list[str]:
 def grid(options: argparse.Namespace, data: Sequence[str]) -> list[Run]:
     """All runs, ordered for early comparisons: seed by seed, vanilla first."""
     runs = []
-    for seed in options.seeds:
-        for lr in options.lr:
-            for variant in options.variants:
-                folder = options.out / "runs" / f"{variant}-lr{lr}-seed{seed}"
-                runs.append(Run(variant, lr, int(seed), folder, command(options, data, variant, lr, seed, folder)))
+    for seed, lr, variant in itertools.product(options.seeds, options.lr, options.variants):
+        folder = options.out / "runs" / f"{variant}-lr{lr}-seed{seed}"
+        runs.append(Run(variant, lr, int(seed), folder, command(options, data, variant, lr, seed, folder)))
     return runs

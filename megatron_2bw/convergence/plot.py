@@ -15,11 +15,12 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 
 from megatron_2bw.convergence.report import Points, Results, mean, percent, places, smooth
-from megatron_2bw.files import write_figure
+from megatron_2bw.files import new_figure, write_figure
 
 COLOURS = ("#525252", "#d94801", "#2171b5", "#238b45", "#6a51a3", "#c51b8a", "#a6761d", "#17becf")  # vanilla first
 TICKS = (0, *(sign * tick for tick in (0.25, 0.5, 0.75, 1, 2, 5, 10, 20, 50, 100) for sign in (1, -1)))
@@ -35,9 +36,7 @@ WORDS = {  # of a variant's flags
 
 def draw_recorded(source: Path, path: Path) -> None:
     """The picture of a runs.json."""
-    content = json.loads(source.read_text())
-    results = {(run["lr"], run["variant"], run["seed"]): run for run in content["runs"] if "training" in run}
-    draw(results, content["learning_rates"], content["variants"], content["seeds"], content["iterations"], path)
+    draw(json.loads(source.read_text()), path)
 
 
 def name(variant: str, flags: Sequence[str]) -> str:
@@ -47,25 +46,18 @@ def name(variant: str, flags: Sequence[str]) -> str:
     return f"{variant}: {', '.join(words)}" if words else variant
 
 
-def draw(
-    results: Results,
-    rates: Sequence[str],
-    variants: Mapping[str, Sequence[str]],
-    seeds: Sequence[int],
-    iterations: int,
-    path: Path,
-) -> None:
+def draw(content: Mapping[str, Any], path: Path) -> None:
     """A column for each learning rate: the training losses, and below them what each variant has more than vanilla.
 
     Means over the seeds of the curves smoothed over a fiftieth (above) and a twentieth (below) of the iterations, in a
     band from the smallest to the largest. Markers are validations; a diverged run is left out.
-    """
-    from matplotlib.figure import Figure
 
-    rates = [lr for lr in rates if any(key[0] == lr for key in results)]
-    figure = Figure(
-        figsize=(max(6.4, 4.8 * len(rates)), 6.6 + 0.2 * len(variants) / len(rates)), dpi=150, layout="constrained"
-    )
+    content  what runs.json holds, of one run at least
+    """
+    results = {(run["lr"], run["variant"], run["seed"]): run for run in content["runs"] if "training" in run}
+    variants, seeds, iterations = (content[key] for key in ("variants", "seeds", "iterations"))
+    rates = [lr for lr in content["learning_rates"] if any(key[0] == lr for key in results)]
+    figure = new_figure(max(6.4, 4.8 * len(rates)), 6.6 + 0.2 * len(variants) / len(rates))
     grid = figure.subplots(2, len(rates), squeeze=False, sharex=True, height_ratios=(1.1, 1))
     for place, lr in enumerate(rates):
         upper, lower = grid[:, place]
@@ -84,15 +76,13 @@ def draw(
         lower.set_yticks([tick for tick in TICKS if least <= tick <= most])
         lower.set_ylim(least, most)
         lower.yaxis.set_major_formatter(lambda tick, _: f"{tick:+g}".replace("-", "−") if tick else "0")
-        lower.set_xlabel("iteration")
-        lower.set_xlim(0, iterations)
+        lower.set(xlabel="iteration", xlim=(0, iterations))
         for axes in (upper, lower):
             axes.grid(linewidth=0.4, alpha=0.5)
             axes.spines[["top", "right"]].set_visible(False)
         upper.set_title(title, fontsize=11)
-    figure.legend(
-        *grid[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=len(rates), frameon=False, fontsize=9
-    )
+    names = grid[0, 0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside upper left", ncols=len(rates), frameon=False, fontsize=9)
     grid[0, 0].set_ylabel("loss (nats per token)\nline: training, points: validation")
     grid[1, 0].set_ylabel("loss above vanilla's (%)\nlinear to 1 %, then logarithmic")
     write_figure(path, figure)
@@ -127,22 +117,16 @@ def _differences(axes, runs: Sequence[tuple[dict, dict | None]], iterations: int
     gaps = []
     for own, base in runs:
         losses = dict(base["validation"])
-        gaps.append(
-            [
-                [iteration, percent(loss, losses[iteration])]
-                for iteration, loss in own["validation"]
-                if iteration in losses
-            ]
-        )
+        both = [(iteration, loss) for iteration, loss in own["validation"] if iteration in losses]
+        gaps.append([[iteration, percent(loss, losses[iteration])] for iteration, loss in both])
     _points(axes, gaps, colour)
 
 
 def _band(axes, at: numpy.ndarray, curves: Sequence[numpy.ndarray], colour: str, label: str | None) -> None:
     axes.plot(at, numpy.mean(curves, axis=0), color=colour, linewidth=1.5, label=label)
     if len(curves) > 1:
-        axes.fill_between(
-            at, numpy.min(curves, axis=0), numpy.max(curves, axis=0), color=colour, alpha=0.15, linewidth=0
-        )
+        low, high = numpy.min(curves, axis=0), numpy.max(curves, axis=0)
+        axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _points(axes, runs: Sequence[Points], colour: str) -> None:

@@ -83,15 +83,11 @@ def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
         return found | {"diverged": True, "iteration": last}
     if code:
         raise UserError(f"exit code {code}: {run_log.cause(attempt)}")
+    lacks = "it ended, but its log holds no"
     if not found["training"]:
-        raise UserError(
-            "it ended, but its log holds no training loss: --log-interval is above --train-iters, "
-            "or all steps were skipped"
-        )
+        raise UserError(f"{lacks} training loss: --log-interval is above --train-iters, or all steps were skipped")
     if not found["validation"] or found["validation"][-1][0] != iterations:
-        raise UserError(
-            "it ended, but its log holds no validation loss after the last iteration: does --split leave data for it?"
-        )
+        raise UserError(f"{lacks} validation loss after the last iteration: does --split leave data for it?")
     return found | {"diverged": False}
 
 
@@ -126,22 +122,16 @@ def trend(points: Points) -> Points:
     ends = numpy.array([0.0, *(end for end, _ in points)])
     middles = numpy.log((ends[1:] + ends[:-1]) / 2)
     losses = [number(loss) for _, loss in points]
-    fit = (
-        numpy.polynomial.Polynomial.fit(middles, losses, min(6, (len(points) - 1) // 3 + 1))
-        if len(points) > 1
-        else (lambda middles: numpy.array(losses))
-    )
-    return [[end, loss] for end, loss in zip(ends[1:], fit(middles))]
+    if len(points) > 1:
+        losses = numpy.polynomial.Polynomial.fit(middles, losses, min(6, (len(points) - 1) // 3 + 1))(middles)
+    return [[end, loss] for end, loss in zip(ends[1:], losses)]
 
 
 def mean(curves: Sequence[Points]) -> Points:
     """At the iterations that all curves have."""
     losses = [dict(points) for points in curves]
-    return [
-        [end, statistics.fmean(number(curve[end]) for curve in losses)]
-        for end, _ in curves[0]
-        if all(end in curve for curve in losses)
-    ]
+    ends = [end for end, _ in curves[0] if all(end in curve for curve in losses)]
+    return [[end, statistics.fmean(number(curve[end]) for curve in losses)] for end in ends]
 
 
 def places(end: float, window: float) -> numpy.ndarray:
@@ -246,10 +236,8 @@ def too_large(rows: Sequence[dict[str, Any]], limits: Mapping[str, float], of: S
         if row and row["diverged"]:
             lines.append(f"{begin}: diverged")
         elif len(gaps["by_seed"]) < seeds:
-            lines.append(
-                f"{begin}: the gap is known for {len(gaps['by_seed'])} of {seeds} seeds; runs are missing, or "
-                "vanilla diverged"
-            )
+            known = f"the gap is known for {len(gaps['by_seed'])} of {seeds} seeds"
+            lines.append(f"{begin}: {known}; runs are missing, or vanilla diverged")
         elif gaps["mean"] > limits[lr]:
             lines.append(f"{begin}: the gap {gaps['mean']:+.3g} % is above --max-gap {limits[lr]:g}")
     return lines
@@ -262,13 +250,7 @@ def markdown(title: str, facts: Sequence[str], rows: Sequence[dict[str, Any]], t
     """report.md: what was run, a table for each learning rate, the picture."""
     lines = [f"# {title}", "", *facts, ""]
     for lr in dict.fromkeys(row["lr"] for row in rows):
-        lines += [
-            f"## Learning rate {lr}",
-            "",
-            "| variant | final validation loss | gap, % | lag, iterations | "
-            "training loss at the end | training gap, % | s/iteration |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        ]
+        lines += [f"## Learning rate {lr}", "", f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS[1:])]
         lines += [_row(row) for row in rows if row["lr"] == lr] + [""]
     if troubles:
         lines += ["## What went wrong", "", *(f"- {trouble}" for trouble in troubles), ""]
@@ -276,6 +258,8 @@ def markdown(title: str, facts: Sequence[str], rows: Sequence[dict[str, Any]], t
     return "\n".join([*lines, *picture, *EXPLANATION]) + "\n"
 
 
+COLUMNS = ("variant", "final validation loss", "gap, %", "lag, iterations", "training loss at the end")
+COLUMNS += ("training gap, %", "s/iteration")
 EXPLANATION = """\
 Means over the seeds ± sample standard deviation. Gap: validation loss above vanilla's of the same seed, that is with
 the same initial weights, batches and validation samples. Training loss: mean of the last tenth of the iterations. Lag:
@@ -289,17 +273,9 @@ def _row(row: dict[str, Any]) -> str:
         gap, training_gap = (shown(row[key], "{:+.2f}") for key in ("gap_percent", "training_gap_percent"))
         lags = row["lag_iterations"] | {"mean": row["lag_iterations"]["of_means"]}
         behind = ("≥ " if lags["mean"] >= row["lag_limit"] - 0.5 else "") + shown(lags, "{:.0f}")
-    seconds = row["seconds_per_iteration"]
-    cells = [
-        row["variant"],
-        shown(row["validation_loss"], "{:.4f}"),
-        gap,
-        behind,
-        shown(row["training_loss"], "{:.4f}"),
-        training_gap,
-        "–" if math.isnan(seconds) else f"{seconds:.3g}",
-    ]
-    return f"| {' | '.join(cells)} |"
+    validation, training = (shown(row[key], "{:.4f}") for key in ("validation_loss", "training_loss"))
+    seconds = "–" if math.isnan(row["seconds_per_iteration"]) else f"{row['seconds_per_iteration']:.3g}"
+    return f"| {' | '.join((row['variant'], validation, gap, behind, training, training_gap, seconds))} |"
 
 
 def shown(figure: dict[str, Any], form: str) -> str:

@@ -75,11 +75,9 @@ def result_of(run: Run) -> dict[str, Any] | None:
             continue
         except (ValueError, LookupError, TypeError):
             raise UserError(f"{run.folder / name}: not what a run leaves; --fresh sets all runs aside") from None
-        if other and (name == "result.json" or _checkpoints(run)):
-            raise UserError(
-                f"{run.folder} holds a run of other flags; give another NAME, or --fresh, which "
-                "sets all runs aside and begins again"
-            )
+        if other and (name == "result.json" or run.checkpoints.exists()):
+            remedy = "give another NAME, or --fresh, which sets all runs aside and begins again"
+            raise UserError(f"{run.folder} holds a run of other flags; {remedy}")
         if name == "result.json":
             return stored
     return None
@@ -89,17 +87,8 @@ def _sound(result: dict[str, Any]) -> bool:
     """Whether result.json has the curves that the report reads."""
     points = [(end, 0 if loss is None else loss) for end, loss in result["training"] + result["validation"]]
     plain = all(type(number) in (int, float) and abs(number) < 1e300 for point in points for number in point)
-    times = type(result["seconds_per_iteration"]) in (int, float, type(None))
-    return (
-        plain
-        and times
-        and type(result["diverged"]) is bool
-        and bool(result["diverged"] or result["training"] and result["validation"])
-    )
-
-
-def _checkpoints(run: Run) -> bool:
-    return (run.folder / "checkpoints").exists()
+    types = type(result["seconds_per_iteration"]) in (int, float, type(None)) and type(result["diverged"]) is bool
+    return plain and types and bool(result["diverged"] or result["training"] and result["validation"])
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -111,9 +100,8 @@ class Job:
     def __init__(self, run: Run, lock: int, gpus: str | None):
         run.folder.mkdir(parents=True, exist_ok=True)
         write_json(run.folder / "command.json", {"command": run.command}, indent=None)
-        if run.log.exists() and not _checkpoints(run):  # it starts again, perhaps with other flags
-            names = (run.log.with_suffix(f".{number}.log") for number in itertools.count(1))
-            run.log.rename(next(name for name in names if not name.exists()))
+        if not run.checkpoints.exists():  # it starts again, perhaps with other flags
+            set_aside(run.log)
         self.run, self.iteration, self.loss, self.said, self._rest = run, 0, math.nan, 0.0, ""
         self._begun = time.monotonic()
         with open(run.log, "a") as log:
@@ -162,14 +150,11 @@ class Board:
         """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512 (vanilla 4.498), 2:10 elapsed, about ..."""
         run = job.run
         self.losses[run, job.iteration] = job.loss
-        same_seed = (other for other in self.runs if (other.lr, other.seed) == (run.lr, run.seed) and other != run)
-        vanilla = next((other for other in same_seed if other.variant == "vanilla"), None)
-        loss = self.losses.get((vanilla, job.iteration))
-        compared = "" if loss is None else f" (vanilla {loss:.3f})"
-        return (
-            f"{self.number(run)} {run.title}: iteration {job.iteration}/{self.iterations}, loss {job.loss:.3f}"
-            f"{compared}, {duration(time.monotonic() - self._begun)} elapsed{self._left([job, *others])}"
-        )
+        vanilla = {(other.lr, other.seed): other for other in self.runs if other.variant == "vanilla" and other != run}
+        loss = self.losses.get((vanilla.get((run.lr, run.seed)), job.iteration))
+        losses = f"loss {job.loss:.3f}" + ("" if loss is None else f" (vanilla {loss:.3f})")
+        times = f"{duration(time.monotonic() - self._begun)} elapsed{self._left([job, *others])}"
+        return f"{self.number(run)} {run.title}: iteration {job.iteration}/{self.iterations}, {losses}, {times}"
 
     def number(self, run: Run) -> str:
         return f"[{self.runs.index(run) + 1}/{len(self.runs)}]"
@@ -293,9 +278,8 @@ def report(board: Board, options) -> list[dict[str, Any]]:
     """Write runs.json, curves.png and report.md from the results so far. Returns a row for each (lr, variant)."""
     results = {(run.lr, run.variant, run.seed): result for run, result in board.results.items()}
     seeds = [int(seed) for seed in options.seeds]
-    rows = [
-        summarize(results, lr, variant, seeds, options.iterations) for lr in options.lr for variant in options.variants
-    ]
+    pairs = itertools.product(options.lr, options.variants)
+    rows = [summarize(results, lr, variant, seeds, options.iterations) for lr, variant in pairs]
     rows = [row for row in rows if row["finished"]]
     runs = [
         {"variant": run.variant, "lr": run.lr, "seed": run.seed, "folder": str(run.folder.relative_to(options.out))}
@@ -309,7 +293,7 @@ def report(board: Board, options) -> list[dict[str, Any]]:
     content |= {"learning_rates": options.lr, "seeds": seeds, "flags": options.flags, "summary": rows, "runs": runs}
     write_json(options.out / "runs.json", content, indent=None)
     if results:
-        draw(results, options.lr, options.variants, seeds, options.iterations, options.out / "curves.png")
+        draw(content, options.out / "curves.png")
     else:
         (options.out / "curves.png").unlink(missing_ok=True)  # of runs that were set aside
     text = markdown(f"Convergence: {options.name}", facts(board, options), rows, troubles(board))
@@ -335,12 +319,9 @@ def facts(board: Board, options) -> list[str]:
 
 
 def troubles(board: Board) -> list[str]:
-    ended = [
-        f"{run.title}: diverged by iteration {result.get('iteration', 0)}"
-        for run, result in board.results.items()
-        if result["diverged"]
-    ]
-    return ended + [f"{run.title}: {why}" for run, why in board.failures.items()]
+    gone = {run: result.get("iteration", 0) for run, result in board.results.items() if result["diverged"]}
+    lines = [f"{run.title}: diverged by iteration {iteration}" for run, iteration in gone.items()]
+    return lines + [f"{run.title}: {why}" for run, why in board.failures.items()]
 
 
 def judge(rows: Sequence[dict[str, Any]], options) -> int:
@@ -359,25 +340,19 @@ def judge(rows: Sequence[dict[str, Any]], options) -> int:
 
 def work(options) -> int:
     with locked(options.out) as lock:
-        return compare(options, lock)
-
-
-def compare(options, lock: int) -> int:
-    if options.fresh:
-        set_aside(options.out / "runs")
-    board = Board(grid(options, built_in(options)), options.iterations)
-    for run in board.runs:
-        if result := result_of(run):
-            board.take(run, result)
-    say(
-        f"convergence.py: {len(board.runs)} runs of {options.iterations} iterations, {len(board.results)} of them are "
-        f"there; {options.out}"
-    )
-    if not options.report_only:
-        train(board, options, lock, lambda: report(board, options))
-    rows = report(board, options)
-    say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
-    return max(judge(rows, options), 1 if board.failures else 0)
+        if options.fresh:
+            set_aside(options.out / "runs")
+        board = Board(grid(options, built_in(options)), options.iterations)
+        for run in board.runs:
+            if result := result_of(run):
+                board.take(run, result)
+        runs = f"{len(board.runs)} runs of {options.iterations} iterations"
+        say(f"convergence.py: {runs}, {len(board.results)} of them are there; {options.out}")
+        if not options.report_only:
+            train(board, options, lock, lambda: report(board, options))
+        rows = report(board, options)
+        say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
+        return max(judge(rows, options), 1 if board.failures else 0)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "convergence.py") -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw.files import write_json
 from megatron_2bw.gpu_check import observe, probes
 from megatron_2bw.gpu_check.check import UNTIED, Check, Failed, command, gpt_flags
 from megatron_2bw.planner.cost.memory import Memory
@@ -69,7 +70,7 @@ def validate(check: Check) -> dict[str, Any]:
     device = replace(GPUS["A100-80GB"], name=check.device, memory_gib=check.gib or 16.0, tflops_fp32=1.0)
     link = Link(10, 20)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "profile.json").write_text(json.dumps(check.profile))
+        write_json(Path(folder, "profile.json"), check.profile)
         cluster = Cluster("this machine", 1, gpus, device, link, link, profile=Path(folder, "profile.json"))
         to_yaml(cluster, Path(folder, "cluster.yaml"))
         words = f"--cluster {{folder}}/cluster.yaml --max-global-batch-size {8 * gpus * _size(check)[1]} --top 2"

@@ -10,7 +10,6 @@ import ctypes
 import faulthandler
 import os
 import random
-import re
 import signal
 import statistics
 import sys
@@ -20,11 +19,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_2bw import cpu
+from megatron_2bw import cpu, run_log
+from megatron_2bw.gpu_check import entry
 from megatron_2bw.local_ranks import own_output
 
 # Calls that can wait for the GPU, by the beginning of their names; the last is the reading of one number.
@@ -72,41 +73,29 @@ def train(
     faulthandler.dump_traceback_later(max(deadline - time.monotonic() - MARGIN, 1))
     from megatron.training import training
 
-    from megatron_2bw.start.launch import launch
+    observed, hooks, losses, models, show = Observed(), Hooks(), [], [], training.print_datetime
 
-    observed, hooks, losses, models = Observed(), Hooks(), [], []
-    setup, step, show = training.setup_model_and_optimizer, training.train_step, training.print_datetime
-
-    def observed_setup(*args, **kwargs):
-        model, *rest = setup(*args, **kwargs)
-        models.extend(model)
-        return model, *rest
-
-    def observed_step(*args, **kwargs):
-        result = step(*args, **kwargs)
-        losses.append([loss.detach().clone() for loss in result[0].values()])
+    def after_step(found):
+        losses.append([loss.detach().clone() for loss in found.values()])
         for hook in hooks.after_step:
             hook(len(losses))
-        return result
 
     def observed_end(text, *args, **kwargs):
         if text.startswith("after training"):
             observed.static_bytes = torch.cuda.memory_allocated()
         return show(text, *args, **kwargs)
 
-    training.setup_model_and_optimizer, training.train_step = observed_setup, observed_step
     training.print_datetime = observed_end
     for observer in observers:
         observer(observed, hooks)
-    sys.argv = ["pretrain_gpt_2bw.py", *argv]
-    launch("megatron_2bw.tasks.gpt")
+    entry.train(argv, lambda model, _optimizer: models.extend(model), after_step)
     for hook in hooks.at_end:
         hook()
     params = [param for model in models for param in model.parameters()]
     observed.parameters = sum(param.numel() for param in params)
     observed.peak_bytes = torch.cuda.max_memory_allocated()
     observed.losses = [float(loss) for each in losses for loss in each]
-    observed.skipped = sum(map(int, re.findall(r"skipped iterations: +(\d+)", own_output())))
+    observed.skipped = sum(line.skipped for line in run_log.training(own_output()))
     if observed.parameters < 10**7:
         observed.weights = [param.detach().cpu() for param in params]
     return observed
@@ -164,10 +153,9 @@ def timed(observed: Observed, hooks: Hooks, first: int = 4) -> None:
 
     def timed_execute(self, action):
         pipelines[:] = [self]
-        begun = time.perf_counter()
-        execute(self, action)
+        took = seconds_of(lambda: execute(self, action))
         if action.kind in "RS":
-            steps[len(ends)] += time.perf_counter() - begun
+            steps[len(ends)] += took
 
     def mark(done: int) -> None:
         if done in (first, get_args().train_iters):
@@ -183,16 +171,17 @@ def timed(observed: Observed, hooks: Hooks, first: int = 4) -> None:
             observed.figures["late_step_ms"] = 1e3 * statistics.median(list(steps.values())[2:])
         stores = getattr(pipelines[0].update, "stores", None) if pipelines else None
         if stores is not None and len(stores.versions) > 1:
-            observed.figures["flip_ms"] = 1e3 * statistics.median(_flip(stores, turn) for turn in range(20))
+            flips = [seconds_of(partial(stores.bind, stores.versions[turn % 2])) for turn in range(20)]
+            observed.figures["flip_ms"] = 1e3 * statistics.median(flips)
 
     Pipeline.execute = timed_execute
     hooks.after_step.append(mark)
     hooks.at_end.append(summary)
 
 
-def _flip(stores: Any, turn: int) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
     begun = time.perf_counter()
-    stores.bind(stores.versions[turn % 2])
+    work()
     return time.perf_counter() - begun
 
 

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import torch
 
+from megatron_2bw.gpu_check.observe import seconds_of
+
 SPIN = 1.0  # seconds
 
 CALLS: dict[str, Callable[[SimpleNamespace], object]] = {
@@ -53,22 +55,16 @@ def call(rank: int, name: str, environment: dict[str, str]) -> tuple[float, floa
     def launch() -> None:
         time.sleep(SPIN / 5)
         with torch.cuda.stream(own):
-            took.append(_seconds(lambda: other.add_(1)))
+            took.append(seconds_of(lambda: other.add_(1)))
 
     thread = threading.Thread(target=launch)
     with torch.cuda.stream(side):
         torch.cuda._sleep(cycles)
     thread.start()
     with torch.cuda.stream(own):
-        seconds = _seconds(lambda: CALLS[name](tensors))
+        seconds = seconds_of(lambda: CALLS[name](tensors))
     thread.join()
     return seconds / SPIN, took[0] / SPIN
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
 
 
 def _in_thread(work: Callable[[], object]) -> None:

@@ -23,7 +23,6 @@ from megatron_2bw.files import write_json
 from megatron_2bw.gpu_check import probes
 from megatron_2bw.gpu_check.rows import NEEDS, ROWS, Check, Failed, Row
 from megatron_2bw.local_ranks import WorldError, WorldTimeout, run_world
-from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.start.doctor import version
 
 PARTS = tuple(dict.fromkeys(row.part for row in ROWS))
@@ -49,7 +48,6 @@ def main(argv: Sequence[str], prog: str) -> int:
     for name in options.row or ():
         if not any(row.name == name for row in rows):
             parser.error(f"--row {name}: no such row; rows are {'; '.join(row.name for row in ROWS)}")
-    exit_on_signals()
     try:
         return run(rows, options.device, options.minutes, options.json, options.again)
     except UserError as error:

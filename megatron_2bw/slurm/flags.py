@@ -51,7 +51,12 @@ def words(
     elif precision and precision != entry["precision"]:
         raise UserError(f"PRECISION={precision}: PLAN={plan} is for {entry['precision']}; plan with --precision")
     else:
-        best = _planned(entry, plan, servers, processes)
+        best, cluster = entry["plans"][0], entry["cluster"]
+        if (cluster["servers"], cluster["gpus_per_server"]) != (servers, processes):
+            wanted = "{servers} nodes with {gpus_per_server} GPUs each".format(**cluster)
+            flags = "--nodes={servers} --gpus-per-node={gpus_per_server}".format(**cluster)
+            job = f"the job has {servers} with {processes}: give sbatch {flags}, or plan for these"
+            raise UserError(f"PLAN={plan} is for {wanted}, {job}")
         sizes, run = best["flags"], best.get("training", training.flags(""))  # older files have none
         interval = best.get("save_interval", interval)
     try:
@@ -96,18 +101,6 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _planned(entry: dict[str, Any], plan: str, servers: int, processes: int) -> dict[str, Any]:
-    """The first plan, if it was planned for this allocation."""
-    cluster = entry["cluster"]
-    wanted = (cluster["servers"], cluster["gpus_per_server"])
-    if wanted != (servers, processes):
-        raise UserError(
-            f"PLAN={plan} is for {wanted[0]} nodes with {wanted[1]} GPUs each, the job has {servers} with {processes}: "
-            f"give sbatch --nodes={wanted[0]} --gpus-per-node={wanted[1]}, or plan for these"
-        )
-    return entry["plans"][0]
-
-
 def default_plan(model: Model, ranks: int) -> Plan:
     """2BW on as many stages as divide the ranks and the layers, with the fewest microbatches that fill them.
 
@@ -119,17 +112,16 @@ def default_plan(model: Model, ranks: int) -> Plan:
 
 def main() -> int:
     parser = Parser(prog="flags.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--kind", required=True, choices=("gpt", "bert"))
-    parser.add_argument("--model", default="", help="of the planner's presets")
-    parser.add_argument("--plan", default="", metavar="FILE.json", help="what megatron-2bw-plan --json wrote")
-    parser.add_argument("--servers", type=int, required=True)
-    parser.add_argument("--processes", type=int, required=True, help="a server")
-    parser.add_argument("--data", default="", metavar="FLAGS", help="instead of the mock data")
-    parser.add_argument("--precision", default="", metavar="|".join(PRECISIONS))
-    parser.add_argument("--save", action="store_true", help="the job saves checkpoints: also --save-interval")
-    parser.add_argument(
-        "--null", action="store_true", help="for job.sh: NULs after the words, or after an error line on stdout"
-    )
+    option = parser.add_argument
+    option("--kind", required=True, choices=("gpt", "bert"))
+    option("--model", default="", help="of the planner's presets")
+    option("--plan", default="", metavar="FILE.json", help="what megatron-2bw-plan --json wrote")
+    option("--servers", type=int, required=True)
+    option("--processes", type=int, required=True, help="a server")
+    option("--data", default="", metavar="FLAGS", help="instead of the mock data")
+    option("--precision", default="", metavar="|".join(PRECISIONS))
+    option("--save", action="store_true", help="the job saves checkpoints: also --save-interval")
+    option("--null", action="store_true", help="for job.sh: NULs after the words, or after an error line on stdout")
     options = vars(parser.parse_args())
     null = options.pop("null")
     try:

@@ -89,11 +89,8 @@ def decide(facts: Facts) -> Outcome:
         if not facts.keeps:
             return Outcome("timeout", "its time was over; CHECKPOINTS=none, so it would start from the beginning")
         if facts.saved == facts.before and facts.idle + 1 >= IDLE_STARTS:
-            return Outcome(
-                "timeout",
-                f"no iteration saved in {facts.idle + 1} starts: give it more time "
-                "(sbatch --time), or a longer notice (--signal=B:TERM@SECONDS)",
-            )
+            remedy = "give it more time (sbatch --time), or a longer notice (--signal=B:TERM@SECONDS)"
+            return Outcome("timeout", f"no iteration saved in {facts.idle + 1} starts: {remedy}")
         return Outcome("pending", f"saved: iteration {facts.saved}; queued again", requeue=True)
     if facts.exit_status == 0:
         return Outcome("completed", f"iteration {last} of {planned}, as its flags say" if lines else "nothing to train")
@@ -179,19 +176,16 @@ def end(options: argparse.Namespace) -> int:
         outcome = Outcome("failed", options.refused)
     else:
         logs = sorted(options.file.parent.glob(f"start-{options.start}-*.log"))
-        outcome = decide(
-            Facts(
-                options.exit_status,
-                "\n".join(map(tail, logs)),
-                signalled=options.signalled,
-                cancelled=options.cancelled,
-                requeued=options.requeued,
-                saved=saved_iteration(options.checkpoints),
-                before=content.get("saved", 0),
-                idle=content.get("idle", 0),
-                keeps=options.checkpoints != "none",
-            )
+        facts = Facts(
+            options.exit_status,
+            "\n".join(map(tail, logs)),
+            *(options.signalled, options.cancelled, options.requeued),
+            saved=saved_iteration(options.checkpoints),
+            before=content.get("saved", 0),
+            idle=content.get("idle", 0),
+            keeps=options.checkpoints != "none",
         )
+        outcome = decide(facts)
     print("requeue" if outcome.requeue else outcome.word, flush=True)
     write(options.file, outcome, job=options.job)
     return 0

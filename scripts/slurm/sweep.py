@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
-import io
 import json
 import os
 import shlex
@@ -31,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_2bw import run_log
 from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
-from megatron_2bw.files import set_aside, write_json, write_whole
+from megatron_2bw.files import set_aside, write_csv, write_json
 from megatron_2bw.planner.describe.cluster import described
 from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.describe.model import PRESETS
@@ -68,15 +66,16 @@ def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[st
         "MEGATRON_2BW": str(ROOT),
         "LOGS": str(folder),
     }
-    gpus = [] if options.cpu else [f"--gpus-per-node={panel.gpus_per_server}"]
-    short = [f"--time={options.minutes}", "--no-requeue"]
+    head = [] if options.cpu else [f"--gpus-per-node={panel.gpus_per_server}"]
     training = ["--train-iters", str(whole or options.train_iters), "--lr", PAPER["training"]["lr"]]
-    training += [] if whole else ["--eval-iters", "0", "--log-interval", "1"]
     if whole:
         prefix = options.out / f"{PAPER['data']['name']}-{kind}"
         variables["DATA_ARGS"] = shlex.join(["--data-path", str(prefix), *PAPER["data"][kind]["flags"].split()])
         training += PAPER["training"]["flags"].split()
-    head = job(run.name, panel.servers, folder / "batch.log", options, *gpus, *([] if whole else short))
+    else:
+        head += [f"--time={options.minutes}", "--no-requeue"]
+        training += ["--eval-iters", "0", "--log-interval", "1"]
+    head = job(run.name, panel.servers, folder / "batch.log", options, *head)
     script = str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch")
     flags = [*run.plan.flags(precision), *UNCORRECTED, *training, *panel.flags, *options.flags]
     return variables, [*head, script, *flags]
@@ -130,10 +129,8 @@ def submit(options: argparse.Namespace) -> int:
     runs = grid(options.panels, options.systems, options.micro_batch_size)
     if not options.dry_run:
         if not shutil.which("sbatch"):
-            raise UserError(
-                "sbatch is not installed: run this on a host of the Slurm cluster; "
-                "--dry-run prints the commands anywhere"
-            )
+            remedy = "run this on a host of the Slurm cluster; --dry-run prints the commands anywhere"
+            raise UserError(f"sbatch is not installed: {remedy}")
         _refresh(options.out)
     runs = [run for run in runs if wanted(options.out / run.name, options.again)]
     after = prepare(runs, options)
@@ -246,11 +243,8 @@ def measured(text: str, warm_up: int) -> dict[str, Any]:
     mean = sum(times) / len(times)
     losses = [line.loss for line in run_log.validations(text) if line.loss is not None]
     speed = {"samples_per_second": round(1000 * batch / mean, 3), "ms_per_iteration": round(mean, 3)}
-    return speed | {
-        "iterations": len(times),
-        "peak_memory_gib": memory or "",
-        "validation_loss": losses[-1] if losses else "",
-    }
+    speed |= {"iterations": len(times), "peak_memory_gib": memory or ""}
+    return speed | {"validation_loss": losses[-1] if losses else ""}
 
 
 def bars(entries: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[tuple[str, int], float | str]]:
@@ -269,11 +263,7 @@ def collect(options: argparse.Namespace) -> int:
     entries = rows(options.out, options.warm_up)
     if not entries:
         raise UserError(f"--out {options.out}: nothing was submitted to it")
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, COLUMNS)
-    writer.writeheader()
-    writer.writerows(entries)
-    write_whole(options.out / "sweep.csv", text.getvalue())
+    write_csv(options.out / "sweep.csv", entries)
     fastest = bars(entries)
     titles = {f"{name}  {model}, {gpus} GPUs".strip(): values for (name, model, gpus), values in fastest.items()}
     draw(titles, options.out / "sweep.png", "samples / s", "global batch size")
@@ -308,38 +298,27 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.epilog = "Words after -- are Megatron's flags for every run."
     trained = [name for name, figure in PAPER["figures"].items() if "runs" in figure]
-    command.add_argument("--figure", choices=trained, help="of the paper (scripts/paper.yaml)")
-    command.add_argument(
-        "--panel",
-        type=names_of(("a", "b", "c")),
-        default="a,b,c",
-        metavar="a,...",
-        help="of the figure, if it has several (of 6 and 7, a: one server; b, c: eight)",
-    )
-    command.add_argument("--model", choices=PRESETS, metavar="NAME", help="instead of a figure, with the next four")
-    command.add_argument("--nodes", type=int, help="servers of a job")
-    command.add_argument("--gpus-per-node", type=int, help="with --cpu: processes")
-    command.add_argument("--model-parallel-size", type=int, help="GPUs for a copy of the model: stages or tensor ranks")
-    command.add_argument("--batch-sizes", type=numbers, metavar="N,...", help="also instead of the figure's")
-    command.add_argument(
-        "--systems", type=names_of(SYSTEMS), default=tuple(SYSTEMS), metavar="NAME,...", help=", ".join(SYSTEMS)
-    )
-    command.add_argument(
-        "--micro-batch-size",
-        type=numbers,
-        default=(),
-        metavar="N,...",
-        help="the fastest counts (default: the figure's, or 1,2,4,8)",
-    )
-    command.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="fp16", help="default: the paper's")
-    command.add_argument("--train-iters", type=int, default=30)
-    command.add_argument("--minutes", type=int, default=15, help="time limit of a job")
-    command.add_argument("--cpu", action="store_true", help="the nodes have no GPUs")
-    command.add_argument("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
-    command.add_argument(
-        "--again", type=names_of(status.WORDS), default=AGAIN, metavar="WORD,...", help=f"default: {','.join(AGAIN)}"
-    )
-    command.add_argument("--dry-run", action="store_true", help="print the commands")
+    option = command.add_argument
+    option("--figure", choices=trained, help="of the paper (scripts/paper.yaml)")
+    meaning = "of the figure, if it has several (of 6 and 7, a: one server; b, c: eight)"
+    option("--panel", type=names_of(("a", "b", "c")), default="a,b,c", metavar="a,...", help=meaning)
+    option("--model", choices=PRESETS, metavar="NAME", help="instead of a figure, with the next four")
+    option("--nodes", type=int, help="servers of a job")
+    option("--gpus-per-node", type=int, help="with --cpu: processes")
+    option("--model-parallel-size", type=int, help="GPUs for a copy of the model: stages or tensor ranks")
+    option("--batch-sizes", type=numbers, metavar="N,...", help="also instead of the figure's")
+    systems = tuple(SYSTEMS)
+    option("--systems", type=names_of(systems), default=systems, metavar="NAME,...", help=", ".join(systems))
+    meaning = "the fastest counts (default: the figure's, or 1,2,4,8)"
+    option("--micro-batch-size", type=numbers, default=(), metavar="N,...", help=meaning)
+    option("--precision", choices=("bf16", "fp16", "fp32"), default="fp16", help="default: the paper's")
+    option("--train-iters", type=int, default=30)
+    option("--minutes", type=int, default=15, help="time limit of a job")
+    option("--cpu", action="store_true", help="the nodes have no GPUs")
+    option("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
+    meaning = f"default: {','.join(AGAIN)}"
+    option("--again", type=names_of(status.WORDS), default=AGAIN, metavar="WORD,...", help=meaning)
+    option("--dry-run", action="store_true", help="print the commands")
 
 
 def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
@@ -360,11 +339,9 @@ def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
         missing = [flag for flag, value in own.items() if not value]
         if missing:
             parser.error(f"give --figure, or your own model and cluster ({missing[0]} is missing)")
-        if options.nodes * options.gpus_per_node % options.model_parallel_size:
-            parser.error(
-                f"--model-parallel-size {options.model_parallel_size} does not divide "
-                f"{options.nodes * options.gpus_per_node} GPUs"
-            )
+        gpus, parallel = options.nodes * options.gpus_per_node, options.model_parallel_size
+        if gpus % parallel:
+            parser.error(f"--model-parallel-size {parallel} does not divide {gpus} GPUs")
         options.panels = [Panel("own", *own.values(), rounds=False)]
     if not grid(options.panels, options.systems, options.micro_batch_size):
         parser.error("--batch-sizes: no microbatch of --micro-batch-size divides them and fills the stages")

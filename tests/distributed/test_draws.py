@@ -1,4 +1,4 @@
-"""Random legal configurations, with a fresh seed, and those that have failed once (bench/draws.py)."""
+"""Random legal configurations, with a fresh seed, and those that have failed once (draws.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import draws
+from tests.distributed import draws
 
 FAILED_ONCE = json.loads(Path(__file__).with_name("draws.json").read_text())
 
@@ -18,7 +18,7 @@ FAILED_ONCE = json.loads(Path(__file__).with_name("draws.json").read_text())
 @pytest.mark.proof
 @pytest.mark.parametrize("part", range(4))
 def test_what_holds_for_every_configuration(part):
-    """Three draws each. A failure prints its smallest command: `bench/draws.py --case` runs that again.
+    """Three draws each. A failure prints its smallest command, which `python -m tests.distributed.draws --case` runs.
 
     DRAWS_SEED: the seed, which .ci/run sets to draws that have passed; else a fresh one.
     """

@@ -1,12 +1,12 @@
-"""Mutated command lines, with a fresh seed (bench/mutations.py)."""
+"""Mutated command lines, with a fresh seed (mutations.py)."""
 
 from __future__ import annotations
 
 import os
 import random
 
-from bench import mutations
 from megatron_2bw.local_ranks import run_world
+from tests.distributed import mutations
 
 
 def lines(_rank: int, seed: int) -> dict:
@@ -16,7 +16,7 @@ def lines(_rank: int, seed: int) -> dict:
 
 
 def test_mutated_lines():
-    """A failure prints its line; `bench/mutations.py --seed S --only N` runs it again.
+    """A failure prints its line; `python -m tests.distributed.mutations --seed S --only N` runs it again.
 
     DRAWS_SEED: the seed, which .ci/run sets to one that has passed; else a fresh one.
     """

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import sys
 import zlib
 from dataclasses import dataclass, field
 
 import torch
+
+from megatron_2bw.gpu_check import entry
 
 BERT = "pretrain_bert_2bw.py"
 
@@ -80,20 +81,16 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     from megatron.training import get_args, training
     from megatron.training.checkpointing import checkpoint_exists
 
-    from megatron_2bw.start.launch import launch
+    run, models, log = Run(), [], training.training_log
 
-    run, models = Run(), []
-    setup, step, log = training.setup_model_and_optimizer, training.train_step, training.training_log
-
-    def observed_setup(*args, **kwargs):
-        model, optimizer, scheduler = setup(*args, **kwargs)
+    def after_setup(model, optimizer):
         if not (checkpoint_exists(get_args().load) or get_args().pretrained_checkpoint):
             for chunk in model:
                 initialise(chunk)
             optimizer.reload_model_params()
         models.extend(model)
         if optimizer is None:  # --skip-train
-            return model, optimizer, scheduler
+            return
         names = {id(owner): name for chunk in model for name, owner in optimizer_params(chunk).items()}
         # A tied output layer is `shared`: its copy of the embedding does not count in the norm. The distributed
         # optimizer steps nameless shards.
@@ -101,12 +98,9 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
         run.names += [names[id(param)] for param in counted if id(param) in names]
         if prepare is not None:
             prepare(model, optimizer)
-        return model, optimizer, scheduler
 
-    def observed_step(forward_step, data, model, optimizer, *args, **kwargs):
-        result = step(forward_step, data, model, optimizer, *args, **kwargs)
-        run.losses += [loss.detach().clone() for loss in result[0].values()]
-        return result
+    def after_step(losses):
+        run.losses += [loss.detach().clone() for loss in losses.values()]
 
     @functools.wraps(log)
     def observed_log(*args, **kwargs):
@@ -117,12 +111,10 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
         run.scales.append(values["loss_scale"])
         return log(*args, **kwargs)
 
-    training.setup_model_and_optimizer, training.train_step = observed_setup, observed_step
     training.training_log = observed_log
     bert = argv[0] == BERT
-    sys.argv = argv if bert else ["pretrain_gpt_2bw.py", *argv]
     try:
-        launch("megatron_2bw.tasks.bert" if bert else "megatron_2bw.tasks.gpt")
+        entry.train(argv[bert:], after_setup, after_step, "bert" if bert else "gpt")
     except SystemExit as end:  # so Megatron leaves before the last iteration
         if end.code:
             raise

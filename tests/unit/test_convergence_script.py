@@ -278,16 +278,17 @@ def test_the_threshold_does_not_hold_for_what_diverged(who, says):
 
 
 def test_the_picture_is_a_png(tmp_path):
-    results = {
-        (lr, variant, seed): result(final=4.0, diverged=(lr, variant) == ("1e-2", "2bw"))
-        for lr in ("1e-3", "1e-2")
+    rates, seeds = ["1e-3", "1e-2"], [1, 2]
+    runs = [
+        {"lr": lr, "variant": variant, "seed": seed} | result(final=4.0, diverged=(lr, variant) == ("1e-2", "2bw"))
+        for lr in rates
         for variant in ("vanilla", "2bw")
-        for seed in (1, 2)
-    }
-    del results["1e-3", "vanilla", 2]
-    convergence_plot.draw(
-        results, ["1e-3", "1e-2"], dict.fromkeys(["vanilla", "2bw", "later"], ()), [1, 2], 20, tmp_path / "curves.png"
-    )
+        for seed in seeds
+        if (lr, variant, seed) != ("1e-3", "vanilla", 2)
+    ]
+    content = {"learning_rates": rates, "seeds": seeds, "iterations": 20, "runs": runs}
+    content["variants"] = dict.fromkeys(["vanilla", "2bw", "later"], ())
+    convergence_plot.draw(content, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy
 import pytest
 
-from bench.delay_stability import distance, limit, variance
+from bench.delay_stability import limit, variance
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
@@ -62,6 +64,15 @@ def test_the_variance_is_what_drawn_numbers_give(factor, gradient):
     weights = run(0.9, 0.5, factor, gradient, numpy.random.default_rng(1).normal(size=400_000))
     assert weights[1000:].var() == pytest.approx(variance(0.5, 0.9, (factor, gradient)), rel=0.02)
     assert variance(2 * limit(0.9, (factor, gradient)), 0.9, (factor, gradient)) == numpy.inf
+
+
+def distance(beta: float, factor: float) -> float:
+    """|W(j+1) - W'(j)| over |W(j+1) - W(j)|, root mean squares, for gradients that are independent noise.
+
+    The update m' = beta m + (1 - beta) g is guessed as factor x m. With a variance of g of 1 that of m is
+    (1 - beta) / (1 + beta), so that of the error is (beta - factor)^2 (1 - beta) / (1 + beta) + (1 - beta)^2.
+    """
+    return math.sqrt(1 - 2 * beta * factor + factor**2)
 
 
 @pytest.mark.parametrize("beta, factor", [(0.9, 0.0), (0.9, 0.8), (0.9, 1.0), (0.95, 1.0), (0.5, 0.5)])

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from bench import servers, slow_links
-from bench.server_run import Observed, bubbles
-from bench.slow_links import Link, Model, compare, first_of, rows_of
+from bench.slow_links import Link, Model, Observed, bubbles, compare, first_of, rows_of
 
 MODEL = Model(layers=8, hidden=512, heads=8, sequence=128, microbatch=1, microbatches=8, vocabulary=1024)
 LINKS = [Link("unlimited", 8000, 0.25, 70), Link("50", 50, 40.25, 70)]

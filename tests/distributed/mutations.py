@@ -1,7 +1,7 @@
 """Mutated command lines and files of every command: is the answer one line that names what is wrong?
 
-    python bench/mutations.py --lines 5000
-    python bench/mutations.py --seed 7 --only 123
+    python -m tests.distributed.mutations --lines 5000
+    python -m tests.distributed.mutations --seed 7 --only 123
 
 A line is a legal command line with one mutation: of a flag, of its value, or of a file that the command reads. Each
 runs in a process forked from one that has imported everything, in a folder of its own. What would take minutes
@@ -30,12 +30,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bench import mutated_inputs as inputs
 from bench.common import new_parser, write_result
-from bench.mutated_inputs import COMMANDS, INERT, Command
 from megatron_2bw.processes import free_port
+from tests.distributed import mutated_inputs as inputs
+from tests.distributed.mutated_inputs import COMMANDS, INERT, Command
 
 VERDICTS = {
     "named": "ends with one line that names the flag or the file",

@@ -1,4 +1,4 @@
-"""The commands of bench/mutations.py with a legal line each, and the files that they read, whole and damaged.
+"""The commands of mutations.py with a legal line each, and the files that they read, whole and damaged.
 
 Invariant: a damage depends on the file, its kind and its seed alone.
 """
@@ -30,6 +30,7 @@ from tests.unit.test_arguments import dataset
 from tests.unit.test_planner_calibrate import ROW
 from tests.unit.test_planner_model import LLAMA3
 
+UNREAD = ("timeline.png", "trace.json", "arguments.txt")  # no command reads what it finds there
 _FOLDER: list[Path] = []  # of the inputs, while there are any
 
 RUN = TINY | {"--eval-iters": 1, "--eval-interval": 3, "--train-iters": 4, "--lr-warmup-iters": 1}
@@ -185,7 +186,7 @@ def masked(text: str) -> str:
 def prepared() -> Iterator[None]:
     """While the block runs there are the files that the commands read."""
     import megatron_2bw.start.preload  # noqa: F401
-    from bench import mutations
+    from tests.distributed import mutations
 
     with tempfile.TemporaryDirectory(prefix="mutations_") as name:
         folder = Path(name)
@@ -267,7 +268,7 @@ def files(name: str) -> list[Path]:
     """The files of an input, relative to the inputs' folder."""
     path = _FOLDER[0] / name
     found = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return [each.relative_to(_FOLDER[0]) for each in sorted(found) if each.name not in ("timeline.png", "trace.json")]
+    return [each.relative_to(_FOLDER[0]) for each in sorted(found) if each.name not in UNREAD]
 
 
 def copy_inputs(name: str, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Random legal configurations of both entry scripts, and what must hold for each of them without a reference.
 
-    python bench/draws.py --minutes 60
-    python bench/draws.py --case '{"check": "depth", "base": {...}, "change": {...}}'
+    python -m tests.distributed.draws --minutes 60
+    python -m tests.distributed.draws --case '{"check": "depth", "base": {...}, "change": {...}}'
 
 A draw is two command lines: a base and the base with a change, and a check names what they must have in common. The
 command line's own rules say which draws are legal; the others are drawn again, and counted. A draw that fails is made
@@ -29,8 +29,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
