@@ -43,7 +43,9 @@ class Patch:
         return functools.reduce(getattr, classes, importlib.import_module(self.module))
 
     def put(self, value: Any) -> None:
-        setattr(self.owner(), self.name.split(".")[-1], value)
+        owner, name = self.owner(), self.name.split(".")[-1]
+        static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(value) if static else value)
 
     def original(self) -> Any:
         """What Megatron holds now. Raises DriftError if it is missing or has other parameters."""
@@ -54,6 +56,44 @@ class Patch:
             raise _drift(f"{where} is missing") from error
         _check_parameters(where, found, self.parameters)
         return found
+
+
+def rows(module: str, *entries: tuple[str, str, Callable]) -> list[Patch]:
+    """Patches of one module, each as ("name(parameters)", reason, replace); what is not called has no parentheses."""
+    return [Patch(module, *_parsed(name)[0], reason, replace) for name, reason, replace in entries]
+
+
+def around(replacement: Callable) -> Callable:
+    """Decorates a function, or a method, that is called with the original and its arguments: the `replace` of a Patch.
+
+    What has the replacement already is left as it is.
+    """
+
+    def replace(*bound: Any) -> Callable:  # the method's object, if it is one, and the original
+        *_, original = bound
+        if getattr(original, "replacement", None) == (replacement, *bound[:-1]):
+            return original
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*bound, *args, **kwargs)
+
+        call.replacement = (replacement, *bound[:-1])
+        return call
+
+    return replace
+
+
+def arguments(function: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the function's names of them, with its defaults."""
+    values = inspect.signature(function).bind(*args, **kwargs)
+    values.apply_defaults()
+    return values.arguments
+
+
+def _parsed(names: str) -> list[tuple[str, str | None]]:
+    """Each name with its parameters; None if it has no parentheses."""
+    return [(match[1], match[2]) for match in re.finditer(r"([\w.]+)(?:\(([^)]*)\))?", names)]
 
 
 @dataclass(frozen=True)
@@ -71,7 +111,7 @@ class Required:
 
     def parsed(self) -> list[tuple[str, str | None]]:
         """Each name with its parameters; None for an attribute."""
-        return [(match[1], match[2]) for match in re.finditer(r"(\w+)(?:\(([^)]*)\))?", self.names)]
+        return _parsed(self.names)
 
     def check(self) -> None:
         """Raises DriftError at the first name that is missing or has other parameters."""

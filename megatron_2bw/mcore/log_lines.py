@@ -27,6 +27,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_timers, get_
 
 from megatron_2bw.core.groups import new_group
 from megatron_2bw.core.pipeline import WARM_UP
+from megatron_2bw.mcore.guard import around
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
 from megatron_2bw.planner.describe import cluster
@@ -341,18 +342,14 @@ def _key(value: Any) -> Any:
     return value.replace(" validation", f" {_evaluated[-1]}") if isinstance(value, str) else value
 
 
-def test_set_named(original: Callable) -> Callable:
-    """Megatron's `evaluate_and_print_results`, which calls the test set's loss "lm loss validation" as well."""
-
-    @functools.wraps(original)
-    def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> None:
-        _evaluated.append("test" if prefix.endswith("on test set") else "validation")
-        try:
-            original(prefix, *args, **kwargs)
-        finally:
-            _evaluated.pop()
-
-    return evaluate_and_print_results
+@around
+def test_set_named(evaluate_and_print_results: Callable, prefix: str, *args: Any, **kwargs: Any) -> None:
+    """Megatron calls the test set's loss "lm loss validation" as well."""
+    _evaluated.append("test" if prefix.endswith("on test set") else "validation")
+    try:
+        evaluate_and_print_results(prefix, *args, **kwargs)
+    finally:
+        _evaluated.pop()
 
 
 _writers: dict[str, _Writer] = {}
@@ -364,26 +361,20 @@ def _guarded(flag: str, writer: Any) -> _Writer:
     return _writers[flag]
 
 
-def dashboards_writer(original: Callable) -> Callable:
+@around
+def dashboards_writer(get_writer: Callable) -> _Writer | None:
     """Megatron's `get_tensorboard_writer`; never None while Weights & Biases logs."""
-
-    def get_writer() -> _Writer | None:
-        writer = original()
-        return None if writer is None and get_wandb_writer() is None else _guarded(TENSORBOARD, writer)
-
-    return get_writer
+    writer = get_writer()
+    return None if writer is None and get_wandb_writer() is None else _guarded(TENSORBOARD, writer)
 
 
-def wandb_writer(original: Callable) -> Callable:
+@around
+def wandb_writer(get_writer: Callable) -> _Writer | None:
     """Megatron's `get_wandb_writer`."""
-    return lambda: None if original() is None else _guarded(WANDB, original())
+    return None if get_writer() is None else _guarded(WANDB, get_writer())
 
 
-def checkpoint_logger(original: Callable) -> Callable:
+@around
+def checkpoint_logger(name_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
     """Megatron's `on_save_checkpoint_success`, which names each checkpoint to Weights & Biases."""
-
-    @functools.wraps(original)
-    def log_checkpoint(*args: Any, **kwargs: Any) -> None:
-        _guarded(WANDB, get_wandb_writer()).call(original, *args, **kwargs)
-
-    return log_checkpoint
+    _guarded(WANDB, get_wandb_writer()).call(name_checkpoint, *args, **kwargs)
