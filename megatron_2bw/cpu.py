@@ -56,14 +56,12 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-class _Stream:
+class _Stream(torch.cpu.Stream):
     """A stream that has always caught up: CPU work is done when the call returns."""
 
     def __init__(self, *args, **kwargs):
         self.device, self.cuda_stream, self.stream_id = CPU, id(self), 0
 
-    def wait_stream(self, stream): ...
-    def wait_event(self, event): ...
     def synchronize(self): ...
 
     def query(self) -> bool:
@@ -78,24 +76,18 @@ class _Stream:
     def __exit__(self, *exc): ...
 
 
-class _Event:
+class _Event(torch.cpu.Event):
     def __init__(self, *args, **kwargs): ...
-    def record(self, stream=None): ...
-    def wait(self, stream=None): ...
-    def synchronize(self): ...
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, end) -> float:
         return 0.0
 
 
-def _resident() -> int:
+def _resident(device=None) -> int:
     return psutil.Process().memory_info().rss
 
 
-def _peak_resident() -> int:
+def _peak_resident(device=None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -142,13 +134,13 @@ _TORCH_CUDA: dict[str, Any] = {
     "set_stream": lambda stream: None,
     "stream": lambda stream: contextlib.nullcontext(),
     "is_current_stream_capturing": lambda: False,
-    "memory_allocated": lambda device=None: _resident(),
-    "memory_reserved": lambda device=None: _resident(),
-    "max_memory_allocated": lambda device=None: _peak_resident(),
-    "max_memory_reserved": lambda device=None: _peak_resident(),
+    "memory_allocated": _resident,
+    "memory_reserved": _resident,
+    "max_memory_allocated": _peak_resident,
+    "max_memory_reserved": _peak_resident,
     "reset_peak_memory_stats": lambda device=None: None,
     "memory_stats": _memory_stats,
-    "device_memory_used": lambda device=None: _resident(),
+    "device_memory_used": _resident,
     "get_device_properties": _properties,
     "get_device_name": lambda device=None: "cpu",
     "get_device_capability": lambda device=None: (8, 0),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -313,12 +313,8 @@ def check_head(args: Any, head: dict, release: bool = False) -> None:
     if then is None or args.finetune:
         return
     learned = ("--max-position-embeddings",) if args.position_embedding_type == "learned_absolute" else ()
-    for flag in (*_MODEL, *learned):
-        before, now = value(then, flag), value(args, flag)
-        if before is not None and now is not None and before != now:
-            raise UserError(
-                f"--load {args.load}: it was saved {_typed(flag, before)}, but this run is {_typed(flag, now)}"
-            )
+    for before, now in _changed(then, args, (*_MODEL, *learned)):
+        raise UserError(f"--load {args.load}: it was saved {before}, but this run is {now}")
     if release or args.no_load_optim or value(then, "--no-save-optim"):
         return
     where = f"--load {args.load}: its optimizer state was saved"
@@ -327,16 +323,13 @@ def check_head(args: Any, head: dict, release: bool = False) -> None:
     if halves[0] != halves[1]:
         kinds = ["in fp32", "with --bf16 or --fp16"]
         raise UserError(f"{where} {kinds[halves[0]]}, but this run is {kinds[halves[1]]}: change that, {out}")
-    for flag in ("--use-distributed-optimizer", "--optimizer"):
-        before, now = value(then, flag), value(args, flag)
-        if before is not None and before != now:
-            raise UserError(f"{where} {_typed(flag, before)}, but this run is {_typed(flag, now)}: change that, {out}")
-    kind = (head.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-        before, now = value(then, flag), value(args, flag)
-        if kind == "dp_reshardable" and before is not None and before != now:
+    for before, now in _changed(then, args, ("--use-distributed-optimizer", "--optimizer")):
+        raise UserError(f"{where} {before}, but this run is {now}: change that, {out}")
+    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+    if (head.get("content_metadata") or {}).get("distrib_optim_sharding_type") == "dp_reshardable":
+        for before, _ in _changed(then, args, sizes):
             raise UserError(
-                f"{where} with {flag} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
+                f"{where} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
                 "--dist-ckpt-optim-fully-reshardable can change its sizes"
             )
 
@@ -355,7 +348,12 @@ def changed_datasets(then: Any, now: Any) -> list[str]:
     return lines
 
 
-def _typed(flag: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"{'with' if value else 'without'} {flag}"
-    return f"with {flag} {value}"
+def _changed(then: Any, now: Any, flags: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """For each flag that both arguments have with other values: how it was typed then, and how now."""
+    for flag in flags:
+        values = value(then, flag), value(now, flag)
+        if None not in values and values[0] != values[1]:
+            yield tuple(
+                f"{'with' if each else 'without'} {flag}" if isinstance(each, bool) else f"with {flag} {each}"
+                for each in values
+            )

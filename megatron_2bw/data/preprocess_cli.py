@@ -21,12 +21,11 @@ from pathlib import Path
 import numpy
 
 from megatron_2bw.data import indexed, vocabulary
-from megatron_2bw.data.compressed import UNREADABLE
 from megatron_2bw.data.encoder import LONGEST_SENTENCE
 from megatron_2bw.data.hub import open_dataset
 from megatron_2bw.data.preprocess import NewTokenizer, Result, Source, Task, run
 from megatron_2bw.data.progress import PROG, say
-from megatron_2bw.data.sources import FileSource
+from megatron_2bw.data.sources import UNREADABLE, FileSource
 from megatron_2bw.errors import Parser, UserError
 from megatron_2bw.errors import report as report_error
 
@@ -123,7 +122,7 @@ def check(options: argparse.Namespace) -> None:
     for names in (("input", "dataset"), ("tokenizer_model", "vocab_file", "train_tokenizer")):
         given = [name for name in names if getattr(options, name) is not None]
         if len(given) != 1:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+            flags = ", ".join(map(_flag, names))
             raise UserError(f"give one of {flags}" + (f", not {len(given)}" if given else ""))
     wordpiece = options.train_tokenizer == "wordpiece" or (options.vocab_file and not options.merge_file)
     text, of_text = options.task != "sft", ("input_format", "text_documents", "key", "vocab_file", "train_tokenizer")
@@ -148,7 +147,7 @@ def check(options: argparse.Namespace) -> None:
     for name in ("shard_mb", "train_tokenizer_mb"):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e6:
-            raise UserError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
+            raise UserError(f"{_flag(name)} {value:g}: must be more than 0")
 
 
 def _flag(name: str) -> str:
@@ -174,16 +173,8 @@ def source_of(options: argparse.Namespace) -> Source:
 def input_files(name: str, form: str) -> list[str]:
     """The file, or the files below a folder in the order of their names, without hidden files."""
     path = Path(name).expanduser()
-    found = (
-        [path]
-        if path.is_file()
-        else sorted(
-            file
-            for folder, names in walk(name)
-            for file in (folder / each for each in names)
-            if file.is_file() or file.is_symlink()
-        )
-    )
+    below = (folder / each for folder, names in walk(name) for each in names)
+    found = [path] if path.is_file() else sorted(file for file in below if file.is_file() or file.is_symlink())
     if not found:
         raise UserError(f"--input {name}: " + ("no files in it" if path.is_dir() else "no such file or folder"))
     for file in found:

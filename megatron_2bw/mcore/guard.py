@@ -58,9 +58,10 @@ class Patch:
         return found
 
 
-def rows(module: str, *entries: tuple[str, str, Callable]) -> list[Patch]:
-    """Patches of one module, each as ("name(parameters)", reason, replace); what is not called has no parentheses."""
-    return [Patch(module, *_parsed(name)[0], reason, replace) for name, reason, replace in entries]
+def row(module: str, names: str, reason: str, replace: Callable) -> Patch:
+    """A patch of "name(parameters)"; a name without parentheses is not called."""
+    ((name, parameters),) = _parsed(names)
+    return Patch(module, name, parameters, reason, replace)
 
 
 def around(replacement: Callable) -> Callable:

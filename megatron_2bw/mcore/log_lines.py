@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_timers, get_
 
 from megatron_2bw.core.groups import new_group
 from megatron_2bw.core.pipeline import WARM_UP
+from megatron_2bw.mcore.groups import gather
 from megatron_2bw.mcore.guard import around
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
@@ -178,7 +179,7 @@ class ImmediateLog(LogLines):
     def __init__(self, times: Callable[[], StageTimes], ranks: Sequence[int], timeout: timedelta | None = None):
         super().__init__()
         self._times = times
-        self._own = torch.zeros(3, dtype=torch.float64, device="cpu")  # the fields of StageTimes since the last line
+        self._own: list[StageTimes] = []  # since the last line
         # Over gloo: no kernel waits on the GPU for another stage.
         self._group = new_group(ranks, "reports", "gloo", timeout)
 
@@ -187,8 +188,7 @@ class ImmediateLog(LogLines):
 
     def add(self, write: Callable, values: dict[str, Any]) -> bool:
         self._warn_of_retries(values)
-        times = self._times()
-        self._own += torch.tensor([times.waited, times.elapsed, times.tail], dtype=torch.float64, device="cpu")
+        self._own.append(self._times())
         if _has_line(values):
             self._stages.append(self._exchange())
         return self._write_now(write, values, time.perf_counter())
@@ -197,12 +197,10 @@ class ImmediateLog(LogLines):
         """No line waits here."""
 
     def _exchange(self) -> tuple[StageStats, ...]:
-        memory = torch.tensor([torch.cuda.max_memory_allocated()], dtype=torch.float64, device="cpu")
-        own = torch.cat([self._own, memory])
-        rows = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(rows, own, group=self._group)
-        self._own.zero_()
-        return stage_stats([(StageTimes(*row[:3].tolist()), float(row[3])) for row in rows])
+        own = [sum(values) for values in zip(*map(astuple, self._own))]
+        self._own.clear()
+        rows = gather([*own, torch.cuda.max_memory_allocated()], self._group)
+        return stage_stats([(StageTimes(*times), memory) for *times, memory in rows])
 
 
 @dataclass

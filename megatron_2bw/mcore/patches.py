@@ -11,7 +11,7 @@ from typing import Any
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import folder, save_workers
 from megatron_2bw.mcore import repairs as repair
-from megatron_2bw.mcore.guard import Patch, rows
+from megatron_2bw.mcore.guard import Patch, row
 from megatron_2bw.mcore.loop import Loop, first_argument
 
 CORE, LOOP, FILES = "megatron.core", "megatron.training.training", "megatron.training.checkpointing"
@@ -27,165 +27,144 @@ def repairs() -> list[Patch]:
     twice = "an evaluation before the first step that is not skipped disables the hooks twice, with a KeyError"
     return [
         *for_reading(),
-        *rows(
+        row(
             f"{DATA}.indexed_dataset",
-            (
-                "_MMapBinReader.read(self dtype count offset)",
-                "a file that was cut short since it was mapped ends the rank by SIGBUS, without a word",
-                repair.whole_file,
-            ),
+            "_MMapBinReader.read(self dtype count offset)",
+            "a file that was cut short since it was mapped ends the rank by SIGBUS, without a word",
+            repair.whole_file,
         ),
-        *rows(
+        row(
             f"{DATA}.megatron_dataset",
-            (
-                "MegatronDataset.__init__(self dataset dataset_path indices num_samples index_split config)",
-                "an index in the cache is found by the dataset's path, and is used for other files of that name",
-                repair.named_by_content,
-            ),
+            "MegatronDataset.__init__(self dataset dataset_path indices num_samples index_split config)",
+            "an index in the cache is found by the dataset's path, and is used for other files of that name",
+            repair.named_by_content,
         ),
-        *rows(
+        row(
             f"{DATA}.utils",
-            (
-                "compile_helpers()",
-                "the wheel ships the compiled helper without the Makefile that this function runs, and exits",
-                repair.skip_when_compiled,
-            ),
+            "compile_helpers()",
+            "the wheel ships the compiled helper without the Makefile that this function runs, and exits",
+            repair.skip_when_compiled,
         ),
-        *rows(
+        row(
             SHARDED,
-            (
-                "DistributedOptimizer._set_main_param_and_optimizer_states(self model_param tensors)",
-                "without Apex the state has a step counter, which no checkpoint holds by parameter; the shard of an "
-                "fp32 parameter is a view of it, to which autograd allows no write",
-                repair.set_without_step,
-            ),
-            (
-                "DistributedOptimizer.sharded_param_state_fully_reshardable(self model_sharded_state_dict is_loading "
-                "metadata)",
-                "with several buckets the state of one parameter is saved as that of another: the places that it "
-                "reads count the padding between buckets, which the gathered state lacks",
-                repair.places_without_padding,
-            ),
+            "DistributedOptimizer._set_main_param_and_optimizer_states(self model_param tensors)",
+            "without Apex the state has a step counter, which no checkpoint holds by parameter; the shard of an "
+            "fp32 parameter is a view of it, to which autograd allows no write",
+            repair.set_without_step,
         ),
-        *rows(
-            WRAPPED,
-            ("DistributedDataParallel.enable_forward_pre_hook(self)", twice, repair.switch_once),
-            ("DistributedDataParallel.disable_forward_pre_hook(self param_sync)", twice, repair.switch_once),
+        row(
+            SHARDED,
+            "DistributedOptimizer.sharded_param_state_fully_reshardable(self model_sharded_state_dict is_loading "
+            "metadata)",
+            "with several buckets the state of one parameter is saved as that of another: the places that it "
+            "reads count the padding between buckets, which the gathered state lacks",
+            repair.places_without_padding,
         ),
-        *rows(
+        row(WRAPPED, "DistributedDataParallel.enable_forward_pre_hook(self)", twice, repair.switch_once),
+        row(WRAPPED, "DistributedDataParallel.disable_forward_pre_hook(self param_sync)", twice, repair.switch_once),
+        row(
             WRITER,
-            (
-                "get_write_results_queue(mp_mode)",
-                "it starts a process for every rank, which takes seconds and outlives a rank that is killed",
-                lambda original: save_workers.results_queue,
-            ),
-            (
-                "FileSystemWriterAsync.write_preloaded_data(transform_list local_proc_idx write_bucket results_queue "
-                "count_queue use_fsync kwargs)",
-                "its caller reports the class of an error without its text: a full disk, for example",
-                repair.raise_cause,
-            ),
+            "get_write_results_queue(mp_mode)",
+            "it starts a process for every rank, which takes seconds and outlives a rank that is killed",
+            lambda original: save_workers.results_queue,
         ),
-        *rows(
+        row(
+            WRITER,
+            "FileSystemWriterAsync.write_preloaded_data(transform_list local_proc_idx write_bucket results_queue "
+            "count_queue use_fsync kwargs)",
+            "its caller reports the class of an error without its text: a full disk, for example",
+            repair.raise_cause,
+        ),
+        row(
             ASYNC,
-            (
-                "PersistentAsyncCaller.async_loop(rank queue preload_q comp_q log_level cpu_priority io_priority)",
-                "the process would outlive a rank that is killed, with its memory on the GPU",
-                lambda original: save_workers.async_loop,
-            ),
+            "PersistentAsyncCaller.async_loop(rank queue preload_q comp_q log_level cpu_priority io_priority)",
+            "the process would outlive a rank that is killed, with its memory on the GPU",
+            lambda original: save_workers.async_loop,
         ),
     ]
 
 
 def for_reading() -> list[Patch]:
     """No code of whoever wrote a checkpoint runs. May be applied twice: --use-checkpoint-args reads one first."""
-    code, leaves = "it unpickles whatever the file names", "--use-checkpoint-args leaves out flags of the model"
     return [
-        *rows(
+        row(
             f"{TORCH_FORMAT}.filesystem",
-            ("FileSystemReader.read_metadata(self args kwargs)", code, repair.known_records),
+            "FileSystemReader.read_metadata(self args kwargs)",
+            "it unpickles whatever the file names",
+            repair.known_records,
         ),
-        *rows(
+        row(
             f"{TORCH_FORMAT}.default_planner",
-            (
-                "DefaultLoadPlanner.load_bytes(self read_item value)",
-                "it loads what is no tensor without weights_only",
-                repair.weights_only,
-            ),
+            "DefaultLoadPlanner.load_bytes(self read_item value)",
+            "it loads what is no tensor without weights_only",
+            repair.weights_only,
         ),
-        *rows(
+        row(
             FILES,
-            (
-                "load_args_from_checkpoint(args load_arg checkpointing_context)",
-                f"{leaves}, and the losses are those of another one",
-                repair.whole_model,
-            ),
+            "load_args_from_checkpoint(args load_arg checkpointing_context)",
+            "--use-checkpoint-args leaves out flags of the model, and the losses are those of another one",
+            repair.whole_model,
         ),
     ]
 
 
 def for_screen() -> list[Patch]:
     """Without --verbose; applied before Megatron parses its arguments."""
-    lines, nothing = "it prints 830 lines; start/screen.py writes them to a file", lambda title, args: None
-    return rows("megatron.training.arguments", ("_print_args(title args)", lines, lambda original: nothing))
+    lines = "it prints 830 lines; start/screen.py writes them to a file"
+    return [
+        row("megatron.training.arguments", "_print_args(title args)", lines, lambda original: lambda title, args: None)
+    ]
 
 
 def for_cpu() -> list[Patch]:
     """What Megatron itself, in addition to torch, needs on a host without CUDA."""
     return [
-        *rows(
+        row(
             LOOP,
-            (
-                "initialize_megatron(allow_no_cuda skip_mpu_initialization get_embedding_ranks "
-                "get_position_embedding_ranks store skip_model_parallel_init seed_pp_group seed_dp_group seed_tp_group "
-                "seed_ep_group seed_etp_group skip_random_seed)",
-                "pretrain does not pass allow_no_cuda on",
-                lambda original: functools.partial(original, allow_no_cuda=True),
-            ),
+            "initialize_megatron(allow_no_cuda skip_mpu_initialization get_embedding_ranks "
+            "get_position_embedding_ranks store skip_model_parallel_init seed_pp_group seed_dp_group seed_tp_group "
+            "seed_ep_group seed_etp_group skip_random_seed)",
+            "pretrain does not pass allow_no_cuda on",
+            lambda original: functools.partial(original, allow_no_cuda=True),
         ),
-        *rows(
+        row(
             f"{CORE}.tensor_parallel.random",
-            (
-                "_set_cuda_rng_state(new_state device graph_safe)",
-                "it writes a CUDA generator that does not exist",
-                lambda original: cpu.set_tracker_rng_state,
-            ),
+            "_set_cuda_rng_state(new_state device graph_safe)",
+            "it writes a CUDA generator that does not exist",
+            lambda original: cpu.set_tracker_rng_state,
         ),
-        *rows(
+        row(
             "megatron.training.initialize",
-            (
-                "init_persistent_async_worker(rank mp_mode)",
-                "the worker of --async-save needs a GPU",
-                lambda original: lambda rank, mp_mode="spawn": None,
-            ),
+            "init_persistent_async_worker(rank mp_mode)",
+            "the worker of --async-save needs a GPU",
+            lambda original: lambda rank, mp_mode="spawn": None,
         ),
-        *rows(
+        row(
             ASYNC,
-            (
-                "AsyncCallsQueue.__init__(self persistent)",
-                "that worker would share the host's memory, to which training writes; a forked one has a copy",
-                lambda original: functools.wraps(original)(lambda self, persistent=False: original(self, False)),
-            ),
+            "AsyncCallsQueue.__init__(self persistent)",
+            "that worker would share the host's memory, to which training writes; a forked one has a copy",
+            lambda original: functools.wraps(original)(lambda self, persistent=False: original(self, False)),
         ),
     ]
 
 
 def for_schedule(loop: Loop) -> list[Patch]:
     """The two hooks of a schedule, which a patched source checkout has in its source."""
-    return rows(
-        LOOP,
-        (
+    return [
+        row(
+            LOOP,
             "get_forward_backward_func(pp_size vp_size schedule_pg_collection)",
             "the training loop looks its schedule up here",
             loop.schedule,
         ),
-        (
+        row(
+            LOOP,
             "get_megatron_optimizer(config model_chunks config_overrides use_gloo_process_groups pg_collection "
             "dump_param_to_param_group_map)",
             "the optimizer's step writes the weight version that the schedule names",
             loop.attach,
         ),
-    )
+    ]
 
 
 def for_log(loop: Loop) -> list[Patch]:
@@ -195,32 +174,32 @@ def for_log(loop: Loop) -> list[Patch]:
     lost = "an error of Weights & Biases, such as a lost service, would end the run"
     saved = "on_save_checkpoint_success(checkpoint_path tracker_filename save_dir iteration)"
     return [
-        *rows(
+        row(
             LOOP,
-            (
-                "training_log(loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag "
-                "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection "
-                "is_first_iteration seqlen_squared_sum_in_batch total_real_tokens_in_batch)",
-                "the stages report there; with a late step a line is written when its step is complete",
-                loop.log,
-            ),
-            ("print_rank_last(message)", "waiting times and memory join the line", loop.print_line),
-            (
-                "get_tensorboard_writer()",
-                "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases; an error of the "
-                "writer would end the run",
-                log_lines.dashboards_writer,
-            ),
-            ("get_wandb_writer()", lost, log_lines.wandb_writer),
-            (
-                "evaluate_and_print_results(prefix forward_step_func data_iterator model iteration "
-                "process_non_loss_data_func config verbose write_to_tensorboard non_loss_data_func pg_collection "
-                "p2p_communicator)",
-                "on the dashboards the test set's loss follows the validation set's, under the same name",
-                log_lines.test_set_named,
-            ),
+            "training_log(loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag "
+            "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection "
+            "is_first_iteration seqlen_squared_sum_in_batch total_real_tokens_in_batch)",
+            "the stages report there; with a late step a line is written when its step is complete",
+            loop.log,
         ),
-        *rows("megatron.training.wandb_utils", (saved, lost, log_lines.checkpoint_logger)),
+        row(LOOP, "print_rank_last(message)", "waiting times and memory join the line", loop.print_line),
+        row(
+            LOOP,
+            "get_tensorboard_writer()",
+            "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases; an error of the "
+            "writer would end the run",
+            log_lines.dashboards_writer,
+        ),
+        row(LOOP, "get_wandb_writer()", lost, log_lines.wandb_writer),
+        row(
+            LOOP,
+            "evaluate_and_print_results(prefix forward_step_func data_iterator model iteration "
+            "process_non_loss_data_func config verbose write_to_tensorboard non_loss_data_func pg_collection "
+            "p2p_communicator)",
+            "on the dashboards the test set's loss follows the validation set's, under the same name",
+            log_lines.test_set_named,
+        ),
+        row("megatron.training.wandb_utils", saved, lost, log_lines.checkpoint_logger),
     ]
 
 
@@ -228,30 +207,32 @@ def for_late_step(loop: Loop) -> list[Patch]:
     """With a late step nothing in the training loop may wait for another stage."""
     everywhere = "each stage has the value already; the reduction would make it wait for all others"
     state = "model optimizer opt_param_scheduler"
-    return rows(
-        LOOP,
-        (
+    return [
+        row(
+            LOOP,
             "get_optimizer_param_scheduler(optimizer)",
             "learning rate and weight decay advance with the steps, which come later",
             loop.attach_scheduler,
         ),
-        ("logical_and_across_model_parallel_group(input group)", everywhere, first_argument),
-        ("reduce_max_stat_across_model_parallel_group(stat group)", everywhere, first_argument),
-        ("calc_params_l2_norm(model force_create_fp32_copy)", "it reads all weights", loop.sync_first),
-        ("check_param_hashes_across_dp_replicas(model cross_check)", "it reads them too", loop.sync_first),
-        (
+        row(LOOP, "logical_and_across_model_parallel_group(input group)", everywhere, first_argument),
+        row(LOOP, "reduce_max_stat_across_model_parallel_group(stat group)", everywhere, first_argument),
+        row(LOOP, "calc_params_l2_norm(model force_create_fp32_copy)", "it reads all weights", loop.sync_first),
+        row(LOOP, "check_param_hashes_across_dp_replicas(model cross_check)", "it reads them too", loop.sync_first),
+        row(
+            LOOP,
             f"save_checkpoint_and_time(iteration {state} num_floating_point_operations_so_far checkpointing_context "
             "non_persistent_ckpt train_data_iterator)",
             "a checkpoint holds the newest weights",
             loop.save,
         ),
-        (
+        row(
+            LOOP,
             f"checkpoint_and_decide_exit({state} iteration num_floating_point_operations_so_far checkpointing_context "
             "train_data_iterator)",
             "a run that ends has logged all its iterations; signals and the time limit need no collective",
             loop.decide_exit,
         ),
-    )
+    ]
 
 
 def for_checkpoints(runtime: Any = None) -> list[Patch]:
@@ -260,46 +241,46 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
 
     ours, more = Checkpoints(runtime), f"{GROUPS} expt_dp_group rng_state_key_prefix"
     return [
-        *rows(
+        row(
             FILES,
-            (
-                "generate_state_dict(args model optimizer opt_param_scheduler rng_state iteration optim_sd_kwargs "
-                "model_sd_kwargs rerun_state)",
-                "shadow weights and the schedule's name; without Apex the optimizer's state must be there first",
-                ours.collect,
-            ),
-            (
-                f"get_rng_state(ckpt_format {GROUPS} key_prefix)",
-                "the random state before the microbatches in flight",
-                ours.random_state,
-            ),
-            (
-                "_load_base_checkpoint(load_dir args rank0 sharded_state_dict checkpointing_context dp_cp_group "
-                "expt_dp_group gpt_compat_layer_maps)",
-                "here is read what `generate_state_dict` has added",
-                ours.read,
-            ),
-            (
-                "maybe_msc",
-                "the file that names the latest checkpoint must never be empty, even for a moment",
-                folder.TrackerFiles,
-            ),
+            "generate_state_dict(args model optimizer opt_param_scheduler rng_state iteration optim_sd_kwargs "
+            "model_sd_kwargs rerun_state)",
+            "shadow weights and the schedule's name; without Apex the optimizer's state must be there first",
+            ours.collect,
         ),
-        *rows(
+        row(
+            FILES,
+            f"get_rng_state(ckpt_format {GROUPS} key_prefix)",
+            "the random state before the microbatches in flight",
+            ours.random_state,
+        ),
+        row(
+            FILES,
+            "_load_base_checkpoint(load_dir args rank0 sharded_state_dict checkpointing_context dp_cp_group "
+            "expt_dp_group gpt_compat_layer_maps)",
+            "here is read what `generate_state_dict` has added",
+            ours.read,
+        ),
+        row(
+            FILES,
+            "maybe_msc",
+            "the file that names the latest checkpoint must never be empty, even for a moment",
+            folder.TrackerFiles,
+        ),
+        row(
             LOOP,
-            (
-                "save_checkpoint(iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
-                "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel "
-                f"non_persistent_ckpt train_data_iterator preprocess_common_state_dict_fn release {more})",
-                "a checkpoint stays whole until its new version is; a full disk is reported in one line",
-                ours.save,
-            ),
-            ("maybe_finalize_async_save(blocking terminate)", "it asks all ranks while it writes", ours.finalize),
-            (
-                "load_checkpoint(ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context "
-                f"skip_load_to_model_and_opt {more})",
-                "the schedule resumes from what is loaded; without Apex each parameter needs a step counter of its own",
-                ours.load,
-            ),
+            "save_checkpoint(iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
+            "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel "
+            f"non_persistent_ckpt train_data_iterator preprocess_common_state_dict_fn release {more})",
+            "a checkpoint stays whole until its new version is; a full disk is reported in one line",
+            ours.save,
+        ),
+        row(LOOP, "maybe_finalize_async_save(blocking terminate)", "it asks all ranks while it writes", ours.finalize),
+        row(
+            LOOP,
+            "load_checkpoint(ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context "
+            f"skip_load_to_model_and_opt {more})",
+            "the schedule resumes from what is loaded; without Apex each parameter needs a step counter of its own",
+            ours.load,
         ),
     ]

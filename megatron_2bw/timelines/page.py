@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,14 @@ HERE = Path(__file__).parent / "page"  # the component: timelines, charts, style
 _IMPORT = re.compile(r'(from|import) "\./([\w.]+)"')
 
 
-def whole(page: Path, data: dict[str, Any], folders: Sequence[Path] = ()) -> str:
-    """The HTML of `page` with all that it names. Style sheets and modules lie in `folders`, its own folder or HERE.
+def whole(page: Path, data: dict[str, Any]) -> str:
+    """The HTML of `page` with all that it names. Style sheets and modules lie in its own folder or HERE.
 
     data: by the id of a <script type="application/json"> of the page
     """
-    places = [page.parent, *folders, HERE]
 
     def text(name: str) -> str:
-        return next(place / name for place in places if (place / name).is_file()).read_text("utf-8")
+        return next(place / name for place in (page.parent, HERE) if (place / name).is_file()).read_text("utf-8")
 
     def style(match: re.Match[str]) -> str:
         return f"<style>\n{text(match[1])}</style>"

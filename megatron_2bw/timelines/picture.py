@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_2bw.files import write_figure
+from megatron_2bw.files import new_figure, write_figure
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape, W
 from megatron_2bw.timelines.simulator import Event, PerStage, Times, makespan, simulate
 from megatron_2bw.timelines.text import busy_words
@@ -38,11 +38,9 @@ def draw_shapes(
     until     where the time axis ends; by default with the last action
     versions  write the weights W(v) below each microbatch
     """
-    from matplotlib.figure import Figure
-
     tall = 1.5 if versions else 1.0
     inches = sum(row_height(shape.stages) * shape.stages * tall + 0.55 for _, shape in panels)
-    figure = Figure(figsize=(13, 0.62 + inches), layout="constrained")
+    figure = new_figure(13, 0.62 + inches)
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     timelines = [simulate(schedule, shape, times) for schedule, shape in panels]
     span = 0.0, until or max(map(makespan, timelines))
@@ -80,9 +78,7 @@ def draw_events(
 
     steps  a stage computes during a STEP; otherwise it waits
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 1.2 + row_height(stages) * stages), layout="constrained")
+    figure = new_figure(13, 1.2 + row_height(stages) * stages)
     axis = figure.subplots()
     numbers = span is not None or microbatches * stages <= 64
     draw_rows(axis, events, Shape(stages, microbatches), numbers, span, steps=steps)
