@@ -113,14 +113,11 @@ def _get_rng_state(device="cuda") -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, device="cuda") -> None:
-    torch.set_rng_state(new_state)
-
-
 _STREAM = _Stream()
 
 # The part of torch.cuda that Megatron 0.19 calls during training. Memory figures are those of the process.
 _TORCH_CUDA: dict[str, Any] = {
+    "is_available": lambda: False,  # --device cpu on a GPU host: libraries that look for a GPU must not find one
     "current_device": lambda: 0,
     "device_count": lambda: 1,
     "set_device": lambda device: None,
@@ -146,7 +143,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "get_device_capability": lambda device=None: (8, 0),
     "manual_seed": torch.manual_seed,
     "get_rng_state": _get_rng_state,
-    "set_rng_state": _set_rng_state,
+    "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
 }
 
 
@@ -203,8 +200,6 @@ def install() -> None:
     _replace(undo, torch.autograd, "_engine_run_backward", _with_the_mode(torch.autograd._engine_run_backward))
     undo.callback(_TRACKER_LOG.removeFilter, _one_generator)
     _TRACKER_LOG.addFilter(_one_generator)
-    # --device cpu on a GPU host: libraries that look for a GPU must not find one.
-    _replace(undo, torch.cuda, "is_available", lambda: False)
     # Compiling small fusions with a C++ compiler costs minutes and gains nothing here; its import costs seconds.
     _replace(undo, torch, "compile", _uncompiled)
     undo.enter_context(_compiler_off())

@@ -83,23 +83,21 @@ def _pipelines(s: Args) -> int:
     return s.world_size // (s.pipeline_model_parallel_size * s.tensor_model_parallel_size * s.context_parallel_size)
 
 
-def _microbatches(s: Args) -> int:
-    """Of a batch on each pipeline."""
+def _batch(s: Args) -> tuple[int, int]:
+    """The samples of a batch, and those of one microbatch on each pipeline."""
     replica = s.micro_batch_size * _pipelines(s)
-    return (s.global_batch_size or replica) // replica
+    return s.global_batch_size or replica, replica
 
 
 def batch(s: Args) -> str | None:
     """--global-batch-size must be a multiple of --micro-batch-size x pipelines, and at most --train-samples."""
-    pipelines = _pipelines(s)
-    replica = s.micro_batch_size * pipelines
-    size = s.global_batch_size or replica
+    size, replica = _batch(s)
     if s.train_samples and s.train_samples < size:
         return f"--train-samples {s.train_samples} is less than one --global-batch-size {size}"
     if size % replica and not s.decrease_batch_size_if_needed:
         return (
             f"--global-batch-size {size} is not a multiple of --micro-batch-size {s.micro_batch_size} "
-            f"x {pipelines} pipelines: use a multiple of {replica}"
+            f"x {_pipelines(s)} pipelines: use a multiple of {replica}"
         )
     return None
 
@@ -128,12 +126,10 @@ def microbatches(s: Args) -> str | None:
     schedule = schedule_of(s.pipeline_schedule, gradient_slots=s.two_bw_gradient_slots, extra_warmup=extra)
     if schedule is None or len(extra) not in (0, 1, stages - 1):
         return None
-    number, needed = _microbatches(s), schedule.min_microbatches(stages)
+    size, replica = _batch(s)
+    number, needed, pipelines = size // replica, schedule.min_microbatches(stages), _pipelines(s)
     if number >= needed:
         return None
-    pipelines = _pipelines(s)
-    replica = s.micro_batch_size * pipelines
-    size = s.global_batch_size or replica
     reason = "with --two-bw-extra-warmup needs" if extra else "needs as many as there are stages,"
     return (
         f"--global-batch-size {size} gives {number} microbatch{'es' * (number != 1)} on each of "
@@ -144,7 +140,9 @@ def microbatches(s: Args) -> str | None:
 
 def gpipe_round(s: Args) -> str | None:
     """--gpipe-round must be at most the microbatches of a batch on each pipeline."""
-    if s.gpipe_round is None or s.gpipe_round <= (number := _microbatches(s)):
+    size, replica = _batch(s)
+    number = size // replica
+    if s.gpipe_round is None or s.gpipe_round <= number:
         return None
     return (
         f"--gpipe-round {s.gpipe_round} is more than the {number} microbatch{'es' * (number != 1)} of a batch on each "

@@ -35,13 +35,10 @@ from megatron_2bw.planner.describe import cluster
 
 # The GPUs of which the planner has the peak, by torch's names. Their PCIe and NVL versions have others, but A100's.
 GPUS = {
-    pattern: cluster.GPUS[name]
-    for pattern, name in (
-        (r"Tesla V100-SXM\d-", "V100-16GB"),
-        (r"NVIDIA A100[- ]", "A100-80GB"),
-        (r"NVIDIA H100 80GB HBM3$", "H100-80GB"),
-        (r"NVIDIA H200$", "H200-141GB"),
-    )
+    r"Tesla V100-SXM\d-": cluster.GPUS["V100-16GB"],
+    r"NVIDIA A100[- ]": cluster.GPUS["A100-80GB"],
+    r"NVIDIA H100 80GB HBM3$": cluster.GPUS["H100-80GB"],
+    r"NVIDIA H200$": cluster.GPUS["H200-141GB"],
 }
 
 

@@ -44,17 +44,13 @@ class Call:
         (self.model,) = self.model if isinstance(self.model, list) else [self.model]
         self.config = get_model_config(self.model)
         self.groups = self.pg_collection or megatron_schedules._build_default_pg_collection()
-        for name, value in (
-            ("adjust_tensor_shapes_fn", self.adjust_tensor_shapes_fn),
-            ("p2p_communicator", self.p2p_communicator),
-            ("variable_seq_lengths", self.config.variable_seq_lengths),
-            (
-                "num_microbatches_with_partial_activation_checkpoints",
-                self.config.num_microbatches_with_partial_activation_checkpoints,
-            ),
+        for owner, names in (
+            (self, "adjust_tensor_shapes_fn p2p_communicator"),
+            (self.config, "variable_seq_lengths num_microbatches_with_partial_activation_checkpoints"),
         ):
-            if value:  # the command line's checks come before
-                raise RuntimeError(f"{name} is set: only --pipeline-schedule megatron supports it")
+            for name in names.split():
+                if getattr(owner, name):  # the command line's checks come before
+                    raise RuntimeError(f"{name} is set: only --pipeline-schedule megatron supports it")
 
 
 @dataclass(frozen=True)

@@ -101,15 +101,12 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None):
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
     kind = SFTDataset if args.sft_data else kind
-    return common.build_datasets(kind, samples, _builds_datasets, dataset_config(args))
+    at_an_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+    builds = at_an_end and mpu.get_tensor_model_parallel_rank() == 0
+    return common.build_datasets(kind, samples, lambda: builds, dataset_config(args))
 
 
 datasets_provider.is_distributed = True  # Megatron calls it on every rank
-
-
-def _builds_datasets() -> bool:
-    at_an_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
-    return at_an_end and mpu.get_tensor_model_parallel_rank() == 0
 
 
 def dataset_config(args) -> GPTDatasetConfig:

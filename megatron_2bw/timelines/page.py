@@ -31,7 +31,9 @@ def whole(page: Path, data: dict[str, Any]) -> str:
         return f"<style>\n{text(match[1])}</style>"
 
     def modules(match: re.Match[str]) -> str:
-        urls = {f"page/{name}": _url(source) for name, source in _reached(match[1], text).items()}
+        urls = {}
+        for name, source in _reached(match[1], text).items():
+            urls[f"page/{name}"] = f"data:text/javascript;base64,{base64.b64encode(source.encode()).decode()}"
         return (
             f'<script type="importmap">{json.dumps({"imports": urls})}</script>\n'
             f'    <script type="module">import "page/{match[1]}";</script>'
@@ -71,7 +73,3 @@ def _reached(name: str, text: Any) -> dict[str, str]:
         found[name] = _IMPORT.sub(r'\1 "page/\2"', source)
         missing += [match[2] for match in _IMPORT.finditer(source) if match[2] not in found]
     return found
-
-
-def _url(source: str) -> str:
-    return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
