@@ -287,9 +287,5 @@ def trace(given: Parameters) -> dict[str, Any]:
 
 
 ASKED: dict[str, Callable[..., dict[str, Any]]] = {
-    "timelines": timelines,
-    "figures": figures,
-    "curve": curve,
-    "check": check,
-    "trace": trace,
+    work.__name__: work for work in (timelines, figures, curve, check, trace)
 }

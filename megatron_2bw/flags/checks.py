@@ -151,12 +151,8 @@ def _no_samples(args: Args, prefix: str, start: int, end: int) -> str | None:
     )
 
 
-_TOKENIZER_PACKAGES = {
-    "SentencePieceTokenizer": "sentencepiece",
-    "GPTSentencePieceTokenizer": "sentencepiece",
-    "Llama2Tokenizer": "sentencepiece",
-    "TikTokenizer": "tiktoken",
-}
+_SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+_TOKENIZER_PACKAGES = dict.fromkeys(_SENTENCE_PIECE, "sentencepiece") | {"TikTokenizer": "tiktoken"}
 
 
 def tokenizer(args: Args) -> str | None:

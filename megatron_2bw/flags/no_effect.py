@@ -19,6 +19,14 @@ def _has_graphs(args: Args) -> bool:
     return args.cuda_graph_impl != "none" or asks(args, "--enable-cuda-graph") or asks(args, "--external-cuda-graph")
 
 
+def _has_checkpoints(args: Args) -> object:
+    return args.save or args.load or args.pretrained_checkpoint
+
+
+def _logs_timers(args: Args) -> object:
+    return args.tensorboard_dir or args.wandb_project and args.pipeline_schedule != "megatron"
+
+
 _EXPERTS = (
     "--moe- --ep-overlap- --overlap-dispatch-backward- --use-grouped-gemm-for-shared-expert --high-priority-a2a- "
     "--expert-tensor-parallel- --use-fused-weighted-squared-relu --save-tokens-per-expert-interval"
@@ -117,24 +125,13 @@ _ROWS: tuple[tuple, ...] = (
     ("--record-memory-history", "--memory-snapshot-path"),
     ("--wandb-project", "--wandb-"),
     ("--tensorboard-dir", "--tensorboard-queue-size --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard"),
-    (
-        "--tensorboard-dir",
-        _TIMERS,
-        lambda a: a.tensorboard_dir or a.wandb_project and a.pipeline_schedule != "megatron",
-    ),
+    ("--tensorboard-dir", _TIMERS, _logs_timers),
     ("--log-straggler", "--straggler- --disable-straggler-"),
     ("--manual-gc", "--manual-gc-"),
     ("--save", "--save-interval --persistent-save-interval --no-save-optim --no-save-rng"),
-    (
-        "--load",
-        "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --no-load-optim --no-load-rng",
-        "--pretrained-checkpoint",
-    ),
-    (
-        "without --save and --load",
-        "--ckpt-format --dist-ckpt-optim-fully-reshardable",
-        lambda a: a.save or a.load or a.pretrained_checkpoint,
-    ),
+    ("--load", "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "--pretrained-checkpoint"),
+    ("--load", "--no-load-optim --no-load-rng", "--pretrained-checkpoint"),
+    ("without --save and --load", "--ckpt-format --dist-ckpt-optim-fully-reshardable", _has_checkpoints),
     ("--load", "--finetune --ckpt-step --override-ckpt-iteration --auto-detect-ckpt-format", "--pretrained-checkpoint"),
     ("--load", "--ckpt-fully-parallel-load", "--pretrained-checkpoint"),
     ("--async-save", "--async- --use-persistent-ckpt-worker"),
