@@ -92,14 +92,9 @@ def _peak_resident(device=None) -> int:
 
 
 def _memory_stats(device=None) -> dict[str, int]:
-    now, peak = _resident(), _peak_resident()
-    return {
-        "reserved_bytes.all.current": now,
-        "reserved_bytes.all.peak": peak,
-        "allocated_bytes.all.current": now,
-        "allocated_bytes.all.peak": peak,
-        "allocation.all.current": 0,
-    }
+    bytes_ = {"current": _resident(), "peak": _peak_resident()}
+    stats = {f"{kind}_bytes.all.{when}": size for kind in ("reserved", "allocated") for when, size in bytes_.items()}
+    return stats | {"allocation.all.current": 0}
 
 
 def _properties(device=None) -> types.SimpleNamespace:

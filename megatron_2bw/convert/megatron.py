@@ -133,12 +133,8 @@ def _pieces(entry: Any, data: torch.Tensor) -> Iterator[tuple[MetadataIndex, Chu
         rows = slice(start, start + piece.local_shape[0])
         start = rows.stop
         offset, sizes = torch.Size(piece.global_offset), (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
-        yield (
-            MetadataIndex(piece.key, offset),
-            ChunkStorageMetadata(offset, torch.Size(sizes)),
-            piece.global_shape,
-            rows,
-        )
+        chunk = ChunkStorageMetadata(offset, torch.Size(sizes))
+        yield MetadataIndex(piece.key, offset), chunk, piece.global_shape, rows
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -257,15 +253,10 @@ class _Read(dcp.DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        held = self.metadata.state_dict_metadata
-        pieces = self._views.items()
-        return LoadPlan(
-            [
-                item
-                for index, (chunk, _) in pieces
-                for item in create_read_items_for_chunk_list(index.fqn, held[index.fqn], [chunk])
-            ]
-        )
+        held, items = self.metadata.state_dict_metadata, []
+        for index, (chunk, _) in self._views.items():
+            items += create_read_items_for_chunk_list(index.fqn, held[index.fqn], [chunk])
+        return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         index = MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)

@@ -93,15 +93,9 @@ def task_of(options: argparse.Namespace) -> Task:
                 "text; give another folder"
             )
     source = source_of(options)
-    return Task(
-        options.task,
-        source,
-        prefix,
-        tokenizer_of(options),
-        options.language or "en",
-        len(os.sched_getaffinity(0)) if options.workers is None else options.workers,
-        max(1, int(options.shard_mb * 1e6)),
-    )
+    tokenizer, language = tokenizer_of(options), options.language or "en"
+    workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
+    return Task(options.task, source, prefix, tokenizer, language, workers, max(1, int(options.shard_mb * 1e6)))
 
 
 def check(options: argparse.Namespace) -> None:

@@ -64,6 +64,7 @@ _READ_NOWHERE = (
 # Multi-latent attention has rotary positions of its own.
 _ROTARY = "--position-embedding-type yarn mrope --multi-latent-attention --use-rotary-position-embeddings"
 _YARN = "--yarn- --no-yarn- --rotary-scaling-factor --mscale --mscale-all-dim"
+_OF_WORDS = "--chat-template --tokenizer-metadata --allow-ambiguous-pad-tokens"
 _TIMERS = "--tensorboard-log-interval --log-timers-to-tensorboard --log-world-size-to-tensorboard"
 
 # The flag without which the others have no effect, or the words where they have none; the others; the further flags
@@ -144,11 +145,7 @@ _ROWS: tuple[tuple, ...] = (
     ("--logits-save-dir", "--logits-save-"),
     ("--tokenizer-type TikTokenizer", "--tiktoken-"),
     ("--tokenizer-type NullTokenizer", "--null-tokenizer-"),
-    (
-        "with --tokenizer-type NullTokenizer",
-        "--chat-template --tokenizer-metadata --allow-ambiguous-pad-tokens",
-        lambda a: a.tokenizer_type != "NullTokenizer",
-    ),
+    ("with --tokenizer-type NullTokenizer", _OF_WORDS, lambda a: a.tokenizer_type != "NullTokenizer"),
     ("in pretraining a GPT", "--mask-prob --short-seq-prob --bert-no-binary-head", lambda a: task(a) != "gpt"),
     ("in pretraining a BERT", _OF_A_GPT, lambda a: task(a) != "bert"),
     ("in pretraining", _OF_OTHER_TASKS),

@@ -11,6 +11,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,12 +85,8 @@ class RandomState:
         torch.cuda.set_rng_state(self.device)
         tracker: Any = tensor_parallel.get_cuda_rng_tracker()
         graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-        tracker.set_states(
-            {
-                name: tensor_parallel.convert_cuda_rng_state(state, to_graphable=graphable)
-                for name, state in self.tracker.items()
-            }
-        )
+        convert = partial(tensor_parallel.convert_cuda_rng_state, to_graphable=graphable)
+        tracker.set_states({name: convert(state) for name, state in self.tracker.items()})
 
 
 @dataclass

@@ -50,17 +50,11 @@ def whole(page: Path, data: dict[str, Any]) -> str:
 
 def script_json(content: Any) -> str:
     """JSON without blanks that can stand in a <script>; fractions have ten digits, and whole numbers none of them."""
-    return json.dumps(_whole(finite(content)), separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(finite(content, _short), separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _whole(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _whole(entry) for key, entry in content.items()}
-    if isinstance(content, list):
-        return [_whole(entry) for entry in content]
-    if isinstance(content, float):
-        return int(content) if content.is_integer() else float(f"{content:.10g}")
-    return content
+def _short(number: float) -> int | float:
+    return int(number) if number.is_integer() else float(f"{number:.10g}")
 
 
 def _reached(name: str, text: Any) -> dict[str, str]:

@@ -113,29 +113,27 @@ def draw_rows(
         kinds = (REDUCE, STEP) if steps else (REDUCE,)
         updates = [event for event in own if event.action.kind in kinds and event.end > event.start]
         bars = [event for event in own if event.action.kind in (F, B, W)]
-        axis.broken_barh(
-            [(event.start, event.end - event.start) for event in updates], (row - 0.2, 0.4), facecolors=UPDATE
-        )
-        axis.broken_barh(
-            [(event.start, event.end - event.start) for event in bars],
-            (row - 0.43, 0.86),
-            facecolors=[_colour(event, shape, chunks) for event in bars],
-            edgecolors="white",
-            linewidths=0.6,
-        )
+        colours = [_colour(event, shape, chunks) for event in bars]
+        axis.broken_barh(_spans(updates), (row - 0.2, 0.4), facecolors=UPDATE)
+        axis.broken_barh(_spans(bars), (row - 0.43, 0.86), facecolors=colours, edgecolors="white", linewidths=0.6)
         for event in own:
             if event.action.kind == STEP and begin < event.end <= end:
                 axis.plot([event.end, event.end], [row - 0.45, row + 0.45], color="black", linewidth=1.6)
-        for event in bars if numbers else ():
+        for event, colour in zip(bars, colours) if numbers else ():
             points = (event.end - event.start) / (end - begin) * 12 * 72
             if begin <= event.start and event.end <= end * (1 + 1e-9):
-                _number(axis, event, row, points, chunks, _ink(_colour(event, shape, chunks)), versions)
+                _number(axis, event, row, points, chunks, _ink(colour), versions)
     names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
     axis.set_yticks(range(shape.stages), names, fontsize=8 if shape.stages <= 32 else 5)
     axis.set_facecolor("#eeeeee")
     axis.set_xlim(begin, end)
     axis.set_ylim(-0.52, shape.stages - 0.48)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _spans(events: list[Event]) -> list[tuple[float, float]]:
+    """(start, length) of each."""
+    return [(event.start, event.end - event.start) for event in events]
 
 
 def _colour(event: Event, shape: Shape, chunks: int) -> tuple[float, float, float]:
