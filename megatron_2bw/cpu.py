@@ -92,8 +92,8 @@ def _peak_resident(device=None) -> int:
 
 
 def _memory_stats(device=None) -> dict[str, int]:
-    bytes_ = {"current": _resident(), "peak": _peak_resident()}
-    stats = {f"{kind}_bytes.all.{when}": size for kind in ("reserved", "allocated") for when, size in bytes_.items()}
+    sizes = {"current": _resident(), "peak": _peak_resident()}
+    stats = {f"{kind}_bytes.all.{when}": size for kind in ("reserved", "allocated") for when, size in sizes.items()}
     return stats | {"allocation.all.current": 0}
 
 

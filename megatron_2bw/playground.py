@@ -167,7 +167,11 @@ def figures(given: Parameters) -> dict[str, Any]:
 
 
 def _guarded(work: Callable, given: Parameters, name: str) -> dict[str, Any]:
-    return _or_error(lambda: _check(given, name) or work(given, name))
+    def checked() -> dict[str, Any]:
+        _check(given, name)
+        return work(given, name)
+
+    return _or_error(checked)
 
 
 def _check(given: Parameters, name: str) -> None:
