@@ -56,14 +56,12 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-class _Stream:
+class _Stream(torch.cpu.Stream):
     """A stream that has always caught up: CPU work is done when the call returns."""
 
     def __init__(self, *args, **kwargs):
         self.device, self.cuda_stream, self.stream_id = CPU, id(self), 0
 
-    def wait_stream(self, stream): ...
-    def wait_event(self, event): ...
     def synchronize(self): ...
 
     def query(self) -> bool:
@@ -78,36 +76,25 @@ class _Stream:
     def __exit__(self, *exc): ...
 
 
-class _Event:
+class _Event(torch.cpu.Event):
     def __init__(self, *args, **kwargs): ...
-    def record(self, stream=None): ...
-    def wait(self, stream=None): ...
-    def synchronize(self): ...
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, end) -> float:
         return 0.0
 
 
-def _resident() -> int:
+def _resident(device=None) -> int:
     return psutil.Process().memory_info().rss
 
 
-def _peak_resident() -> int:
+def _peak_resident(device=None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _memory_stats(device=None) -> dict[str, int]:
-    now, peak = _resident(), _peak_resident()
-    return {
-        "reserved_bytes.all.current": now,
-        "reserved_bytes.all.peak": peak,
-        "allocated_bytes.all.current": now,
-        "allocated_bytes.all.peak": peak,
-        "allocation.all.current": 0,
-    }
+    sizes = {"current": _resident(), "peak": _peak_resident()}
+    stats = {f"{kind}_bytes.all.{when}": size for kind in ("reserved", "allocated") for when, size in sizes.items()}
+    return stats | {"allocation.all.current": 0}
 
 
 def _properties(device=None) -> types.SimpleNamespace:
@@ -121,14 +108,11 @@ def _get_rng_state(device="cuda") -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, device="cuda") -> None:
-    torch.set_rng_state(new_state)
-
-
 _STREAM = _Stream()
 
 # The part of torch.cuda that Megatron 0.19 calls during training. Memory figures are those of the process.
 _TORCH_CUDA: dict[str, Any] = {
+    "is_available": lambda: False,  # --device cpu on a GPU host: libraries that look for a GPU must not find one
     "current_device": lambda: 0,
     "device_count": lambda: 1,
     "set_device": lambda device: None,
@@ -142,19 +126,19 @@ _TORCH_CUDA: dict[str, Any] = {
     "set_stream": lambda stream: None,
     "stream": lambda stream: contextlib.nullcontext(),
     "is_current_stream_capturing": lambda: False,
-    "memory_allocated": lambda device=None: _resident(),
-    "memory_reserved": lambda device=None: _resident(),
-    "max_memory_allocated": lambda device=None: _peak_resident(),
-    "max_memory_reserved": lambda device=None: _peak_resident(),
+    "memory_allocated": _resident,
+    "memory_reserved": _resident,
+    "max_memory_allocated": _peak_resident,
+    "max_memory_reserved": _peak_resident,
     "reset_peak_memory_stats": lambda device=None: None,
     "memory_stats": _memory_stats,
-    "device_memory_used": lambda device=None: _resident(),
+    "device_memory_used": _resident,
     "get_device_properties": _properties,
     "get_device_name": lambda device=None: "cpu",
     "get_device_capability": lambda device=None: (8, 0),
     "manual_seed": torch.manual_seed,
     "get_rng_state": _get_rng_state,
-    "set_rng_state": _set_rng_state,
+    "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
 }
 
 
@@ -211,8 +195,6 @@ def install() -> None:
     _replace(undo, torch.autograd, "_engine_run_backward", _with_the_mode(torch.autograd._engine_run_backward))
     undo.callback(_TRACKER_LOG.removeFilter, _one_generator)
     _TRACKER_LOG.addFilter(_one_generator)
-    # --device cpu on a GPU host: libraries that look for a GPU must not find one.
-    _replace(undo, torch.cuda, "is_available", lambda: False)
     # Compiling small fusions with a C++ compiler costs minutes and gains nothing here; its import costs seconds.
     _replace(undo, torch, "compile", _uncompiled)
     undo.enter_context(_compiler_off())

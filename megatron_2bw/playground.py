@@ -144,10 +144,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     given = dict(request)
     asked = given.pop("ask", "timelines")
     more = {name: given.pop(name) for name in ("over", "at", "lists") if name in given}
+    if asked not in ASKED:
+        return {"error": f"ask: {asked} is not one of {', '.join(ASKED)}"}
+    return _or_error(lambda: ASKED[asked](Parameters.read(given), **more))
+
+
+def _or_error(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
-        if asked not in ASKED:
-            raise UserError(f"ask: {asked} is not one of {', '.join(ASKED)}")
-        return ASKED[asked](Parameters.read(given), **more)
+        return work()
     except (UserError, ScheduleError) as error:
         return {"error": str(error).split("\n")[0]}
 
@@ -163,11 +167,11 @@ def figures(given: Parameters) -> dict[str, Any]:
 
 
 def _guarded(work: Callable, given: Parameters, name: str) -> dict[str, Any]:
-    try:
+    def checked() -> dict[str, Any]:
         _check(given, name)
         return work(given, name)
-    except (UserError, ScheduleError) as error:
-        return {"error": str(error).split("\n")[0]}
+
+    return _or_error(checked)
 
 
 def _check(given: Parameters, name: str) -> None:
@@ -287,9 +291,5 @@ def trace(given: Parameters) -> dict[str, Any]:
 
 
 ASKED: dict[str, Callable[..., dict[str, Any]]] = {
-    "timelines": timelines,
-    "figures": figures,
-    "curve": curve,
-    "check": check,
-    "trace": trace,
+    work.__name__: work for work in (timelines, figures, curve, check, trace)
 }

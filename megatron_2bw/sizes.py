@@ -2,7 +2,7 @@
 the planner's legality use them.
 
 Invariant: pure Python. A rule answers one line that names the flags, or None. It reads Megatron's names of the
-arguments, so it takes the command line's arguments or the planner's `Sizes`.
+arguments, so it takes the command line's arguments or what planner/find/legality.py makes of a plan.
 """
 
 from __future__ import annotations
@@ -10,46 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
-from megatron_2bw.flags.rule import OUT, Rule, line, value
+from megatron_2bw.flags.rule import OUT, Args, Rule, line, value
 from megatron_2bw.schedules import schedule_of
 
-
-class Sizes(NamedTuple):
-    """What the planner's rules read, under Megatron's names. None: the flag is not given."""
-
-    pipeline_schedule: str
-    world_size: int
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    micro_batch_size: int
-    global_batch_size: int | None
-    num_layers: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    ffn_hidden_size: int
-    seq_length: int
-    sequence_parallel: bool = False
-    decoder_first_pipeline_num_layers: int | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    num_virtual_stages_per_pipeline_rank: int | None = None
-    two_bw_gradient_slots: int = 2
-    two_bw_extra_warmup: tuple[int, ...] = ()
-    two_bw_correction: str = "none"
-    gpipe_round: int | None = None
-    use_distributed_optimizer: bool = False
-    untie_embeddings_and_output_weights: bool = False
-    fp16: bool = False
-    loss_scale: float | None = None
-    context_parallel_size: int = 1
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
-    pipeline_model_parallel_layout: str | None = None
-
-
-Check = Callable[[Sizes], str | None]
+Check = Callable[[Args], str | None]
 
 # --- the schedule's options ------------------------------------------------------------------------------------------
 
@@ -83,7 +48,7 @@ EXTRAPOLATES = only("2bw", "--two-bw-correction", "none")
 ROUND = only("gpipe", "--gpipe-round", None)
 
 
-def extra_warmup(s: Sizes) -> str | None:
+def extra_warmup(s: Args) -> str | None:
     """--two-bw-extra-warmup needs 2bw and several stages, and one number or one for each boundary between stages."""
     extra, boundaries = s.two_bw_extra_warmup, s.pipeline_model_parallel_size - 1
     if extra and (s.pipeline_schedule != "2bw" or not boundaries):
@@ -99,7 +64,7 @@ def extra_warmup(s: Sizes) -> str | None:
 # --- processes and the batch -----------------------------------------------------------------------------------------
 
 
-def processes(s: Sizes) -> str | None:
+def processes(s: Args) -> str | None:
     """The number of processes must be a multiple of --pipeline-model-parallel-size x --tensor-model-parallel-size x
     --context-parallel-size."""
     flags = ("--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size")
@@ -114,27 +79,25 @@ def processes(s: Sizes) -> str | None:
     )
 
 
-def _pipelines(s: Sizes) -> int:
+def _pipelines(s: Args) -> int:
     return s.world_size // (s.pipeline_model_parallel_size * s.tensor_model_parallel_size * s.context_parallel_size)
 
 
-def _microbatches(s: Sizes) -> int:
-    """Of a batch on each pipeline."""
+def _batch(s: Args) -> tuple[int, int]:
+    """The samples of a batch, and those of one microbatch on each pipeline."""
     replica = s.micro_batch_size * _pipelines(s)
-    return (s.global_batch_size or replica) // replica
+    return s.global_batch_size or replica, replica
 
 
-def batch(s: Sizes) -> str | None:
+def batch(s: Args) -> str | None:
     """--global-batch-size must be a multiple of --micro-batch-size x pipelines, and at most --train-samples."""
-    pipelines = _pipelines(s)
-    replica = s.micro_batch_size * pipelines
-    size = s.global_batch_size or replica
+    size, replica = _batch(s)
     if s.train_samples and s.train_samples < size:
         return f"--train-samples {s.train_samples} is less than one --global-batch-size {size}"
     if size % replica and not s.decrease_batch_size_if_needed:
         return (
             f"--global-batch-size {size} is not a multiple of --micro-batch-size {s.micro_batch_size} "
-            f"x {pipelines} pipelines: use a multiple of {replica}"
+            f"x {_pipelines(s)} pipelines: use a multiple of {replica}"
         )
     return None
 
@@ -156,19 +119,17 @@ EVALUATION = (
 )
 
 
-def microbatches(s: Sizes) -> str | None:
+def microbatches(s: Args) -> str | None:
     """--global-batch-size must give each pipeline the microbatches that the schedule needs: 2bw one for each stage, and
     more with --two-bw-extra-warmup."""
     stages, extra = s.pipeline_model_parallel_size, s.two_bw_extra_warmup
     schedule = schedule_of(s.pipeline_schedule, gradient_slots=s.two_bw_gradient_slots, extra_warmup=extra)
     if schedule is None or len(extra) not in (0, 1, stages - 1):
         return None
-    number, needed = _microbatches(s), schedule.min_microbatches(stages)
+    size, replica = _batch(s)
+    number, needed, pipelines = size // replica, schedule.min_microbatches(stages), _pipelines(s)
     if number >= needed:
         return None
-    pipelines = _pipelines(s)
-    replica = s.micro_batch_size * pipelines
-    size = s.global_batch_size or replica
     reason = "with --two-bw-extra-warmup needs" if extra else "needs as many as there are stages,"
     return (
         f"--global-batch-size {size} gives {number} microbatch{'es' * (number != 1)} on each of "
@@ -177,9 +138,11 @@ def microbatches(s: Sizes) -> str | None:
     )
 
 
-def gpipe_round(s: Sizes) -> str | None:
+def gpipe_round(s: Args) -> str | None:
     """--gpipe-round must be at most the microbatches of a batch on each pipeline."""
-    if s.gpipe_round is None or s.gpipe_round <= (number := _microbatches(s)):
+    size, replica = _batch(s)
+    number = size // replica
+    if s.gpipe_round is None or s.gpipe_round <= number:
         return None
     return (
         f"--gpipe-round {s.gpipe_round} is more than the {number} microbatch{'es' * (number != 1)} of a batch on each "
@@ -273,7 +236,7 @@ def layout_stages(text: str) -> list[str]:
     return text.split("|")
 
 
-def layout(s: Sizes) -> str | None:
+def layout(s: Args) -> str | None:
     """--pipeline-model-parallel-layout must have all layers; this project's schedules take one chunk a stage."""
     stages, depth = layout_stages(s.pipeline_model_parallel_layout), s.pipeline_model_parallel_size
     flag, whole = f"--pipeline-model-parallel-layout {s.pipeline_model_parallel_layout}", "".join(stages)
@@ -288,7 +251,7 @@ def layout(s: Sizes) -> str | None:
     )
 
 
-def split(s: Sizes) -> str | None:
+def split(s: Args) -> str | None:
     """--num-layers must divide evenly over the stages, but for a first or last one with layers of its own."""
     if s.pipeline_model_parallel_layout:
         return layout(s)

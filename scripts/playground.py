@@ -30,12 +30,8 @@ PYODIDE = "314.0.7"
 FILES = "pyodide.mjs pyodide.asm.mjs pyodide.asm.wasm python_stdlib.zip pyodide-lock.json".split()
 PACKAGE = ("*.py", "schedules/*.py", "timelines/*.py", "planner/**/*.py")  # what megatron_2bw.playground imports
 SIZES = [{"stages": d, "microbatches": m} for d in (2, 4, 8) for m in (4, 8, 16)]
-ASKED = (
-    {"ask": "timelines"},
-    {"ask": "figures"},
-    {"ask": "curve", "over": "microbatches"},
-    {"ask": "curve", "over": "transfer"},
-)
+CURVES = [{"ask": "curve", "over": over} for over in ("microbatches", "transfer")]
+ASKED = ({"ask": "timelines"}, {"ask": "figures"}, *CURVES)
 
 
 def key(request: dict[str, Any]) -> str:

@@ -1,13 +1,11 @@
 // The figures of the schedules side by side: a table, and columns of bytes.
 
-import { stacks } from "./chart.js";
+import { heaviest, MEMORY, stacks } from "./chart.js";
 import { cell, element } from "./dom.js";
 import { SCHEDULES } from "./parameters.js";
 import { number } from "./why.js";
 
 const GIB = 2 ** 30;
-const KINDS = ["weights", "gradients", "optimizer", "activations", "logits", "buffers"];
-const total = (stage) => KINDS.reduce((sum, kind) => sum + stage[kind], 0);
 
 /** Equal values as one, others by stage. */
 const byStage = (values) => (new Set(values).size === 1 ? number(values[0]) : values.map(number).join(" "));
@@ -21,14 +19,9 @@ export function table(figures, stages) {
   const rows = Object.entries(figures).map(([name, found]) => {
     const head = element("th", { scope: "row" }, SCHEDULES[name], element("small", {}, found.summary ?? ""));
     if (found.error) return element("tr", {}, head, element("td", { colspan: 7, class: "wrong" }, found.error));
-    const heaviest = found.bytes ? number(Math.max(...found.bytes.map(total)) / GIB) : found.reason;
+    const most = found.bytes ? number(heaviest(found.bytes) / GIB) : found.reason;
     const values = [`${(100 * found.bubble).toFixed(1)} %`, number(found.seconds), number(found.throughput)];
-    values.push(
-      `${(found.throughput / base).toFixed(2)} ×`,
-      byStage(found.versions),
-      byStage(found.in_flight),
-      heaviest,
-    );
+    values.push(`${(found.throughput / base).toFixed(2)} ×`, byStage(found.versions), byStage(found.in_flight), most);
     return element("tr", {}, head, ...values.map((value) => cell(value)));
   });
   const head = element("tr", {}, ...names.map((name) => element("th", { scope: "col" }, name)));
@@ -42,9 +35,9 @@ export function bars(figures) {
     .filter(([, found]) => found.bytes)
     .map(([name, { bytes }]) => ({
       title: SCHEDULES[name],
-      columns: bytes.map((stage) => Object.fromEntries(KINDS.map((kind) => [kind, stage[kind] / GIB]))),
+      columns: bytes.map((stage) => Object.fromEntries(MEMORY.map((kind) => [kind, stage[kind] / GIB]))),
     }));
   const reason = Object.values(figures).find((found) => found.reason)?.reason;
   if (!groups.length) return `<p class="soft">No bytes: ${reason ?? "no schedule can run"}.</p>`;
-  return stacks({ label: "Memory by stage", unit: "GiB", groups, kinds: KINDS });
+  return stacks({ label: "Memory by stage", unit: "GiB", groups, kinds: MEMORY });
 }

@@ -16,12 +16,17 @@ export function build(form, presets, change) {
   const more = element("details", {}, element("summary", {}, "Options of schedules, model, memory"));
   more.append(element("div", {}, ...named(true).map(field)));
   form.replaceChildren(
-    element("div", { class: "presets" }, element("span", { class: "soft" }, "Start from"), ...presets.map(preset)),
+    element(
+      "div",
+      { class: "presets tools" },
+      element("span", { class: "soft" }, "Start from"),
+      ...presets.map(preset),
+    ),
     element(
       "fieldset",
       {},
       element("legend", {}, "Schedules"),
-      element("div", { class: "choices" }, ...Object.entries(SCHEDULES).map(schedule)),
+      element("div", { class: "choices tools" }, ...Object.entries(SCHEDULES).map(schedule)),
     ),
     ...named(false).map(field),
     more,

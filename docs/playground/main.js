@@ -2,7 +2,7 @@
 
 import { plot } from "./chart.js";
 import { bars, table } from "./compare.js";
-import { button, element } from "./dom.js";
+import { button, by, element } from "./dom.js";
 import { Editor } from "./edit.js";
 import { exports } from "./export.js";
 import { build, fill } from "./form.js";
@@ -10,7 +10,6 @@ import { fromHash, request, SCHEDULES, toHash } from "./parameters.js";
 import { Python } from "./python.js";
 import { Stack } from "./stack.js";
 
-const by = (id) => document.getElementById(id);
 const { presets, grid } = JSON.parse(by("first").textContent);
 const python = new Python(grid, say);
 const form = by("parameters");
@@ -28,7 +27,7 @@ let turn = 0;
 
 function say(text, wrong = false) {
   by("status").textContent = text;
-  by("status").className = wrong ? "wrong" : "";
+  by("status").className = wrong ? "wrong" : "soft";
 }
 
 /** Take over a part of a state that a person changed, and show it. */

@@ -45,7 +45,8 @@ def hold(folder: str | os.PathLike) -> None:
             if owner is None:  # is it being written?
                 time.sleep(1)
             if file in _held or (owner is not None and _lives(owner, file)):
-                raise UserError(f"--save {folder}: {_description(owner)} saves there: give each run its own folder")
+                run = owner and "the run of process {pid} on {host} (claim of {time})".format(**owner)
+                raise UserError(f"--save {folder}: {run or 'another run'} saves there: give each run its own folder")
             if _read(file) == found:
                 file.unlink(missing_ok=True)
     if file not in _held:
@@ -72,10 +73,6 @@ def _claim() -> str:
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
     )
-
-
-def _description(owner: dict | None) -> str:
-    return "another run" if owner is None else "the run of process {pid} on {host} (claim of {time})".format(**owner)
 
 
 def _kernel() -> str:

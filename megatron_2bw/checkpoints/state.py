@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +41,7 @@ from megatron_2bw.checkpoints.save_workers import root
 from megatron_2bw.checkpoints.unpickle import Refused, writable_by_all
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags.rule import value
+from megatron_2bw.mcore.guard import arguments, around
 
 KEY = "two_bw"
 COPIES = ("shadow", "working")  # copies of the weights that it may hold under KEY
@@ -65,43 +64,38 @@ class RunState:
 
 
 class Checkpoints:
-    """Megatron's functions for saving and loading, extended. Each method takes the original function.
+    """Megatron's functions for saving and loading, extended. A method's first argument is the original function.
 
     runtime: the runtime of one of this project's schedules, or None with Megatron's own.
     """
 
     def __init__(self, runtime: Any = None):
         self._runtime = runtime
+        if runtime is not None:
+            runtime.save_pending = _written_here
         self._saved: dict = {}  # under KEY in the checkpoint that is being loaded, without its tensors
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}  # its "shadow" and "working", by the parameter's name
         self._checked = False  # whether a checkpoint of this run can be loaded
 
-    def collect(self, original: Callable) -> Callable:
+    @around
+    def collect(self, generate: Callable, *args: Any, **kwargs: Any) -> dict:
         """generate_state_dict: for saving, and as the plan of what to load."""
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def generate_state_dict(*args, **kwargs):
-            values = signature.bind(*args, **kwargs)
-            values.apply_defaults()
-            values = values.arguments
-            complete_optimizer(values["optimizer"])
-            state = original(*args, **kwargs)
-            loading = bool((values["optim_sd_kwargs"] or {}).get("is_loading"))
-            if not loading:
-                name_step_zero(state.get("optimizer"), values["optimizer"])
-            sharded = values["args"].ckpt_format == "torch_dist"
-            if sharded:
-                number_groups(state.get("optimizer"))
-            if self._runtime is not None:
-                (model,) = values["model"]
-                self._add_own(state, model, loading, sharded, values)
-            if sharded and not loading and not self._checked:
-                _check_loadable(state)
-                self._checked = True
-            return state
-
-        return generate_state_dict
+        values = arguments(generate, args, kwargs)
+        complete_optimizer(values["optimizer"])
+        state = generate(*args, **kwargs)
+        loading = bool((values["optim_sd_kwargs"] or {}).get("is_loading"))
+        if not loading:
+            name_step_zero(state.get("optimizer"), values["optimizer"])
+        sharded = values["args"].ckpt_format == "torch_dist"
+        if sharded:
+            number_groups(state.get("optimizer"))
+        if self._runtime is not None:
+            (model,) = values["model"]
+            self._add_own(state, model, loading, sharded, values)
+        if sharded and not loading and not self._checked:
+            _check_loadable(state)
+            self._checked = True
+        return state
 
     def _add_own(self, state: dict, model: Any, loading: bool, sharded: bool, values: dict[str, Any]) -> None:
         """Add the entry KEY to the state. values: the arguments of generate_state_dict"""
@@ -123,115 +117,89 @@ class Checkpoints:
             name: _named(name, model, state["model"], each, sharded) for name, each in copies.items() if each
         }
 
-    def random_state(self, original: Callable) -> Callable:
+    @around
+    def random_state(self, get_rng_state: Callable, *args: Any, **kwargs: Any) -> Any:
         """get_rng_state: as it was before the microbatches in flight."""
+        before = contextlib.nullcontext() if self._runtime is None else self._runtime.random_state_before_flight()
+        with before:
+            return get_rng_state(*args, **kwargs)
 
-        @functools.wraps(original)
-        def get_rng_state(*args, **kwargs):
-            if self._runtime is None:
-                return original(*args, **kwargs)
-            with self._runtime.random_state_before_flight():
-                return original(*args, **kwargs)
-
-        return get_rng_state
-
-    def read(self, original: Callable) -> Callable:
+    @around
+    def read(self, load: Callable, *args: Any, **kwargs: Any) -> tuple:
         """_load_base_checkpoint: first the head, then all that `collect` has planned."""
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def _load_base_checkpoint(*args, **kwargs):
-            result = original(*args, **kwargs)
-            state = result[0]
-            if state is None:
-                return result
-            list_groups(state.get("optimizer"))
-            own = dict(state.pop(KEY, None) or {})
-            self._tensors = {name: own.pop(name, None) or {} for name in COPIES}
-            self._saved = own
-            values = signature.bind(*args, **kwargs).arguments
-            check_head(values["args"], state, release=result[2])
-            if values.get("rank0") and dist.is_initialized() and dist.get_rank() == 0:
-                for line in changed_datasets(state.get("args"), values["args"]):
-                    print(line, flush=True)
+        result = load(*args, **kwargs)
+        state = result[0]
+        if state is None:
             return result
+        list_groups(state.get("optimizer"))
+        own = dict(state.pop(KEY, None) or {})
+        self._tensors = {name: own.pop(name, None) or {} for name in COPIES}
+        self._saved = own
+        values = arguments(load, args, kwargs)
+        check_head(values["args"], state, release=result[2])
+        if values["rank0"] and dist.is_initialized() and dist.get_rank() == 0:
+            for line in changed_datasets(state.get("args"), values["args"]):
+                print(line, flush=True)
+        return result
 
-        return _load_base_checkpoint
-
-    def save(self, original: Callable) -> Callable:
+    @around
+    def save(self, save_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
         """save_checkpoint: keep the previous checkpoint intact; report write errors in one line."""
-        signature = inspect.signature(original)
+        values, folder = arguments(save_checkpoint, args, kwargs), get_args().save
+        complete_optimizer(values["optimizer"])  # the torch format reads it before generate_state_dict
+        with _write_errors():
+            if dist.get_rank() == 0:
+                owner.hold(folder)
+                if not values["non_persistent_ckpt"] and "://" not in folder:
+                    set_aside_old(folder, values["iteration"])
+            dist.barrier()  # before any rank writes
+            save_checkpoint(*args, **kwargs)
 
-        @functools.wraps(original)
-        def save_checkpoint(*args, **kwargs):
-            values = signature.bind(*args, **kwargs).arguments
-            folder = get_args().save
-            complete_optimizer(values["optimizer"])  # the torch format reads it before generate_state_dict
-            with _write_errors():
-                if dist.get_rank() == 0:
-                    owner.hold(folder)
-                    if not values.get("non_persistent_ckpt") and "://" not in folder:
-                        set_aside_old(folder, values["iteration"])
-                dist.barrier()  # before any rank writes
-                return original(*args, **kwargs)
-
-        return save_checkpoint
-
-    def finalize(self, original: Callable) -> Callable:
+    @around
+    def finalize(self, finalize: Callable, blocking: bool = False, terminate: bool = False) -> None:
         """maybe_finalize_async_save: while a checkpoint is written, poll this rank's writer only.
 
         Megatron polls all ranks in every iteration, and the stages would wait for each other.
         """
         runtime = self._runtime
-
-        @functools.wraps(original)
-        def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
-            late = runtime is not None and runtime.schedule.late_step
-            if late and not (blocking or terminate or runtime.save_complete):
-                return
-            if runtime is not None:
-                runtime.wait_step()  # its collectives involve all ranks, as do Megatron's that follow
-                runtime.save_complete = False
-            with _write_errors():
-                original(blocking=blocking, terminate=terminate)
-
+        late = runtime is not None and runtime.schedule.late_step
+        if late and not (blocking or terminate or runtime.save_complete):
+            return
         if runtime is not None:
-            runtime.save_pending = _written_here
-        return maybe_finalize_async_save
+            runtime.wait_step()  # its collectives involve all ranks, as do Megatron's that follow
+            runtime.save_complete = False
+        with _write_errors():
+            finalize(blocking=blocking, terminate=terminate)
 
-    def load(self, original: Callable) -> Callable:
+    @around
+    def load(self, load_checkpoint: Callable, ddp_model: list, optimizer: Any, *args: Any, **kwargs: Any) -> tuple:
         """load_checkpoint: also give the runtime its state."""
-
-        @functools.wraps(original)
-        def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
-            flag, folder = source(get_args())
-            if same_folder(get_args().load, get_args().save) and dist.get_rank() == 0:
-                owner.hold(get_args().save)
-                restore_old(get_args().save)
-            if dist.get_rank() == 0 and folder and writable_by_all(folder):
-                print(f"> {flag} {folder}: every user can exchange the files there (chmod o-w)", flush=True)
-            dist.barrier()
-            try:
-                iteration, operations = original(ddp_model, optimizer, *args, **kwargs)
-            except Refused as error:
-                raise UserError(f"{flag} {folder}: {error}") from error
-            except (CheckpointException, CheckpointingException) as error:  # the first is a BaseException
-                raise UserError(f"{flag} {folder}: it does not fit this run: {_causes(error)}") from error
-            except AssertionError as error:
-                if "OptimizerParamScheduler" not in str(error):
-                    raise
-                raise UserError(
-                    f"{flag} {folder}: the learning rate's course is another than that of the checkpoint "
-                    f"({error}): give --override-opt-param-scheduler to follow this command line, or "
-                    "--use-checkpoint-opt-param-scheduler"
-                ) from error
-            unshare_steps(optimizer)
-            if self._runtime is not None and iteration > 0:
-                self._resume(ddp_model, iteration)
-            self._tensors = {}
-            return iteration, operations
-
-        return load_checkpoint
+        flag, folder = source(get_args())
+        if same_folder(get_args().load, get_args().save) and dist.get_rank() == 0:
+            owner.hold(get_args().save)
+            restore_old(get_args().save)
+        if dist.get_rank() == 0 and folder and writable_by_all(folder):
+            print(f"> {flag} {folder}: every user can exchange the files there (chmod o-w)", flush=True)
+        dist.barrier()
+        try:
+            iteration, operations = load_checkpoint(ddp_model, optimizer, *args, **kwargs)
+        except Refused as error:
+            raise UserError(f"{flag} {folder}: {error}") from error
+        except (CheckpointException, CheckpointingException) as error:  # the first is a BaseException
+            raise UserError(f"{flag} {folder}: it does not fit this run: {_causes(error)}") from error
+        except AssertionError as error:
+            if "OptimizerParamScheduler" not in str(error):
+                raise
+            raise UserError(
+                f"{flag} {folder}: the learning rate's course is another than that of the checkpoint "
+                f"({error}): give --override-opt-param-scheduler to follow this command line, or "
+                "--use-checkpoint-opt-param-scheduler"
+            ) from error
+        unshare_steps(optimizer)
+        if self._runtime is not None and iteration > 0:
+            self._resume(ddp_model, iteration)
+        self._tensors = {}
+        return iteration, operations
 
     def _wants(self, name: str) -> bool:
         """Whether the run resumes from the checkpoint's copy of this name."""
@@ -345,12 +313,8 @@ def check_head(args: Any, head: dict, release: bool = False) -> None:
     if then is None or args.finetune:
         return
     learned = ("--max-position-embeddings",) if args.position_embedding_type == "learned_absolute" else ()
-    for flag in (*_MODEL, *learned):
-        before, now = value(then, flag), value(args, flag)
-        if before is not None and now is not None and before != now:
-            raise UserError(
-                f"--load {args.load}: it was saved {_typed(flag, before)}, but this run is {_typed(flag, now)}"
-            )
+    for before, now in _changed(then, args, (*_MODEL, *learned)):
+        raise UserError(f"--load {args.load}: it was saved {before}, but this run is {now}")
     if release or args.no_load_optim or value(then, "--no-save-optim"):
         return
     where = f"--load {args.load}: its optimizer state was saved"
@@ -359,16 +323,13 @@ def check_head(args: Any, head: dict, release: bool = False) -> None:
     if halves[0] != halves[1]:
         kinds = ["in fp32", "with --bf16 or --fp16"]
         raise UserError(f"{where} {kinds[halves[0]]}, but this run is {kinds[halves[1]]}: change that, {out}")
-    for flag in ("--use-distributed-optimizer", "--optimizer"):
-        before, now = value(then, flag), value(args, flag)
-        if before is not None and before != now:
-            raise UserError(f"{where} {_typed(flag, before)}, but this run is {_typed(flag, now)}: change that, {out}")
-    kind = (head.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-        before, now = value(then, flag), value(args, flag)
-        if kind == "dp_reshardable" and before is not None and before != now:
+    for before, now in _changed(then, args, ("--use-distributed-optimizer", "--optimizer")):
+        raise UserError(f"{where} {before}, but this run is {now}: change that, {out}")
+    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+    if (head.get("content_metadata") or {}).get("distrib_optim_sharding_type") == "dp_reshardable":
+        for before, _ in _changed(then, args, sizes):
             raise UserError(
-                f"{where} with {flag} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
+                f"{where} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
                 "--dist-ckpt-optim-fully-reshardable can change its sizes"
             )
 
@@ -387,7 +348,12 @@ def changed_datasets(then: Any, now: Any) -> list[str]:
     return lines
 
 
-def _typed(flag: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"{'with' if value else 'without'} {flag}"
-    return f"with {flag} {value}"
+def _changed(then: Any, now: Any, flags: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """For each flag that both arguments have with other values: how it was typed then, and how now."""
+    for flag in flags:
+        values = value(then, flag), value(now, flag)
+        if None not in values and values[0] != values[1]:
+            yield tuple(
+                f"{'with' if each else 'without'} {flag}" if isinstance(each, bool) else f"with {flag} {each}"
+                for each in values
+            )

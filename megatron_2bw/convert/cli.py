@@ -28,13 +28,8 @@ def run_import(argv: Sequence[str], prog: str) -> int:
     parser.add_argument("source", type=Path, metavar="HF_DIR", help="with config.json and *.safetensors")
     parser.add_argument("--save", type=Path, required=True, metavar="CKPT", help="a folder without a checkpoint")
     parser.add_argument("--seq-length", type=_positive, help="of the samples (default: the model's, at most 4096)")
-    parser.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="pad the vocabulary to a multiple of N, such as the tensor parallel size (default 1: no padding)",
-    )
+    padding = "pad the vocabulary to a multiple of N, such as the tensor parallel size (default 1: no padding)"
+    parser.add_argument("--make-vocab-size-divisible-by", type=_positive, default=1, metavar="N", help=padding)
     options = parser.parse_args(argv)
     if not options.source.is_dir():
         usage_error(prog, f"{options.source}: there is no such folder; download the model there first")

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_2bw.convert.families import FAMILIES, Family
 from megatron_2bw.errors import UserError
-from megatron_2bw.planner.describe.hugging_face import from_hugging_face
+from megatron_2bw.planner.describe.hugging_face import SIZES, from_hugging_face
 from megatron_2bw.planner.describe.model import Model
 
 SEQUENCE = 4096  # tokens a sample at most, if --seq-length is not given
@@ -204,6 +204,7 @@ def _config(found: Found) -> dict[str, Any]:
     gelu = "gelu_new" if model.gelu == "tanh" else "gelu"
     if found.kind == "gpt2":
         fields: dict[str, Any] = dict(
+            vocab_size=model.vocab,
             n_layer=model.layers,
             n_embd=model.hidden,
             n_head=model.heads,
@@ -213,13 +214,8 @@ def _config(found: Found) -> dict[str, Any]:
             activation_function=gelu,
         )
     else:
-        fields = dict(
-            num_hidden_layers=model.layers,
-            hidden_size=model.hidden,
-            num_attention_heads=model.heads,
-            intermediate_size=model.ffn,
-            max_position_embeddings=model.sequence,
-        )
+        fields = {entry: getattr(model, field) for field, entry in SIZES.items()}
+        fields["max_position_embeddings"] = model.sequence
     if model.rotary:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
         if model.rope_scaling:
@@ -233,7 +229,7 @@ def _config(found: Found) -> dict[str, Any]:
         )
     elif found.kind == "megatron-bert":
         fields |= dict(layer_norm_eps=model.norm_epsilon, hidden_act=gelu)
-    config = AutoConfig.for_model(found.kind, vocab_size=model.vocab, **fields, **ends)
+    config = AutoConfig.for_model(found.kind, **fields, **ends)
     names = ARCHITECTURES[found.kind]
     config.architectures = [names[1 if found.zero_types else 0]]
     return config.to_dict()  # all entries: readers need those that equal a default, too

@@ -93,10 +93,7 @@ def _table(text: str) -> dict[str, tuple[str, ...]]:
 
 _LLAMA_FAMILY = Family("model.", _table(_LLAMA), ignored=r".*rotary_emb\.inv_freq")
 FAMILIES = {
-    "llama": _LLAMA_FAMILY,
-    "mistral": _LLAMA_FAMILY,
-    "qwen2": _LLAMA_FAMILY,
-    "qwen3": _LLAMA_FAMILY,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_FAMILY),
     "gpt2": Family("transformer.", _table(_GPT2), transposed=True, ignored=r".*\.attn\.(bias|masked_bias)"),
     "megatron-bert": Family(
         "bert.", _table(_MEGATRON_BERT), ignored=r".*embeddings\.position_ids|cls\.predictions\.decoder\.bias"

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_json
+from megatron_2bw.portions import portions
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -87,32 +88,19 @@ def _errors(path: Path) -> Iterator[None]:
 
 def write(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Files of at most SHARD bytes, or of one tensor, and their index; the memory of one file is held."""
-    place: dict[str, str] = {}
-    total = 0
-    paths: list[Path] = []
-    for names in _batches(tensors):
-        path = folder / f"part-{len(paths) + 1:05d}"
-        save_file(names, path, metadata={"format": "pt"})
-        place |= dict.fromkeys(names, str(len(paths)))
-        total += sum(tensor.nbytes for tensor in names.values())
-        paths.append(path)
-    count = len(paths)
+    place: dict[str, int] = {}  # the number of each tensor's file
+    total = count = 0
+    for part in portions(tensors, lambda each: each[1].nbytes, SHARD):
+        save_file(dict(part), folder / f"part-{count}", metadata={"format": "pt"})
+        place |= {name: count for name, _ in part}
+        total += sum(tensor.nbytes for _, tensor in part)
+        count += 1
     final = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE]
-    for path, name in zip(paths, final):
-        path.rename(folder / name)
-    if len(paths) > 1:
-        weight_map = {name: final[int(number)] for name, number in place.items()}
+    for number, name in enumerate(final):
+        (folder / f"part-{number}").rename(folder / name)
+    if count > 1:
+        weight_map = {name: final[number] for name, number in place.items()}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-
-
-def _batches(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    batch: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
-        if batch and sum(other.nbytes for other in batch.values()) + tensor.nbytes > SHARD:
-            yield batch
-            batch = {}
-        batch[name] = tensor
-    yield batch
 
 
 def copy_files(source: Path, target: Path) -> None:

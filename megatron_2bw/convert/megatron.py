@@ -82,13 +82,6 @@ def silence() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def parameters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The entries of the whole model's sharded state dict by name, on the meta device, in a world of one process."""
-    with whole_model(args, "meta") as (_, entries):
-        yield entries
-
-
-@contextlib.contextmanager
 def whole_model(args: argparse.Namespace, device: str) -> Iterator[tuple[torch.nn.Module, dict[str, Any]]]:
     """The model of one stage on `device`, its weights not yet read, and the entries of its sharded state dict by name;
     in a world of one process."""
@@ -140,12 +133,8 @@ def _pieces(entry: Any, data: torch.Tensor) -> Iterator[tuple[MetadataIndex, Chu
         rows = slice(start, start + piece.local_shape[0])
         start = rows.stop
         offset, sizes = torch.Size(piece.global_offset), (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
-        yield (
-            MetadataIndex(piece.key, offset),
-            ChunkStorageMetadata(offset, torch.Size(sizes)),
-            piece.global_shape,
-            rows,
-        )
+        chunk = ChunkStorageMetadata(offset, torch.Size(sizes))
+        yield MetadataIndex(piece.key, offset), chunk, piece.global_shape, rows
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -167,19 +156,6 @@ class _Planner(dcp.DefaultSavePlanner):
         return self._made[write_item.index]()
 
 
-class _Whole:
-    """One parameter at a time: its pieces are asked for one after the other."""
-
-    def __init__(self, make: Callable[[str], torch.Tensor]):
-        self._make, self._name, self._tensor = make, "", torch.empty(0)
-
-    def __call__(self, name: str) -> torch.Tensor:
-        if name != self._name:
-            self._tensor = torch.empty(0)
-            self._name, self._tensor = name, self._make(name)
-        return self._tensor
-
-
 def write(
     folder: Path,
     args: argparse.Namespace,
@@ -199,7 +175,14 @@ def write(
     objects = [entry for name, entry in entries.items() if name not in dtypes]
     for entry in [*objects, ShardedObject("common_state", common, (1,), (0,))]:
         items.append((WriteItem(MetadataIndex(entry.unique_key), WriteItemType.BYTE_IO), _bytes_of(entry.data)))
-    whole = _Whole(make)
+    made: dict[str, torch.Tensor] = {}
+
+    def whole(name: str) -> torch.Tensor:
+        if name not in made:
+            made.clear()  # one parameter at a time: its pieces are asked for one after the other
+            made[name] = make(name)
+        return made[name]
+
     for name, dtype in dtypes.items():
         data = torch.empty(shape_of(entries[name]), dtype=dtype, device="meta")
         for index, chunk, size, rows in _pieces(entries[name], data):
@@ -270,15 +253,10 @@ class _Read(dcp.DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        held = self.metadata.state_dict_metadata
-        pieces = self._views.items()
-        return LoadPlan(
-            [
-                item
-                for index, (chunk, _) in pieces
-                for item in create_read_items_for_chunk_list(index.fqn, held[index.fqn], [chunk])
-            ]
-        )
+        held, items = self.metadata.state_dict_metadata, []
+        for index, (chunk, _) in self._views.items():
+            items += create_read_items_for_chunk_list(index.fqn, held[index.fqn], [chunk])
+        return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         index = MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)

@@ -39,7 +39,7 @@ def import_model(options: argparse.Namespace, prog: str) -> int:
     args = megatron.arguments(flags, found.task)
     if tokenizer:
         args.tokenizer_model = flags[-1] = str((options.save / TOKENIZER).resolve())
-    with megatron.parameters(args) as entries:
+    with megatron.whole_model(args, "meta") as (_, entries):
         names = _names(found.family, entries)
         sources = {name: _sources(found.family, name, weights) for name in names}
         _check(found, weights, sources, {name: megatron.shape_of(entries[name]) for name in names}, rows)
@@ -73,7 +73,7 @@ def export_model(options: argparse.Namespace, prog: str) -> int:
     checkpoint = megatron.Checkpoint(folder)
     temporary = options.out.with_name(f".{options.out.name}.{uuid.uuid4().hex}")
     try:
-        with megatron.parameters(args) as entries:
+        with megatron.whole_model(args, "meta") as (_, entries):
             names = _names(found.family, entries)
             kinds = {checkpoint.dtype(entries[name]) for name in names}
             temporary.mkdir(parents=True)

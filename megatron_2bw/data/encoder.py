@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from megatron_2bw.data.indexed import LONGEST_SENTENCE
 from megatron_2bw.data.sources import checked
+from megatron_2bw.portions import portions
 
 BATCH_CHARACTERS = 1_000_000  # tokenized in one call
 COUNTS = "documents sequences tokens bytes empty bad spelled single long targets".split()  # bytes: of UTF-8 text
@@ -41,7 +42,7 @@ class Encoder:
     def shard(self, texts: Iterable[str], counts: Counter[str]) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """Encode the documents: their tokens, the length of each sequence, the sequence after each document."""
         parts, lengths, ends = [numpy.zeros(0, self.dtype)], [], []
-        for batch in _batches(texts):
+        for batch in portions(texts, len, BATCH_CHARACTERS):
             written = [text for text in batch if text.strip()]
             counts["empty"] += len(batch) - len(written)
             for sequences in self.documents(written, counts):
@@ -81,18 +82,6 @@ class Encoder:
         kept = [number for number in ids if number not in self.forbidden]
         counts["spelled"] += len(ids) - len(kept)
         return kept
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch, room = [], BATCH_CHARACTERS
-    for text in texts:
-        batch.append(text)
-        room -= len(text)
-        if room <= 0:
-            yield batch
-            batch, room = [], BATCH_CHARACTERS
-    if batch:
-        yield batch
 
 
 def _judge(sentences: list[numpy.ndarray], counts: Counter[str]) -> None:

@@ -6,6 +6,7 @@ minutes of the libraries' retries; their caches are used then.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -13,6 +14,7 @@ import os
 import socket
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,13 +50,12 @@ def load_tokenizer(name: str, task: str) -> Loaded:
     path = Path(name).expanduser()
     if path.is_file():
         raise UserError(f"--tokenizer-model {name}: a file; give the folder that it is in, or --vocab-file")
-    offline = not path.is_dir() and _unreachable()
-    from megatron_2bw import cpu
+    with _one_line(f"--tokenizer-model {name}: ", path):
+        from megatron_2bw import cpu
 
-    cpu.without_triton()
-    from megatron.core.tokenizers import MegatronTokenizer
+        cpu.without_triton()
+        from megatron.core.tokenizers import MegatronTokenizer
 
-    try:
         ours = MegatronTokenizer.from_pretrained(
             str(path),
             {"library": "huggingface"},
@@ -66,8 +67,6 @@ def load_tokenizer(name: str, task: str) -> Loaded:
             trust_remote_code=False,
             include_special_tokens=True,
         )
-    except Exception as error:  # of transformers, huggingface_hub, tokenizers
-        raise UserError(f"--tokenizer-model {name}: {_reason(error, offline, path)}") from error
     found = {}
     for token in _SPECIAL:
         try:
@@ -102,14 +101,11 @@ def tokenizer_of(where: str, name: str | Path, vocab_size: int) -> Any:
     Raises UserError, which begins with `where`, if it cannot be loaded or has tokens that the model has not.
     """
     path = Path(name).expanduser()
-    offline = not path.is_dir() and _unreachable()
-    from transformers import AutoTokenizer
+    with _one_line(f"{where}, its tokenizer: ", path):
+        from transformers import AutoTokenizer
 
-    try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
         largest = max(tokenizer.get_vocab().values(), default=0)
-    except Exception as error:  # of transformers, huggingface_hub, tokenizers
-        raise UserError(f"{where}, its tokenizer: {_reason(error, offline, path)}") from error
     if largest >= vocab_size:
         raise UserError(
             f"{where}: the tokenizer has the token {largest}, but the vocabulary of config.json ends at "
@@ -124,15 +120,12 @@ def load(name: str, config: str | None, split: str | None = None, data_files: di
     split, data_files: as load_dataset's; a saved dataset comes whole. Raises UserError, which names --dataset.
     """
     path = Path(name).expanduser()
-    offline = not path.is_dir() and _unreachable()
-    import datasets
+    with _one_line(f"--dataset {name}: ", path):
+        import datasets
 
-    try:
         if saved(name):
             return datasets.load_from_disk(str(path))
         return datasets.load_dataset(str(path), config, split=split, data_files=data_files)
-    except Exception as error:  # of datasets, pyarrow, huggingface_hub
-        raise UserError(f"--dataset {name}: {_reason(error, offline, path)}") from error
 
 
 def saved(name: str) -> bool:
@@ -162,12 +155,20 @@ def open_dataset(name: str, config: str | None, split: str | None, key: str | No
     return DatasetSource(name, found if key is None else found.select_columns([key]), key, skip_bad)
 
 
-def _reason(error: Exception, offline: bool, path: Path) -> str:
-    if offline:
-        return "no such folder, and the Hub cannot be reached for one of that name: give a local folder"
-    text = str(error).split("Exception: ")[-1].strip() or type(error).__name__
-    line = text.splitlines()[0].rstrip(".")
-    return f"cannot be loaded, {line}" + ("" if path.is_dir() else " (no such folder here either)")
+@contextlib.contextmanager
+def _one_line(begin: str, path: Path) -> Iterator[None]:
+    """Raise an error of the libraries, which the block imports, as a UserError that begins with `begin`."""
+    offline = not path.is_dir() and _unreachable()
+    try:
+        yield
+    except Exception as error:  # of transformers, huggingface_hub, tokenizers, datasets, pyarrow
+        text = str(error).split("Exception: ")[-1].strip() or type(error).__name__
+        line = f"cannot be loaded, {text.splitlines()[0].rstrip('.')}"
+        if offline:
+            line = "no such folder, and the Hub cannot be reached for one of that name: give a local folder"
+        elif not path.is_dir():
+            line += " (no such folder here either)"
+        raise UserError(begin + line) from error
 
 
 def _unreachable() -> bool:

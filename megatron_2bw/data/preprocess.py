@@ -23,7 +23,7 @@ from megatron_2bw.data.encoder import Encoder, plain, slow
 from megatron_2bw.data.hub import load_tokenizer
 from megatron_2bw.data.pool import Pool
 from megatron_2bw.data.progress import Progress, say
-from megatron_2bw.data.shards import merge, read_counts, write_shard
+from megatron_2bw.data.shards import merge, read_counts, total_counts, write_shard
 from megatron_2bw.data.sources import DatasetSource, FileSource, Shard
 from megatron_2bw.data.unfinished import Unfinished
 from megatron_2bw.errors import UserError
@@ -161,9 +161,7 @@ def _work(task: Task, unfinished: Unfinished, loaded) -> tuple[Counter[str], int
     start = time.monotonic()
     job = Job(unfinished.folder, task.source, _settings(task, loaded), _for_workers(task, unfinished, loaded))
     count, before = _tokenize(task, unfinished, job)
-    counts: Counter[str] = Counter()
-    for number in range(count):
-        counts.update(read_counts(unfinished.folder, number))
+    counts = total_counts(unfinished.folder, count)
     if not counts["documents"]:
         unfinished.remove()
         raise UserError(NO_DOCUMENTS)

@@ -21,17 +21,24 @@ from pathlib import Path
 import numpy
 
 from megatron_2bw.data import indexed, vocabulary
-from megatron_2bw.data.compressed import UNREADABLE
 from megatron_2bw.data.encoder import LONGEST_SENTENCE
 from megatron_2bw.data.hub import open_dataset
 from megatron_2bw.data.preprocess import NewTokenizer, Result, Source, Task, run
 from megatron_2bw.data.progress import PROG, say
-from megatron_2bw.data.sources import FileSource
+from megatron_2bw.data.sources import UNREADABLE, FileSource
 from megatron_2bw.errors import Parser, UserError
 from megatron_2bw.errors import report as report_error
 
 SAMPLE_MB = 200.0
 SHARD_MB = 16.0
+LEFT_OUT = {  # by the name of its count
+    "empty": "empty documents left out",
+    "bad": "bad documents left out",
+    "spelled": "tokens left out where the text spells out a special token",
+    "single": "documents of one sentence: passed over with the binary head, trained on with --bert-no-binary-head",
+    "long": f"documents with a sentence of more than {LONGEST_SENTENCE} tokens: "
+    "Megatron's BERT dataset passes over them",
+}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -42,52 +49,34 @@ class Stopped(BaseException):
 def parser(prog: str = PROG) -> argparse.ArgumentParser:
     cli = Parser(prog, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
     add = cli.add_argument_group("output").add_argument
-    add(
-        "--task",
-        choices=("gpt", "bert", "sft"),
-        required=True,
-        help="gpt: documents; bert: sentences; sft: conversations",
-    )
+    tasks = "gpt: documents; bert: sentences; sft: conversations"
+    add("--task", choices=("gpt", "bert", "sft"), required=True, help=tasks)
     add("--output-prefix", required=True, metavar="PREFIX", help="of the .bin and .idx; --data-path takes it")
     add = cli.add_argument_group("input: --input or --dataset").add_argument
     add("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
     add("--input-format", choices=("auto", "text", "jsonl"), help="auto (default): jsonl by .jsonl, .json, .ndjson")
     add("--text-documents", choices=("file", "blank-lines", "lines"), help="a document of a text file (default: file)")
-    add(
-        "--dataset",
-        metavar="FOLDER|NAME",
-        help="of save_to_disk, of data files (parquet, csv, …), or a name on the Hub",
-    )
+    dataset = "of save_to_disk, of data files (parquet, csv, …), or a name on the Hub"
+    add("--dataset", metavar="FOLDER|NAME", help=dataset)
     add("--dataset-config", metavar="NAME", help="as in load_dataset")
     add("--dataset-split", metavar="NAME", help="default: train")
     add("--json-keys", "--text-column", dest="key", metavar="NAME", help="key or column of the text (default: text)")
-    add(
-        "--skip-bad-documents",
-        action="store_true",
-        help="count and skip documents that are not text, which are errors otherwise",
-    )
+    skip = "count and skip documents that are not text, which are errors otherwise"
+    add("--skip-bad-documents", action="store_true", help=skip)
     add = cli.add_argument_group("tokenizer: one of the first three").add_argument
     add("--tokenizer-model", metavar="FOLDER|NAME", help="any Hugging Face tokenizer")
     add("--vocab-file", type=Path, metavar="FILE", help="BERT's vocab.txt; vocab.json with --merge-file")
     add("--train-tokenizer", choices=("bpe", "wordpiece"), help="on the input; bpe is byte-level")
     add("--merge-file", type=Path, metavar="FILE", help="GPT-2's merges.txt")
     add("--vocab-size", type=int, metavar="N", help="of the trained tokenizer, with its special tokens")
-    add(
-        "--train-tokenizer-mb",
-        type=float,
-        metavar="MB",
-        help=f"text sampled evenly from the input (default: {SAMPLE_MB:.0f})",
-    )
+    sample = f"text sampled evenly from the input (default: {SAMPLE_MB:.0f})"
+    add("--train-tokenizer-mb", type=float, metavar="MB", help=sample)
     add("--cased", action="store_true", help="WordPiece keeps capital letters and accents")
-    cli.add_argument("--language", metavar="CODE", help="of the sentences, for bert: en (default), de, zh, …")
-    cli.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores that the job may use)")
-    cli.add_argument(
-        "--shard-mb",
-        type=float,
-        default=SHARD_MB,
-        metavar="MB",
-        help="input of one unit of work (default: %(default)g)",
-    )
+    add = cli.add_argument
+    add("--language", metavar="CODE", help="of the sentences, for bert: en (default), de, zh, …")
+    add("--workers", type=int, metavar="N", help="processes (default: the cores that the job may use)")
+    shard = "input of one unit of work (default: %(default)g)"
+    add("--shard-mb", type=float, default=SHARD_MB, metavar="MB", help=shard)
     return cli
 
 
@@ -104,15 +93,9 @@ def task_of(options: argparse.Namespace) -> Task:
                 "text; give another folder"
             )
     source = source_of(options)
-    return Task(
-        options.task,
-        source,
-        prefix,
-        tokenizer_of(options),
-        options.language or "en",
-        len(os.sched_getaffinity(0)) if options.workers is None else options.workers,
-        max(1, int(options.shard_mb * 1e6)),
-    )
+    tokenizer, language = tokenizer_of(options), options.language or "en"
+    workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
+    return Task(options.task, source, prefix, tokenizer, language, workers, max(1, int(options.shard_mb * 1e6)))
 
 
 def check(options: argparse.Namespace) -> None:
@@ -123,7 +106,7 @@ def check(options: argparse.Namespace) -> None:
     for names in (("input", "dataset"), ("tokenizer_model", "vocab_file", "train_tokenizer")):
         given = [name for name in names if getattr(options, name) is not None]
         if len(given) != 1:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+            flags = ", ".join(map(_flag, names))
             raise UserError(f"give one of {flags}" + (f", not {len(given)}" if given else ""))
     wordpiece = options.train_tokenizer == "wordpiece" or (options.vocab_file and not options.merge_file)
     text, of_text = options.task != "sft", ("input_format", "text_documents", "key", "vocab_file", "train_tokenizer")
@@ -148,7 +131,7 @@ def check(options: argparse.Namespace) -> None:
     for name in ("shard_mb", "train_tokenizer_mb"):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e6:
-            raise UserError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
+            raise UserError(f"{_flag(name)} {value:g}: must be more than 0")
 
 
 def _flag(name: str) -> str:
@@ -174,16 +157,8 @@ def source_of(options: argparse.Namespace) -> Source:
 def input_files(name: str, form: str) -> list[str]:
     """The file, or the files below a folder in the order of their names, without hidden files."""
     path = Path(name).expanduser()
-    found = (
-        [path]
-        if path.is_file()
-        else sorted(
-            file
-            for folder, names in walk(name)
-            for file in (folder / each for each in names)
-            if file.is_file() or file.is_symlink()
-        )
-    )
+    below = (folder / each for folder, names in walk(name) for each in names)
+    found = [path] if path.is_file() else sorted(file for file in below if file.is_file() or file.is_symlink())
     if not found:
         raise UserError(f"--input {name}: " + ("no files in it" if path.is_dir() else "no such file or folder"))
     for file in found:
@@ -236,20 +211,7 @@ def tokenizer_of(options: argparse.Namespace) -> str | NewTokenizer:
 def report(task: Task, result: Result) -> None:
     """Print counts and speed on stderr."""
     counts = result.counts
-    for name, text in (
-        ("empty", "empty documents left out"),
-        ("bad", "bad documents left out"),
-        ("spelled", "tokens left out where the text spells out a special token"),
-        (
-            "single",
-            "documents of one sentence: passed over with the binary head, trained on with --bert-no-binary-head",
-        ),
-        (
-            "long",
-            f"documents with a sentence of more than {LONGEST_SENTENCE} tokens: Megatron's BERT dataset passes "
-            "over them",
-        ),
-    ):
+    for name, text in LEFT_OUT.items():
         if counts[name]:
             say(f"{counts[name]:,} {text}")
     if task.task == "bert" and counts["single"] + counts["long"] >= counts["documents"]:

@@ -22,32 +22,27 @@ class Progress:
     def __init__(self, total: int):
         self._total, self._done, self._skipped = total, 0, 0
         self._began = self._said = time.monotonic()
-        self._bar = None
-        if sys.stderr.isatty():
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True)
+        self._bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, disable=not sys.stderr.isatty())
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_error) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def skip(self, size: int) -> None:
         """Count the work of an earlier call."""
         self._done += size
         self._skipped += size
-        if self._bar is not None:
+        if not self._bar.disable:
             self._bar.initial += size
-            self._bar.update(size)
+        self._bar.update(size)
 
     def advance(self, size: int) -> None:
         self._done += size
-        if self._bar is not None:
-            self._bar.update(size)
-            return
+        self._bar.update(size)
         now = time.monotonic()
-        if now - self._said >= EVERY:
+        if self._bar.disable and now - self._said >= EVERY:
             self._said = now
             rate = max(self._done - self._skipped, 1) / (now - self._began)
             left = (self._total - self._done) / rate

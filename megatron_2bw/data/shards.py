@@ -41,6 +41,14 @@ def read_counts(folder: Path, number: int) -> Counter[str]:
         return Counter(dict(zip(COUNTS, arrays["counts"].tolist(), strict=True)))
 
 
+def total_counts(folder: Path, shards: int) -> Counter[str]:
+    """Of the shards 0 to `shards` − 1."""
+    totals: Counter[str] = Counter()
+    for number in range(shards):
+        totals.update(read_counts(folder, number))
+    return totals
+
+
 def merge(folder: Path, shards: int, prefix: Path) -> None:
     """Write `prefix`.bin and .idx from the shards 0 to `shards` − 1."""
 
@@ -49,9 +57,7 @@ def merge(folder: Path, shards: int, prefix: Path) -> None:
             with numpy.load(shard_path(folder, number)) as arrays:
                 yield arrays[name]
 
-    totals: Counter[str] = Counter()
-    for number in range(shards):
-        totals.update(read_counts(folder, number))
+    totals = total_counts(folder, shards)
     dtype = next(each("tokens")).dtype
 
     def tokens(file: BinaryIO) -> None:

@@ -7,20 +7,34 @@ document are in memory.
 
 from __future__ import annotations
 
+import bz2
+import contextlib
+import gzip
 import io
+import itertools
 import json
+import lzma
 import os
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from megatron_2bw.data.compressed import DAMAGED, is_compressed, opened
 from megatron_2bw.errors import UserError
+
+try:
+    from compression import zstd  # from Python 3.14 on
+except ImportError:
+    zstd = None
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 _BOM = b"\xef\xbb\xbf"
+# By the suffix of a file's name; a damaged file raises one of DAMAGED while it is read.
+_OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open} | ({".zst": zstd.open} if zstd else {})
+UNREADABLE = {".zst", ".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow", ".bin", ".idx", ".pdf"} - set(_OPEN)
+DAMAGED = (EOFError, OSError, lzma.LZMAError, zlib.error, *([zstd.ZstdError] if zstd else []))
 Document = Callable[[Any, Counter[str]], Any]  # of what a source holds: a text, an object of JSON lines, a row
 
 
@@ -48,6 +62,17 @@ def checked(text: object, counts: Counter[str]) -> str:
         raise ValueError(f"the text is {'null' if text is None else type(text).__name__}, not a string")
     counts["bytes"] += len(text.encode())
     return text
+
+
+def is_compressed(file: str) -> bool:
+    return Path(file).suffix.lower() in _OPEN
+
+
+def opened(file: str, raw: BinaryIO) -> contextlib.AbstractContextManager[BinaryIO]:
+    """The content of `raw`, the open `file`: decompressed if its name says so."""
+    if not is_compressed(file):
+        return contextlib.nullcontext(raw)
+    return _OPEN[Path(file).suffix.lower()](raw, "rb")
 
 
 @dataclass(frozen=True)
@@ -83,33 +108,31 @@ class FileSource:
 
     def shards(self, limit: int) -> Iterator[Shard]:
         """Shards of about `limit` bytes; larger only for a larger document."""
-        number, pieces, taken = 0, [], 0
-        for file in self.files:
-            if is_compressed(file) and not self._whole(file):
-                if pieces:
-                    yield Shard(number, taken, tuple(pieces))
-                    number, pieces, taken = number + 1, [], 0
-                for data, size in self._decompressed(file, limit):
-                    yield Shard(number, size, (Piece(file),), data)
-                    number += 1
-                continue
-            for piece, size in self._pieces(file, limit):
-                if pieces and taken + size > limit:
-                    yield Shard(number, taken, tuple(pieces))
-                    number, pieces, taken = number + 1, [], 0
+        numbers, pieces, taken = itertools.count(), [], 0
+        for piece, size, data in self._parts(limit):
+            if pieces and (data is not None or taken + size > limit):
+                yield Shard(next(numbers), taken, tuple(pieces))
+                pieces, taken = [], 0
+            if data is not None:
+                yield Shard(next(numbers), size, (piece,), data)
+            else:
                 pieces.append(piece)
                 taken += size
         if pieces:
-            yield Shard(number, taken, tuple(pieces))
+            yield Shard(next(numbers), taken, tuple(pieces))
 
-    def _pieces(self, file: str, limit: int) -> Iterator[tuple[Piece, int]]:
-        size = os.path.getsize(file)
-        if self._whole(file):
-            yield Piece(file), size
-            return
-        for start in range(0, size, limit):
-            end = min(start + limit, size)
-            yield Piece(file, start, end), end - start
+    def _parts(self, limit: int) -> Iterator[tuple[Piece, int, bytes | None]]:
+        """Each piece, its bytes in the file, and what was decompressed for it."""
+        for file in self.files:
+            size = os.path.getsize(file)
+            if self._whole(file):
+                yield Piece(file), size, None
+            elif is_compressed(file):
+                yield from ((Piece(file), read, data) for data, read in self._decompressed(file, limit))
+            else:
+                for start in range(0, size, limit):
+                    end = min(start + limit, size)
+                    yield Piece(file, start, end), end - start, None
 
     def _decompressed(self, file: str, limit: int) -> Iterator[tuple[bytes, int]]:
         """(part, its bytes in the file): the lines, in parts of about `limit` bytes that begin with a document."""

@@ -34,11 +34,8 @@ class Unfinished:
         self.tokenizer = self.folder / "tokenizer"
         self._merged = self.folder / "merged.json"
         self.placed_tokenizer = prefix.with_name(prefix.name + "-tokenizer")
-        self._outputs = [
-            (self.tokenizer, self.placed_tokenizer),
-            (self.folder / "data.bin", prefix.with_name(prefix.name + ".bin")),
-            (self.folder / "data.idx", prefix.with_name(prefix.name + ".idx")),
-        ]
+        files = [(self.folder / f"data{end}", prefix.with_name(prefix.name + end)) for end in (".bin", ".idx")]
+        self._outputs = [(self.tokenizer, self.placed_tokenizer), *files]
 
     def check_free(self, makes_tokenizer: bool) -> None:
         """Raise UserError if an output exists."""

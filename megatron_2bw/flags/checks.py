@@ -14,11 +14,11 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import yaml
-
 from megatron_2bw import sizes
 from megatron_2bw.checkpoints.folder import TRACKER, problem, same_folder, source
 from megatron_2bw.data import indexed
+from megatron_2bw.errors import UserError
+from megatron_2bw.files import read_yaml
 from megatron_2bw.flags.combinations import EXCLUSIVE, MISSING, NEEDS, PACKAGES, RANGES, RECOMPUTE
 from megatron_2bw.flags.rule import Args, Rule, installed, line, task, value
 from megatron_2bw.schedules import SCHEDULES
@@ -151,12 +151,8 @@ def _no_samples(args: Args, prefix: str, start: int, end: int) -> str | None:
     )
 
 
-_TOKENIZER_PACKAGES = {
-    "SentencePieceTokenizer": "sentencepiece",
-    "GPTSentencePieceTokenizer": "sentencepiece",
-    "Llama2Tokenizer": "sentencepiece",
-    "TikTokenizer": "tiktoken",
-}
+_SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+_TOKENIZER_PACKAGES = dict.fromkeys(_SENTENCE_PIECE, "sentencepiece") | {"TikTokenizer": "tiktoken"}
 
 
 def tokenizer(args: Args) -> str | None:
@@ -284,9 +280,9 @@ def communicators(args: Args) -> str | None:
     own = {"pp", "dp_cp", "embd", "pos_embd"} if schedule.late_step else {"pp"}
     path = args.nccl_communicator_config_path
     try:
-        settings = yaml.safe_load(Path(path).read_text()) if path else None
-    except (yaml.YAMLError, ValueError) as error:
-        return f"--nccl-communicator-config-path {path}: {' '.join(str(error).split())}"
+        settings = read_yaml(path) if path else None
+    except UserError as error:
+        return f"--nccl-communicator-config-path {error}"
     for flag, groups in (
         ("--nccl-communicator-config-path", settings),
         ("--high-priority-stream-groups", args.high_priority_stream_groups),

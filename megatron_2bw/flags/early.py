@@ -15,9 +15,10 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_2bw.errors import did_you_mean
 from megatron_2bw.flags.checks import checkpoint, hub, spec, torch_version
@@ -59,14 +60,6 @@ def assumptions(argv: Sequence[str]) -> tuple[bool, ...]:
     return (True, False) if driver and device == "auto" else (True,)
 
 
-class _Mistake(Exception):
-    pass
-
-
-def _raise(message: str) -> NoReturn:
-    raise _Mistake(message)
-
-
 @functools.cache
 def parser_of(task: str, schedule: str, cpu: bool) -> argparse.ArgumentParser:
     """Megatron's parser as the table describes it, with this project's flags."""
@@ -79,7 +72,7 @@ def parser_of(task: str, schedule: str, cpu: bool) -> argparse.ArgumentParser:
             options["action"] = argparse.BooleanOptionalAction
         parser.add_argument(*options.pop("names"), **options)
     early = argparse.Namespace(task=task, pipeline_schedule=schedule, assumed_cpu=cpu)
-    return prepare(parser, early, _raise)
+    return prepare(parser, early, sys.exit)  # never called: mistakes raise ArgumentError
 
 
 def _mistakes(argv: list[str], task: str, world: int, cpu: bool) -> list[str]:

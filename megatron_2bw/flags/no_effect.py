@@ -19,6 +19,14 @@ def _has_graphs(args: Args) -> bool:
     return args.cuda_graph_impl != "none" or asks(args, "--enable-cuda-graph") or asks(args, "--external-cuda-graph")
 
 
+def _has_checkpoints(args: Args) -> object:
+    return args.save or args.load or args.pretrained_checkpoint
+
+
+def _logs_timers(args: Args) -> object:
+    return args.tensorboard_dir or args.wandb_project and args.pipeline_schedule != "megatron"
+
+
 _EXPERTS = (
     "--moe- --ep-overlap- --overlap-dispatch-backward- --use-grouped-gemm-for-shared-expert --high-priority-a2a- "
     "--expert-tensor-parallel- --use-fused-weighted-squared-relu --save-tokens-per-expert-interval"
@@ -56,6 +64,7 @@ _READ_NOWHERE = (
 # Multi-latent attention has rotary positions of its own.
 _ROTARY = "--position-embedding-type yarn mrope --multi-latent-attention --use-rotary-position-embeddings"
 _YARN = "--yarn- --no-yarn- --rotary-scaling-factor --mscale --mscale-all-dim"
+_OF_WORDS = "--chat-template --tokenizer-metadata --allow-ambiguous-pad-tokens"
 _TIMERS = "--tensorboard-log-interval --log-timers-to-tensorboard --log-world-size-to-tensorboard"
 
 # The flag without which the others have no effect, or the words where they have none; the others; the further flags
@@ -117,24 +126,13 @@ _ROWS: tuple[tuple, ...] = (
     ("--record-memory-history", "--memory-snapshot-path"),
     ("--wandb-project", "--wandb-"),
     ("--tensorboard-dir", "--tensorboard-queue-size --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard"),
-    (
-        "--tensorboard-dir",
-        _TIMERS,
-        lambda a: a.tensorboard_dir or a.wandb_project and a.pipeline_schedule != "megatron",
-    ),
+    ("--tensorboard-dir", _TIMERS, _logs_timers),
     ("--log-straggler", "--straggler- --disable-straggler-"),
     ("--manual-gc", "--manual-gc-"),
     ("--save", "--save-interval --persistent-save-interval --no-save-optim --no-save-rng"),
-    (
-        "--load",
-        "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --no-load-optim --no-load-rng",
-        "--pretrained-checkpoint",
-    ),
-    (
-        "without --save and --load",
-        "--ckpt-format --dist-ckpt-optim-fully-reshardable",
-        lambda a: a.save or a.load or a.pretrained_checkpoint,
-    ),
+    ("--load", "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "--pretrained-checkpoint"),
+    ("--load", "--no-load-optim --no-load-rng", "--pretrained-checkpoint"),
+    ("without --save and --load", "--ckpt-format --dist-ckpt-optim-fully-reshardable", _has_checkpoints),
     ("--load", "--finetune --ckpt-step --override-ckpt-iteration --auto-detect-ckpt-format", "--pretrained-checkpoint"),
     ("--load", "--ckpt-fully-parallel-load", "--pretrained-checkpoint"),
     ("--async-save", "--async- --use-persistent-ckpt-worker"),
@@ -147,11 +145,7 @@ _ROWS: tuple[tuple, ...] = (
     ("--logits-save-dir", "--logits-save-"),
     ("--tokenizer-type TikTokenizer", "--tiktoken-"),
     ("--tokenizer-type NullTokenizer", "--null-tokenizer-"),
-    (
-        "with --tokenizer-type NullTokenizer",
-        "--chat-template --tokenizer-metadata --allow-ambiguous-pad-tokens",
-        lambda a: a.tokenizer_type != "NullTokenizer",
-    ),
+    ("with --tokenizer-type NullTokenizer", _OF_WORDS, lambda a: a.tokenizer_type != "NullTokenizer"),
     ("in pretraining a GPT", "--mask-prob --short-seq-prob --bert-no-binary-head", lambda a: task(a) != "gpt"),
     ("in pretraining a BERT", _OF_A_GPT, lambda a: task(a) != "bert"),
     ("in pretraining", _OF_OTHER_TASKS),

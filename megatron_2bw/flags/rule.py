@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_2bw.schedules import SCHEDULES
 
-Args = Any  # an argparse.Namespace of Megatron's; for the rules of sizes.py the planner's Sizes too
+Args = Any  # an argparse.Namespace of Megatron's; for the rules of sizes.py the planner's too
 Condition = Callable[[Args], object]
 
 OUT = "leave the flag out"

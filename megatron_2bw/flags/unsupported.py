@@ -20,6 +20,15 @@ def _emerging(args: Args) -> bool:
     return args.optimizer not in ("adam", "sgd")
 
 
+def _context_parallel(args: Args) -> bool:
+    return args.context_parallel_size > 1
+
+
+def _mixed(args: Args) -> bool:
+    """Whether torch's norms would get a residual in fp32 and their weights in 16 bits."""
+    return args.fp32_residual_connection and (args.bf16 or args.fp16) and not installed("apex")
+
+
 def _whole_matrices(args: Args) -> bool:
     return args.optimizer == "dist_muon" or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
@@ -36,7 +45,12 @@ _RESTART = "the script does not start again in its processes; use torchrun --max
 _BROKEN = f"Megatron 0.19 fails with it; {OUT}"
 _DROPPED = f"Megatron 0.19 takes the flag and drops it; {OUT}"
 _PARTLY_SCALED = f"Megatron 0.19 divides only some gradients by it with this --optimizer; {OUT}"
+_NO_FP16 = "Megatron 0.19 has this --optimizer in fp32 and bf16; use --bf16"
+_NO_SGD = f"Megatron 0.19 does not have it with --optimizer sgd; use adam, or {OUT}"
 _NO_SOAP = "Megatron 0.19 saves no state of --optimizer soap in this format; use --ckpt-format torch"
+_WHOLE_SEQUENCES = "its sequences cannot be split; use tensor or pipeline parallelism"
+_NO_QK_NORM = f"Megatron's local layers for it have none; {OUT}"
+_LAYERS_CHOOSE = f"its local layers choose by themselves; {OUT}"
 _NO_BERT = f"Megatron 0.19 has no such layers for it; {OUT}"
 _NEEDS_APEX = f"the norm of its head needs Apex for that, which is not installed; {OUT}"
 _EXPERTS = "mixture of experts is not supported yet; train a dense model"
@@ -44,6 +58,7 @@ _GRAPHS = f"a graph fixes the addresses of the weights, which change; {OUT}"
 _SHARDS = f"sharded parameters are not supported; {OUT}"
 _ORDER = f"it follows Megatron's own order of forwards and backwards; {OUT}"
 _BARRIERS = "its barriers would hold all stages up; add --no-barrier-with-level-1-timing"
+_QUANTISED = f"quantised weights are not versioned yet; {OUT}"
 _NOT_YET = f"it is not supported yet; {OUT}"
 _OWN_GROUPS = f"the late step reduces over process groups of its own, which it does not reach; {OUT}"
 _BATCH_SIZE = "the number of microbatches must stay; give one --global-batch-size"
@@ -55,6 +70,7 @@ _AGAIN = f"{_IN_FLIGHT}none can be run again; use --rerun-mode disabled"
 _MIXED = f"{_IN_FLIGHT}what is written would mix batches"
 _NO_NORM = f"Megatron's local layers use torch's LayerNorm, which has no sequence parallelism; {OUT}"
 _NEEDS_TE = f"it needs Transformer Engine on a GPU; {OUT}"
+_PROFILES_GPU = "it profiles a GPU; add --use-pytorch-profiler"
 _NEEDS_GPU = f"it needs a GPU; {OUT}"
 _NEEDS_16_BITS = "needs Transformer Engine on a GPU; use --bf16, --fp16 or fp32"
 
@@ -93,41 +109,21 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--transformer-impl inference_optimized", "it is for inference; use transformer_engine or local"),
         ("--init-method-xavier-uniform --config-logger-dir", _BROKEN),
         ("--optimizer adaptive_muon", "Megatron 0.19 fails at its first step; use muon"),
-        (
-            "--fp16",
-            "Megatron 0.19 has this --optimizer in fp32 and bf16; use --bf16",
-            lambda a: a.fp16 and _emerging(a),
-        ),
+        ("--fp16", _NO_FP16, lambda a: a.fp16 and _emerging(a)),
         ("--loss-scale", _PARTLY_SCALED, lambda a: a.loss_scale and _emerging(a)),
         ("--save", _NO_SOAP, _unsaved),
-        (
-            "--use-distributed-optimizer",
-            f"Megatron 0.19 does not have it with --optimizer sgd; use adam, or {OUT}",
-            lambda a: a.use_distributed_optimizer and a.optimizer == "sgd",
-        ),
+        ("--use-distributed-optimizer", _NO_SGD, lambda a: a.use_distributed_optimizer and a.optimizer == "sgd"),
         ("--muon-fp32-matmul-prec low", "torch has no such precision; use medium or high"),
     ),
     *rules(
         "bert",  # Megatron would drop most of these without a word
-        (
-            "--context-parallel-size",
-            "its sequences cannot be split; use tensor or pipeline parallelism",
-            lambda a: a.context_parallel_size > 1,
-        ),
+        ("--context-parallel-size", _WHOLE_SEQUENCES, _context_parallel),
         ("--position-embedding-type yarn mrope relative none", "it has learned_absolute and rope"),
-        (
-            "--qk-layernorm",
-            f"Megatron's local layers for it have none; {OUT}",
-            lambda a: a.qk_layernorm and a.transformer_impl == "local",
-        ),
+        ("--qk-layernorm", _NO_QK_NORM, lambda a: a.qk_layernorm and a.transformer_impl == "local"),
         ("--qk-l2-norm --multi-latent-attention --experimental-attention-variant", _NO_BERT),
         ("--heterogeneous-layers-config-path", _NO_BERT),
         ("--use-mup", f"its logits would not be scaled; {OUT}"),
-        (
-            "--attention-backend flash fused unfused",
-            f"its local layers choose by themselves; {OUT}",
-            lambda a: a.transformer_impl == "local",
-        ),
+        ("--attention-backend flash fused unfused", _LAYERS_CHOOSE, lambda a: a.transformer_impl == "local"),
         ("--sequence-parallel", _NEEDS_APEX, lambda a: a.sequence_parallel and not installed("apex")),
         ("--apply-layernorm-1p", _NEEDS_APEX, lambda a: a.layernorm_zero_centered_gamma and not installed("apex")),
         ("--window-size", f"it attends to all words; {OUT}"),
@@ -144,12 +140,8 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--num-experts", _EXPERTS),
         ("--fp8-format", "fp8 weights are not versioned yet; use --bf16", lambda a: a.fp8),
         ("--fp4-format", "fp4 weights are not versioned yet; use --bf16", lambda a: a.fp4),
-        ("--te-precision-config-file --kitchen-config-file", f"quantised weights are not versioned yet; {OUT}"),
-        (
-            "--kitchen-recipe-number",
-            f"quantised weights are not versioned yet; {OUT}",
-            lambda a: value(a, "--kitchen-recipe-number") is not None,
-        ),
+        ("--te-precision-config-file --kitchen-config-file", _QUANTISED),
+        ("--kitchen-recipe-number", _QUANTISED, lambda a: value(a, "--kitchen-recipe-number") is not None),
         ("--pipeline-model-parallel-comm-backend", "stages exchange by themselves; use --two-bw-exchange"),
         ("--use-ring-exchange-p2p", f"stages exchange by themselves; {OUT}"),
         ("--fake-process-group", f"stages exchange real messages; {OUT}"),
@@ -197,13 +189,9 @@ UNSUPPORTED: tuple[Rule, ...] = (
     *rules(
         "local",
         ("--tensor-parallel-num-weight-shards", _NEEDS_TE, _sharded_weights),
-        ("--context-parallel-size", _NEEDS_TE, lambda a: a.context_parallel_size > 1),
+        ("--context-parallel-size", _NEEDS_TE, _context_parallel),
         ("--multi-latent-attention", _NEEDS_TE),
-        (
-            "--fp32-residual-connection",
-            f"with --bf16 or --fp16 its norms would get floats of two kinds; {OUT}",
-            lambda a: a.fp32_residual_connection and (a.bf16 or a.fp16) and not installed("apex"),
-        ),
+        ("--fp32-residual-connection", f"with --bf16 or --fp16 its norms would get floats of two kinds; {OUT}", _mixed),
         ("--apply-layernorm-1p", _NEEDS_TE, lambda a: a.layernorm_zero_centered_gamma),
         ("--save-activations-interval --save-dgrads-interval --use-te-activation-func", _NEEDS_TE),
         ("--use-transformer-engine-op-fuser --fused-residual-rmsnorm --use-kitchen-attention", _NEEDS_TE),
@@ -216,10 +204,6 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--use-megatron-fsdp --use-torch-fsdp2 --cpu-offloading-num-layers --optimizer-cpu-offload", _NEEDS_GPU),
         ("--pipeline-model-parallel-comm-backend --use-sharp --nccl-communicator-config-path", _NEEDS_GPU),
         ("--gpu-sniff-test-interval --record-memory-history --log-device-memory-used", _NEEDS_GPU),
-        (
-            "--profile",
-            "it profiles a GPU; add --use-pytorch-profiler",
-            lambda a: a.profile and not a.use_pytorch_profiler,
-        ),
+        ("--profile", _PROFILES_GPU, lambda a: a.profile and not a.use_pytorch_profiler),
     ),
 )

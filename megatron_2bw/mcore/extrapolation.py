@@ -9,7 +9,7 @@ and second moments of that step; after a skipped step W'(j+1) = W(j+1) = W(j); n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.mcore.grad_buffers import GradientSlots
 from megatron_2bw.mcore.proxies import Proxies
+from megatron_2bw.portions import portions
 
 # Where Megatron's optimizers hold the fp32 main parameters (or shards of them) that they copy to the model's.
 MAIN_GROUPS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups", "shard_fp32_groups")
@@ -117,7 +118,7 @@ class Extrapolation:
         for part in self._parts if self._takes_gradients else ():
             for group in part.optimizer.param_groups if part.optimizer is not None else ():
                 tensors = [tensor for tensor in group["params"] if id(tensor) in working and tensor.grad is not None]
-                for some in portions(tensors):
+                for some in portions(tensors, torch.Tensor.numel, AT_A_TIME):
                     ahead = [working[id(tensor)] for tensor in some]
                     add_gradients(part.optimizer, group, some, ahead, self._lead.gradient)
 
@@ -142,18 +143,6 @@ def add_gradients(
         torch._foreach_div_(below, (1 - beta2**count) ** 0.5)
         torch._foreach_add_(below, group["eps"])
         torch._foreach_addcdiv_(working, gradients, below, value=-times * (1 - beta1) * rate)
-
-
-def portions(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in order, in lists of AT_A_TIME elements at most, or of one tensor."""
-    some: list[torch.Tensor] = []
-    for tensor in tensors:
-        if some and sum(each.numel() for each in some) + tensor.numel() > AT_A_TIME:
-            yield some
-            some = []
-        some.append(tensor)
-    if some:
-        yield some
 
 
 def _mains(part: Any) -> list[torch.Tensor]:

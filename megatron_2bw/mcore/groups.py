@@ -16,6 +16,14 @@ import torch.distributed as dist
 from megatron_2bw.core.groups import StepGroup, new_group
 
 
+def gather(values: Sequence[float], group: dist.ProcessGroup) -> list[list[float]]:
+    """The `values` of all ranks of a group of gloo, by rank."""
+    own = torch.tensor(values, dtype=torch.float64, device="cpu")
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(rows, own, group=group)
+    return [row.tolist() for row in rows]
+
+
 class Groups:
     """Twins of Megatron's process groups, with the same ranks, as step groups (`core.groups.StepGroup`).
 
@@ -73,11 +81,7 @@ class Groups:
 
     def gather_over_pipeline(self, values: Sequence[float]) -> list[list[float]]:
         """The `values` of all stages of the pipeline, first stage to last."""
-        group = self.megatron.pp
-        own = torch.tensor(values, dtype=torch.float64, device="cpu")
-        rows = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(rows, own, group=group)
-        return [row.tolist() for row in rows]
+        return gather(values, self.megatron.pp)
 
     def any_rank(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank of the world."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dis
 import functools
-import importlib
 import inspect
+import pkgutil
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,23 +37,56 @@ class Patch:
     reason: str
     replace: Callable[[Any], Any]
 
-    def owner(self) -> Any:
-        """The module or class that holds the name."""
-        *classes, _ = self.name.split(".")
-        return functools.reduce(getattr, classes, importlib.import_module(self.module))
-
     def put(self, value: Any) -> None:
-        setattr(self.owner(), self.name.split(".")[-1], value)
+        holder, _, name = self.name.rpartition(".")
+        owner = _find(self.module, holder)
+        static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(value) if static else value)
 
     def original(self) -> Any:
         """What Megatron holds now. Raises DriftError if it is missing or has other parameters."""
-        where = f"{self.module}.{self.name}"
-        try:
-            found = getattr(self.owner(), self.name.split(".")[-1])
-        except (ImportError, AttributeError) as error:
-            raise _drift(f"{where} is missing") from error
-        _check_parameters(where, found, self.parameters)
+        found = _find(self.module, self.name)
+        _check_parameters(f"{self.module}.{self.name}", found, self.parameters)
         return found
+
+
+def row(module: str, names: str, reason: str, replace: Callable) -> Patch:
+    """A patch of "name(parameters)"; a name without parentheses is not called."""
+    ((name, parameters),) = _parsed(names)
+    return Patch(module, name, parameters, reason, replace)
+
+
+def around(replacement: Callable) -> Callable:
+    """Decorates a function, or a method, that is called with the original and its arguments: the `replace` of a Patch.
+
+    What has the replacement already is left as it is.
+    """
+
+    def replace(*bound: Any) -> Callable:  # the method's object, if it is one, and the original
+        *_, original = bound
+        if getattr(original, "replacement", None) == (replacement, *bound[:-1]):
+            return original
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*bound, *args, **kwargs)
+
+        call.replacement = (replacement, *bound[:-1])
+        return call
+
+    return replace
+
+
+def arguments(function: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the function's names of them, with its defaults."""
+    values = inspect.signature(function).bind(*args, **kwargs)
+    values.apply_defaults()
+    return values.arguments
+
+
+def _parsed(names: str) -> list[tuple[str, str | None]]:
+    """Each name with its parameters; None if it has no parentheses."""
+    return [(match[1], match[2]) for match in re.finditer(r"([\w.]+)(?:\(([^)]*)\))?", names)]
 
 
 @dataclass(frozen=True)
@@ -71,22 +104,26 @@ class Required:
 
     def parsed(self) -> list[tuple[str, str | None]]:
         """Each name with its parameters; None for an attribute."""
-        return [(match[1], match[2]) for match in re.finditer(r"(\w+)(?:\(([^)]*)\))?", self.names)]
+        return _parsed(self.names)
 
     def check(self) -> None:
         """Raises DriftError at the first name that is missing or has other parameters."""
         where = f"{self.module}.{self.owner}".rstrip(".")
-        try:
-            module = importlib.import_module(self.module)
-            owner = getattr(module, self.owner) if self.owner else module
-        except (ImportError, AttributeError) as error:
-            raise _drift(f"{where} is missing") from error
+        owner = _find(self.module, self.owner)
         for name, parameters in self.parsed():
             if not hasattr(owner, name) and not (self.owner and parameters is None and name in _attributes(owner)):
                 raise _drift(f"{where}.{name} is missing")
             if parameters is not None:
                 expected = f"self {parameters}" if self.owner else parameters
                 _check_parameters(f"{where}.{name}", getattr(owner, name), expected)
+
+
+def _find(module: str, name: str) -> Any:
+    """What the module holds under a name with or without dots; without a name the module itself."""
+    try:
+        return pkgutil.resolve_name(f"{module}:{name}")
+    except (ImportError, AttributeError) as error:
+        raise _drift(f"{module}.{name}".rstrip(".") + " is missing") from error
 
 
 def _check_parameters(where: str, found: Any, expected: str | None) -> None:

@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,19 +27,18 @@ from megatron.training import get_args, get_tensorboard_writer, get_timers, get_
 
 from megatron_2bw.core.groups import new_group
 from megatron_2bw.core.pipeline import WARM_UP
+from megatron_2bw.mcore.groups import gather
+from megatron_2bw.mcore.guard import around
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
 from megatron_2bw.planner.describe import cluster
 
 # The GPUs of which the planner has the peak, by torch's names. Their PCIe and NVL versions have others, but A100's.
 GPUS = {
-    pattern: cluster.GPUS[name]
-    for pattern, name in (
-        (r"Tesla V100-SXM\d-", "V100-16GB"),
-        (r"NVIDIA A100[- ]", "A100-80GB"),
-        (r"NVIDIA H100 80GB HBM3$", "H100-80GB"),
-        (r"NVIDIA H200$", "H200-141GB"),
-    )
+    r"Tesla V100-SXM\d-": cluster.GPUS["V100-16GB"],
+    r"NVIDIA A100[- ]": cluster.GPUS["A100-80GB"],
+    r"NVIDIA H100 80GB HBM3$": cluster.GPUS["H100-80GB"],
+    r"NVIDIA H200$": cluster.GPUS["H200-141GB"],
 }
 
 
@@ -177,7 +176,7 @@ class ImmediateLog(LogLines):
     def __init__(self, times: Callable[[], StageTimes], ranks: Sequence[int], timeout: timedelta | None = None):
         super().__init__()
         self._times = times
-        self._own = torch.zeros(3, dtype=torch.float64, device="cpu")  # the fields of StageTimes since the last line
+        self._own: list[StageTimes] = []  # since the last line
         # Over gloo: no kernel waits on the GPU for another stage.
         self._group = new_group(ranks, "reports", "gloo", timeout)
 
@@ -186,8 +185,7 @@ class ImmediateLog(LogLines):
 
     def add(self, write: Callable, values: dict[str, Any]) -> bool:
         self._warn_of_retries(values)
-        times = self._times()
-        self._own += torch.tensor([times.waited, times.elapsed, times.tail], dtype=torch.float64, device="cpu")
+        self._own.append(self._times())
         if _has_line(values):
             self._stages.append(self._exchange())
         return self._write_now(write, values, time.perf_counter())
@@ -196,12 +194,10 @@ class ImmediateLog(LogLines):
         """No line waits here."""
 
     def _exchange(self) -> tuple[StageStats, ...]:
-        memory = torch.tensor([torch.cuda.max_memory_allocated()], dtype=torch.float64, device="cpu")
-        own = torch.cat([self._own, memory])
-        rows = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(rows, own, group=self._group)
-        self._own.zero_()
-        return stage_stats([(StageTimes(*row[:3].tolist()), float(row[3])) for row in rows])
+        own = [sum(values) for values in zip(*map(astuple, self._own))]
+        self._own.clear()
+        rows = gather([*own, torch.cuda.max_memory_allocated()], self._group)
+        return stage_stats([(StageTimes(*times), memory) for *times, memory in rows])
 
 
 @dataclass
@@ -341,18 +337,14 @@ def _key(value: Any) -> Any:
     return value.replace(" validation", f" {_evaluated[-1]}") if isinstance(value, str) else value
 
 
-def test_set_named(original: Callable) -> Callable:
-    """Megatron's `evaluate_and_print_results`, which calls the test set's loss "lm loss validation" as well."""
-
-    @functools.wraps(original)
-    def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> None:
-        _evaluated.append("test" if prefix.endswith("on test set") else "validation")
-        try:
-            original(prefix, *args, **kwargs)
-        finally:
-            _evaluated.pop()
-
-    return evaluate_and_print_results
+@around
+def test_set_named(evaluate_and_print_results: Callable, prefix: str, *args: Any, **kwargs: Any) -> None:
+    """Megatron calls the test set's loss "lm loss validation" as well."""
+    _evaluated.append("test" if prefix.endswith("on test set") else "validation")
+    try:
+        evaluate_and_print_results(prefix, *args, **kwargs)
+    finally:
+        _evaluated.pop()
 
 
 _writers: dict[str, _Writer] = {}
@@ -364,26 +356,20 @@ def _guarded(flag: str, writer: Any) -> _Writer:
     return _writers[flag]
 
 
-def dashboards_writer(original: Callable) -> Callable:
+@around
+def dashboards_writer(get_writer: Callable) -> _Writer | None:
     """Megatron's `get_tensorboard_writer`; never None while Weights & Biases logs."""
-
-    def get_writer() -> _Writer | None:
-        writer = original()
-        return None if writer is None and get_wandb_writer() is None else _guarded(TENSORBOARD, writer)
-
-    return get_writer
+    writer = get_writer()
+    return None if writer is None and get_wandb_writer() is None else _guarded(TENSORBOARD, writer)
 
 
-def wandb_writer(original: Callable) -> Callable:
+@around
+def wandb_writer(get_writer: Callable) -> _Writer | None:
     """Megatron's `get_wandb_writer`."""
-    return lambda: None if original() is None else _guarded(WANDB, original())
+    return None if get_writer() is None else _guarded(WANDB, get_writer())
 
 
-def checkpoint_logger(original: Callable) -> Callable:
+@around
+def checkpoint_logger(name_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
     """Megatron's `on_save_checkpoint_success`, which names each checkpoint to Weights & Biases."""
-
-    @functools.wraps(original)
-    def log_checkpoint(*args: Any, **kwargs: Any) -> None:
-        _guarded(WANDB, get_wandb_writer()).call(original, *args, **kwargs)
-
-    return log_checkpoint
+    _guarded(WANDB, get_wandb_writer()).call(name_checkpoint, *args, **kwargs)

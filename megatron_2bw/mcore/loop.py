@@ -1,16 +1,15 @@
 """Replacements for functions of Megatron's training loop: what they do with a schedule of this project.
 
-Each method takes the original function and returns its replacement. Invariant: with a late step nothing in the loop
-waits for another stage.
+Their first argument is the original function. Invariant: with a late step nothing in the loop waits for another stage.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from megatron_2bw.mcore.guard import arguments, around
 
 
 class Loop:
@@ -23,70 +22,49 @@ class Loop:
     def schedule(self, original: Callable) -> Callable:
         return lambda *args, **kwargs: self.runtime.forward_backward
 
-    def attach(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
-            optimizer = original(config, model_chunks, *args, **kwargs)
-            self.runtime.attach(model_chunks, optimizer)
-            return optimizer
+    @around
+    def attach(self, make: Callable, config: Any, model_chunks: list, *args: Any, **kwargs: Any) -> Any:
+        optimizer = make(config, model_chunks, *args, **kwargs)
+        self.runtime.attach(model_chunks, optimizer)
+        return optimizer
 
-        return get_megatron_optimizer
+    @around
+    def log(self, training_log: Callable, *args: Any, **kwargs: Any) -> bool:
+        return self.runtime.log.add(training_log, arguments(training_log, args, kwargs))
 
-    def log(self, original: Callable) -> Callable:
-        signature = inspect.signature(original)
+    @around
+    def print_line(self, print_rank_last: Callable, message: str) -> None:
+        print_rank_last(self.runtime.log.line(message) if self.runtime.log else message)
 
-        @functools.wraps(original)
-        def training_log(*args, **kwargs):
-            values = signature.bind(*args, **kwargs)
-            values.apply_defaults()
-            return self.runtime.log.add(original, values.arguments)
+    @around
+    def attach_scheduler(self, make: Callable, optimizer: Any) -> Any:
+        scheduler = make(optimizer)
+        self.runtime.attach_scheduler(scheduler)
+        return scheduler
 
-        return training_log
+    @around
+    def sync_first(self, read_weights: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.runtime.sync_weights()
+        return read_weights(*args, **kwargs)
 
-    def print_line(self, original: Callable) -> Callable:
-        return lambda message: original(self.runtime.log.line(message) if self.runtime.log else message)
+    @around
+    def save(self, save_checkpoint: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.runtime.sync_weights()
+        # A checkpoint holds the arguments.
+        with contextlib.nullcontext() if self._hidden is None else _exit_flags(*self._hidden):
+            return save_checkpoint(*args, **kwargs)
 
-    def attach_scheduler(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def get_optimizer_param_scheduler(optimizer):
-            scheduler = original(optimizer)
-            self.runtime.attach_scheduler(scheduler)
-            return scheduler
-
-        return get_optimizer_param_scheduler
-
-    def sync_first(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def with_the_newest_weights(*args, **kwargs):
+    @around
+    def decide_exit(self, checkpoint_and_decide_exit: Callable, *args: Any, **kwargs: Any) -> bool:
+        # Megatron asks all ranks in every iteration; here the late step has asked them in the background.
+        with contextlib.nullcontext() if self.runtime.exit_requested else _exit_flags(False, None) as self._hidden:
+            try:
+                leave = checkpoint_and_decide_exit(*args, **kwargs)
+            finally:
+                self._hidden = None
+        if leave:
             self.runtime.sync_weights()
-            return original(*args, **kwargs)
-
-        return with_the_newest_weights
-
-    def save(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def save_checkpoint_and_time(*args, **kwargs):
-            self.runtime.sync_weights()
-            # A checkpoint holds the arguments.
-            with contextlib.nullcontext() if self._hidden is None else _exit_flags(*self._hidden):
-                return original(*args, **kwargs)
-
-        return save_checkpoint_and_time
-
-    def decide_exit(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def checkpoint_and_decide_exit(*args, **kwargs):
-            # Megatron asks all ranks in every iteration; here the late step has asked them in the background.
-            with contextlib.nullcontext() if self.runtime.exit_requested else _exit_flags(False, None) as self._hidden:
-                try:
-                    leave = original(*args, **kwargs)
-                finally:
-                    self._hidden = None
-            if leave:
-                self.runtime.sync_weights()
-            return leave
-
-        return checkpoint_and_decide_exit
+        return leave
 
 
 def first_argument(original: Callable) -> Callable:

@@ -9,92 +9,77 @@ import functools
 from typing import Any
 
 from megatron_2bw import cpu
-from megatron_2bw.checkpoints import folder
+from megatron_2bw.checkpoints import folder, save_workers
 from megatron_2bw.mcore import repairs as repair
-from megatron_2bw.mcore.guard import Patch
+from megatron_2bw.mcore.guard import Patch, row
 from megatron_2bw.mcore.loop import Loop, first_argument
 
 CORE, LOOP, FILES = "megatron.core", "megatron.training.training", "megatron.training.checkpointing"
 WRITER = f"{CORE}.dist_checkpointing.strategies.filesystem_async"
 ASYNC = f"{CORE}.dist_checkpointing.strategies.async_utils"
 DATA, TORCH_FORMAT = f"{CORE}.datasets", "torch.distributed.checkpoint"
+SHARDED, WRAPPED = f"{CORE}.optimizer.distrib_optimizer", f"{CORE}.distributed.distributed_data_parallel"
 GROUPS = "tp_group pp_group dp_cp_group dp_group"
 
 
 def repairs() -> list[Patch]:
     """Faults of Megatron that every user meets."""
+    twice = "an evaluation before the first step that is not skipped disables the hooks twice, with a KeyError"
     return [
         *for_reading(),
-        Patch(
+        row(
             f"{DATA}.indexed_dataset",
-            "_MMapBinReader.read",
-            "self dtype count offset",
+            "_MMapBinReader.read(self dtype count offset)",
             "a file that was cut short since it was mapped ends the rank by SIGBUS, without a word",
             repair.whole_file,
         ),
-        Patch(
+        row(
             f"{DATA}.megatron_dataset",
-            "MegatronDataset.__init__",
-            "self dataset dataset_path indices num_samples index_split config",
+            "MegatronDataset.__init__(self dataset dataset_path indices num_samples index_split config)",
             "an index in the cache is found by the dataset's path, and is used for other files of that name",
             repair.named_by_content,
         ),
-        Patch(
+        row(
             f"{DATA}.utils",
-            "compile_helpers",
-            "",
+            "compile_helpers()",
             "the wheel ships the compiled helper without the Makefile that this function runs, and exits",
             repair.skip_when_compiled,
         ),
-        Patch(
-            "megatron.core.optimizer.distrib_optimizer",
-            "DistributedOptimizer._set_main_param_and_optimizer_states",
-            "self model_param tensors",
-            "without Apex the state has a step counter, which no checkpoint holds by parameter; the shard of an fp32 "
-            "parameter is a view of it, to which autograd allows no write",
+        row(
+            SHARDED,
+            "DistributedOptimizer._set_main_param_and_optimizer_states(self model_param tensors)",
+            "without Apex the state has a step counter, which no checkpoint holds by parameter; the shard of an "
+            "fp32 parameter is a view of it, to which autograd allows no write",
             repair.set_without_step,
         ),
-        *(
-            Patch(
-                f"{CORE}.distributed.distributed_data_parallel",
-                f"DistributedDataParallel.{name}",
-                parameters,
-                "an evaluation before the first step that is not skipped disables the hooks twice, with a KeyError",
-                repair.switch_once,
-            )
-            for name, parameters in (
-                ("enable_forward_pre_hook", "self"),
-                ("disable_forward_pre_hook", "self param_sync"),
-            )
-        ),
-        Patch(
-            "megatron.core.optimizer.distrib_optimizer",
-            "DistributedOptimizer.sharded_param_state_fully_reshardable",
-            "self model_sharded_state_dict is_loading metadata",
-            "with several buckets the state of one parameter is saved as that of another: the places that it reads "
-            "count the padding between buckets, which the gathered state lacks",
+        row(
+            SHARDED,
+            "DistributedOptimizer.sharded_param_state_fully_reshardable(self model_sharded_state_dict is_loading "
+            "metadata)",
+            "with several buckets the state of one parameter is saved as that of another: the places that it "
+            "reads count the padding between buckets, which the gathered state lacks",
             repair.places_without_padding,
         ),
-        Patch(
+        row(WRAPPED, "DistributedDataParallel.enable_forward_pre_hook(self)", twice, repair.switch_once),
+        row(WRAPPED, "DistributedDataParallel.disable_forward_pre_hook(self param_sync)", twice, repair.switch_once),
+        row(
             WRITER,
-            "get_write_results_queue",
-            "mp_mode",
+            "get_write_results_queue(mp_mode)",
             "it starts a process for every rank, which takes seconds and outlives a rank that is killed",
-            repair.results_queue,
+            lambda original: save_workers.results_queue,
         ),
-        Patch(
+        row(
             WRITER,
-            "FileSystemWriterAsync.write_preloaded_data",
-            "transform_list local_proc_idx write_bucket results_queue count_queue use_fsync kwargs",
+            "FileSystemWriterAsync.write_preloaded_data(transform_list local_proc_idx write_bucket results_queue "
+            "count_queue use_fsync kwargs)",
             "its caller reports the class of an error without its text: a full disk, for example",
             repair.raise_cause,
         ),
-        Patch(
+        row(
             ASYNC,
-            "PersistentAsyncCaller.async_loop",
-            "rank queue preload_q comp_q log_level cpu_priority io_priority",
+            "PersistentAsyncCaller.async_loop(rank queue preload_q comp_q log_level cpu_priority io_priority)",
             "the process would outlive a rank that is killed, with its memory on the GPU",
-            repair.async_loop,
+            lambda original: save_workers.async_loop,
         ),
     ]
 
@@ -102,24 +87,21 @@ def repairs() -> list[Patch]:
 def for_reading() -> list[Patch]:
     """No code of whoever wrote a checkpoint runs. May be applied twice: --use-checkpoint-args reads one first."""
     return [
-        Patch(
+        row(
             f"{TORCH_FORMAT}.filesystem",
-            "FileSystemReader.read_metadata",
-            "self args kwargs",
+            "FileSystemReader.read_metadata(self args kwargs)",
             "it unpickles whatever the file names",
             repair.known_records,
         ),
-        Patch(
+        row(
             f"{TORCH_FORMAT}.default_planner",
-            "DefaultLoadPlanner.load_bytes",
-            "self read_item value",
+            "DefaultLoadPlanner.load_bytes(self read_item value)",
             "it loads what is no tensor without weights_only",
             repair.weights_only,
         ),
-        Patch(
-            "megatron.training.checkpointing",
-            "load_args_from_checkpoint",
-            "args load_arg checkpointing_context",
+        row(
+            FILES,
+            "load_args_from_checkpoint(args load_arg checkpointing_context)",
             "--use-checkpoint-args leaves out flags of the model, and the losses are those of another one",
             repair.whole_model,
         ),
@@ -128,47 +110,38 @@ def for_reading() -> list[Patch]:
 
 def for_screen() -> list[Patch]:
     """Without --verbose; applied before Megatron parses its arguments."""
+    lines = "it prints 830 lines; start/screen.py writes them to a file"
     return [
-        Patch(
-            "megatron.training.arguments",
-            "_print_args",
-            "title args",
-            "it prints 830 lines; start/screen.py writes them to a file",
-            lambda original: lambda title, args: None,
-        )
+        row("megatron.training.arguments", "_print_args(title args)", lines, lambda original: lambda title, args: None)
     ]
 
 
 def for_cpu() -> list[Patch]:
     """What Megatron itself, in addition to torch, needs on a host without CUDA."""
     return [
-        Patch(
+        row(
             LOOP,
-            "initialize_megatron",
-            "allow_no_cuda skip_mpu_initialization get_embedding_ranks get_position_embedding_ranks store "
-            "skip_model_parallel_init seed_pp_group seed_dp_group seed_tp_group seed_ep_group seed_etp_group "
-            "skip_random_seed",
+            "initialize_megatron(allow_no_cuda skip_mpu_initialization get_embedding_ranks "
+            "get_position_embedding_ranks store skip_model_parallel_init seed_pp_group seed_dp_group seed_tp_group "
+            "seed_ep_group seed_etp_group skip_random_seed)",
             "pretrain does not pass allow_no_cuda on",
             lambda original: functools.partial(original, allow_no_cuda=True),
         ),
-        Patch(
-            "megatron.core.tensor_parallel.random",
-            "_set_cuda_rng_state",
-            "new_state device graph_safe",
+        row(
+            f"{CORE}.tensor_parallel.random",
+            "_set_cuda_rng_state(new_state device graph_safe)",
             "it writes a CUDA generator that does not exist",
             lambda original: cpu.set_tracker_rng_state,
         ),
-        Patch(
+        row(
             "megatron.training.initialize",
-            "init_persistent_async_worker",
-            "rank mp_mode",
+            "init_persistent_async_worker(rank mp_mode)",
             "the worker of --async-save needs a GPU",
             lambda original: lambda rank, mp_mode="spawn": None,
         ),
-        Patch(
+        row(
             ASYNC,
-            "AsyncCallsQueue.__init__",
-            "self persistent",
+            "AsyncCallsQueue.__init__(self persistent)",
             "that worker would share the host's memory, to which training writes; a forked one has a copy",
             lambda original: functools.wraps(original)(lambda self, persistent=False: original(self, False)),
         ),
@@ -178,17 +151,16 @@ def for_cpu() -> list[Patch]:
 def for_schedule(loop: Loop) -> list[Patch]:
     """The two hooks of a schedule, which a patched source checkout has in its source."""
     return [
-        Patch(
+        row(
             LOOP,
-            "get_forward_backward_func",
-            "pp_size vp_size schedule_pg_collection",
+            "get_forward_backward_func(pp_size vp_size schedule_pg_collection)",
             "the training loop looks its schedule up here",
             loop.schedule,
         ),
-        Patch(
+        row(
             LOOP,
-            "get_megatron_optimizer",
-            "config model_chunks config_overrides use_gloo_process_groups pg_collection dump_param_to_param_group_map",
+            "get_megatron_optimizer(config model_chunks config_overrides use_gloo_process_groups pg_collection "
+            "dump_param_to_param_group_map)",
             "the optimizer's step writes the weight version that the schedule names",
             loop.attach,
         ),
@@ -200,41 +172,34 @@ def for_log(loop: Loop) -> list[Patch]:
     from megatron_2bw.mcore import log_lines  # it imports Megatron's training loop
 
     lost = "an error of Weights & Biases, such as a lost service, would end the run"
+    saved = "on_save_checkpoint_success(checkpoint_path tracker_filename save_dir iteration)"
     return [
-        Patch(
+        row(
             LOOP,
-            "training_log",
-            "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
-            "params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration "
-            "seqlen_squared_sum_in_batch total_real_tokens_in_batch",
+            "training_log(loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag "
+            "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection "
+            "is_first_iteration seqlen_squared_sum_in_batch total_real_tokens_in_batch)",
             "the stages report there; with a late step a line is written when its step is complete",
             loop.log,
         ),
-        Patch(LOOP, "print_rank_last", "message", "waiting times and memory join the line", loop.print_line),
-        Patch(
+        row(LOOP, "print_rank_last(message)", "waiting times and memory join the line", loop.print_line),
+        row(
             LOOP,
-            "get_tensorboard_writer",
-            "",
-            "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases; an error of the writer "
-            "would end the run",
+            "get_tensorboard_writer()",
+            "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases; an error of the "
+            "writer would end the run",
             log_lines.dashboards_writer,
         ),
-        Patch(LOOP, "get_wandb_writer", "", lost, log_lines.wandb_writer),
-        Patch(
+        row(LOOP, "get_wandb_writer()", lost, log_lines.wandb_writer),
+        row(
             LOOP,
-            "evaluate_and_print_results",
-            "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
-            "write_to_tensorboard non_loss_data_func pg_collection p2p_communicator",
+            "evaluate_and_print_results(prefix forward_step_func data_iterator model iteration "
+            "process_non_loss_data_func config verbose write_to_tensorboard non_loss_data_func pg_collection "
+            "p2p_communicator)",
             "on the dashboards the test set's loss follows the validation set's, under the same name",
             log_lines.test_set_named,
         ),
-        Patch(
-            "megatron.training.wandb_utils",
-            "on_save_checkpoint_success",
-            "checkpoint_path tracker_filename save_dir iteration",
-            lost,
-            log_lines.checkpoint_logger,
-        ),
+        row("megatron.training.wandb_utils", saved, lost, log_lines.checkpoint_logger),
     ]
 
 
@@ -243,29 +208,27 @@ def for_late_step(loop: Loop) -> list[Patch]:
     everywhere = "each stage has the value already; the reduction would make it wait for all others"
     state = "model optimizer opt_param_scheduler"
     return [
-        Patch(
+        row(
             LOOP,
-            "get_optimizer_param_scheduler",
-            "optimizer",
+            "get_optimizer_param_scheduler(optimizer)",
             "learning rate and weight decay advance with the steps, which come later",
             loop.attach_scheduler,
         ),
-        Patch(LOOP, "logical_and_across_model_parallel_group", "input group", everywhere, first_argument),
-        Patch(LOOP, "reduce_max_stat_across_model_parallel_group", "stat group", everywhere, first_argument),
-        Patch(LOOP, "calc_params_l2_norm", "model force_create_fp32_copy", "it reads all weights", loop.sync_first),
-        Patch(LOOP, "check_param_hashes_across_dp_replicas", "model cross_check", "it reads them too", loop.sync_first),
-        Patch(
+        row(LOOP, "logical_and_across_model_parallel_group(input group)", everywhere, first_argument),
+        row(LOOP, "reduce_max_stat_across_model_parallel_group(stat group)", everywhere, first_argument),
+        row(LOOP, "calc_params_l2_norm(model force_create_fp32_copy)", "it reads all weights", loop.sync_first),
+        row(LOOP, "check_param_hashes_across_dp_replicas(model cross_check)", "it reads them too", loop.sync_first),
+        row(
             LOOP,
-            "save_checkpoint_and_time",
-            f"iteration {state} num_floating_point_operations_so_far checkpointing_context non_persistent_ckpt "
-            "train_data_iterator",
+            f"save_checkpoint_and_time(iteration {state} num_floating_point_operations_so_far checkpointing_context "
+            "non_persistent_ckpt train_data_iterator)",
             "a checkpoint holds the newest weights",
             loop.save,
         ),
-        Patch(
+        row(
             LOOP,
-            "checkpoint_and_decide_exit",
-            f"{state} iteration num_floating_point_operations_so_far checkpointing_context train_data_iterator",
+            f"checkpoint_and_decide_exit({state} iteration num_floating_point_operations_so_far checkpointing_context "
+            "train_data_iterator)",
             "a run that ends has logged all its iterations; signals and the time limit need no collective",
             loop.decide_exit,
         ),
@@ -278,52 +241,45 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
 
     ours, more = Checkpoints(runtime), f"{GROUPS} expt_dp_group rng_state_key_prefix"
     return [
-        Patch(
+        row(
             FILES,
-            "generate_state_dict",
-            "args model optimizer opt_param_scheduler rng_state iteration optim_sd_kwargs model_sd_kwargs rerun_state",
+            "generate_state_dict(args model optimizer opt_param_scheduler rng_state iteration optim_sd_kwargs "
+            "model_sd_kwargs rerun_state)",
             "shadow weights and the schedule's name; without Apex the optimizer's state must be there first",
             ours.collect,
         ),
-        Patch(
+        row(
             FILES,
-            "get_rng_state",
-            f"ckpt_format {GROUPS} key_prefix",
+            f"get_rng_state(ckpt_format {GROUPS} key_prefix)",
             "the random state before the microbatches in flight",
             ours.random_state,
         ),
-        Patch(
+        row(
             FILES,
-            "_load_base_checkpoint",
-            "load_dir args rank0 sharded_state_dict checkpointing_context dp_cp_group expt_dp_group "
-            "gpt_compat_layer_maps",
+            "_load_base_checkpoint(load_dir args rank0 sharded_state_dict checkpointing_context dp_cp_group "
+            "expt_dp_group gpt_compat_layer_maps)",
             "here is read what `generate_state_dict` has added",
             ours.read,
         ),
-        Patch(
+        row(
             FILES,
             "maybe_msc",
-            None,
             "the file that names the latest checkpoint must never be empty, even for a moment",
             folder.TrackerFiles,
         ),
-        Patch(
+        row(
             LOOP,
-            "save_checkpoint",
-            "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far checkpointing_context "
-            "pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel non_persistent_ckpt "
-            f"train_data_iterator preprocess_common_state_dict_fn release {more}",
+            "save_checkpoint(iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
+            "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel "
+            f"non_persistent_ckpt train_data_iterator preprocess_common_state_dict_fn release {more})",
             "a checkpoint stays whole until its new version is; a full disk is reported in one line",
             ours.save,
         ),
-        Patch(
-            LOOP, "maybe_finalize_async_save", "blocking terminate", "it asks all ranks while it writes", ours.finalize
-        ),
-        Patch(
+        row(LOOP, "maybe_finalize_async_save(blocking terminate)", "it asks all ranks while it writes", ours.finalize),
+        row(
             LOOP,
-            "load_checkpoint",
-            "ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context skip_load_to_model_and_opt "
-            f"{more}",
+            "load_checkpoint(ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context "
+            f"skip_load_to_model_and_opt {more})",
             "the schedule resumes from what is loaded; without Apex each parameter needs a step counter of its own",
             ours.load,
         ),

@@ -1,29 +1,29 @@
-"""Replacements for functions of Megatron that have faults which every user meets. Each takes the original function."""
+"""Replacements for functions of Megatron that have faults which every user meets. Their first argument is the original,
+and that of a method has the object, `self`, as its second.
+"""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
 from collections.abc import Callable
+from typing import Any
 
 from megatron_2bw.checkpoints import save_workers, unpickle
 from megatron_2bw.data import indexed
 from megatron_2bw.errors import UserError
+from megatron_2bw.mcore.guard import around
 
 
-def skip_when_compiled(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def compile_helpers() -> None:
-        try:
-            import megatron.core.datasets.helpers_cpp  # noqa: F401
-        except ImportError:
-            original()
-
-    return compile_helpers
+@around
+def skip_when_compiled(compile_helpers: Callable) -> None:
+    try:
+        import megatron.core.datasets.helpers_cpp  # noqa: F401
+    except ImportError:
+        compile_helpers()
 
 
 # Flags that make another model of the same weights, or without which there is none: those that --use-checkpoint-args of
@@ -38,55 +38,42 @@ _OF_THE_MODEL = """
 _OF_THE_TOKENIZER = ("vocab_size", "vocab_file", "merge_file")
 
 
-def whole_model(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def load_args(args, *more, **options):
-        found = original(args, *more, **options)
-        if isinstance(found, tuple):
-            saved = found[1]
-            new = {name: getattr(saved, name) for name in _OF_THE_MODEL if hasattr(saved, name)}
-            new |= {name: getattr(saved, name, None) for name in _OF_THE_TOKENIZER if getattr(args, name) is None}
-            vars(args).update(new)
-        return found
-
-    return load_args
+@around
+def whole_model(load_args: Callable, args: Any, *more: Any, **options: Any) -> Any:
+    found = load_args(args, *more, **options)
+    if isinstance(found, tuple):
+        saved = found[1]
+        new = {name: getattr(saved, name) for name in _OF_THE_MODEL if hasattr(saved, name)}
+        new |= {name: getattr(saved, name, None) for name in _OF_THE_TOKENIZER if getattr(args, name) is None}
+        vars(args).update(new)
+    return found
 
 
-def set_without_step(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def set_states(self, model_param, tensors):
-        import torch
+@around
+def set_without_step(set_states: Callable, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    import torch
 
-        with torch.no_grad():
-            return original(self, model_param, {**tensors, "step": None})
-
-    return set_states
+    with torch.no_grad():
+        set_states(self, model_param, {**tensors, "step": None})
 
 
-def switch_once(original: Callable) -> Callable:
-    disables = original.__name__ == "disable_forward_pre_hook"
-
-    @functools.wraps(original)
-    def switch(self, *args, **kwargs):
-        if bool(self.remove_forward_pre_hook_handles) == disables:
-            original(self, *args, **kwargs)
-
-    return switch
+@around
+def switch_once(switch: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    disables = switch.__name__ == "disable_forward_pre_hook"
+    if bool(self.remove_forward_pre_hook_handles) == disables:
+        switch(self, *args, **kwargs)
 
 
-def places_without_padding(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def sharded_param_state(self, *args, **kwargs):
-        padded = [buffer.param_index_map for buffer in self.buffers]
-        try:
-            for buffer in self.buffers:
-                buffer.param_index_map = _unpadded(buffer)
-            return original(self, *args, **kwargs)
-        finally:
-            for buffer, places in zip(self.buffers, padded):
-                buffer.param_index_map = places
-
-    return sharded_param_state
+@around
+def places_without_padding(sharded_param_state: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    padded = [buffer.param_index_map for buffer in self.buffers]
+    try:
+        for buffer in self.buffers:
+            buffer.param_index_map = _unpadded(buffer)
+        return sharded_param_state(self, *args, **kwargs)
+    finally:
+        for buffer, places in zip(self.buffers, padded):
+            buffer.param_index_map = places
 
 
 def _unpadded(buffer) -> dict:
@@ -99,70 +86,49 @@ def _unpadded(buffer) -> dict:
     }
 
 
-def results_queue(original: Callable) -> Callable:
-    return save_workers.results_queue
+@around
+def raise_cause(write_preloaded_data: Callable, *args: Any, **kwargs: Any) -> Any:
+    if multiprocessing.parent_process() is not None:  # of an asynchronous save
+        save_workers.end_with_parent()
+    output = write_preloaded_data(*args, **kwargs)
+    if kwargs["results_queue"] is None and output is not None and isinstance(output[1], Exception):
+        raise save_workers.root(output[1])  # caught by the caller, which passes its text on
+    return output
 
 
-def async_loop(original: Callable) -> staticmethod:
-    return staticmethod(save_workers.async_loop)
+@around
+def known_records(read_metadata: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        unpickle.read_metadata(file)
+    return read_metadata(self, *args, **kwargs)
 
 
-def raise_cause(original: Callable) -> staticmethod:
-    @functools.wraps(original)
-    def write_preloaded_data(*args, **kwargs):
-        if multiprocessing.parent_process() is not None:  # of an asynchronous save
-            save_workers.end_with_parent()
-        output = original(*args, **kwargs)
-        if kwargs["results_queue"] is None and output is not None and isinstance(output[1], Exception):
-            raise save_workers.root(output[1])  # caught by the caller, which passes its text on
-        return output
-
-    return staticmethod(write_preloaded_data)
+@around
+def weights_only(load_bytes: Callable, self: Any, read_item: Any, value: Any) -> Any:
+    unpickle.check_bytes(read_item.storage_index.fqn, value)
+    return load_bytes(self, read_item, value)
 
 
-def known_records(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def read_metadata(self, *args, **kwargs):
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            unpickle.read_metadata(file)
-        return original(self, *args, **kwargs)
+@around
+def whole_file(read: Callable, self: Any, dtype: Any, count: int, offset: int) -> Any:
+    import numpy
 
-    return original if hasattr(original, "__wrapped__") else read_metadata
-
-
-def weights_only(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def load_bytes(self, read_item, value):
-        unpickle.check_bytes(read_item.storage_index.fqn, value)
-        return original(self, read_item, value)
-
-    return original if hasattr(original, "__wrapped__") else load_bytes
+    file, end = self._bin_file_reader, offset + count * numpy.dtype(dtype).itemsize
+    size = os.fstat(file.fileno()).st_size
+    if end > size:
+        raise UserError(f"--data-path: {file.name} was cut short during the run: {size} bytes, {end} are needed")
+    return read(self, dtype, count, offset)
 
 
-def whole_file(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def read(self, dtype, count, offset):
-        import numpy
-
-        file, end = self._bin_file_reader, offset + count * numpy.dtype(dtype).itemsize
-        size = os.fstat(file.fileno()).st_size
-        if end > size:
-            raise UserError(f"--data-path: {file.name} was cut short during the run: {size} bytes, {end} are needed")
-        return original(self, dtype, count, offset)
-
-    return read
-
-
-def named_by_content(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def __init__(self, dataset, dataset_path, *args, **kwargs):
-        original(self, dataset, dataset_path, *args, **kwargs)
-        if dataset_path is not None and os.path.isfile(f"{dataset_path}.idx"):
-            self.unique_identifiers["dataset_identity"] = indexed.identity(dataset_path)
-            self.unique_description = json.dumps(
-                self.unique_identifiers, indent=4, default=lambda each: each.unique_identifiers
-            )
-            name = hashlib.md5(self.unique_description.encode(), usedforsecurity=False)
-            self.unique_description_hash = name.hexdigest()
-
-    return __init__
+@around
+def named_by_content(
+    init: Callable, self: Any, dataset: Any, dataset_path: str | None, *args: Any, **kwargs: Any
+) -> None:
+    init(self, dataset, dataset_path, *args, **kwargs)
+    if dataset_path is not None and os.path.isfile(f"{dataset_path}.idx"):
+        self.unique_identifiers["dataset_identity"] = indexed.identity(dataset_path)
+        self.unique_description = json.dumps(
+            self.unique_identifiers, indent=4, default=lambda each: each.unique_identifiers
+        )
+        name = hashlib.md5(self.unique_description.encode(), usedforsecurity=False)
+        self.unique_description_hash = name.hexdigest()

@@ -7,16 +7,19 @@ before the forwards that are in flight between iterations.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.utils import get_model_config
 
-from megatron_2bw.mcore.rng_state import RandomState
 from megatron_2bw.schedules import Shape
 
 
@@ -42,17 +45,48 @@ class Call:
         (self.model,) = self.model if isinstance(self.model, list) else [self.model]
         self.config = get_model_config(self.model)
         self.groups = self.pg_collection or megatron_schedules._build_default_pg_collection()
-        for name, value in (
-            ("adjust_tensor_shapes_fn", self.adjust_tensor_shapes_fn),
-            ("p2p_communicator", self.p2p_communicator),
-            ("variable_seq_lengths", self.config.variable_seq_lengths),
-            (
-                "num_microbatches_with_partial_activation_checkpoints",
-                self.config.num_microbatches_with_partial_activation_checkpoints,
-            ),
+        for owner, names in (
+            (self, "adjust_tensor_shapes_fn p2p_communicator"),
+            (self.config, "variable_seq_lengths num_microbatches_with_partial_activation_checkpoints"),
         ):
-            if value:  # the command line's checks come before
-                raise RuntimeError(f"{name} is set: only --pipeline-schedule megatron supports it")
+            for name in names.split():
+                if getattr(owner, name):  # the command line's checks come before
+                    raise RuntimeError(f"{name} is set: only --pipeline-schedule megatron supports it")
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """What Megatron saves of a rank's generators: Python's, NumPy's, torch's on host and device, and its own tracker's.
+
+    Taking it copies some kilobytes on the host and waits for no kernel.
+    """
+
+    python: tuple
+    numpy: tuple
+    host: torch.Tensor
+    device: torch.Tensor
+    tracker: dict[str, torch.Tensor]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        states = tensor_parallel.get_cuda_rng_tracker().get_states()
+        return cls(
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(),
+            {name: tensor_parallel.convert_cuda_rng_state(state) for name, state in states.items()},
+        )
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.host)
+        torch.cuda.set_rng_state(self.device)
+        tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+        graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+        convert = partial(tensor_parallel.convert_cuda_rng_state, to_graphable=graphable)
+        tracker.set_states({name: convert(state) for name, state in self.tracker.items()})
 
 
 @dataclass

@@ -42,52 +42,45 @@ EVALUATE = (
 
 def main(argv: Sequence[str], prog: str) -> int:
     """megatron-2bw train gpt|bert [PLAN.json|RUN.yaml] [flags]."""
-    parser = Parser(
-        prog=prog,
-        description="Trains a GPT or a BERT. Megatron's flags and this project's follow; they take precedence over the "
+    meaning = (
+        "Trains a GPT or a BERT. Megatron's flags and this project's follow; they take precedence over the "
         f"file's. Examples: {prog} gpt plan.json --train-iters 100 --mock-data | {prog} bert run.yaml | "
-        f"{prog} gpt --pipeline-schedule 2bw --pipeline-model-parallel-size 2 ...",
-        allow_abbrev=False,
+        f"{prog} gpt --pipeline-schedule 2bw --pipeline-model-parallel-size 2 ..."
     )
-    parser.add_argument("task", choices=("gpt", "bert"))
     help = "of megatron-2bw plan --json, or a YAML file of flags: `num-layers: 24`, `bf16: true`"
-    parser.add_argument("file", nargs="?", type=Path, metavar="PLAN.json|RUN.yaml", help=help)
-    _add_hosts(parser)
-    known, typed = _split(parser, argv)
+    known, typed = _parsed(argv, prog, meaning, nargs="?", type=Path, metavar="PLAN.json|RUN.yaml", help=help)
     words, gpus = _of_file(known.file, known.task, typed) if known.file else ([], None)
     return _run(prog, known, merged(words, typed), gpus)
 
 
 def evaluate(argv: Sequence[str], prog: str) -> int:
     """megatron-2bw evaluate gpt|bert CKPT [flags]."""
-    parser = Parser(
-        prog=prog,
-        description="The validation and test loss of a checkpoint, with its model and tokenizer. Megatron's flags "
-        f"follow. Example: {prog} gpt checkpoints --data-path my_text --split 90,5,5 --eval-iters 100",
-        allow_abbrev=False,
+    meaning = (
+        "The validation and test loss of a checkpoint, with its model and tokenizer. Megatron's flags "
+        f"follow. Example: {prog} gpt checkpoints --data-path my_text --split 90,5,5 --eval-iters 100"
     )
-    parser.add_argument("task", choices=("gpt", "bert"))
-    parser.add_argument("file", metavar="CKPT", help="a run's --save")
-    _add_hosts(parser)
-    known, typed = _split(parser, argv)
+    known, typed = _parsed(argv, prog, meaning, metavar="CKPT", help="a run's --save")
     if not known.file or any(word.partition("=")[0] == "--load" for word in typed):
         usage_error(prog, "CKPT is the checkpoint to load: name its folder, and leave --load out")
     return _run(prog, known, merged([*EVALUATE, "--load", known.file], typed), None)
 
 
-def _add_hosts(parser: Parser) -> None:
+def _parsed(argv: Sequence[str], prog: str, meaning: str, **file: Any) -> tuple[argparse.Namespace, list[str]]:
+    """This command's options, and the flags of the run. The words before the first flag are this command's.
+
+    file: of the argument after the task
+    """
+    parser = Parser(prog=prog, description=meaning, allow_abbrev=False)
+    parser.add_argument("task", choices=("gpt", "bert"))
+    parser.add_argument("file", **file)
     add = parser.add_argument_group("processes").add_argument
-    meaning = "ranks on each host (default: of the plan, or stages x tensor ranks x context ranks)"
-    add("--nproc", type=whole(1), metavar="N", help=meaning)
+    ranks = "ranks on each host (default: of the plan, or stages x tensor ranks x context ranks)"
+    add("--nproc", type=whole(1), metavar="N", help=ranks)
     add("--nnodes", type=whole(1), metavar="N", help="hosts (default: of the Slurm step, or 1)")
     add("--node-rank", type=whole(0), metavar="N", help="number of this host (default: of the Slurm step)")
     add("--master-addr", metavar="HOST", help="the first host (default: of the Slurm step)")
     add("--master-port", type=whole(1, 65535), metavar="N", help="of several hosts (default: 29500)")
     add("--dry-run", action="store_true", help="print the command of a rank, and start nothing")
-
-
-def _split(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This command's options, and the flags of the run. The words before the first flag are this command's."""
     argv = expand_files(argv)
     head, *groups = [[], *_groups(argv)] if argv and argv[0].startswith("-") else _groups(argv) or [[]]
     own = [group for group in groups if group[0].partition("=")[0] in OWN]

@@ -138,22 +138,22 @@ def micro_batch_size(args, training: bool) -> int:
     return args.micro_batch_size if training else args.eval_micro_batch_size or args.micro_batch_size
 
 
+def same_names(args, names: str) -> dict[str, Any]:
+    """The arguments that a configuration of Megatron has under the same names."""
+    return {name: getattr(args, name) for name in names.split()}
+
+
 def dataset_options(args) -> dict[str, Any]:
     """The options that Megatron's GPT and BERT dataset configurations share, from its own flags."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return dict(
+    same = "split multiple_validation_sets full_validation num_dataset_builder_threads mid_level_dataset_surplus"
+    return same_names(args, f"{same} allow_ambiguous_pad_tokens") | dict(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         tokenizer=get_tokenizer(),
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 
 import torch
 from megatron.core import mpu
@@ -100,44 +101,27 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None):
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
     kind = SFTDataset if args.sft_data else kind
-    return common.build_datasets(kind, samples, _builds_datasets, dataset_config(args))
+    at_an_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+    builds = at_an_end and mpu.get_tensor_model_parallel_rank() == 0
+    return common.build_datasets(kind, samples, lambda: builds, dataset_config(args))
 
 
 datasets_provider.is_distributed = True  # Megatron calls it on every rank
 
 
-def _builds_datasets() -> bool:
-    at_an_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
-    return at_an_end and mpu.get_tensor_model_parallel_rank() == 0
-
-
 def dataset_config(args) -> GPTDatasetConfig:
     """Megatron's dataset configuration from its own flags."""
-    sequences = None
-    if args.per_dataset_sequences_path is not None:
-        with open(args.per_dataset_sequences_path) as file:
-            sequences = json.load(file)
-    options = common.dataset_options(args) | dict(
-        mmap_bin_files=args.mmap_bin_files,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
+    sequences = args.per_dataset_sequences_path
+    same = "mmap_bin_files reset_position_ids reset_attention_mask eod_mask_loss object_storage_cache_path"
+    options = common.dataset_options(args) | common.same_names(args, same)
+    options |= dict(
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
         fast_cache_load=args.dataloader_fast_cache_load,
-        sequences_per_dataset=sequences,
+        sequences_per_dataset=None if sequences is None else json.loads(Path(sequences).read_text()),
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
     )
     if not args.fim_data:
         return GPTDatasetConfig(**options)
-    return GPTFIMDatasetConfig(
-        **options,
-        fim_rate=args.fim_rate,
-        fim_spm_rate=args.fim_spm_rate,
-        fim_split_sample=args.fim_split_sample,
-        fim_fragment_rate=args.fim_fragment_rate,
-        fim_no_prefix=args.fim_no_prefix,
-        fim_extra_tokens={
-            name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")
-        },
-    )
+    tokens = {name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")}
+    same = "fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix"
+    return GPTFIMDatasetConfig(**options, **common.same_names(args, same), fim_extra_tokens=tokens)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_2bw.schedules import REDUCE, STEP, B, F, PipeDreamFlush, Schedule, TwoBW
 from megatron_2bw.timelines.page import HERE, whole
-from megatron_2bw.timelines.simulator import Event, Times, simulate_lists
+from megatron_2bw.timelines.simulator import Event, Times, by_stage, simulate_lists
 from megatron_2bw.timelines.trace import Batches
 from megatron_2bw.timelines.waits import cut, drawn
 
@@ -27,7 +27,7 @@ def timelines(batches: Batches) -> dict[str, Any]:
     """What the page shows: both timelines, in milliseconds, and the medians."""
     events = [event._replace(start=1e3 * event.start, end=1e3 * event.end) for event in batches.events]
     waited = {place: 1e3 * seconds for place, seconds in batches.waited.items()}
-    lists: Lists = [[event for event in events if event.stage == stage] for stage in range(batches.stages)]
+    lists = by_stage(events, batches.stages)
     schedule: Schedule = TwoBW() if has_late_step(lists) else PipeDreamFlush()  # for the rule of its step only
     times = medians(lists, schedule.late_step)
     found = simulate_lists(schedule, [[event.action for event in own] for own in lists], times, partial=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,22 @@ HERE = Path(__file__).parent / "page"  # the component: timelines, charts, style
 _IMPORT = re.compile(r'(from|import) "\./([\w.]+)"')
 
 
-def whole(page: Path, data: dict[str, Any], folders: Sequence[Path] = ()) -> str:
-    """The HTML of `page` with all that it names. Style sheets and modules lie in `folders`, its own folder or HERE.
+def whole(page: Path, data: dict[str, Any]) -> str:
+    """The HTML of `page` with all that it names. Style sheets and modules lie in its own folder or HERE.
 
     data: by the id of a <script type="application/json"> of the page
     """
-    places = [page.parent, *folders, HERE]
 
     def text(name: str) -> str:
-        return next(place / name for place in places if (place / name).is_file()).read_text("utf-8")
+        return next(place / name for place in (page.parent, HERE) if (place / name).is_file()).read_text("utf-8")
 
     def style(match: re.Match[str]) -> str:
         return f"<style>\n{text(match[1])}</style>"
 
     def modules(match: re.Match[str]) -> str:
-        urls = {f"page/{name}": _url(source) for name, source in _reached(match[1], text).items()}
+        urls = {}
+        for name, source in _reached(match[1], text).items():
+            urls[f"page/{name}"] = f"data:text/javascript;base64,{base64.b64encode(source.encode()).decode()}"
         return (
             f'<script type="importmap">{json.dumps({"imports": urls})}</script>\n'
             f'    <script type="module">import "page/{match[1]}";</script>'
@@ -50,17 +50,11 @@ def whole(page: Path, data: dict[str, Any], folders: Sequence[Path] = ()) -> str
 
 def script_json(content: Any) -> str:
     """JSON without blanks that can stand in a <script>; fractions have ten digits, and whole numbers none of them."""
-    return json.dumps(_whole(finite(content)), separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(finite(content, _short), separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _whole(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _whole(entry) for key, entry in content.items()}
-    if isinstance(content, list):
-        return [_whole(entry) for entry in content]
-    if isinstance(content, float):
-        return int(content) if content.is_integer() else float(f"{content:.10g}")
-    return content
+def _short(number: float) -> int | float:
+    return int(number) if number.is_integer() else float(f"{number:.10g}")
 
 
 def _reached(name: str, text: Any) -> dict[str, str]:
@@ -73,7 +67,3 @@ def _reached(name: str, text: Any) -> dict[str, str]:
         found[name] = _IMPORT.sub(r'\1 "page/\2"', source)
         missing += [match[2] for match in _IMPORT.finditer(source) if match[2] not in found]
     return found
-
-
-def _url(source: str) -> str:
-    return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_2bw.files import write_figure
+from megatron_2bw.files import new_figure, write_figure
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape, W
 from megatron_2bw.timelines.simulator import Event, PerStage, Times, makespan, simulate
 from megatron_2bw.timelines.text import busy_words
@@ -38,11 +38,9 @@ def draw_shapes(
     until     where the time axis ends; by default with the last action
     versions  write the weights W(v) below each microbatch
     """
-    from matplotlib.figure import Figure
-
     tall = 1.5 if versions else 1.0
     inches = sum(row_height(shape.stages) * shape.stages * tall + 0.55 for _, shape in panels)
-    figure = Figure(figsize=(13, 0.62 + inches), layout="constrained")
+    figure = new_figure(13, 0.62 + inches)
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     timelines = [simulate(schedule, shape, times) for schedule, shape in panels]
     span = 0.0, until or max(map(makespan, timelines))
@@ -80,9 +78,7 @@ def draw_events(
 
     steps  a stage computes during a STEP; otherwise it waits
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 1.2 + row_height(stages) * stages), layout="constrained")
+    figure = new_figure(13, 1.2 + row_height(stages) * stages)
     axis = figure.subplots()
     numbers = span is not None or microbatches * stages <= 64
     draw_rows(axis, events, Shape(stages, microbatches), numbers, span, steps=steps)
@@ -117,29 +113,27 @@ def draw_rows(
         kinds = (REDUCE, STEP) if steps else (REDUCE,)
         updates = [event for event in own if event.action.kind in kinds and event.end > event.start]
         bars = [event for event in own if event.action.kind in (F, B, W)]
-        axis.broken_barh(
-            [(event.start, event.end - event.start) for event in updates], (row - 0.2, 0.4), facecolors=UPDATE
-        )
-        axis.broken_barh(
-            [(event.start, event.end - event.start) for event in bars],
-            (row - 0.43, 0.86),
-            facecolors=[_colour(event, shape, chunks) for event in bars],
-            edgecolors="white",
-            linewidths=0.6,
-        )
+        colours = [_colour(event, shape, chunks) for event in bars]
+        axis.broken_barh(_spans(updates), (row - 0.2, 0.4), facecolors=UPDATE)
+        axis.broken_barh(_spans(bars), (row - 0.43, 0.86), facecolors=colours, edgecolors="white", linewidths=0.6)
         for event in own:
             if event.action.kind == STEP and begin < event.end <= end:
                 axis.plot([event.end, event.end], [row - 0.45, row + 0.45], color="black", linewidth=1.6)
-        for event in bars if numbers else ():
+        for event, colour in zip(bars, colours) if numbers else ():
             points = (event.end - event.start) / (end - begin) * 12 * 72
             if begin <= event.start and event.end <= end * (1 + 1e-9):
-                _number(axis, event, row, points, chunks, _ink(_colour(event, shape, chunks)), versions)
+                _number(axis, event, row, points, chunks, _ink(colour), versions)
     names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
     axis.set_yticks(range(shape.stages), names, fontsize=8 if shape.stages <= 32 else 5)
     axis.set_facecolor("#eeeeee")
     axis.set_xlim(begin, end)
     axis.set_ylim(-0.52, shape.stages - 0.48)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _spans(events: list[Event]) -> list[tuple[float, float]]:
+    """(start, length) of each."""
+    return [(event.start, event.end - event.start) for event in events]
 
 
 def _colour(event: Event, shape: Shape, chunks: int) -> tuple[float, float, float]:

@@ -7,7 +7,8 @@ all have reduced their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -82,6 +83,14 @@ def simulate_lists(schedule: Schedule, lists: list[list[Action]], times: Times, 
     run = _Run(schedule, [prepared(own, stage, len(lists), schedule.chunks) for stage, own in enumerate(lists)], times)
     run.play(partial)
     return sorted(run.events, key=lambda event: (event.start, event.stage))
+
+
+def by_stage(events: Iterable[Event], stages: int) -> list[list[Event]]:
+    """Each stage's events, in their order."""
+    rows: list[list[Event]] = [[] for _ in range(stages)]
+    for event in events:
+        rows[event.stage].append(event)
+    return rows
 
 
 class Prepared(NamedTuple):
@@ -228,21 +237,16 @@ def iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Ti
 
 
 def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
-    """The reductions and steps of `simulate`, in any order; the lists of a shape are cached."""
-    key = (schedule, shape)
-    lists = _made.get(key)
-    if lists is None:
-        if len(_made) > 64:
-            _made.clear()
-        made = _lists(schedule, shape)
-        lists = [prepared(own, stage, shape.stages, schedule.chunks) for stage, own in enumerate(made)]
-        _made[key] = lists
-    run = _Run(schedule, lists, times, computed=False)
+    """The reductions and steps of `simulate`, in any order."""
+    run = _Run(schedule, _prepared_lists(schedule, shape), times, computed=False)
     run.play()
     return run.events
 
 
-_made: dict[tuple[Schedule, Shape], list[list[Prepared]]] = {}
+@functools.lru_cache(64)
+def _prepared_lists(schedule: Schedule, shape: Shape) -> list[list[Prepared]]:
+    lists = _lists(schedule, shape)
+    return [prepared(own, stage, shape.stages, schedule.chunks) for stage, own in enumerate(lists)]
 
 
 def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Times = Times()) -> float:

@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron_2bw.schedules import REDUCE, STEP, B, F, W
-from megatron_2bw.timelines.simulator import Event, makespan
+from megatron_2bw.timelines.simulator import Event, by_stage, makespan
 
 FILL = {F: " ", B: "b", W: "w"}
 UPDATE = "u"  # a stage's own time for an update that overlaps its batches
@@ -46,7 +46,7 @@ def render(
     room = max(columns - head, scale.width)
     length = min(end, room)
     lines = [("time".ljust(head) + _ruler(scale, length)).rstrip()]
-    for stage, own in enumerate(_by_stage(events, stages)):
+    for stage, own in enumerate(by_stage(events, stages)):
         shown = [event for event in own if scale.column(event.start) <= length]
         lines.append(f"stage {stage}".ljust(head) + _row(shown, scale, length, chunked))
         if versions:
@@ -58,19 +58,7 @@ def render(
     legend = [text for kind, text in LEGEND.items() if kind in kinds]
     slow = any(event.action.kind == REDUCE and event.end > event.start for event in events)
     legend += ["A, B, ... model chunk"] * chunked + [". idle", "| weight update"] + [f"{UPDATE} its time"] * slow
-    return "\n".join([*lines, ", ".join(legend), summary(events, stages)])
-
-
-def _by_stage(events: list[Event], stages: int) -> list[list[Event]]:
-    rows: list[list[Event]] = [[] for _ in range(stages)]
-    for event in events:
-        rows[event.stage].append(event)
-    return rows
-
-
-def summary(events: list[Event], stages: int) -> str:
-    """One line: the end of the last action, and the share of time in which the stages compute."""
-    return f"makespan {makespan(events):.6g}; {busy_words(events, stages)}"
+    return "\n".join([*lines, ", ".join(legend), f"makespan {makespan(events):.6g}; {busy_words(events, stages)}"])
 
 
 def busy_words(events: list[Event], stages: int) -> str:
@@ -84,7 +72,7 @@ def busy(events: list[Event], stages: int) -> tuple[float, bool]:
     The steady state is the batches, from one reduction's start to the next, in which a stage runs as many forwards as
     backwards. If a stage has no such batch, as in a run of one batch, the share is of the whole run.
     """
-    windows = [_windows(own) for own in _by_stage(events, stages)]
+    windows = [_windows(own) for own in by_stage(events, stages)]
     steady = all(windows)
     if steady:
         spans = [span for own in windows for span in own]

@@ -34,8 +34,8 @@ class TraceWriter:
         path = directory / f"stage-{stage:02d}-pipeline-{pipeline}.json"
         self._file: TextIO | None = open(path, "w", encoding="utf-8")
         self._file.write("[\n")
-        self._emit(name="process_name", ph="M", pid=pipeline, args={"name": f"pipeline {pipeline}"})
-        self._emit(name="thread_name", ph="M", pid=pipeline, tid=stage, args={"name": f"stage {stage}"})
+        self._emit(_name("process_name", f"pipeline {pipeline}", pipeline))
+        self._emit(_name("thread_name", f"stage {stage}", pipeline, tid=stage))
 
     def write(self, records: list[Record]) -> None:
         """Append; a full disk ends the trace with one line, but not the training."""
@@ -49,20 +49,33 @@ class TraceWriter:
 
     def _write(self, records: list[Record]) -> None:
         for record in records:
-            if record.start - record.asked > 1e-6:
-                self._emit_span("wait", "wait", record.asked, record.start, cname="grey")
-            kind, microbatch, version, _ = record.action
-            args = {"kind": kind, "microbatch" if kind in "FB" else "batch": microbatch, "version": version}
-            args["waited_ms"] = (record.start - record.asked) * 1e3
-            self._emit_span(str(record.action), kind, record.start, record.end, args=args)
+            for event in _spans(record.action, record.asked, record.start, record.end, self.stage, self.pipeline):
+                self._emit(event)
         self._file.flush()
 
-    def _emit_span(self, name: str, kind: str, start: float, end: float, **more: Any) -> None:
-        times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-        self._emit(name=name, cat=kind, ph="X", pid=self.pipeline, tid=self.stage, **times, **more)
-
-    def _emit(self, **event: Any) -> None:
+    def _emit(self, event: dict[str, Any]) -> None:
         self._file.write(json.dumps(event) + ",\n")
+
+
+def _name(of: str, name: str, pipeline: int, **stage: int) -> dict[str, Any]:
+    """The event that names a pipeline (`of` process_name) or a stage (thread_name)."""
+    return {"name": of, "ph": "M", "pid": pipeline, **stage, "args": {"name": name}}
+
+
+def _spans(
+    action: Action, asked: float, start: float, end: float, stage: int, pipeline: int = 0, **more: Any
+) -> Iterator[dict[str, Any]]:
+    """The events of an action, `more` in its arguments, and of the wait before it. Times in seconds."""
+
+    def span(name: str, kind: str, start: float, end: float) -> dict[str, Any]:
+        place = {"name": name, "cat": kind, "ph": "X", "pid": pipeline, "tid": stage}
+        return place | {"ts": start * 1e6, "dur": (end - start) * 1e6}
+
+    if start - asked > 1e-6:
+        yield span("wait", "wait", asked, start) | {"cname": "grey"}
+    kind, number, version, _ = action
+    args = {"kind": kind, "microbatch" if kind in (F, B, W) else "batch": number, "version": version, **more}
+    yield span(str(action), kind, start, end) | {"args": args | {"waited_ms": (start - asked) * 1e3}}
 
 
 def forget(directory: Path) -> None:
@@ -175,25 +188,11 @@ def _spent(events: list[dict[str, Any]], begin: float, end: float) -> Counter[st
 
 def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any]:
     """A simulated timeline, with times in seconds, in the form of a merged trace: waits are events too."""
-
-    def lasting(start: float, seconds: float) -> dict[str, float]:
-        return {"ts": start * 1e6, "dur": seconds * 1e6}
-
-    found: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"pipeline: {title}"}}
-    ]
-    for stage in range(stages):
-        found.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}})
+    found = [_name("process_name", f"pipeline: {title}", 0)]
+    found += [_name("thread_name", f"stage {stage}", 0, tid=stage) for stage in range(stages)]
     free = [0.0] * stages
     for stage, action, start, end in events:
-        place = {"ph": "X", "pid": 0, "tid": stage}
-        waited = max(start - free[stage], 0.0)
-        if waited > 1e-6:
-            found.append({"name": "wait", "cat": "wait", **place, **lasting(free[stage], waited), "cname": "grey"})
-        kind, microbatch, version, chunk = action
-        args = {"kind": kind, "microbatch" if kind in (F, B, W) else "batch": microbatch, "version": version}
-        args |= {"chunk": chunk, "waited_ms": waited * 1e3}
-        found.append({"name": str(action), "cat": kind, **place, **lasting(start, end - start), "args": args})
+        found += _spans(action, min(free[stage], start), start, end, stage, chunk=action.chunk)
         free[stage] = end
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule
-from megatron_2bw.timelines.simulator import Event, Times, prepared
+from megatron_2bw.timelines.simulator import Event, Times, by_stage, prepared
 
 SMALL = 1e-9  # of the timeline's length: differences below it are rounding
 
@@ -75,9 +75,7 @@ class Waits:
         waited: dict[tuple[int, Action], float] | None = None,
     ):
         self.schedule, self.stages, self.waited = schedule, stages, waited
-        self.lists: list[list[Event]] = [[] for _ in range(stages)]
-        for event in events:
-            self.lists[event.stage].append(event)
+        self.lists = by_stage(events, stages)
         self._small = small * max((event.end for event in events), default=0.0)
         self._reduced: dict[int, list[tuple[float, int, int]]] = {}  # batch -> end, stage and place of each reduction
         for stage, (own, seconds) in enumerate(zip(self.lists, times.of("reduce", stages))):

@@ -26,7 +26,7 @@ import yaml
 from megatron_2bw import cpu
 from scripts.list_flags import parser_of
 from tests.distributed.training import TINY
-from tests.unit.test_arguments import dataset
+from tests.unit.command_lines import dataset
 from tests.unit.test_planner_calibrate import ROW
 from tests.unit.test_planner_model import LLAMA3
 

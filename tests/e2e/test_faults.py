@@ -13,7 +13,7 @@ from megatron_2bw.checkpoints.folder import checkpoint_name, latest_iteration, p
 from megatron_2bw.local_ranks import WorldError
 from tests.distributed.training import command
 from tests.e2e.launcher import ROOT, end, forked, torchrun
-from tests.unit.test_arguments import dataset
+from tests.unit.command_lines import dataset
 
 HUNG = 120.0  # seconds after which a run counts as hung; it would hang for --distributed-timeout-minutes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_2bw import run_log
 from tests.distributed.training import command
 from tests.e2e.launcher import forked, torchrun
-from tests.unit.test_arguments import dataset
+from tests.unit.command_lines import dataset
 
 
 def test_the_schedule_may_change_between_the_runs_of_a_job(tmp_path):

@@ -25,7 +25,10 @@ from megatron_2bw.local_ranks import run_world
 from tests.distributed.training import BERT, command
 from tests.e2e.launcher import ROOT, torchrun
 from tests.session import once_a_session
-from tests.unit.test_arguments import DAMAGES, MISTAKEN, REFUSED, damage, dataset, refused_command
+from tests.unit.command_lines import dataset
+from tests.unit.test_arguments import MISTAKEN
+from tests.unit.test_flags_of_data import DAMAGES, damage
+from tests.unit.test_refused_flags import REFUSED, refused_command
 from tests.unit.test_saved import DAMAGES as BROKEN
 from tests.unit.test_saved import distributed
 

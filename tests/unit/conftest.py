@@ -13,3 +13,20 @@ import pytest
 def same_environment() -> Iterator[None]:
     with mock.patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu() -> Iterator[None]:
+    """Megatron's modules look for CUDA when they are imported and while they check arguments."""
+    from megatron_2bw import cpu
+    from megatron_2bw.schedules import SCHEDULE_NAMES
+    from tests.unit.command_lines import parser_of
+
+    was_installed = cpu.installed()
+    cpu.install()
+    for schedule in SCHEDULE_NAMES:
+        for task in ("gpt", "bert"):
+            parser_of(schedule, task)
+    yield
+    if not was_installed:
+        cpu.uninstall()

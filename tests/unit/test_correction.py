@@ -11,8 +11,8 @@ import torch
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.flags.correction import Correction, Factor, correction, factor, note, warning
 from megatron_2bw.flags.own import sync_iterations
-from megatron_2bw.mcore import extrapolation
 from megatron_2bw.mcore.extrapolation import Extrapolation, Lead, add_gradients, resume_note
+from megatron_2bw.portions import portions
 
 
 class MixedPrecision:
@@ -230,11 +230,11 @@ def test_the_gradient_term_is_the_last_gradients_part_of_the_update(make, part):
         torch.testing.assert_close(found, -0.5 * part * param.grad / below)
 
 
-def test_denominators_exist_for_a_few_elements_at_a_time(monkeypatch):
-    monkeypatch.setattr(extrapolation, "AT_A_TIME", 4)
+def test_denominators_exist_for_a_few_elements_at_a_time():
     tensors = [torch.zeros(size) for size in (3, 1, 2, 9, 1)]
-    assert [[tensor.numel() for tensor in some] for some in extrapolation.portions(tensors)] == [[3, 1], [2], [9], [1]]
-    assert list(extrapolation.portions([])) == []
+    cut = portions(tensors, torch.Tensor.numel, 4)
+    assert [[tensor.numel() for tensor in some] for some in cut] == [[3, 1], [2], [9], [1]]
+    assert list(portions([], torch.Tensor.numel, 4)) == []
 
 
 @pytest.mark.parametrize(

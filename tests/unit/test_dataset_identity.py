@@ -13,7 +13,7 @@ from megatron_2bw import cpu
 from megatron_2bw.data import indexed
 from megatron_2bw.errors import UserError
 from megatron_2bw.mcore import guard, patches
-from tests.unit.test_arguments import dataset
+from tests.unit.command_lines import dataset
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,6 @@
 """The command line is checked before torch is imported, with what the whole check would answer.
 
-`test_arguments.py` holds the two checks to each other on all its command lines.
+`command_lines.complaint` holds the two checks to each other on all command lines of the tests.
 """
 
 from __future__ import annotations

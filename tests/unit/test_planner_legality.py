@@ -19,7 +19,7 @@ from megatron_2bw.planner.describe.model import PRESETS, Model
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.legality import FIELDS, RULES, is_legal, violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
-from megatron_2bw.sizes import Sizes, layout_stages, split
+from megatron_2bw.sizes import layout_stages, split
 
 
 class Stopped(Exception):
@@ -897,8 +897,9 @@ def test_megatrons_interleaved_schedule_starts_with_the_legal_numbers_of_microba
 def test_layouts_are_read_as_megatron_reads_them(text, depth, words):
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout as Layout
 
-    asked = Sizes("2bw", depth, 1, depth, 1, None, 6, 4, 4, 8, 64, 32, pipeline_model_parallel_layout=text)
-    answer = split(asked)
+    asked = {"pipeline_schedule": "2bw", "pipeline_model_parallel_size": depth, "num_layers": 6}
+    asked["pipeline_model_parallel_layout"] = text
+    answer = split(SimpleNamespace(**asked))
     assert answer is None if words is None else words in answer
     if words is None:
         read = Layout(text, depth)
@@ -906,7 +907,7 @@ def test_layouts_are_read_as_megatron_reads_them(text, depth, words):
         assert [stage.count("t") for stage in layout_stages(text)] == [
             read.get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in range(depth)
         ]
-        assert split(asked._replace(pipeline_schedule="megatron")) is None
-    several = asked._replace(pipeline_schedule="megatron", pipeline_model_parallel_layout="Et|t|tt|ttL", num_layers=6)
-    assert split(several._replace(pipeline_model_parallel_size=2)) is None
-    assert "give as many" in split(several._replace(pipeline_model_parallel_size=2, pipeline_schedule="2bw"))
+        assert split(SimpleNamespace(**asked | {"pipeline_schedule": "megatron"})) is None
+    asked |= {"pipeline_model_parallel_layout": "Et|t|tt|ttL", "pipeline_model_parallel_size": 2}
+    assert split(SimpleNamespace(**asked | {"pipeline_schedule": "megatron"})) is None
+    assert "give as many" in split(SimpleNamespace(**asked | {"pipeline_schedule": "2bw"}))

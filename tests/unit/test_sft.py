@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from megatron_2bw import cpu
 from megatron_2bw.data import indexed, preprocess
 from tests.distributed.training import command
-from tests.unit.test_arguments import complaint, dataset
+from tests.unit.command_lines import complaint, dataset
 from tests.unit.test_preprocess import OneProcess, call
 
 HEADER = "<|im_start|>{{ m.role }}\n"

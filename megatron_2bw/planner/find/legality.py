@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from megatron_2bw import sizes
@@ -19,7 +20,6 @@ from megatron_2bw.flags.unsupported import UNSUPPORTED
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import MODULES, PRECISION_AWARE, RECOMPUTE, Plan
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
-from megatron_2bw.sizes import Sizes
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
@@ -40,7 +40,7 @@ class Case(NamedTuple):
     gpus: int
     precision: str
     bf16: bool
-    sizes: Sizes
+    sizes: SimpleNamespace
 
 
 Rule = tuple[str, Callable[[Case], str | None]]
@@ -70,7 +70,7 @@ def _broken(rules: tuple[Rule, ...], case: Case) -> list[Violation]:
 
 
 def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Case:
-    asked = Sizes(
+    asked = SimpleNamespace(  # under Megatron's names; None: the flag is not given
         pipeline_schedule=plan.schedule,
         world_size=plan.gpus,
         tensor_model_parallel_size=plan.tensor,
@@ -96,6 +96,9 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
         context_parallel_size=plan.context,
         pipeline_model_parallel_layout=plan.layout,
         fp16=precision == "fp16",
+        loss_scale=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
     )
     return Case(plan, model, gpus, precision, bf16, asked)
 

@@ -1,5 +1,6 @@
-// Charts as SVG text: lines or points over two axes, and stacked columns. Colours and inks come from page.css.
+// Charts as SVG text: lines or points over two axes, and stacked columns. Inks come from page.css, colours are after Okabe and Ito.
 
+import { escaped } from "./pens.js";
 import { tick } from "./timeline.js";
 import { number } from "./why.js";
 
@@ -7,9 +8,17 @@ const W = 640;
 const H = 320;
 const PLOT = { left: 58, right: 16, top: 14, bottom: 44 };
 const MARKS = ["circle", "square", "triangle", "diamond", "cross"];
-const escaped = (text) => String(text).replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
+const SERIES = "#d55e00 #e69f00 #cc79a7 #b3922b #0072b2 #009e73 #8d959e #7a5ea8 #3fa0d8".split(" ");
+const KINDS = "#0072b2 #56b4e9 #009e73 #e69f00 #cc79a7 #8d959e".split(" ");
 
-/** Colour (1 ... 9) and mark of a series by its index; lines of the same colour differ in their marks. */
+/** The parts of a stage's memory, and the bytes of the stage that has the most. */
+export const MEMORY = ["weights", "gradients", "optimizer", "activations", "logits", "buffers"];
+export const heaviest = (stages) =>
+  Math.max(...stages.map((stage) => MEMORY.reduce((sum, kind) => sum + stage[kind], 0)));
+
+const coloured = (index) => `fill="${SERIES[index % 9]}" stroke="${SERIES[index % 9]}"`;
+
+/** A mark of a series in its colour, by its index; lines of the same colour differ in their marks. */
 function mark(index, x, y, title) {
   const r = 4;
   const shapes = {
@@ -20,7 +29,7 @@ function mark(index, x, y, title) {
     cross: `<path d="M${x - r} ${y - r}l${2 * r} ${2 * r}m0 ${-2 * r}l${-2 * r} ${2 * r}" class="stroked"/>`,
   };
   const shape = shapes[MARKS[index % MARKS.length]];
-  return `<g class="series${index % 9}">${title ? `<title>${escaped(title)}</title>` : ""}${shape}</g>`;
+  return `<g ${coloured(index)}>${title ? `<title>${escaped(title)}</title>` : ""}${shape}</g>`;
 }
 
 /** Ticks from 0 to at least `most`, about `count` of them. */
@@ -28,6 +37,11 @@ function ticks(most, count) {
   const step = tick(most / count || 1);
   return Array.from({ length: Math.floor(most / step + 1e-9) + 1 }, (_, k) => k * step);
 }
+
+/** A value of the vertical axis: a line across the chart, and the number, which ends at `x`. */
+const level = (value, y, from, x, to) =>
+  `<line x1="${from}" x2="${to}" y1="${y}" y2="${y}" class="grid"/>` +
+  `<text x="${x}" y="${y}" text-anchor="end" dominant-baseline="central">${number(value)}</text>`;
 
 /**
  * Lines, or points without `lines`, over axes that start at 0.
@@ -40,11 +54,7 @@ export function plot({ label, x, y, series, lines = true, limit }) {
   const py = (value) => H - PLOT.bottom - (value / (most[1] * 1.05)) * (H - PLOT.bottom - PLOT.top);
   const grid = [
     ...ticks(most[0], 8).map((v) => `<text x="${px(v)}" y="${H - 26}" text-anchor="middle">${number(v)}</text>`),
-    ...ticks(most[1], 5).map(
-      (v) =>
-        `<line x1="${PLOT.left}" x2="${W - PLOT.right}" y1="${py(v)}" y2="${py(v)}" class="grid"/>` +
-        `<text x="${PLOT.left - 6}" y="${py(v)}" text-anchor="end" dominant-baseline="central">${number(v)}</text>`,
-    ),
+    ...ticks(most[1], 5).map((v) => level(v, py(v), PLOT.left, PLOT.left - 6, W - PLOT.right)),
     `<text x="${(PLOT.left + W) / 2}" y="${H - 6}" text-anchor="middle">${escaped(x)}</text>`,
     `<text transform="translate(12 ${(H - PLOT.bottom) / 2}) rotate(-90)" text-anchor="middle">${escaped(y)}</text>`,
   ];
@@ -54,7 +64,7 @@ export function plot({ label, x, y, series, lines = true, limit }) {
     const index = one.index ?? place;
     const points = one.points.filter((point) => point[1] !== null);
     const way = points.map((point) => `${px(point[0]).toFixed(1)},${py(point[1]).toFixed(1)}`).join(" ");
-    const line = lines ? `<polyline points="${way}" class="line series${index % 9}"/>` : "";
+    const line = lines ? `<polyline points="${way}" class="line" ${coloured(index)}/>` : "";
     const title = (point) => point[2] ?? `${one.name}: ${number(point[1])} at ${number(point[0])}`;
     return line + points.map((point) => mark(index, px(point[0]), py(point[1]), title(point))).join("");
   });
@@ -85,18 +95,14 @@ export function stacks({ label, unit, groups, kinds, limit, column: named = "sta
     const wide = Math.max(10, Math.min(34, 320 / columns.length));
     const axis = `${named}, ${unit}`;
     const width = Math.max(46 + wide * columns.length, 60 + title.length * 6.5, 46 + axis.length * 6);
-    const parts = ticks(most, 4).map(
-      (v) =>
-        `<line x1="40" x2="${width}" y1="${py(v)}" y2="${py(v)}" class="grid"/>` +
-        `<text x="36" y="${py(v)}" text-anchor="end" dominant-baseline="central">${number(v)}</text>`,
-    );
+    const parts = ticks(most, 4).map((v) => level(v, py(v), 40, 36, width));
     columns.forEach((column, stage) => {
       let below = 0;
       kinds.forEach((kind, index) => {
         const [from, to] = [py(below), py((below += column[kind]))];
         const box = `x="${42 + stage * wide}" y="${to}" width="${wide * 0.84}" height="${Math.max(from - to, 0)}"`;
         parts.push(
-          `<rect ${box} class="kind${index}"><title>${named} ${first + stage}, ${kind}: ${number(column[kind])} ${unit}</title></rect>`,
+          `<rect ${box} fill="${KINDS[index]}"><title>${named} ${first + stage}, ${kind}: ${number(column[kind])} ${unit}</title></rect>`,
         );
       });
       const every = Math.ceil(columns.length / 16);
@@ -111,7 +117,7 @@ export function stacks({ label, unit, groups, kinds, limit, column: named = "sta
     const box = `viewBox="0 0 ${width} ${top + tall + bottom}" width="${width}"`;
     return `<svg class="chart" role="img" aria-label="${escaped(`${label}, ${title}`)}" ${box}>${parts.join("")}</svg>`;
   });
-  const names = kinds.map((kind, index) => legend(kind, `<rect width="14" height="14" class="kind${index}"/>`));
+  const names = kinds.map((kind, index) => legend(kind, `<rect width="14" height="14" fill="${KINDS[index]}"/>`));
   if (limit) names.push(legend(limit.name, `<line x1="0" x2="14" y1="7" y2="7" class="limit"/>`));
   return `<div class="stacks">${figures.join("")}</div><p class="legend">${names.join("")}</p>`;
 }

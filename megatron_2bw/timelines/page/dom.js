@@ -1,5 +1,7 @@
 // Elements, and files that a person saves.
 
+export const by = (id) => document.getElementById(id);
+
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes))

@@ -36,7 +36,7 @@ export function canvasPen(context) {
   };
 }
 
-const escaped = (text) => String(text).replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
+export const escaped = (text) => String(text).replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const short = (number) => Number(number.toFixed(2));
 
 /** A pen that collects SVG elements; `toString` is the document. */

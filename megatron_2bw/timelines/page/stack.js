@@ -2,13 +2,19 @@
 
 import { button, cell, element } from "./dom.js";
 import { lowered, svgPen } from "./pens.js";
-import { height, read } from "./timeline.js";
+import { COLOURS, height, read } from "./timeline.js";
 import { Span, theme, TimelineView } from "./view.js";
 import { about, number } from "./why.js";
 
 const SECONDS = 12; // of a whole playback
 const TITLE = 24; // pixels, in an exported picture
-const LEGEND = { f: "forward", b: "backward", s: "weight update", u: "time of the update", i: "idle" };
+const LEGEND = {
+  forward: `background: ${COLOURS[0][0]}`,
+  backward: `background: ${COLOURS[0][2]}`,
+  "weight update": "width: 2px; height: 14px; background: var(--ink)",
+  "time of the update": "height: 6px; background: var(--update)",
+  idle: "background: var(--idle)",
+};
 const NUMBERS = "Numbers are microbatches, from 0; W is the weight version; a colour is a batch.";
 const HINT =
   "Point at an action or at idle time, or select a timeline and press an arrow key: here is what runs, and why the stage waits.";
@@ -34,9 +40,7 @@ export class Stack {
       this.version,
       this.critical,
     );
-    const key = Object.entries(LEGEND).map(([kind, text]) =>
-      element("span", {}, element("i", { class: `key-${kind}` }), text),
-    );
+    const key = Object.entries(LEGEND).map(([text, style]) => element("span", {}, element("i", { style }), text));
     this.host = element("div", {});
     this.why = element("p", { class: "why", "aria-live": "polite" }, HINT);
     this.details = element("details", { ontoggle: () => this.tables() }, element("summary", {}, "As tables"));
@@ -74,7 +78,7 @@ export class Stack {
     const card = this.cards.get(name) ?? this.add(name);
     this.host.append(card.host);
     card.note.textContent = answer.error ?? answer.note ?? "";
-    card.note.className = answer.error ? "wrong" : "";
+    card.note.className = answer.error ? "wrong" : "soft";
     card.body.hidden = Boolean(answer.error);
     const { microbatches, colourBy, critical } = this.state;
     if (timeline && timeline.makespan > this.span.end) this.span.fit(timeline.makespan);

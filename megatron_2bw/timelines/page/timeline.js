@@ -5,7 +5,7 @@ export const LEFT = 62; // pixels of the stages' names
 export const AXIS = 22; // pixels of the time axis
 
 // By batch or weight version, in turn: [forward, its ink, backward, its ink]. The pairs differ in lightness too.
-const COLOURS = [
+export const COLOURS = [
   ["#a6d3f2", "#000", "#0072b2", "#fff"],
   ["#fbd9a5", "#000", "#b85c00", "#fff"],
   ["#bfe5d9", "#000", "#00664c", "#fff"],

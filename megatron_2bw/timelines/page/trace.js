@@ -1,10 +1,9 @@
 // The page of a measured run (megatron_2bw/timelines/measured.py).
 
-import { cell, element } from "./dom.js";
+import { by, cell, element } from "./dom.js";
 import { Stack } from "./stack.js";
 import { number } from "./why.js";
 
-const by = (id) => document.getElementById(id);
 const { title, microbatches, medians, timelines } = JSON.parse(by("trace").textContent);
 const state = { microbatches, colourBy: "batch", critical: false };
 const TITLES = { measured: "Measured", simulated: "Simulated: the same lists, with each stage's median times" };

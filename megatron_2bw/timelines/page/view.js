@@ -1,5 +1,6 @@
 // A timeline on a canvas, with pointer and keyboard. Several share one Span, so they zoom and scroll together.
 
+import { element } from "./dom.js";
 import { canvasPen } from "./pens.js";
 import { at, draw, height, LEFT } from "./timeline.js";
 
@@ -50,11 +51,8 @@ export class TimelineView {
   /** options: those of `draw`, without theme and selected; onSelect(event, timeline, idle) */
   constructor(host, span, label, options) {
     Object.assign(this, { span, options, selected: null });
-    this.canvas = document.createElement("canvas");
-    this.canvas.tabIndex = 0;
-    this.canvas.setAttribute("role", "application");
-    this.canvas.setAttribute("aria-label", `Timeline of ${label}. ${KEYS}`);
-    this.canvas.className = "timeline";
+    const named = { role: "application", "aria-label": `Timeline of ${label}. ${KEYS}` };
+    this.canvas = element("canvas", { class: "timeline", tabindex: 0, ...named });
     host.append(this.canvas);
     this.listener = () => this.redraw();
     span.listeners.push(this.listener);

@@ -2,15 +2,16 @@
 
 export const number = (value) => String(Number(value.toPrecision(4)));
 
+const NAMES = { F: "forward", B: "backward" };
+
 /** What the action does. */
 export function what(event, microbatches) {
   const batch = Math.floor(event.number / microbatches);
   const chunk = event.chunk ? `, chunk ${String.fromCharCode(97 + event.chunk)}` : "";
   switch (event.kind) {
     case "F":
-      return `forward of microbatch ${event.number} (batch ${batch}${chunk}) on weights W(${event.version})`;
     case "B":
-      return `backward of microbatch ${event.number} (batch ${batch}${chunk}) on weights W(${event.version})`;
+      return `${NAMES[event.kind]} of microbatch ${event.number} (batch ${batch}${chunk}) on weights W(${event.version})`;
     case "R":
       return `start of the reduction of batch ${event.number}'s gradients`;
     default:

@@ -1,13 +1,11 @@
 // The page of --report (megatron_2bw/planner/tell/report_page.py).
 
-import { plot, stacks } from "./chart.js";
-import { button, cell, copied, element } from "./dom.js";
+import { heaviest, MEMORY, plot, stacks } from "./chart.js";
+import { button, by, cell, copied, element } from "./dom.js";
 import { Stack } from "./stack.js";
 import { number } from "./why.js";
 
-const by = (id) => document.getElementById(id);
 const { title, ranked, allowed, plans, timelines } = JSON.parse(by("report").textContent);
-const KINDS = ["weights", "gradients", "optimizer", "activations", "logits", "buffers"];
 const CAUSES = {
   compute: "computing",
   tensor: "tensor parallelism's collectives",
@@ -18,12 +16,11 @@ const CAUSES = {
 };
 // Colour and mark of a schedule, as on the page of schedules.
 const SERIES = { "2bw": 0, "pipedream-flush": 4, gpipe: 5, "no-pipelining": 6, pipedream: 7, megatron: 8 };
-const total = (stage) => KINDS.reduce((sum, kind) => sum + stage[kind], 0);
 const sum = (split) => Object.values(split).reduce((one, other) => one + other, 0);
 
 plans.forEach((plan, place) => {
   plan.rank = place < ranked ? place + 1 : null;
-  plan.gib = Math.max(...plan.memory.map(total));
+  plan.gib = heaviest(plan.memory);
   plan.bubble = (100 * plan.split.bubble) / sum(plan.split);
 });
 
@@ -96,7 +93,7 @@ function show() {
     label: "Memory by stage",
     unit: "GiB a GPU",
     groups: [{ title: chosen.name, columns: chosen.memory }],
-    kinds: KINDS,
+    kinds: MEMORY,
     limit: { y: allowed, name: `allowed: ${number(allowed)} GiB` },
   });
   change({});

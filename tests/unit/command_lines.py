@@ -1,0 +1,76 @@
+"""Real command lines, checked without ranks: what the tests of the flags share."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import struct
+from pathlib import Path
+from unittest import mock
+
+from megatron_2bw import cpu
+from megatron_2bw.flags import early
+from megatron_2bw.flags.parse import check, parse_early, prepare
+from megatron_2bw.schedules import SCHEDULES
+from tests.distributed.training import BERT
+
+FLUSH = tuple(name for name, schedule in SCHEDULES.items() if schedule.flushes)
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+class Stopped(Exception):
+    """What `stop` raises here instead of ending the process."""
+
+
+def stop(message: str):
+    raise Stopped(message)
+
+
+@functools.cache
+def parser_of(schedule: str, task: str) -> argparse.ArgumentParser:
+    from megatron.core.extensions import kitchen
+    from megatron.training.arguments import add_megatron_arguments
+
+    with mock.patch.object(kitchen, "HAVE_KITCHEN", True):  # it brings flags
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return prepare(parser, parse_early(["--pipeline-schedule", schedule], stop, task), stop)
+
+
+def parse(argv: list[str], world: int) -> argparse.Namespace:
+    """`argv` may begin with the name of BERT's script."""
+    schedule = argv[argv.index("--pipeline-schedule") + 1]
+    bert = argv[0] == BERT
+    args = parser_of(schedule, "bert" if bert else "gpt").parse_args(argv[bert:])
+    args.world_size = world
+    return args
+
+
+def complaint(argv: list[str], world: int) -> str | None:
+    """What the checks say to a command line for `world` processes; None if they accept it.
+
+    The check before torch is imported must answer the same line, or none where the rule needs more than it has.
+    """
+    line = _complaint(argv, world)
+    if "cpu" in argv and cpu.installed():
+        bert = argv[0] == BERT
+        found = early.mistakes(argv[bert:], "bert" if bert else "gpt", world)
+        assert found[:1] in ([], [line]), "the check before the imports answers something else"
+    return line
+
+
+def _complaint(argv: list[str], world: int) -> str | None:
+    try:
+        check(parse(argv, world), stop, argv)
+    except Stopped as stopped:
+        return str(stopped)
+    return None
+
+
+def dataset(prefix: Path, lengths: tuple[int, ...] = (5, 7, 3), code: int = 4, width: int = 4) -> Path:
+    """A dataset of Megatron's, one document a sequence: what the checks look at, written from its description."""
+    starts = [width * sum(lengths[:i]) for i in range(len(lengths))]
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(lengths), len(lengths) + 1)
+    tables = struct.pack(f"<{len(lengths)}i{len(lengths)}q", *lengths, *starts)
+    Path(f"{prefix}.idx").write_bytes(header + tables + struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1)))
+    Path(f"{prefix}.bin").write_bytes(bytes(width * sum(lengths)))
+    return prefix

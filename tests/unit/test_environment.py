@@ -1,0 +1,112 @@
+"""Environment variables of CUDA, NCCL and torch that a run refuses, warns of, or sets."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron_2bw import cpu
+from megatron_2bw.flags import combinations, environment
+from megatron_2bw.flags.parse import parse_early
+from tests.distributed.training import command
+from tests.unit.command_lines import complaint, parse, stop
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+NAMES = ("CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """The checks of a GPU host, with no variable set."""
+    monkeypatch.setattr(cpu, "installed", lambda: False)
+    for name in (*NAMES, *environment.SET):
+        monkeypatch.setenv(name, "")  # restored at the end even where a check sets it
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "stages, world, schedule, flags, hangs",
+    [
+        (2, 2, "2bw", {}, True),
+        (2, 2, "gpipe", {}, True),
+        (2, 2, "megatron", {}, False),
+        (1, 2, "2bw", {}, True),  # the late step's collectives
+        (1, 1, "2bw", {}, False),
+        (1, 2, "pipedream-flush", {}, False),
+        (2, 2, "2bw", {"two_bw_exchange": "gloo"}, True),
+        (2, 2, "gpipe", {"two_bw_exchange": "gloo"}, False),
+        (2, 2, "2bw", {"distributed_backend": "gloo"}, False),
+    ],
+)
+def test_variables_with_which_a_run_over_nccl_would_hang(name, stages, world, schedule, flags, hangs, on_gpus):
+    argv = command(stages, 2, schedule, **{"distributed_backend": "nccl"} | flags)
+    for text in ("", "0"):
+        on_gpus.setenv(name, text)
+        assert complaint(argv, world) is None
+    on_gpus.setenv(name, "1")
+    message = complaint(argv, world)
+    assert (message is not None) == hangs
+    assert not hangs or message.startswith(f"{name}=1 does not work with --pipeline-schedule {schedule}: ")
+    assert not hangs or message.endswith("; unset it, or give --distributed-backend gloo")
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
+def test_a_warning_where_the_cpu_would_wait_for_each_message(name, monkeypatch):
+    over_nccl = parse(command(2, 2, "2bw", distributed_backend="nccl"), 2)
+    assert environment.warning(over_nccl) is None
+    monkeypatch.setenv(name, "1")
+    assert environment.warning(over_nccl).startswith(f"> {name}=1: ")
+    for argv in (command(2, 2, "2bw"), command(2, 2, "megatron", distributed_backend="nccl")):
+        assert environment.warning(parse(argv, 2)) is None
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--pipeline-schedule", "2bw"], "32"),
+        (["--pipeline-schedule", "gpipe", "--tensor-model-parallel-size", "1"], "32"),
+        (["--pipeline-schedule", "2bw", "--tensor-model-parallel-size", "2"], None),
+        (["--pipeline-schedule", "2bw", "--context-parallel-size=2"], None),
+        (["--pipeline-schedule", "megatron"], None),
+        ([], None),
+    ],
+)
+def test_a_hardware_queue_for_each_stream(flags, expected, on_gpus):
+    parse_early(flags, stop)
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+    on_gpus.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    parse_early(flags, stop)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+def test_the_queues_are_set_before_anything_asks_cuda(on_gpus):
+    seen = []
+    on_gpus.setattr(cpu, "wanted", lambda device: seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+    parse_early(["--pipeline-schedule", "2bw", "--device", "cuda"], stop)
+    assert seen == ["32"]
+
+
+@pytest.mark.parametrize(
+    "schedule, stages, flags, expected",
+    [
+        ("2bw", 2, {}, "4"),
+        ("gpipe", 2, {}, "4"),
+        ("2bw", 1, {}, None),
+        ("2bw", 2, {"two_bw_exchange": "gloo"}, None),
+        ("2bw", 2, {"distributed_backend": "gloo"}, None),
+        ("2bw", 2, {"context_parallel_size": 2, "transformer_impl": "transformer_engine"}, None),
+        ("megatron", 2, {}, None),
+    ],
+)
+def test_a_bound_on_the_channels_of_a_message(schedule, stages, flags, expected, on_gpus):
+    on_gpus.setattr(combinations, "installed", lambda package: True)
+    argv = command(stages, 2, schedule, **{"distributed_backend": "nccl"} | flags)
+    assert complaint(argv, 4 if "context_parallel_size" in flags else stages) is None
+    assert os.environ.get("NCCL_MAX_P2P_NCHANNELS") == expected
+    on_gpus.setenv("NCCL_MAX_P2P_NCHANNELS", "16")
+    assert complaint(argv, 4 if "context_parallel_size" in flags else stages) is None
+    assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == "16"
