@@ -126,7 +126,8 @@ def _model(options: argparse.Namespace) -> Model:
         vocab=options.vocab_size or options.padded_vocab_size or (30522 if options.bert else 50257),
         sequence=options.seq_length or 1024,
         kind="bert" if options.bert else "gpt",
-        ffn=options.ffn_hidden_size or _ffn(options),
+        # Megatron's default is 4h (0 here), and with --swiglu two thirds of it, rounded down to a multiple of 64.
+        ffn=options.ffn_hidden_size or int(options.hidden_size * 8 / 3 / 64) * 64 * options.swiglu,
         groups=options.num_query_groups or (1 if options.group_query_attention else 0),
         head_size=options.kv_channels or 0,
         gated=options.swiglu,
@@ -200,11 +201,6 @@ def _typed(options: argparse.Namespace) -> str | None:
     defaults = dict.fromkeys(SIZES) | dict.fromkeys(("bert", *SWITCHES), False) | NUMBERS
     defaults |= {name: choices[0] for name, choices in CHOICES.items()}
     return next((flag(name) for name, default in defaults.items() if getattr(options, name) != default), None)
-
-
-def _ffn(options: argparse.Namespace) -> int:
-    """Megatron's default: 4h (0 here), and with --swiglu two thirds of it, rounded down to a multiple of 64."""
-    return int(options.hidden_size * 8 / 3 / 64) * 64 if options.swiglu else 0
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

@@ -209,9 +209,8 @@ def read_log(path: Path) -> Run:
     log = _text(path)
     given = _arguments(log, path)
     if not given:
-        raise UserError(
-            f"{path}: no arguments of Megatron: a run writes them with --save, or prints them with --verbose"
-        )
+        remedy = "a run writes them with --save, or prints them with --verbose"
+        raise UserError(f"{path}: no arguments of Megatron: {remedy}")
     for name, planned in UNPLANNED.items():
         if given.get(name, planned) != planned:
             raise UserError(f"{path}: {name} is {given[name]}; the planner has plans with {planned} only")
