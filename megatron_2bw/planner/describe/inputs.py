@@ -20,23 +20,11 @@ from megatron_2bw.planner.describe.profile import Profile
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 SIZES = (*SHAPE, "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size")
 SWITCHES = (
-    "group_query_attention",
-    "swiglu",
-    "use_rope_scaling",
-    "untie_embeddings_and_output_weights",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "openai_gelu",
-    "no_bias_gelu_fusion",
-)
-NUMBERS = {
-    "rotary_base": 10000,
-    "rope_scaling_factor": 8.0,
-    "norm_epsilon": 1e-5,
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-}
+    "group_query_attention swiglu use_rope_scaling untie_embeddings_and_output_weights disable_bias_linear "
+    "add_qkv_bias qk_layernorm openai_gelu no_bias_gelu_fusion"
+).split()
+DROPOUTS = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+NUMBERS = {"rotary_base": 10000, "rope_scaling_factor": 8.0, "norm_epsilon": 1e-5} | DROPOUTS
 CHOICES = {"normalization": ("LayerNorm", "RMSNorm"), "position_embedding_type": ("learned_absolute", "rope")}
 
 
@@ -95,7 +83,7 @@ def _model(options: argparse.Namespace) -> Model:
     for name in sizes:
         if (getattr(options, name) or 0) >= models.LARGEST:
             raise UserError(f"{flag(name)} {getattr(options, name)}: it must be below {models.LARGEST:g}")
-    for name in ("attention_dropout", "hidden_dropout"):
+    for name in DROPOUTS:
         if not 0 <= getattr(options, name) < 1:
             raise UserError(f"{flag(name)} must be at least 0 and less than 1, not {getattr(options, name)}")
     if not 0 < options.norm_epsilon < 1:
@@ -182,10 +170,8 @@ def _shortened(path: Path) -> int | None:
     longest = rotary_positions(path)
     if longest <= LONGEST:
         return None
-    print(
-        f"--model {path} allows sequences of {longest} tokens; planned are {LONGEST}. Give --seq-length for others",
-        file=sys.stderr,
-    )
+    planned = f"planned are {LONGEST}. Give --seq-length for others"
+    print(f"--model {path} allows sequences of {longest} tokens; {planned}", file=sys.stderr)
     return LONGEST
 
 
@@ -211,9 +197,8 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         raise UserError(f"--gpus-per-server {per_server}: the servers of {cluster.name} have {cluster.gpus_per_server}")
     if options.servers and cluster.devices:
         raise UserError(f"--servers {options.servers}: the groups of --cluster {options.cluster} say it; leave it out")
-    cluster = replace(
-        cluster, servers=options.servers or cluster.servers, gpus_per_server=per_server or cluster.gpus_per_server
-    )
+    servers = options.servers or cluster.servers
+    cluster = replace(cluster, servers=servers, gpus_per_server=per_server or cluster.gpus_per_server)
     if options.link:
         if cluster.servers == 1:
             raise UserError("--link has no effect with one server: give --servers, or leave it out")

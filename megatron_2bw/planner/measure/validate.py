@@ -27,8 +27,8 @@ from megatron_2bw.planner.measure.place import Place, command, environment, find
 from megatron_2bw.planner.measure.trials import FAILED, OK, REFUSED, TIMEOUT, Trial
 from megatron_2bw.planner.tell.jobs import entry_script, mock_data
 from megatron_2bw.processes import stop_tree
+from megatron_2bw.start.torchrun import ROOT, start
 
-ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 BUSY = 0.1  # share of the cores that others use, above which measured times are unreliable
 FILES = ("trials.jsonl", "validate.json", "validate.png")
@@ -186,9 +186,7 @@ def _seconds_of_others() -> float:
 def execute(line: list[str], log: Path, variables: dict[str, str], timeout: float) -> int | None:
     """Run a command with its output in `log`; its exit status, or None after `timeout` seconds. Raises OSError."""
     with open(log, "wb") as file:
-        process = subprocess.Popen(
-            line, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = start(line, file, env=variables)
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
