@@ -13,7 +13,7 @@ from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe import model as models
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.hugging_face import from_hugging_face, rotary_positions
-from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.model import Model, flag
 from megatron_2bw.planner.describe.plan import PRECISION_AWARE
 from megatron_2bw.planner.describe.profile import Profile
 
@@ -33,11 +33,6 @@ CHOICES = {"normalization": ("LayerNorm", "RMSNorm"), "position_embedding_type":
 LONGEST = 4096
 # What a search covers in seconds to minutes.
 MOST_LAYERS, MOST_GPUS = 1_000, 1_000_000
-
-
-def flag(name: str) -> str:
-    """The flag of an option's name."""
-    return "--" + name.replace("_", "-")
 
 
 def numbers(text: str) -> tuple[int, ...]:

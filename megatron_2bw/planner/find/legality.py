@@ -15,6 +15,8 @@ from megatron_2bw import sizes
 from megatron_2bw.flags.rule import Rule as FlagRule
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.flags.unsupported import UNSUPPORTED
+from megatron_2bw.planner.describe import model as models
+from megatron_2bw.planner.describe import plan as plans
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import MODULES, PRECISION_AWARE, RECOMPUTE, Plan
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
@@ -67,7 +69,10 @@ def violations(plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf1
 def is_legal(plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf16: bool = True) -> bool:
     """Whether `violations` would be empty. It stops at the first, for a search that asks this of many plans."""
     case = _case(plan, model, gpus, precision, bf16)
-    return not any(rule.breaks(case) for rule in FIELDS) and not any(rule.breaks(case) for rule in RULES)
+    for breaks in _CHECKS:
+        if breaks(case):
+            return False
+    return True
 
 
 def _broken(rules: tuple[Rule, ...], case: Case) -> list[Violation]:
@@ -75,31 +80,23 @@ def _broken(rules: tuple[Rule, ...], case: Case) -> list[Violation]:
     return [Violation(rule.cause, rule.line.format(**case._asdict()) or str(found)) for rule, found in answers if found]
 
 
+_OF_PLAN, _OF_MODEL = (
+    [(field, argument) for field, argument in arguments.items() if argument in Sizes._fields]
+    for arguments in (plans.ARGUMENTS, models.ARGUMENTS)
+)
+
+
 def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Case:
+    given = {argument: getattr(plan, field) for field, argument in _OF_PLAN}
+    given |= {argument: getattr(model, field) for field, argument in _OF_MODEL}
+    given["decoder_first_pipeline_num_layers"] = plan.first or None
+    given["decoder_last_pipeline_num_layers"] = plan.last or None
     asked = Sizes(
-        pipeline_schedule=plan.schedule,
+        **given,
         world_size=plan.gpus,
-        tensor_model_parallel_size=plan.tensor,
-        pipeline_model_parallel_size=plan.depth,
-        micro_batch_size=plan.microbatch,
-        global_batch_size=plan.global_batch,
-        num_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_query_groups=model.groups,
-        kv_channels=model.head_size,
-        ffn_hidden_size=model.ffn,
-        seq_length=model.sequence,
-        sequence_parallel=plan.sequence_parallel,
-        decoder_first_pipeline_num_layers=plan.first or None,
-        decoder_last_pipeline_num_layers=plan.last or None,
         num_virtual_stages_per_pipeline_rank=plan.virtual if plan.virtual > 1 else None,
-        two_bw_gradient_slots=plan.gradient_slots,
-        two_bw_extra_warmup=plan.extra_warmup,
         two_bw_correction="auto" if plan.extrapolate else "none",
-        gpipe_round=plan.gpipe_round,
-        use_distributed_optimizer=plan.distributed_optimizer,
         untie_embeddings_and_output_weights=not model.tied,
-        context_parallel_size=plan.context,
         pipeline_model_parallel_layout=plan.layout,
         fp16=precision == "fp16",
     )
@@ -111,7 +108,10 @@ def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Ca
 
 def _whole(least: int, *numbers: object) -> bool:
     """Whether all are whole numbers of `least` or more."""
-    return {*map(type, numbers)} <= {int} and min(numbers, default=least) >= least
+    for number in numbers:  # a search asks this often
+        if type(number) is not int or number < least:
+            return False
+    return True
 
 
 def _sizes(case: Case) -> str | None:
@@ -134,9 +134,10 @@ def _sizes(case: Case) -> str | None:
 
 def _warmup(case: Case) -> str | None:
     extra = case.plan.extra_warmup
+    if _whole(0, *extra):
+        return None
     listed = ",".join(map(str, extra))
-    wrong = f"--two-bw-extra-warmup {listed}: give whole numbers of 0 or more, or leave the flag out"
-    return None if _whole(0, *extra) else wrong
+    return f"--two-bw-extra-warmup {listed}: give whole numbers of 0 or more, or leave the flag out"
 
 
 def _recompute(case: Case) -> str | None:
@@ -355,3 +356,5 @@ RULES: tuple[Rule, ...] = (
     _shared("pipedream with tied embeddings", sizes.TIES),
     _shared("pipedream with fp16 and dynamic loss scale", sizes.SCALES),
 )
+
+_CHECKS = tuple(rule.breaks for rule in FIELDS + RULES)
