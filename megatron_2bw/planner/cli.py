@@ -79,13 +79,8 @@ def planning_parser(prog: str, description: str) -> Parser:
     add("--profile", type=Path, metavar="FILE.json", help="measured times, from `megatron-2bw-plan profile`")
 
     add = parser.add_argument_group("choices of the search").add_argument
-    batch = dict(type=int, required=True, metavar="N")
-    add(
-        "--max-global-batch-size",
-        dest="batch",
-        **batch,
-        help="the largest global batch, in samples, that is safe for convergence",
-    )
+    safe = "the largest global batch, in samples, that is safe for convergence"
+    add("--max-global-batch-size", dest="batch", type=int, required=True, metavar="N", help=safe)
     known = f"of {', '.join(SCHEDULE_NAMES)}"
     add("--schedules", type=names_of(SCHEDULE_NAMES), default=PLANNED, metavar="NAME,...", help=known)
     sizes = dict(type=numbers, metavar="N,...")
