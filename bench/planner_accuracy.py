@@ -57,18 +57,9 @@ def search_time() -> list[Check]:
         seconds = time.process_time() - begun
         found = explain.Result(search.cost, space, list(map(search.cost.estimate, plans)), search, 0.0, ties)
         explain.table(found), explain.reason(found), explain.on_fewer_gpus(found)
-        rows.append(
-            {
-                "model": name,
-                "GPUs": device.gpus,
-                "batch": batch,
-                "best": described(plans[0]),
-                "simulated plans": search.examined,
-                "seconds": round(seconds, 2),
-                "with the words": round(time.process_time() - begun, 2),
-                "limit": limit,
-            }
-        )
+        row = {"model": name, "GPUs": device.gpus, "batch": batch, "best": described(plans[0])}
+        row |= {"simulated plans": search.examined, "seconds": round(seconds, 2)}
+        rows.append(row | {"with the words": round(time.process_time() - begun, 2), "limit": limit})
     return [
         Check(
             "the search itself, one core",
@@ -128,9 +119,8 @@ def draw(checks: list[Check]) -> Any:
 def main() -> int:
     parser = new_parser(__doc__, "planner_accuracy")
     parser.add_argument("--sections", type=names_of(SECTIONS), default=list(SECTIONS), metavar="NAME,...")
-    parser.add_argument(
-        "--emulated", type=numbers, default=[], metavar="D,...", help="also run emulated pipelines of these depths"
-    )
+    also = "also run emulated pipelines of these depths"
+    parser.add_argument("--emulated", type=numbers, default=[], metavar="D,...", help=also)
     options = parser.parse_args()
     sections = {name: SECTIONS[name] for name in options.sections}
     if not options.emulated:

@@ -78,7 +78,7 @@ def links() -> list[Check]:
 
 def golden() -> list[Check]:
     """Megatron-LM's own tests of a 7B on 8 GPUs, one batch of 8."""
-    model, rows = Model("7B", 32, 4096, 32, 131072, 8192, groups=8, tied=False), []
+    model, rows, memory = Model("7B", 32, 4096, 32, 131072, 8192, groups=8, tied=False), [], []
     presets = {"A100": "dgx-a100-80", "H100": "dgx-h100", "GB200": "gb200-nvl72"}
     for row in table("megatron_golden_7b.csv"):
         server = replace(cluster.preset(presets[row["gpu"]], 1), gpus_per_server=8)
@@ -90,23 +90,14 @@ def golden() -> list[Check]:
         plan = Plan(tensor, depth, width, size, 8 // (width * size), "none", "megatron", virtual)
         plan = replace(plan, distributed_optimizer=True)
         seconds, held = cost.seconds(plan), cost.memory.stages(plan)[-1].total / GIB
-        rows.append(
-            {
-                "GPU": row["gpu"],
-                "t": tensor,
-                "d": depth,
-                **compared(float(row["seconds"]), seconds, "s", 3),
-                "measured GiB": float(row["gib"]),
-                "predicted GiB": round(held, 1),
-                "memory's error": round(held / float(row["gib"]) - 1, 3),
-                "fitted to": row["gpu"] == "A100",
-            }
-        )
+        sizes, gib = {"GPU": row["gpu"], "t": tensor, "d": depth}, float(row["gib"])
+        bytes_ = {"measured GiB": gib, "predicted GiB": round(held, 1), "memory's error": round(held / gib - 1, 3)}
+        memory.append(sizes | compared(float(row["seconds"]), seconds, "s", 3) | bytes_)
+        rows.append(memory[-1] | {"fitted to": row["gpu"] == "A100"})
     source = "Megatron-LM, tests/functional_tests (golden values)"
     mode = (
         f"deterministic mode with dropout: attention takes {DETERMINISTIC} times as long, chosen on the two A100 rows"
     )
-    memory = [{name: value for name, value in row.items() if name != "fitted to"} for row in rows]
     hopper, blackwell = ([row for row in rows if (row["GPU"] == "GB200") == new] for new in (False, True))
     return [
         within(8, "7B on 8 H100 (A100 is fitted to)", source, hopper, assumes=mode),
@@ -120,16 +111,13 @@ def golden() -> list[Check]:
 def b200() -> list[Check]:
     """12 layers of a 70B on 8 B200. Its runs overlapped no reduction, so the plans are those of a plain 1F1B."""
     preset, chosen, source = cluster.PRESETS["dgx-b200"], [0, 1, 2, 3], "SimuMax, docs/b200 (Apache-2.0)"
-    rows = _b200_rows(Model("70B", 12, 8192, 64, 128256, 4096, groups=8, ffn=28672, tied=False, **LLAMA_LAYER))
-    runs = [row.pop("run") for row in rows]
+    rows, runs = _b200_rows(Model("70B", 12, 8192, 64, 128256, 4096, groups=8, ffn=28672, tied=False, **LLAMA_LAYER))
     fitted = calibrate.predict(calibrate.calibrate(preset, [runs[index] for index in chosen]), runs)
     after = [
-        row
-        | {"predicted s": round(seconds, 3), "error": round(seconds / run.seconds - 1, 3), "fitted to": index in chosen}
+        row | compared(run.seconds, seconds, "s", 3) | {"fitted to": index in chosen}
         for index, (row, run, seconds) in enumerate(zip(rows, runs, fitted))
     ]
-    large = _b200_rows(Model("405B", 4, 16384, 128, 128256, 4096, groups=8, ffn=53248, tied=False, **LLAMA_LAYER))
-    large = [{name: value for name, value in row.items() if name != "run"} for row in large]
+    large, _ = _b200_rows(Model("405B", 4, 16384, 128, 128256, 4096, groups=8, ffn=53248, tied=False, **LLAMA_LAYER))
     alone = "products, memory-bound kernels and collectives measured one by one; 0.02 of the products' share on 405B"
     memory = dict(key="memory's error", shown=False, assumes="one layer's gradients are dummies")
     return [
@@ -140,26 +128,19 @@ def b200() -> list[Check]:
     ]
 
 
-def _b200_rows(model: Model) -> list[dict]:
-    preset, rows = cluster.PRESETS["dgx-b200"], []
-    cost = Cost(model, preset)
+def _b200_rows(model: Model) -> tuple[list[dict], list[Run]]:
+    cost, rows, runs = Cost(model, cluster.PRESETS["dgx-b200"]), [], []
     for row in table(f"simumax_b200_{model.name.lower()}.csv"):
         tensor, depth, width, batch = (int(row[name]) for name in ("tensor", "depth", "width", "global_batch"))
         plan = Plan(tensor, depth, width, 1, batch // width, "none", "pipedream-flush")
         plan = replace(plan, sequence_parallel=tensor > 1, distributed_optimizer=width > 1)
-        seconds, gib = float(row["seconds"]), float(row["gib"])
-        rows.append(
-            {
-                "t": tensor,
-                "d": depth,
-                "m": plan.microbatches,
-                **compared(seconds, cost.seconds(plan), "s", 3),
-                "measured GiB": gib,
-                "memory's error": round(cost.memory.heaviest(plan) / GIB / gib - 1, 3),
-                "run": Run(model, plan, seconds, flash=True),
-            }
-        )
-    return rows
+        run, gib = Run(model, plan, float(row["seconds"]), flash=True), float(row["gib"])
+        sizes = {"t": tensor, "d": depth, "m": plan.microbatches}
+        error = round(cost.memory.heaviest(plan) / GIB / gib - 1, 3)
+        values = compared(run.seconds, cost.seconds(plan), "s", 3)
+        rows.append(sizes | values | {"measured GiB": gib, "memory's error": error})
+        runs.append(run)
+    return rows, runs
 
 
 def multi_node() -> list[Check]:

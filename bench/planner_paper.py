@@ -89,22 +89,16 @@ def depths() -> list[Check]:
             hidden = replace(space, extra_warmup=True)
             plan = best(cost, space)
             neighbours = replace(space, pipeline_inside=(False,))
-            cases = ((cost, space), (cost, neighbours), (cost, hidden), (twice, space))
-            ratios = [_share(own, wanted, depth) for own, wanted in cases]
-            hidden_too &= ratios[2] >= 1
-            rows.append(
-                {
-                    "model": name,
-                    "batch": batch,
-                    "paper's depth": depth,
-                    "predicted": described(plan),
-                    "paper's depth / best": f"{ratios[0]:.2f} x",
-                    "replicas neighbours": f"{ratios[1]:.2f} x",
-                    "messages hidden": f"{ratios[2]:.2f} x",
-                    "50 Gbit/s": f"{ratios[3]:.2f} x",
-                    "same": plan.depth == depth,
-                }
-            )
+            ratios = {
+                "paper's depth / best": _share(cost, space, depth),
+                "replicas neighbours": _share(cost, neighbours, depth),
+                "messages hidden": _share(cost, hidden, depth),
+                "50 Gbit/s": _share(twice, space, depth),
+            }
+            hidden_too &= ratios["messages hidden"] >= 1
+            row = {"model": name, "batch": batch, "paper's depth": depth, "predicted": described(plan)}
+            row |= {case: f"{ratio:.2f} x" for case, ratio in ratios.items()}
+            rows.append(row | {"same": plan.depth == depth})
     wrong = [f"{row['model']} at {row['batch']}" for row in rows if not row["same"]]
     also = "the paper's depth everywhere" if hidden_too else "another depth too"
     return [

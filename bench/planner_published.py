@@ -76,17 +76,10 @@ def zero_bubble_table() -> list[Check]:
             seconds, memory = _zero_bubble(cost, plan, stages * (2 if row["schedule"] == "zb-2p" else 1))
         else:
             seconds = cost.seconds(plan)
-        rows.append(
-            {
-                "model": row["model"],
-                "m": count,
-                "schedule": row["schedule"],
-                "measured samples/GPU/s": float(row["samples_per_gpu_s"]),
-                "predicted": round(size * count / stages / seconds, 2),
-                "measured GB": float(row["memory_gb"]),
-                "predicted GB": round(memory / GIB, 1),
-            }
-        )
+        rate = {"measured samples/GPU/s": float(row["samples_per_gpu_s"])}
+        rate["predicted"] = round(size * count / stages / seconds, 2)
+        memory = {"measured GB": float(row["memory_gb"]), "predicted GB": round(memory / GIB, 1)}
+        rows.append({"model": row["model"], "m": count, "schedule": row["schedule"]} | rate | memory)
     base = {(row["model"], row["m"]): row for row in rows if row["schedule"] == "1f1b"}
     for row in rows:
         flush = base[row["model"], row["m"]]
@@ -139,20 +132,10 @@ def megatron_2021() -> list[Check]:
         h, layers = shape.hidden, shape.layers
         flops = 96 * batch * 2048 * layers * h * h * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
         predicted, measured = flops / gpus / seconds / 1e12, float(row["tflops"])
-        rows.append(
-            {
-                "billions": row["billions"],
-                "t": tensor,
-                "d": depth,
-                "GPUs": gpus,
-                "b": plan.microbatch,
-                "chunks": plan.virtual,
-                "measured TFLOP/s": measured,
-                "predicted": round(predicted, 1),
-                "error": round(predicted / measured - 1, 3),
-                "fitted to": not rows,
-            }
-        )
+        sizes = {"t": tensor, "d": depth, "GPUs": gpus, "b": plan.microbatch, "chunks": plan.virtual}
+        values = {"measured TFLOP/s": measured, "predicted": round(predicted, 1)}
+        values["error"] = round(predicted / measured - 1, 3)
+        rows.append({"billions": row["billions"]} | sizes | values | {"fitted to": not rows})
     name = "3.6 to 1008 billion parameters on 64 to 3072 A100 (1.7 billion is fitted to)"
     return [within(10, name, "arXiv 2104.04473, Table 1", rows, assumes="the fastest b and chunks: not given")]
 
@@ -164,10 +147,8 @@ def korthikanti_2022() -> list[Check]:
         tensor, depth, batch, size = (int(row[name]) for name in ("tensor", "depth", "batch", "microbatch"))
         cost = a100_cost(shape, tensor * depth)
         plan = Plan(tensor, depth, 1, size, batch // size, "full", "megatron", int(row["virtual"]))
-        for name, variant in (
-            ("full", plan),
-            ("present", replace(plan, recompute="selective", sequence_parallel=True)),
-        ):
+        present = replace(plan, recompute="selective", sequence_parallel=True)
+        for name, variant in (("full", plan), ("present", present)):
             values = compared(float(row[f"{name}_seconds"]), cost.seconds(variant), "s", 2)
             rows.append({"model": row["model"], "recompute": variant.recompute} | values)
     name = "22 billion to a trillion parameters, full and selective recompute"

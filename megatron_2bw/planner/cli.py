@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from megatron_2bw.errors import Parser, UserError, expand_files, file_errors, names_of, usage_error
@@ -31,6 +31,7 @@ from megatron_2bw.planner.describe.inputs import (
     numerics_of,
 )
 from megatron_2bw.planner.find import advice
+from megatron_2bw.planner.find.legality import PRECISIONS
 from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import MORE_RECOMPUTES, PLANNED, RECOMPUTES, Space
 from megatron_2bw.planner.measure import blocks, validate
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw-plan") -> 
 
 
 def planning_parser(prog: str, description: str) -> Parser:
-    """The flags that describe a search, for `plan` and `validate`."""
+    """The flags that describe a search, for `plan` and `validate`; the choices have the names of Space's fields."""
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     add_model_flags(parser)
     add_numerics_flags(parser)
@@ -78,40 +79,34 @@ def planning_parser(prog: str, description: str) -> Parser:
     add("--profile", type=Path, metavar="FILE.json", help="measured times, from `megatron-2bw-plan profile`")
 
     add = parser.add_argument_group("choices of the search").add_argument
-    batch = dict(type=int, required=True, metavar="N")
-    add("--max-global-batch-size", **batch, help="the largest global batch, in samples, that is safe for convergence")
-    add(
-        "--schedules",
-        type=names_of(SCHEDULE_NAMES),
-        default=PLANNED,
-        metavar="NAME,...",
-        help=f"of {', '.join(SCHEDULE_NAMES)}",
-    )
-    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--micro-batch-size"):
-        add(flag, type=numbers, metavar="N,...", help="default: all that are legal")
+    safe = "the largest global batch, in samples, that is safe for convergence"
+    add("--max-global-batch-size", dest="batch", type=int, required=True, metavar="N", help=safe)
+    known = f"of {', '.join(SCHEDULE_NAMES)}"
+    add("--schedules", type=names_of(SCHEDULE_NAMES), default=PLANNED, metavar="NAME,...", help=known)
+    sizes = dict(type=numbers, metavar="N,...")
+    add("--tensor-model-parallel-size", dest="tensor", **sizes, help="default: all that are legal")
+    add("--pipeline-model-parallel-size", dest="depth", **sizes, help="default: all that are legal")
+    add("--micro-batch-size", dest="microbatch", **sizes, help="default: all that are legal")
     sequences = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
-    add("--context-parallel-size", type=numbers, metavar="N,...", help=sequences)
-    add(
-        "--recompute",
-        type=names_of((*RECOMPUTES, *MORE_RECOMPUTES)),
-        default=RECOMPUTES,
-        metavar="NAME,...",
-        help=f"of {', '.join(RECOMPUTES)} (default: these), {', '.join(MORE_RECOMPUTES)}",
-    )
-    add("--gradient-slots", type=numbers, default=(2, 1), metavar="N,...", help="of 2bw: 2, 1 or both")
-    add("--no-extra-warmup", action="store_true", help="by default 2bw hides messages on slow links by extra warm-up")
+    add("--context-parallel-size", dest="context", **sizes, help=sequences)
+    known = f"of {', '.join(RECOMPUTES)} (default: these), {', '.join(MORE_RECOMPUTES)}"
+    names = names_of((*RECOMPUTES, *MORE_RECOMPUTES))
+    add("--recompute", type=names, default=RECOMPUTES, metavar="NAME,...", help=known)
+    add("--gradient-slots", default=(2, 1), **sizes, help="of 2bw: 2, 1 or both")
+    hidden = "by default 2bw hides messages on slow links by extra warm-up"
+    add("--no-extra-warmup", dest="extra_warmup", action="store_false", help=hidden)
     correction = "2bw with --two-bw-correction auto, whose step needs more memory (default: yes)"
     add("--extrapolate", action=argparse.BooleanOptionalAction, help=correction)
-    add("--no-distributed-optimizer", action="store_true", help="by default the search tries both")
-    add("--no-sequence-parallel", action="store_true", help="with tensor parallelism, as on the CPU")
-    add("--no-uneven-stages", action="store_true", help="by default first and last stage may differ from the others")
+    whole = dict(dest="distributed_optimizer", action="store_const", const=(False,), default=(False, True))
+    add("--no-distributed-optimizer", **whole, help="by default the search tries both")
+    tensor = "with tensor parallelism, as on the CPU"
+    add("--no-sequence-parallel", dest="sequence_parallel", action="store_false", help=tensor)
+    even = "by default first and last stage may differ from the others"
+    add("--no-uneven-stages", dest="uneven", action="store_false", help=even)
 
     add = parser.add_argument_group("cost and memory").add_argument
-    add(
-        "--precision",
-        choices=("bf16", "fp16", "fp32", "fp8"),
-        help="default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs",
-    )
+    default = "default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs"
+    add("--precision", choices=PRECISIONS, help=default)
     add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
     margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
     add("--memory-margin", type=float, metavar="SHARE", help=margin)
@@ -140,25 +135,13 @@ def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
         parser.error(f"--precision fp8: not available on {cluster.device.name}; use bf16")
     flash = {None: False if on_cpu else None, "flash": True, "core": False}[options.attention]
     cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin)
-    if max(options.context_parallel_size or (1,)) > 1 and not cost.memory.flash:
+    if max(options.context or (1,)) > 1 and not cost.memory.flash:
         parser.error("--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out")
-    space = Space(
-        options.max_global_batch_size,
-        options.schedules,
-        options.tensor_model_parallel_size,
-        options.pipeline_model_parallel_size,
-        options.micro_batch_size,
-        options.recompute,
-        options.gradient_slots,
-        (False,) if options.no_distributed_optimizer else (False, True),
-        uneven=not options.no_uneven_stages,
-        sequence_parallel=not options.no_sequence_parallel and not on_cpu,
-        extra_warmup=not options.no_extra_warmup,
-        extrapolate=options.extrapolate is not False,
-        context=options.context_parallel_size or (1,),
-        numerics=numerics_of(options, precision),
-    )
-    return cost, space
+    chosen = {field.name: getattr(options, field.name) for field in fields(Space) if hasattr(options, field.name)}
+    chosen["sequence_parallel"] &= not on_cpu
+    chosen["extrapolate"] = options.extrapolate is not False
+    chosen["context"] = options.context or (1,)
+    return cost, Space(**chosen, numerics=numerics_of(options, precision))
 
 
 def _check(options: argparse.Namespace, parser: Parser) -> None:
@@ -167,7 +150,7 @@ def _check(options: argparse.Namespace, parser: Parser) -> None:
     if options.extrapolate and "2bw" not in options.schedules:
         parser.error("--extrapolate has no effect without 2bw among --schedules: leave it out")
     for flag, number, most in (
-        ("--max-global-batch-size", options.max_global_batch_size, MOST_SAMPLES),
+        ("--max-global-batch-size", options.batch, MOST_SAMPLES),
         ("--top", options.top, MOST_PLANS),
     ):
         if not 1 <= number <= most:
@@ -183,7 +166,7 @@ def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | Non
     print(f"searching the plans of {cost.model.name} on {cost.cluster.gpus} GPUs ...", file=sys.stderr, flush=True)
     search = Search(cost, space)
     plans, ties = advice.ranked(search, options.top)
-    if not plans and options.context_parallel_size is None and cost.memory.flash:
+    if not plans and options.context is None and cost.memory.flash:
         wider = Search(cost, replace(space, context=None))
         plans, ties = advice.ranked(wider, options.top)
         if plans:
@@ -199,14 +182,12 @@ def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | Non
 def run_plan(words: list[str], prog: str) -> int:
     parser = planning_parser(prog, f"The fastest configuration that fits. Example: {EXAMPLE}")
     parser.epilog = "Other commands: profile, simulate, validate, calibrate (megatron-2bw-plan COMMAND --help)."
-    for flag, metavar, meaning in (
-        ("--json", "FILE", "all printed figures, and more"),
-        ("--script", "FILE.sh", "the best plan as a torchrun command"),
-        ("--sbatch", "FILE.sbatch", "the best plan as a Slurm job"),
-        ("--trace", "FILE.json", "the best plan's simulated timeline, for Perfetto"),
-        ("--report", "DIR", "pictures: timeline, memory, throughput by memory"),
-    ):
-        parser.add_argument(flag, type=Path, metavar=metavar, help=meaning)
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="all printed figures, and more")
+    add("--script", type=Path, metavar="FILE.sh", help="the best plan as a torchrun command")
+    add("--sbatch", type=Path, metavar="FILE.sbatch", help="the best plan as a Slurm job")
+    add("--trace", type=Path, metavar="FILE.json", help="the best plan's simulated timeline, for Perfetto")
+    add("--report", type=Path, metavar="DIR", help="pictures: timeline, memory, throughput by memory")
     options = parser.parse_args(words)
     result = planned(options, parser)
     if result is None:

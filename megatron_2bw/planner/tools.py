@@ -58,19 +58,19 @@ def run_simulate(words: list[str], prog: str) -> int:
     for name in ("schedule", "stages", "microbatches"):
         if getattr(options, name) is None:
             parser.error(f"--{name} is missing (or give --figure 1, 2 or 3)")
+    given = vars(options)
     for name in ("stages", "microbatches", "iterations", "virtual", "columns"):
         most = STAGES if name == "stages" else FORWARDS
-        if not 1 <= getattr(options, name) <= most:
-            parser.error(f"--{name} must be from 1 to {most}, not {getattr(options, name)}")
+        if not 1 <= given[name] <= most:
+            parser.error(f"--{name} must be from 1 to {most}, not {given[name]}")
     factors = ["stages", "microbatches", "iterations", *["virtual"] * (options.schedule == "megatron-interleaved")]
-    forwards = math.prod(getattr(options, name) for name in factors)
+    forwards = math.prod(given[name] for name in factors)
     if forwards > FORWARDS:
         flags = " x ".join(f"--{name}" for name in factors)
         parser.error(f"{flags} makes {forwards} forwards: at most {FORWARDS} are simulated")
     for name in TIMES:
-        if getattr(options, name) != 0 and not SHORTEST <= getattr(options, name) <= LONGEST:
-            limits = f"0 or from {SHORTEST:g} to {LONGEST:g}"
-            parser.error(f"--{name} must be a time, {limits}, not {getattr(options, name):g}")
+        if given[name] != 0 and not SHORTEST <= given[name] <= LONGEST:
+            parser.error(f"--{name} must be a time, 0 or from {SHORTEST:g} to {LONGEST:g}, not {given[name]:g}")
     if options.forward + options.backward == 0:
         parser.error("--forward and --backward must not both be 0")
     _simulate(options, _schedule(options, parser))

@@ -708,7 +708,7 @@ def test_a_part_of_the_sequences_takes_its_share_of_work_and_memory_where_links_
     assert cost.memory.layer(part)[0] == kept
     assert cost.memory.layer(part)[1] == working + 4 * (2 * 512 * 4 * 64 * 2)  # K, V and their gradients, two parts
     assert cost.memory.heaviest(part) < cost.memory.heaviest(whole)
-    assert part.replicas == whole.replicas and cost._layout(part).data == cost._layout(whole).data
+    assert part.replicas == whole.replicas and cost.compute.layout(part).data == cost.compute.layout(whole).data
     assert cost._messages(part)[0][1] == pytest.approx(cost._messages(whole)[0][1] / 4)
 
 
@@ -810,4 +810,4 @@ def test_floats_change_the_times_of_what_they_are_of():
 
 def latencies(cost: Cost, plan: Plan) -> list[float]:
     """Seconds of the plan's reductions that no byte takes."""
-    return [half(cost.cluster, cost._layout(plan).data, 0.0)] * plan.depth
+    return [half(cost.cluster, cost.compute.layout(plan).data, 0.0)] * plan.depth

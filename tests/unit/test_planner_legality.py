@@ -358,7 +358,7 @@ def test_a_broken_rule_is_the_only_one_named_with_its_flag(cause, words, argumen
 
 
 def test_every_rule_has_a_case_and_a_cause_of_its_own():
-    causes = [cause for cause, _ in FIELDS + RULES]
+    causes = [rule.cause for rule in FIELDS + RULES]
     assert {*causes} > BUILDING | OURS
     assert len(set(causes)) == len(causes) and set(causes) == {case.values[0] for case in CASES}
 

@@ -120,10 +120,10 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
         if cost.cluster.devices:
             splits = mixed_splits(cost, tensor, depth, width)
         split_kinds = [(stages, kind) for stages in splits for kind in kinds(cost, space, stages)]
-        for microbatch, schedule, virtual, slots, distributed, inside, (stages, kind) in itertools.product(
+        chunks = {"megatron": (1, *(space.virtual or range(2, layers + 1)))}  # with others two are illegal, so all are
+        for microbatch, (schedule, virtual), slots, distributed, inside, (stages, kind) in itertools.product(
             space.microbatch or (2**k for k in range(12)),
-            space.schedules,
-            (1, *(space.virtual or range(2, layers + 1))),
+            [(name, count) for name in space.schedules for count in chunks.get(name, (1, 2))],
             {2, *space.gradient_slots},
             space.distributed_optimizer,
             space.pipeline_inside,
@@ -144,18 +144,17 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
                 width,
                 microbatch,
                 microbatches,
-                "none",
-                schedule,
-                virtual,
-                slots,
-                distributed,
-                first,
-                last,
-                inside,
+                schedule=schedule,
+                virtual=virtual,
+                gradient_slots=slots,
+                distributed_optimizer=distributed,
+                first=first,
+                last=last,
+                pipeline_inside=inside,
                 sequence_parallel=space.sequence_parallel and tensor > 1 and cost.model.kind == "gpt",
                 context=context,
+                **kind,
             ).with_layers(stages)
-            plan = replace(plan, **kind)
             if legal(cost, plan):
                 yield in_rounds(cost, plan)
                 yield from further_ahead(cost, plan) if space.extra_warmup else ()
@@ -654,7 +653,7 @@ def test_2bw_is_never_lighter_than_with_a_flush(case):
 @given(planned(st.just(("2bw", 2, 1)), rounds=12))
 def test_2bw_is_never_slower_than_with_a_flush(case):
     cost, plan = case
-    assume(cost._layout(plan).data.servers == 1)  # else: test_2bw_with_replicas_on_several_servers
+    assume(cost.compute.layout(plan).data.servers == 1)  # else: test_2bw_with_replicas_on_several_servers
     assert cost.seconds(plan) <= cost.seconds(with_flush(plan)) * (1 + 1e-9)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_2bw.planner.cost.links import all_reduce, half, layout, ring_step
+from megatron_2bw.planner.cost.links import Layout, all_reduce, half, layout, ring_step
 from megatron_2bw.planner.cost.memory import (
     ELEMENT,
     keys_and_values,
@@ -71,7 +71,7 @@ class Compute:
         # A measured block contains the host's time.
         launch, pair = 0.0 if self.measured and plan.tensor == 1 else self.launch, 0.0
         if plan.tensor > 1:  # two all-reduces per pass, or four all-gathers and reduce-scatters of as many bytes
-            group = self._layout(plan).tensor
+            group = self.layout(plan).tensor
             size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
             collective, count = (half, 4) if plan.sequence_parallel else (all_reduce, 2)
             pair = count * collective(self.cluster, group, size)
@@ -88,7 +88,7 @@ class Compute:
             again, back = again + ring, back + ring
         return Work(first, last + again, there + back)
 
-    def _layout(self, plan: Plan):
+    def layout(self, plan: Plan) -> Layout:
         sizes = plan.tensor, plan.depth, plan.width
         return layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
 
@@ -102,7 +102,7 @@ class Compute:
             return 0.0
         attention = passes * self._attention(plan.samples, plan.tensor) / plan.context
         size = passes * keys_and_values(self.model, plan.samples, plan.tensor, self.precision)
-        return (plan.context - 1) * max(ring_step(self.cluster, self._layout(plan).context, size) - attention, 0.0)
+        return (plan.context - 1) * max(ring_step(self.cluster, self.layout(plan).context, size) - attention, 0.0)
 
     def _kernels(self, microbatch: float, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
         """(forward, backward) of one layer's kernels."""
@@ -138,26 +138,19 @@ class Compute:
     def _module(self, plan: Plan, module: str, forward: float) -> float:
         """Seconds of a module's forward, which selective recompute repeats; `forward` is the layer's."""
         if module == "core_attn":
-            return self._scores(plan.samples, plan.tensor)
+            stored = score_activations(self.model, plan.samples, plan.tensor, self.flash, self.precision)
+            return self._attention(plan.samples, plan.tensor) + TRAFFIC * stored / self.bytes
         tokens = plan.samples * self.model.sequence
         if module == "layernorm":  # reads and writes
             whole = 4 * tokens * self.model.hidden * ELEMENT[self.precision] / self.bytes
             return whole / (plan.tensor if plan.sequence_parallel else 1)
         if self.measured:
             matrices, scores = self.model.layer_flops(1)
-            return (
-                forward * matrices / (matrices + scores) * self.model.mlp_parameters() / self.model.matrix_parameters()
-            )
-        products = (self.product(tokens, *sides) for sides in self.model.matrix_sides(plan.tensor)[2:])
-        return (
-            sum(products)
-            + TRAFFIC * mlp_activations(self.model, plan.samples, plan.tensor, self.precision) / self.bytes
-        )
-
-    def _scores(self, microbatch: float, tensor: int) -> float:
-        """Seconds of the core attention's forward, which selective recompute repeats."""
-        stored = score_activations(self.model, microbatch, tensor, self.flash, self.precision)
-        return self._attention(microbatch, tensor) + TRAFFIC * stored / self.bytes
+            products = forward * matrices / (matrices + scores)
+            return products * self.model.mlp_parameters() / self.model.matrix_parameters()
+        products = sum(self.product(tokens, *sides) for sides in self.model.matrix_sides(plan.tensor)[2:])
+        stored = mlp_activations(self.model, plan.samples, plan.tensor, self.precision)
+        return products + TRAFFIC * stored / self.bytes
 
     def embedding(self, plan: Plan) -> Work:
         """Look-up, positions and dropout: only memory traffic."""
@@ -184,10 +177,9 @@ class Compute:
         parameter fewer than 32-bit ones have."""
         if self.measured:
             seconds = parameters / shards * self.cluster.profile.optimizer_seconds_per_parameter
-            return seconds + self.cluster.device.step_us * 1e-6
-        return (
-            parameters * ((UPDATE_TRAFFIC - 2 * saved) / shards + 6) / self.bytes + self.cluster.device.step_us * 1e-6
-        )
+        else:
+            seconds = parameters * ((UPDATE_TRAFFIC - 2 * saved) / shards + 6) / self.bytes
+        return seconds + self.cluster.device.step_us * 1e-6
 
 
 # Bytes moved for each byte that the backward needs: one write and one read in the forward, one read in the backward

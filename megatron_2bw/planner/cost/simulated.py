@@ -14,7 +14,7 @@ from typing import Self
 
 from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cost.compute import Compute, Work
-from megatron_2bw.planner.cost.links import all_reduce, half, layout, message, servers_of
+from megatron_2bw.planner.cost.links import all_reduce, half, message, servers_of
 from megatron_2bw.planner.cost.memory import (
     BYTES,
     CONTEXT,
@@ -106,6 +106,10 @@ class _Step:
     gather: float
 
 
+def _simulated(plan: Plan, times: Times) -> float:
+    return long_iteration_time(plan.pipeline, plan.depth, plan.microbatches, times)
+
+
 class Cost:
     """Times and memory of plans of one model on one cluster.
 
@@ -184,15 +188,12 @@ class Cost:
         """Simulated seconds of an iteration in the steady state."""
         if plan not in self._seconds:
             times = self.times(plan)
-            self._seconds[plan] = max(self._simulated(plan, times), lower_bound(plan, times))
+            self._seconds[plan] = max(_simulated(plan, times), lower_bound(plan, times))
         return self._seconds[plan]
 
     def lower_bound(self, plan: Plan) -> float:
         """Seconds that the plan's dependencies alone take (bounds.py)."""
         return lower_bound(plan, self.times(plan))
-
-    def _simulated(self, plan: Plan, times: Times) -> float:
-        return long_iteration_time(plan.pipeline, plan.depth, plan.microbatches, times)
 
     def estimate(self, plan: Plan) -> Estimate:
         times, seconds = self.times(plan), self.seconds(plan)
@@ -201,8 +202,8 @@ class Cost:
         # Without messages and flushes no stage waits for another. Where the bound is the simulated time, nothing waits
         # for a reduction.
         late, bound = plan.pipeline.late_step, lower_bound(plan, no_reduce)
-        alone = lower_bound(plan, only_work) if late else self._simulated(plan, only_work)
-        no_reduce = seconds if bound > (1 - EXACT) * seconds else self._simulated(plan, no_reduce)
+        alone = lower_bound(plan, only_work) if late else _simulated(plan, only_work)
+        no_reduce = seconds if bound > (1 - EXACT) * seconds else _simulated(plan, no_reduce)
         busiest = max(self.stages(plan), key=lambda work: work.total)
         work = plan.microbatches * busiest.total
         # Time that a late step overlaps with the next batch is no stage's waiting time.
@@ -334,7 +335,7 @@ class Cost:
         """(seconds, seconds for which it occupies the link) of a message over the boundary behind each stage."""
         size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
         size /= plan.tensor if plan.sequence_parallel or self.old_exchange else 1
-        boundaries = self._layout(plan).boundaries if plan.depth > 1 else ()
+        boundaries = self.compute.layout(plan).boundaries if plan.depth > 1 else ()
         return [message(self.cluster, leaving, size) for leaving in boundaries] or [(0.0, 0.0)]
 
     def _sending(self, plan: Plan, messages: list[tuple[float, float]]) -> list[float] | float:
@@ -348,10 +349,6 @@ class Cost:
         exchange = self.cluster.device.exchange_us * 1e-6
         return [exchange + (seconds if plan.virtual == 1 or self.old_exchange else 0.0) for seconds, _ in messages]
 
-    def _layout(self, plan: Plan):
-        sizes = plan.tensor, plan.depth, plan.width
-        return layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
-
     @by_fields("tensor", "depth", "first", "last", "stages")
     def _parameters(self, plan: Plan) -> list[float]:
         layers = plan.layers_of(self.model)
@@ -359,7 +356,7 @@ class Cost:
 
     @by_fields(*"tensor context depth width pipeline_inside distributed_optimizer first last stages numerics".split())
     def _step(self, plan: Plan) -> _Step:
-        place, size, counts = self._layout(plan), bytes_of(self.precision, plan.numerics), self._parameters(plan)
+        place, size, counts = self.compute.layout(plan), bytes_of(self.precision, plan.numerics), self._parameters(plan)
         saved = BYTES[self.precision].moments + BYTES[self.precision].main - size.moments - size.main
         shards = plan.replicas if plan.distributed_optimizer else 1
         collective = half if plan.distributed_optimizer else all_reduce
@@ -377,7 +374,7 @@ class Cost:
         seconds = step.reduce
         if plan.schedule == "megatron":  # overlaps the last microbatch's backward, bucket by bucket
             seconds = [max(time - work.backward, time * MIN_EXPOSED_SHARE) for time, work in zip(seconds, works)]
-        place = self._layout(plan)
+        place = self.compute.layout(plan)
         if plan.pipeline.late_step and place.data.servers > 1:
             # It overlaps the next batch, and that batch's messages take their share of the network first.
             taken = max((taken for (_, taken), leaving in zip(messages, place.boundaries) if leaving), default=0.0)

@@ -123,12 +123,11 @@ _HIGHER_IS_WEAKER = ("layer_launch_us", "collective_launch_us", "exchange_us", "
 def weakest(devices: Iterable[Device], strongest: bool = False) -> Device:
     """A device with the lowest of each figure; or with the highest."""
     kinds = [*dict.fromkeys(devices)]
-    found = {}
+    found: dict[str, Any] = {"name": " and ".join(dict.fromkeys(device.name for device in kinds))}
     for name in (entry.name for entry in fields(Device) if entry.type in ("float", "int", "bool")):
         low = strongest == (name in _HIGHER_IS_WEAKER)
         found[name] = (min if low else max)(getattr(device, name) for device in kinds)
-    found["flash"] = all(device.flash for device in kinds)
-    return replace(kinds[0], name=" and ".join(dict.fromkeys(device.name for device in kinds)), **found)
+    return replace(kinds[0], **found | {"flash": all(device.flash for device in kinds)})
 
 
 _V100 = "45 TFLOP/s on GPT 355M at microbatch 8 (arXiv 2006.09503, section 5)"
@@ -316,20 +315,10 @@ LARGEST = 1e30  # products of such numbers are finite
 # What no machine has, by entry. A time of a second is in microseconds.
 MOST = {"servers": 1e6, "gpus_per_server": 1e4, "rails": 1e4, "units": 1e5, "memory_gib": 1e5, "tflops": 1e6}
 MOST |= {"tflops_fp32": 1e6, "memory_gb_s": 1e7, "gb_s": 1e6, "pair_gb_s": 1e6, "four_gb_s": 1e6, "capability": 100}
-MOST |= dict.fromkeys(("latency_us", "layer_launch_us", "collective_launch_us", "exchange_us", "kernel_us"), 1e6)
+_TIMES = ("latency_us", "layer_launch_us", "collective_launch_us", "exchange_us", "kernel_us")
+MOST |= dict.fromkeys(_TIMES, 1e6)
 SHARES = ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "error")
-MAY_BE_ZERO = (
-    "tflops_fp32",
-    "attention_efficiency",
-    "pair_gb_s",
-    "four_gb_s",
-    "latency_us",
-    "layer_launch_us",
-    "collective_launch_us",
-    "exchange_us",
-    "step_us",
-    "kernel_us",
-)
+MAY_BE_ZERO = (*_TIMES, "step_us", "tflops_fp32", "attention_efficiency", "pair_gb_s", "four_gb_s")
 
 
 def described[Described](kind: type[Described], text: Any, where: str, **defaults: Any) -> Described:

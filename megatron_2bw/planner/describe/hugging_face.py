@@ -33,9 +33,8 @@ def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
     kind = config.get("model_type")
     reader = _READERS.get(kind) if isinstance(kind, str) else None
     if reader is None:
-        raise UserError(
-            f"--model {path}: model_type {kind!r} is not supported; use {', '.join(_READERS)}, or give Megatron's flags"
-        )
+        remedy = f"use {', '.join(_READERS)}, or give Megatron's flags"
+        raise UserError(f"--model {path}: model_type {kind!r} is not supported; {remedy}")
     try:
         return reader(_Entries(config), path.parent.name or str(path), sequence)
     except UserError as error:

@@ -13,30 +13,18 @@ from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe import model as models
 from megatron_2bw.planner.describe.cluster import Cluster
 from megatron_2bw.planner.describe.hugging_face import from_hugging_face, rotary_positions
-from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.planner.describe.model import Model, flag
 from megatron_2bw.planner.describe.plan import PRECISION_AWARE
 from megatron_2bw.planner.describe.profile import Profile
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 SIZES = (*SHAPE, "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size")
 SWITCHES = (
-    "group_query_attention",
-    "swiglu",
-    "use_rope_scaling",
-    "untie_embeddings_and_output_weights",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "openai_gelu",
-    "no_bias_gelu_fusion",
-)
-NUMBERS = {
-    "rotary_base": 10000,
-    "rope_scaling_factor": 8.0,
-    "norm_epsilon": 1e-5,
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-}
+    "group_query_attention swiglu use_rope_scaling untie_embeddings_and_output_weights disable_bias_linear "
+    "add_qkv_bias qk_layernorm openai_gelu no_bias_gelu_fusion"
+).split()
+DROPOUTS = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+NUMBERS = {"rotary_base": 10000, "rope_scaling_factor": 8.0, "norm_epsilon": 1e-5} | DROPOUTS
 CHOICES = {"normalization": ("LayerNorm", "RMSNorm"), "position_embedding_type": ("learned_absolute", "rope")}
 
 
@@ -45,11 +33,6 @@ CHOICES = {"normalization": ("LayerNorm", "RMSNorm"), "position_embedding_type":
 LONGEST = 4096
 # What a search covers in seconds to minutes.
 MOST_LAYERS, MOST_GPUS = 1_000, 1_000_000
-
-
-def flag(name: str) -> str:
-    """The flag of an option's name."""
-    return "--" + name.replace("_", "-")
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -95,7 +78,7 @@ def _model(options: argparse.Namespace) -> Model:
     for name in sizes:
         if (getattr(options, name) or 0) >= models.LARGEST:
             raise UserError(f"{flag(name)} {getattr(options, name)}: it must be below {models.LARGEST:g}")
-    for name in ("attention_dropout", "hidden_dropout"):
+    for name in DROPOUTS:
         if not 0 <= getattr(options, name) < 1:
             raise UserError(f"{flag(name)} must be at least 0 and less than 1, not {getattr(options, name)}")
     if not 0 < options.norm_epsilon < 1:
@@ -126,7 +109,8 @@ def _model(options: argparse.Namespace) -> Model:
         vocab=options.vocab_size or options.padded_vocab_size or (30522 if options.bert else 50257),
         sequence=options.seq_length or 1024,
         kind="bert" if options.bert else "gpt",
-        ffn=options.ffn_hidden_size or _ffn(options),
+        # Megatron's default is 4h (0 here), and with --swiglu two thirds of it, rounded down to a multiple of 64.
+        ffn=options.ffn_hidden_size or int(options.hidden_size * 8 / 3 / 64) * 64 * options.swiglu,
         groups=options.num_query_groups or (1 if options.group_query_attention else 0),
         head_size=options.kv_channels or 0,
         gated=options.swiglu,
@@ -181,10 +165,8 @@ def _shortened(path: Path) -> int | None:
     longest = rotary_positions(path)
     if longest <= LONGEST:
         return None
-    print(
-        f"--model {path} allows sequences of {longest} tokens; planned are {LONGEST}. Give --seq-length for others",
-        file=sys.stderr,
-    )
+    planned = f"planned are {LONGEST}. Give --seq-length for others"
+    print(f"--model {path} allows sequences of {longest} tokens; {planned}", file=sys.stderr)
     return LONGEST
 
 
@@ -202,11 +184,6 @@ def _typed(options: argparse.Namespace) -> str | None:
     return next((flag(name) for name, default in defaults.items() if getattr(options, name) != default), None)
 
 
-def _ffn(options: argparse.Namespace) -> int:
-    """Megatron's default: 4h (0 here), and with --swiglu two thirds of it, rounded down to a multiple of 64."""
-    return int(options.hidden_size * 8 / 3 / 64) * 64 if options.swiglu else 0
-
-
 def cluster_of(options: argparse.Namespace) -> Cluster:
     """The cluster that the flags describe, with its profile."""
     _check_positive(options, "servers", "gpus_per_server")
@@ -215,9 +192,8 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         raise UserError(f"--gpus-per-server {per_server}: the servers of {cluster.name} have {cluster.gpus_per_server}")
     if options.servers and cluster.devices:
         raise UserError(f"--servers {options.servers}: the groups of --cluster {options.cluster} say it; leave it out")
-    cluster = replace(
-        cluster, servers=options.servers or cluster.servers, gpus_per_server=per_server or cluster.gpus_per_server
-    )
+    servers = options.servers or cluster.servers
+    cluster = replace(cluster, servers=servers, gpus_per_server=per_server or cluster.gpus_per_server)
     if options.link:
         if cluster.servers == 1:
             raise UserError("--link has no effect with one server: give --servers, or leave it out")

@@ -179,21 +179,21 @@ class Model:
         )
 
 
+def flag(argument: str) -> str:
+    """The flag of an argument's name."""
+    return "--" + argument.replace("_", "-")
+
+
 def command_line(*rows: tuple[object, str]) -> list[str]:
     """The words of the rows whose condition holds; no word contains a blank."""
     return " ".join(words for condition, words in rows if condition).split()
 
 
-FLAGS = {
-    "layers": "--num-layers",
-    "hidden": "--hidden-size",
-    "heads": "--num-attention-heads",
-    "vocab": "--vocab-size",
-    "sequence": "--seq-length",
-    "ffn": "--ffn-hidden-size",
-    "groups": "--num-query-groups",
-    "head_size": "--kv-channels",
-}
+# Megatron's arguments by field, and the flags of the sizes among them.
+ARGUMENTS = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "sequence": "seq_length"}
+ARGUMENTS |= {"vocab": "vocab_size", "ffn": "ffn_hidden_size", "groups": "num_query_groups", "head_size": "kv_channels"}
+FLAGS = {field: flag(argument) for field, argument in ARGUMENTS.items()}
+ARGUMENTS |= {"gated": "swiglu", "bias": "add_bias_linear"}
 
 
 LLAMA_LAYER = dict(gated=True, rms_norm=True, rotary=True, bias=False, dropout=False)

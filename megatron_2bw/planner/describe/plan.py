@@ -14,6 +14,25 @@ from megatron_2bw.schedules.interleaved import Interleaved
 
 RECOMPUTE = ("none", "selective", "full")
 PRECISION_AWARE = "--use-precision-aware-optimizer"
+ARGUMENTS = {  # Megatron's, by field
+    "tensor": "tensor_model_parallel_size",
+    "depth": "pipeline_model_parallel_size",
+    "width": "data_parallel_size",
+    "context": "context_parallel_size",
+    "microbatch": "micro_batch_size",
+    "global_batch": "global_batch_size",
+    "recompute": "recompute_granularity",
+    "schedule": "pipeline_schedule",
+    "virtual": "virtual_pipeline_model_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "distributed_optimizer": "use_distributed_optimizer",
+    "pipeline_inside": "use_tp_pp_dp_mapping",
+    "first": "decoder_first_pipeline_num_layers",
+    "last": "decoder_last_pipeline_num_layers",
+    "gradient_slots": "two_bw_gradient_slots",
+    "extra_warmup": "two_bw_extra_warmup",
+    "gpipe_round": "gpipe_round",
+}
 MODULES = ("core_attn", "layernorm", "mlp")  # of a dense layer, for selective recompute
 
 

@@ -1,9 +1,8 @@
 """Whether a plan is one that Megatron 0.19 and this project's schedules run, and if not, why. Pure Python.
 
 Invariant: what is legal here trains; Megatron's own check of its arguments (validate_args) accepts much that fails, or
-builds another model, later. Each rule answers one line, which names the flags and says what to do, or None; those that
-the command line shares stand in `megatron_2bw/sizes.py`. The cause in the table is the same for every plan, so that
-rejections can be counted by cause.
+builds another model, later. Each rule has one line, which names the flags and says what to do; those that the command
+line shares stand in `megatron_2bw/sizes.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from megatron_2bw import sizes
 from megatron_2bw.flags.rule import Rule as FlagRule
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.flags.unsupported import UNSUPPORTED
+from megatron_2bw.planner.describe import model as models
+from megatron_2bw.planner.describe import plan as plans
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import MODULES, PRECISION_AWARE, RECOMPUTE, Plan
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
@@ -43,7 +44,17 @@ class Case(NamedTuple):
     sizes: SimpleNamespace
 
 
-Rule = tuple[str, Callable[[Case], str | None]]
+class Rule(NamedTuple):
+    """What a legal plan does not break.
+
+    cause   the same for every plan, so that rejections can be counted by cause
+    breaks  the line for a case that breaks the rule, or None; with `line`, whether the case breaks it
+    line    the line, with the case's fields in braces
+    """
+
+    cause: str
+    breaks: Callable[[Case], object]
+    line: str = ""
 
 
 def violations(plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf16: bool = True) -> list[Violation]:
@@ -58,58 +69,51 @@ def violations(plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf1
 def is_legal(plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf16: bool = True) -> bool:
     """Whether `violations` would be empty. It stops at the first, for a search that asks this of many plans."""
     case = _case(plan, model, gpus, precision, bf16)
-    for check in _CHECKS:
-        if check(case) is not None:
+    for breaks in _CHECKS:
+        if breaks(case):
             return False
     return True
 
 
 def _broken(rules: tuple[Rule, ...], case: Case) -> list[Violation]:
-    answers = ((cause, check(case)) for cause, check in rules)
-    return [Violation(cause, message) for cause, message in answers if message is not None]
+    answers = ((rule, rule.breaks(case)) for rule in rules)
+    return [Violation(rule.cause, rule.line.format(**case._asdict()) or str(found)) for rule, found in answers if found]
 
 
 def _case(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Case:
-    asked = SimpleNamespace(  # under Megatron's names; None: the flag is not given
-        pipeline_schedule=plan.schedule,
+    given = {argument: getattr(plan, field) for field, argument in plans.ARGUMENTS.items()}
+    given |= {argument: getattr(model, field) for field, argument in models.ARGUMENTS.items()}
+    given |= dict(  # None: the flag is not given
         world_size=plan.gpus,
-        tensor_model_parallel_size=plan.tensor,
-        pipeline_model_parallel_size=plan.depth,
-        micro_batch_size=plan.microbatch,
-        global_batch_size=plan.global_batch,
-        num_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_query_groups=model.groups,
-        kv_channels=model.head_size,
-        ffn_hidden_size=model.ffn,
-        seq_length=model.sequence,
-        sequence_parallel=plan.sequence_parallel,
         decoder_first_pipeline_num_layers=plan.first or None,
         decoder_last_pipeline_num_layers=plan.last or None,
         num_virtual_stages_per_pipeline_rank=plan.virtual if plan.virtual > 1 else None,
-        two_bw_gradient_slots=plan.gradient_slots,
-        two_bw_extra_warmup=plan.extra_warmup,
         two_bw_correction="auto" if plan.extrapolate else "none",
-        gpipe_round=plan.gpipe_round,
-        use_distributed_optimizer=plan.distributed_optimizer,
         untie_embeddings_and_output_weights=not model.tied,
-        context_parallel_size=plan.context,
         pipeline_model_parallel_layout=plan.layout,
         fp16=precision == "fp16",
         loss_scale=None,
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
     )
-    return Case(plan, model, gpus, precision, bf16, asked)
+    return Case(plan, model, gpus, precision, bf16, SimpleNamespace(**given))
 
 
 # --- single fields ---------------------------------------------------------------------------------------------------
 
 
+def _whole(least: int, *numbers: object) -> bool:
+    """Whether all are whole numbers of `least` or more."""
+    for number in numbers:  # a search asks this often
+        if type(number) is not int or number < least:
+            return False
+    return True
+
+
 def _sizes(case: Case) -> str | None:
     plan = case.plan
     numbers = (plan.tensor, plan.depth, plan.width, plan.microbatch, plan.microbatches, plan.virtual, plan.context)
-    if {*map(type, numbers)} == {int} and min(numbers) > 0:
+    if _whole(1, *numbers):
         return None
     names = (
         "--tensor-model-parallel-size",
@@ -120,80 +124,64 @@ def _sizes(case: Case) -> str | None:
         "--num-virtual-stages-per-pipeline-rank",
         "--context-parallel-size",
     )
-    name, number = next((n, x) for n, x in zip(names, numbers) if type(x) is not int or x < 1)
+    name, number = next((name, number) for name, number in zip(names, numbers) if not _whole(1, number))
     return f"{name}: {number!r} is not a whole number of 1 or more; use one"
-
-
-def _ends(case: Case) -> str | None:
-    first, last = case.plan.first, case.plan.last
-    if type(first) is int and type(last) is int and first >= 0 and last >= 0:
-        return None
-    return (
-        f"--decoder-first-pipeline-num-layers {first!r}, --decoder-last-pipeline-num-layers {last!r}: "
-        "give whole numbers of 1 or more, or leave the flags out"
-    )
 
 
 def _warmup(case: Case) -> str | None:
     extra = case.plan.extra_warmup
-    if {*map(type, extra)} <= {int} and min(extra, default=0) >= 0:
+    if _whole(0, *extra):
         return None
     listed = ",".join(map(str, extra))
     return f"--two-bw-extra-warmup {listed}: give whole numbers of 0 or more, or leave the flag out"
 
 
-def _round(case: Case) -> str | None:
-    size = case.plan.gpipe_round
-    if size is None or (type(size) is int and size > 0):
-        return None
-    return f"--gpipe-round {size!r}: give a whole number of 1 or more, or leave the flag out"
-
-
-def _schedule(case: Case) -> str | None:
-    if case.plan.schedule in SCHEDULE_NAMES:
-        return None
-    return f"--pipeline-schedule {case.plan.schedule}: use one of {', '.join(SCHEDULE_NAMES)}"
-
-
 def _recompute(case: Case) -> str | None:
-    if case.plan.recompute_layers != 1 and (case.plan.recompute != "full" or not case.plan.recompute_layers > 1):
-        return (
-            f"--recompute-num-layers {case.plan.recompute_layers}: give a number of 1 or more, "
-            "with --recompute-granularity full"
-        )
-    modules, block = case.plan.recompute_modules, case.plan.recompute_block
-    if modules and (case.plan.recompute != "selective" or not {*modules} <= {*MODULES}):
+    plan, full = case.plan, case.plan.recompute == "full"
+    layers, modules, block = plan.recompute_layers, plan.recompute_modules, plan.recompute_block
+    if layers != 1 and not (full and layers > 1):
+        return f"--recompute-num-layers {layers}: give a number of 1 or more, with --recompute-granularity full"
+    if modules and (plan.recompute != "selective" or not {*modules} <= {*MODULES}):
         return f"--recompute-modules {' '.join(modules)}: give some of {', '.join(MODULES)}, with selective recompute"
-    if block and (
-        case.plan.recompute != "full" or block < 1 or case.plan.recompute_layers > 1 or case.plan.virtual > 1
-    ):
+    if block and (not full or block < 1 or layers > 1 or plan.virtual > 1):
         return (
             f"--recompute-method block with --recompute-num-layers {block}: give a number of 1 or more, with "
             "--recompute-granularity full and without virtual stages"
         )
-    if case.plan.recompute in RECOMPUTE:
+    if plan.recompute in RECOMPUTE:
         return None
-    return f"--recompute-granularity {case.plan.recompute}: use selective or full, or leave the flag out (none)"
-
-
-def _precision(case: Case) -> str | None:
-    if case.precision in PRECISIONS:
-        return None
-    return f"--{case.precision} is no precision of Megatron's dense models here: use --bf16, --fp16, or neither (fp32)"
+    return f"--recompute-granularity {plan.recompute}: use selective or full, or leave the flag out (none)"
 
 
 FIELDS: tuple[Rule, ...] = (
-    ("a size is not a positive whole number", _sizes),
-    ("layers of the first or last stage are not a positive whole number", _ends),
-    ("extra warm-up is not whole numbers", _warmup),
-    ("a round is not a positive whole number", _round),
-    ("unknown schedule", _schedule),
-    ("unknown recompute granularity", _recompute),
-    ("unknown precision", _precision),
+    Rule("a size is not a positive whole number", _sizes),
+    Rule(
+        "layers of the first or last stage are not a positive whole number",
+        lambda case: not _whole(0, case.plan.first, case.plan.last),
+        "--decoder-first-pipeline-num-layers {plan.first!r}, --decoder-last-pipeline-num-layers {plan.last!r}: "
+        "give whole numbers of 1 or more, or leave the flags out",
+    ),
+    Rule("extra warm-up is not whole numbers", _warmup),
+    Rule(
+        "a round is not a positive whole number",
+        lambda case: case.plan.gpipe_round is not None and not _whole(1, case.plan.gpipe_round),
+        "--gpipe-round {plan.gpipe_round!r}: give a whole number of 1 or more, or leave the flag out",
+    ),
+    Rule(
+        "unknown schedule",
+        lambda case: case.plan.schedule not in SCHEDULE_NAMES,
+        f"--pipeline-schedule {{plan.schedule}}: use one of {', '.join(SCHEDULE_NAMES)}",
+    ),
+    Rule("unknown recompute granularity", _recompute),
+    Rule(
+        "unknown precision",
+        lambda case: case.precision not in PRECISIONS,
+        "--{precision} is no precision of Megatron's dense models here: use --bf16, --fp16, or neither (fp32)",
+    ),
 )
 
 
-# --- the GPUs and the batch ------------------------------------------------------------------------------------------
+# --- between fields --------------------------------------------------------------------------------------------------
 
 
 def _all_gpus(case: Case) -> str | None:
@@ -208,15 +196,6 @@ def _all_gpus(case: Case) -> str | None:
     )
 
 
-def _has_bf16(case: Case) -> str | None:
-    if case.bf16 or case.precision not in ("bf16", "fp8"):
-        return None
-    return "--bf16: the GPU has no bfloat16; use --fp16 instead"
-
-
-# --- BERT ---------------------------------------------------------------------------------------------------------
-
-
 def may_divide_sequences(model: Model) -> bool:
     """Whether the entry script takes --sequence-parallel: with BERT only where Apex is installed."""
     return model.kind != "bert" or installed("apex")
@@ -227,58 +206,14 @@ def _why(scope: str, flag: str) -> str:
     return next(rule.why for rule in UNSUPPORTED if rule.scope == scope and rule.flag == flag)
 
 
-def _divided_bert(case: Case) -> str | None:
-    if not case.plan.sequence_parallel or may_divide_sequences(case.model):
-        return None
-    return f"--sequence-parallel does not work with BERT: {_why('bert', '--sequence-parallel')}"
+def _wide_enough_for_fp8(case: Case) -> bool:
+    model = case.model
+    return all(size / case.plan.tensor % 16 == 0 for size in (model.query_size, model.key_size, model.ffn))
 
 
-def _context_of_bert(case: Case) -> str | None:
-    if case.plan.context == 1 or case.model.kind != "bert":
-        return None
-    why = _why("bert", "--context-parallel-size")
-    return f"--context-parallel-size {case.plan.context} does not work with BERT: {why}"
-
-
-# --- precisions ------------------------------------------------------------------------------------------------------
-
-
-def _fp8(case: Case) -> str | None:
-    if case.precision != "fp8" or case.plan.schedule == "megatron":
-        return None
-    return f"--fp8-format does not work with --pipeline-schedule {case.plan.schedule}: {_why('ours', '--fp8-format')}"
-
-
-def _fp8_sizes(case: Case) -> str | None:
-    model, tensor = case.model, case.plan.tensor
-    if case.precision != "fp8" or all(
-        size / tensor % 16 == 0 for size in (model.query_size, model.key_size, model.ffn)
-    ):
-        return None
-    return (
-        f"--fp8-format needs widths that are multiples of 16 on each of --tensor-model-parallel-size {tensor}: use less"
-    )
-
-
-def _precision_aware(case: Case) -> str | None:
-    plan = case.plan
-    if PRECISION_AWARE not in plan.numerics or SCHEDULES.get(plan.schedule) is None or SCHEDULES[plan.schedule].flushes:
-        return None
-    return (
-        f"{PRECISION_AWARE} does not work with --pipeline-schedule {plan.schedule}: {_why('no flush', PRECISION_AWARE)}"
-    )
-
-
-# --- layers and stages -----------------------------------------------------------------------------------------------
-
-
-def _layer_a_stage(case: Case) -> str | None:
-    if case.plan.depth <= case.model.layers:
-        return None
-    return (
-        f"--pipeline-model-parallel-size {case.plan.depth} is more than --num-layers {case.model.layers}: "
-        "every stage needs a layer; use fewer stages"
-    )
+def _is_late(case: Case) -> bool:
+    schedule = SCHEDULES.get(case.plan.schedule)
+    return schedule is not None and not schedule.flushes
 
 
 def _even_split(case: Case) -> str | None:
@@ -310,9 +245,6 @@ def _layout(case: Case) -> str | None:
     return sizes.layout(case.sizes)
 
 
-# --- Megatron's interleaved stages -----------------------------------------------------------------------------------
-
-
 def _whole_chunks(case: Case) -> str | None:
     plan, model = case.plan, case.model
     if plan.virtual == 1 or plan.stages or sizes.split(case.sizes) or _uneven_split(case):
@@ -341,57 +273,84 @@ def _whole_groups(case: Case) -> str | None:
     )
 
 
-# --- this project's schedules ----------------------------------------------------------------------------------------
-
-
-def _enough_microbatches(case: Case) -> str | None:
-    return sizes.microbatches(case.sizes) if case.plan.virtual == 1 else None  # _whole_groups
-
-
 def _slots(case: Case) -> str | None:
-    slots = case.plan.gradient_slots
+    wrong = case.plan.gradient_slots not in (1, 2)
     return sizes.SLOTS.message(case.sizes) or (
-        None if slots in (1, 2) else f"--two-bw-gradient-slots {slots}: use 1 or 2"
+        f"--two-bw-gradient-slots {case.plan.gradient_slots}: use 1 or 2" if wrong else None
     )
 
 
-def _shared(rule: FlagRule) -> Callable[[Case], str | None]:
-    return lambda case: rule.message(case.sizes)
+def _shared(cause: str, rule: FlagRule) -> Rule:
+    return Rule(cause, lambda case: rule.message(case.sizes))
 
 
 # The rules that a search breaks most often come first.
 RULES: tuple[Rule, ...] = (
-    ("sizes do not use every GPU", _all_gpus),
-    ("heads not divisible by tensor size", _shared(sizes.HEADS)),
-    ("query groups neither multiple nor divisor of tensor size", _shared(sizes.GROUPS)),
-    ("keys and values not divisible by tensor size", _shared(sizes.KEYS)),
-    ("feed-forward size not divisible by tensor size", _shared(sizes.FFN)),
-    ("sequence not divisible by tensor size", _shared(sizes.SEQUENCE)),
-    ("sequence parallelism with one tensor rank", _shared(sizes.SEQUENCE_RANKS)),
-    ("sequence parallelism of BERT without Apex", _divided_bert),
-    ("sequence not divisible by context size", _shared(sizes.CONTEXT)),
-    ("context parallelism of BERT", _context_of_bert),
-    ("more stages than layers", _layer_a_stage),
-    ("layers not divisible by stages", _even_split),
-    ("uneven split leaves no equal middle stages", _uneven_split),
-    ("a layout of other layers or stages", _layout),
-    ("too few microbatches for the schedule", _enough_microbatches),
-    ("virtual stages only with Megatron's schedule", _shared(sizes.ONE_CHUNK)),
-    ("virtual stages with one pipeline stage", _shared(sizes.CHUNKS)),
-    ("layers of a stage not divisible by virtual stages", _whole_chunks),
-    ("microbatches not divisible by stages with virtual stages", _whole_groups),
-    ("bf16 not on this GPU", _has_bf16),
-    ("fp8 only with Megatron's schedule", _fp8),
-    ("widths that fp8 does not divide", _fp8_sizes),
-    ("precision-aware optimizer with a schedule that has no flush", _precision_aware),
-    ("gradient slots only with 2bw", _slots),
-    ("extra warm-up only with 2bw, for each boundary", lambda case: sizes.extra_warmup(case.sizes)),
-    ("extrapolation only with 2bw", _shared(sizes.EXTRAPOLATES)),
-    ("rounds only with gpipe", _shared(sizes.ROUND)),
-    ("a round of more microbatches than a batch has", lambda case: sizes.gpipe_round(case.sizes)),
-    ("pipedream with the distributed optimizer", _shared(sizes.SHARDS)),
-    ("pipedream with tied embeddings", _shared(sizes.TIES)),
-    ("pipedream with fp16 and dynamic loss scale", _shared(sizes.SCALES)),
+    Rule("sizes do not use every GPU", _all_gpus),
+    _shared("heads not divisible by tensor size", sizes.HEADS),
+    _shared("query groups neither multiple nor divisor of tensor size", sizes.GROUPS),
+    _shared("keys and values not divisible by tensor size", sizes.KEYS),
+    _shared("feed-forward size not divisible by tensor size", sizes.FFN),
+    _shared("sequence not divisible by tensor size", sizes.SEQUENCE),
+    _shared("sequence parallelism with one tensor rank", sizes.SEQUENCE_RANKS),
+    Rule(
+        "sequence parallelism of BERT without Apex",
+        lambda case: case.plan.sequence_parallel and not may_divide_sequences(case.model),
+        f"--sequence-parallel does not work with BERT: {_why('bert', '--sequence-parallel')}",
+    ),
+    _shared("sequence not divisible by context size", sizes.CONTEXT),
+    Rule(
+        "context parallelism of BERT",
+        lambda case: case.plan.context > 1 and case.model.kind == "bert",
+        "--context-parallel-size {plan.context} does not work with BERT: " + _why("bert", "--context-parallel-size"),
+    ),
+    Rule(
+        "more stages than layers",
+        lambda case: case.plan.depth > case.model.layers,
+        "--pipeline-model-parallel-size {plan.depth} is more than --num-layers {model.layers}: every stage needs a "
+        "layer; use fewer stages",
+    ),
+    Rule("layers not divisible by stages", _even_split),
+    Rule("uneven split leaves no equal middle stages", _uneven_split),
+    Rule("a layout of other layers or stages", _layout),
+    Rule(
+        "too few microbatches for the schedule",
+        lambda case: sizes.microbatches(case.sizes) if case.plan.virtual == 1 else None,  # _whole_groups
+    ),
+    _shared("virtual stages only with Megatron's schedule", sizes.ONE_CHUNK),
+    _shared("virtual stages with one pipeline stage", sizes.CHUNKS),
+    Rule("layers of a stage not divisible by virtual stages", _whole_chunks),
+    Rule("microbatches not divisible by stages with virtual stages", _whole_groups),
+    Rule(
+        "bf16 not on this GPU",
+        lambda case: not case.bf16 and case.precision in ("bf16", "fp8"),
+        "--bf16: the GPU has no bfloat16; use --fp16 instead",
+    ),
+    Rule(
+        "fp8 only with Megatron's schedule",
+        lambda case: case.precision == "fp8" and case.plan.schedule != "megatron",
+        "--fp8-format does not work with --pipeline-schedule {plan.schedule}: " + _why("ours", "--fp8-format"),
+    ),
+    Rule(
+        "widths that fp8 does not divide",
+        lambda case: case.precision == "fp8" and not _wide_enough_for_fp8(case),
+        "--fp8-format needs widths that are multiples of 16 on each of --tensor-model-parallel-size {plan.tensor}: use "
+        "less",
+    ),
+    Rule(
+        "precision-aware optimizer with a schedule that has no flush",
+        lambda case: PRECISION_AWARE in case.plan.numerics and _is_late(case),
+        f"{PRECISION_AWARE} does not work with --pipeline-schedule {{plan.schedule}}: "
+        + _why("no flush", PRECISION_AWARE),
+    ),
+    Rule("gradient slots only with 2bw", _slots),
+    Rule("extra warm-up only with 2bw, for each boundary", lambda case: sizes.extra_warmup(case.sizes)),
+    _shared("extrapolation only with 2bw", sizes.EXTRAPOLATES),
+    _shared("rounds only with gpipe", sizes.ROUND),
+    Rule("a round of more microbatches than a batch has", lambda case: sizes.gpipe_round(case.sizes)),
+    _shared("pipedream with the distributed optimizer", sizes.SHARDS),
+    _shared("pipedream with tied embeddings", sizes.TIES),
+    _shared("pipedream with fp16 and dynamic loss scale", sizes.SCALES),
 )
 
-_CHECKS = tuple(check for _, check in FIELDS + RULES)
+_CHECKS = tuple(rule.breaks for rule in FIELDS + RULES)

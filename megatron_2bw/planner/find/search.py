@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from megatron_2bw.planner.cost.bounds import work_bound
 from megatron_2bw.planner.cost.compute import Work
-from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe.plan import PRECISION_AWARE, Plan, by_fields
 from megatron_2bw.planner.find.legality import is_legal, may_divide_sequences, violations
@@ -37,18 +36,19 @@ class Search:
 
     def __init__(self, cost: Cost, space: Space, distinct: bool = True, limit: float = math.inf):
         self.cost, self.space, self.distinct, self.limit = cost, space, distinct, limit
+        self._host = cost.model, cost.cluster.gpus, cost.precision, cost.cluster.device.bf16
+        self._number = itertools.count()  # plans with equal bounds leave the queue in the order of enumeration
+        self._clear()
+
+    def _clear(self) -> None:
         self.rejected: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
         self._smallest: dict[str, int] = {}
         self.too_large: list[Plan] = []
         self.examined = 0
-        device = cost.cluster.device
-        self._host = cost.model, cost.cluster.gpus, cost.precision, device.bf16
-        self._number = itertools.count()  # plans with equal bounds leave the queue in the order of enumeration
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
-        self.rejected, self.examples, self._smallest = Counter(), {}, {}
-        self.too_large, self.examined = [], 0
+        self._clear()
         queue: list[tuple[float, int, str, Plan, tuple]] = []
 
         def put(bound: float, state: str, plan: Plan, choice: tuple = ()) -> None:
@@ -84,8 +84,9 @@ class Search:
                     plan = plan.changed(extra_warmup=extra)
                     put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
             elif state == "bound":
-                if plan.recompute_layers > 1 and "full" in self.space.recompute and self._keeps_inputs(plan):
-                    continue
+                keeps_inputs = plan.recompute_layers > 1 and "full" in self.space.recompute
+                if keeps_inputs and self.cost.fits(plan.changed(recompute_layers=1)):
+                    continue  # that takes as long
                 if not self.cost.fits(plan):
                     size = self.cost.gpipe_round(plan)
                     if size is None:
@@ -99,10 +100,6 @@ class Search:
             else:
                 found.add(self._key(plan))
                 yield bound, plan
-
-    def _keeps_inputs(self, plan: Plan) -> bool:
-        """Whether the plan also fits if it keeps the inputs of all layers."""
-        return self.cost.fits(plan.changed(recompute_layers=1))
 
     @staticmethod
     def _key(plan: Plan) -> tuple[int, int, int, int, str]:
@@ -171,9 +168,7 @@ class Search:
                 if rest:
                     continue
                 sizes = space.microbatch or tuple(2**k for k in range(12) if 2**k * width <= space.batch)
-                if not sizes:
-                    self.rejected["the global batch is smaller than the data-parallel size"] += 1
-                for microbatch in sizes:
+                for microbatch in sizes or (1,):
                     plan = self._shape(tensor, context, depth, width, microbatch)
                     if plan is not None:
                         yield from self._recomputes(plan)
@@ -183,15 +178,20 @@ class Search:
         if not microbatches:
             self.rejected["the global batch is smaller than the data-parallel size"] += 1
             return None
-        plan = Plan(tensor, depth, width, microbatch, microbatches, schedule="megatron")
-        split = next(iter(self.splits(depth)), None)
-        if split is None:
+        splits = self.splits(depth)
+        if not splits:
             self.rejected["more stages than the layers divide into"] += 1
             return None
-        plan = plan.changed(first=split[0], last=split[1])
-        plan = plan.changed(context=context, numerics=self.space.numerics)
-        if self.space.sequence_parallel and tensor > 1 and may_divide_sequences(self.cost.model):
-            plan = plan.changed(sequence_parallel=True)
+        divided = self.space.sequence_parallel and tensor > 1 and may_divide_sequences(self.cost.model)
+        plan = Plan(
+            *(tensor, depth, width, microbatch, microbatches),
+            schedule="megatron",
+            first=splits[0][0],
+            last=splits[0][1],
+            sequence_parallel=divided,
+            context=context,
+            numerics=self.space.numerics,
+        )
         return plan if self._legal(plan) else None
 
     def _legal(self, plan: Plan) -> bool:
@@ -218,8 +218,8 @@ class Search:
     def _by_module(self, plan: Plan, module: str) -> Iterator[Plan]:
         """The plan that repeats the module, unless that frees nothing."""
         memory = self.cost.memory
+        modules = (module,) if memory.flash else ("core_attn", module)
         if not (module == "layernorm" and memory.engine):
-            modules = (module,) if memory.flash else ("core_attn", module)
             yield plan.changed(recompute="selective", recompute_modules=modules)
 
     def split(self, shape: Plan) -> Iterator[Plan]:
@@ -274,17 +274,13 @@ class Search:
             return found + [(first, layers - first) for first in firsts if 2 * first != layers]
         for middle in range(max(layers // depth - 1, 1), longest + 1):
             ends = layers - middle * (depth - 2)
-            found += [
-                (first, ends - first)
-                for first in range(max(ends - longest, 1), min(longest, ends - 1) + 1)
-                if (first, ends - first) != (middle, middle)
-            ]
+            pairs = ((first, ends - first) for first in range(max(ends - longest, 1), min(longest, ends - 1) + 1))
+            found += [pair for pair in pairs if pair != (middle, middle)]
         return found
 
     def scheduled(self, split: Plan) -> Iterator[Plan]:
         """The legal plans of a shape with its layers divided, without the choices of `variants`."""
-        plans = (self._scheduled(split, *choice) for choice in self._schedules(split))
-        return (plan for plan in plans if plan is not None)
+        return filter(None, (self._scheduled(split, *choice) for choice in self._schedules(split)))
 
     def _scheduled(self, split: Plan, schedule: str, slots: int, virtual: int) -> Plan | None:
         microbatches = split.microbatches
@@ -321,19 +317,16 @@ class Search:
 
     def _orders(self, shape: Plan) -> tuple[bool, ...]:
         """The rank orders of the space; only the first if all put the ranks on the same servers."""
-        sizes, last = (shape.tensor, shape.depth, shape.width), (self.cost.cluster.gpus_per_server, shape.context)
-        if layout(*sizes, False, *last) == layout(*sizes, True, *last):
-            return self.space.pipeline_inside[:1]
-        return self.space.pipeline_inside
+        one, other = (self.cost.compute.layout(shape.changed(pipeline_inside=inside)) for inside in (False, True))
+        return self.space.pipeline_inside[: 1 if one == other else 2]
 
     def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
+        choices = self.space.distributed_optimizer
         if PRECISION_AWARE in plan.numerics:
-            return tuple(choice for choice in self.space.distributed_optimizer if choice)
+            return tuple(choice for choice in choices if choice)
         if plan.replicas == 1:
-            return self.space.distributed_optimizer[:1]
-        return tuple(
-            choice for choice in self.space.distributed_optimizer if not (choice and plan.schedule == "pipedream")
-        )
+            return choices[:1]
+        return tuple(choice for choice in choices if not (choice and plan.schedule == "pipedream"))
 
 
 def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:

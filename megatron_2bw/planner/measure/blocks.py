@@ -261,16 +261,14 @@ def _time_optimizer(stage: Any, precision: str, device: str, repeats: int) -> tu
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `megatron-2bw-plan profile`, without those of the model."""
-    parser.add_argument("--json", type=Path, required=True, metavar="PATH", help="the file to write the profile to")
-    microbatches = dict(type=numbers, default=(1, 2, 4, 8), metavar="N,...")
-    parser.add_argument("--microbatches", **microbatches, help="sizes to measure (default: 1,2,4,8)")
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16", "fp16"),
-        help="default: fp32 on a CPU, bf16 on a GPU that has it, fp16 on others",
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--repeats", type=int, default=10, help="rounds; their median counts (default: 10)")
+    add = parser.add_argument
+    add("--json", type=Path, required=True, metavar="PATH", help="the file to write the profile to")
+    sizes = "sizes to measure (default: 1,2,4,8)"
+    add("--microbatches", type=numbers, default=(1, 2, 4, 8), metavar="N,...", help=sizes)
+    default = "default: fp32 on a CPU, bf16 on a GPU that has it, fp16 on others"
+    add("--precision", choices=("fp32", "bf16", "fp16"), help=default)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--repeats", type=int, default=10, help="rounds; their median counts (default: 10)")
 
 
 def run(options: argparse.Namespace, model: Model) -> int:

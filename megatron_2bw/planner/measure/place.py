@@ -72,15 +72,13 @@ def refusal(plan: Plan, per_server: int, place: Place) -> str | None:
     servers, ranks = split(plan, per_server, place)
     if servers <= place.servers and ranks <= place.ranks and servers * ranks == plan.gpus:
         return None
-    sizes = (
-        f"--tensor-model-parallel-size {plan.tensor} x --pipeline-model-parallel-size {plan.depth} x "
-        f"{plan.width} pipelines"
-    )
+    sizes = f"--tensor-model-parallel-size {plan.tensor} x --pipeline-model-parallel-size {plan.depth} x {plan.width}"
     if place.device == "cpu":
         limit = f"{place.servers * place.ranks} ({MAX_RANKS_PER_CORE} a core)"
-        return f"{sizes} are {plan.gpus} processes, more than {limit}: plan for a smaller --cluster"
+        return f"{sizes} pipelines are {plan.gpus} processes, more than {limit}: plan for a smaller --cluster"
     there = f"{place.ranks}" if place.servers == 1 else f"{place.servers} servers with {place.ranks}"
-    return f"{sizes} need {plan.gpus} GPUs, but there are {there}: plan for a --cluster like that, or give --device cpu"
+    remedy = "plan for a --cluster like that, or give --device cpu"
+    return f"{sizes} pipelines need {plan.gpus} GPUs, but there are {there}: {remedy}"
 
 
 def command(words: list[str], plan: Plan, per_server: int, place: Place, script: Path, number: int) -> list[str]:

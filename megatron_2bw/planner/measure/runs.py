@@ -17,6 +17,8 @@ from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_whole
 from megatron_2bw.planner.cost.memory import GIB
+from megatron_2bw.planner.describe import model as models
+from megatron_2bw.planner.describe import plan as plans
 from megatron_2bw.planner.describe.inputs import NUMERICS
 from megatron_2bw.planner.describe.model import LARGEST, Model
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
@@ -155,35 +157,8 @@ def write_predictions(runs: Sequence[Run], predicted: Sequence[float], path: Pat
 # --- logs ------------------------------------------------------------------------------------------------------------
 
 # A row's column by Megatron's argument; a missing one, or None, leaves the column's default.
-ARGUMENTS = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "seq_length": "sequence",
-    "vocab_size": "vocab",
-    "ffn_hidden_size": "ffn",
-    "kv_channels": "head_size",
-    "swiglu": "gated",
-    "add_bias_linear": "bias",
-    "tensor_model_parallel_size": "tensor",
-    "pipeline_model_parallel_size": "depth",
-    "data_parallel_size": "width",
-    "context_parallel_size": "context",
-    "micro_batch_size": "microbatch",
-    "global_batch_size": "global_batch",
-    "recompute_granularity": "recompute",
-    "pipeline_schedule": "schedule",
-    "virtual_pipeline_model_parallel_size": "virtual",
-    "sequence_parallel": "sequence_parallel",
-    "use_distributed_optimizer": "distributed_optimizer",
-    "use_tp_pp_dp_mapping": "pipeline_inside",
-    "decoder_first_pipeline_num_layers": "first",
-    "decoder_last_pipeline_num_layers": "last",
-    "two_bw_gradient_slots": "gradient_slots",
-    "two_bw_extra_warmup": "extra_warmup",
-    "gpipe_round": "gpipe_round",
-    "overlap_grad_reduce": "overlap",
-}
+ARGUMENTS = {argument: name for name, argument in (models.ARGUMENTS | plans.ARGUMENTS).items() if name != "groups"}
+ARGUMENTS |= {"overlap_grad_reduce": "overlap"}
 # What no plan can express, with the value that a plan has.
 UNPLANNED = {"num_experts": "None"}
 _ARGUMENT = re.compile(r"^(?:\[[^\]\n]*\]:? ?)? +(\w+) \.{3,} (.*?) *$", re.MULTILINE)
@@ -209,9 +184,8 @@ def read_log(path: Path) -> Run:
     log = _text(path)
     given = _arguments(log, path)
     if not given:
-        raise UserError(
-            f"{path}: no arguments of Megatron: a run writes them with --save, or prints them with --verbose"
-        )
+        remedy = "a run writes them with --save, or prints them with --verbose"
+        raise UserError(f"{path}: no arguments of Megatron: {remedy}")
     for name, planned in UNPLANNED.items():
         if given.get(name, planned) != planned:
             raise UserError(f"{path}: {name} is {given[name]}; the planner has plans with {planned} only")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw import run_log
-from megatron_2bw.files import write_figure
+from megatron_2bw.files import new_figure, write_figure
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell.explain import aligned
@@ -184,10 +184,8 @@ def table(trials: Sequence[Trial], memory: bool) -> str:
 
 def draw(trials: Sequence[Trial], path: Path) -> None:
     """Draw predicted and measured milliseconds per iteration, two bars per plan."""
-    from matplotlib.figure import Figure
-
     done = [trial for trial in trials if trial.measured]
-    figure = Figure(figsize=(max(5.0, 1.5 + 1.3 * len(done)), 4.2), layout="constrained")
+    figure = new_figure(max(5.0, 1.5 + 1.3 * len(done)), 4.2)
     axis = figure.subplots()
     for name, shift, color in (("predicted", -0.2, "#8fb3d9"), ("measured", 0.2, "#1f5fa8")):
         places, heights = [i + shift for i in range(len(done))], [1e3 * getattr(trial, name) for trial in done]

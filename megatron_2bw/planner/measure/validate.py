@@ -27,8 +27,8 @@ from megatron_2bw.planner.measure.place import Place, command, environment, find
 from megatron_2bw.planner.measure.trials import FAILED, OK, REFUSED, TIMEOUT, Trial
 from megatron_2bw.planner.tell.jobs import entry_script, mock_data
 from megatron_2bw.processes import stop_tree
+from megatron_2bw.start.torchrun import ROOT, start
 
-ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 BUSY = 0.1  # share of the cores that others use, above which measured times are unreliable
 FILES = ("trials.jsonl", "validate.json", "validate.png")
@@ -186,9 +186,7 @@ def _seconds_of_others() -> float:
 def execute(line: list[str], log: Path, variables: dict[str, str], timeout: float) -> int | None:
     """Run a command with its output in `log`; its exit status, or None after `timeout` seconds. Raises OSError."""
     with open(log, "wb") as file:
-        process = subprocess.Popen(
-            line, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = start(line, file, env=variables)
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -199,22 +197,18 @@ def execute(line: list[str], log: Path, variables: dict[str, str], timeout: floa
 
 def notes(cost: Cost, place: Place) -> list[str]:
     """The differences between what was predicted and what runs."""
-    profile, found = cost.cluster.profile, []
-    if place.device == "cpu" and cost.cluster.device.name != "cpu":
+    profile, on_cpu, found = cost.cluster.profile, place.device == "cpu", []
+    if on_cpu and cost.cluster.device.name != "cpu":
         found.append(f"--cluster {cost.cluster.name} has GPUs, the plans run on the CPU: their order may differ")
-    if place.device == "cuda" and cost.memory.flash and not installed("transformer_engine"):
-        found.append(
-            "Transformer Engine is missing: the local layers keep the attention scores; plan with --attention core"
-        )
-    if profile is None:
-        return found
-    found.append(profile.fits(cost.model, cost.precision))
-    if place.device == "cpu" and profile.threads != 1:
-        found.append(
-            f"the profile was measured with {profile.threads} threads, and each rank here has one: measure it "
-            "again with OMP_NUM_THREADS=1"
-        )
-    return [note for note in found if note]
+    if not on_cpu and cost.memory.flash and not installed("transformer_engine"):
+        remedy = "plan with --attention core"
+        found.append(f"Transformer Engine is missing: the local layers keep the attention scores; {remedy}")
+    if profile is not None:
+        found += filter(None, [profile.fits(cost.model, cost.precision)])
+    if profile is not None and on_cpu and profile.threads != 1:
+        threads = f"the profile was measured with {profile.threads} threads, and each rank here has one"
+        found.append(f"{threads}: measure it again with OMP_NUM_THREADS=1")
+    return found
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ LEGEND = (
     "gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).",
     "layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations.",
 )
+TIES = "Exact schedules and simpler plans are first."
 PARTS = "c: context-parallel size, the ranks that share a sequence (--context-parallel-size)."
 ONE_STAGE = "2bw with d 1: no pipeline. Step and reductions overlap the next batch; gradients are late all the same."
 CAVEAT = """\
@@ -136,6 +137,7 @@ def table(result: Result) -> str:
         memory = (f"{size / GIB:.2f} GiB" for size in (estimate.heaviest, estimate.headroom))
         error = f"{1e3 * cost.cluster.device.error * estimate.seconds:.1f}"
         times.append([place, f"{1e3 * estimate.seconds:.1f} ms", error, *shares, *memory])
+    within = _percent(tie(cost.cluster.device.error))
     attention = "flash attention" if cost.memory.flash else "attention that keeps its scores"
     return "\n".join(
         [
@@ -144,7 +146,7 @@ def table(result: Result) -> str:
             *aligned([PLAN_COLUMNS, *plans], {1, 8, 9, 10, 11}),
             *LEGEND,
             *([PARTS] if any(e.plan.context > 1 for e in result.estimates) else []),
-            *([_ties(result)] if result.ties > 1 else []),
+            *([f"1=: within {within} of the fastest, a tie. {TIES}"] if result.ties > 1 else []),
             *([ONE_STAGE] if any(e.plan.schedule == "2bw" and e.plan.depth == 1 for e in result.estimates) else []),
             "",
             f"Where an iteration's time goes, and memory ({_tags(cost)})",
@@ -152,12 +154,6 @@ def table(result: Result) -> str:
             "+-: of measured times nine of ten are within it (calibrate measures it on your runs).",
         ]
     )
-
-
-def _ties(result: Result) -> str:
-    """Why the first plans are a tie."""
-    share = _percent(tie(result.cost.cluster.device.error))
-    return f"1=: within {share} of the fastest, a tie. Exact schedules and simpler plans are first."
 
 
 def _layers(stages: list[int]) -> str:

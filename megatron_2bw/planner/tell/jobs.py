@@ -29,51 +29,49 @@ def torchrun_script(cost: Cost, estimate: Estimate) -> str:
     """run.sh, which trains the model. The user starts it on each server of the cluster."""
     entry, cluster = entry_script(cost.model), cost.cluster
     usage = "./run.sh [FLAGS]"
-    first = ["NODE_RANK=${NODE_RANK:-0}", "MASTER_ADDR=${MASTER_ADDR:-localhost}"]
+    first = "NODE_RANK=${NODE_RANK:-0}\nMASTER_ADDR=${MASTER_ADDR:-localhost}"
     if cluster.servers > 1:  # with the defaults each server would wait for itself
         last = cluster.servers - 1
         usage = f"MASTER_ADDR=HOST NODE_RANK=N ./run.sh [FLAGS]   on each server; HOST is the first, N is 0 to {last}"
-        first = [
-            f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}",
-            "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}",
-        ]
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            *_about(cost, estimate),
-            "#",
-            f"#   {usage}",
-            "#",
-            "# CHECKPOINTS=folder: save there, and continue from there.",
-            "# MEGATRON_2BW=clone: train with a clone's code instead of the installed package.",
-            *_NOTES,
-            "set -euo pipefail",
-            "",
-            f"NNODES=${{NNODES:-{cluster.servers}}}",
-            *first,
-            "MASTER_PORT=${MASTER_PORT:-29500}",
-            *_environment(estimate.plan),
-            f"entry=(-m {entry.removesuffix('.py')})",
-            f'[[ -z ${{MEGATRON_2BW:-}} ]] || entry=("$MEGATRON_2BW/{entry}")',
-            "",
-            *_arrays(cost, estimate, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}'),
-            "checkpoints=()",
-            "[[ -z ${CHECKPOINTS:-} ]] || checkpoints=(",
-            *(f'    {flag} "$CHECKPOINTS"' for flag in ("--save", "--load")),
-            f"    --save-interval {training.save_interval(estimate.seconds)}",
-            ")",
-            "",
-            "exec torchrun \\",
-            '    --nnodes "$NNODES" \\',
-            '    --node-rank "$NODE_RANK" \\',
-            f"    --nproc-per-node {cluster.gpus_per_server} \\",
-            '    --master-addr "$MASTER_ADDR" \\',
-            '    --master-port "$MASTER_PORT" \\',
-            '    "${entry[@]}" \\',
-            '    "${model[@]}" "${plan[@]}" "${training[@]}" "${data[@]}" "${checkpoints[@]}" "$@"',
-            "",
-        ]
-    )
+        first = (
+            f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}\n"
+            "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}"
+        )
+    return f"""\
+#!/usr/bin/env bash
+{_about(cost, estimate)}
+#
+#   {usage}
+#
+# CHECKPOINTS=folder: save there, and continue from there.
+# MEGATRON_2BW=clone: train with a clone's code instead of the installed package.
+{_NOTES}
+set -euo pipefail
+
+NNODES=${{NNODES:-{cluster.servers}}}
+{first}
+MASTER_PORT=${{MASTER_PORT:-29500}}
+{_environment(estimate.plan)}
+entry=(-m {entry.removesuffix(".py")})
+[[ -z ${{MEGATRON_2BW:-}} ]] || entry=("$MEGATRON_2BW/{entry}")
+
+{_arrays(cost, estimate, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}')}
+checkpoints=()
+[[ -z ${{CHECKPOINTS:-}} ]] || checkpoints=(
+    --save "$CHECKPOINTS"
+    --load "$CHECKPOINTS"
+    --save-interval {training.save_interval(estimate.seconds)}
+)
+
+exec torchrun \\
+    --nnodes "$NNODES" \\
+    --node-rank "$NODE_RANK" \\
+    --nproc-per-node {cluster.gpus_per_server} \\
+    --master-addr "$MASTER_ADDR" \\
+    --master-port "$MASTER_PORT" \\
+    "${{entry[@]}}" \\
+    "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "${{checkpoints[@]}}" "$@"
+"""
 
 
 def sbatch_script(cost: Cost, estimate: Estimate, job_name: str) -> str:
@@ -81,34 +79,32 @@ def sbatch_script(cost: Cost, estimate: Estimate, job_name: str) -> str:
     cluster = cost.cluster
     name = re.sub(r"[^\w.-]+", "-", job_name).strip("-") or "megatron-2bw"
     gpus = [f"--gpus-per-node={cluster.gpus_per_server}"] if cluster.device.name != "cpu" else []
-    head = [f"--job-name={name}", f"--nodes={cluster.servers}", *gpus, *SBATCH]
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            *(f"#SBATCH {option}" for option in head),
-            "",
-            *_about(cost, estimate),
-            "#",
-            "#   sbatch job.sbatch [FLAGS]",
-            "#",
-            "# It saves and requeues itself before its time limit and on preemption, and resumes from the folder",
-            "# CHECKPOINTS. megatron_2bw/slurm/job.sh lists the variables, such as PREAMBLE (modules) and SRUN_ARGS",
-            "# (containers); docs/slurm.md describes the rest. Account and partition: sbatch's options, or Slurm's own",
-            "# variables SBATCH_ACCOUNT and SBATCH_PARTITION.",
-            *_NOTES,
-            "set -euo pipefail",
-            "",
-            f"CHECKPOINTS=${{CHECKPOINTS:-$PWD/checkpoints/{name}}}",
-            f"SAVE_INTERVAL=${{SAVE_INTERVAL:-{training.save_interval(estimate.seconds)}}}",
-            f"PROCESSES_PER_NODE={cluster.gpus_per_server}",
-            *_SOURCE,
-            "",
-            *_arrays(cost, estimate, f'fail "{_WRONG_DATA}"'),
-            "",
-            f'run_job {entry_script(cost.model)} "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"',
-            "",
-        ]
-    )
+    options = [f"--job-name={name}", f"--nodes={cluster.servers}", *gpus, *SBATCH]
+    head = "\n".join(f"#SBATCH {option}" for option in options)
+    return f"""\
+#!/usr/bin/env bash
+{head}
+
+{_about(cost, estimate)}
+#
+#   sbatch job.sbatch [FLAGS]
+#
+# It saves and requeues itself before its time limit and on preemption, and resumes from the folder
+# CHECKPOINTS. megatron_2bw/slurm/job.sh lists the variables, such as PREAMBLE (modules) and SRUN_ARGS
+# (containers); docs/slurm.md describes the rest. Account and partition: sbatch's options, or Slurm's own
+# variables SBATCH_ACCOUNT and SBATCH_PARTITION.
+{_NOTES}
+set -euo pipefail
+
+CHECKPOINTS=${{CHECKPOINTS:-$PWD/checkpoints/{name}}}
+SAVE_INTERVAL=${{SAVE_INTERVAL:-{training.save_interval(estimate.seconds)}}}
+PROCESSES_PER_NODE={cluster.gpus_per_server}
+{_SOURCE}
+
+{_arrays(cost, estimate, f'fail "{_WRONG_DATA}"')}
+
+run_job {entry_script(cost.model)} "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"
+"""
 
 
 def entry_script(model: Model) -> str:
@@ -128,38 +124,36 @@ source "$MEGATRON_2BW/megatron_2bw/slurm/job.sh" || {
     echo "submit from the clone or in the environment of megatron_2bw, or give MEGATRON_2BW=the clone" >&2
     exit 2
 }
-""".strip().splitlines()
-_NOTES = (
-    "# FLAGS are Megatron's; they come last and take precedence. DATA_ARGS replaces the mock data, for example",
-    '#   DATA_ARGS="--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer"',
-    "# Without Apex add --no-gradient-accumulation-fusion. Without Transformer Engine and Apex add that and",
-    "# --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion. The local",
-    "# layers keep the attention scores; plan with --attention core.",
-)
+""".strip()
+_NOTES = """
+# FLAGS are Megatron's; they come last and take precedence. DATA_ARGS replaces the mock data, for example
+#   DATA_ARGS="--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer"
+# Without Apex add --no-gradient-accumulation-fusion. Without Transformer Engine and Apex add that and
+# --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion. The local
+# layers keep the attention scores; plan with --attention core.
+""".strip()
 
 
-def _about(cost: Cost, estimate: Estimate) -> list[str]:
+def _about(cost: Cost, estimate: Estimate) -> str:
     plan, cluster = estimate.plan, cost.cluster
     name, where = (" ".join(text.split()) for text in (cost.model.name, cluster.name))
     context = f"{plan.context} context ranks x " if plan.context > 1 else ""
     sizes = f"{plan.tensor} tensor ranks x {context}{plan.depth} stages x {plan.width} pipelines"
     batch = f"{plan.microbatches} microbatches of {plan.microbatch}, global batch {plan.global_batch}"
-    return [
-        f"# {name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw-plan:",
-        f"# {plan.schedule}, {sizes}, {batch}.",
-        *(
-            f"# {line}"
-            for text in training.about(cost, estimate)
-            for line in textwrap.wrap(text, 110, break_on_hyphens=False)
-        ),
+    lines = [
+        f"{name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw-plan:",
+        f"{plan.schedule}, {sizes}, {batch}.",
     ]
+    for text in training.about(cost, estimate):
+        lines += textwrap.wrap(text, 110, break_on_hyphens=False)
+    return "\n".join(f"# {line}" for line in lines)
 
 
-def _environment(plan: Plan) -> list[str]:
-    lines = ["export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
+def _environment(plan: Plan) -> str:
+    variables = ["OMP_NUM_THREADS"]
     if plan.tensor > 1 or plan.context > 1:  # Megatron requires it on GPUs before Blackwell
-        lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
-    return lines
+        variables.append("CUDA_DEVICE_MAX_CONNECTIONS")
+    return "\n".join(f"export {name}=${{{name}:-1}}" for name in variables)
 
 
 # Splits into words as a shell and as megatron_2bw/slurm/flags.py. A NUL ends each word: a path may contain a newline.
@@ -173,27 +167,23 @@ except ValueError as error:
 sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in words))
 sys.exit(status)'
     mapfile -d '' -t data < <("${PYTHON:-python3}" -c "$split" "$DATA_ARGS")
-""".strip("\n").splitlines()
+""".strip("\n")
 _WRONG_DATA = "${data[*]:-DATA_ARGS cannot be split into words}"
 
 
-def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> list[str]:
+def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> str:
     """The flags as bash arrays, by subject. The script runs `refuse` if DATA_ARGS cannot be split."""
-    model, plan = cost.model, estimate.plan
-    run = training.flags(plan.schedule, estimate.seconds)
-    kinds = (model.flags(), plan.flags(cost.precision), run, mock_data(model))
-    quoted = ([shlex.quote(word) for word in words] for words in kinds)
-    return [
-        *(line for name, words in zip(("model", "plan", "training", "data"), quoted) for line in _array(name, words)),
-        "if [[ ${DATA_ARGS:-} == *[![:space:]]* ]]; then",
-        *_SPLIT,
-        f"    wait $! || {refuse}",
-        "fi",
-    ]
-
-
-def _array(name: str, words: list[str]) -> list[str]:
-    return [f"{name}=(", *(f"    {' '.join(flag)}" for flag in by_flag(words)), ")"]
+    arrays = {
+        "model": cost.model.flags(),
+        "plan": estimate.plan.flags(cost.precision),
+        "training": training.flags(estimate.plan.schedule, estimate.seconds),
+        "data": mock_data(cost.model),
+    }
+    lines = []
+    for name, words in arrays.items():
+        lines += [f"{name}=(", *(f"    {shlex.join(flag)}" for flag in by_flag(words)), ")"]
+    lines += ["if [[ ${DATA_ARGS:-} == *[![:space:]]* ]]; then", _SPLIT, f"    wait $! || {refuse}", "fi"]
+    return "\n".join(lines)
 
 
 def mock_data(model: Model) -> list[str]:

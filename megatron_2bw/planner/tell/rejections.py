@@ -24,11 +24,15 @@ def rejections(result: Result) -> str:
     """The rejected plans by cause, and the smallest change with which the fastest plan that does not fit would fit."""
     cost, search = result.cost, result.search
     lines = ["Illegal plans by cause, with the change that the smallest of them needs:"]
-    lines += _counted(search) or ["  none"]
-    lines.append(
+    for cause, count in search.rejected.most_common():
+        lines.append(f"  {count:6}  {cause}")
+        example = search.examples.get(cause, "")
+        lines += textwrap.wrap(example, 118, initial_indent=" " * 10, subsequent_indent=" " * 10)
+    lines += [
+        *["  none"] * (not search.rejected),
         f"Plans that need more than {cost.cluster.device.memory_gib:g} GiB ({ESTIMATED}) and may be faster than plans "
-        f"of the table: {len(search.too_large)}"
-    )
+        f"of the table: {len(search.too_large)}",
+    ]
     large, change = too_large(result)
     if large is None:
         return "\n".join(lines)
@@ -45,16 +49,6 @@ def rejections(result: Result) -> str:
             f"({change.throughput:.1f} samples/s, {change.heaviest / GIB:.2f} GiB)."
         )
     return "\n".join([*lines, wrapped(text)])
-
-
-def _counted(search: Search) -> list[str]:
-    """A line for each cause; below it the change that the smallest such plan needs."""
-    lines = []
-    for cause, count in search.rejected.most_common():
-        lines.append(f"  {count:6}  {cause}")
-        if cause in search.examples:
-            lines += textwrap.wrap(search.examples[cause], 118, initial_indent=" " * 10, subsequent_indent=" " * 10)
-    return lines
 
 
 def too_large(result: Result) -> tuple[Estimate | None, Estimate | None]:
@@ -128,10 +122,8 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         f"{cost.allowed(smallest) / GIB:.2f} GiB of {device.memory_gib:g} GiB are allowed."
     )
     remedies = [f"GPUs of {math.ceil(10 * cost.gpu_bytes(smallest) / GIB) / 10:g} GiB or more"]
-    other = _fitting(
-        cost, Space(space.batch, extrapolate=space.extrapolate, context=space.context, numerics=space.numerics)
-    )
-    other = other or _fitting(cost, Space(space.batch, context=space.context, numerics=space.numerics))
+    every = Space(space.batch, context=space.context, numerics=space.numerics)
+    other = _fitting(cost, replace(every, extrapolate=space.extrapolate)) or _fitting(cost, every)
     if other is not None:
         flags = " ".join(other.flags(cost.precision))
         remedies.insert(0, f"on these GPUs the choices that the flags exclude: {flags}")

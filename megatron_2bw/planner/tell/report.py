@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_2bw.errors import UserError, file_errors
-from megatron_2bw.files import write_figure, write_json
+from megatron_2bw.files import new_figure, write_figure, write_json
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
@@ -47,6 +47,12 @@ SCHEDULE_COLOURS = {
     "pipedream": "#f0c400",
 }
 MARKERS = dict(zip(RECOMPUTE, "o^s"))
+PICTURES = {
+    "front.png": "Throughput against memory of the heaviest stage; the line is the Pareto front.",
+    "splits.png": "The time of the ranked plans by cause.",
+    "timeline.png": "The best plan's timeline.",
+    "memory.png": "The best plan's memory, stage by stage.",
+}
 NAMES = "(+: more forwards ahead; t: tensor ranks, d: stages, w: replicas, b: microbatch)"  # parts of a plan's name
 RANKED = 16  # plans in `splits`
 FORWARDS = 250_000  # of a timeline; a simulation and its file take seconds
@@ -109,7 +115,7 @@ def window(events: list[Event], plan: Plan, times: Times, end: float) -> tuple[f
 def memory_bars(estimate: Estimate, path: Path, device: float | None = None) -> None:
     """Draw a stacked bar per stage, in GiB, with the allowed bytes and, if given, the bytes of the `device`."""
     depth = len(estimate.memory)
-    figure = _figure(min(3.5 + 0.55 * depth, 13), 4.5)
+    figure = new_figure(min(3.5 + 0.55 * depth, 13), 4.5)
     axis = figure.subplots()
     bottoms = [0.0] * depth
     for kind, colour in KINDS.items():
@@ -151,7 +157,7 @@ def front(estimates: Sequence[Estimate], path: Path) -> None:
 
     The axis ends at twice the allowed memory; the title counts the plans beyond.
     """
-    figure = _figure(11, 5.5)
+    figure = new_figure(11, 5.5)
     axis = figure.subplots()
     points = [(estimate.heaviest / GIB, estimate.throughput) for estimate in estimates]
     groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -181,45 +187,31 @@ def front(estimates: Sequence[Estimate], path: Path) -> None:
 def _front_legend(axis, groups: Iterable[tuple[str, str]]) -> list:
     from matplotlib.lines import Line2D
 
-    schedules = dict.fromkeys(schedule for schedule, _ in groups)
-    colours = [
-        Line2D([], [], color=SCHEDULE_COLOURS.get(name, "black"), marker="o", linestyle="", label=name)
-        for name in schedules
-    ]
-    markers = [
-        Line2D([], [], color="#444444", marker=marker, linestyle="", label=f"recompute: {name}")
-        for name, marker in MARKERS.items()
-        if any(recompute == name for _, recompute in groups)
-    ]
-    return colours + markers + axis.get_legend_handles_labels()[0]
+    schedules, recomputes = (dict.fromkeys(names) for names in zip(*groups))
+    entries = [(name, SCHEDULE_COLOURS.get(name, "black"), "o") for name in schedules]
+    entries += [(f"recompute: {name}", "#444444", MARKERS[name]) for name in MARKERS if name in recomputes]
+    marks = [Line2D([], [], color=colour, marker=mark, linestyle="", label=name) for name, colour, mark in entries]
+    return marks + axis.get_legend_handles_labels()[0]
 
 
 def _name_winner(axis, estimates: Sequence[Estimate]) -> None:
     fitting = [estimate for estimate in estimates if estimate.headroom >= 0]
-    text, box = "no plan fits", {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 2}
+    style = dict(va="top", fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 2})
     if not fitting:
-        axis.text(0.01, 0.97, text, transform=axis.transAxes, va="top", fontsize=9, bbox=box)
+        axis.text(0.01, 0.97, "no plan fits", transform=axis.transAxes, **style)
         return
     winner = max(fitting, key=lambda estimate: (estimate.throughput, -estimate.heaviest))  # on the front
     at = winner.heaviest / GIB, winner.throughput
     axis.scatter(*at, s=110, facecolors="none", edgecolors="black", linewidths=1.4, zorder=3)
     text = f"{winner.plan.title}: {at[1]:.4g} samples/s in {at[0]:.3g} GiB\n{NAMES}"
-    axis.annotate(
-        text,
-        at,
-        xytext=(0.01, 0.97),
-        textcoords="axes fraction",
-        va="top",
-        fontsize=9,
-        bbox=box,
-        arrowprops={"arrowstyle": "-", "color": "black", "linewidth": 0.8, "shrinkB": 6},
-    )
+    arrow = {"arrowstyle": "-", "color": "black", "linewidth": 0.8, "shrinkB": 6}
+    axis.annotate(text, at, xytext=(0.01, 0.97), textcoords="axes fraction", arrowprops=arrow, **style)
 
 
 def splits(estimates: Sequence[Estimate], path: Path) -> None:
     """Draw the causes of the time of the first RANKED plans, in milliseconds per sample, a bar per plan."""
     shown = list(estimates[:RANKED])
-    figure = _figure(12, 1.6 + 0.34 * len(shown))
+    figure = new_figure(12, 1.6 + 0.34 * len(shown))
     axis = figure.subplots()
     lefts = [0.0] * len(shown)
     for cause, (colour, name) in CAUSES.items():
@@ -237,12 +229,6 @@ def splits(estimates: Sequence[Estimate], path: Path) -> None:
     write_figure(path, figure)
 
 
-def _figure(width: float, height: float):
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Estimate], folder: Path) -> list[Path]:
     """Write the pictures, index.md and index.html to `folder`, which is created if it is missing; returns the files.
 
@@ -255,12 +241,6 @@ def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Esti
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(f"--report {folder}: it exists and is not a folder")
     best, every = estimates[0], list({estimate.plan: estimate for estimate in (*cloud, *estimates)}.values())
-    pictures = {
-        "front.png": "Throughput against memory of the heaviest stage; the line is the Pareto front.",
-        "splits.png": "The time of the ranked plans by cause.",
-        "timeline.png": "The best plan's timeline.",
-        "memory.png": "The best plan's memory, stage by stage.",
-    }
     index, page = folder / "index.md", folder / "index.html"
     with file_errors(f"--report {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -268,24 +248,22 @@ def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Esti
         splits(estimates, folder / "splits.png")
         timeline(cost, best, folder / "timeline.png")
         memory_bars(best, folder / "memory.png", cost.cluster.device.memory_gib * GIB)
-        index.write_text(_index(cost, best, pictures), encoding="utf-8")
+        index.write_text(_index(cost, best), encoding="utf-8")
         others = sorted((each for each in every if each not in estimates), key=lambda each: -each.throughput)
         windows = [_window(cost, estimate.plan) for estimate in estimates]
         page.write_text(report_page.html(cost, estimates, others, windows), encoding="utf-8")
-    return [index, page, *(folder / name for name in pictures)]
+    return [index, page, *(folder / name for name in PICTURES)]
 
 
-def _index(cost: Cost, best: Estimate, pictures: dict[str, str]) -> str:
-    cluster = cost.cluster
+def _index(cost: Cost, best: Estimate) -> str:
     memory = f"{best.heaviest / GIB:.1f} GiB of {best.capacity / GIB:.1f} allowed"
     parts = [
-        f"# {cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}",
+        f"# {report_page.title(cost)}",
         f"Best: {best.plan.title}, {best.throughput:.4g} samples/s, {memory}.",
         "    " + " ".join(best.plan.flags(cost.precision)),
         "[index.html](index.html) has all plans in a table, and the timeline to zoom.",
     ]
-    for name, line in pictures.items():
-        parts += [line, f"![{line}]({name})"]
+    parts += [f"{line}\n\n![{line}]({name})" for name, line in PICTURES.items()]
     return "\n\n".join(parts) + "\n"
 
 

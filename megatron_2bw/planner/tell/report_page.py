@@ -23,13 +23,17 @@ PAGE = Path(__file__).parent / "page" / "report.html"
 Window = tuple[list[Event], float, float]  # the events of a timeline, and the part of it that is shown, in seconds
 
 
+def title(cost: Cost) -> str:
+    cluster = cost.cluster
+    return f"{cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}"
+
+
 def html(cost: Cost, ranked: Sequence[Estimate], others: Sequence[Estimate], windows: Sequence[Window | None]) -> str:
     """The page of the `ranked` plans, the best first, with their `windows`, None where too long; and of `others`."""
-    cluster, best = cost.cluster, ranked[0]
     content = {
-        "title": f"{cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}",
+        "title": title(cost),
         "ranked": len(ranked),
-        "allowed": _short(best.capacity / GIB),
+        "allowed": _short(ranked[0].capacity / GIB),
         "plans": [_plan(cost, estimate) for estimate in (*ranked, *others)],
         "timelines": [window and _timeline(cost, one.plan, window) for one, window in zip(ranked, windows)],
     }
@@ -43,20 +47,15 @@ def _timeline(cost: Cost, plan: Plan, window: Window) -> dict[str, Any]:
 
 def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:
     plan = estimate.plan
-    split = {cause: 1e3 * seconds / plan.global_batch for cause, seconds in asdict(estimate.split).items()}
     return {
         "name": plan.title,
         "schedule": plan.schedule,
         "shown": plan.schedule_name,
-        "tensor": plan.tensor,
-        "depth": plan.depth,
-        "width": plan.width,
-        "microbatch": plan.microbatch,
-        "microbatches": plan.microbatches,
+        **{size: getattr(plan, size) for size in ("tensor", "depth", "width", "microbatch", "microbatches")},
         "recompute": plan.recompute_name,
         "rate": _short(estimate.throughput),
         "memory": [{kind: _short(size / GIB) for kind, size in asdict(stage).items()} for stage in estimate.memory],
-        "split": {cause: _short(time) for cause, time in split.items()},
+        "split": {cause: _short(1e3 * time / plan.global_batch) for cause, time in asdict(estimate.split).items()},
         "flags": " ".join(plan.flags(cost.precision)),
     }
 

@@ -51,20 +51,18 @@ def about(cost: Cost, estimate: Estimate) -> list[str]:
     """Sentences about the run that `flags` describes: its length, its checkpoints, its options against the delay."""
     plan, seconds = estimate.plan, estimate.seconds
     tokens, every = ITERATIONS * plan.global_batch * cost.model.sequence, save_interval(seconds)
-    options = []
-    if plan.extrapolate:
-        options = [
-            "--two-bw-correction auto acts against the gradient delay (docs/convergence.md). Without it: "
-            "--two-bw-correction none."
-        ]
+    evaluate = max(every, LEAST_EVAL_INTERVAL)
+    correction = (
+        "--two-bw-correction auto acts against the gradient delay (docs/convergence.md). Without it: "
+        "--two-bw-correction none."
+    )
     return [
         f"--train-iters {ITERATIONS}: {_time(ITERATIONS * seconds)} by these estimates ({_time(seconds)} an "
         f"iteration), and {tokens / 1e9:.3g} billion tokens, {tokens / cost.model.parameters():.3g} for each "
         "parameter.",
         f"--save-interval {every}: a checkpoint of {checkpoint_bytes(cost, plan) / GIB:.3g} GiB every "
-        f"{_time(every * seconds)}. --eval-interval {max(every, LEAST_EVAL_INTERVAL)}: an evaluation every "
-        f"{_time(max(every, LEAST_EVAL_INTERVAL) * seconds)}.",
-        *options,
+        f"{_time(every * seconds)}. --eval-interval {evaluate}: an evaluation every {_time(evaluate * seconds)}.",
+        *[correction] * plan.extrapolate,
     ]
 
 
