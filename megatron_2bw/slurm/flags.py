@@ -121,26 +121,24 @@ def main() -> int:
     option("--data", default="", metavar="FLAGS", help="instead of the mock data")
     option("--precision", default="", metavar="|".join(PRECISIONS))
     option("--save", action="store_true", help="the job saves checkpoints: also --save-interval")
-    option("--null", action="store_true", help="for job.sh: NULs after the words, or after an error line on stdout")
+    quoted = "for job.sh: the words as a shell quotes them; an error line on stdout"
+    option("--quoted", action="store_true", help=quoted)
     options = vars(parser.parse_args())
-    null = options.pop("null")
+    quoted = options.pop("quoted")
     try:
         found = words(**options)
     except UserError as error:
-        if not null:
+        if not quoted:
             usage_error("flags.py", error)
-        _with_nulls([str(error)])
+        _print(str(error))
         return 2
-    if null:
-        _with_nulls(found)
-    else:
-        print("\n".join(found))
+    _print(shlex.join(found) if quoted else "\n".join(found))
     return 0
 
 
-def _with_nulls(found: list[str]) -> None:
-    """For bash's mapfile: a word may hold newlines and bytes that are not UTF-8, as paths may."""
-    sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in found))
+def _print(text: str) -> None:
+    """Print it, although a path may hold bytes that are not UTF-8."""
+    sys.stdout.buffer.write(os.fsencode(text + "\n"))
 
 
 if __name__ == "__main__":

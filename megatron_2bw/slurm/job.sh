@@ -132,17 +132,19 @@ running() { # running JOB: prints it if it may still save; status 1 and squeue's
 }
 
 train() {
-    local kind=$1 flags save=()
+    local kind=$1 quoted flags save=()
     shift
     check_allocation
     if [[ -z ${PLAN:-} && -z ${PRECISION:-} ]]; then
         PRECISION=$([[ -n ${SLURM_GPUS_ON_NODE:-} ]] && echo bf16 || echo fp32)
     fi
     [[ $CHECKPOINTS == none || -n ${SAVE_INTERVAL:-} ]] || save=(--save)
-    mapfile -d '' -t flags < <("$JOB_PYTHON" "$MEGATRON_2BW/megatron_2bw/slurm/flags.py" --null --kind "$kind" \
+    # Bash loses the status of a process substitution now and then; words as a shell quotes them need none.
+    quoted=$("$JOB_PYTHON" "$MEGATRON_2BW/megatron_2bw/slurm/flags.py" --quoted --kind "$kind" \
         --model "${MODEL:-}" --plan "${PLAN:-}" --precision "${PRECISION:-}" --data="${DATA_ARGS:-}" \
-        --servers "$SLURM_JOB_NUM_NODES" --processes "$PROCESSES_PER_NODE" "${save[@]}")
-    wait $! || fail "${flags[0]:-flags.py has failed; what it says is above}"
+        --servers "$SLURM_JOB_NUM_NODES" --processes "$PROCESSES_PER_NODE" "${save[@]}") ||
+        fail "${quoted:-flags.py has failed; what it says is above}"
+    eval "flags=($quoted)"
     run_job "pretrain_${kind}_2bw.py" "${flags[@]}" "$@"
 }
 
@@ -177,12 +179,13 @@ check_flags() {
 }
 
 run_job() {
-    local entry=$1 hosts exit_status=0 checkpoints=() before srun_args
+    local entry=$1 hosts exit_status=0 checkpoints=() before quoted srun_args
     shift
     check_allocation
     check_flags "$@"
-    mapfile -d '' -t srun_args < <(xargs --no-run-if-empty printf '%s\0' <<<"${SRUN_ARGS:-}" 2>/dev/null)
-    wait $! || fail "SRUN_ARGS=$SRUN_ARGS: its quotes do not match"
+    quoted=$(xargs --no-run-if-empty printf '%q ' <<<"${SRUN_ARGS:-}" 2>/dev/null) ||
+        fail "SRUN_ARGS=$SRUN_ARGS: its quotes do not match"
+    eval "srun_args=($quoted)"
     if [[ $CHECKPOINTS != none ]]; then
         claim_checkpoints
         checkpoints=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --exit-signal-handler)
