@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.measure import calibrate as calibrating
 from megatron_2bw.planner.measure.calibrate import (
     DEVICE,
     SHARE_LIMIT,
@@ -135,6 +137,17 @@ def test_cross_validation_predicts_each_run_by_the_others():
         -0.5, abs=0.06
     )  # it did not take part in its own fit
     assert errors(calibrate(PRESET, runs[alone : alone + 1]), runs[alone : alone + 1])[0] < 0.4
+
+
+@pytest.mark.parametrize("count, parts", [(12, 5), (5, 5), (3, 3), (2, 2)])
+def test_by_default_there_are_five_parts_or_one_for_each_run(monkeypatch, count, parts):
+    fits: list[list[SimpleNamespace]] = []
+    monkeypatch.setattr(calibrating, "calibrate", lambda cluster, others: fits.append([*others]))
+    monkeypatch.setattr(calibrating, "predict", lambda cluster, own: [2.0] * len(own))
+    runs = [SimpleNamespace(seconds=1.0 + index) for index in range(count)]
+    assert cross_validated(PRESET, runs) == [2.0 / run.seconds - 1 for run in runs]
+    assert len(fits) == parts
+    assert sorted(run.seconds for fit in fits for run in runs if run not in fit) == [run.seconds for run in runs]
 
 
 def test_memory_is_compared_where_it_was_measured():
