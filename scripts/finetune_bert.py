@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_2bw.convergence.run import duration
 from megatron_2bw.data.hub import tokenizer_of
-from megatron_2bw.errors import Parser, UserError, file_errors, run_program, words
+from megatron_2bw.errors import Parser, UserError, file_errors, numbers_of, run_program
 from megatron_2bw.files import write_json
 from megatron_2bw.start.torchrun import ROOT
 from scripts.finetune_tasks import SMALL, TASKS, load
@@ -264,7 +264,7 @@ def run(options: argparse.Namespace) -> int:
         first = os.environ.get("RANK", "0") == "0"
         if first:
             write_json(options.out / "results.json", content)
-    waiting = [seed for seed in options.seeds if str(seed) not in content["seeds"]]
+    waiting = [seed for seed in options.seeds if seed not in content["seeds"]]
     if waiting:
         import transformers
 
@@ -277,21 +277,17 @@ def run(options: argparse.Namespace) -> int:
         data = {split: dataset(own, tokenizer, length, types) for split, own in both.items()}
     for seed in waiting:
         title = f"finetune_bert.py: {options.task} seed {seed} ({options.seeds.index(seed) + 1}/{len(options.seeds)})"
-        result = finetune(options, seed, title, data, tests, tokenizer)
-        content["seeds"][str(seed)] = result
+        result = finetune(options, int(seed), title, data, tests, tokenizer)
+        content["seeds"][seed] = result
         if first:
             write_json(options.out / "results.json", content)
             shutil.rmtree(options.out / f"seed{seed}", ignore_errors=True)  # checkpoints
     if first:
         for seed in options.seeds:
-            found = content["seeds"][str(seed)]["accuracy"]
+            found = content["seeds"][seed]["accuracy"]
             parts = ", ".join(f"{name} {value:.2f} %" for name, value in found.items())
             print(f"finetune_bert.py: {options.task} seed {seed}: {parts}", flush=True)
     return 0
-
-
-def _seeds(text: str) -> list[int]:
-    return [int(word) for word in dict.fromkeys(words(text))]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -302,7 +298,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("--tokenizer", metavar="DIR", help="default: that of --model")
     option("--dataset", metavar="NAME|DIR", help="instead of the task's on the Hub: see scripts/finetune_tasks.py")
     option("--out", type=Path, metavar="DIR", help="default: out/finetune/TASK-MODEL")
-    option("--seeds", type=_seeds, default=[1], metavar="N,...", help="default: 1")
+    option("--seeds", type=numbers_of, default=("1",), metavar="N,...", help="default: 1")
     for name in ("epochs", "lr", "batch", "length"):
         kind = float if name in ("epochs", "lr") else int
         option(f"--{name}", type=kind, metavar="N", help="default: that of scripts/paper.yaml")

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_2bw.convergence import options as convergence_options
 from megatron_2bw.convergence import run as convergence
 from megatron_2bw.convergence.plot import COLOURS
-from megatron_2bw.errors import Parser, UserError, file_errors, names_of, run_program, split_flags, words
+from megatron_2bw.errors import Parser, UserError, file_errors, names_of, numbers_of, run_program, split_flags, words
 from megatron_2bw.files import new_figure, write_figure, write_json, write_whole
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.slurm import status
@@ -258,12 +258,6 @@ def pairs_of(known: Sequence[str]):
         return found
 
     return parse
-
-
-def numbers_of(text: str) -> tuple[str, ...]:
-    if wrong := [word for word in words(text) if not word.isdecimal() or not int(word)]:
-        raise argparse.ArgumentTypeError(f"{wrong[0] or 'an empty word'} is not a whole number from 1 on")
-    return tuple(dict.fromkeys(words(text)))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

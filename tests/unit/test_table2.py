@@ -183,7 +183,7 @@ def test_a_wrong_model_is_refused_in_one_line(config, says, tmp_path, capsys):
         ("--task squad", "--task"),
         ("--task race --batch 30 --micro-batch-size 4", "--batch 30: 1 processes with --micro-batch-size 4"),
         ("--task race --lr 0", "--lr 0.0: it must be above 0"),
-        ("--task race --seeds 1,x", "--seeds"),
+        ("--task race --seeds 1,x", "--seeds: x is not a whole number"),
         ("--task race --save-steps 0", "--save-steps 0: it must be at least 1"),
         ("--task race --length 4", "--length 4: it must be at least 8"),
     ],
