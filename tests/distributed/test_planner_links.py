@@ -29,6 +29,7 @@ def test_links_of_two_ranks():
     assert no_between is None and no_inside is None
     for link in (inside, between):
         assert link.measured and link.gb_s > 0 and link.latency_us > 0
+    assert inside.message_gb_s > 0 and not inside.pair_gb_s  # all ranks of the server are a pair
 
 
 def profile(rank: int, path: str) -> tuple[int, str]:
@@ -48,4 +49,7 @@ def test_all_ranks_of_a_job_measure_and_the_first_writes(tmp_path):
     (first, printed), (second, nothing) = run_world(2, profile, str(path), timeout=120)
     assert (first, second, nothing) == (1, 1, "")
     assert printed.endswith(f"wrote {path}\n")
-    assert Profile.load(path).inside.measured
+    found = Profile.load(path)
+    assert found.inside.measured
+    assert [(point.tensor, point.microbatch) for point in found.blocks] == [(1, 1), (2, 1)]
+    assert [point.tensor for point in found.output] == [1, 2]

@@ -14,6 +14,7 @@ from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
 from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe.model import PRESETS
 from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.planner.describe.profile import BlockTime, Profile
 from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.planner.find.search import Search, best, on_fewer
 from megatron_2bw.planner.find.space import Space
@@ -497,20 +498,13 @@ def test_where_nothing_is_legal_the_causes_are_reported():
 # --- evidence and JSON -----------------------------------------------------------------------------------------------
 
 
-class Times:
-    """What the planner asks of a profile."""
-
-    device, vocab = "a GPU", 50257
-    optimizer, optimizer_seconds_per_parameter = "Megatron's with apex's FusedAdam", 1e-10
-
-    def layer(self, microbatch: float) -> tuple[float, float]:
-        return 1e-3 * microbatch, 2e-3 * microbatch
-
-    output_layer = layer
-
-
 def profiled():
-    return replace(P3, profile=Times())
+    shape = {field.name: getattr(GPT, field.name) for field in fields(Profile) if hasattr(GPT, field.name)}
+    points = (BlockTime(1, 1e-3, 2e-3),)
+    step = {"optimizer": "Megatron's with apex's FusedAdam", "optimizer_seconds_per_parameter": 1e-10}
+    made = {"threads": 1, "made_with": "by hand"}
+    times = Profile("a GPU", "fp16", "gpt", **shape, blocks=points, output=points, **step, **made)
+    return replace(P3, profile=times)
 
 
 def measured(cluster, inside: bool, between: bool):
@@ -547,8 +541,9 @@ def test_every_term_says_whether_it_was_measured(cluster, found):
 
 
 def test_the_evidence_names_both_links_and_the_calibration():
-    text = evidence(Cost(GPT, measured(replace(P3, servers=2), True, False), "fp16"))
-    assert re.search(r"data +ESTIMATED +inside servers 135 GB/s, [\d.]+ us MEASURED; between .* ESTIMATED\n", text)
+    text = " ".join(evidence(Cost(GPT, measured(replace(P3, servers=2), True, False), "fp16")).split())
+    links = r"inside servers 135 GB/s \(2 GPUs 22.5, 4 GPUs 85\), 4 us MEASURED; between servers .* us ESTIMATED update"
+    assert re.search(f"data ESTIMATED {links}", text)
     assert P3.device.calibration in text
     assert "between" not in evidence(Cost(GPT, P3, "fp16"))
 

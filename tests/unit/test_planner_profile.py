@@ -127,11 +127,13 @@ POINT = {"microbatch": 1, "forward": 1.0, "backward": 1.0}
         ({"speed": 1}, f"unknown entry speed (known: {', '.join(field.name for field in fields(Profile))})"),
         ({"blocks": []}, "blocks: expected a list of times by microbatch"),
         ({"output": 3}, "output: expected a list of times by microbatch"),
-        ({"blocks": [1]}, "blocks: expected the entries microbatch, forward, backward"),
+        ({"blocks": [1]}, "blocks: expected the entries microbatch, forward, backward, tensor"),
         ({"blocks": [{"microbatch": 1, "forward": 1.0}]}, "blocks: the entry backward is missing"),
         ({"blocks": [POINT | {"forward": -1}]}, "blocks: forward must be a positive number, not -1"),
         ({"blocks": [POINT, POINT]}, "blocks: the microbatches must ascend"),
-        ({"inside": 3}, "inside: expected the entries gb_s, latency_us, rails, measured, pair_gb_s, four_gb_s"),
+        ({"blocks": [POINT | {"tensor": 2}]}, "blocks: the first entry must be of one tensor-parallel rank"),
+        ({"blocks": [POINT | {"tensor": 0}]}, "blocks: tensor must be a positive whole number, not 0"),
+        ({"inside": 3}, f"inside: expected the entries {', '.join(field.name for field in fields(Link))}"),
         ({"between": {"gb_s": 1, "measured": True}}, "between: the entry latency_us is missing"),
         ({"between": {"gb_s": 1, "latency_us": 1, "measured": 1}}, "between: measured must be true or false, not 1"),
     ],
@@ -177,6 +179,14 @@ def test_bounds_outside_the_measured_sizes():
     assert noisy.layer(1) == (2.0, 0.25)  # neither more than the first point nor less than in proportion
     assert PROFILE.output_layer(1) == (0.125, 0.25)  # a single point: in proportion
     assert PROFILE.output_layer(8) == (1.0, 2.0)
+
+
+def test_times_on_tensor_parallel_ranks():
+    two = replace(PROFILE, blocks=(*PROFILE.blocks, BlockTime(2, 0.75, 1.25, 2)))
+    assert [two.measured_with(ranks) for ranks in (1, 2, 4)] == [True, True, False]
+    assert (two.layer(2), two.layer(2, 2), two.layer(4, 2)) == ((1.0, 2.0), (0.75, 1.25), (1.5, 2.5))
+    with pytest.raises(KeyError):
+        two.layer(2, 4)
 
 
 def test_a_profile_fits_its_model():

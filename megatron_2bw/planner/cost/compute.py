@@ -65,17 +65,22 @@ class Compute:
     def layer(self, plan: Plan) -> Work:
         """One layer of the plan's microbatch, with tensor-parallel collectives and recompute."""
         forward, backward = self._kernels(plan.samples, plan.tensor, plan.sequence_parallel)
-        again = forward if plan.recompute == "full" else 0.0
-        if plan.recompute == "selective":
-            again = sum(self._module(plan, module, forward) for module in plan.recompute_modules or MODULES[:1])
-        # A measured block contains the host's time.
-        launch, pair = 0.0 if self.measured and plan.tensor == 1 else self.launch, 0.0
+        # A measured block contains the host's time, and the messages between its ranks.
+        inside = self._measured_with(plan.tensor)
+        launch, pair = 0.0 if inside else self.launch, 0.0
         if plan.tensor > 1:  # two all-reduces per pass, or four all-gathers and reduce-scatters of as many bytes
             group = self.layout(plan).tensor
             size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
             collective, count = (half, 4) if plan.sequence_parallel else (all_reduce, 2)
             pair = count * collective(self.cluster, group, size)
-            launch += count * self.collective_launch
+            if inside:
+                pair = min(pair, forward, backward)
+                forward, backward = forward - pair, backward - pair
+            else:
+                launch += count * self.collective_launch
+        again = forward if plan.recompute == "full" else 0.0
+        if plan.recompute == "selective":
+            again = sum(self._module(plan, module, forward) for module in plan.recompute_modules or MODULES[:1])
         ring = self._ring(plan, 1)
         launch += (plan.context - 1) * self.collective_launch
         there, back = pair + ring, pair + self._ring(plan, 2)
@@ -87,6 +92,9 @@ class Compute:
         if plan.recompute == "selective" and "core_attn" in (plan.recompute_modules or MODULES):
             again, back = again + ring, back + ring
         return Work(first, last + again, there + back)
+
+    def _measured_with(self, tensor: int) -> bool:
+        return self.cluster.profile is not None and self.cluster.profile.measured_with(tensor)
 
     def layout(self, plan: Plan) -> Layout:
         sizes = plan.tensor, plan.depth, plan.width
@@ -105,7 +113,9 @@ class Compute:
         return (plan.context - 1) * max(ring_step(self.cluster, self.layout(plan).context, size) - attention, 0.0)
 
     def _kernels(self, microbatch: float, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
-        """(forward, backward) of one layer's kernels."""
+        """(forward, backward) of one layer's kernels; with messages if they were measured with so many ranks."""
+        if self._measured_with(tensor):
+            return self.cluster.profile.layer(microbatch, tensor)
         if self.measured:
             forward, backward = self.cluster.profile.layer(microbatch)
             return forward / tensor, backward / tensor
@@ -161,9 +171,10 @@ class Compute:
     def output(self, plan: Plan) -> Work:
         """Final norm, output layer and loss."""
         if self.measured:
-            profile = self.cluster.profile
-            share = self.model.padded_vocab(plan.tensor) / replace(self.model, vocab=profile.vocab).padded_vocab()
-            return Work(*(seconds * share / plan.tensor for seconds in profile.output_layer(plan.samples)))
+            profile, ranks = self.cluster.profile, plan.tensor if self._measured_with(plan.tensor) else 1
+            there = replace(self.model, vocab=profile.vocab).padded_vocab(ranks)
+            share = self.model.padded_vocab(plan.tensor) / there * ranks / plan.tensor
+            return Work(*(seconds * share for seconds in profile.output_layer(plan.samples, ranks)))
         logits = plan.samples * self.model.sequence * self.model.padded_vocab(plan.tensor) / plan.tensor
         seconds = self.model.output_flops(plan.samples, plan.tensor) / self.flops
         traffic = LOGIT_TRAFFIC * logits / self.bytes

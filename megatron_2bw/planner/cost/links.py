@@ -142,5 +142,5 @@ def message(cluster: Cluster, leaving: int, size: float) -> tuple[float, float]:
     leaving: concurrent messages that leave the same server; 0 if the message stays inside.
     """
     link = cluster.between if leaving else cluster.inside
-    taken = size / (link.rate(leaving) if leaving else link.among(2))
+    taken = size / (link.rate(leaving) if leaving else link.message)
     return link.latency_us * 1e-6 + taken, taken

@@ -27,6 +27,7 @@ class Link:
     rails       network cards of the server; one message uses one of them
     measured    whether `megatron-2bw-plan profile` measured it
     pair_gb_s, four_gb_s  inside a server, in a ring of 2, and of 3 or 4 of its GPUs; 0: as gb_s
+    message_gb_s  inside a server, of one message between two GPUs; 0: as in a ring of 2
     """
 
     gb_s: float
@@ -35,6 +36,7 @@ class Link:
     measured: bool = False
     pair_gb_s: float = 0.0
     four_gb_s: float = 0.0
+    message_gb_s: float = 0.0
 
     def rate(self, sharers: int, cards: int = 1) -> float:
         """Bytes per second of one of `sharers` concurrent messages, each over `cards` cards."""
@@ -43,6 +45,16 @@ class Link:
     def among(self, gpus: int) -> float:
         """Bytes per second of one of `gpus` GPUs of a server in their ring."""
         return ((self.pair_gb_s if gpus == 2 else self.four_gb_s if gpus <= 4 else 0) or self.gb_s) * 1e9
+
+    @property
+    def message(self) -> float:
+        """Bytes per second of one message between two GPUs of a server."""
+        return self.message_gb_s * 1e9 or self.among(2)
+
+    def __str__(self) -> str:
+        few = {"2 GPUs": self.pair_gb_s, "4 GPUs": self.four_gb_s, "a message": self.message_gb_s}
+        others = ", ".join(f"{name} {rate:.4g}" for name, rate in few.items() if rate)
+        return f"{self.gb_s:.4g} GB/s{f' ({others})' * bool(others)}, {self.latency_us:.4g} us"
 
 
 @dataclass(frozen=True)
@@ -314,11 +326,12 @@ CPU_ERROR = 0.45  # ranks share cores and caches, which a profile does not show:
 LARGEST = 1e30  # products of such numbers are finite
 # What no machine has, by entry. A time of a second is in microseconds.
 MOST = {"servers": 1e6, "gpus_per_server": 1e4, "rails": 1e4, "units": 1e5, "memory_gib": 1e5, "tflops": 1e6}
-MOST |= {"tflops_fp32": 1e6, "memory_gb_s": 1e7, "gb_s": 1e6, "pair_gb_s": 1e6, "four_gb_s": 1e6, "capability": 100}
+OF_FEWER = ("pair_gb_s", "four_gb_s", "message_gb_s")  # rates of a link among fewer GPUs than all of a server
+MOST |= {"tflops_fp32": 1e6, "memory_gb_s": 1e7, "gb_s": 1e6, "capability": 100} | dict.fromkeys(OF_FEWER, 1e6)
 _TIMES = ("latency_us", "layer_launch_us", "collective_launch_us", "exchange_us", "kernel_us")
 MOST |= dict.fromkeys(_TIMES, 1e6)
 SHARES = ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "error")
-MAY_BE_ZERO = (*_TIMES, "step_us", "tflops_fp32", "attention_efficiency", "pair_gb_s", "four_gb_s")
+MAY_BE_ZERO = (*_TIMES, "step_us", "tflops_fp32", "attention_efficiency", *OF_FEWER)
 
 
 def described[Described](kind: type[Described], text: Any, where: str, **defaults: Any) -> Described:

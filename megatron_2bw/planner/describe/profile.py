@@ -26,11 +26,15 @@ BERT_OUTPUT = "MEASURED with GPT's output layer, without BERT's dense layer and 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """Seconds of one forward and one backward on `microbatch` samples, on one device without tensor parallelism."""
+    """Seconds of one forward and one backward on `microbatch` samples, on one of `tensor` tensor-parallel ranks.
+
+    With more than one rank the messages between them are included; on GPUs with sequence parallelism.
+    """
 
     microbatch: int
     forward: float
     backward: float
+    tensor: int = 1
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ class Profile:
     device, precision   the device's name; fp32, bf16 or fp16
     architecture        gpt or bert, for the layer. The output layer is GPT's for both, without BERT's head before it
     hidden … dropout    the layer's shape, as in model.Model
-    blocks              of one transformer layer, in ascending order
-    output              of final norm, output layer of `vocab` tokens and loss, in ascending order; no embedding
+    blocks              of one transformer layer, in ascending order of tensor-parallel ranks and microbatches
+    output              of final norm, output layer of `vocab` tokens and loss, in this order; no embedding
     optimizer_seconds_per_parameter  of one step of `optimizer` on a layer, with gradient norm and casts to 16 bit.
                         Below about 10⁵ parameters the calls take longer than the arithmetic
     inside, between     links inside a server and between servers; None if the job had none
@@ -70,13 +74,17 @@ class Profile:
     inside: Link | None = None
     between: Link | None = None
 
-    def layer(self, microbatch: float) -> tuple[float, float]:
-        """(forward, backward) seconds of one transformer layer."""
-        return _at(self.blocks, microbatch)
+    def layer(self, microbatch: float, tensor: int = 1) -> tuple[float, float]:
+        """(forward, backward) seconds of one transformer layer. KeyError if no such number of ranks was measured."""
+        return _at(self.blocks, microbatch, tensor)
 
-    def output_layer(self, microbatch: float) -> tuple[float, float]:
-        """(forward, backward) seconds of final norm, output layer and loss."""
-        return _at(self.output, microbatch)
+    def output_layer(self, microbatch: float, tensor: int = 1) -> tuple[float, float]:
+        """(forward, backward) seconds of final norm, output layer and loss. KeyError as in `layer`."""
+        return _at(self.output, microbatch, tensor)
+
+    def measured_with(self, tensor: int) -> bool:
+        """Whether so many tensor-parallel ranks were measured."""
+        return any(point.tensor == tensor for point in self.blocks)
 
     def fits(self, model: Model, precision: str | None = None) -> str | None:
         """None if layers of this shape were measured, in `precision` if given; else one line that names the flag."""
@@ -126,17 +134,23 @@ def _points(entries: Any, where: str) -> tuple[BlockTime, ...]:
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{where}: expected a list of times by microbatch")
     points = tuple(described(BlockTime, entry, where) for entry in entries)
-    if any(after.microbatch <= before.microbatch for before, after in pairwise(points)):
+    order = [(point.tensor, point.microbatch) for point in points]
+    if any(after <= before for before, after in pairwise(order)):
         raise UserError(f"{where}: the microbatches must ascend")
+    if order[0][0] != 1:
+        raise UserError(f"{where}: the first entry must be of one tensor-parallel rank")
     return points
 
 
-def _at(points: tuple[BlockTime, ...], microbatch: float) -> tuple[float, float]:
+def _at(measured: tuple[BlockTime, ...], microbatch: float, tensor: int) -> tuple[float, float]:
     """(forward, backward) at a microbatch: linear between its neighbours, and beyond the ends through the last two.
 
     Above the last point the time is never below that point's. Below the first point it is at most that point's, and at
     least in proportion to it: a smaller microbatch is not more efficient.
     """
+    points = [point for point in measured if point.tensor == tensor]
+    if not points:
+        raise KeyError(tensor)
     first, last, share = points[0], points[-1], microbatch / points[0].microbatch
     if len(points) == 1:
         return first.forward * share, first.backward * share

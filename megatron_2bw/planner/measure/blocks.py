@@ -1,5 +1,7 @@
 """Measures and writes a profile: the times of one Megatron block, the output layer and the optimizer's step.
 
+Under torchrun a block is also split over tensor-parallel ranks: over 2, 4 and so on up to the ranks of a server.
+
 Invariant: all timed objects are of Megatron's own classes, constructed and stepped as in its training loop. Only the
 functions that measure import torch and Megatron.
 """
@@ -11,6 +13,7 @@ import contextlib
 import gc
 import importlib.util
 import io
+import math
 import os
 import statistics
 import time
@@ -24,7 +27,7 @@ from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.profile import MEASURED, BlockTime, Profile
-from megatron_2bw.planner.measure.links import WARM_UP, links_of_job
+from megatron_2bw.planner.measure.links import WARM_UP, links_of_job, process_group
 
 
 def measure_block(model: Model, precision: str, microbatches: Iterable[int], device: str, repeats: int = 10) -> Profile:
@@ -33,42 +36,64 @@ def measure_block(model: Model, precision: str, microbatches: Iterable[int], dev
     The layer is a middle stage with one layer, and the output layer a last stage without layers. Both are Megatron's
     GPTModel in its DistributedDataParallel, which accumulates gradients as in training. BERT's layers are Megatron's
     local ones with a padding mask; its output layer is approximated by GPT's (see `Profile.terms`).
+    Every rank of the default process group must call it. Without one it measures this process alone.
     Microbatches that exceed the GPU's memory are omitted; UserError if the smallest one does.
     """
-    with _alone(device):
-        import torch
-        from megatron.core import __version__
+    import torch
+    import torch.distributed as dist
+    from megatron.core import __version__
 
-        engine = device == "cuda" and model.kind != "bert" and importlib.util.find_spec("transformer_engine")
-        implementation = "transformer_engine" if engine else "local"
-        layer = _stage(model, precision, device, implementation, last=False)
-        sizes = sorted(set(microbatches))
-        blocks = _sweep("layer", layer, model, sizes, device, repeats)
-        step, optimizer = _time_optimizer(layer, precision, device, repeats)
-        del layer
-        gc.collect()  # Megatron's hooks and buffers form reference cycles
-        last = _stage(model, precision, device, implementation, last=True)
-        output = _sweep("output layer", last, model, sizes, device, repeats)
-        shape = {field.name: getattr(model, field.name) for field in fields(Profile) if hasattr(model, field.name)}
-        return Profile(
-            torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            precision,
-            model.kind,
-            **shape,
-            blocks=blocks,
-            output=output,
-            optimizer_seconds_per_parameter=step,
-            optimizer=optimizer,
-            threads=torch.get_num_threads(),
-            made_with=f"torch {torch.__version__}, megatron-core {__version__}, {implementation} layers",
-        )
+    engine = device == "cuda" and model.kind != "bert" and importlib.util.find_spec("transformer_engine")
+    implementation = "transformer_engine" if engine else "local"
+    sizes, blocks, output = sorted(set(microbatches)), (), ()
+    with contextlib.nullcontext() if dist.is_initialized() else process_group(device):
+        for tensor in _splits(model, dist.get_world_size()):
+            with _parallel(device, tensor):
+                layer = _stage(model, precision, device, implementation, last=False)
+                blocks += _sweep("layer", layer, model, sizes, device, repeats)
+                if tensor == 1:
+                    step, optimizer = _time_optimizer(layer, precision, device, repeats)
+                del layer
+                gc.collect()  # Megatron's hooks and buffers form reference cycles
+                last = _stage(model, precision, device, implementation, last=True)
+                output += _sweep("output layer", last, model, sizes, device, repeats)
+                del last
+                gc.collect()
+            sizes = _on_all([point.microbatch for point in blocks if point.tensor == 1])
+    shape = {field.name: getattr(model, field.name) for field in fields(Profile) if hasattr(model, field.name)}
+    return Profile(
+        torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        precision,
+        model.kind,
+        **shape,
+        blocks=blocks,
+        output=output,
+        optimizer_seconds_per_parameter=step,
+        optimizer=optimizer,
+        threads=torch.get_num_threads(),
+        made_with=f"torch {torch.__version__}, megatron-core {__version__}, {implementation} layers",
+    )
+
+
+def _splits(model: Model, ranks: int) -> list[int]:
+    """Numbers of tensor-parallel ranks to measure: powers of two that divide a server's ranks and the layer."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    whole = math.gcd(local, ranks, model.heads, model.groups, model.ffn, model.sequence)
+    return [size for size in (1, 2, 4, 8) if whole % size == 0]
+
+
+def _on_all(sizes: list[int]) -> list[int]:
+    """The sizes that every rank has measured."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sizes)
+    return sorted(set(sizes).intersection(*found))
 
 
 @contextlib.contextmanager
-def _alone(device: str) -> Iterator[None]:
-    """Megatron's parallel state for this process alone, until the block ends. No process group may exist before."""
-    import torch.distributed as dist
-
+def _parallel(device: str, tensor: int) -> Iterator[None]:
+    """Megatron's parallel state with `tensor` tensor-parallel ranks, until the block ends."""
     from megatron_2bw import cpu
     from megatron_2bw.mcore import guard, patches
 
@@ -80,10 +105,8 @@ def _alone(device: str) -> Iterator[None]:
             undo.callback(guard.apply([patch for patch in patches.for_cpu() if patch.name == "_set_cuda_rng_state"]))
         from megatron.core import parallel_state, tensor_parallel
 
-        undo.callback(dist.destroy_process_group)
-        dist.init_process_group("gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         undo.callback(parallel_state.destroy_model_parallel)
+        parallel_state.initialize_model_parallel(tensor, create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         undo.callback(tensor_parallel.get_cuda_rng_tracker().reset)
         yield
@@ -108,7 +131,7 @@ def _stage(model: Model, precision: str, device: str, implementation: str, last:
     stage = GPTModel(
         config,
         spec,
-        model.padded_vocab(),
+        model.padded_vocab(config.tensor_model_parallel_size),
         model.sequence,
         pre_process=False,
         post_process=last,
@@ -124,8 +147,10 @@ def _stage(model: Model, precision: str, device: str, implementation: str, last:
 def _config(model: Model, precision: str, device: str, implementation: str) -> Any:
     """Megatron's configuration, with the fusions that are on by default and available on this machine."""
     import torch
+    from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     gpu, dropout = device == "cuda", 0.1 if model.dropout else 0.0
 
@@ -153,6 +178,8 @@ def _config(model: Model, precision: str, device: str, implementation: str) -> A
         use_cpu_initialization=not gpu,
         attention_softmax_in_fp32=False,
         transformer_impl=implementation,
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=gpu and tensor > 1,
         bias_activation_fusion=gpu and (model.gated or model.bias),
         bias_dropout_fusion=gpu,
         masked_softmax_fusion=compiled("scaled_masked_softmax_cuda"),
@@ -171,9 +198,11 @@ def _sweep(name: str, stage: Any, model: Model, sizes: list[int], device: str, r
         except torch.OutOfMemoryError:
             print(f"{name}, microbatch {size}: does not fit the GPU's memory", flush=True)
             break
-        points.append(BlockTime(size, forward, backward))
+        tensor = stage.config.tensor_model_parallel_size
+        points.append(BlockTime(size, forward, backward, tensor))
+        ranks = f" on {tensor} ranks" * (tensor > 1)
         times = f"forward {1e3 * forward:.3f} ms, backward {1e3 * backward:.3f} ms"
-        print(f"{name}, microbatch {size}: {times} {MEASURED}", flush=True)
+        print(f"{name}{ranks}, microbatch {size}: {times} {MEASURED}", flush=True)
     if not points:
         raise UserError(f"--microbatches {sizes[0]}: the {name} does not fit the GPU's memory")
     return tuple(points)
@@ -184,7 +213,9 @@ def _passes(stage: Any, model: Model, size: int, device: str) -> Callable[[Calla
     import torch
 
     with torch.device(device):
-        entering = torch.randn(model.sequence, size, model.hidden, dtype=stage.config.params_dtype)
+        config = stage.config
+        length = model.sequence // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        entering = torch.randn(length, size, model.hidden, dtype=config.params_dtype)
         gradient = torch.randn_like(entering)
         masked = torch.ones(1, 1, model.sequence, model.sequence, dtype=torch.bool).triu(1)
         labels = torch.randint(model.vocab, (size, model.sequence)) if stage.module.post_process else None
@@ -284,9 +315,10 @@ def run(options: argparse.Namespace, model: Model) -> int:
         if first:
             _check_path(options.json)
         device = _device(options.device)
-        inside, between = links_of_job(device)
         precision = options.precision or _precision(device)
-        with contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO()):
+        quiet = contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO())
+        with process_group(device), quiet:
+            inside, between = links_of_job(device)
             profile = measure_block(model, precision, options.microbatches, device, options.repeats)
         if first:
             with file_errors(f"--json {options.json}"):

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.cluster import Cluster
+from megatron_2bw.planner.describe.cluster import OF_FEWER, Cluster
 from megatron_2bw.planner.measure.runs import Run
 
 DEVICE = ("gemm_efficiency", "memory_efficiency", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us")
@@ -57,7 +57,7 @@ def calibrate(cluster: Cluster, runs: Sequence[Run], iterations: int = 15) -> Cl
             old = getattr(built, part)
             changed = {name: float(min(value, SHARE_LIMIT) if name.endswith("efficiency") else value)}
             if name == "gb_s":  # the rates of fewer GPUs of a server change alike
-                changed |= {few: getattr(old, few) * changed[name] / old.gb_s for few in ("pair_gb_s", "four_gb_s")}
+                changed |= {few: getattr(old, few) * changed[name] / old.gb_s for few in OF_FEWER}
             built = replace(built, **{part: replace(old, **changed)})
         return built
 

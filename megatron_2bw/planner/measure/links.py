@@ -1,13 +1,15 @@
-"""Times the links of a job: between two neighbouring ranks, and between two servers.
+"""Times the links of a job: messages between two neighbouring ranks, all-reduces in a server, and between two servers.
 
 Invariant: all ranks return the same links. A link that the job does not have is None.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,34 +18,44 @@ from megatron_2bw.planner.describe.profile import MEASURED
 
 WARM_UP = {"cpu": 2, "cuda": 10}  # discarded rounds; a GPU's clocks take a while to rise
 MESSAGES = (1 << 20, 8 << 20, 64 << 20)  # bytes, for the bandwidth
+LIMIT = timedelta(minutes=5)
 
 
-def links_of_job(device: str) -> tuple[Link | None, Link | None]:
-    """The links between the ranks of torchrun's job; (None, None) for a single rank."""
-    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    if world < 2:
-        return None, None
+@contextlib.contextmanager
+def process_group(device: str) -> Iterator[int]:
+    """torch's default process group of torchrun's job, or of this process alone. Yields the number of its ranks."""
     import torch.distributed as dist
 
     from megatron_2bw.start import restart_store
 
-    limit = timedelta(minutes=5)
-    store = restart_store.store(limit)
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    store = restart_store.store(LIMIT) if world > 1 else dist.HashStore()
     where = {} if store is None else {"store": store, "rank": rank, "world_size": world}
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=limit, **where)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=LIMIT, **where)
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def links_of_job(device: str) -> tuple[Link | None, Link | None]:
+    """The links between the ranks of the default process group; (None, None) for a single rank."""
+    import torch.distributed as dist
+
+    if dist.get_world_size() < 2:
+        return None, None
     links = measure_links(int(os.environ.get("GROUP_RANK", "0")), device)
-    if rank == 0:
+    if dist.get_rank() == 0:
         for name, link in zip(("inside a server", "between servers"), links):
-            found = f"{link.gb_s:.2f} GB/s, {link.latency_us:.0f} us {MEASURED}" if link else "the job has none"
-            print(f"link {name}: {found}", flush=True)
-    dist.destroy_process_group()
+            print(f"link {name}: {f'{link} {MEASURED}' if link else 'the job has none'}", flush=True)
     return links
 
 
 def measure_links(server: int, device: str, messages: tuple[int, ...] = MESSAGES) -> tuple[Link | None, Link | None]:
     """The links (inside, between), the same on all ranks. All ranks of the default process group must call it.
 
-    inside   the rate of one device: two neighbouring ranks of one server, while the others idle
+    inside   rates of one device: of all-reduces among all, four and two ranks of one server, and of messages between
+             two neighbouring ones, while the others idle
     between  the rate of one server: the sum over all ranks of a server, concurrently with those of another server
     server: the number of this rank's server (torchrun's GROUP_RANK).
     """
@@ -52,17 +64,22 @@ def measure_links(server: int, device: str, messages: tuple[int, ...] = MESSAGES
     servers: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(servers, server)
     ranks = {each: [rank for rank, its in enumerate(servers) if its == each] for each in sorted(set(servers))}
-    neighbours = max(ranks.values(), key=len)[:2]
-    inside = _link([tuple(neighbours)], device, messages) if len(neighbours) == 2 else None
-    between = None
+    largest = max(ranks.values(), key=len)
+    inside = between = None
+    if len(largest) > 1:
+        latency, message = _messages([(largest[0], largest[1])], device, messages)
+        rings = {size: _ring(largest[:size], latency, device, messages) for size in (2, 4) if size < len(largest)}
+        ring = _ring(largest, latency, device, messages)
+        inside = Link(ring, latency, 1, True, rings.get(2, 0.0), rings.get(4, 0.0), message)
     if len(ranks) > 1:
         here, there, *_ = ranks.values()
-        between = _link(list(zip(here, there)), device, messages)
+        latency, rate = _messages(list(zip(here, there)), device, messages)
+        between = Link(rate, latency, measured=True)
     return inside, between
 
 
-def _link(pairs: list[tuple[int, ...]], device: str, messages: tuple[int, ...]) -> Link:
-    """The sum of the pairs' rates. Every rank must call it; ranks of no pair wait."""
+def _messages(pairs: list[tuple[int, int]], device: str, messages: tuple[int, ...]) -> tuple[float, float]:
+    """(us, GB/s): the latency of a message, and the sum of the pairs' rates. All ranks must call it."""
     import torch.distributed as dist
 
     rank, mine = dist.get_rank(), None
@@ -72,13 +89,47 @@ def _link(pairs: list[tuple[int, ...]], device: str, messages: tuple[int, ...]) 
             peer = low + high - rank
             latency = _one_way(peer, rank == low, 8, 50, device)
             spent = [_one_way(peer, rank == low, size, 5, device) for size in messages]
-            # A short message may by chance take no longer than the latency: count at least half of its time.
-            rates = [size / max(each - latency, each / 2) for size, each in zip(messages, spent)]
-            mine = (latency, statistics.median(rates)) if rank == low else None
+            mine = (latency, _rate(messages, spent, latency)) if rank == low else None
+    latencies, rates = zip(*_all(mine))
+    return statistics.median(latencies) * 1e6, sum(rates) * 1e-9
+
+
+def _ring(ranks: list[int], latency_us: float, device: str, sizes: tuple[int, ...]) -> float:
+    """GB/s of each rank in all-reduces among `ranks`, while the others idle. All ranks must call it.
+
+    It is what the planner divides by (cost/links.py): each rank sends 2 (n - 1)/n of the bytes.
+    """
+    import torch
+    import torch.distributed as dist
+
+    group, mine = dist.new_group(ranks), None
+    dist.barrier()
+    if dist.get_rank() in ranks:
+        spent = []
+        for size in sizes:
+            values = torch.zeros(size // 4, device=device)
+            spent.append(_median(lambda values=values: dist.all_reduce(values, group=group), 5, device))
+        steps = 2 * (len(ranks) - 1)
+        sent = [steps / len(ranks) * size for size in sizes]
+        mine = _rate(sent, spent, steps * latency_us * 1e-6) if dist.get_rank() == ranks[0] else None
+    (rate,) = _all(mine)
+    dist.destroy_process_group(group)
+    return rate * 1e-9
+
+
+def _all[T](mine: T | None) -> list[T]:
+    """What the ranks measured, on all ranks."""
+    import torch.distributed as dist
+
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
-    latencies, rates = zip(*(each for each in found if each is not None))
-    return Link(sum(rates) * 1e-9, statistics.median(latencies) * 1e6, measured=True)
+    return [each for each in found if each is not None]
+
+
+def _rate(sent: Any, spent: list[float], latency: float) -> float:
+    """Bytes per second: the median over the sizes, apart from the latency in seconds."""
+    # A short message may by chance take no longer than the latency: count at least half of its time.
+    return statistics.median(size / max(each - latency, each / 2) for size, each in zip(sent, spent))
 
 
 def _one_way(peer: int, leads: bool, size: int, rounds: int, device: str) -> float:
@@ -86,12 +137,24 @@ def _one_way(peer: int, leads: bool, size: int, rounds: int, device: str) -> flo
     import torch
     import torch.distributed as dist
 
-    message, spent = torch.zeros(size, dtype=torch.uint8, device=device), []
-    for _ in range(WARM_UP[device] + rounds):
-        begun = time.perf_counter()
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def trip() -> None:
         for act in (dist.send, dist.recv) if leads else (dist.recv, dist.send):
             act(message, peer)
+
+    return _median(trip, rounds, device) / 2
+
+
+def _median(work: Callable[[], object], rounds: int, device: str) -> float:
+    """Median seconds of `work`, which communicates."""
+    import torch
+
+    spent = []
+    for _ in range(WARM_UP[device] + rounds):
+        begun = time.perf_counter()
+        work()
         if device == "cuda":
             torch.cuda.synchronize()
-        spent.append((time.perf_counter() - begun) / 2)
+        spent.append(time.perf_counter() - begun)
     return statistics.median(spent[WARM_UP[device] :])

@@ -295,7 +295,7 @@ def old_gpu(device: Device) -> list[str]:
 
 
 def _link(where: str, link: Link) -> str:
-    return f"{where} {link.gb_s:g} GB/s, {link.latency_us:g} us {MEASURED if link.measured else ESTIMATED}"
+    return f"{where} {link} {MEASURED if link.measured else ESTIMATED}"
 
 
 def _tags(cost: Cost) -> str:
