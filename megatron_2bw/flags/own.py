@@ -92,6 +92,36 @@ def _iterations(args: Args) -> tuple[int, str]:
     return (args.train_samples or 0) // batch, "--train-samples / --global-batch-size"
 
 
+WARMUP = 100  # iterations; with fewer the gap to vanilla grew fast at a rate of 1e-3 (docs/convergence.md)
+LOW_RATE = 1e-4  # up to it plain 2BW is enough
+SHORT_RUN = 200  # iterations
+
+
+def short_warmup(args: Args) -> str | None:
+    """A line for a run of 2bw whose rate rises too fast for the delay, or None. For arguments that Megatron validated.
+
+    Only runs from random weights count, and not those of a few iterations, whose loss says little.
+    """
+    (iterations, _), batch = _iterations(args), args.global_batch_size
+    starts = args.load is None and args.pretrained_checkpoint is None
+    if args.pipeline_schedule != "2bw" or (args.lr or 0) <= LOW_RATE or iterations < SHORT_RUN or not starts:
+        return None
+    given = f"--lr-warmup-iters {args.lr_warmup_iters}"
+    warmup = args.lr_warmup_iters or args.lr_warmup_samples / batch
+    if args.lr_warmup_fraction is not None:
+        given = f"--lr-warmup-fraction {args.lr_warmup_fraction:g}"
+        warmup = args.lr_warmup_fraction * (args.lr_decay_iters or (args.lr_decay_samples or 0) / batch or iterations)
+    elif args.lr_warmup_samples:
+        given = f"--lr-warmup-samples {args.lr_warmup_samples}"
+    if max(warmup, sync_iterations(args)) >= WARMUP:
+        return None
+    return (
+        f"WARNING: {given}: with fewer than {WARMUP} iterations of warm-up the delay of 2bw raises the loss at high "
+        f"learning rates, also with --two-bw-correction auto. Give --lr-warmup-iters {WARMUP} or more "
+        "(docs/convergence.md)"
+    )
+
+
 def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.ArgumentParser:
     """Add this project's flags to a parser, with or without the choice of the device."""
     group = parser.add_argument_group("pipeline schedule (megatron_2bw)")

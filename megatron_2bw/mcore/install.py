@@ -87,7 +87,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
 
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
-    for line in (correction.warning(args), correction.note(args), environment.warning(args)):
+    for line in (correction.warning(args), correction.note(args), own.short_warmup(args), environment.warning(args)):
         if args.rank == 0 and line:
             print(line, flush=True)
     schedule = schedule_of(

@@ -10,7 +10,7 @@ import torch
 
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.flags.correction import Correction, Factor, correction, factor, note, warning
-from megatron_2bw.flags.own import sync_iterations
+from megatron_2bw.flags.own import short_warmup, sync_iterations
 from megatron_2bw.mcore.extrapolation import Extrapolation, Lead, add_gradients, resume_note
 from megatron_2bw.portions import portions
 
@@ -167,6 +167,37 @@ def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, sta
     named = dict(pipeline_schedule=schedule, two_bw_correction=given, two_bw_sync_iterations=start)
     line = note(Namespace(**named, optimizer="adam", adam_beta1=0.9))
     assert (line is None) if words is None else (words in line and "\n" not in line)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({}, "--lr-warmup-iters 20"),
+        (dict(lr_warmup_iters=0), "--lr-warmup-iters 0"),
+        (dict(lr_warmup_iters=99), "--lr-warmup-iters 99"),
+        (dict(lr_warmup_iters=100), None),
+        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.01), "--lr-warmup-fraction 0.01"),
+        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.2), None),
+        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.2, lr_decay_iters=100), "--lr-warmup-fraction 0.2"),
+        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.01, lr_decay_samples=80000), None),
+        (dict(lr_warmup_iters=0, lr_warmup_samples=792), "--lr-warmup-samples 792"),
+        (dict(lr_warmup_iters=0, lr_warmup_samples=800), None),
+        (dict(train_iters=None, train_samples=4000), "--lr-warmup-iters 20"),
+        (dict(train_iters=None, train_samples=1592), None),  # 199 iterations
+        (dict(two_bw_sync_iterations="20%"), None),
+        (dict(two_bw_sync_iterations=25), "--lr-warmup-iters 20"),
+        (dict(lr=1e-4), None),
+        (dict(load="checkpoints"), None),
+        (dict(pretrained_checkpoint="bert"), None),
+        (dict(pipeline_schedule="pipedream-flush"), None),
+    ],
+)
+def test_a_short_warmup_has_a_line(given, said):
+    named = dict(pipeline_schedule="2bw", lr=1e-3, train_iters=500, train_samples=None, global_batch_size=8)
+    named |= dict(micro_batch_size=1, two_bw_sync_iterations=0, load=None, pretrained_checkpoint=None)
+    named |= dict(lr_warmup_iters=20, lr_warmup_samples=0, lr_warmup_fraction=None)
+    line = short_warmup(Namespace(**named | dict(lr_decay_iters=None, lr_decay_samples=None) | given))
+    assert (line is None) if said is None else (line.startswith(f"WARNING: {said}: ") and "\n" not in line)
 
 
 @pytest.mark.parametrize(
