@@ -7,6 +7,7 @@ or None. It needs no torch: the planner uses the rules of `sizes.py` too.
 from __future__ import annotations
 
 import enum
+import functools
 import importlib.util
 import re
 from collections.abc import Callable, Iterable
@@ -30,7 +31,12 @@ _WORDS = {
 
 def value(args: Args, flag: str) -> Any:
     """What the arguments hold for `flag`; None if Megatron has removed it while it validated them."""
-    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+    return getattr(args, _attribute(flag), None)
+
+
+@functools.cache
+def _attribute(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def task(args: Args) -> str | None:
