@@ -61,9 +61,13 @@ def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
     interleaved = schedule == "megatron-interleaved"
     layers = stages * (2 if interleaved else 1)
     name = "megatron --num-virtual-stages-per-pipeline-rank 2" if interleaved else schedule.removesuffix("-as-nccl")
+    # pipedream scales by a constant and has no tied embeddings
+    scale = "--loss-scale 1024 --untie-embeddings-and-output-weights"
+    if schedule != "pipedream":
+        scale = "--initial-loss-scale 1024"
     text = f"""--pipeline-schedule {name} --pipeline-model-parallel-size {stages} --clip-grad {chosen.clip_grad}
         --global-batch-size {microbatches * chosen.width} --train-iters {chosen.iterations} --lr 1e-3 --fp16
-        --initial-loss-scale 1024 --vocab-size 63 --log-interval 5"""
+        {scale} --vocab-size 63 --log-interval 5"""
     return merged(gpt_flags(layers, 16, 2, 8, text), flags.split())
 
 
