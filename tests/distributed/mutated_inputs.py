@@ -30,7 +30,7 @@ from tests.unit.command_lines import dataset
 from tests.unit.test_planner_calibrate import ROW
 from tests.unit.test_planner_model import LLAMA3
 
-UNREAD = ("timeline.png", "trace.json", "arguments.txt")  # no command reads what it finds there
+UNREAD = ("timeline.png", "timeline.html", "trace.json", "arguments.txt")  # no command reads what it finds there
 _FOLDER: list[Path] = []  # of the inputs, while there are any
 
 RUN = TINY | {"--eval-iters": 1, "--eval-interval": 3, "--train-iters": 4, "--lr-warmup-iters": 1}
