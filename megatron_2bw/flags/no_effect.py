@@ -129,6 +129,8 @@ _ROWS: tuple[tuple, ...] = (
     ("--tensorboard-dir", _TIMERS, _logs_timers),
     ("--log-straggler", "--straggler- --disable-straggler-"),
     ("--manual-gc", "--manual-gc-"),
+    ("--overlap-grad-reduce", "--no-align-grad-reduce --disable-align-grad-reduce"),
+    ("--overlap-param-gather", "--no-align-param-gather"),
     ("--save", "--save-interval --persistent-save-interval --no-save-optim --no-save-rng"),
     ("--load", "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "--pretrained-checkpoint"),
     ("--load", "--no-load-optim --no-load-rng", "--pretrained-checkpoint"),

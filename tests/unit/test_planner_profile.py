@@ -305,6 +305,16 @@ def test_a_real_measurement(tmp_path, alone, capsys):
     assert not cpu.installed() and not dist.is_initialized()
 
 
+def test_a_microbatch_that_exceeds_the_memory_is_omitted(tmp_path, alone, capsys):
+    path, huge = tmp_path / "p.json", 2**33
+    words = ("--device", "cpu", "--repeats", "1", "--microbatches")
+    assert measure.run(options(path, *words, f"1,{huge}"), MODEL) == 0
+    assert f"layer, microbatch {huge}: does not fit the memory\n" in capsys.readouterr().out
+    assert [point.microbatch for point in Profile.load(path).blocks] == [1]
+    with pytest.raises(UserError, match=f"^--microbatches {huge}: the layer does not fit the memory$"):
+        measure.run(options(path, *words, f"{huge}"), MODEL)
+
+
 @pytest.mark.parametrize(
     "precision, model",
     [

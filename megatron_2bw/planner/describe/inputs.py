@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.flags.own import whole
 from megatron_2bw.planner.describe import cluster as clusters
 from megatron_2bw.planner.describe import model as models
 from megatron_2bw.planner.describe.cluster import Cluster
@@ -59,8 +60,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag(name), choices=choices, default=choices[0], help=meaning)
     for name, default in NUMBERS.items():
         group.add_argument(flag(name), type=type(default), default=default, help=meaning)
-    for name in ("--max-position-embeddings", "--padded-vocab-size", "--tokenizer-type", "--tokenizer-model"):
-        group.add_argument(name, type=int if name.endswith(("s", "size")) else str, help=argparse.SUPPRESS)
+    for name in ("--max-position-embeddings", "--padded-vocab-size"):
+        group.add_argument(name, type=whole(1), help=argparse.SUPPRESS)
+    for name in ("--tokenizer-type", "--tokenizer-model"):
+        group.add_argument(name, help=argparse.SUPPRESS)
 
 
 def model_of(options: argparse.Namespace) -> Model:

@@ -15,6 +15,7 @@ import importlib.util
 import io
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,8 @@ from megatron_2bw.planner.describe.model import Model
 from megatron_2bw.planner.describe.profile import MEASURED, BlockTime, Profile
 from megatron_2bw.planner.measure.links import WARM_UP, links_of_job, process_group
 
+TOO_LARGE = "can't allocate memory|Storage size calculation overflowed"  # torch's RuntimeError on a CPU
+
 
 def measure_block(model: Model, precision: str, microbatches: Iterable[int], device: str, repeats: int = 10) -> Profile:
     """The profile, without links, of `model`'s layer and output layer on this process's cpu or cuda device.
@@ -37,7 +40,7 @@ def measure_block(model: Model, precision: str, microbatches: Iterable[int], dev
     GPTModel in its DistributedDataParallel, which accumulates gradients as in training. BERT's layers are Megatron's
     local ones with a padding mask; its output layer is approximated by GPT's (see `Profile.terms`).
     Every rank of the default process group must call it. Without one it measures this process alone.
-    Microbatches that exceed the GPU's memory are omitted; UserError if the smallest one does.
+    Microbatches that exceed the memory are omitted; UserError if the smallest one does.
     """
     import torch
     import torch.distributed as dist
@@ -188,15 +191,17 @@ def _config(model: Model, precision: str, device: str, implementation: str) -> A
 
 
 def _sweep(name: str, stage: Any, model: Model, sizes: list[int], device: str, repeats: int) -> tuple[BlockTime, ...]:
-    """The stage's times by microbatch, up to the first that exceeds the GPU's memory."""
+    """The stage's times by microbatch, up to the first that exceeds the memory."""
     import torch
 
     points: list[BlockTime] = []
     for size in sizes:
         try:
             forward, backward = _medians(_passes(stage, model, size, device), repeats, device)
-        except torch.OutOfMemoryError:
-            print(f"{name}, microbatch {size}: does not fit the GPU's memory", flush=True)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not re.search(TOO_LARGE, str(error)):
+                raise
+            print(f"{name}, microbatch {size}: does not fit the memory", flush=True)
             break
         tensor = stage.config.tensor_model_parallel_size
         points.append(BlockTime(size, forward, backward, tensor))
@@ -204,7 +209,7 @@ def _sweep(name: str, stage: Any, model: Model, sizes: list[int], device: str, r
         times = f"forward {1e3 * forward:.3f} ms, backward {1e3 * backward:.3f} ms"
         print(f"{name}{ranks}, microbatch {size}: {times} {MEASURED}", flush=True)
     if not points:
-        raise UserError(f"--microbatches {sizes[0]}: the {name} does not fit the GPU's memory")
+        raise UserError(f"--microbatches {sizes[0]}: the {name} does not fit the memory")
     return tuple(points)
 
 
