@@ -320,6 +320,22 @@ def test_a_measured_profile_is_used():
     assert host.update(1e9, 1) == pytest.approx(2.0)  # the loop around the optimizer is not in the profile
 
 
+def test_measured_tensor_ranks_include_their_messages():
+    split = replace(PROFILE.blocks[0], microbatch=2, forward=0.75, backward=1.25, tensor=4)
+    output = replace(PROFILE.output[0], forward=3.0, backward=4.0, tensor=4)
+    profile = replace(PROFILE, blocks=(*PROFILE.blocks, split), output=(*PROFILE.output, output))
+    device = replace(DEVICE, layer_launch_us=2e6)  # measured layers contain it
+    compute = Compute(GPT, replace(CLUSTER, profile=profile, device=device), "bf16", True)
+    quarter = replace(PLAN, tensor=4, depth=2, width=2)
+    pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
+    assert astuple(compute.layer(quarter)) == pytest.approx((0.75, 1.25, 2 * pair))
+    assert astuple(compute.layer(replace(quarter, recompute="full"))) == pytest.approx((0.75, 2.0, 3 * pair))
+    assert astuple(compute.output(quarter)) == (3.0, 4.0, 0.0)
+    slow = replace(CLUSTER, profile=profile, inside=Link(1e-3, 10.0))  # an estimate above what was measured
+    assert astuple(Compute(GPT, slow, "bf16", True).layer(quarter)) == (0.75, 1.25, 1.5)
+    assert compute.layer(replace(PLAN, tensor=2, depth=4, width=2)).forward == 2.0  # not measured: the host's time
+
+
 def test_the_hosts_time_is_in_a_measured_layer_and_not_divided_by_tensor_ranks():
     device = replace(DEVICE, layer_launch_us=2e6)  # 2 s
     compute = Compute(GPT, replace(CLUSTER, profile=PROFILE, device=device), "bf16", True)
