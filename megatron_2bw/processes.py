@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
@@ -17,8 +18,14 @@ PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends."""
+    """Let the kernel kill this process when the thread that started it ends.
+
+    The kernel sends no signal for a parent that has ended before the call. A process of multiprocessing then ends here.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_on_signals() -> None:

@@ -7,6 +7,7 @@ serve a model, `megatron-2bw convert export` writes it for transformers and the 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +63,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         limit = min(args.seq_length, args.max_position_embeddings)
         chosen = options.tokens, limit, options.temperature, options.top_k, options.seed, tokenizer.eod
         found = list(generate(logits, prompt, *chosen))
-    print(tokenizer.detokenize([*prompt, *found]))
+    print(printable(tokenizer.detokenize([*prompt, *found])))
     return 0
 
 
@@ -101,6 +102,11 @@ def generate(
                 return
             yield token
             text.append(token)
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for what would control a terminal: all control characters but tabs and ends of lines."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]", lambda found: ascii(found[0])[1:-1], text)
 
 
 def _tokenizer(args: argparse.Namespace):

@@ -7,7 +7,7 @@ import torch
 
 from megatron_2bw import cpu
 from megatron_2bw.cli import main
-from megatron_2bw.convert.sample import generate
+from megatron_2bw.convert.sample import generate, printable
 from megatron_2bw.local_ranks import own_output, run_world
 from tests.distributed.test_convert import folder, made  # noqa: F401  (folder is a fixture)
 
@@ -61,3 +61,8 @@ def test_the_end_and_a_text_that_is_longer_than_the_model(on_the_cpu):
     found, seen = chosen(6, 0.0)
     assert len(found) == 6 and seen == [[0], [0, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
     assert chosen(6, 0.0, end=1)[0] == []
+
+
+def test_the_text_does_not_control_the_terminal():
+    text = "ein Wört\tof 日本\n\x1b[2J\r\x85\u2028\x00 end"
+    assert printable(text) == "ein Wört\tof 日本\n\\x1b[2J\\r\\x85\\u2028\\x00 end"

@@ -73,7 +73,7 @@ def test_gpt(copy):
     assert trained.count("lm loss:") == 5 and "bubble:" in trained
     evaluated = run(BLOCKS[2], copy)
     assert losses(evaluated, "test set") == losses(trained, "test set") != []
-    assert evaluated.splitlines()[-1].startswith("The pipeline")
+    assert re.search(r"^The pipeline.", evaluated, re.M | re.S)  # the sample may have several lines
 
 
 def test_bert(copy):

@@ -77,6 +77,9 @@ def end(process: subprocess.Popen[str], timeout: float = 150) -> subprocess.Comp
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         stop_tree(process)
-        out, err = process.communicate()
+        try:
+            out, err = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            out, err = "", "a process that has lost its parent keeps the pipes open"
         raise AssertionError(f"{process.args} ran for more than {timeout} s\n{out[-2000:]}\n{err[-2000:]}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
