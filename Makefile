@@ -63,15 +63,15 @@ test-all: test test-rest
 test-docs: install
 	$(PYTEST) tests/docs
 
-# megatron-bridge pins other versions of what .venv has, so it has an environment of its own, which sees those of .venv;
-# lm-eval brings many packages.
+# megatron-bridge pins other versions of what .venv has, so it has an environment of its own, which sees those of .venv.
+# 5.12.1 is the newest transformers that megatron-bridge 0.6.2 takes. lm-eval brings many packages.
 build/oracles/.installed: .venv/.installed
 	$(PYTHON) -m venv --without-pip build/oracles
 	$(PYTHON) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 	    "$$(build/oracles/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	$(PYTHON) -m pip --python build/oracles install --no-deps megatron-bridge==0.6.2 omegaconf==2.4.0 \
 	    antlr4-python3-runtime==4.9.3
-	$(PYTHON) -m pip --python build/oracles install lm-eval==0.4.13
+	$(PYTHON) -m pip --python build/oracles install lm-eval==0.4.13 transformers==5.12.1
 	@touch $@
 
 oracles: build/oracles/.installed
