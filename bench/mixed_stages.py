@@ -24,10 +24,10 @@ from bench.emulated import iteration_seconds, train
 from megatron_2bw.errors import names_of
 from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import run_world
+from megatron_2bw.models import model as models
+from megatron_2bw.models.cluster import from_yaml
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import model as models
-from megatron_2bw.planner.describe.cluster import from_yaml
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.search import best
 from megatron_2bw.planner.find.space import Space
 from megatron_2bw.timelines.simulator import Times, long_iteration_time

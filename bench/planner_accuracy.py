@@ -27,9 +27,9 @@ from bench.planner_paper import depths, table1
 from bench.planner_published import korthikanti_2022, megatron_2021, vtrain, zero_bubble_table
 from megatron_2bw.errors import names_of
 from megatron_2bw.files import new_figure
+from megatron_2bw.models import cluster, model
+from megatron_2bw.models.inputs import numbers
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster, model
-from megatron_2bw.planner.describe.inputs import numbers
 from megatron_2bw.planner.find import advice
 from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import Space

@@ -6,9 +6,9 @@ import csv
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron_2bw.models import cluster, model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster, model
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.search import best as fastest
 from megatron_2bw.planner.find.space import Space
 

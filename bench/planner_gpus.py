@@ -7,13 +7,13 @@ import statistics
 from dataclasses import replace
 
 from bench.planner_checks import MEASURED, Check, compared, table, within
+from megatron_2bw.models import cluster
+from megatron_2bw.models.model import LLAMA_LAYER, Model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.compute import Compute
 from megatron_2bw.planner.cost.links import Group, all_reduce
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster
-from megatron_2bw.planner.describe.model import LLAMA_LAYER, Model
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure import calibrate
 from megatron_2bw.planner.measure.runs import Run, read_runs
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from bench import zero_bubble
 from bench.planner_checks import MEASURED, Check, a100_cost, compared, shape_of, table, within
+from megatron_2bw.models import cluster
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure import calibrate
 from megatron_2bw.planner.measure.runs import read_runs
 from megatron_2bw.planner.measure.trials import spearman

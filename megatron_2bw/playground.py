@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.models.model import PRESETS, preset
+from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.memory import BYTES, Memory
-from megatron_2bw.planner.describe.model import PRESETS, preset
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.tell import jobs, training
 from megatron_2bw.schedules import Action, Schedule, ScheduleError, Shape, check_actions, parse, validate
 from megatron_2bw.timelines.simulator import Times, iteration_time, long_iteration_time, simulate, simulate_lists

@@ -34,8 +34,8 @@ from bench.tables import table
 from megatron_2bw.convergence import plot as convergence_plot
 from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
 from megatron_2bw.files import write_csv, write_whole
-from megatron_2bw.planner.describe.cluster import PRESETS
-from megatron_2bw.planner.describe.inputs import named_cluster
+from megatron_2bw.models.cluster import PRESETS
+from megatron_2bw.models.inputs import named_cluster
 from megatron_2bw.planner.tell.explain import old_gpu
 from megatron_2bw.start.torchrun import ROOT
 from megatron_2bw.timelines.paper_figures import FIGURES, draw_figure

@@ -13,11 +13,11 @@ from typing import Any
 
 import yaml
 
+from megatron_2bw.models.cluster import Cluster
+from megatron_2bw.models.inputs import named_cluster
+from megatron_2bw.models.model import FLAGS, preset
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.cluster import Cluster
-from megatron_2bw.planner.describe.inputs import named_cluster
-from megatron_2bw.planner.describe.model import FLAGS, preset
-from megatron_2bw.planner.describe.plan import Plan
 
 PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
 # The systems of section 5.2: the schedule, and whether the model is split into stages or by tensor parallelism.

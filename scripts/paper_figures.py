@@ -13,12 +13,12 @@ from operator import attrgetter
 from typing import Any
 
 from bench import planner_checks
+from megatron_2bw.models import cluster as clusters
+from megatron_2bw.models import model as models
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster as clusters
-from megatron_2bw.planner.describe import model as models
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.schedules import SCHEDULES, B, F, Shape
 from megatron_2bw.timelines.simulator import iteration_time
 from scripts.paper_data import PAPER, Panel, Run, grid

@@ -41,7 +41,7 @@ from megatron_2bw.checkpoints.save_workers import root
 from megatron_2bw.checkpoints.unpickle import Refused, writable_by_all
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags.rule import value
-from megatron_2bw.mcore.guard import arguments, around
+from megatron_2bw.guard import arguments, around
 
 KEY = "two_bw"
 COPIES = ("shadow", "working")  # copies of the weights that it may hold under KEY

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_2bw.convert.families import FAMILIES, Family
 from megatron_2bw.errors import UserError
-from megatron_2bw.planner.describe.hugging_face import SIZES, from_hugging_face
-from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.models.hugging_face import SIZES, from_hugging_face
+from megatron_2bw.models.model import Model
 
 SEQUENCE = 4096  # tokens a sample at most, if --seq-length is not given
 ARCHITECTURES = {  # those with the heads that Megatron trains, the first is written

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.models.model import Model
 
 # Megatron's name (of its local layers), and Hugging Face's; * is the layer. Braces: several tensors, in this order.
 _DECODER = "decoder.layers.*"

@@ -48,7 +48,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     if on_cpu := cpu.wanted(options.device):
         megatron.use_cpu()
         with megatron.silence():
-            from megatron_2bw.mcore import guard, patches
+            from megatron_2bw import guard
+            from megatron_2bw.mcore import patches
 
             guard.apply(patches.for_cpu())
     args = megatron.saved_arguments(folder)

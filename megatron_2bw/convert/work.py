@@ -23,7 +23,7 @@ from megatron_2bw.convert.families import Family, to_hugging_face, to_megatron
 from megatron_2bw.data.hub import tokenizer_of
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_json, write_whole
-from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.models.model import Model
 
 FLAGS, TOKENIZER = "model_flags.txt", "tokenizer"
 

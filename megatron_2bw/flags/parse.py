@@ -54,7 +54,8 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
     """
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_2bw.mcore import guard, patches
+    from megatron_2bw import guard
+    from megatron_2bw.mcore import patches
 
     world = processes(os.environ, stop)
     parsers: list[argparse.ArgumentParser] = []

@@ -14,11 +14,11 @@ from typing import Any
 from megatron_2bw.files import write_json
 from megatron_2bw.gpu_check import observe, probes
 from megatron_2bw.gpu_check.check import UNTIED, Check, Failed, command, gpt_flags
+from megatron_2bw.models.cluster import GPUS, Cluster, Link, to_yaml
+from megatron_2bw.models.inputs import flag as flag_of
+from megatron_2bw.models.model import preset
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import Memory
-from megatron_2bw.planner.describe.cluster import GPUS, Cluster, Link, to_yaml
-from megatron_2bw.planner.describe.inputs import flag as flag_of
-from megatron_2bw.planner.describe.model import preset
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.start.torchrun import PLAIN_TORCH
 
 # Bytes per parameter (docs/design.md), and flags.

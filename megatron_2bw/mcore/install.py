@@ -54,7 +54,8 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
     hooks: also rebind how the training loop finds its schedule and makes its optimizer; a patched source checkout has
     that in its source (native.py), and its device is its own affair
     """
-    from megatron_2bw.mcore import guard, patches, required
+    from megatron_2bw import guard
+    from megatron_2bw.mcore import patches, required
     from megatron_2bw.mcore.loop import Loop
 
     runtime = None if args.pipeline_schedule == "megatron" else make_runtime(args)

@@ -27,11 +27,11 @@ from megatron.training import get_args, get_tensorboard_writer, get_timers, get_
 
 from megatron_2bw.core.groups import new_group
 from megatron_2bw.core.pipeline import WARM_UP
+from megatron_2bw.guard import around
 from megatron_2bw.mcore.groups import gather
-from megatron_2bw.mcore.guard import around
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
-from megatron_2bw.planner.describe import cluster
+from megatron_2bw.models import cluster
 
 # The GPUs of which the planner has the peak, by torch's names. Their PCIe and NVL versions have others, but A100's.
 GPUS = {

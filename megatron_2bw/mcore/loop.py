@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_2bw.mcore.guard import arguments, around
+from megatron_2bw.guard import arguments, around
 
 
 class Loop:

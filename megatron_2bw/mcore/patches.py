@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import folder, save_workers
+from megatron_2bw.guard import Patch, row
 from megatron_2bw.mcore import repairs as repair
-from megatron_2bw.mcore.guard import Patch, row
 from megatron_2bw.mcore.loop import Loop, first_argument
 
 CORE, LOOP, FILES = "megatron.core", "megatron.training.training", "megatron.training.checkpointing"

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_2bw.checkpoints import save_workers, unpickle
 from megatron_2bw.data import indexed
 from megatron_2bw.errors import UserError
-from megatron_2bw.mcore.guard import around
+from megatron_2bw.guard import around
 
 
 @around

@@ -5,7 +5,7 @@ Rows only: `guard.py` checks them.
 
 from __future__ import annotations
 
-from megatron_2bw.mcore.guard import Required
+from megatron_2bw.guard import Required
 from megatron_2bw.mcore.patches import ASYNC, CORE, DATA, LOOP
 
 OPTIMIZER, BUFFERS = f"{CORE}.optimizer.optimizer", f"{CORE}.distributed.param_and_grad_buffer"

@@ -17,19 +17,12 @@ from pathlib import Path
 
 from megatron_2bw.errors import Parser, UserError, expand_files, file_errors, names_of, usage_error
 from megatron_2bw.files import write_json
+from megatron_2bw.models.cluster import INFINIBAND, network
+from megatron_2bw.models.cluster import PRESETS as CLUSTERS
+from megatron_2bw.models.inputs import add_model_flags, add_numerics_flags, cluster_of, model_of, numbers, numerics_of
 from megatron_2bw.planner import tools
 from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.cluster import INFINIBAND, network
-from megatron_2bw.planner.describe.cluster import PRESETS as CLUSTERS
-from megatron_2bw.planner.describe.inputs import (
-    add_model_flags,
-    add_numerics_flags,
-    cluster_of,
-    model_of,
-    numbers,
-    numerics_of,
-)
 from megatron_2bw.planner.find import advice
 from megatron_2bw.planner.find.legality import PRECISIONS
 from megatron_2bw.planner.find.search import Search

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megatron_2bw.errors import Parser, UserError
 from megatron_2bw.flags.own import extra_warmup, whole
-from megatron_2bw.planner.describe.cluster import to_yaml
-from megatron_2bw.planner.describe.inputs import named_cluster
+from megatron_2bw.models.cluster import to_yaml
+from megatron_2bw.models.inputs import named_cluster
 from megatron_2bw.planner.measure import calibrate as calibration
 from megatron_2bw.planner.measure import runs as measured
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, schedule_of

@@ -17,10 +17,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
 
 from megatron_2bw.errors import Parser, UserError, usage_error
-from megatron_2bw.planner.describe.cluster import described
-from megatron_2bw.planner.describe.inputs import MOST_GPUS
-from megatron_2bw.planner.describe.model import PRESETS, Model
-from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.models.cluster import described
+from megatron_2bw.models.inputs import MOST_GPUS
+from megatron_2bw.models.model import PRESETS, Model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.tell import training
 from megatron_2bw.planner.tell.jobs import mock_data
 

@@ -48,7 +48,8 @@ def launch(task: str) -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_2bw.mcore import guard, install, patches
+    from megatron_2bw import guard
+    from megatron_2bw.mcore import install, patches
 
     if not ours.verbose:
         guard.apply(patches.for_screen())

@@ -211,7 +211,7 @@ def prepared() -> Iterator[None]:
 
 def _write(folder: Path) -> None:
     from megatron_2bw.convergence.options import grid, parse
-    from megatron_2bw.planner.describe.cluster import PRESETS, to_yaml
+    from megatron_2bw.models.cluster import PRESETS, to_yaml
     from megatron_2bw.slurm import status
     from scripts.paper_data import Run, panels
 

@@ -9,8 +9,8 @@ import io
 import torch.distributed as dist
 
 from megatron_2bw.local_ranks import run_world
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.profile import Profile
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.profile import Profile
 from megatron_2bw.planner.measure import blocks
 from megatron_2bw.planner.measure.links import measure_links
 

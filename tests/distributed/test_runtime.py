@@ -11,8 +11,8 @@ import pytest
 
 from megatron_2bw.flags.own import extra_warmup
 from megatron_2bw.local_ranks import run_world
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import communicators
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.schedules import Shape, schedule_of
 from tests.distributed.compare import UNTIED, assert_same_runs
 from tests.distributed.training import Run, command, train

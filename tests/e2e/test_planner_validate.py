@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
+from megatron_2bw.models.cluster import Cluster, Device, Link
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure import validate
 
 

@@ -22,7 +22,8 @@ PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.patch"
 # As the entry scripts of a checkout begin; only the lines on the CPU are this test's.
 ENTRY = """
 from megatron_2bw import cpu
-from megatron_2bw.mcore import guard, patches
+from megatron_2bw import guard
+from megatron_2bw.mcore import patches
 cpu.install()
 import megatron.training.training as training
 assert training.__file__.startswith({tree!r}), training.__file__

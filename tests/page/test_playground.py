@@ -16,9 +16,9 @@ import pytest
 
 from bench import playground as bench
 from megatron_2bw.errors import UserError
+from megatron_2bw.models import cluster, model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster, model
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell import report
 from megatron_2bw.playground import SCHEDULES, answer
 from megatron_2bw.schedules import Shape

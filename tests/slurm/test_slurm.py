@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from megatron_2bw import run_log
+from megatron_2bw.models.cluster import preset
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.cluster import preset
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell.jobs import sbatch_script
 from megatron_2bw.processes import free_port
 from tests.slurm.cluster import Cluster, missing

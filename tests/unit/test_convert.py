@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_2bw.convert import cli, config, hugging_face, work
 from megatron_2bw.convert.families import FAMILIES, PADDING_BIAS, to_hugging_face, to_megatron
 from megatron_2bw.errors import UserError
-from megatron_2bw.planner.describe.model import Model
+from megatron_2bw.models.model import Model
 
 LLAMA = {
     "model_type": "llama",

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from megatron_2bw import cpu
+from megatron_2bw import cpu, guard
 from megatron_2bw.data import indexed
 from megatron_2bw.errors import UserError
-from megatron_2bw.mcore import guard, patches
+from megatron_2bw.mcore import patches
 from tests.unit.command_lines import dataset
 
 

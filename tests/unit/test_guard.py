@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw import cpu
-from megatron_2bw.mcore import guard, patches, required
+from megatron_2bw import cpu, guard
+from megatron_2bw.mcore import patches, required
 
 PACKAGE = Path(__file__).parents[2] / "megatron_2bw"
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megatron_2bw.convergence import options as convergence_options
-from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.models.model import PRESETS
 from scripts import paper, paper_figures
 from scripts.paper_data import PAPER, SYSTEMS, grid, panels
 from scripts.paper_figures import CHECKS, Claim, Point, judge_ratio

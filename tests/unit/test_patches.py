@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from megatron_2bw import cpu
-from megatron_2bw.mcore import guard, patches, repairs
+from megatron_2bw import cpu, guard
+from megatron_2bw.mcore import patches, repairs
 from megatron_2bw.mcore.loop import Loop
 
 

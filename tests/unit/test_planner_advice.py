@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_2bw.models import cluster, model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster, model
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.find.advice import DELAY, TIE, ranked, tie
 from megatron_2bw.planner.find.search import Search, Space
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.models import cluster as clusters
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster as clusters
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure import calibrate as calibrating
 from megatron_2bw.planner.measure.calibrate import (
     DEVICE,

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.models import cluster as clusters
+from megatron_2bw.models.cluster import Cluster, Device, Link, from_yaml, to_yaml
+from megatron_2bw.models.model import PRESETS
+from megatron_2bw.models.profile import BlockTime
 from megatron_2bw.planner.cli import main
-from megatron_2bw.planner.describe import cluster as clusters
-from megatron_2bw.planner.describe.cluster import Cluster, Device, Link, from_yaml, to_yaml
-from megatron_2bw.planner.describe.model import PRESETS
-from megatron_2bw.planner.describe.profile import BlockTime
 from tests.unit.test_planner_legality import RUN, on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 from tests.unit.test_planner_profile import PROFILE as MEASURED
 

@@ -11,16 +11,16 @@ from dataclasses import astuple, replace
 import pytest
 
 from bench.planner_checks import table
+from megatron_2bw.models import cluster as clusters
+from megatron_2bw.models.cluster import Cluster, Device, Link
+from megatron_2bw.models.model import PRESETS, Model
+from megatron_2bw.models.plan import RECOMPUTE, Plan
+from megatron_2bw.models.profile import BlockTime, Profile
 from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
 from megatron_2bw.planner.cost.compute import FILL, Compute, Work
 from megatron_2bw.planner.cost.links import START, Group, all_reduce, half, layout, message
 from megatron_2bw.planner.cost.memory import LINK, PAIR
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster as clusters
-from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
-from megatron_2bw.planner.describe.model import PRESETS, Model
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
-from megatron_2bw.planner.describe.profile import BlockTime, Profile
 from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.timelines.simulator import Times
 

@@ -9,12 +9,12 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
+from megatron_2bw.models import cluster as clusters
+from megatron_2bw.models.model import PRESETS
+from megatron_2bw.models.plan import Plan
+from megatron_2bw.models.profile import BlockTime, Profile
 from megatron_2bw.planner.cost.memory import GIB, StageMemory
 from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
-from megatron_2bw.planner.describe import cluster as clusters
-from megatron_2bw.planner.describe.model import PRESETS
-from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.planner.describe.profile import BlockTime, Profile
 from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.planner.find.search import Search, best, on_fewer
 from megatron_2bw.planner.find.space import Space

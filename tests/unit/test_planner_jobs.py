@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.models import cluster as clusters
+from megatron_2bw.models.model import PRESETS
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster as clusters
-from megatron_2bw.planner.describe.model import PRESETS
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell import jobs, training
 from megatron_2bw.planner.tell.jobs import SBATCH, by_flag, entry_script, write
 from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron_2bw import cpu
 from megatron_2bw.flags import combinations
 from megatron_2bw.flags.parse import check, parse_early, prepare
-from megatron_2bw.planner.describe.model import PRESETS, Model
-from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.models.model import PRESETS, Model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.find.legality import FIELDS, RULES, is_legal, violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.sizes import layout_stages, split

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_2bw.models.model import PRESETS, Model
+from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.memory import (
     BYTES,
     GROUP,
@@ -20,8 +22,6 @@ from megatron_2bw.planner.cost.memory import (
     layer_activations,
     score_activations,
 )
-from megatron_2bw.planner.describe.model import PRESETS, Model
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.schedules import B, F, Shape
 

@@ -12,11 +12,11 @@ import pytest
 
 from megatron_2bw import cpu
 from megatron_2bw.errors import UserError
+from megatron_2bw.models.hugging_face import from_hugging_face
+from megatron_2bw.models.inputs import add_model_flags, model_of
+from megatron_2bw.models.model import PRESETS, Model, preset
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import Memory
-from megatron_2bw.planner.describe.hugging_face import from_hugging_face
-from megatron_2bw.planner.describe.inputs import add_model_flags, model_of
-from megatron_2bw.planner.describe.model import PRESETS, Model, preset
-from megatron_2bw.planner.describe.plan import Plan
 
 GPT = Model("gpt", 2, 64, 4, vocab=1000, sequence=32)
 LLAMA = Model(
@@ -77,7 +77,8 @@ def parse():
     cpu.install()
     from megatron.training.arguments import add_megatron_arguments, validate_args
 
-    from megatron_2bw.mcore import guard, patches
+    from megatron_2bw import guard
+    from megatron_2bw.mcore import patches
 
     undo = guard.apply([patch for patch in patches.for_cpu() if patch.name == "_set_cuda_rng_state"])
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

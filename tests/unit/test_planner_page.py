@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bench import planner_published, tables
+from megatron_2bw.models import cluster, model
+from megatron_2bw.models.cluster import from_yaml
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe import cluster, model
-from megatron_2bw.planner.describe.cluster import from_yaml
 from megatron_2bw.planner.find.advice import DELAY, TIE, ranked
 from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import Space

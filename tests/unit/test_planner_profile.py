@@ -12,10 +12,10 @@ from dataclasses import fields, replace
 import pytest
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.models.cluster import Link
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.profile import BlockTime, Profile
 from megatron_2bw.planner.cli import main
-from megatron_2bw.planner.describe.cluster import Link
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.profile import BlockTime, Profile
 from megatron_2bw.planner.measure import blocks as measure
 
 MODEL = Model("tiny", 2, 64, 4, vocab=100, sequence=32)

@@ -12,10 +12,10 @@ from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.models import cluster, model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster, model
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell import report
 from megatron_2bw.planner.tools import run_simulate
 from megatron_2bw.schedules import SCHEDULES, Shape

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_2bw.models import cluster, model
+from megatron_2bw.models.cluster import Cluster, Device, Link
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe import cluster, model
-from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.planner.find.search import Search, best
 from megatron_2bw.planner.find.space import PLANNED, Space

@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.models.cluster import Cluster, Device, Link
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.plan import Plan
+from megatron_2bw.models.profile import BlockTime, Profile
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan
-from megatron_2bw.planner.describe.profile import BlockTime, Profile
 from megatron_2bw.planner.measure import place as places
 from megatron_2bw.planner.measure import trials, validate
 from megatron_2bw.planner.measure.place import Place, command, refusal, split

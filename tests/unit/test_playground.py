@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags.early import mistakes
+from megatron_2bw.models.model import preset
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import Memory
-from megatron_2bw.planner.describe.model import preset
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.playground import SCHEDULES, answer
 from megatron_2bw.schedules import SCHEDULES as EXECUTED
 from megatron_2bw.schedules import Shape, TwoBW, parse

@@ -20,7 +20,7 @@ PURE = {"schedules": set(), "core": {"torch", "megatron_2bw.schedules"}}
 AT_IMPORT = {"planner": {"megatron", "torch", "wandb", "datasets", "transformers"}}  # not before they are used
 
 # The planner's drawers in order: each may import itself and those before it. Modules outside of them may import all.
-DRAWERS = ("describe", "cost", "find", "tell", "measure")
+DRAWERS = ("cost", "find", "tell", "measure")
 
 KNOWN: set[str] = set()
 

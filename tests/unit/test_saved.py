@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron_2bw import guard
 from megatron_2bw.checkpoints.folder import (
     ASIDE,
     DELETED,
@@ -32,7 +33,7 @@ from megatron_2bw.checkpoints.folder import (
     set_aside_old,
 )
 from megatron_2bw.checkpoints.unpickle import Refused, writable_by_all
-from megatron_2bw.mcore import guard, patches
+from megatron_2bw.mcore import patches
 
 builtin = types.SimpleNamespace(open=open)
 

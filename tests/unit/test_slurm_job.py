@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.errors import UserError
-from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.models.model import PRESETS
 from megatron_2bw.planner.tell import training
 from megatron_2bw.planner.tell.jobs import SBATCH
 from megatron_2bw.slurm import flags, status

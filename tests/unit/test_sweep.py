@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.planner.describe.model import PRESETS
+from megatron_2bw.models.model import PRESETS
 from megatron_2bw.slurm import status
 from megatron_2bw.slurm.status import Outcome
 from scripts.paper_data import SYSTEMS, Panel, Run, grid, panels

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.compute import Work
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.schedules import SCHEDULES
 from megatron_2bw.timelines.simulator import Times
 

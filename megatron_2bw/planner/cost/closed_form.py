@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.compute import Work
 from megatron_2bw.planner.cost.memory import BYTES, ELEMENT, StageMemory
 from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
-from megatron_2bw.planner.describe.plan import Plan
 
 # c_extra: each backward, twice as long as a forward, runs the forward again first (section 4.1).
 RECOMPUTE_EXTRA = 4 / 3

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_2bw.models.cluster import Cluster
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.plan import MODULES, Plan, by_fields
 from megatron_2bw.planner.cost.links import Layout, all_reduce, half, layout, ring_step
 from megatron_2bw.planner.cost.memory import (
     ELEMENT,
@@ -17,9 +20,6 @@ from megatron_2bw.planner.cost.memory import (
     mlp_activations,
     score_activations,
 )
-from megatron_2bw.planner.describe.cluster import Cluster
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import MODULES, Plan, by_fields
 
 
 @dataclass(frozen=True)

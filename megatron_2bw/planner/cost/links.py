@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_2bw.planner.describe.cluster import Cluster
+from megatron_2bw.models.cluster import Cluster
 
 START = 20  # us: what a collective takes apart from bytes and steps (SimuMax, B200: 22; bench/measured/all_reduce.csv)
 

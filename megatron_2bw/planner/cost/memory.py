@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import MODULES, PRECISION_AWARE, Plan, by_fields
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.plan import MODULES, PRECISION_AWARE, Plan, by_fields
 from megatron_2bw.schedules import B, F, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Self
 
+from megatron_2bw.models.cluster import Cluster, Device, weakest
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.plan import Plan, by_fields
 from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cost.compute import Compute, Work
 from megatron_2bw.planner.cost.links import all_reduce, half, message, servers_of
@@ -27,9 +30,6 @@ from megatron_2bw.planner.cost.memory import (
     communicators,
     megatrons_communicators,
 )
-from megatron_2bw.planner.describe.cluster import Cluster, Device, weakest
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan, by_fields
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
 
 # The first GPU for which Transformer Engine has kernels, by compute capability.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.find.search import Search
 
 # Two plans whose times differ by less are a tie: the ratios of zero-bubble's schedules have errors up to 4.0 %

@@ -16,10 +16,10 @@ from megatron_2bw import sizes
 from megatron_2bw.flags.rule import Rule as FlagRule
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.flags.unsupported import UNSUPPORTED
-from megatron_2bw.planner.describe import model as models
-from megatron_2bw.planner.describe import plan as plans
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import MODULES, PRECISION_AWARE, RECOMPUTE, Plan
+from megatron_2bw.models import model as models
+from megatron_2bw.models import plan as plans
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.plan import MODULES, PRECISION_AWARE, RECOMPUTE, Plan
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp8")

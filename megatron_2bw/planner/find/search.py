@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_2bw.models.plan import PRECISION_AWARE, Plan, by_fields
 from megatron_2bw.planner.cost.bounds import work_bound
 from megatron_2bw.planner.cost.compute import Work
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.plan import PRECISION_AWARE, Plan, by_fields
 from megatron_2bw.planner.find.legality import is_legal, may_divide_sequences, violations
 from megatron_2bw.planner.find.space import MORE_RECOMPUTES, Space
 

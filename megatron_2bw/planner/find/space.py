@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_2bw.planner.describe.plan import RECOMPUTE
+from megatron_2bw.models.plan import RECOMPUTE
 
 # Without pipedream: its delays differ by stage, so the user must ask for it.
 PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import UserError, file_errors
-from megatron_2bw.planner.describe.inputs import numbers
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.profile import MEASURED, BlockTime, Profile
+from megatron_2bw.models.inputs import numbers
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.profile import MEASURED, BlockTime, Profile
 from megatron_2bw.planner.measure.links import WARM_UP, links_of_job, process_group
 
 TOO_LARGE = "can't allocate memory|Storage size calculation overflowed"  # torch's RuntimeError on a CPU
@@ -97,8 +97,8 @@ def _on_all(sizes: list[int]) -> list[int]:
 @contextlib.contextmanager
 def _parallel(device: str, tensor: int) -> Iterator[None]:
     """Megatron's parallel state with `tensor` tensor-parallel ranks, until the block ends."""
-    from megatron_2bw import cpu
-    from megatron_2bw.mcore import guard, patches
+    from megatron_2bw import cpu, guard
+    from megatron_2bw.mcore import patches
 
     with contextlib.ExitStack() as undo:
         if device == "cpu" and not cpu.installed():

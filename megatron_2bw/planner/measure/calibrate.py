@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_2bw.models.cluster import OF_FEWER, Cluster
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.describe.cluster import OF_FEWER, Cluster
 from megatron_2bw.planner.measure.runs import Run
 
 DEVICE = ("gemm_efficiency", "memory_efficiency", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from megatron_2bw.planner.describe.cluster import Link
-from megatron_2bw.planner.describe.profile import MEASURED
+from megatron_2bw.models.cluster import Link
+from megatron_2bw.models.profile import MEASURED
 
 WARM_UP = {"cpu": 2, "cuda": 10}  # discarded rounds; a GPU's clocks take a while to rise
 MESSAGES = (1 << 20, 8 << 20, 64 << 20)  # bytes, for the bandwidth

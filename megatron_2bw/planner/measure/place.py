@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_2bw.errors import UserError
-from megatron_2bw.planner.describe.cluster import Cluster
-from megatron_2bw.planner.describe.plan import Plan
+from megatron_2bw.models.cluster import Cluster
+from megatron_2bw.models.plan import Plan
 
 MAX_RANKS_PER_CORE = 4  # more would measure the system's scheduler
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_whole
+from megatron_2bw.models import model as models
+from megatron_2bw.models import plan as plans
+from megatron_2bw.models.inputs import NUMERICS
+from megatron_2bw.models.model import LARGEST, Model
+from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.memory import GIB
-from megatron_2bw.planner.describe import model as models
-from megatron_2bw.planner.describe import plan as plans
-from megatron_2bw.planner.describe.inputs import NUMERICS
-from megatron_2bw.planner.describe.model import LARGEST, Model
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import PRECISIONS, violations
 from megatron_2bw.planner.measure.trials import stage_memory
 from megatron_2bw.schedules import SCHEDULE_NAMES

@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron_2bw import run_log
 from megatron_2bw.files import new_figure, write_figure
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell.explain import aligned
 
 OK, OUT_OF_MEMORY, FAILED, TIMEOUT, REFUSED = "ok", "out of memory", "failed", "timeout", "refused"

@@ -19,9 +19,9 @@ from pathlib import Path
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_json
 from megatron_2bw.flags.rule import installed
+from megatron_2bw.models.model import Model, command_line
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.model import Model, command_line
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.measure import trials as reading
 from megatron_2bw.planner.measure.place import Place, command, environment, find_place, refusal
 from megatron_2bw.planner.measure.trials import FAILED, OK, REFUSED, TIMEOUT, Trial

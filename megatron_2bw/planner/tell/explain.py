@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
+from megatron_2bw.models.cluster import Cluster, Device, Link
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.cluster import Cluster, Device, Link
 from megatron_2bw.planner.find.advice import tie
 from megatron_2bw.planner.find.search import Search, on_fewer
 from megatron_2bw.planner.find.space import Space

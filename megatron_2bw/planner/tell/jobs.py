@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_whole
+from megatron_2bw.models.model import Model
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.model import Model
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.planner.tell import training
 
 # Of every job script, also those of megatron_2bw/slurm. Slurm signals the script 120 s before the time limit.

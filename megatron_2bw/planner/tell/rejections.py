@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.planner.find.search import Search, on_fewer
 from megatron_2bw.planner.find.space import Space

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import new_figure, write_figure, write_json
+from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.tell import report_page
 from megatron_2bw.schedules import REDUCE, Shape
 from megatron_2bw.timelines.picture import draw_events

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.plan import Plan
 from megatron_2bw.timelines.page import whole
 from megatron_2bw.timelines.simulator import Event
 from megatron_2bw.timelines.waits import cut, drawn

@@ -5,9 +5,9 @@ Invariant: the intervals follow from the seconds of an iteration; `flags` and `a
 
 from __future__ import annotations
 
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import ELEMENT, GIB, bytes_of
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.describe.plan import Plan
 
 ITERATIONS, EVAL_ITERS = 100_000, 10
 SAVE_SECONDS, LOG_SECONDS = 1800, 60

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import UserError
-from megatron_2bw.planner.describe.cluster import LARGEST
-from megatron_2bw.planner.describe.model import LLAMA_LAYER, Model
+from megatron_2bw.models.cluster import LARGEST
+from megatron_2bw.models.model import LLAMA_LAYER, Model
 
 GELUS = {"gelu": "exact", **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "tanh")}
 SIZES = {  # of BERT and of the Llama-like ones

@@ -8,7 +8,7 @@ from functools import cached_property, wraps
 from operator import attrgetter
 from typing import Any
 
-from megatron_2bw.planner.describe.model import Model, command_line
+from megatron_2bw.models.model import Model, command_line
 from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 

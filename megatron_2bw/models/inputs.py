@@ -10,13 +10,13 @@ from pathlib import Path
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags.own import whole
-from megatron_2bw.planner.describe import cluster as clusters
-from megatron_2bw.planner.describe import model as models
-from megatron_2bw.planner.describe.cluster import Cluster
-from megatron_2bw.planner.describe.hugging_face import from_hugging_face, rotary_positions
-from megatron_2bw.planner.describe.model import Model, flag
-from megatron_2bw.planner.describe.plan import PRECISION_AWARE
-from megatron_2bw.planner.describe.profile import Profile
+from megatron_2bw.models import cluster as clusters
+from megatron_2bw.models import model as models
+from megatron_2bw.models.cluster import Cluster
+from megatron_2bw.models.hugging_face import from_hugging_face, rotary_positions
+from megatron_2bw.models.model import Model, flag
+from megatron_2bw.models.plan import PRECISION_AWARE
+from megatron_2bw.models.profile import Profile
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 SIZES = (*SHAPE, "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size")

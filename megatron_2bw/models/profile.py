@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_json
-from megatron_2bw.planner.describe.cluster import Link, described
-from megatron_2bw.planner.describe.model import FLAGS, Model
+from megatron_2bw.models.cluster import Link, described
+from megatron_2bw.models.model import FLAGS, Model
 
 KIND = "megatron-2bw profile"
 # Flags by entry, for `fits`.
