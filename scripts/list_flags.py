@@ -27,7 +27,6 @@ sys.path.insert(0, str(ROOT))
 from megatron_2bw import sizes  # noqa: E402
 from megatron_2bw.flags import environment  # noqa: E402
 from megatron_2bw.flags.checks import CHECKS  # noqa: E402
-from megatron_2bw.flags.no_effect import NO_EFFECT  # noqa: E402
 from megatron_2bw.flags.own import OWN, add_flags  # noqa: E402
 from megatron_2bw.flags.rule import Rule  # noqa: E402
 from megatron_2bw.flags.unsupported import UNSUPPORTED  # noqa: E402
@@ -44,8 +43,7 @@ A flag that is typed several times keeps its last value, as in Megatron: a job s
 line, a warning, names the flag and all of its values.
 
 A run looks at every rule of these tables before training, from the first to the last; the first that is broken ends it
-with one line, which names the flag or the variable, and status 2. A name that ends in … stands for all flags that begin
-with it.
+with one line, which names the flag or the variable, and status 2.
 
 """
 
@@ -74,7 +72,6 @@ WHEN = {
     "any": "always",
     "ours": "with this project's schedules",
     "no flush": "with `2bw` and `pipedream`",
-    "cpu": "on the CPU",
     "local": "with Megatron's local layers",
     "bert": "for a BERT",
     "line": "always",
@@ -85,7 +82,6 @@ RULES = {
     "What is not supported": UNSUPPORTED,
     "Values and combinations that do not work": (*CHECKS, *OWN),
     "Environment variables that do not work": environment.REFUSED,
-    "Flags without effect": NO_EFFECT,
 }
 
 
@@ -164,9 +160,8 @@ def texts_of(rule: Rule | sizes.Check) -> tuple[str, str, str]:
         return ", ".join(f"`{flag}`" for flag in dict.fromkeys(re.findall(r"--[\w-]+", text))), "always", text
     text = re.sub(r" ?\{[^}]*\}", "", rule.why).removeprefix(":").strip()
     text = text.replace(f"leave {rule.flag} out", "leave it out")
-    when = "if it is typed" if rule.typed else WHEN.get(rule.scope, f"with `{rule.scope}`")
-    flag = f"`{rule.flag}{'…' * rule.flag.endswith('-')}`"
-    return flag + " (in some cases)" * (rule.when is not None and rule.scope != "line"), when, text
+    when = WHEN.get(rule.scope, f"with `{rule.scope}`")
+    return f"`{rule.flag}`" + " (in some cases)" * (rule.when is not None and rule.scope != "line"), when, text
 
 
 def page() -> str:

@@ -104,7 +104,7 @@ def _mistakes(argv: list[str], task: str, world: int, cpu: bool) -> list[str]:
     if args.pipeline_schedule == "megatron":
         args = parser_of(task, "megatron", cpu).parse_args(words)
     args.world_size, args.assumed_cpu = world, cpu
-    return _broken(args, argv)
+    return _broken(args)
 
 
 def _without(words: list[str], names: Sequence[str]) -> list[str]:
@@ -117,14 +117,14 @@ def _without(words: list[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def _broken(args: argparse.Namespace, argv: list[str]) -> list[str]:
+def _broken(args: argparse.Namespace) -> list[str]:
     lines: list[str] = []
     named: set[str] = set()
     for rule in rules():
         if rule in LATER:
             continue
         try:
-            line = rule.message(args, argv) if isinstance(rule, Rule) else rule(args)
+            line = rule.message(args) if isinstance(rule, Rule) else rule(args)
         except Exception:  # a rule may rely on what an earlier one has found to be right; the whole check follows
             continue
         flags = set(re.findall(r"--[\w-]+", line or ""))

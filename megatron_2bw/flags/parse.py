@@ -1,7 +1,7 @@
 """From argv to checked arguments: this project's flags first, then Megatron's, then every rule.
 
-Invariant: every rule is looked at before training starts (`unsupported.py`, `checks.py`, `own.py`, `environment.py`,
-`no_effect.py`, in this order), and the first that is broken ends the run with its line.
+Invariant: every rule is looked at before training starts (`unsupported.py`, `checks.py`, `own.py`, `environment.py`, in
+this order), and the first that is broken ends the run with its line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from megatron_2bw.errors import did_you_mean
 from megatron_2bw.flags import environment, unsupported
 from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer, torch_version
 from megatron_2bw.flags.correction import BETA1
-from megatron_2bw.flags.no_effect import NO_EFFECT
 from megatron_2bw.flags.own import OWN, add_flags
 from megatron_2bw.flags.rule import Rule, installed, on_cpu
 from megatron_2bw.schedules import SCHEDULES
@@ -156,17 +155,13 @@ def processes(environment: Mapping[str, str], stop: Stop) -> int:
 
 def rules() -> Iterator[Rule | Callable[[argparse.Namespace], str | None]]:
     """All rules, in the order in which a run looks at them."""
-    yield from (torch_version, *unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED, *NO_EFFECT)
+    yield from (torch_version, *unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED)
 
 
-def check(args: argparse.Namespace, stop: Stop, argv: list[str] | None = None) -> None:
-    """Stop with one line at the first flag that cannot be honoured, and at the first mistake.
-
-    argv: the words that `args` were parsed from (default: the command line).
-    """
-    argv = sys.argv[1:] if argv is None else argv
+def check(args: argparse.Namespace, stop: Stop) -> None:
+    """Stop with one line at the first flag that cannot be honoured, and at the first mistake."""
     for rule in rules():
-        message = rule.message(args, argv) if isinstance(rule, Rule) else rule(args)
+        message = rule.message(args) if isinstance(rule, Rule) else rule(args)
         if message:
             stop(message)
     schedule = SCHEDULES.get(args.pipeline_schedule)

@@ -10,7 +10,7 @@ import enum
 import functools
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ OUT = "leave the flag out"
 # What the line says between the flag and the reason, by scope. The scopes of schedules name the schedule.
 _WORDS = {
     "any": "is not supported",
-    "cpu": "does not work on the CPU",
     "local": "does not work with --transformer-impl local",
     "bert": "does not work with BERT",
 }
@@ -62,26 +61,23 @@ def installed(package: str) -> bool:
 class Rule:
     """A flag, or a value of it, that a run does not accept.
 
-    flag   its name, and the values that are meant if not all of them are: "--attention-backend flash fused".
-           If `typed`, a name that ends in "-" stands for all flags that begin with it
+    flag   its name, and the values that are meant if not all of them are: "--attention-backend flash fused"
     why    the reason, and what to do instead
     scope  "any": with every schedule, since the entry script cannot; "ours": with this project's schedules;
-           "no flush": with those whose microbatches cross iterations; a schedule's name; "cpu": on the CPU;
+           "no flush": with those whose microbatches cross iterations; a schedule's name;
            "local": with Megatron's local layers, that is without Transformer Engine; "bert": for a BERT;
            "line": always, and `why` is the rest of the line, with {given} for the flag's value and {a.lr} for --lr's
     when   whether the arguments break the rule; the flag must then have one of the values, if it names any
            (default: the flag has a true value, or one of the values)
-    typed  the rule is about typed flags only, so a default never breaks it
     """
 
     flag: str
     why: str
     scope: str = "ours"
     when: Condition | None = None
-    typed: bool = False
 
-    def message(self, args: Args, argv: Iterable[str] = ()) -> str | None:
-        """The line for arguments that break the rule, or None. argv: the words that the arguments come from."""
+    def message(self, args: Args) -> str | None:
+        """The line for arguments that break the rule, or None."""
         if self.when and not self.when(args):  # first, for the planner asks this of many plans
             return None
         name, *choices = self.flag.split()
@@ -89,24 +85,15 @@ class Rule:
             return None
         given = value(args, name)
         given = given.name if isinstance(given, enum.Enum) else given
-        if self.typed and not (name := self._typed_in(argv)):
-            return None
         if self.scope == "line":
             return f"{name}{f' {given}' * bool(choices)} {self.why.format(a=args, given=given)}"
         shown = f" {given}" if given and isinstance(given, (str, int, float)) and given is not True else ""
         words = _WORDS.get(self.scope) or f"does not work with --pipeline-schedule {args.pipeline_schedule}"
         return f"{name}{shown} {words}: {self.why}"
 
-    def _typed_in(self, argv: Iterable[str]) -> str | None:
-        words = (word.split("=")[0] for word in argv)
-        begins = self.flag.endswith("-")
-        return next((word for word in words if word == self.flag or (begins and word.startswith(self.flag))), None)
-
     def _holds(self, args: Args) -> bool:
         if self.scope in ("any", "line"):
             return True
-        if self.scope == "cpu":
-            return on_cpu(args)
         if self.scope in ("local", "bert"):
             return (args.transformer_impl if self.scope == "local" else task(args)) == self.scope
         schedule = SCHEDULES.get(args.pipeline_schedule)  # None: Megatron's own

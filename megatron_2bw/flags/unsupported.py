@@ -68,24 +68,9 @@ _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration end
 _SKIPPED = f"{_IN_FLIGHT}none can be skipped"
 _AGAIN = f"{_IN_FLIGHT}none can be run again; use --rerun-mode disabled"
 _MIXED = f"{_IN_FLIGHT}what is written would mix batches"
-_NO_NORM = f"Megatron's local layers use torch's LayerNorm, which has no sequence parallelism; {OUT}"
 _NEEDS_TE = f"it needs Transformer Engine on a GPU; {OUT}"
-_PROFILES_GPU = "it profiles a GPU; add --use-pytorch-profiler"
-_NEEDS_GPU = f"it needs a GPU; {OUT}"
-_NEEDS_16_BITS = "needs Transformer Engine on a GPU; use --bf16, --fp16 or fp32"
 
 UNSUPPORTED: tuple[Rule, ...] = (
-    *rules(
-        "cpu",
-        ("--distributed-backend nccl", "NCCL needs GPUs; leave the flag out or give gloo"),
-        ("--transformer-impl transformer_engine", "Transformer Engine needs GPUs; leave the flag out or give local"),
-        ("--fp8-format", f"fp8 {_NEEDS_16_BITS}", lambda a: a.fp8),
-        ("--fp4-format", f"fp4 {_NEEDS_16_BITS}", lambda a: a.fp4),
-        ("--sequence-parallel", _NO_NORM),
-        ("--attention-backend flash fused", f"flash and fused attention need GPUs; {OUT}"),
-        ("--tp-comm-overlap", _NEEDS_TE),
-        ("--use-nccl-ub", f"NCCL needs GPUs; {OUT}", lambda a: a.nccl_ub),
-    ),
     *rules(
         "any",
         ("--yaml-cfg", "it would drop the flags of the command line; give Megatron's flags instead"),
@@ -197,13 +182,5 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--use-transformer-engine-op-fuser --fused-residual-rmsnorm --use-kitchen-attention", _NEEDS_TE),
         ("--use-grouped-gemm-for-dense-mlp --flash-attention-version --symmetric-ar-type", _NEEDS_TE),
         ("--position-embedding-type relative", _NEEDS_TE),
-    ),
-    *rules(
-        "cpu",
-        ("--num-experts --cuda-graph-impl local transformer_engine full_iteration", _NEEDS_GPU),
-        ("--use-megatron-fsdp --use-torch-fsdp2 --cpu-offloading-num-layers --optimizer-cpu-offload", _NEEDS_GPU),
-        ("--pipeline-model-parallel-comm-backend --use-sharp --nccl-communicator-config-path", _NEEDS_GPU),
-        ("--gpu-sniff-test-interval --record-memory-history --log-device-memory-used", _NEEDS_GPU),
-        ("--profile", _PROFILES_GPU, lambda a: a.profile and not a.use_pytorch_profiler),
     ),
 )

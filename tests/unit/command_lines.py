@@ -60,7 +60,7 @@ def complaint(argv: list[str], world: int) -> str | None:
 
 def _complaint(argv: list[str], world: int) -> str | None:
     try:
-        check(parse(argv, world), stop, argv)
+        check(parse(argv, world), stop)
     except Stopped as stopped:
         return str(stopped)
     return None

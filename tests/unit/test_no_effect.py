@@ -1,40 +1,14 @@
-"""Flags that would not be read are refused, if they are typed."""
+"""Flags whose effect depends on others."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron_2bw import cpu
-from megatron_2bw.flags.no_effect import NO_EFFECT
 from tests.distributed.training import BERT, command
-from tests.unit.command_lines import complaint, parse, parser_of
+from tests.unit.command_lines import complaint
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
-
-
-@pytest.mark.parametrize("rule", NO_EFFECT, ids=lambda rule: f"{rule.flag} {rule.why}")
-def test_flags_without_effect_are_refused_when_typed(rule):
-    argv = command(2, 2, tokenizer_type="NullTokenizer" if "with --tokenizer-type" in rule.why else None)
-    if "with --loss-scale" in rule.why:
-        argv += ["--fp16", "--loss-scale", "64"]
-    if "with --optimizer sgd" in rule.why:
-        argv += ["--optimizer", "sgd"]
-    if "with --muon-scalar-optimizer lion" in rule.why:
-        argv += ["--optimizer", "muon", "--muon-scalar-optimizer", "lion"]
-    if "without GeLU" in rule.why:
-        argv.append("--swiglu")
-    parser, args = parser_of("2bw", "gpt"), parse([BERT, *argv] if "BERT" in rule.why else argv, 2)
-    if "entry script" in rule.why:
-        args.task = None
-    begins = rule.flag.endswith("-")
-    flags = [f for f in parser._option_string_actions if f == rule.flag or (begins and f.startswith(rule.flag))]
-    assert flags, f"Megatron has no flag that begins with {rule.flag}"
-    for flag in flags:
-        message = rule.message(args, [flag])
-        assert message.startswith(f"{flag} has no effect ") and message.endswith(": leave it out")
-        assert (
-            message == rule.message(args, [f"{flag}=1"]) and rule.message(args, [f"{flag}x"[begins:], "--lr"]) is None
-        )
 
 
 @pytest.mark.parametrize(

@@ -447,7 +447,7 @@ def parsed(argv: list[str], gpus: int, checked: bool = True) -> argparse.Namespa
     args = parser_of(argv[argv.index("--pipeline-schedule") + 1]).parse_args(argv)
     args.rank, args.world_size = 0, gpus
     if checked:
-        check(args, stop, argv)
+        check(args, stop)
     validate_args(args)
     return args
 
