@@ -52,7 +52,6 @@ SET = """Export another value and it stays. None of these values has been measur
 # What is typed, and the module whose `main` parses it.
 COMMANDS = {
     "`megatron-2bw-plan`": "megatron_2bw.planner.cli",
-    "`megatron-2bw-plan validate`": "megatron_2bw.planner.cli",
     "`megatron-2bw-plan profile`": "megatron_2bw.planner.cli",
     "`megatron-2bw-plan simulate`": "megatron_2bw.planner.cli",
     "`megatron-2bw-plan calibrate`": "megatron_2bw.planner.cli",

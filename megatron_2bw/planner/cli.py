@@ -21,20 +21,19 @@ from megatron_2bw.models.cluster import INFINIBAND, network
 from megatron_2bw.models.cluster import PRESETS as CLUSTERS
 from megatron_2bw.models.inputs import add_model_flags, add_numerics_flags, cluster_of, model_of, numbers, numerics_of
 from megatron_2bw.planner import tools
-from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
+from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.find import advice
 from megatron_2bw.planner.find.legality import PRECISIONS
 from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import MORE_RECOMPUTES, PLANNED, RECOMPUTES, Space
-from megatron_2bw.planner.measure import blocks, validate
+from megatron_2bw.planner.measure import blocks
 from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report, training
-from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
 FP8_FROM = 8.9  # the first GPUs with fp8, by compute capability
 MOST_SAMPLES, MOST_PLANS = 1_000_000, 10_000
-COSTS = {"simulation": Cost, "closed-form": ClosedForm, "printed-form": Printed}
+COSTS = {"simulation": Cost, "closed-form": ClosedForm}
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
 
@@ -44,7 +43,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw-plan") -> 
         "plan": run_plan,
         "profile": run_profile,
         "simulate": tools.run_simulate,
-        "validate": run_validate,
         "calibrate": tools.run_calibrate,
     }
     name = words.pop(0) if words and words[0] in commands else "plan"
@@ -59,7 +57,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw-plan") -> 
 
 
 def planning_parser(prog: str, description: str) -> Parser:
-    """The flags that describe a search, for `plan` and `validate`; the choices have the names of Space's fields."""
+    """The flags that describe a search; the choices have the names of Space's fields."""
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     add_model_flags(parser)
     add_numerics_flags(parser)
@@ -103,7 +101,7 @@ def planning_parser(prog: str, description: str) -> Parser:
     add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
     margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
     add("--memory-margin", type=float, metavar="SHARE", help=margin)
-    forms = "closed-form: the paper's Appendix A, corrected; printed-form: its section 4.2 as printed on arXiv"
+    forms = "closed-form: the paper's Appendix A, with all bytes of a parameter"
     add("--cost", choices=COSTS, default="simulation", help=forms)
     add("--top", type=int, default=8, metavar="K", help="number of plans (default: 8)")
     return parser
@@ -174,7 +172,7 @@ def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | Non
 
 def run_plan(words: list[str], prog: str) -> int:
     parser = planning_parser(prog, f"The fastest configuration that fits. Example: {EXAMPLE}")
-    parser.epilog = "Other commands: profile, simulate, validate, calibrate (megatron-2bw-plan COMMAND --help)."
+    parser.epilog = "Other commands: profile, simulate, calibrate (megatron-2bw-plan COMMAND --help)."
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="all printed figures, and more")
     add("--script", type=Path, metavar="FILE.sh", help="the best plan as a torchrun command")
@@ -229,17 +227,6 @@ def _cloud(result: explain.Result, each: int = 20) -> list[Estimate]:
     spaces = [replace(result.space, schedules=(schedule,)) for schedule in result.space.schedules]
     searches = [itertools.islice(Search(result.cost, space, distinct=False), each) for space in spaces]
     return [result.cost.estimate(plan) for search in searches for _, plan in search]
-
-
-def run_validate(words: list[str], prog: str) -> int:
-    parser = planning_parser(prog, "Runs the best plans for a few iterations and compares them with their predictions.")
-    validate.add_flags(parser)
-    options = parser.parse_args(words)
-    result = planned(options, parser)
-    if result is None:
-        return 1
-    exit_on_signals()  # so that a running plan ends too
-    return validate.exit_status(validate.run(result.cost, result.estimates, options))
 
 
 def run_profile(words: list[str], prog: str) -> int:

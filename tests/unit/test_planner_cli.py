@@ -761,7 +761,7 @@ def test_a_table_that_is_not_there(call, tmp_path):
 # --- all commands ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["profile"], ["simulate"], ["validate"], ["calibrate"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["plan"], ["profile"], ["simulate"], ["calibrate"]], ids=str)
 def test_help(command, call):
     ended = call(*command, "--help")
     assert ended.status == 0 and ended.errors == [] and "--help" in ended.out
