@@ -28,7 +28,7 @@ from megatron_2bw.errors import names_of, words
 from megatron_2bw.gpu_check.check import gpt_flags
 from megatron_2bw.local_ranks import WorldError, run_world
 from megatron_2bw.models.inputs import numbers
-from megatron_2bw.start.train import merged
+from megatron_2bw.words import merged
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import shlex
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
 
@@ -64,27 +62,6 @@ def file_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{what}: {error.strerror or error}") from None
-
-
-def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before and after the first --."""
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    return list(argv[:at]), list(argv[at + 1 :])
-
-
-def expand_files(argv: Sequence[str]) -> list[str]:
-    """`argv` with the words of a file in the place of each @file. UserError if it cannot be read."""
-    expanded: list[str] = []
-    for word in argv:
-        if word.startswith("@"):
-            with file_errors(word):
-                try:
-                    expanded += shlex.split(Path(word[1:]).read_text())
-                except ValueError as error:  # no text, or a quote that does not end
-                    raise UserError(f"{word}: {error}") from None
-        else:
-            expanded.append(word)
-    return expanded
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -32,13 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.tables import table
 from megatron_2bw.convergence import plot as convergence_plot
-from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
+from megatron_2bw.errors import Parser, UserError, names_of, run_program
 from megatron_2bw.files import write_csv, write_whole
 from megatron_2bw.models.cluster import PRESETS
 from megatron_2bw.models.inputs import named_cluster
 from megatron_2bw.planner.tell.explain import old_gpu
 from megatron_2bw.start.torchrun import ROOT
 from megatron_2bw.timelines.paper_figures import FIGURES, draw_figure
+from megatron_2bw.words import split_flags
 from scripts import paper_figures
 from scripts.paper_data import PAPER, Panel, panels
 from scripts.paper_figures import Claim, Point

@@ -29,11 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_2bw.convergence import options as convergence_options
 from megatron_2bw.convergence import run as convergence
 from megatron_2bw.convergence.plot import COLOURS
-from megatron_2bw.errors import Parser, UserError, file_errors, names_of, numbers_of, run_program, split_flags, words
+from megatron_2bw.errors import Parser, UserError, file_errors, names_of, numbers_of, run_program, words
 from megatron_2bw.files import new_figure, write_figure, write_json, write_whole
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.slurm import status
 from megatron_2bw.start.torchrun import ROOT
+from megatron_2bw.words import split_flags
 from scripts import paper
 from scripts.finetune_tasks import SMALL, TASKS
 from scripts.paper_data import PAPER, grid

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, read_library
-from megatron_2bw.errors import Parser, UserError, file_errors, names_of, split_flags, words
+from megatron_2bw.errors import Parser, UserError, file_errors, names_of, words
 from megatron_2bw.files import write_whole
 from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, torchrun
+from megatron_2bw.words import split_flags
 
 DESCRIPTION = "Trains one configuration with and without 2BW's late gradients."
 ITERATIONS, SEQUENCE, WARM_UP = 1500, 128, 100

@@ -15,7 +15,7 @@ from megatron_2bw.gpu_check import observe
 from megatron_2bw.local_ranks import WorldTimeout, run_world
 from megatron_2bw.processes import stop_tree
 from megatron_2bw.start.torchrun import environment, start
-from megatron_2bw.start.train import merged
+from megatron_2bw.words import merged
 
 UNTIED = "--untie-embeddings-and-output-weights"
 # A rank that calls itself another host passes NCCL's test for two ranks on one GPU: the test compares host and GPU

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from megatron_2bw.errors import Parser, UserError, expand_files, file_errors, names_of, usage_error
+from megatron_2bw.errors import Parser, UserError, file_errors, names_of, usage_error
 from megatron_2bw.files import write_json
 from megatron_2bw.models.cluster import INFINIBAND, network
 from megatron_2bw.models.cluster import PRESETS as CLUSTERS
@@ -30,6 +30,7 @@ from megatron_2bw.planner.find.space import MORE_RECOMPUTES, PLANNED, RECOMPUTES
 from megatron_2bw.planner.measure import blocks
 from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report, training
 from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.words import expand_files
 
 FP8_FROM = 8.9  # the first GPUs with fp8, by compute capability
 MOST_SAMPLES, MOST_PLANS = 1_000_000, 10_000

@@ -17,10 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_2bw.errors import UserError, expand_files, report
+from megatron_2bw.errors import UserError, report
 from megatron_2bw.files import write_json
 from megatron_2bw.flags import early, parse
 from megatron_2bw.start import exits, screen
+from megatron_2bw.words import expand_files
 
 
 def launch(task: str) -> None:

@@ -1,13 +1,17 @@
-"""Runs of the entry scripts on this machine: the command and the environment that start them, flags for plain torch."""
+"""The one way to start ranks: torchrun's command, its environment, and running it in this process."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_2bw.errors import report
 
 ROOT = Path(__file__).resolve().parents[2]  # of the clone, with the entry scripts; of a wheel too
 
@@ -18,11 +22,42 @@ PLAIN_TORCH = """
 """.split()
 
 
-def torchrun(ranks: int, task: str = "gpt") -> list[str]:
-    """The command line up to the entry script's flags; other runs on the machine do not disturb it."""
-    script = str(ROOT / f"pretrain_{task}_2bw.py")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    return [sys.executable, *launcher, "--nproc-per-node", str(ranks), script]
+def torchrun(ranks: int, task: str = "gpt", *options: str, script: str | Path | None = None) -> list[str]:
+    """The command line up to the flags of the entry script of `task`, or of another script.
+
+    ranks: on this host
+    options: of torchrun. Without any, this host alone; other runs on the machine do not disturb it.
+    """
+    script = script or ROOT / f"pretrain_{task}_2bw.py"
+    options = options or ("--standalone", "--local-addr", "127.0.0.1")
+    return [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", str(ranks), str(script)]
+
+
+def run_ranks(prog: str, command: Sequence[str]) -> int:
+    """Run the ranks of a command of `torchrun` in this process and wait; without torchrun's own report.
+
+    The status of the first rank that failed; 128 and its number after a signal. SIGTERM reaches all ranks, which may
+    save.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ.update(environment())
+    logging.disable(logging.ERROR)  # torchrun's agent repeats what the ranks have reported
+    options = parse_args(command[3:])
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # of nohup
+        options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
+    try:
+        run(options)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            report(prog, f"rank {rank} was ended by signal {-failure.exitcode}")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    return 0
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -32,8 +67,9 @@ def environment(**more: str) -> dict[str, str]:
 
 def start(command: Sequence[str], stdout: Any = subprocess.PIPE, **options: Any) -> subprocess.Popen[str]:
     """Start a command in a session of its own, without input; its errors also go to `stdout`, as text."""
-    options = {"env": environment(), "text": True, "errors": "replace", "start_new_session": True} | options
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT, **options)
+    text = {"text": True, "errors": "replace", "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    options = {"env": environment(), "start_new_session": True, "stdout": stdout} | text | options
+    return subprocess.Popen(command, **options)
 
 
 def log_interval(iterations: int) -> int:

@@ -1,9 +1,6 @@
 """megatron-2bw train, evaluate: the entry scripts from a plan, a YAML file and flags, on one host or on several.
 
-On one host this process starts the ranks itself: nothing is imported twice, and a wrong flag is answered before a rank
-starts. On several hosts torchrun does, one on each.
-
-Invariant: the ranks end with this process, and its status is that of the first rank that failed.
+Invariant: a wrong flag is answered before a rank starts, and the status is that of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -13,26 +10,22 @@ import contextlib
 import math
 import os
 import shlex
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.errors import Parser, UserError, expand_files, report, usage_error
+from megatron_2bw.errors import Parser, UserError, report, usage_error
 from megatron_2bw.files import read_yaml
 from megatron_2bw.flags import early
 from megatron_2bw.flags.own import whole
 from megatron_2bw.flags.rule import installed
-from megatron_2bw.processes import end_with_parent, free_port
-from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, environment
+from megatron_2bw.start.torchrun import PLAIN_TORCH, run_ranks, torchrun
+from megatron_2bw.words import expand_files, flag_of, groups, merged, split_by
 
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 OWN = ("-h", "--help", "--nproc", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--dry-run")
 DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
-PATIENCE = 30  # seconds that the other ranks have to end after one has failed, as with torchrun
 
 EVALUATE = (
     "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng --micro-batch-size 4 --train-iters 1 --lr 1e-5 "
@@ -60,7 +53,7 @@ def evaluate(argv: Sequence[str], prog: str) -> int:
         f"follow. Example: {prog} gpt checkpoints --data-path my_text --split 90,5,5 --eval-iters 100"
     )
     known, typed = _parsed(argv, prog, meaning, metavar="CKPT", help="a run's --save")
-    if not known.file or any(word.partition("=")[0] == "--load" for word in typed):
+    if not known.file or "--load" in map(flag_of, typed):
         usage_error(prog, "CKPT is the checkpoint to load: name its folder, and leave --load out")
     return _run(prog, known, merged([*EVALUATE, "--load", known.file], typed), None)
 
@@ -80,31 +73,11 @@ def _parsed(argv: Sequence[str], prog: str, meaning: str, **file: Any) -> tuple[
     add("--node-rank", type=whole(0), metavar="N", help="number of this host (default: of the Slurm step)")
     add("--master-addr", metavar="HOST", help="the first host (default: of the Slurm step)")
     add("--master-port", type=whole(1, 65535), metavar="N", help="of several hosts (default: 29500)")
-    add("--dry-run", action="store_true", help="print the command of a rank, and start nothing")
+    add("--dry-run", action="store_true", help="print torchrun's command, and start nothing")
     argv = expand_files(argv)
-    head, *groups = [[], *_groups(argv)] if argv and argv[0].startswith("-") else _groups(argv) or [[]]
-    own = [group for group in groups if group[0].partition("=")[0] in OWN]
-    return parser.parse_intermixed_args([*head, *_flat(own)]), _flat(group for group in groups if group not in own)
-
-
-def _groups(words: Iterable[str]) -> list[list[str]]:
-    """Each flag with its values; a first group may have no flag."""
-    groups: list[list[str]] = []
-    for word in words:
-        if word.startswith("--") or word == "-h" or not groups:
-            groups.append([])
-        groups[-1].append(word)
-    return groups
-
-
-def _flat(groups: Iterable[list[str]]) -> list[str]:
-    return [word for group in groups for word in group]
-
-
-def merged(defaults: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """The flags of both with their values; what is typed replaces a default."""
-    names = {group[0].partition("=")[0] for group in _groups(typed)}
-    return [*_flat(group for group in _groups(defaults) if group[0].partition("=")[0] not in names), *typed]
+    head = next((at for at, word in enumerate(argv) if word.startswith("-")), len(argv))
+    own, typed = split_by(argv[head:], OWN)
+    return parser.parse_intermixed_args([*argv[:head], *own]), typed
 
 
 def _of_file(path: Path, task: str, typed: Sequence[str]) -> tuple[list[str], int | None]:
@@ -140,9 +113,9 @@ def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str
         raise UserError(f"{path}: it is no plan of this release: make it again with megatron-2bw plan --json") from None
     if kind != task:
         raise UserError(f"{path}: it is the plan of a {kind}: train {kind}")
-    if any(word.partition("=")[0] == "--save" for word in typed):
+    if "--save" in map(flag_of, typed):
         words += save
-    if not any(word.partition("=")[0] in DATA for word in typed):
+    if not {*DATA} & {*map(flag_of, typed)}:
         if "--mock-data" not in typed:
             print("> no --data-path: training on mock data, random tokens", flush=True)
         words += data
@@ -191,29 +164,24 @@ def _run(prog: str, known: argparse.Namespace, flags: list[str], gpus: int | Non
         for line in lines:
             report(prog, line)
         return 2
-    script = str(ROOT / f"pretrain_{known.task}_2bw.py")
-    command = [sys.executable, script, *flags]
-    if nnodes > 1:
-        torchrun = ["-m", "torch.distributed.run", "--nnodes", nnodes, "--node-rank", node, "--nproc-per-node", nproc]
-        torchrun += ["--master-addr", first, "--master-port", known.master_port or 29500]
-        command = [sys.executable, *map(str, torchrun), script, *flags]
+    port = known.master_port or 29500
+    several = f"--nnodes {nnodes} --node-rank {node} --master-addr {first} --master-port {port}".split()
+    command = [*torchrun(nproc, known.task, *(several if nnodes > 1 else ())), *flags]
     if known.dry_run:
         print(shlex.join(command))
         return 0
     print(f"> {nproc} process{'es' * (nproc > 1)} on this host" + f", {nnodes} hosts" * (nnodes > 1), flush=True)
-    if nnodes > 1:
-        os.execve(sys.executable, command, environment())
-    return run_ranks(prog, command, nproc)
+    return run_ranks(prog, command)
 
 
 def _product(flags: Sequence[str]) -> int:
     """Stages x tensor ranks x context ranks; a word that is no number is reported later."""
     sizes: dict[str, int] = {}  # of a flag that is typed twice the last counts
-    for group in _groups(flags):
-        name, _, value = group[0].partition("=")
+    for name, *values in groups(flags):
+        name, _, value = name.partition("=")
         if name in SIZES:
             with contextlib.suppress(ValueError):
-                sizes[name] = max(int(value or "".join(group[1:2])), 1)
+                sizes[name] = max(int(value or "".join(values)), 1)
     return math.prod(sizes.values())
 
 
@@ -225,60 +193,3 @@ def _without_libraries(flags: Sequence[str]) -> list[str]:
         print(f"> without Transformer Engine: {' '.join(PLAIN_TORCH)}", flush=True)
         return PLAIN_TORCH
     return [] if installed("apex") else ["--no-gradient-accumulation-fusion"]
-
-
-def run_ranks(prog: str, command: Sequence[str], number: int) -> int:
-    """Start `number` ranks of this host and wait. SIGTERM reaches them all, and they may save; a second one kills.
-
-    The status of the first rank that failed; 128 and its number after a signal.
-    """
-    variables = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    variables |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
-    ranks = [
-        subprocess.Popen(
-            command, env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=end_with_parent
-        )
-        for rank in range(number)
-    ]
-    patience = float(PATIENCE)
-    try:
-        status = _wait(prog, ranks)
-    except KeyboardInterrupt:  # the terminal has sent it to the ranks, too
-        status = 130
-    except SystemExit as end:  # of a signal
-        status = int(end.code or 1)
-        for rank in ranks:
-            rank.terminate()
-        try:
-            _wait(prog, ranks, -signal.SIGTERM)
-        except SystemExit:
-            patience = 0.0
-    finally:
-        _end(ranks, patience)
-    return status
-
-
-def _wait(prog: str, ranks: list[subprocess.Popen], expected: int = 0) -> int:
-    while True:
-        ended = [rank.poll() for rank in ranks]
-        if failed := [number for number, status in enumerate(ended) if status]:
-            status = ended[failed[0]]
-            if status < 0 and status != expected:
-                report(prog, f"rank {failed[0]} was ended by signal {-status} ({signal.strsignal(-status)})")
-            return 128 - status if status < 0 else status
-        if None not in ended:
-            return 0
-        time.sleep(0.05)
-
-
-def _end(ranks: list[subprocess.Popen], patience: float) -> None:
-    """The ranks that still run have `patience` seconds after a SIGTERM."""
-    for rank in ranks:
-        rank.terminate()
-    deadline = time.monotonic() + patience
-    for rank in ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            rank.wait(max(0.0, deadline - time.monotonic()))
-    for rank in ranks:
-        rank.kill()
-        rank.wait()

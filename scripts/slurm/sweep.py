@@ -28,13 +28,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_2bw import run_log
-from megatron_2bw.errors import Parser, UserError, names_of, run_program, split_flags
+from megatron_2bw.errors import Parser, UserError, names_of, run_program
 from megatron_2bw.files import set_aside, write_csv, write_json
 from megatron_2bw.models.cluster import described
 from megatron_2bw.models.inputs import numbers
 from megatron_2bw.models.model import PRESETS
 from megatron_2bw.slurm import status
 from megatron_2bw.start.torchrun import ROOT
+from megatron_2bw.words import split_flags
 from scripts.paper_data import PAPER, SYSTEMS, Panel, Run, grid, panels
 from scripts.paper_picture import draw
 

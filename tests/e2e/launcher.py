@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 from megatron_2bw.local_ranks import own_output, run_world
-from megatron_2bw.processes import free_port, stop_tree
-
-ROOT = Path(__file__).parents[2]
+from megatron_2bw.processes import stop_tree
+from megatron_2bw.start.torchrun import ROOT, environment
+from megatron_2bw.start.torchrun import start as start_command
+from megatron_2bw.start.torchrun import torchrun as ranks_of
 
 
 def torchrun(
@@ -49,26 +50,10 @@ def _launch(rank: int, flags: list[str], documents: int, environment: dict[str, 
     return own_output()
 
 
-def start(ranks: int, script: str, flags: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
+def start(ranks: int, script: str, flags: list[str], cwd: Path = ROOT, **variables: str) -> subprocess.Popen[str]:
     """The processes of `torchrun`, started; `end` must follow."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(ranks),
-            "--master-port",
-            str(free_port()),
-            script,
-            *map(str, flags),
-        ],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | environment,
-    )
+    command = [*ranks_of(ranks, script=script), *map(str, flags)]
+    return start_command(command, cwd=cwd, stderr=subprocess.PIPE, env=environment(**variables))
 
 
 def end(process: subprocess.Popen[str], timeout: float = 150) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -176,7 +175,11 @@ def test_wrong_flags_end_it_before_a_rank_starts(monkeypatch, capsys):
 def test_the_number_of_ranks(monkeypatch, capsys):
     """Of the sizes, or as typed; where they do not fit, one line says so."""
     started = []
-    monkeypatch.setattr(train, "run_ranks", lambda prog, command, number: started.append(number) or 0)
+    monkeypatch.setattr(
+        train,
+        "run_ranks",
+        lambda prog, command: started.append(int(command[command.index("--nproc-per-node") + 1])) or 0,
+    )
     flags = [*FLAGS, "--mock-data", "--pipeline-schedule", "2bw", "--global-batch-size", "8"]
     for more in ([], ["--pipeline-model-parallel-size=2"], ["--pipeline-model-parallel-size", "2", "--nproc", "4"]):
         assert cli.main(["train", "gpt", *flags, *more]) == 0
@@ -201,7 +204,7 @@ def test_several_hosts_start_torchrun(monkeypatch, capsys):
                 patched.setenv(name, value)
             status, lines, _ = ended(["train", "gpt", *flags, *argv], capsys)
         assert status == 0
-        expected = "--nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr first --master-port 29500"
+        expected = "--nnodes 2 --node-rank 1 --master-addr first --master-port 29500 --nproc-per-node 1"
         assert expected in lines[-1] and "torch.distributed.run" in lines[-1]
 
 
@@ -253,48 +256,34 @@ def test_the_file_may_stand_behind_this_commands_options(plan, capsys):
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_failure_ends_the_other_ranks(capfd):
-    code = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)"
-    assert train.run_ranks("prog", [sys.executable, "-c", code], 3) == 3
-    code = "import os, signal, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '0' else time.sleep(600)"
-    assert train.run_ranks("prog", [sys.executable, "-c", code], 2) == 137
-    assert "prog: error: rank 0 was ended by signal 9 (Killed)" in capfd.readouterr().err
-    code = code.replace("9)", "40)")  # of real time
-    assert train.run_ranks("prog", [sys.executable, "-c", code], 2) == 168
-
-
-def test_sigterm_reaches_the_ranks_and_a_rank_that_hangs_is_ended(tmp_path):
-    """Rank 0 ends as after a save; rank 1 ignores the signal, as one that waits for a lost peer."""
-    rank = (
-        "import os, signal, sys, time\n"
-        "leave = lambda *given: sys.exit(7)\n"
-        "signal.signal(signal.SIGTERM, leave if os.environ['RANK'] == '0' else signal.SIG_IGN)\n"
-        f"open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w').close()\ntime.sleep(600)"
-    )
+def ranks(tmp_path, text: str, number: int) -> subprocess.Popen:
+    """A program that starts ranks of a script with this text."""
+    (tmp_path / "rank.py").write_text("import os, signal, sys, time\nrank = os.environ['RANK']\n" + text)
     code = (
-        "import sys; from megatron_2bw.processes import exit_on_signals; from megatron_2bw.start import train\n"
-        "train.PATIENCE = 0.5; exit_on_signals()\n"
-        f"sys.exit(train.run_ranks('prog', [sys.executable, '-c', {rank!r}], 2))"
+        "import sys; from megatron_2bw.start.torchrun import run_ranks, torchrun\n"
+        f"sys.exit(run_ranks('prog', torchrun({number}, script={str(tmp_path / 'rank.py')!r})))"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    while len(list(tmp_path.iterdir())) < 2:
+    return subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "line"),
+    [("sys.exit(3)", 3, ""), ("os.kill(os.getpid(), 9)", 137, "prog: error: rank 1 was ended by signal 9\n")],
+)
+def test_the_first_failure_ends_the_other_ranks(fault, status, line, tmp_path):
+    parent = ranks(tmp_path, f"{fault} if rank == '1' else time.sleep(600)", 2)
+    assert (parent.communicate(timeout=200)[1], parent.returncode) == (line, status)
+
+
+def test_sigterm_reaches_the_ranks(tmp_path):
+    """They end as after a save."""
+    text = "signal.signal(signal.SIGTERM, lambda *_: (open('saved' + rank, 'w'), sys.exit()))\n"
+    parent = ranks(tmp_path, f"{text}open('begun' + rank, 'w')\ntime.sleep(600)", 2)
+    while len(list(tmp_path.glob("begun*"))) < 2:
         time.sleep(0.05)
     parent.terminate()
-    assert parent.wait(120) == 143
-
-
-def test_what_the_ranks_are_given(tmp_path):
-    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
-    code = f"import os; open(os.environ['RANK'], 'w').write(' '.join(os.environ[n] for n in '{names}'.split()))"
-    here = os.getcwd()
-    os.chdir(tmp_path)
-    try:
-        assert train.run_ranks("prog", [sys.executable, "-c", code], 2) == 0
-    finally:
-        os.chdir(here)
-    texts = [(tmp_path / str(rank)).read_text().split() for rank in range(2)]
-    assert [text[:5] for text in texts] == [[str(rank), str(rank), "2", "2", "127.0.0.1"] for rank in range(2)]
-    assert texts[0][5] == texts[1][5]
+    assert parent.communicate(timeout=200)[1] == "" and parent.returncode == 143
+    assert len(list(tmp_path.glob("saved*"))) == 2
 
 
 def test_yaml_without_surprises(tmp_path):
