@@ -25,7 +25,7 @@ from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, re
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, words
 from megatron_2bw.files import write_whole
 from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, torchrun
-from megatron_2bw.words import split_flags
+from megatron_2bw.words import flag_of, split_flags
 
 DESCRIPTION = "Trains one configuration with and without 2BW's late gradients."
 ITERATIONS, SEQUENCE, WARM_UP = 1500, 128, 100
@@ -105,8 +105,7 @@ def value(words: Sequence[str], flag: str) -> str | None:
 
 def given(words: Sequence[str], *flags: str) -> str | None:
     """The first of the flags that is among the words."""
-    names = {word.partition("=")[0] for word in words}
-    return next((flag for flag in flags if flag in names), None)
+    return next((flag for flag in flags if flag in map(flag_of, words)), None)
 
 
 def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespace:
