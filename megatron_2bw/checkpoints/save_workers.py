@@ -1,12 +1,11 @@
-"""Worker processes that write a rank's checkpoints: only where they are needed, and none outlives its rank.
+"""The process that holds the results of a rank's saves: only where it is needed, and it does not outlive its rank.
 
-A killed rank cannot stop its workers. A worker that survives holds memory that the next start of the job needs, and
-keeps the job's output open, so that its reader never sees the end.
+A killed rank cannot stop it. If it survives it keeps the job's output open, and the reader of the output never sees the
+end.
 """
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import queue
 from multiprocessing.managers import SyncManager
@@ -15,23 +14,6 @@ from typing import Any
 from megatron_2bw.processes import end_with_parent
 
 _queue: Any = None
-
-
-def async_loop(
-    rank: int,
-    queue: Any,
-    preload_q: Any,
-    comp_q: Any,
-    log_level: int = logging.INFO,
-    cpu_priority: int = 10,
-    io_priority: int | None = None,
-) -> None:
-    """The worker of asynchronous saves: Megatron's, which alone would wait forever once its rank is killed."""
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-
-    end_with_parent()  # the rank, or a fork server that ends with it
-    # In a new process this name is Megatron's own.
-    PersistentAsyncCaller.async_loop(rank, queue, preload_q, comp_q, log_level, cpu_priority, io_priority)
 
 
 def root(error: BaseException) -> BaseException:

@@ -137,9 +137,6 @@ class Checkpoints:
         self._saved = own
         values = arguments(load, args, kwargs)
         check_head(values["args"], state, release=result[2])
-        if values["rank0"] and dist.is_initialized() and dist.get_rank() == 0:
-            for line in changed_datasets(state.get("args"), values["args"]):
-                print(line, flush=True)
         return result
 
     @around
@@ -332,20 +329,6 @@ def check_head(args: Any, head: dict, release: bool = False) -> None:
                 f"{where} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
                 "--dist-ckpt-optim-fully-reshardable can change its sizes"
             )
-
-
-def changed_datasets(then: Any, now: Any) -> list[str]:
-    """A line for each dataset that is another than when the checkpoint was saved. then, now: the arguments"""
-    before, lines = getattr(then, "dataset_identities", {}), []
-    for prefix, identity in getattr(now, "dataset_identities", {}).items():
-        old = before.get(prefix, identity)
-        changes = [f"{name} {old[name]} -> {new}" for name, new in identity.items() if old[name] != new]
-        if changes:
-            lines.append(
-                f"> --load {now.load}: the dataset {prefix} has changed since ({', '.join(changes)}): the run "
-                "continues at the same sample number of other data"
-            )
-    return lines
 
 
 def _changed(then: Any, now: Any, flags: Iterable[str]) -> Iterator[tuple[str, str]]:

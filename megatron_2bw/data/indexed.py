@@ -6,7 +6,6 @@ sound).
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 from pathlib import Path
@@ -63,20 +62,6 @@ def _tables(prefix: str, count: int, edges: int) -> tuple[numpy.memmap, numpy.me
         numpy.memmap(prefix + ".idx", kind, "r", _INDEX.size + place, (size,)) for kind, place, size in kinds
     )
     return lengths, starts, firsts
-
-
-def identity(prefix: str) -> dict[str, int | str]:
-    """Sizes in bytes of the two files, and a hash of both ends of the index: its header, lengths, offsets, documents.
-
-    Two reads for any size of dataset. Other tokens in sequences of the same lengths are not seen.
-    """
-    index = Path(prefix + ".idx")
-    size = index.stat().st_size
-    with index.open("rb") as file:
-        digest = hashlib.sha256(file.read(_LOOK))
-        file.seek(max(0, size - _LOOK))
-        digest.update(file.read(_LOOK))
-    return {".bin bytes": os.path.getsize(prefix + ".bin"), ".idx bytes": size, ".idx hash": digest.hexdigest()[:16]}
 
 
 def _header(prefix: str) -> tuple[int, int, int]:

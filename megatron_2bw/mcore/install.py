@@ -10,7 +10,6 @@ install(args)                                                   # 3: before pret
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from datetime import timedelta
 from functools import partial
@@ -18,9 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import owner
-from megatron_2bw.data import indexed
 from megatron_2bw.errors import guard_streams
-from megatron_2bw.flags.checks import datasets
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.runtime import MegatronRuntime
@@ -73,9 +70,6 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
     guard_streams()
     if args.save and args.rank == 0:
         owner.hold(args.save)
-    # Megatron saves the arguments, in all formats; checkpoints/state.py compares.
-    found = [prefix for _, prefix in datasets(args) if os.path.isfile(f"{prefix}.bin")]
-    args.dataset_identities = {prefix: indexed.identity(prefix) for prefix in found}
     return runtime
 
 

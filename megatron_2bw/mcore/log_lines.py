@@ -1,8 +1,7 @@
 """Megatron's log lines with the stages' stats: how long they waited, their peak memory, tokens per second; with the
 time that the run still takes and the share of the GPUs' peak (MFU).
 
-The same values go to TensorBoard and to Weights & Biases. Each of the two also gets Megatron's own values, with or
-without the other.
+The same values go to TensorBoard and to Weights & Biases.
 
 Invariants of a late step: the line of an iteration holds the loss, gradient norm, loss scale, learning rate and skipped
 flag of the same batch; every line precedes all that the training loop prints or writes about later iterations (and
@@ -11,7 +10,6 @@ follows "exiting program" if a run leaves in its middle); no stage waits for ano
 
 from __future__ import annotations
 
-import functools
 import re
 import time
 from abc import ABC, abstractmethod
@@ -27,7 +25,6 @@ from megatron.training import get_args, get_tensorboard_writer, get_timers, get_
 
 from megatron_2bw.core.groups import new_group
 from megatron_2bw.core.pipeline import WARM_UP
-from megatron_2bw.guard import around
 from megatron_2bw.mcore.groups import gather
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
@@ -45,8 +42,6 @@ GPUS = {
 class LogLines(ABC):
     """Calls Megatron's `training_log`, and adds the stages' part to its line and to the dashboards."""
 
-    barriers = True  # whether Megatron's interval timer may wait for other ranks and the GPU
-
     def __init__(self):
         self._stages: list[tuple[StageStats, ...]] = []  # since the last line
         self._printed: int | None = None  # the iteration whose line Megatron is writing
@@ -58,7 +53,6 @@ class LogLines(ABC):
         self._timer = get_timers()("interval-time", log_level=0)
         self._read = self._timer.elapsed
         self._timer.elapsed = self._interval
-        _monotonic(self._timer, self.barriers)
 
     @abstractmethod
     def add(self, write: Callable, values: dict[str, Any]) -> bool:
@@ -124,10 +118,11 @@ class LogLines(ABC):
         scalars = {"bubble/mean": mean, "bubble/max": most} | progress
         scalars |= {f"bubble/stage {stage}": share for stage, share in enumerate(shares)}
         scalars |= {f"peak memory (GiB)/stage {stage}": value for stage, value in enumerate(memory)}
-        writer = _guarded(TENSORBOARD, get_tensorboard_writer())
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, iteration)
-        _guarded(WANDB, get_wandb_writer()).log(scalars, iteration)
+        if (writer := get_tensorboard_writer()) is not None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, iteration)
+        if (wandb := get_wandb_writer()) is not None:
+            wandb.log(scalars, iteration)
         each = " ".join(f"{value:.2f}" for value in memory)
         text = (
             f" tokens/s: {progress['tokens per second']:.0f} | bubble: {mean:.1%}/{most:.1%} |"
@@ -217,10 +212,9 @@ class DeferredLog(LogLines):
     The stages' stats arrive with the step, in the background.
     """
 
-    barriers = False
-
     def __init__(self):
         super().__init__()
+        _wait_for_nobody(self._timer)
         self._entries: deque[_Entry] = deque()
         self._results: dict[int, StepResult] = {}
         self._report_memory = True
@@ -276,22 +270,13 @@ def _has_line(values: dict[str, Any]) -> bool:
     return values["iteration"] % get_args().log_interval == 0 or values["is_first_iteration"]
 
 
-def _monotonic(timer: Any, barriers: bool) -> None:
-    """Let one of Megatron's timers use a clock that is never set back; without `barriers` it waits for no rank and no
-    GPU."""
-
-    def wait(barrier: bool) -> None:
-        if barriers and barrier:
-            dist.barrier(group=timer._barrier_group)
-        if barriers:
-            torch.cuda.synchronize()
+def _wait_for_nobody(timer: Any) -> None:
+    """Let one of Megatron's timers wait for no rank and no GPU."""
 
     def start(barrier: bool = False) -> None:
-        wait(barrier)
         timer._start_time, timer._started = time.perf_counter(), True
 
     def stop(barrier: bool = False) -> None:
-        wait(barrier)
         elapsed = time.perf_counter() - timer._start_time
         timer._elapsed += elapsed
         timer._active_time += elapsed
@@ -300,76 +285,3 @@ def _monotonic(timer: Any, barriers: bool) -> None:
     if timer._started:  # by Megatron's loop, before its first iteration
         timer._start_time = time.perf_counter() - max(time.time() - timer._start_time, 0)
     timer.start, timer.stop = start, stop
-
-
-TENSORBOARD, WANDB = "--tensorboard-dir", "--wandb-project"
-
-
-class _Writer:
-    """TensorBoard's writer, the module of Weights & Biases, or None. After its first error it reports that in a line
-    and keeps nothing: a folder that is gone, a full disk or a lost service must not end a training run."""
-
-    def __init__(self, flag: str, writer: Any):
-        self.flag, self.writer = flag, writer
-        self._writes = writer is not None
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.writer, name, None)
-        return found if found is not None and not callable(found) else functools.partial(self.call, found)
-
-    def call(self, write: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not self._writes:
-            return None
-        try:
-            return write(*map(_key, args), **kwargs)
-        except Exception as error:  # of the system, or of the package's own kinds
-            self._writes = False
-            print(f"> {self.flag}: no more values are written: {error}", flush=True)
-
-
-_evaluated = ["validation"]  # the set
-
-
-def _key(value: Any) -> Any:
-    """The name of a value, or values by name, with the test set in place of Megatron's "validation"."""
-    if isinstance(value, dict):
-        return {_key(name): entry for name, entry in value.items()}
-    return value.replace(" validation", f" {_evaluated[-1]}") if isinstance(value, str) else value
-
-
-@around
-def test_set_named(evaluate_and_print_results: Callable, prefix: str, *args: Any, **kwargs: Any) -> None:
-    """Megatron calls the test set's loss "lm loss validation" as well."""
-    _evaluated.append("test" if prefix.endswith("on test set") else "validation")
-    try:
-        evaluate_and_print_results(prefix, *args, **kwargs)
-    finally:
-        _evaluated.pop()
-
-
-_writers: dict[str, _Writer] = {}
-
-
-def _guarded(flag: str, writer: Any) -> _Writer:
-    if flag not in _writers or _writers[flag].writer is not writer:
-        _writers[flag] = _Writer(flag, writer)
-    return _writers[flag]
-
-
-@around
-def dashboards_writer(get_writer: Callable) -> _Writer | None:
-    """Megatron's `get_tensorboard_writer`; never None while Weights & Biases logs."""
-    writer = get_writer()
-    return None if writer is None and get_wandb_writer() is None else _guarded(TENSORBOARD, writer)
-
-
-@around
-def wandb_writer(get_writer: Callable) -> _Writer | None:
-    """Megatron's `get_wandb_writer`."""
-    return None if get_writer() is None else _guarded(WANDB, get_writer())
-
-
-@around
-def checkpoint_logger(name_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
-    """Megatron's `on_save_checkpoint_success`, which names each checkpoint to Weights & Biases."""
-    _guarded(WANDB, get_wandb_writer()).call(name_checkpoint, *args, **kwargs)

@@ -28,18 +28,6 @@ def repairs() -> list[Patch]:
     return [
         *for_reading(),
         row(
-            f"{DATA}.indexed_dataset",
-            "_MMapBinReader.read(self dtype count offset)",
-            "a file that was cut short since it was mapped ends the rank by SIGBUS, without a word",
-            repair.whole_file,
-        ),
-        row(
-            f"{DATA}.megatron_dataset",
-            "MegatronDataset.__init__(self dataset dataset_path indices num_samples index_split config)",
-            "an index in the cache is found by the dataset's path, and is used for other files of that name",
-            repair.named_by_content,
-        ),
-        row(
             f"{DATA}.utils",
             "compile_helpers()",
             "the wheel ships the compiled helper without the Makefile that this function runs, and exits",
@@ -74,12 +62,6 @@ def repairs() -> list[Patch]:
             "count_queue use_fsync kwargs)",
             "its caller reports the class of an error without its text: a full disk, for example",
             repair.raise_cause,
-        ),
-        row(
-            ASYNC,
-            "PersistentAsyncCaller.async_loop(rank queue preload_q comp_q log_level cpu_priority io_priority)",
-            "the process would outlive a rank that is killed, with its memory on the GPU",
-            lambda original: save_workers.async_loop,
         ),
     ]
 
@@ -168,11 +150,7 @@ def for_schedule(loop: Loop) -> list[Patch]:
 
 
 def for_log(loop: Loop) -> list[Patch]:
-    """The stages' stats, in the log lines and on the dashboards."""
-    from megatron_2bw.mcore import log_lines  # it imports Megatron's training loop
-
-    lost = "an error of Weights & Biases, such as a lost service, would end the run"
-    saved = "on_save_checkpoint_success(checkpoint_path tracker_filename save_dir iteration)"
+    """The stages' stats in the log lines."""
     return [
         row(
             LOOP,
@@ -183,23 +161,6 @@ def for_log(loop: Loop) -> list[Patch]:
             loop.log,
         ),
         row(LOOP, "print_rank_last(message)", "waiting times and memory join the line", loop.print_line),
-        row(
-            LOOP,
-            "get_tensorboard_writer()",
-            "without a writer of TensorBoard it logs neither loss nor norm to Weights & Biases; an error of the "
-            "writer would end the run",
-            log_lines.dashboards_writer,
-        ),
-        row(LOOP, "get_wandb_writer()", lost, log_lines.wandb_writer),
-        row(
-            LOOP,
-            "evaluate_and_print_results(prefix forward_step_func data_iterator model iteration "
-            "process_non_loss_data_func config verbose write_to_tensorboard non_loss_data_func pg_collection "
-            "p2p_communicator)",
-            "on the dashboards the test set's loss follows the validation set's, under the same name",
-            log_lines.test_set_named,
-        ),
-        row("megatron.training.wandb_utils", saved, lost, log_lines.checkpoint_logger),
     ]
 
 

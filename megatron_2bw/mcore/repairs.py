@@ -4,17 +4,11 @@ and that of a method has the object, `self`, as its second.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import multiprocessing
-import os
 from collections.abc import Callable
 from typing import Any
 
 from megatron_2bw.checkpoints import save_workers, unpickle
-from megatron_2bw.data import indexed
-from megatron_2bw.errors import UserError
 from megatron_2bw.guard import around
 
 
@@ -88,8 +82,6 @@ def _unpadded(buffer) -> dict:
 
 @around
 def raise_cause(write_preloaded_data: Callable, *args: Any, **kwargs: Any) -> Any:
-    if multiprocessing.parent_process() is not None:  # of an asynchronous save
-        save_workers.end_with_parent()
     output = write_preloaded_data(*args, **kwargs)
     if kwargs["results_queue"] is None and output is not None and isinstance(output[1], Exception):
         raise save_workers.root(output[1])  # caught by the caller, which passes its text on
@@ -107,28 +99,3 @@ def known_records(read_metadata: Callable, self: Any, *args: Any, **kwargs: Any)
 def weights_only(load_bytes: Callable, self: Any, read_item: Any, value: Any) -> Any:
     unpickle.check_bytes(read_item.storage_index.fqn, value)
     return load_bytes(self, read_item, value)
-
-
-@around
-def whole_file(read: Callable, self: Any, dtype: Any, count: int, offset: int) -> Any:
-    import numpy
-
-    file, end = self._bin_file_reader, offset + count * numpy.dtype(dtype).itemsize
-    size = os.fstat(file.fileno()).st_size
-    if end > size:
-        raise UserError(f"--data-path: {file.name} was cut short during the run: {size} bytes, {end} are needed")
-    return read(self, dtype, count, offset)
-
-
-@around
-def named_by_content(
-    init: Callable, self: Any, dataset: Any, dataset_path: str | None, *args: Any, **kwargs: Any
-) -> None:
-    init(self, dataset, dataset_path, *args, **kwargs)
-    if dataset_path is not None and os.path.isfile(f"{dataset_path}.idx"):
-        self.unique_identifiers["dataset_identity"] = indexed.identity(dataset_path)
-        self.unique_description = json.dumps(
-            self.unique_identifiers, indent=4, default=lambda each: each.unique_identifiers
-        )
-        name = hashlib.md5(self.unique_description.encode(), usedforsecurity=False)
-        self.unique_description_hash = name.hexdigest()

@@ -1,8 +1,7 @@
-"""Either dashboard alone carries loss, gradient norm, bubble, memory by stage and tokens per second, as the log."""
+"""The dashboards carry loss, gradient norm, bubble, memory by stage and tokens per second, as the log."""
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from bench.emulated import train
-from megatron_2bw import run_log
 from megatron_2bw.local_ranks import own_output, run_world
 from tests.distributed.training import command
 from tests.e2e.launcher import forked
@@ -100,39 +98,25 @@ def check(board: Values, lines: Values) -> None:
 
 @pytest.mark.proof
 def test_both_dashboards_show_what_the_log_shows(tmp_path):
-    flags = command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path / "board", **offline(tmp_path))
+    offline = dict(wandb_project="project", wandb_exp_name="name", wandb_save_dir=tmp_path)
+    flags = command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path / "board", **offline)
     lines = logged(forked(2, flags, WANDB_MODE="offline"))
     check(tensorboard(tmp_path / "board"), lines)
     check(wandb(tmp_path), lines)
 
 
-def test_the_test_set_has_a_name_of_its_own(tmp_path):
-    """The validation's values are those of its own lines."""
-    flags = command(2, 4, "2bw", train_iters=5, eval_iters=2, tensorboard_dir=tmp_path, **offline(tmp_path))
-    shown = {line.dataset: line.loss for line in run_log.validations(forked(2, flags, WANDB_MODE="offline"))}
-    assert shown["test set"] != shown["validation set"]
-    for board in (tensorboard(tmp_path), wandb(tmp_path)):
-        found = [board[5][f"lm loss {name}"] for name in ("validation", "test")]
-        assert found == pytest.approx([shown["validation set"], shown["test set"]], rel=1e-6)
-
-
-def offline(folder: Path) -> dict[str, object]:
-    return dict(wandb_project="project", wandb_exp_name="name", wandb_save_dir=folder)
-
-
 def watched(rank: int, argv: list[str], forward: float, backward: float) -> str:
     """Train on stages that also sleep; what the rank printed."""
-    os.environ["WANDB_MODE"] = "offline"
     train(rank, argv, forward, backward)
     return own_output()
 
 
-def test_wandb_alone_and_the_bubble_of_a_flush(tmp_path):
-    """Megatron by itself logs nothing of training there without --tensorboard-dir. The stages sleep, and wait 0.15 s an
-    iteration for each other, for a forward and a backward: the last one mostly at the end, which must count too."""
-    flags = command(2, 2, "pipedream-flush", **RUN, num_layers=2, **offline(tmp_path))
+def test_the_bubble_of_a_flush(tmp_path):
+    """The stages sleep, and wait 0.15 s an iteration for each other, for a forward and a backward: the last one mostly
+    at the end, which must count too."""
+    flags = command(2, 2, "pipedream-flush", **RUN, num_layers=2, tensorboard_dir=tmp_path)
     output = run_world(2, watched, flags, 0.05, 0.1)[1]
-    board = wandb(tmp_path)
+    board = tensorboard(tmp_path)
     check(board, logged(output))
     tokens = 2 * 2 * 16  # an iteration
     for stage in (0, 1):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import time
 import types
 
 import pytest
@@ -187,24 +185,6 @@ def test_mfu_is_megatrons_operations_by_the_peak_of_all_gpus(gpu, peak, late, mo
     assert late.module.mfu(late.args, 1.5) is None
 
 
-def test_the_test_set_has_a_key_of_its_own(late):
-    """Megatron writes the name "lm loss validation" for both sets."""
-    module = late.module
-    tensorboard = module.dashboards_writer(module.get_tensorboard_writer)()
-    wandb = module.wandb_writer(module.get_wandb_writer)()
-
-    def evaluate(prefix, value):
-        tensorboard.add_scalar("lm loss validation", value, 9)
-        tensorboard.add_scalar("lm loss validation-1 vs samples", value, 9)
-        wandb.log({"lm loss validation": value}, 9)
-
-    for words, value in (("iteration 9 on validation set", 4.0), ("iteration 9 on test set", 5.0)):
-        late.module.test_set_named(evaluate)(words, value)
-    keys = {"lm loss validation": 4.0, "lm loss test": 5.0}
-    assert late.scalars["wandb", 9] == keys
-    assert late.scalars[9] == keys | {"lm loss validation-1 vs samples": 4.0, "lm loss test-1 vs samples": 5.0}
-
-
 @pytest.fixture
 def prompt(world, monkeypatch):
     """The first of two stages; at each line the second one's rest is two seconds longer."""
@@ -256,72 +236,17 @@ def test_whoever_finishes_early_has_waited_for_the_last(world):
         assert (report.waited, report.elapsed) == (3.0, 9.5)
 
 
-def test_wandb_gets_megatrons_values_without_tensorboard(world, monkeypatch):
-    """Megatron logs to Weights & Biases only `if writer`."""
-    from megatron_2bw.mcore.log_lines import dashboards_writer
-
-    writer = dashboards_writer(lambda: None)()
-    assert writer and writer.add_scalar("lm loss", 1.0, 1) is None and writer.flush() is None
-    assert dashboards_writer(lambda: "TensorBoard's")().upper() == "TENSORBOARD'S"
-    monkeypatch.setattr(world.module, "get_wandb_writer", lambda: None)
-    assert dashboards_writer(lambda: None)() is None
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_tensorboard_folder_that_goes_away_is_reported_once(late, monkeypatch, tmp_path, capsys):
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = tmp_path / "board"
-    writer = SummaryWriter(folder, flush_secs=0)
-    writer.add_scalar("lm loss", 1.0, 1)
-    writer.flush()
-    shutil.rmtree(folder)
-    monkeypatch.setattr(late.module, "get_tensorboard_writer", lambda: writer)
-    megatrons_writer = late.module.dashboards_writer(lambda: writer)()
-    deadline = time.monotonic() + 60
-    while not (reports := capsys.readouterr().out):
-        assert time.monotonic() < deadline, "the writer has no error"
-        megatrons_writer.add_scalar("lm loss", 1.0, 2)
-    assert reports.startswith("> --tensorboard-dir: no more values are written: ") and reports.count("\n") == 1
-    late.book.add(megatrons(late, []), call(1))
-    late.book.completed(outcome(0))
-    late.book.flush()
-    assert megatrons_writer.add_scalar("lm loss", 1.0, 3) is None and capsys.readouterr().out == ""
-    assert late.scalars[("wandb", 1)]["bubble/mean"] == pytest.approx(0.2)
-
-
-def test_an_error_of_wandb_is_reported_once(late, monkeypatch, capsys):
-    """While it logs values, names a checkpoint, and ends."""
-
-    def lost(*args, **kwargs):
-        raise ConnectionResetError("the service is gone")
-
-    wandb = types.SimpleNamespace(log=lost, finish=lost, config={"seed": 7})
-    monkeypatch.setattr(late.module, "get_wandb_writer", lambda: wandb)
-    megatrons_writer = late.module.wandb_writer(lambda: wandb)()
-    assert megatrons_writer.config["seed"] == 7 and late.module.wandb_writer(lambda: None)() is None
-    late.book.add(megatrons(late, []), call(1))
-    late.book.completed(outcome(0))
-    late.book.flush()
-    assert late.scalars[1]["bubble/mean"] == pytest.approx(0.2)
-    assert megatrons_writer.log({"lm loss": 1.0}, 1) is None and megatrons_writer.finish() is None
-    assert late.module.checkpoint_logger(lost)("iter_0000001") is None
-    assert capsys.readouterr().out == "> --wandb-project: no more values are written: the service is gone\n"
-
-
 @pytest.mark.parametrize("runs", [False, True], ids=["", "started before, as by Megatron's loop"])
-@pytest.mark.parametrize("kind", ["DeferredLog", "ImmediateLog"])
-def test_a_clock_that_is_set_back_changes_no_interval(kind, runs, world, monkeypatch):
+def test_the_interval_timer_of_a_late_step_waits_for_nobody(runs, world, monkeypatch):
     from megatron.core import timers
 
     timer = timers.Timer("interval-time")
-    clock = iter(range(10**9, 0, -3600))
-    monkeypatch.setattr(timers.time, "time", lambda: next(clock))
     monkeypatch.setattr(world.module, "get_timers", lambda: lambda name, log_level: timer)
-    monkeypatch.setattr(world.module, "new_group", lambda *args: None)
     if runs:
         timer.start()
-    book = getattr(world.module, kind)(*[list, [0]][: 2 * (kind == "ImmediateLog")])
+    book = world.module.DeferredLog()
+    for name in ("barrier", "synchronize"):
+        monkeypatch.setattr(torch.distributed if name == "barrier" else torch.cuda, name, pytest.fail)
     if not runs:
-        timer.start()
-    assert 0 <= book._read() < 60 and 0 <= timer._active_time < 60
+        timer.start(barrier=True)
+    assert 0 <= book._read(barrier=True) < 60 and 0 <= timer._active_time < 60
