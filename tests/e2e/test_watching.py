@@ -116,11 +116,12 @@ def test_the_bubble_of_a_flush(tmp_path):
     at the end, which must count too."""
     flags = command(2, 2, "pipedream-flush", **RUN, num_layers=2, tensorboard_dir=tmp_path)
     output = run_world(2, watched, flags, 0.05, 0.1)[1]
-    board = tensorboard(tmp_path)
-    check(board, logged(output))
+    board, lines = tensorboard(tmp_path), logged(output)
+    check(board, lines)
     tokens = 2 * 2 * 16  # an iteration
     for stage in (0, 1):
-        waited = [tokens / shown["tokens per second"] * shown[f"bubble/stage {stage}"] for shown in board.values()]
+        shown = [board[iteration] for iteration in lines]
+        waited = [tokens / values["tokens per second"] * values[f"bubble/stage {stage}"] for values in shown]
         assert max(waited) > 0.1  # no load makes all of them shorter
 
 
