@@ -16,7 +16,6 @@ from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.measure import calibrate
 from megatron_2bw.planner.measure.runs import read_runs
-from megatron_2bw.planner.measure.trials import spearman
 
 
 def vtrain(fits: int = 10) -> list[Check]:
@@ -34,7 +33,7 @@ def vtrain(fits: int = 10) -> list[Check]:
         for own in groups.values():
             if len(own) > 2:
                 real, guess = [measured[i] for i in own], [predicted[i] for i in own]
-                ranks.append(spearman(real, guess))
+                ranks.append(statistics.correlation(real, guess, method="ranked"))
                 regrets.append(real[guess.index(min(guess))] / min(real) - 1)
         errors = [abs(p / m - 1) for i, (p, m) in enumerate(zip(predicted, measured)) if i not in chosen]
         rows.append(

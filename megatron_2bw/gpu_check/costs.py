@@ -1,5 +1,5 @@
-"""The checks of `megatron-2bw gpu-check` that measure time and memory, also those of the planner's `profile` and
-`validate`. Without a GPU their figures mean nothing."""
+"""The checks of `megatron-2bw gpu-check` that measure time and memory, also those of the planner's `profile`.
+Without a GPU their figures mean nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.files import write_json
 from megatron_2bw.gpu_check import observe, probes
 from megatron_2bw.gpu_check.check import UNTIED, Check, Failed, command, gpt_flags
-from megatron_2bw.models.cluster import GPUS, Cluster, Link, to_yaml
 from megatron_2bw.models.inputs import flag as flag_of
 from megatron_2bw.models.model import preset
 from megatron_2bw.models.plan import Plan
@@ -54,33 +52,13 @@ def planner(check: Check, name: str, folder: str, words: str) -> Path:
 
 
 def profile(check: Check) -> dict[str, Any]:
-    """The planner's measurement of a layer, the output layer and the step, which `validate` then uses."""
+    """The planner's measurement of a layer, the output layer and the step."""
     with tempfile.TemporaryDirectory() as folder:
         words = f"--microbatches {_size(check)[1]} --repeats 3 --json {{folder}}/profile.json"
         check.profile = json.loads((planner(check, "profile", folder, words) / "profile.json").read_text())
     parts = ((name, check.profile[name][0]) for name in ("blocks", "output"))
     figures = {f"{name}_{way}_ms": 1e3 * part[way] for name, part in parts for way in ("forward", "backward")}
     return figures | {"step_ns_a_parameter": 1e9 * check.profile["optimizer_seconds_per_parameter"]}
-
-
-def validate(check: Check) -> dict[str, Any]:
-    """The planner's two fastest plans, predicted from the profile, and run: predicted over measured time."""
-    check.profile or profile(check)
-    gpus = max(check.gpus, 1) if check.device == "cuda" else 2
-    device = replace(GPUS["A100-80GB"], name=check.device, memory_gib=check.gib or 16.0, tflops_fp32=1.0)
-    link = Link(10, 20)
-    with tempfile.TemporaryDirectory() as folder:
-        write_json(Path(folder, "profile.json"), check.profile)
-        cluster = Cluster("this machine", 1, gpus, device, link, link, profile=Path(folder, "profile.json"))
-        to_yaml(cluster, Path(folder, "cluster.yaml"))
-        words = f"--cluster {{folder}}/cluster.yaml --max-global-batch-size {8 * gpus * _size(check)[1]} --top 2"
-        words += " --attention core --recompute none --iterations 6 --out {folder}"
-        found = json.loads((planner(check, "validate", folder, words) / "validate.json").read_text())
-    if failed := [trial for trial in found["trials"] if trial["status"] != "ok"]:
-        raise Failed(f"{failed[0]['name']}: {failed[0]['status']}: {failed[0]['error']}")
-    return {
-        trial["name"]: {name: trial[name] for name in ("predicted", "measured", "ratio")} for trial in found["trials"]
-    }
 
 
 def overhead(check: Check) -> dict[str, Any]:

@@ -221,7 +221,6 @@ ROWS = [
         if name != "megatron"
     ),
     _row("cost", "profile", "the planner's times of a layer, the output layer and the step", costs.profile),
-    _row("cost", "validate", "the planner's best plans: predicted over measured time", costs.validate, seconds=300.0),
     *(
         _row(part, name, what, costs.observed, seconds=150.0, observer=observer)
         for part, name, what, observer in (

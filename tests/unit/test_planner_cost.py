@@ -16,7 +16,7 @@ from megatron_2bw.models.cluster import Cluster, Device, Link
 from megatron_2bw.models.model import PRESETS, Model
 from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.models.profile import BlockTime, Profile
-from megatron_2bw.planner.cost.closed_form import ClosedForm, Printed
+from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.compute import FILL, Compute, Work
 from megatron_2bw.planner.cost.links import START, Group, all_reduce, half, layout, message
 from megatron_2bw.planner.cost.memory import LINK, PAIR
@@ -589,9 +589,9 @@ def test_torchs_adam_is_known_from_the_profile(optimizer, counted):
 # --- the paper's closed forms ----------------------------------------------------------------------------------------
 
 
-def closed(plan: Plan, works: list[tuple[float, float]], transfer: float, reduce: float, kind=ClosedForm) -> float:
+def closed(plan: Plan, works: list[tuple[float, float]], transfer: float, reduce: float) -> float:
     """Seconds of an iteration by a closed form, from the times of its parts."""
-    form = kind(replace(GPT, layers=12), CLUSTER)
+    form = ClosedForm(replace(GPT, layers=12), CLUSTER)
     form.stages = lambda plan: [Work(*work) for work in works]
     form.times = lambda plan: Times(1.0, 2.0, transfer=transfer, reduce=reduce)
     return form.seconds(plan)
@@ -626,38 +626,6 @@ def test_each_round_of_gpipe_has_a_flush_in_the_closed_forms():
     for size, rounds in ((6, 1), (5, 2), (3, 2), (1, 6)):
         plan = replace(THREE, schedule="gpipe", gpipe_round=size)
         assert closed(plan, WORKS, 0.0, 0.0) == pytest.approx((6 + rounds * 2) * 4.0)
-
-
-@pytest.mark.parametrize(
-    "transfer, reduce, schedule, expected",
-    [
-        (0.5, 0.0, "2bw", 6 * 4.0),  # the maximum of compute, messages and the whole exchange of the replicas
-        (9.0, 0.0, "2bw", 6 * 36.0),
-        (0.5, 30.0, "2bw", 6 * 30.0),
-        (0.5, 0.0, "no-pipelining", 6 * (10.0 + 2 * 4 * 0.5)),
-        (0.5, 5.5, "no-pipelining", 6 * (5.5 + 6.0 + 5.5)),
-    ],
-)
-def test_section_4_2_as_printed_by_hand(transfer, reduce, schedule, expected):
-    plan = replace(THREE, schedule=schedule)
-    assert closed(plan, WORKS, transfer, reduce, Printed) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("width, rate", [(4, 300e9), (8, 10e9), (16, 10e9)])
-def test_the_printed_bandwidth_of_replicas_that_fill_a_server_is_the_slow_one(width, rate):
-    form = Printed(GPT, replace(CLUSTER, servers=8, gpus_per_server=8, inside=Link(300, 0), between=Link(10, 0)))
-    plan = Plan(1, 2, width, 2, 8)
-    sent = 2 * (width - 1) / width * 4 * form.memory.parameters(plan, 0, 4)
-    assert form.times(plan).reduce[0] == pytest.approx(sent / rate)
-
-
-def test_printed_memory_by_hand():
-    """2|W|/d + d·|A|/d, and with recompute 2|W|/d + |A|/d: |W| are 16-bit weights, and nothing else is counted."""
-    form = Printed(GPT, CLUSTER, flash=False)
-    layers = 2 * 2 * 512 * 1024 * (34 + 5 * 16 * 512 / 1024)  # of one stage and microbatch
-    for recompute, microbatches in (("none", 4), ("full", 1)):
-        stage = form.estimate(replace(PLAN, recompute=recompute)).memory[0]
-        assert stage.total == pytest.approx(2 * 2 * GPT.parameters() / 4 + microbatches * layers)
 
 
 @pytest.mark.parametrize("extra, expected", [((0, 0), 8.0), ((1, 0), 6.0), ((0, 1), 6.0), ((1,), 4.0), ((2, 2), 4.0)])

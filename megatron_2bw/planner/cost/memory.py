@@ -187,11 +187,7 @@ class Memory:
     def stage(self, plan: Plan, stage: int, layers: int) -> StageMemory:
         shape, schedule = plan.shape, plan.pipeline
         parameters = self.parameters(plan, stage, layers)
-        slots = plan.gradient_slots if schedule.late_step else 1
-        shards = plan.replicas if plan.distributed_optimizer else 1
-        each = bytes_of(self.precision, plan.numerics).a_parameter(
-            schedule.max_versions(shape, stage), slots, shards, plan.extrapolate
-        )
+        each = self.a_parameter(plan, schedule.max_versions(shape, stage))
         in_flight = schedule.max_in_flight(shape, stage)
         activations, logits = self._activations(plan, stage, layers, in_flight)
         message = plan.samples * self.model.sequence * self.model.hidden * self.element
@@ -201,12 +197,17 @@ class Memory:
         buffers = (4 * sides + 2 * waiting) * message  # two slots, two directions
         buffers /= plan.tensor if plan.sequence_parallel else 1
         if self.torch_adam and schedule.late_step:
-            buffers += ROOTS * parameters / shards
+            buffers += ROOTS * parameters / plan.shards
         if self.engine:
             buffers += self.element * self.model.matrix_parameters() / plan.tensor
         if self.precision == "fp8":  # the matrices and their transposes, in one byte each
             buffers += 2 * layers * self.model.matrix_parameters() / plan.tensor
         return StageMemory(*(size * parameters for size in each), activations, logits, buffers)
+
+    def a_parameter(self, plan: Plan, versions: int) -> tuple[float, float, float]:
+        """Bytes of (weights, gradients, optimizer)."""
+        slots = plan.gradient_slots if plan.pipeline.late_step else 1
+        return bytes_of(self.precision, plan.numerics).a_parameter(versions, slots, plan.shards, plan.extrapolate)
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
         """Parameters on one GPU of the stage."""

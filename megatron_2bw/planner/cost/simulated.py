@@ -151,12 +151,6 @@ class Cost:
         model = model or self.model
         return type(self)(model, cluster, self.precision, self.memory.flash, self.given_margin, self.old_exchange)
 
-    def parameter_bytes(
-        self, versions: int, slots: int, shards: int, extrapolate: bool = False, numerics: tuple[str, ...] = ()
-    ) -> tuple[float, ...]:
-        """(weights, gradients, optimizer) of a parameter, as the memory counts them."""
-        return bytes_of(self.precision, numerics).a_parameter(versions, slots, shards, extrapolate)
-
     def fits(self, plan: Plan) -> bool:
         if not self.cluster.devices:
             return self.memory.heaviest(plan) <= self.allowed(plan)
@@ -358,14 +352,13 @@ class Cost:
     def _step(self, plan: Plan) -> _Step:
         place, size, counts = self.compute.layout(plan), bytes_of(self.precision, plan.numerics), self._parameters(plan)
         saved = BYTES[self.precision].moments + BYTES[self.precision].main - size.moments - size.main
-        shards = plan.replicas if plan.distributed_optimizer else 1
         collective = half if plan.distributed_optimizer else all_reduce
         words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * size.gradient
         shared = self.model.tied and plan.depth > 1
         return _Step(
             [collective(self.cluster, place.data, count * size.gradient) for count in counts],
             all_reduce(self.cluster, place.ends, words) if shared else 0.0,
-            [compute.update(count, shards, saved) for compute, count in zip(self._computes(plan), counts)],
+            [compute.update(count, plan.shards, saved) for compute, count in zip(self._computes(plan), counts)],
             half(self.cluster, place.data, max(counts) * size.weight) if plan.distributed_optimizer else 0.0,
         )
 

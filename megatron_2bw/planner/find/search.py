@@ -117,15 +117,15 @@ class Search:
             schedule=schedules[0],
             gradient_slots=min(self.space.gradient_slots),
             distributed_optimizer=max(self.space.distributed_optimizer) and shape.replicas > 1,
+            extrapolate=False,
         )
 
     def _least_memory(self, shape: Plan) -> float:
         """Bytes of weights, gradients and optimizer on equal stages. Every plan of the shape needs at least these."""
         plan, memory = self._leanest(shape), self.cost.memory
         parameters = sum(memory.parameters(shape, stage, n) for stage, n in enumerate(shape.layers_of(self.cost.model)))
-        versions, shards = (2 if plan.schedule == "2bw" else 1), (plan.replicas if plan.distributed_optimizer else 1)
-        slots = plan.gradient_slots if plan.schedule == "2bw" else 1
-        return parameters / plan.depth * sum(self.cost.parameter_bytes(versions, slots, shards, False, plan.numerics))
+        versions = 2 if plan.schedule == "2bw" else 1
+        return parameters / plan.depth * sum(memory.a_parameter(plan, versions))
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""

@@ -21,9 +21,7 @@ from megatron_2bw.models import plan as plans
 from megatron_2bw.models.inputs import NUMERICS
 from megatron_2bw.models.model import LARGEST, Model
 from megatron_2bw.models.plan import RECOMPUTE, Plan
-from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.find.legality import PRECISIONS, violations
-from megatron_2bw.planner.measure.trials import stage_memory
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.sizes import layout_stages
 
@@ -213,8 +211,20 @@ def read_log(path: Path) -> Run:
     if len(row["stages"].split()) != int(row["depth"]):  # no layout, or one of interleaved stages
         row["stages"] = ""
     run = _run(row, str(path))
-    memory = max(stage_memory(log, run.plan), default=0.0) / GIB
-    return _run(row | {"memory_gib": round(memory, 3)}, str(path))
+    return _run(row | {"memory_gib": round(_memory(log, run.plan), 3)}, str(path))
+
+
+def _memory(log: str, plan: Plan) -> float:
+    """Peak GiB of the heaviest stage; 0 if the log lacks a stage.
+
+    This project's schedules print all stages in each line of an iteration. With Megatron's own schedule the first rank
+    of each data-parallel group prints its peak after the second iteration.
+    """
+    ours = [line.stage_memory for line in run_log.training(log) if line.stage_memory]
+    line = r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|[^\n]*?max allocated: ([\d.]+)"
+    ranks = {int(rank): float(mebibytes) / 1024 for rank, mebibytes in re.findall(line, log)}
+    whole = len(ours[-1]) == plan.depth if ours else len(ranks) == plan.tensor * plan.context * plan.depth
+    return max(ours[-1] if ours else ranks.values()) if whole else 0.0
 
 
 def _precision(given: dict[str, str]) -> str:
