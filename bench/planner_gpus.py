@@ -35,28 +35,18 @@ def kernels() -> list[Check]:
         ratios = [compute.product(*sizes) * share / ideal for (sizes, share), ideal in zip(shapes, work)]
         took = [ideal / share for (_, share), ideal in zip(shapes, work)]
         best = sum(map(math.prod, zip(ratios, took))) / sum(took)
-        rows.append(
-            {
-                "GPU": name,
-                "products": len(shapes),
-                "share of large products": round(compute.flops / compute.peak * best, 2),
-                "planner's": round(compute.flops / compute.peak, 2),
-                "scatter": round(statistics.pstdev(map(math.log, ratios)), 3),
-                "scatter with one share": round(statistics.pstdev(math.log(share) for _, share in shapes), 3),
-            }
-        )
+        row = {"GPU": name, "products": len(shapes)}
+        row |= {"share of large products": round(compute.flops / compute.peak * best, 2)}
+        row |= {"planner's": round(compute.flops / compute.peak, 2)}
+        row |= {"scatter": round(statistics.pstdev(map(math.log, ratios)), 3)}
+        one = statistics.pstdev(math.log(share) for _, share in shapes)
+        rows.append(row | {"scatter with one share": round(one, 3)})
     found = ", ".join(f"{row['GPU']} {row['share of large products']} ({row["planner's"]})" for row in rows)
-    return [
-        Check(
-            "matrix products by shape: the share that large ones reach",
-            "SimuMax, configs/system (Apache-2.0), on one GPU",
-            "the planner's share within 0.03",
-            all(abs(row["share of large products"] - row["planner's"]) <= 0.03 for row in rows),
-            f"{found}; a term by shape lowers the A100's scatter, not the B200's, whose power limits long products",
-            rows,
-            "TILE and FILL are chosen on the A100's rows; the B200's share on its own and 405B's; the A100's on none",
-        )
-    ]
+    holds = all(abs(row["share of large products"] - row["planner's"]) <= 0.03 for row in rows)
+    name, source = "matrix products by shape: the share that large ones reach", "SimuMax, configs/system (Apache-2.0)"
+    result = f"{found}; a term by shape lowers the A100's scatter, not the B200's, whose power limits long products"
+    chosen = "TILE and FILL are chosen on the A100's rows; the B200's share on its own and 405B's; the A100's on none"
+    return [Check(name, source, "the planner's share within 0.03", holds, result, rows, chosen)]
 
 
 def links() -> list[Check]:
@@ -95,16 +85,12 @@ def golden() -> list[Check]:
         memory.append(sizes | compared(float(row["seconds"]), seconds, "s", 3) | bytes_)
         rows.append(memory[-1] | {"fitted to": row["gpu"] == "A100"})
     source = "Megatron-LM, tests/functional_tests (golden values)"
-    mode = (
-        f"deterministic mode with dropout: attention takes {DETERMINISTIC} times as long, chosen on the two A100 rows"
-    )
+    mode = f"deterministic mode: attention takes {DETERMINISTIC} times as long, chosen on the two A100 rows"
     hopper, blackwell = ([row for row in rows if (row["GPU"] == "GB200") == new] for new in (False, True))
     return [
         within(8, "7B on 8 H100 (A100 is fitted to)", source, hopper, assumes=mode),
         within(8, "7B on 8 GPUs of a GB200 NVL72", source, blackwell, assumes="the same"),
-        within(
-            2, "memory of 7B's last stage", source, memory, "memory's error", shown=False, assumes="no fused gradients"
-        ),
+        within(2, "memory of 7B's last stage", source, memory, "memory's error", shown=False, assumes="nothing fused"),
     ]
 
 

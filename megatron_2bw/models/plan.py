@@ -106,11 +106,6 @@ class Plan:
         return self.context * self.width
 
     @property
-    def shards(self) -> int:
-        """GPUs that share the optimizer's states of the same weights."""
-        return self.replicas if self.distributed_optimizer else 1
-
-    @property
     def samples(self) -> float:
         """Samples of a microbatch on one rank: context parallelism gives it a part of each sequence, and its work and
         activations are those of so many samples."""

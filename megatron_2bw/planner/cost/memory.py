@@ -107,6 +107,11 @@ def _ends(plan: Plan, stage: int) -> list[float]:
     return [PAIR] * (plan.depth > 1 and stage in (0, plan.depth - 1))
 
 
+def shards_of(plan: Plan) -> int:
+    """GPUs that share the optimizer's states of the same weights."""
+    return plan.replicas if plan.distributed_optimizer else 1
+
+
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes on one GPU of a stage."""
@@ -197,7 +202,7 @@ class Memory:
         buffers = (4 * sides + 2 * waiting) * message  # two slots, two directions
         buffers /= plan.tensor if plan.sequence_parallel else 1
         if self.torch_adam and schedule.late_step:
-            buffers += ROOTS * parameters / plan.shards
+            buffers += ROOTS * parameters / shards_of(plan)
         if self.engine:
             buffers += self.element * self.model.matrix_parameters() / plan.tensor
         if self.precision == "fp8":  # the matrices and their transposes, in one byte each
@@ -207,7 +212,7 @@ class Memory:
     def a_parameter(self, plan: Plan, versions: int) -> tuple[float, float, float]:
         """Bytes of (weights, gradients, optimizer)."""
         slots = plan.gradient_slots if plan.pipeline.late_step else 1
-        return bytes_of(self.precision, plan.numerics).a_parameter(versions, slots, plan.shards, plan.extrapolate)
+        return bytes_of(self.precision, plan.numerics).a_parameter(versions, slots, shards_of(plan), plan.extrapolate)
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
         """Parameters on one GPU of the stage."""

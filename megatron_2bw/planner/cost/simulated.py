@@ -29,6 +29,7 @@ from megatron_2bw.planner.cost.memory import (
     bytes_of,
     communicators,
     megatrons_communicators,
+    shards_of,
 )
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
 
@@ -358,7 +359,7 @@ class Cost:
         return _Step(
             [collective(self.cluster, place.data, count * size.gradient) for count in counts],
             all_reduce(self.cluster, place.ends, words) if shared else 0.0,
-            [compute.update(count, plan.shards, saved) for compute, count in zip(self._computes(plan), counts)],
+            [compute.update(count, shards_of(plan), saved) for compute, count in zip(self._computes(plan), counts)],
             half(self.cluster, place.data, max(counts) * size.weight) if plan.distributed_optimizer else 0.0,
         )
 
