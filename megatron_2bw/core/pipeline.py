@@ -200,6 +200,6 @@ class Pipeline:
 
     def _still_read(self, reduce: Action) -> set[int]:
         """Versions that microbatches in flight, or forwards of the next iteration, read after the batch's step."""
-        following = self.actions(reduce.microbatch + 1)
+        following = self.actions(reduce.batch + 1)
         named = {a.version for a in following if a.kind == F and a.version <= reduce.version}
         return named | {flight.action.version for flight in self.in_flight}

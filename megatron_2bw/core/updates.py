@@ -115,10 +115,10 @@ class LateUpdate:
         job = self._job(action, target)
         ready = None if self.stream is None else torch.cuda.current_stream().record_event()
         future = self.worker.submit(partial(self._run, job, ready))
-        self.pending = PendingStep(action.microbatch, target, future)
+        self.pending = PendingStep(action.batch, target, future)
 
     def step(self, action: Action) -> None:
-        if self.pending is not None and self.pending.batch == action.microbatch:  # else `sync_weights` has waited
+        if self.pending is not None and self.pending.batch == action.batch:  # else `sync_weights` has waited
             self.wait_step()
 
     def is_stepping(self) -> bool:

@@ -260,7 +260,7 @@ def lock(observed: Observed, hooks: Hooks, interval: float = 2e-4) -> None:
 
     def waiting_reduce(self, action, still_read):
         reduce(self, action, still_read)
-        if action.microbatch % 2:
+        if action.batch % 2:
             marked("training", False, wait)([self.pending.future])
 
     def summary() -> None:

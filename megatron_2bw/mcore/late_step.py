@@ -168,7 +168,7 @@ class LateStep(LateUpdate):
         return self.worker.submit(job)
 
     def _job(self, action: Action, target: int) -> Callable[[], Any]:
-        batch = action.microbatch
+        batch = action.batch
         end, slot = self._end_batch(batch), self._slots.gradients_of(batch)
         wants_exit = self._wants_exit is not None and self._wants_exit()
         return partial(self.run_job, Job(batch, target, slot, self.scales.current, end, wants_exit))

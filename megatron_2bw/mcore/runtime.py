@@ -235,7 +235,7 @@ class MegatronRuntime:
             return bool(self._step_result[0])
 
         def reduce(action) -> None:
-            self._stage.finalize_grads(action.microbatch)
+            self._stage.finalize_grads(action.batch)
 
         if self.late is not None:
             return self.late

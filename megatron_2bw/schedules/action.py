@@ -16,22 +16,33 @@ W = "W"  # the weights' part of a backward, where a schedule splits it (bench/ze
 class Action(NamedTuple):
     """What a stage does next.
 
-    kind        F (forward), B (backward; of the inputs alone in schedules with a separate W, the weights' part),
-                R (start of the data-parallel reduction), S (optimizer step)
-    microbatch  the microbatch of F and B, counted from the start of training (batch j holds microbatches
-                jm ... (j+1)m - 1); for R and S the number j of the batch
-    version     F, B: the microbatch runs on W(version); R: the version its gradients belong to;
-                S: the step writes W(version)
-    chunk       the part of the stage's model, where a stage holds several
+    kind     F (forward), B (backward; of the inputs alone in schedules with a separate W, the weights' part),
+             R (start of the data-parallel reduction), S (optimizer step)
+    number   of the `microbatch` of F, B and W; of the `batch` of R and S
+    version  F, B: the microbatch runs on W(version); R: the version its gradients belong to;
+             S: the step writes W(version)
+    chunk    the part of the stage's model, where a stage holds several
     """
 
     kind: str
-    microbatch: int
+    number: int
     version: int
     chunk: int = 0
 
+    @property
+    def microbatch(self) -> int:
+        """Of F, B and W, counted from the start of training: batch j holds microbatches jm ... (j+1)m - 1."""
+        assert self.kind not in (REDUCE, STEP), f"{self} is of a batch"
+        return self.number
+
+    @property
+    def batch(self) -> int:
+        """Of R and S."""
+        assert self.kind in (REDUCE, STEP), f"{self} is of a microbatch"
+        return self.number
+
     def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}@{self.version}" + (f".{self.chunk}" if self.chunk else "")
+        return f"{self.kind}{self.number}@{self.version}" + (f".{self.chunk}" if self.chunk else "")
 
 
 def parse(text: str) -> list[Action]:

@@ -81,12 +81,12 @@ def _ready(stages: list[_Stage], index: int, action: Action, schedule: Schedule)
     if action.kind == B and index < len(stages) - 1:
         return len(stages[index + 1].backwards) > len(stage.backwards)
     if action.kind == STEP and schedule.global_step:
-        return all(_has_reduced(other, action.microbatch) for other in stages)
+        return all(_has_reduced(other, action.batch) for other in stages)
     return True
 
 
 def _has_reduced(stage: _Stage, batch: int) -> bool:
-    return any(a.kind == REDUCE and a.microbatch == batch for a in reversed(stage.actions[: stage.position]))
+    return any(a.kind == REDUCE and a.batch == batch for a in reversed(stage.actions[: stage.position]))
 
 
 def _run(stages: list[_Stage], index: int, action: Action, schedule: Schedule, shape: Shape) -> None:
@@ -134,7 +134,7 @@ def _run_backward(stages: list[_Stage], index: int, action: Action) -> None:
 
 
 def _run_update(stages: list[_Stage], index: int, action: Action, schedule: Schedule, shape: Shape) -> None:
-    stage, batch = stages[index], action.microbatch
+    stage, batch = stages[index], action.batch
     of_batch = range(batch * shape.microbatches, (batch + 1) * shape.microbatches)
     missing = [x for x in of_batch if x not in stage.backwards]
     if missing:
@@ -161,7 +161,7 @@ def _check_complete(stages: list[_Stage], index: int, shape: Shape) -> None:
         lost = sorted(set(expected) - set(stage.backwards)) or sorted(set(stage.forwards) ^ set(expected))
         _fail(stages, index, f"microbatch {lost[0]} is not run exactly once")
     for kind, name in ((REDUCE, "reduced"), (STEP, "stepped")):
-        batches = [action.microbatch for action in stage.actions if action.kind == kind]
+        batches = [action.batch for action in stage.actions if action.kind == kind]
         if batches != [*range(shape.first, shape.end)]:
             _fail(stages, index, f"each batch is {name} once, in order, not {batches}")
 

@@ -32,7 +32,7 @@ def timelines(batches: Batches) -> dict[str, Any]:
     times = medians(lists, schedule.late_step)
     found = simulate_lists(schedule, [[event.action for event in own] for own in lists], times, partial=True)
     before = (0, REDUCE, batches.first - 1)
-    begin = next((e.start for e in found if (e.stage, e.action.kind, e.action.microbatch) == before), 0.0)
+    begin = next((e.start for e in found if (e.stage, e.action.kind, e.action.number) == before), 0.0)
     if schedule.late_step:  # a measured step begins where its stage begins to wait for it, as in a simulation
         events = [
             event._replace(start=event.start - waited[event.stage, event.action])
@@ -67,7 +67,7 @@ def medians(lists: Lists, late: bool) -> Times:
 
     stages = range(len(lists))
     took = {kind: [median(stage, kind) for stage in stages] for kind in (F, B, REDUCE)}
-    ends = {(e.stage, e.action.kind, e.action.microbatch): e for own in lists for e in own}
+    ends = {(e.stage, e.action.kind, e.action.number): e for own in lists for e in own}
 
     def least(kind: str, giver: int, taker: int) -> float:
         pairs = [(e, ends.get((taker, kind, e.action.microbatch))) for e in lists[giver] if e.action.kind == kind]

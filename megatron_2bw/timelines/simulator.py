@@ -106,7 +106,7 @@ def prepared(actions: list[Action], stage: int, stages: int, chunks: int) -> lis
     """The actions of a stage's list with their messages."""
     last, made = chunks * stages - 1, []
     for action in actions:
-        part, x = action.chunk * stages + stage, action.microbatch
+        part, x = action.chunk * stages + stage, action.number
         if action.kind == F:
             needs, gives = (F, part, x) if part else None, (F, part + 1, x) if part < last else None
             made.append(Prepared(action, needs, gives, stage))
@@ -184,7 +184,7 @@ class _Run:
             else:
                 begun = self._update(action, stage, start, runnable)
                 if begun is None:
-                    missing = (STEP, action.microbatch)
+                    missing = (STEP, action.batch)
                     break
                 start, end = begun
                 free = end
@@ -197,7 +197,7 @@ class _Run:
 
     def _update(self, action: Action, stage: int, free: float, runnable: list[int]) -> tuple[float, float] | None:
         """(start, end) of a REDUCE or a STEP, or None while another stage has not reduced."""
-        batch = action.microbatch
+        batch = action.batch
         if action.kind == REDUCE:
             ends = self.reduced.setdefault(batch, [])
             ends.append(free + self.reduce[stage])

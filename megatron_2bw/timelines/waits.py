@@ -81,7 +81,7 @@ class Waits:
         for stage, (own, seconds) in enumerate(zip(self.lists, times.of("reduce", stages))):
             for at, event in enumerate(own):
                 if event.action.kind == REDUCE:
-                    self._reduced.setdefault(event.action.microbatch, []).append((event.start + seconds, stage, at))
+                    self._reduced.setdefault(event.action.batch, []).append((event.start + seconds, stage, at))
         chunks = schedule.chunks
         self._made = [prepared([e.action for e in own], s, stages, chunks) for s, own in enumerate(self.lists)]
         self._giver = {  # of each message
@@ -136,7 +136,7 @@ class Waits:
             return self._giver.get(self._made[stage][at].needs)
         if action.kind != STEP:
             return None
-        reduced = self._reduced.get(action.microbatch, [])
+        reduced = self._reduced.get(action.batch, [])
         if not self.schedule.global_step:
             reduced = [one for one in reduced if one[1] == stage]
         return max(reduced)[1:] if reduced else None

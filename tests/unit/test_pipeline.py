@@ -181,7 +181,7 @@ def test_what_counts_as_waiting():
     noted, marks = clock.noted, recorder.cut()
     assert [action for action, *_ in marks] == [a for j in range(3) for a in rule.actions(shape, 1, j)]
     for action, asked, start, end in marks:
-        number = action.microbatch
+        number = action.number
         if action.kind == "F":
             order = [asked, noted["activations in", number], start, noted["forward", number]]
             order += [noted["activations out", number], noted["freed", number], end]

@@ -336,8 +336,8 @@ def test_2bw_with_a_synchronous_start_is_valid_wherever_it_is_resumed(first, syn
         validate(schedule, shape)
         for row in lists(schedule, shape):
             for action in row:
-                batch = shape.batch(action.microbatch)
                 if action.kind in "FB":
+                    batch = shape.batch(action.microbatch)
                     assert action.version == (batch if batch < max(sync, 1) else batch - 1)
 
 
@@ -358,3 +358,11 @@ def test_versions_that_are_read_late_only_are_extrapolated(sync):
             if a.kind == "F" and a.version == version
         }
         assert readers and schedule.extrapolates(version) == (readers == {version + 1})
+
+
+def test_a_reduction_is_of_a_batch_and_a_forward_of_a_microbatch():
+    forward, reduction = parse("F5@1 R2@1")
+    assert (forward.microbatch, reduction.batch) == (5, 2)
+    for action, name in ((forward, "batch"), (reduction, "microbatch")):
+        with pytest.raises(AssertionError, match=str(action)):
+            getattr(action, name)

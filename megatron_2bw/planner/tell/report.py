@@ -88,7 +88,7 @@ def _window(cost: Cost, plan: Plan) -> report_page.Window | None:
 
 def reduced(events: list[Event], batch: int) -> float:
     """The time at which all stages have started the reduction of `batch`."""
-    return max(event.end for event in events if event.action.kind == REDUCE and event.action.microbatch == batch)
+    return max(event.end for event in events if event.action.kind == REDUCE and event.action.batch == batch)
 
 
 def simulated(plan: Plan, times: Times, iterations: int) -> list[Event]:
