@@ -29,23 +29,3 @@ def schedule_of(
     if name == GPipe.name:
         return GPipe(gpipe_round)
     return SCHEDULES.get(name)
-
-
-__all__ = [
-    "B",
-    "F",
-    "REDUCE",
-    "STEP",
-    "W",
-    "Action",
-    "Shape",
-    "Schedule",
-    "ScheduleError",
-    "SCHEDULES",
-    "SCHEDULE_NAMES",
-    "TwoBW",
-    "check_actions",
-    "parse",
-    "schedule_of",
-    "validate",
-]
