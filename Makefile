@@ -1,9 +1,9 @@
-# make install | demo | test | test-rest | test-all | test-docs | test-slurm | oracles | lint | bench | convergence | paper | playground | gpu-check | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-rest | test-all | test-docs | test-slurm | oracles | lint | bench | convergence | paper | playground | gpu-check | test-gpu | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-rest test-all test-docs test-slurm oracles lint bench convergence paper playground test-playground lint-page gpu-check clean
+.PHONY: help install demo test test-rest test-all test-docs test-slurm oracles lint bench convergence paper playground test-playground lint-page gpu-check test-gpu clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -20,7 +20,8 @@ help:
 	@echo "make playground  build the page docs/playground and serve it on localhost (needs npm)"
 	@echo "make test-playground  the page in Chromium, and its Python in node (needs npm and chromium; installs playwright)"
 	@echo "make lint-page  prettier on the pages' JavaScript, HTML and CSS (needs npx)"
-	@echo "make gpu-check  what holds on the GPUs of this machine (half an hour; docs/gpu.md)"
+	@echo "make gpu-check  what holds on the GPUs of this machine (a quarter of an hour; docs/gpu.md)"
+	@echo "make test-gpu  tests/distributed on the GPUs of this machine (docs/gpu.md)"
 	@echo "make clean     remove caches and builds; .venv and out/, which has trained models, stay"
 
 install: .venv/.installed
@@ -118,6 +119,9 @@ lint-page:
 
 gpu-check: install
 	$(PYTHON) -m megatron_2bw.cli gpu-check
+
+test-gpu: install
+	$(PYTEST) --device cuda tests/distributed
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

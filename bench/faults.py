@@ -37,7 +37,7 @@ from bench.common import new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
 from megatron_2bw.files import new_figure
-from megatron_2bw.gpu_check.check import gpt_flags
+from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals, free_port, stop_tree
 from megatron_2bw.start.torchrun import ROOT, start

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import new_parser, write_result
 from bench.emulated import iteration_seconds, train
 from megatron_2bw.errors import names_of
-from megatron_2bw.gpu_check.check import gpt_flags
+from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import run_world
 from megatron_2bw.models import model as models
 from megatron_2bw.models.cluster import from_yaml

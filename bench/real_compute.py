@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import bar_chart, flag_sets, new_parser, write_result
 from bench.emulated import Observed, iteration_seconds, train
 from megatron_2bw.errors import names_of
-from megatron_2bw.gpu_check.check import gpt_flags
+from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import run_world
 
 SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")

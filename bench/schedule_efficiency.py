@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import bar_chart, flag_sets, new_parser, write_result
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from megatron_2bw.errors import names_of, words
-from megatron_2bw.gpu_check.check import gpt_flags
+from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import WorldError, run_world
 from megatron_2bw.models.inputs import numbers
 from megatron_2bw.words import merged

@@ -38,7 +38,7 @@ from bench.servers import ADDRESSES, BUCKET, INTERFACE, MTU, QUEUE, Servers, mis
 from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, names_of, run_program, words
 from megatron_2bw.files import new_figure
-from megatron_2bw.gpu_check.check import gpt_flags
+from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import WorldError, own_output, run_world
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW

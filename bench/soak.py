@@ -23,8 +23,7 @@ import psutil
 
 from bench.common import new_parser, write_result
 from megatron_2bw.files import new_figure
-from megatron_2bw.gpu_check.check import gpt_flags
-from megatron_2bw.gpu_check.entry import train
+from megatron_2bw.gpu_check.entry import gpt_flags, train
 from megatron_2bw.local_ranks import run_world
 
 COLUMNS = ("iteration", "memory (MiB)", "threads", "open files", "iteration (ms)", "processor (ms)")

@@ -190,6 +190,7 @@ def install() -> None:
     for name, answer in _TORCH_CUDA.items():
         _replace(undo, torch.cuda, name, answer)
     _replace(undo, torch.cuda.random, "get_rng_state", _get_rng_state)
+    _replace(undo, torch.cuda.random, "device_count", lambda: 0)  # torch.manual_seed would seed the host's GPUs
     _replace(undo, torch.utils.data.DataLoader, "__init__", _with_own_generator(torch.utils.data.DataLoader.__init__))
     _replace(undo, torch.nn.Module, "cuda", lambda self, device=None: self)
     _replace(undo, torch.autograd, "_engine_run_backward", _with_the_mode(torch.autograd._engine_run_backward))

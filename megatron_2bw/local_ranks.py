@@ -1,7 +1,6 @@
 """Several ranks on this machine, forked from one server that has imported what they need: for tests and benchmarks.
 
-With MEGATRON_2BW_WORLD_START=spawn each rank imports it anew, where an import of the server starts CUDA: a forked rank
-could not use it then.
+With MEGATRON_2BW_WORLD_DEVICE=cuda the ranks compute on the GPUs of this machine, which they share if there are fewer.
 
 Invariant: a world has a time limit, a port and a folder of its own, and none of its processes outlives it.
 """
@@ -28,6 +27,16 @@ MEGATRON = "megatron_2bw.start.preload"
 
 LATE = "the world ran out of time"
 
+# A rank that calls itself another host passes NCCL's test for two ranks on one GPU: the test compares host and GPU
+# (init.cc of NCCL 2.28 and 2.30). Messages then go through sockets.
+SHARED_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+}
+
 
 class WorldError(AssertionError):
     """A rank failed; the message holds the ends of the ranks' logs."""
@@ -37,15 +46,20 @@ class WorldTimeout(WorldError):
     """The world ran out of time."""
 
 
-def run_world(size: int, function: Callable, *args, timeout: float = 120.0, preload: str = MEGATRON) -> list:
+def run_world(
+    size: int, function: Callable, *args, timeout: float = 120.0, preload: str = MEGATRON, method: str = "forkserver"
+) -> list:
     """Run `function(rank, *args)` on `size` ranks (environment set as torchrun does); return their results.
 
-    Results travel through torch.save. Raises WorldError when a rank raises, exits or outlasts `timeout` seconds.
+    Results travel through torch.save, and arrive on the CPU. Raises WorldError when a rank raises, exits or outlasts
+    `timeout` seconds.
 
     preload: the module that the server imports. One server serves a process, so the first call decides.
+    method: with "spawn" each rank imports it anew, as for another device than the server's
     """
-    context = multiprocessing.get_context(os.environ.get("MEGATRON_2BW_WORLD_START", "forkserver"))
-    context.set_forkserver_preload([preload])
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([preload])
     with tempfile.TemporaryDirectory(prefix="world_") as folder:
         port = free_port()
         ranks = [
@@ -65,7 +79,14 @@ def run_world(size: int, function: Callable, *args, timeout: float = 120.0, prel
             raise (WorldTimeout if failed == LATE else WorldError)(
                 f"{failed}\n" + "\n".join(_log_end(folder, rank) for rank in range(size))
             )
-        return [torch.load(Path(folder, f"result{rank}.pt"), weights_only=False) for rank in range(size)]
+        return [torch.load(Path(folder, f"result{rank}.pt"), "cpu", weights_only=False) for rank in range(size)]
+
+
+def on_gpu(rank: int, size: int, gpus: int) -> dict[str, str]:
+    """The variables of a rank that computes on one of `gpus` GPUs, and may share it."""
+    shared = SHARED_GPU | {"NCCL_HOSTID": f"rank{rank}"} if size > gpus else {}
+    # Else cuBLAS may add in another order on another stream.
+    return {"LOCAL_RANK": str(rank % max(gpus, 1)), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | shared
 
 
 def own_output() -> str:
@@ -102,6 +123,8 @@ def _rank_main(rank: int, size: int, port: int, folder: str, preload: str, funct
         MASTER_PORT=str(port),
         WORLD_FOLDER=folder,
     )
+    if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") == "cuda":
+        os.environ.update(on_gpu(rank, size, torch.cuda.device_count()))
     importlib.import_module(preload)  # done already, if the rank was forked
     torch.set_num_threads(1)
     # An asynchronous save starts processes, which a daemon may not. They end with the rank (processes.end_with_parent).

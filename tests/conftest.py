@@ -1,7 +1,11 @@
-"""The marker `proof`, Hypothesis' profile `thousand`, and the folder through which xdist's workers share results."""
+"""The marker `proof`, Hypothesis' profile `thousand`, and the folder through which xdist's workers share results.
+
+`--device cuda` runs the trainings of tests/distributed on the GPUs of this machine, with messages over NCCL.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import tempfile
@@ -14,8 +18,16 @@ from tests.session import FOLDER
 settings.register_profile("thousand", max_examples=1000, deadline=None)  # --hypothesis-profile thousand
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="of the trainings in tests/distributed")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu: it trains nothing, or stands in for a GPU: skipped with --device cuda")
     config.addinivalue_line("markers", "proof(*cases): one proof of a claim; of these cases, if any are named")
+    device = os.environ["MEGATRON_2BW_WORLD_DEVICE"] = config.getoption("--device")
+    if device == "cuda" and not importlib.import_module("torch").cuda.device_count():
+        raise pytest.UsageError("--device cuda: torch finds no GPU here")
     if not hasattr(config, "workerinput"):  # the workers inherit the environment
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="session_")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True))
@@ -24,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the marker from the cases that it does not name. A name without a case is an error."""
+    if config.getoption("--device") == "cuda":
+        for item in items:
+            if item.get_closest_marker("cpu"):
+                item.add_marker(pytest.mark.skip(reason="of the CPU"))
     unknown: dict[str, set[str]] = {}
     for item in items:
         for mark in [mark for mark in item.own_markers if mark.name == "proof" and mark.args]:

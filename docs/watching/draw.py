@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.emulated import train
 from megatron_2bw.files import new_figure, write_figure
-from megatron_2bw.gpu_check.check import gpt_flags
+from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import own_output, run_world
 
 HERE = Path(__file__).resolve().parent

@@ -7,6 +7,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_2bw.words import merged
+
+SMALL_GPT = """
+    --mock-data --split 98,1,1 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 32 --num-workers 0
+    --micro-batch-size 1 --lr 1e-4 --lr-decay-style constant --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0
+    --eval-iters 0 --eval-interval 1000 --device cpu
+""".split()
+
+
+def gpt_flags(layers: int, hidden: int, heads: int, sequence: int, text: str, *words: object) -> list[str]:
+    """Flags of a GPT on mock data with a fixed learning rate. `text`, and `words` such as paths, replace defaults."""
+    shape = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {sequence}"
+    defaults = [*SMALL_GPT, *shape.split(), "--max-position-embeddings", str(sequence)]
+    return merged(defaults, [*text.split(), *map(str, words)])
+
 
 def nothing(*_: Any) -> None:
     """No observer."""

@@ -1,85 +1,173 @@
-"""The checks of `megatron-2bw gpu-check`: a list of rows, and the functions that they name.
+"""The checks of `megatron-2bw gpu-check`: at most ten rows, and the functions that they name.
 
 A function takes the `Check` and returns figures. It raises `Failed` if what the row claims does not hold. Without a GPU
-the rows run on a tiny model on the CPU: their figures mean nothing there.
+the rows run on the CPU with a tiny model: their figures of time and memory mean nothing there.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_2bw.gpu_check import costs, observe
-from megatron_2bw.gpu_check.check import REPEATABLE, UNTIED, Check, Failed, command, gpt_flags
-from megatron_2bw.local_ranks import WorldError
-from megatron_2bw.processes import free_port
-from megatron_2bw.schedules import SCHEDULE_NAMES
-from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT
+from megatron_2bw import cpu
+from megatron_2bw.gpu_check import entry
+from megatron_2bw.gpu_check.entry import gpt_flags
+from megatron_2bw.local_ranks import run_world
+from megatron_2bw.models.model import preset
+from megatron_2bw.models.plan import Plan
+from megatron_2bw.planner.cost.memory import Memory
+from megatron_2bw.start.torchrun import PLAIN_TORCH
+from megatron_2bw.words import merged
 
+MARGIN = 10  # seconds before the time limit, at which a rank prints where its threads are
+FIRST = 4  # iterations that are not timed
+ROUNDING = 1e-4  # of a GPU against the CPU, relative to a tensor's largest element
+DESIGN = {"2bw": (24, 2), "2bw, one gradient slot": (20, 1)}  # bytes per parameter (docs/design.md), gradient slots
+BUFFERS = 1.03  # of cuBLAS and of Megatron's scores: up to 2 % of GPT 355M's memory
 NO_FUSION = ["--no-bias-gelu-fusion", "--no-bias-dropout-fusion"]  # these are compiled: half a minute a run
 
 
-@dataclass(frozen=True)
-class Row:
-    """what: the claim, or what is measured. needs: of NEEDS. seconds: the time limit."""
-
-    part: str
-    name: str
-    what: str
-    run: Callable[[Check], dict[str, Any]]
-    needs: tuple[str, ...] = ()
-    seconds: float = 100.0
+class Failed(Exception):
+    """What a row claims does not hold; the message says by how much."""
 
 
-def _found(name: str) -> Callable[[Check], bool]:
-    return lambda check: importlib.util.find_spec(name) is not None
+@dataclass
+class Check:
+    """Where the rows run. deadline: of the row that runs, on the clock of time.monotonic()."""
+
+    device: str
+    gib: float = 0.0
+    deadline: float = 0.0
+
+    def train(
+        self,
+        size: int,
+        argv: list[str],
+        prepare: Callable[[], object] = entry.nothing,
+        method: str = "forkserver",
+        **variables: str,
+    ) -> list[Observed]:
+        """A training run on `size` ranks; each calls `prepare` before, and has the environment `variables`."""
+        if self.device == "cpu":
+            argv = merged(argv, ["--device", "cpu"])
+        arguments = argv, self.deadline, variables, prepare
+        return run_world(size, train, *arguments, timeout=self.deadline - time.monotonic(), method=method)
 
 
-NEEDS: dict[str, tuple[Callable[[Check], bool], str]] = {
-    "cuda": (lambda check: check.device == "cuda", "needs a GPU"),
-    "checkout": (lambda check: (ROOT / "tests/distributed/reference.py").exists(), "needs tests/: run in a checkout"),
-    "te": (_found("transformer_engine"), "Transformer Engine is not installed"),
-    "apex": (_found("amp_C"), "Apex with its CUDA extensions is not installed"),
-    "compute-sanitizer": (lambda check: bool(shutil.which("compute-sanitizer")), "compute-sanitizer is not in PATH"),
-}
+@dataclass
+class Observed:
+    losses: list[float] = field(default_factory=list)  # one an iteration, on the last stage
+    weights: list[torch.Tensor] = field(default_factory=list)  # the final ones, on the CPU; none of a large model
+    parameters: int = 0
+    static_bytes: int = 0  # allocated after training, with no microbatch in flight
+    peak_bytes: int = 0
+    seconds: float = 0.0  # of an iteration
 
 
-# Tiny GPTs: stages, width, microbatches, flags.
-Model = tuple[int, int, int, str]
-EVALUATION = "--eval-iters 2 --split 90,10,0 --eval-interval"
-OVERFLOW = "--train-iters 30 --initial-loss-scale 16384 --loss-scale-window 2 --hysteresis 1"
-MODELS: dict[str, Model] = {
-    "untied": (2, 1, 3, UNTIED),
-    "tied, bf16": (2, 1, 3, "--bf16"),
-    "four stages": (4, 1, 4, ""),
-    "fp16, late overflow": (2, 1, 2, f"{UNTIED} --fp16 {OVERFLOW}"),
-    "width 2, distributed optimizer": (2, 2, 2, "--bf16 --use-distributed-optimizer"),
-    "extra warm-up": (2, 1, 6, f"{UNTIED} --two-bw-extra-warmup 2"),
-    "evaluation": (2, 1, 2, f"{UNTIED} {EVALUATION} 3"),
-}
+def train(
+    rank: int, argv: list[str], deadline: float, environment: dict[str, str], prepare: Callable[[], object]
+) -> Observed:
+    """Run pretrain_gpt_2bw.py with `argv`, for run_world. The time is that of one rank alone: it waits for the GPU
+    after iteration FIRST and at the end; several ranks, whose messages a wait could delay, do not."""
+    os.environ.update(environment)
+    faulthandler.dump_traceback_later(max(deadline - time.monotonic() - MARGIN, 1))
+    from megatron.training import get_args, training
+
+    observed, losses, models, ends, show = Observed(), [], [], [], training.print_datetime
+    prepare()
+
+    def after_step(found):
+        losses.extend(loss.detach().clone() for loss in found.values())
+        ends.append(time.perf_counter())
+        if os.environ["WORLD_SIZE"] == "1" and len(ends) in (FIRST, get_args().train_iters):
+            torch.cuda.synchronize()
+            ends[-1] = time.perf_counter()
+
+    def observed_end(text, *args, **kwargs):
+        if text.startswith("after training"):
+            observed.static_bytes = torch.cuda.memory_allocated()
+        return show(text, *args, **kwargs)
+
+    training.print_datetime = observed_end
+    entry.train(argv, lambda model, _optimizer: models.extend(model), after_step)
+    params = [param for model in models for param in model.parameters()]
+    observed.parameters = sum(param.numel() for param in params)
+    observed.peak_bytes = torch.cuda.max_memory_allocated()
+    observed.losses = [float(loss) for loss in losses]
+    observed.seconds = (ends[-1] - ends[FIRST - 1]) / (len(ends) - FIRST)
+    if observed.parameters < 10**7:
+        observed.weights = [param.detach().cpu() for param in params]
+    return observed
 
 
-def tiny(model: Model, *more: object, plain: bool = True) -> tuple[int, list[str]]:
-    """(ranks, command line) of a model. plain: without Apex and Transformer Engine."""
-    stages, width, microbatches, words = model
-    text = f"""--device auto --pipeline-schedule 2bw --pipeline-model-parallel-size {stages} --micro-batch-size 2
-        --global-batch-size {2 * microbatches * width} --train-iters 8 --lr 1e-2 --vocab-size 127 --log-interval 1"""
-    flags = [*(PLAIN_TORCH if plain else ()), *NO_FUSION, *words.split(), *more]
-    return stages * width, gpt_flags(4, 64, 4, 32, text, *flags)
+def delays() -> None:
+    """Random pauses of both threads on the CPU and on their streams, before each action and each step."""
+    from megatron_2bw.core.pipeline import Pipeline
+    from megatron_2bw.mcore.late_step import LateStep
+
+    draw = random.Random(f"delays {os.environ['RANK']}")
+    execute, run_job = Pipeline.execute, LateStep.run_job
+
+    def pause() -> None:
+        if draw.random() < 0.5:
+            time.sleep(draw.choice([0, 0.001, 0.01]))
+        if not cpu.installed() and draw.random() < 0.5:
+            torch.cuda._sleep(draw.choice([10**5, 10**6, 10**7]))
+
+    def paused_execute(self, action):
+        pause()
+        execute(self, action)
+
+    def paused_job(self, job):
+        with torch.cuda.stream(self.stream):
+            pause()
+        return run_job(self, job)
+
+    Pipeline.execute, LateStep.run_job = paused_execute, paused_job
 
 
-def compared(runs: list[observe.Observed], others: list[observe.Observed], tolerance: float = 0.0) -> dict[str, Any]:
+def sanitized() -> None:
+    """torch's CUDA stream sanitizer, in the step's thread too: its mode is per thread. It compares start addresses."""
+    from torch.cuda import _sanitizer
+
+    from megatron_2bw.mcore.late_step import LateStep
+
+    mode, lock, run_job = _sanitizer.cuda_sanitizer.dispatch, threading.Lock(), LateStep.run_job
+    handle = mode.event_handler._handle_kernel_launch
+
+    def one_at_a_time(*args):
+        with lock:
+            return handle(*args)
+
+    def watched_job(self, job):
+        with mode:
+            return run_job(self, job)
+
+    mode.event_handler._handle_kernel_launch, LateStep.run_job = one_at_a_time, watched_job
+    _sanitizer.enable_cuda_sanitizer()
+
+
+def tiny(stages: int, width: int, text: str, *more: str) -> tuple[int, list[str]]:
+    """(ranks, command line) of a tiny GPT."""
+    flags = f"""--device auto --pipeline-schedule 2bw --pipeline-model-parallel-size {stages} --micro-batch-size 2
+        --global-batch-size {6 * width} --train-iters 8 --lr 1e-2 --vocab-size 127 --log-interval 1"""
+    return stages * width, gpt_flags(4, 64, 4, 32, flags, *NO_FUSION, *text.split(), *more)
+
+
+def compared(runs: list[Observed], others: list[Observed], tolerance: float = 0.0) -> dict[str, Any]:
     """Failed if losses or final weights differ by more than `tolerance` of a tensor's largest element."""
 
-    def tensors(each: list[observe.Observed]) -> list[torch.Tensor]:
+    def tensors(each: list[Observed]) -> list[torch.Tensor]:
         found = [torch.tensor(each[-1].losses), *(tensor for run in each for tensor in run.weights)]
         return [tensor.double() for tensor in found]
 
@@ -92,145 +180,104 @@ def compared(runs: list[observe.Observed], others: list[observe.Observed], toler
     return {"iterations": len(runs[-1].losses), "differences": max(apart)}
 
 
-def reference(check: Check, precision: Sequence[str] = ()) -> dict[str, Any]:
-    """One stage against the single-process reference. Apex and Transformer Engine round in another order."""
-    sys.path[:0] = [str(ROOT)] * (str(ROOT) not in sys.path)
-    from tests.distributed import reference as single
-    from tests.distributed.training import command, train
-
-    device = dict(device="cpu") if check.device == "cpu" else dict(device=None, distributed_backend="gloo")
-    argv = command(1, 3, "2bw", UNTIED, *precision, *PLAIN_TORCH, *NO_FUSION, **device)
-    (run,) = check.world(1, observe.on_cpu, train, REPEATABLE, argv)
-    rule = single.Rule(3, norm_order=[run.names])
-    (expected,) = check.world(1, observe.on_cpu, single.reference, REPEATABLE, argv, rule)
-    found, wanted = (
-        observe.Observed([float(loss) for loss in each.losses], [each.weights[name] for name in sorted(each.weights)])
-        for each in (run, expected)
-    )
-    fused = any(NEEDS[name][0](check) for name in ("te", "apex"))  # their FusedAdam and norms
-    return compared([found], [wanted], 1e-4 if fused else 0.0)
+def against_cpu(check: Check) -> dict[str, Any]:
+    """SGD: Adam makes a step of the learning rate of a gradient that is only rounding."""
+    ranks, argv = tiny(1, 1, "--optimizer sgd --lr 0.1", *PLAIN_TORCH)
+    os.environ["MEGATRON_2BW_WORLD_DEVICE"] = "cpu"
+    try:
+        expected = replace(check, device="cpu").train(ranks, argv, method="spawn")
+    finally:
+        os.environ["MEGATRON_2BW_WORLD_DEVICE"] = check.device
+    return compared(check.train(ranks, argv), expected, ROUNDING)
 
 
-def baseline(check: Check, model: Model, *more: object, plain: bool = True) -> list[observe.Observed]:
-    """The run over gloo without delays, once for several rows."""
-    ranks, argv = tiny(model, *more, plain=plain)
-    key = " ".join(argv)
-    if key not in check.baselines:
-        check.baselines[key] = check.train(argv, ranks)
-    return check.baselines[key]
+def same_bits(check: Check, stages: int, width: int, text: str, queues: int = 32) -> dict[str, Any]:
+    """Messages over NCCL and random delays, against messages over gloo."""
+    ranks, argv = tiny(stages, width, text, *PLAIN_TORCH)
+    expected = check.train(ranks, [*argv, "--two-bw-exchange", "gloo"])
+    return compared(check.train(ranks, argv, delays, CUDA_DEVICE_MAX_CONNECTIONS=str(queues)), expected)
 
 
-def same_bits(check: Check, model: Model, queues: int, transport: str = "nccl", saves: int = 0) -> dict[str, Any]:
-    """Over `transport`, with random delays, and every `saves` iterations a checkpoint, against gloo without delays."""
-    expected = baseline(check, model)
-    if OVERFLOW in model[3] and not expected[-1].skipped:
-        raise Failed("no step was skipped: the loss scale did not overflow")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks, argv = tiny(model, *(("--save", folder, "--save-interval", saves) if saves else ()))
-        delays = partial(observe.delays, seed=queues)
-        runs = check.train(argv, ranks, transport, [delays], CUDA_DEVICE_MAX_CONNECTIONS=str(queues))
-    return compared(runs, expected)
-
-
-def stress(check: Check, queues: int) -> dict[str, Any]:
-    """Many iterations with evaluations, saves and random delays."""
-    many = 200 if check.device == "cuda" else 24
-    return same_bits(check, (2, 1, 3, f"--bf16 {EVALUATION} 20 --train-iters {many}"), queues, saves=many // 4)
-
-
-def killed(check: Check) -> dict[str, Any]:
-    """A rank is killed; the run that resumes ends with the weights of an undisturbed one."""
-    expected = baseline(check, MODELS["tied, bf16"])
-    with tempfile.TemporaryDirectory() as folder:
-        ranks, argv = tiny(MODELS["tied, bf16"], "--save", folder, "--load", folder, "--save-interval", 3)
-        try:
-            check.train(argv, ranks, "nccl", [partial(observe.killed, iteration=5)])
-            raise Failed("the kill did not end the run")
-        except WorldError as error:
-            if "exit code -9" not in str(error):
-                raise
-        runs = check.train(argv, ranks, "nccl")
-    return compared(runs, [observe.Observed(run.losses[-len(runs[-1].losses) :], run.weights) for run in expected])
-
-
-def stream_sanitizer(check: Check, transport: str, precision: str = "") -> dict[str, Any]:
+def stream_sanitizer(check: Check) -> dict[str, Any]:
     """torch's sanitizer raises at the first access without an order; its report is in the ranks' logs."""
-    ranks, argv = tiny((2, 1, 3, f"{UNTIED} {precision}"))
-    check.train(argv, ranks, transport, [observe.sanitized], CUDA_DEVICE_MAX_CONNECTIONS="32")
+    check.train(*tiny(2, 1, "", *PLAIN_TORCH), sanitized)
     return {"hazards": 0}
-
-
-def memcheck(check: Check) -> dict[str, Any]:
-    """A run of one stage under compute-sanitizer."""
-    script = [sys.executable, str(ROOT / "pretrain_gpt_2bw.py"), *tiny((1, 1, 2, "--distributed-backend gloo"))[1]]
-    rank = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    command(check, "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *script, **rank)
-    return {"errors": 0}
 
 
 def fused_gradients(check: Check, words: str) -> dict[str, Any]:
     """Weight gradients that a package adds to the slot itself, against those that autograd adds."""
-    model = (2, 1, 3, f"{UNTIED} --bf16")
-    expected = baseline(check, model, *words.split(), UNFUSED, plain=False)
-    ranks, argv = tiny(model, *words.split(), plain=False)
-    return compared(check.train(argv, ranks, "nccl"), expected, 0.05)
+    ranks, argv = tiny(2, 1, f"--bf16 {words}")
+    return compared(check.train(ranks, argv), check.train(ranks, [*argv, "--no-gradient-accumulation-fusion"]), 0.05)
 
 
-def _row(
-    part: str, name: str, what: str, function: Callable, /, *needs: str, seconds: float = 100.0, **options: Any
-) -> Row:
-    return Row(part, name, what, partial(function, **options), needs, seconds)
+def microbatch(check: Check) -> int:
+    return 8 if check.gib >= 24 else 2
 
 
-BITS = "losses and weights have the bits of a run over gloo, with random delays"
-LONG = "many iterations with evaluations, saves and delays have the bits of a quiet run"
-SANITIZER = "torch's stream sanitizer finds no access without an order"
-WAITING = "calls that last as long as a kernel of another stream"
+def large(check: Check, schedule: str, *more: str) -> Observed:
+    """One stage of GPT 355M in bf16; on the CPU of a tiny model."""
+    shape, vocabulary, samples, iterations = (24, 1024, 16, 512), 50256, microbatch(check), 20
+    if check.device == "cpu":
+        shape, vocabulary, samples, iterations = (8, 32, 4, 16), 1023, 1, 8
+    text = f"""--device auto --bf16 --pipeline-schedule {schedule} --micro-batch-size {samples} --log-interval 1000
+        --global-batch-size {8 * samples} --vocab-size {vocabulary} --train-iters {iterations}
+        --make-vocab-size-divisible-by 128"""
+    return check.train(1, gpt_flags(*shape, text, *PLAIN_TORCH, *more))[0]
+
+
+def overhead(check: Check) -> dict[str, Any]:
+    """2bw between two runs of Megatron's own schedule, whose difference is the noise. The goal is half a per cent."""
+    before, run, after = (large(check, schedule).seconds for schedule in ("megatron", "2bw", "megatron"))
+    figures = {"seconds": run, "overhead": 2 * run / (before + after) - 1, "noise": abs(before - after) / after}
+    if check.device == "cuda" and figures["overhead"] > 0.03 + figures["noise"]:
+        raise Failed("2bw takes {overhead:.2%} more time, of which {noise:.2%} may be noise".format(**figures))
+    return figures
+
+
+def memory(check: Check, variant: str) -> dict[str, Any]:
+    """Bytes per parameter between iterations against the design, and the peak against the planner."""
+    design, slots = DESIGN[variant]
+    run = large(check, "2bw", "--two-bw-gradient-slots", str(slots))
+    plan = Plan(1, 1, 1, microbatch(check), 8, schedule="2bw", gradient_slots=slots)
+    model, fused = replace(preset("gpt-355m", 512), dropout=False), found("transformer_engine") or found("amp_C")
+    predicted = Memory(model, "bf16", flash=False, torch_adam=not fused).stages(plan)[0].total
+    figures = {"bytes_a_parameter": run.static_bytes / run.parameters, "design": design}
+    figures |= {"peak_gib": run.peak_bytes / 2**30, "planner_gib": predicted / 2**30}
+    if check.device == "cuda" and figures["bytes_a_parameter"] > BUFFERS * design:
+        raise Failed(f"{figures['bytes_a_parameter']:.2f} bytes a parameter, not {design}")
+    if check.device == "cuda" and run.peak_bytes > 1.1 * predicted:
+        raise Failed(f"peak {figures['peak_gib']:.2f} GiB; the planner predicts {figures['planner_gib']:.2f} GiB")
+    return figures
+
+
+def found(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+@dataclass(frozen=True)
+class Row:
+    """what: the claim, or what is measured. needs: "cuda", or a module's name. seconds: the time limit."""
+
+    name: str
+    what: str
+    run: Callable[[Check], dict[str, Any]]
+    needs: tuple[str, ...] = ()
+    seconds: float = 200.0
+
+
+BITS = "messages over NCCL, with random delays: the bits of a run over gloo"
 FUSED = "fused weight gradients land in the right slot: equal losses and weights, within rounding"
-TE = "--transformer-impl transformer_engine"
 LOCAL = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion"
-UNFUSED = "--no-gradient-accumulation-fusion"
+DISTRIBUTED = "--bf16 --use-distributed-optimizer"
 
 ROWS = [
-    _row("reference", "fp32", "d = 1 has the reference's bits", reference, "checkout"),
-    _row("reference", "bf16", "d = 1 has the reference's bits", reference, "checkout", precision=("--bf16",)),
-    *(_row("ranks", f"{name}, 1 queue", BITS, same_bits, model=model, queues=1) for name, model in MODELS.items()),
-    *(
-        _row("ranks", f"{name}, {queues} queues", BITS, same_bits, "cuda", model=MODELS[name], queues=queues)
-        for name in ("tied, bf16", "width 2, distributed optimizer")
-        for queues in (8, 32)
-    ),
-    _row("ranks", "host staging", BITS, same_bits, "cuda", model=MODELS["four stages"], queues=8, transport="gloo"),
-    _row("ranks", "long, 1 queue", LONG, stress, seconds=200.0, queues=1),
-    *(_row("ranks", f"long, {q} queues", LONG, stress, "cuda", seconds=200.0, queues=q) for q in (8, 32)),
-    _row("ranks", "kill and resume", "a killed run resumes with the bits of an undisturbed one", killed, seconds=150.0),
-    _row("hazards", "streams, gloo", SANITIZER, stream_sanitizer, "cuda", transport="gloo"),
-    _row("hazards", "streams, NCCL", SANITIZER, stream_sanitizer, "cuda", transport="nccl"),
-    _row("hazards", "streams, fp16", SANITIZER, stream_sanitizer, "cuda", transport="nccl", precision="--fp16"),
-    _row("hazards", "memcheck", "compute-sanitizer", memcheck, "cuda", "compute-sanitizer", seconds=300.0),
-    _row("packages", "Transformer Engine", FUSED, fused_gradients, "cuda", "te", words=TE),
-    _row("packages", "Apex", FUSED, fused_gradients, "cuda", "apex", words=LOCAL),
-    _row("cost", "overhead", "time of 2bw over Megatron's own schedule, d = 1", costs.overhead, seconds=300.0),
-    *(
-        _row("cost", f"memory, {name}", "bytes per parameter, peak", costs.memory, seconds=150.0, variant=name)
-        for name in costs.DESIGN
-    ),
-    *(
-        _row("cost", f"stages, {name}", "peak memory by stage", costs.stages, seconds=200.0, schedule=name)
-        for name in SCHEDULE_NAMES
-        if name != "megatron"
-    ),
-    _row("cost", "profile", "the planner's times of a layer, the output layer and the step", costs.profile),
-    *(
-        _row(part, name, what, costs.observed, seconds=150.0, observer=observer)
-        for part, name, what, observer in (
-            ("cost", "hidden waits", "calls that can wait for the GPU", observe.profiled),
-            ("thread", "launches", "latency of launches", observe.launches),
-            ("thread", "lock", "time until another thread has Python's lock", observe.lock),
-        )
-    ),
-    *(
-        _row("thread", f"waiting calls, {kind}", WAITING, costs.waiting_calls, "cuda", CUDA_MODULE_LOADING=kind)
-        for kind in ("LAZY", "EAGER")
-    ),
+    Row("CPU", "losses and weights are those of the CPU, within rounding", against_cpu),
+    Row("NCCL, two stages", BITS, partial(same_bits, stages=2, width=1, text="--bf16")),
+    Row("NCCL, one queue", BITS, partial(same_bits, stages=2, width=1, text="--bf16", queues=1)),
+    Row("NCCL, width 2", BITS, partial(same_bits, stages=2, width=2, text=DISTRIBUTED)),
+    Row("sanitizer", "torch's stream sanitizer finds no access without an order", stream_sanitizer, ("cuda",)),
+    Row("Transformer Engine", FUSED, partial(fused_gradients, words=""), ("cuda", "transformer_engine")),
+    Row("Apex", FUSED, partial(fused_gradients, words=LOCAL), ("cuda", "amp_C")),
+    Row("overhead", "time of 2bw over Megatron's own schedule, d = 1, GPT 355M", overhead, seconds=300.0),
+    *(Row(f"memory, {name}", "bytes per parameter, peak", partial(memory, variant=name)) for name in DESIGN),
 ]

@@ -20,6 +20,8 @@ from tests.distributed.test_equivalence import NO_BIAS
 from tests.distributed.test_late_step import FP16, POISONED, UNCLIPPED, poison
 from tests.distributed.training import Run, command, train
 
+pytestmark = pytest.mark.cpu
+
 SHARDED = "--use-distributed-optimizer"
 
 

@@ -18,6 +18,8 @@ from megatron_2bw.convert.megatron import saved_arguments
 from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.training import BERT, train
 
+pytestmark = pytest.mark.cpu
+
 BRIDGE = Path(__file__).parents[2] / "build" / "oracles"
 SIZES = dict(
     hidden_size=64,

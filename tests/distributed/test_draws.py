@@ -11,6 +11,8 @@ import pytest
 
 from tests.distributed import draws
 
+pytestmark = pytest.mark.cpu
+
 FAILED_ONCE = json.loads(Path(__file__).with_name("draws.json").read_text())
 
 

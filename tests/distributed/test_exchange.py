@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron_2bw.core import p2p
 from megatron_2bw.local_ranks import run_world
 
+pytestmark = pytest.mark.cpu
+
 
 def connected(rank: int, pipeline: list[int], staged: bool) -> p2p.Neighbours:
     dist.init_process_group("gloo")

@@ -1,62 +1,69 @@
-"""megatron-2bw gpu-check: rows with ranks that hang, fail or are left behind; the server of forked ranks and CUDA."""
+"""megatron-2bw gpu-check: rows on the CPU, ranks that hang, fail or are left behind; forked ranks and CUDA."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import psutil
 import pytest
 
+from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.files import write_whole
+from megatron_2bw.gpu_check import rows, runner
 from megatron_2bw.gpu_check.rows import Check
 from megatron_2bw.gpu_check.runner import FAILED, HANGS, OK
-from megatron_2bw.local_ranks import run_world
 from megatron_2bw.start.torchrun import ROOT
 from tests.unit.test_gpu_check import go, row
 
-LIGHT = "tests.plain"  # a server without Megatron
+pytestmark = pytest.mark.cpu
 
 
-def ranks(check: Check, function) -> dict:
-    observed = run_world(2, function, timeout=check.deadline - time.monotonic(), preload=LIGHT)
-    return {"ranks": observed}
+def wrong_store() -> None:
+    """Each forward and backward runs on the newest weights."""
+    bind = WeightStores.bind
+    WeightStores.bind = lambda self, version: bind(self, max(self.versions))
 
 
-def sleep(rank: int) -> int:
-    if rank == 1:
+def stuck() -> None:
+    if os.environ["RANK"] == "1":
         time.sleep(1000)
-    return rank
 
 
-def raise_error(rank: int) -> int:
-    if rank == 1:
-        raise RuntimeError("CUDA error: an illegal memory access")
-    time.sleep(1000)
-    return rank
+def killed() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill(rank: int) -> int:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return rank
+def planted(check: Check, fault) -> dict:
+    """A row whose run has a fault."""
+    ranks, argv = rows.tiny(2, 1, "")
+    return rows.compared(check.train(ranks, argv, fault), check.train(ranks, argv))
 
 
-def test_a_row_that_hangs_is_ended_and_the_next_one_runs(tmp_path):
-    each = [row(lambda check: ranks(check, sleep), seconds=6.0), row(lambda check: {}, "two")]
+@pytest.mark.timeout(900)
+def test_rows_on_the_cpu(tmp_path):
+    chosen = [row for row in rows.ROWS if row.name in ("CPU", "NCCL, two stages", "overhead", "memory, 2bw")]
+    assert runner.run(chosen, "cpu", tmp_path / "r.json") == 0
+    found = {name: entry["figures"] for name, entry in json.loads((tmp_path / "r.json").read_text())["rows"].items()}
+    assert found["CPU"] == found["NCCL, two stages"] == {"iterations": 8, "differences": 0}
+    assert found["overhead"]["seconds"] > 0 and found["memory, 2bw"]["planner_gib"] > 0
+
+
+@pytest.mark.timeout(900)
+def test_planted_faults_are_in_the_table(tmp_path):
+    """The ranks of a row that hangs print where their threads are, and the next row runs."""
+    faults = {"wrong weights": wrong_store, "stuck": stuck, "killed": killed, "quiet": rows.delays}
+    each = [row(partial(planted, fault=fault), name, 60.0) for name, fault in faults.items()]
     status, found = go(tmp_path / "r.json", *each)
-    assert status == 1 and [entry["result"] for entry in found.values()] == [HANGS, OK]
-    assert found["one"]["why"] == "not over after 6 s"
-
-
-def test_ranks_that_fail_are_named_with_their_error(tmp_path):
-    each = [row(lambda check: ranks(check, raise_error), seconds=60.0), row(lambda check: ranks(check, kill), "two")]
-    status, found = go(tmp_path / "r.json", *each)
-    assert status == 1 and [entry["result"] for entry in found.values()] == [FAILED, FAILED]
-    assert found["one"]["why"] == "rank 1 ended with exit code 1; RuntimeError: CUDA error: an illegal memory access"
-    assert "exit code -9" in found["two"]["why"]
+    assert status == 1 and [entry["result"] for entry in found.values()] == [FAILED, HANGS, FAILED, OK]
+    assert "losses differ by" in found["wrong weights"]["why"]
+    assert "Timeout (0:00:" in found["stuck"]["log"] and "exit code -9" in found["killed"]["why"]
 
 
 STARTS = """
@@ -81,7 +88,6 @@ def test_the_server_of_forked_ranks_does_not_start_cuda(device, starts):
 
 
 ORPHAN = """
-import time
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.test_gpu_check import name_and_sleep
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from megatron_2bw import SCHEDULES, Shape, connect
 from megatron_2bw.local_ranks import run_world
 from tests.plain import assert_same, example, make_update, reference, schedule
 
+pytestmark = pytest.mark.cpu
+
 
 def stage(rank: int, name: str, shape: Shape):
     dist.init_process_group("gloo")

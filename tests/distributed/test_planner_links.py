@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 
+import pytest
 import torch.distributed as dist
 
 from megatron_2bw.local_ranks import run_world
@@ -13,6 +14,8 @@ from megatron_2bw.models.model import Model
 from megatron_2bw.models.profile import Profile
 from megatron_2bw.planner.measure import blocks
 from megatron_2bw.planner.measure.links import measure_links
+
+pytestmark = pytest.mark.cpu
 
 MESSAGES = (1 << 18, 1 << 20)
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from megatron_2bw.local_ranks import run_world
 from tests.plain import example
 
+pytestmark = pytest.mark.cpu
+
 README = Path(__file__).parents[2] / "README.md"
 
 

@@ -152,6 +152,7 @@ def train_like_nccl(rank: int, argv: list[str], waits: Callable[[int, str], bool
 BARRIERLESS = "--no-barrier-with-level-1-timing"
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "schedule, stages, microbatches, extra",
     [
@@ -184,6 +185,7 @@ def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches, ex
     assert_same_runs(runs, plain, exact=True)
 
 
+@pytest.mark.cpu
 @pytest.mark.proof("all-start-2-3-None")
 @pytest.mark.parametrize("stages, microbatches, extra", [(2, 2, None), (2, 3, None), (4, 4, None), (2, 3, "1")])
 @pytest.mark.parametrize("place", ["start", "end"])
@@ -220,6 +222,7 @@ def watch_the_start(rank: int, argv: list[str]) -> Run:
     return run
 
 
+@pytest.mark.cpu
 @pytest.mark.proof("flags1-3")
 @pytest.mark.parametrize("flags, skipped", [((), 0), (("--fp16",), 3), (("--two-bw-extra-warmup", "2"), 0)])
 def test_on_nccl_steps_are_late_once_everything_has_run_once(flags, skipped):

@@ -11,6 +11,8 @@ from megatron_2bw.convert.sample import generate, printable
 from megatron_2bw.local_ranks import own_output, run_world
 from tests.distributed.test_convert import folder, made  # noqa: F401  (folder is a fixture)
 
+pytestmark = pytest.mark.cpu
+
 PROMPT = [5, 17, 900, 3]
 
 

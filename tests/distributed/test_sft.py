@@ -9,6 +9,8 @@ from tests.distributed.compare import UNTIED, assert_same, run_pipeline, run_ref
 from tests.distributed.training import command
 from tests.unit.test_sft import stored
 
+pytestmark = pytest.mark.cpu
+
 # A batch holds each of the eight once; the longest fills --seq-length 16, the others are padded. A prompt is negative.
 CONVERSATIONS = [[word if k % 3 else ~word for k, word in enumerate(range(9 * i, 11 * i + 3))] for i in range(8)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import zlib
 from dataclasses import dataclass, field
@@ -15,8 +16,13 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_2bw.gpu_check import entry
+from megatron_2bw.start.torchrun import PLAIN_TORCH
 
 BERT = "pretrain_bert_2bw.py"
+
+DEVICE = os.environ.get("MEGATRON_2BW_WORLD_DEVICE", "cpu")  # pytest --device
+# On a GPU what the CPU runs anyway: without Transformer Engine and Apex, and nothing is compiled.
+OF_GPU = [*PLAIN_TORCH, "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"] * (DEVICE == "cuda")
 
 TINY = {
     "--num-layers": 4,
@@ -43,7 +49,7 @@ TINY = {
     "--log-interval": 1,
     "--split": "98,1,1",
     "--seed": 7,
-    "--device": "cpu",
+    "--device": DEVICE,
 }
 
 
@@ -59,7 +65,7 @@ def command(stages: int, microbatches: int, schedule: str = "2bw", *flags: str, 
     if "--fp16" not in flags:  # else they have no effect
         for name in ("--initial-loss-scale", "--loss-scale-window", "--hysteresis"):
             options.pop(name, None)
-    return [*(str(word) for pair in options.items() for word in pair), "--mock-data", *flags]
+    return [*(str(word) for pair in options.items() for word in pair), "--mock-data", *OF_GPU, *flags]
 
 
 @dataclass

@@ -41,6 +41,16 @@ def test_tensors_asked_for_on_cuda_are_on_the_cpu(layer):
     assert torch.nn.Linear(2, 2).cuda(0).weight.device.type == "cpu"
 
 
+def test_a_seed_where_a_gpu_is(monkeypatch):
+    """torch.cuda.random counts the GPUs itself; none of them has a generator yet."""
+    monkeypatch.setattr(torch.cuda.random, "device_count", lambda: 1)
+    cpu.install()
+    try:
+        assert torch.manual_seed(7).initial_seed() == 7
+    finally:
+        cpu.uninstall()
+
+
 def test_tensors_that_a_backward_asks_for(layer):
     """Also one that starts inside another, as a full recompute does."""
 
