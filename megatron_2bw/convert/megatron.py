@@ -30,7 +30,7 @@ from megatron_2bw import cpu
 from megatron_2bw.checkpoints.folder import TRACKER, latest_iteration, problem
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_whole
-from megatron_2bw.flags.environment import ON_CPU
+from megatron_2bw.flags.rehearsal import ON_CPU
 
 RELEASE = "release"  # Megatron's name for a checkpoint of weights alone
 _ONE_RANK = ON_CPU | dict(

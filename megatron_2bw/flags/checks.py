@@ -36,6 +36,19 @@ def torch_version(args: Args | None = None) -> str | None:
     return None
 
 
+def transformer_engine(args: Args) -> str | None:
+    """On a GPU --transformer-impl transformer_engine, Megatron's default, needs the package."""
+    from megatron_2bw import cpu  # it imports torch
+
+    if args.transformer_impl != "transformer_engine" or cpu.installed() or installed("transformer_engine"):
+        return None
+    return (
+        "--transformer-impl transformer_engine (Megatron's default) needs Transformer Engine, which is not installed: "
+        "use --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+        "--no-masked-softmax-fusion --no-rope-fusion"
+    )
+
+
 def default_tokenizer(task: str | None) -> str:
     """Megatron's --tokenizer-type for a task, if none is given."""
     return "BertWordPieceLowerCase" if task == "bert" else "GPT2BPETokenizer"
@@ -330,6 +343,7 @@ CHECKS: tuple[Rule | Callable[[Args], str | None], ...] = (
     tokenizer,
     hub,
     *PACKAGES,
+    transformer_engine,
     spec,
     communicators,
 )

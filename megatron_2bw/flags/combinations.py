@@ -108,7 +108,6 @@ NEEDS: tuple[Rule, ...] = (
     *_need("--save-dgrads-interval --log-progress --save-retain-interval", "--save"),
     *_need("--exit-on-missing-checkpoint", "--load"),
     *_need("--use-mp-args-from-checkpoint-args", "--use-checkpoint-args"),
-    *_need("--async-save", "--use-persistent-ckpt-worker"),
     *_need("--use-pytorch-profiler", "--profile"),
     *_need("--use-pytorch-profiler", "--tensorboard-dir"),
     *_need("--multiple-validation-sets", "--full-validation"),
@@ -155,25 +154,14 @@ def _package(flags: str, package: str, words: str = "") -> Iterator[Rule]:
 PACKAGES: tuple[Rule, ...] = (
     *_package("--tensorboard-dir", "tensorboard"),
     *_package("--wandb-project", "wandb"),
-    *_package("--log-energy", "pynvml"),
     *_package("--enable-ft-package", "nvidia_resiliency_ext"),
     *_package("--enable-msc", "multistorageclient"),
     *_package("--run-workload-inspector-server", "workload_inspector"),
     *_package("--fault-injector-ranks --fault-injector-num-ranks", "nvidia_resiliency_ext"),
-    line(
-        "--async-save needs the package nvidia_resiliency_ext, not installed here: use --async-strategy mcore",
-        lambda a: a.async_save and a.async_strategy == "nvrx" and not installed("nvidia_resiliency_ext"),
-    ),
     *_package(
         "--optimizer muon dist_muon adaptive_muon lion soap",
         "emerging_optimizers",
         "needs the package emerging_optimizers, which is not installed: pip install emerging-optimizers, or use adam",
-    ),
-    *_package(
-        "--transformer-impl transformer_engine",
-        "transformer_engine",
-        "(Megatron's default) needs Transformer Engine, which is not installed: use --transformer-impl local "
-        "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion",
     ),
     line(
         "--transformer-impl {given}: Megatron takes the installed package apex for NVIDIA's Apex, but it has no CUDA "

@@ -6,25 +6,9 @@ Invariant: a variable that the user has set keeps its value.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from megatron_2bw.flags.rule import Args, Rule
 from megatron_2bw.schedules import SCHEDULES
-
-# Megatron's flags that a host without CUDA needs. They are defaults there: what the user types takes precedence.
-ON_CPU: dict[str, Any] = {
-    "distributed_backend": "gloo",
-    "transformer_impl": "local",
-    "use_cpu_initialization": True,
-    "gradient_accumulation_fusion": False,
-    "no_persist_layer_norm": True,
-    "persist_layer_norm": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "bias_dropout_fusion": False,
-    "bias_swiglu_fusion": False,
-    "bias_gelu_fusion": False,
-}
 
 
 def exchange(args: Args) -> str:

@@ -22,7 +22,7 @@ from megatron_2bw.flags import environment, unsupported
 from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer, torch_version
 from megatron_2bw.flags.correction import BETA1
 from megatron_2bw.flags.own import OWN, add_flags
-from megatron_2bw.flags.rule import Rule, installed, on_cpu
+from megatron_2bw.flags.rule import Rule, installed
 from megatron_2bw.schedules import SCHEDULES
 
 Stop = Callable[[str], NoReturn]
@@ -53,7 +53,8 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
     """
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_2bw import guard
+    from megatron_2bw import cpu, guard
+    from megatron_2bw.flags.rehearsal import rehearse
     from megatron_2bw.mcore import patches
 
     world = processes(os.environ, stop)
@@ -86,10 +87,21 @@ def parse(early: argparse.Namespace, stop: Stop) -> tuple[argparse.Namespace, ar
         parser.parse_args = parse_and_check
         return parser
 
+    def rehearsed(validate: Callable[..., None]) -> Callable[..., None]:
+        def call(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
+            if (line := rehearse(args, parsers[0], sys.argv[1:])) and os.environ.get("RANK", "0") == "0":
+                print(line, flush=True)
+            validate(args, defaults)
+
+        return call
+
+    undo = guard.apply(patches.for_rehearsal(rehearsed)) if cpu.installed() else lambda: None
     try:
         args = parse_and_validate_args(extend, args_defaults={"tokenizer_type": default_tokenizer(early.task)})
     except Exception as error:  # Megatron asserts, raises and indexes; the user gets one line
         stop(explain(error, parsers[0] if parsers else None))
+    finally:
+        undo()
     if args.use_checkpoint_args:
         check(args, stop)  # the checkpoint has brought the model's arguments, and what they ask for
     return args, parsers[0]
@@ -111,8 +123,8 @@ def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: St
 
 def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     """Defaults of Megatron's flags that this run needs; what the user types still wins, and is checked."""
-    defaults: dict[str, Any] = dict(environment.ON_CPU) if on_cpu(early) else {}
-    defaults |= {"task": early.task, "eval_interval": 1000}  # Megatron divides by the interval, and has no default
+    # Megatron divides by the interval, and has no default.
+    defaults: dict[str, Any] = {"task": early.task, "eval_interval": 1000}
     if early.task == "bert" and not installed("apex"):
         defaults["no_persist_layer_norm"] = True  # the norm of its head is torch's then, which cannot
     if getattr(early, "two_bw_correction", None) == "auto":

@@ -102,16 +102,6 @@ class Rule:
         return self.scope in ("ours", schedule.name) or (self.scope == "no flush" and not schedule.flushes)
 
 
-def on_cpu(args: Args) -> bool:
-    """Whether the run computes on the CPU; before torch is imported, what `early.py` assumes."""
-    assumed = getattr(args, "assumed_cpu", None)
-    if assumed is None:
-        from megatron_2bw import cpu  # it imports torch
-
-        return cpu.installed()
-    return assumed
-
-
 def names(flags: str) -> list[str]:
     """Several flags, each with its values if it names any."""
     return re.split(r"\s+(?=--)", flags.strip())

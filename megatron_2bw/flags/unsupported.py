@@ -49,8 +49,6 @@ _NO_FP16 = "Megatron 0.19 has this --optimizer in fp32 and bf16; use --bf16"
 _NO_SGD = f"Megatron 0.19 does not have it with --optimizer sgd; use adam, or {OUT}"
 _NO_SOAP = "Megatron 0.19 saves no state of --optimizer soap in this format; use --ckpt-format torch"
 _WHOLE_SEQUENCES = "its sequences cannot be split; use tensor or pipeline parallelism"
-_NO_QK_NORM = f"Megatron's local layers for it have none; {OUT}"
-_LAYERS_CHOOSE = f"its local layers choose by themselves; {OUT}"
 _NO_BERT = f"Megatron 0.19 has no such layers for it; {OUT}"
 _NEEDS_APEX = f"the norm of its head needs Apex for that, which is not installed; {OUT}"
 _EXPERTS = "mixture of experts is not supported yet; train a dense model"
@@ -68,7 +66,6 @@ _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration end
 _SKIPPED = f"{_IN_FLIGHT}none can be skipped"
 _AGAIN = f"{_IN_FLIGHT}none can be run again; use --rerun-mode disabled"
 _MIXED = f"{_IN_FLIGHT}what is written would mix batches"
-_NEEDS_TE = f"it needs Transformer Engine on a GPU; {OUT}"
 
 UNSUPPORTED: tuple[Rule, ...] = (
     *rules(
@@ -104,11 +101,9 @@ UNSUPPORTED: tuple[Rule, ...] = (
         "bert",  # Megatron would drop most of these without a word
         ("--context-parallel-size", _WHOLE_SEQUENCES, _context_parallel),
         ("--position-embedding-type yarn mrope relative none", "it has learned_absolute and rope"),
-        ("--qk-layernorm", _NO_QK_NORM, lambda a: a.qk_layernorm and a.transformer_impl == "local"),
         ("--qk-l2-norm --multi-latent-attention --experimental-attention-variant", _NO_BERT),
         ("--heterogeneous-layers-config-path", _NO_BERT),
         ("--use-mup", f"its logits would not be scaled; {OUT}"),
-        ("--attention-backend flash fused unfused", _LAYERS_CHOOSE, lambda a: a.transformer_impl == "local"),
         ("--sequence-parallel", _NEEDS_APEX, lambda a: a.sequence_parallel and not installed("apex")),
         ("--apply-layernorm-1p", _NEEDS_APEX, lambda a: a.layernorm_zero_centered_gamma and not installed("apex")),
         ("--window-size", f"it attends to all words; {OUT}"),
@@ -171,16 +166,4 @@ UNSUPPORTED: tuple[Rule, ...] = (
     ),
     sizes.SCALES,
     sizes.TIES,
-    *rules(
-        "local",
-        ("--tensor-parallel-num-weight-shards", _NEEDS_TE, _sharded_weights),
-        ("--context-parallel-size", _NEEDS_TE, _context_parallel),
-        ("--multi-latent-attention", _NEEDS_TE),
-        ("--fp32-residual-connection", f"with --bf16 or --fp16 its norms would get floats of two kinds; {OUT}", _mixed),
-        ("--apply-layernorm-1p", _NEEDS_TE, lambda a: a.layernorm_zero_centered_gamma),
-        ("--save-activations-interval --save-dgrads-interval --use-te-activation-func", _NEEDS_TE),
-        ("--use-transformer-engine-op-fuser --fused-residual-rmsnorm --use-kitchen-attention", _NEEDS_TE),
-        ("--use-grouped-gemm-for-dense-mlp --flash-attention-version --symmetric-ar-type", _NEEDS_TE),
-        ("--position-embedding-type relative", _NEEDS_TE),
-    ),
 )

@@ -6,10 +6,12 @@ Rows only: `guard.py` checks and rebinds, `loop.py`, `repairs.py` and `checkpoin
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import folder, save_workers
+from megatron_2bw.flags import rehearsal
 from megatron_2bw.guard import Patch, row
 from megatron_2bw.mcore import repairs as repair
 from megatron_2bw.mcore.loop import Loop, first_argument
@@ -98,9 +100,27 @@ def for_screen() -> list[Patch]:
     ]
 
 
+def for_rehearsal(replace: Callable[[Callable], Callable]) -> list[Patch]:
+    """On the CPU, before Megatron parses its arguments."""
+    return [
+        row(
+            "megatron.training.arguments",
+            "validate_args(args defaults)",
+            "what a checkpoint brings is there, and nothing has been derived from it yet",
+            replace,
+        )
+    ]
+
+
 def for_cpu() -> list[Patch]:
     """What Megatron itself, in addition to torch, needs on a host without CUDA."""
     return [
+        row(
+            f"{CORE}.transformer.torch_norm",
+            "WrappedTorchNorm.__new__(cls config hidden_size eps persist_layer_norm zero_centered_gamma normalization)",
+            "without Apex it has neither sequence parallelism nor --apply-layernorm-1p",
+            rehearsal.torch_norm,
+        ),
         row(
             LOOP,
             "initialize_megatron(allow_no_cuda skip_mpu_initialization get_embedding_ranks "

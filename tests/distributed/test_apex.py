@@ -172,7 +172,7 @@ def train_fused(rank: int, argv: list[str]) -> Run:
     from megatron.core.tensor_parallel import layers
     from megatron.training import get_args
 
-    from megatron_2bw.flags import environment
+    from megatron_2bw.flags import rehearsal
 
     used: list[torch.dtype] = []
 
@@ -188,7 +188,7 @@ def train_fused(rank: int, argv: list[str]) -> Run:
         wgrad_gemm_accum_fp32=kernel(torch.float32), wgrad_gemm_accum_fp16=kernel(torch.float16, torch.bfloat16)
     )
     layers._grad_accum_fusion_available = True
-    del environment.ON_CPU["gradient_accumulation_fusion"]
+    del rehearsal.ON_CPU["gradient_accumulation_fusion"]
     run = train(rank, argv)
     assert get_args().gradient_accumulation_fusion and used
     return run

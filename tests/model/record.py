@@ -436,10 +436,10 @@ def replace_threads() -> None:
 def install() -> None:
     """In a process that has not yet called `cpu.install()`."""
     from megatron_2bw import cpu
-    from megatron_2bw.flags import environment
+    from megatron_2bw.flags import rehearsal
 
     cpu._CudaMeansCpu.__torch_function__ = moving(cpu._CudaMeansCpu.__torch_function__, cpu._is_cuda)
-    environment.ON_CPU.pop("use_cpu_initialization")  # which leaves the model on the host
+    rehearsal.ON_CPU.pop("use_cpu_initialization")  # which leaves the model on the host
     cpu.install()
 
     def module_to_gpu(self, device=None):

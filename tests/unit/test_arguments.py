@@ -130,7 +130,7 @@ MISTAKEN = [
     ),
     line("--spec no.module layer: No module named", "--spec", "no.module", "layer"),
     line("--spec one: give a module", "--spec", "one"),
-    line("--two-bw-exchange nccl needs --distributed-backend nccl", two_bw_exchange="nccl"),
+    line("--two-bw-exchange nccl needs --distributed-backend nccl", two_bw_exchange="nccl", distributed_backend="gloo"),
     line(
         "--two-bw-exchange has no effect with --pipeline-schedule megatron", schedule="megatron", two_bw_exchange="gloo"
     ),

@@ -20,7 +20,6 @@ NAMES = ("CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_NO_CUDA_
 @pytest.fixture
 def on_gpus(monkeypatch):
     """The checks of a GPU host, with no variable set."""
-    monkeypatch.setattr(cpu, "installed", lambda: False)
     for name in (*NAMES, *environment.SET):
         monkeypatch.setenv(name, "")  # restored at the end even where a check sets it
         monkeypatch.delenv(name)
@@ -60,7 +59,8 @@ def test_a_warning_where_the_cpu_would_wait_for_each_message(name, monkeypatch):
     assert environment.warning(over_nccl) is None
     monkeypatch.setenv(name, "1")
     assert environment.warning(over_nccl).startswith(f"> {name}=1: ")
-    for argv in (command(2, 2, "2bw"), command(2, 2, "megatron", distributed_backend="nccl")):
+    for schedule, backend in (("2bw", "gloo"), ("megatron", "nccl")):
+        argv = command(2, 2, schedule, distributed_backend=backend)
         assert environment.warning(parse(argv, 2)) is None
 
 

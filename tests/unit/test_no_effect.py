@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_2bw import cpu
 from tests.distributed.training import BERT, command
 from tests.unit.command_lines import complaint
 
@@ -71,7 +70,6 @@ def test_numbers_of_a_bert(flags, expected):
     [(2, 2, "nccl", False), (1, 2, "nccl", True), (2, 1, "nccl", True), (2, 2, "gloo", True)],
 )
 def test_timers_that_wait_for_the_gpu_allow_one_more_forward_ahead(extra, level, backend, fits, monkeypatch):
-    monkeypatch.setattr(cpu, "installed", lambda: False)
     argv = command(
         2,
         6,
@@ -103,7 +101,6 @@ def test_flags_with_effect_in_a_bert_are_accepted(flags):
 @pytest.mark.parametrize("name", ["pp", "dp_cp", "embd", "tp"])
 @pytest.mark.parametrize("flag", ["--nccl-communicator-config-path", "--high-priority-stream-groups"])
 def test_settings_of_communicators_that_a_schedule_replaces(flag, name, schedule, tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu, "installed", lambda: False)
     (tmp_path / "nccl.yaml").write_text(f"{name}:\n  max_ctas: 4\n")
     given = name if flag.endswith("groups") else str(tmp_path / "nccl.yaml")
     message = complaint(command(2, 2, schedule, flag, given), 2)
@@ -113,7 +110,6 @@ def test_settings_of_communicators_that_a_schedule_replaces(flag, name, schedule
 
 
 def test_settings_of_communicators_that_are_no_yaml(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu, "installed", lambda: False)
     (tmp_path / "nccl.yaml").write_text("{dp_cp: [")
     message = complaint(command(2, 2, "2bw", nccl_communicator_config_path=tmp_path / "nccl.yaml"), 2)
     assert message.startswith(f"--nccl-communicator-config-path {tmp_path}/nccl.yaml: ") and "\n" not in message
