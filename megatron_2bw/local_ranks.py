@@ -46,20 +46,16 @@ class WorldTimeout(WorldError):
     """The world ran out of time."""
 
 
-def run_world(
-    size: int, function: Callable, *args, timeout: float = 120.0, preload: str = MEGATRON, method: str = "forkserver"
-) -> list:
+def run_world(size: int, function: Callable, *args, timeout: float = 120.0, preload: str = MEGATRON) -> list:
     """Run `function(rank, *args)` on `size` ranks (environment set as torchrun does); return their results.
 
     Results travel through torch.save, and arrive on the CPU. Raises WorldError when a rank raises, exits or outlasts
     `timeout` seconds.
 
     preload: the module that the server imports. One server serves a process, so the first call decides.
-    method: with "spawn" each rank imports it anew, as for another device than the server's
     """
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload([preload])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
     with tempfile.TemporaryDirectory(prefix="world_") as folder:
         port = free_port()
         ranks = [

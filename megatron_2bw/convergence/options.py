@@ -23,8 +23,8 @@ from typing import Any
 
 from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, read_library
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, words
-from megatron_2bw.files import write_whole
-from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, torchrun
+from megatron_2bw.files import read_yaml, write_whole
+from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, log_interval, torchrun
 from megatron_2bw.words import flag_of, split_flags
 
 DESCRIPTION = "Trains one configuration with and without 2BW's late gradients."
@@ -161,11 +161,10 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
 
 def _paper() -> dict[str, Any]:
     """The paper's training. UserError in a wheel, which has no scripts/paper.yaml."""
-    try:
-        from scripts.paper_data import PAPER
-    except ImportError:
-        raise UserError("--paper: scripts/paper.yaml comes with a clone, not with the wheel") from None
-    return PAPER["training"]
+    path = ROOT / "scripts" / "paper.yaml"
+    if not path.exists():
+        raise UserError("--paper: scripts/paper.yaml comes with a clone, not with the wheel")
+    return read_yaml(path)["training"]
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -93,6 +93,12 @@ def test_no_room_imports_what_it_must_not():
     assert set(violations()) == KNOWN, "a new violation, or one that is mended and still listed"
 
 
+def test_the_package_imports_neither_tests_nor_scripts():
+    outside = {"tests", "scripts", "bench"}
+    found = {(module, name) for module, path in modules().items() for name in imports(path)}
+    assert not {(module, name) for module, name in found if name.split(".")[0] in outside}
+
+
 def test_the_planners_drawers_import_in_order():
     planner = f"{PACKAGE}.planner."
     for module, path in modules().items():
