@@ -65,13 +65,7 @@ def test_prose_is_no_wider_than_the_code(page):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 1100
-
-
-def test_the_changelog_names_modules_that_exist():
-    modules = re.findall(r"^\|.*\| `(megatron_2bw[\w.]*)`.*\|$", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    missing = [name for name in modules if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
-    assert len(modules) > 20 and missing == []
+    assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
 def test_the_notes_that_code_cites_exist():
