@@ -8,7 +8,6 @@ and the folder of checkpoints.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
@@ -16,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, read_library
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, words
 from megatron_2bw.files import read_yaml, write_whole
+from megatron_2bw.flags.own import whole
 from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, log_interval, torchrun
 from megatron_2bw.words import flag_of, split_flags
 
@@ -33,26 +33,12 @@ BATCH = {"gpt": 4, "bert": 16}  # sequences; a BERT learns from 15 % of their to
 
 MODEL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0".split()
 GPT = "--position-embedding-type rope --untie-embeddings-and-output-weights".split()
-ADAM = "--adam-beta2 0.95".split()
-OPTIMIZER = "--clip-grad 1.0 --weight-decay 0.1".split()
+OPTIMIZER = "--adam-beta2 0.95 --clip-grad 1.0 --weight-decay 0.1".split()
 EVALUATION = "--eval-iters 25".split()
 SPLIT = "--split 90,10,0".split()
 
-# Flags that this script sets, and where the user sets them.
-OWN = {
-    "--lr": "--lr before the --",
-    "--seed": "--seeds before the --",
-    "--device": "--device before the --",
-    "--pipeline-model-parallel-size": "--stages before the --",
-    "--pipeline-schedule": "--vanilla or --variant",
-    "--two-bw-sync-iterations": "--sync-iterations or --variant",
-    "--two-bw-correction": "--variants or --variant",
-    "--two-bw-correction-factor": "--variant",
-    "--two-bw-correction-gradient": "--variant",
-    "--save": "--save-interval alone",
-    "--load": "--save-interval alone",
-    "--train-samples": "--train-iters",
-}
+# Flags that this script sets for every run.
+OWN = "--lr --seed --device --pipeline-model-parallel-size --pipeline-schedule --save --load --train-samples".split()
 # Flags that bring data or a tokenizer.
 SPLIT_DATA = ("--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path")
 OWN_DATA = ("--data-path", "--data-args-path", "--mock-data", "--tokenizer-type", *SPLIT_DATA)
@@ -60,9 +46,9 @@ COMMON = ("--train-iters", "--seed", "--device", "--pipeline-model-parallel-size
 CORRECTIONS = {  # the variants of 2bw, and their flags against the gradient delay
     "2bw": "",
     "2bw+auto": "--two-bw-correction auto",
-    "2bw+sync": "--two-bw-sync-iterations {sync}",
+    "2bw+sync": "--two-bw-sync-iterations 20%",
     "2bw+extrapolate": "--two-bw-correction extrapolate",
-    "2bw+both": "--two-bw-sync-iterations {sync} --two-bw-correction extrapolate",
+    "2bw+both": "--two-bw-sync-iterations 20% --two-bw-correction extrapolate",
 }
 VARIANTS = ("vanilla", *CORRECTIONS)
 VANILLA = ("pipedream-flush", "megatron")
@@ -124,22 +110,17 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
     option("--vanilla", choices=VANILLA, default=VANILLA[0], help="to compare with (default: %(default)s)")
     names = f"of {', '.join(VARIANTS)}"
     option("--variants", type=names_of(VARIANTS), default=("vanilla", "2bw"), metavar="NAME,...", help=names)
-    option(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="LABEL=FLAGS",
-        help='2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable',
-    )
-    option("--sync-iterations", type=int, metavar="N", help="of 2bw+sync and 2bw+both (default: a fifth of the run)")
-    option("--seeds", type=words, default=("1234",), metavar="N,...", help="default: 1234")
-    option("--lr", type=words, metavar="RATE,...", help="learning rates (default: 3e-4; with --paper 1e-4)")
+    labelled = '2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable'
+    option("--variant", action="append", default=[], metavar="LABEL=FLAGS", help=labelled)
+    option("--seeds", type=_numbers(int), default=("1234",), metavar="N,...", help="default: 1234")
+    option("--lr", type=_numbers(float), metavar="RATE,...", help="learning rates (default: 3e-4; with --paper 1e-4)")
     option("--paper", action="store_true", help="Adam, warm-up and linear decay as in the paper (scripts/paper.yaml)")
-    option("--stages", type=int, default=1, metavar="D", help="default: 1; the losses do not depend on it")
-    option("--width", type=int, default=1, metavar="W", help="data-parallel size of every run (default: 1)")
-    option("--jobs", type=int, default=1, metavar="J", help="concurrent runs (default: 1)")
+    option("--stages", type=whole(1), default=1, metavar="D", help="default: 1; the losses do not depend on it")
+    option("--width", type=whole(1), default=1, metavar="W", help="data-parallel size of every run (default: 1)")
+    option("--jobs", type=whole(1), default=1, metavar="J", help="concurrent runs (default: 1)")
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="as the entry script's")
-    option("--max-gap", type=words, metavar="PERCENT", help="exit with 1 if a gap is larger; one, or one for each --lr")
+    gaps = "exit with 1 if a gap is larger; one, or one for each --lr"
+    option("--max-gap", type=_numbers(float), metavar="PERCENT", help=gaps)
     option("--max-gap-of", type=words, metavar="VARIANT,...", help="that --max-gap is for (default: all)")
     option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
     option("--no-defaults", action="store_true", help="only Megatron's flags after --, none of this script's own")
@@ -149,14 +130,34 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
     lasting = [word for word in own if word not in ("--fresh", "--report-only")]
     again = ["python", "scripts/convergence.py", *lasting, *(["--", *flags] if flags else [])]
     options.flags, options.again = flags, shlex.join(again)
+    options.out = (options.out or Path("out") / "convergence" / options.name).absolute()
     try:
+        if flag := given(flags, *OWN):
+            raise UserError(f"{flag}: it is set before the --, or by --variant; leave it out after the --")
         options.lr = options.lr or (_paper()["lr"] if options.paper else "3e-4",)
-        _check(options)
-        _check_flags(options)
+        options.iterations = _number(flags, "--train-iters", None if options.no_defaults else ITERATIONS)
+        processes(options, flags)  # are they numbers?
         options.variants = variants(options)
+        options.max_gap = options.max_gap and _limits(options)
     except UserError as error:
         parser.error(str(error))
     return options
+
+
+def _numbers(kind: type) -> Callable[[str], tuple[str, ...]]:
+    """A type of argparse: several different numbers of `kind`, as they are typed."""
+
+    def parsed(text: str) -> tuple[str, ...]:
+        found = words(text)
+        try:
+            values = [kind(word) for word in found]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text}: give numbers with commas between them") from None
+        if kind is int and (min(values) < 1 or len(set(values)) < len(values)):
+            raise argparse.ArgumentTypeError(f"{text}: give different numbers from 1 on")
+        return found
+
+    return parsed
 
 
 def _paper() -> dict[str, Any]:
@@ -165,68 +166,6 @@ def _paper() -> dict[str, Any]:
     if not path.exists():
         raise UserError("--paper: scripts/paper.yaml comes with a clone, not with the wheel")
     return read_yaml(path)["training"]
-
-
-def _check(options: argparse.Namespace) -> None:
-    """This script's own options. Raises UserError; sets `out`."""
-    if not re.fullmatch(r"[\w.+-]+", options.name):
-        raise UserError(f"NAME {options.name}: letters, digits and . _ + - only; --out takes a folder")
-    if options.paper and options.no_defaults:
-        raise UserError("--paper: --no-defaults leaves its flags out; give one of them")
-    if options.fresh and options.report_only:
-        raise UserError("--fresh: with --report-only there would be nothing to report on; leave one out")
-    options.out = (options.out or Path("out") / "convergence" / options.name).absolute()
-    for flag, found, convert, fault in (
-        ("--seeds", options.seeds, _seed, "not a whole number from 1 on"),
-        ("--lr", options.lr, lambda word: _finite(word, 0) or None, "not a learning rate above 0"),
-    ):
-        wrong = [word for word in found if convert(word) is None]
-        if wrong:
-            raise UserError(f"{flag}: {wrong[0] or 'an empty word'} is {fault}")
-        if len(set(map(convert, found))) < len(found):
-            raise UserError(f"{flag} {','.join(found)}: one of them is given twice")
-    if options.max_gap is not None:
-        limits = [_finite(word) for word in options.max_gap]
-        if None in limits or len(limits) not in (1, len(options.lr)):
-            given_limits = ",".join(options.max_gap)
-            raise UserError(f"--max-gap {given_limits}: it must be a number of percent, or one for each --lr")
-        options.max_gap = dict(zip(options.lr, limits * len(options.lr) if len(limits) == 1 else limits))
-    for name in ("stages", "width", "jobs"):
-        if (number := getattr(options, name)) < 1:
-            raise UserError(f"--{name} {number}: it must be 1 at least")
-
-
-def _seed(word: str) -> int | None:
-    return int(word) or None if word.isdecimal() else None
-
-
-def _finite(word: str, least: float = -math.inf) -> float | None:
-    """The word as a number, if it is one and not below `least`."""
-    with contextlib.suppress(ValueError):
-        number = float(word)
-        return number if math.isfinite(number) and number >= least else None
-    return None
-
-
-def _check_flags(options: argparse.Namespace) -> None:
-    """Those of Megatron's flags that this script's depend on. Raises UserError; sets `iterations`."""
-    flags = options.flags
-    if wrong := [f"{flag} (give {OWN[flag]})" for flag in OWN if given(flags, flag)]:
-        raise UserError(f"after the --: {', '.join(wrong)}")
-    options.iterations = _number(flags, "--train-iters", None if options.no_defaults else ITERATIONS)
-    if options.iterations < 1:
-        raise UserError(f"--train-iters {options.iterations}: it must be at least 1")
-    if _number(flags, "--eval-iters", 1) < 1:
-        raise UserError("--eval-iters 0: there must be a validation loss to compare; leave it out")
-    processes(options, flags)  # are they numbers?
-    warm_up = _number(flags, "--lr-warmup-iters", 0)
-    if warm_up >= options.iterations:
-        raise UserError(f"--lr-warmup-iters {warm_up}: it must be below --train-iters {options.iterations}")
-    least = value(flags, "--min-lr")
-    if least is not None:
-        for rate in options.lr:
-            if (floor := _finite(least, 0)) is None or floor > float(rate):
-                raise UserError(f"--min-lr {least}: it must be a number and not above --lr {rate}")
 
 
 def _number(flags: Sequence[str], flag: str, default: int | None) -> int:
@@ -239,44 +178,33 @@ def _number(flags: Sequence[str], flag: str, default: int | None) -> int:
         raise UserError(f"{flag} {word}: not a whole number") from None
 
 
+def _limits(options: argparse.Namespace) -> dict[str, float]:
+    """The largest gap at each learning rate. Raises UserError."""
+    limits = [float(limit) for limit in options.max_gap]
+    if len(limits) not in (1, len(options.lr)):
+        raise UserError(f"--max-gap {','.join(options.max_gap)}: give one number, or one for each --lr")
+    others = [label for label in options.variants if label != "vanilla"]
+    if wrong := [label for label in options.max_gap_of or () if label not in others]:
+        raise UserError(f"--max-gap-of {wrong[0]}: it is not one of {', '.join(others)}")
+    return dict(zip(options.lr, limits * len(options.lr) if len(limits) == 1 else limits))
+
+
 def variants(options: argparse.Namespace) -> dict[str, list[str]]:
     """Label to flags of all variants. Raises UserError."""
     if "vanilla" not in options.variants:
         raise UserError("--variants: vanilla must be one of them, the others are compared with it")
-    if options.sync_iterations is not None and not {"2bw+sync", "2bw+both"} & {*options.variants}:
-        raise UserError("--sync-iterations: none of --variants uses it; add 2bw+sync")
-    sync = options.sync_iterations
-    if sync is not None and not 1 <= sync <= options.iterations:
-        raise UserError(f"--sync-iterations {sync}: it must be 1 to --train-iters {options.iterations}")
-    sync = sync or max(1, options.iterations // 5)
-    if sync == options.iterations and "2bw+both" in options.variants:
-        bound = f"with 2bw+both it must be below --train-iters {sync}, or there is nothing to extrapolate"
-        raise UserError(f"--sync-iterations {sync}: {bound}")
     found = {"vanilla": ["--pipeline-schedule", options.vanilla]}
     for label in options.variants:
         if label != "vanilla":
-            found[label] = ["--pipeline-schedule", "2bw", *CORRECTIONS[label].format(sync=sync).split()]
+            found[label] = ["--pipeline-schedule", "2bw", *CORRECTIONS[label].split()]
     for text in options.variant:
         label, equals, flags = text.partition("=")
         if not equals or not re.fullmatch(r"\w[\w.+-]*", label) or label in VARIANTS or label in found:
-            rule = "give LABEL=FLAGS with a label of its own, of letters, digits and . _ + -"
-            raise UserError(f'--variant "{text}": {rule}')
-        try:
-            own = shlex.split(flags)
-        except ValueError as error:
-            raise UserError(f'--variant "{text}": {error}') from None
+            raise UserError(f'--variant "{text}": give LABEL=FLAGS, with a label that no other variant has')
+        own = shlex.split(flags)
         if flag := given(own, *COMMON):
             raise UserError(f'--variant "{text}": {flag} must be the same for all')
         found[label] = own if given(own, "--pipeline-schedule") else ["--pipeline-schedule", "2bw", *own]
-    others = [label for label in found if label != "vanilla"]
-    if options.max_gap_of is not None:
-        if options.max_gap is None:
-            raise UserError("--max-gap-of: it needs --max-gap PERCENT")
-        wrong = [label for label in options.max_gap_of if label not in others]
-        if wrong:
-            raise UserError(f"--max-gap-of: {wrong[0] or 'an empty word'} is not one of {', '.join(others)}")
-    if options.max_gap is not None and not others:
-        raise UserError("--max-gap: there is nothing but vanilla; add to --variants")
     return found
 
 
@@ -317,10 +245,8 @@ def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     if not options.paper and not given(flags, "--lr-warmup-fraction", "--lr-warmup-samples"):
         sizes["--lr-warmup-iters"] = min(WARM_UP, options.iterations // 2)
     words = [str(word) for pair in sizes.items() for word in pair]
-    # Without Adam the entry script refuses its flags.
-    adam = value(flags, "--optimizer") != "sgd" and value(flags, "--muon-scalar-optimizer") != "lion"
     model = [*MODEL, *(GPT if options.task == "gpt" else [])]
-    recipe = ["--lr-decay-style", "cosine", *(ADAM if adam else []), *OPTIMIZER]
+    recipe = ["--lr-decay-style", "cosine", *OPTIMIZER]
     if options.paper:
         recipe = _paper()["flags"].split()
     split = [] if given(flags, *SPLIT_DATA) else SPLIT  # Megatron takes one of them

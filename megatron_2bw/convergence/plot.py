@@ -27,7 +27,7 @@ TICKS = (0, *(sign * tick for tick in (0.25, 0.5, 0.75, 1, 2, 5, 10, 20, 50, 100
 
 
 WORDS = {  # of a variant's flags
-    r"--two-bw-sync-iterations (\d+)": r"first \1 iterations without delay",
+    r"--two-bw-sync-iterations (\d+%?)": r"first \1 iterations without delay",
     "--two-bw-correction extrapolate": "extrapolated",
     "--two-bw-correction auto": "correction auto",
     r"--adam-beta1 ([\d.]+)": r"beta1 \1",

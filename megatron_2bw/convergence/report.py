@@ -40,10 +40,9 @@ Results = Mapping[tuple[str, str, int], dict[str, Any]]  # of (lr, variant, seed
 def parse_log(text: str) -> dict[str, Any]:
     """{"training": Points, "validation": Points, "seconds_per_iteration": median or None} of a run's attempts.
 
-    A training loss is the mean of the iterations since the point before. Each attempt's first line is left out, for
-    the next line's mean includes it (run_log). Where an attempt starts at an earlier iteration, its losses replace
-    those of the attempt before. A line without a loss gives nan. Where all steps since the line before were skipped,
-    there is no mean: the loss stays what it was, as the weights do, and there is none yet where fp16 runs begin.
+    A training loss is the mean of the iterations since the point before. The next line's mean includes an attempt's
+    first line. An attempt's losses replace those of the attempt before. A line without a loss gives nan. Where all
+    steps since the line before were skipped, the loss stays what it was, as the weights do.
     """
     training: Points = []
     validation: dict[int, float] = {}

@@ -15,8 +15,6 @@ compared with one of another command.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import json
 import math
@@ -24,12 +22,15 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from megatron_2bw import run_log
-from megatron_2bw.convergence.options import Run, built_in, defaults, given, grid, parse, takes_corpus, value
+from megatron_2bw.convergence.options import Run, built_in, defaults, grid, parse, takes_corpus, value
 from megatron_2bw.convergence.plot import draw
 from megatron_2bw.convergence.report import STARTED, markdown, number, outcome, summarize, too_large
 from megatron_2bw.errors import UserError, file_errors, run_program
@@ -44,18 +45,6 @@ POLL = 0.2  # seconds between two looks at the runs
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-def same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two commands train the same; the interpreter and the folder of the clone do not matter."""
-    return _trains(one) == _trains(other)
-
-
-def _trains(words: Sequence[str]) -> list[str]:
-    at = list(words).index("--nproc-per-node")
-    trains = [words[at + 1], Path(words[at + 2]).name, *words[at + 3 :]]
-    # The folder of the checkpoints is in the run's own folder.
-    return [word for before, word in zip(["", *trains], trains) if before not in ("--save", "--load")]
-
-
 def portable(words: Sequence[str]) -> list[str]:
     """A run's command as one would type it in any clone: without this machine's folders."""
     at = list(words).index("--nproc-per-node")
@@ -65,30 +54,18 @@ def portable(words: Sequence[str]) -> list[str]:
 
 def result_of(run: Run) -> dict[str, Any] | None:
     """The stored result. Raises UserError if it, or the checkpoints to continue from, are of another command."""
-    for name in ("result.json", "command.json"):
-        try:
-            stored = json.loads((run.folder / name).read_text())
-            other = not same(stored["command"], run.command)
-            if name == "result.json" and not _sound(stored):
-                raise ValueError
-        except FileNotFoundError:
-            continue
-        except (ValueError, LookupError, TypeError):
-            raise UserError(f"{run.folder / name}: not what a run leaves; --fresh sets all runs aside") from None
-        if other and (name == "result.json" or run.checkpoints.exists()):
+
+    def stored(name: str) -> dict[str, Any] | None:
+        path = run.folder / name
+        content = json.loads(path.read_text()) if path.exists() else None
+        if content and portable(content["command"]) != portable(run.command):
             remedy = "give another NAME, or --fresh, which sets all runs aside and begins again"
             raise UserError(f"{run.folder} holds a run of other flags; {remedy}")
-        if name == "result.json":
-            return stored
-    return None
+        return content
 
-
-def _sound(result: dict[str, Any]) -> bool:
-    """Whether result.json has the curves that the report reads."""
-    points = [(end, 0 if loss is None else loss) for end, loss in result["training"] + result["validation"]]
-    plain = all(type(number) in (int, float) and abs(number) < 1e300 for point in points for number in point)
-    types = type(result["seconds_per_iteration"]) in (int, float, type(None)) and type(result["diverged"]) is bool
-    return plain and types and bool(result["diverged"] or result["training"] and result["validation"])
+    if (result := stored("result.json")) is None and run.checkpoints.exists():
+        stored("command.json")
+    return result
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -97,21 +74,20 @@ def _sound(result: dict[str, Any]) -> bool:
 class Job:
     """A run's process, which writes the log; `read` follows the log."""
 
-    def __init__(self, run: Run, lock: int, gpus: str | None):
+    def __init__(self, run: Run, gpus: str | None):
         run.folder.mkdir(parents=True, exist_ok=True)
         write_json(run.folder / "command.json", {"command": run.command}, indent=None)
         if not run.checkpoints.exists():  # it starts again, perhaps with other flags
             set_aside(run.log)
-        self.run, self.iteration, self.loss, self.said, self._rest = run, 0, math.nan, 0.0, ""
+        self.run, self.iteration, self.loss, self.reported, self._rest = run, 0, math.nan, 0.0, ""
         self._begun = time.monotonic()
         with open(run.log, "a") as log:
             log.write(f"\n{STARTED} {shlex.join(run.command)}\n")
             log.flush()
             self._log = open(run.log, errors="replace")
             self._log.seek(0, os.SEEK_END)
-            self.first: int | None = None  # iteration that the process began with
             more = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-            self.process = start(run.command, log, env=environment(**more), pass_fds=(lock,))
+            self.process = start(run.command, log, env=environment(**more))
 
     @property
     def seconds(self) -> float:
@@ -124,7 +100,6 @@ class Job:
         before = self.iteration
         for line in run_log.training(lines):
             self.iteration, self.loss = line.iteration, number(line.loss)
-            self.first = self.iteration if self.first is None else self.first
         return self.iteration != before
 
     def end(self) -> None:
@@ -132,42 +107,23 @@ class Job:
         self._log.close()
 
 
+@dataclass
 class Board:
-    """Results and progress of all runs, and the lines that report them."""
+    """Results and failures of all runs."""
 
-    def __init__(self, runs: list[Run], iterations: int):
-        self.runs, self.iterations = runs, iterations
-        self.results: dict[Run, dict[str, Any]] = {}
-        self.failures: dict[Run, str] = {}
-        self.losses: dict[tuple[Run, int], float] = {}  # at an iteration
-        self._begun, self._done = time.monotonic(), 0.0
+    runs: list[Run]
+    iterations: int
+    results: dict[Run, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[Run, str] = field(default_factory=dict)
 
-    def take(self, run: Run, result: dict[str, Any]) -> None:
-        self.results[run] = result
-        self.losses |= {(run, int(end)): number(loss) for end, loss in result["training"]}
+    def say(self, run: Run, text: str) -> None:
+        say(f"[{self.runs.index(run) + 1}/{len(self.runs)}] {run.title}: {text}")
 
-    def line(self, job: Job, others: Sequence[Job]) -> str:
-        """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512 (vanilla 4.498), 2:10 elapsed, about ..."""
-        run = job.run
-        self.losses[run, job.iteration] = job.loss
-        vanilla = {(other.lr, other.seed): other for other in self.runs if other.variant == "vanilla" and other != run}
-        loss = self.losses.get((vanilla.get((run.lr, run.seed)), job.iteration))
-        losses = f"loss {job.loss:.3f}" + ("" if loss is None else f" (vanilla {loss:.3f})")
-        times = f"{duration(time.monotonic() - self._begun)} elapsed{self._left([job, *others])}"
-        return f"{self.number(run)} {run.title}: iteration {job.iteration}/{self.iterations}, {losses}, {times}"
-
-    def number(self, run: Run) -> str:
-        return f"[{self.runs.index(run) + 1}/{len(self.runs)}]"
-
-    def ended(self, job: Job) -> None:
-        self._done += max(0, job.iteration - (job.first or 0))
-
-    def _left(self, jobs: Sequence[Job]) -> str:
-        now = sum(job.iteration - (job.first or 0) for job in jobs)
-        pending = len(self.runs) - len(self.results) - len(self.failures)
-        left = pending * self.iterations - sum(job.iteration for job in jobs)
-        done = self._done + now
-        return f", about {duration(left * (time.monotonic() - self._begun) / done)} left" if done else ""
+    def progress(self, job: Job) -> None:
+        """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512, 2:10 elapsed, about 10:50 left"""
+        left = job.seconds * (self.iterations / max(job.iteration, 1) - 1)
+        times = f"{duration(job.seconds)} elapsed, about {duration(left)} left"
+        self.say(job.run, f"iteration {job.iteration}/{self.iterations}, loss {job.loss:.3f}, {times}")
 
 
 def duration(seconds: float) -> str:
@@ -177,47 +133,36 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def gpus_of(slot: int, ranks: int, most: int, gpus: Sequence[str]) -> str | None:
-    """CUDA_VISIBLE_DEVICES of the slot-th of the concurrent runs of at most `most` ranks; None to leave it."""
-    if len(gpus) <= ranks:
-        return None
-    return ",".join(gpus[(slot * most + rank) % len(gpus)] for rank in range(ranks))
-
-
-def gpus_to_deal(options) -> list[str]:
-    """The GPUs of this process (Slurm sets them); none if runs are not concurrent."""
+def gpus_of(slot: int, ranks: int, options) -> str | None:
+    """CUDA_VISIBLE_DEVICES of the slot-th of the concurrent runs, of the GPUs of this process; None to leave it."""
     if options.jobs == 1 or options.device == "cpu":
-        return []
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
-    import torch
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        import torch
 
-    return [str(gpu) for gpu in range(torch.cuda.device_count())]
+        visible = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = visible.split(",")
+    return ",".join(gpus[(slot * ranks + rank) % len(gpus)] for rank in range(ranks)) if len(gpus) > ranks else None
 
 
-def train(board: Board, options, lock: int, after: Callable[[], None]) -> None:
+def train(board: Board, options, after: Callable[[], None]) -> None:
     """Run what is missing, `options.jobs` at a time; call `after` after each. Failures are on the board."""
-
-    def ranks(run: Run) -> int:
-        return int(value(run.command, "--nproc-per-node"))
-
     waiting = [run for run in board.runs if run not in board.results]
-    gpus, jobs = gpus_to_deal(options), {}
-    most = max(map(ranks, waiting), default=1)
+    jobs: dict[int, Job] = {}
     try:
         while waiting or jobs:
             # The next starts when the others train: runs with the same seed write the same index of the data.
             if waiting and len(jobs) < options.jobs and all(job.iteration for job in jobs.values()):
                 slot = next(slot for slot in range(options.jobs) if slot not in jobs)
                 run = waiting.pop(0)
-                jobs[slot] = Job(run, lock, gpus_of(slot, ranks(run), most, gpus))
-                say(f"{board.number(jobs[slot].run)} {jobs[slot].run.title}: starts")
+                jobs[slot] = Job(run, gpus_of(slot, int(value(run.command, "--nproc-per-node")), options))
+                board.say(run, "starts")
             for slot, job in list(jobs.items()):
                 code = job.process.poll()
-                others = [other for other in jobs.values() if other is not job]
-                if job.read() and (time.monotonic() - job.said >= EVERY or job.iteration == board.iterations):
-                    job.said = time.monotonic()
-                    say(board.line(job, others))
+                if job.read() and (time.monotonic() - job.reported >= EVERY or job.iteration == board.iterations):
+                    job.reported = time.monotonic()
+                    board.progress(job)
                 if code is not None:
                     del jobs[slot]
                     finish(board, job, code)
@@ -225,10 +170,7 @@ def train(board: Board, options, lock: int, after: Callable[[], None]) -> None:
                     if waiting and not jobs and len(board.failures) == 1 and not board.results and not job.iteration:
                         say("convergence.py: no other run is started, for the first has not trained")
                         waiting.clear()
-                    try:
-                        after()
-                    except OSError as error:  # the next report may succeed; the runs continue
-                        say(f"convergence.py: the report could not be written: {error}")
+                    after()
             time.sleep(POLL)
     finally:
         for job in jobs.values():
@@ -237,19 +179,18 @@ def train(board: Board, options, lock: int, after: Callable[[], None]) -> None:
 
 def finish(board: Board, job: Job, code: int) -> None:
     """Store a run's result, or report why there is none."""
-    run, begin = job.run, f"{board.number(job.run)} {job.run.title}:"
+    run = job.run
     job.end()
-    board.ended(job)
     try:
         result = outcome(run.log.read_text(errors="replace"), code, board.iterations)
     except UserError as error:
         board.failures[run] = str(error)
-        say(f"{begin} failed, {error} (log: {run.log})")
+        board.say(run, f"failed, {error} (log: {run.log})")
         return
     write_json(run.folder / "result.json", {"command": run.command, "seconds": round(job.seconds, 1)} | result, None)
-    board.take(run, result)
+    board.results[run] = result
     loss = "diverged" if result["diverged"] else f"validation loss {result['validation'][-1][1]:.4f}"
-    say(f"{begin} ended after {duration(job.seconds)}, {loss}")
+    board.say(run, f"ended after {duration(job.seconds)}, {loss}")
 
 
 def say(line: str) -> None:
@@ -257,21 +198,6 @@ def say(line: str) -> None:
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[int]:
-    """A lock on the folder. The runs hold it too: while one outlives this script, no other call enters."""
-    with file_errors(f"--out {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield lock
-    except BlockingIOError:
-        raise UserError(f"{folder} is in use by another convergence.py, or by a run that it left") from None
-    finally:
-        os.close(lock)
 
 
 def report(board: Board, options) -> list[dict[str, Any]]:
@@ -303,16 +229,15 @@ def report(board: Board, options) -> list[dict[str, Any]]:
 
 def facts(board: Board, options) -> list[str]:
     """What was run, for report.md."""
-    count = f"{len(options.seeds)} seeds" if len(options.seeds) > 1 else "one seed"
+    seeds = f"{'seeds' if len(options.seeds) > 1 else 'seed'} {', '.join(options.seeds)}"
+    sizes = f"{options.iterations} iterations, {options.stages} stage(s) × width {options.width}"
     return [
-        f"{options.task.upper()}, {options.iterations} iterations, {options.stages} "
-        f"{'stages' if options.stages > 1 else 'stage'} × width {options.width}, {count} ({', '.join(options.seeds)}); "
-        f"{len(board.results)} of {len(board.runs)} runs have ended. The command that repeats or continues them:",
+        f"{options.task.upper()}, {sizes}, {seeds}; {len(board.results)} of {len(board.runs)} runs have ended. The "
+        "command that repeats or continues them:",
         "",
         f"    {options.again}",
         "",
         f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`"
-        + ("" if options.no_defaults or given(options.flags, "--min-lr") else ", `--min-lr` a tenth of `--lr`")
         + (", the built-in corpus and its tokenizer" if takes_corpus(options) else ""),
         *(f"- **{label}**: `{shlex.join(flags)}`" for label, flags in options.variants.items()),
     ]
@@ -339,20 +264,29 @@ def judge(rows: Sequence[dict[str, Any]], options) -> int:
 
 
 def work(options) -> int:
-    with locked(options.out) as lock:
-        if options.fresh:
-            set_aside(options.out / "runs")
-        board = Board(grid(options, built_in(options)), options.iterations)
-        for run in board.runs:
-            if result := result_of(run):
-                board.take(run, result)
-        runs = f"{len(board.runs)} runs of {options.iterations} iterations"
-        say(f"convergence.py: {runs}, {len(board.results)} of them are there; {options.out}")
-        if not options.report_only:
-            train(board, options, lock, lambda: report(board, options))
-        rows = report(board, options)
-        say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
-        return max(judge(rows, options), 1 if board.failures else 0)
+    with file_errors(f"--out {options.out}"):
+        options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(options.out / ".lock", blocking=False):
+            return _work(options)
+    except Timeout:
+        raise UserError(f"{options.out} is in use by another convergence.py") from None
+
+
+def _work(options) -> int:
+    if options.fresh:
+        set_aside(options.out / "runs")
+    board = Board(grid(options, built_in(options)), options.iterations)
+    for run in board.runs:
+        if result := result_of(run):
+            board.results[run] = result
+    runs = f"{len(board.runs)} runs of {options.iterations} iterations"
+    say(f"convergence.py: {runs}, {len(board.results)} of them are there; {options.out}")
+    if not options.report_only:
+        train(board, options, lambda: report(board, options))
+    rows = report(board, options)
+    say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
+    return max(judge(rows, options), 1 if board.failures else 0)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "convergence.py") -> int:
