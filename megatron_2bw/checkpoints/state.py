@@ -40,6 +40,7 @@ from megatron_2bw.checkpoints.optimizer_state import (
 from megatron_2bw.checkpoints.save_workers import root
 from megatron_2bw.checkpoints.unpickle import Refused, writable_by_all
 from megatron_2bw.errors import UserError
+from megatron_2bw.flags.correction import Correction, parse
 from megatron_2bw.flags.rule import value
 from megatron_2bw.guard import arguments, around
 
@@ -54,13 +55,13 @@ class RunState:
     shadow      the weights one update older than the newest, by parameter; empty: take the newest
     loss_scale  of the next batch, which belongs to those weights; None: the present one
     working     the working copy of the newest weights, with --two-bw-correction; empty: take the newest
-    correction  with which these copies were extrapolated, as text; None: they were not
+    correction  of these working copies; None: they are the true weights
     """
 
     shadow: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     loss_scale: float | None = None
     working: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    correction: float | str | None = None  # a number in checkpoints of earlier versions
+    correction: Correction | None = None
 
 
 class Checkpoints:
@@ -110,7 +111,7 @@ class Checkpoints:
             "schedule": schedule.name,
             "version": values["iteration"],
             "loss_scale": None if values["args"].no_save_optim else run.loss_scale,
-            "factor": run.correction if schedule.extrapolates(values["iteration"]) else None,
+            "factor": str(run.correction) if run.correction and schedule.reads_late(values["iteration"]) else None,
             **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
         }
         state[KEY] |= {
@@ -217,7 +218,8 @@ class Checkpoints:
         scale = None
         if self._runtime.schedule.late_step and not get_args().no_load_optim:
             scale = self._saved.get("loss_scale")
-        correction = self._saved.get("factor") if "shadow" in copies else None
+        saved = self._saved.get("factor") if "shadow" in copies else None  # a number in checkpoints of version 0.1
+        correction = None if saved is None else parse(str(saved))
         self._runtime.resume(RunState(copies.get("shadow", {}), scale, copies.get("working", {}), correction))
 
 

@@ -1,4 +1,4 @@
-"""--two-bw-correction: how far ahead of the newest weights a batch of 2bw computes.
+"""--two-bw-correction: the working copy of the newest weights, on which a batch of 2bw computes.
 
 With 2BW the gradient of batch j + 1 changes W(j+1) and is taken one update earlier. With a correction it is taken at
 the working copy
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_2bw.flags.rule import Args
 
@@ -28,42 +28,35 @@ LEAST_MOMENTUM = 0.8  # below it `auto` adds the best factor of a gradient of pu
 
 
 @dataclass(frozen=True)
-class Factor:
-    """A number, or a schedule from `first` to `last` over the run, by a function of SHAPES."""
+class Correction:
+    """What a working copy adds to W: `factor` x the last update, `gradient` x its last gradient's part.
 
-    first: float
+    last  the factor at the end of the run, if it changes over the run, by the function `shape` of SHAPES
+    """
+
+    factor: float = 0.0
+    gradient: float = 0.0
     shape: str = "linear"
     last: float | None = None
 
-    def at(self, share: float) -> float:
-        """The factor after this share of the run's iterations, 0 to 1."""
+    def at(self, share: float) -> Correction:
+        """The correction after this share of the run's iterations, 0 to 1."""
         if self.last is None:
-            return self.first
-        return self.last + (self.first - self.last) * SHAPES[self.shape](share)
+            return self
+        return Correction(self.last + (self.factor - self.last) * SHAPES[self.shape](share), self.gradient)
 
     def __str__(self) -> str:
-        return f"{self.first:g}" if self.last is None else f"{self.first:g}:{self.shape}:{self.last:g}"
+        course = "" if self.last is None else f":{self.shape}:{self.last:g}"
+        return f"{self.factor:g}{course}" + (f" and gradient {self.gradient:g}" if self.gradient else "")
 
 
-@dataclass(frozen=True)
-class Correction:
-    """What a batch adds to the newest weights: `factor` x the last update, `gradient` x its last gradient's part."""
+def parse(text: str) -> Correction:
+    """The correction of a text: FACTOR or FIRST:SHAPE:LAST, then " and gradient TIMES" or nothing.
 
-    factor: Factor
-    gradient: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.factor}" + (f" and gradient {self.gradient:g}" if self.gradient else "")
-
-
-def factor(text: str) -> str:
-    """The value of --two-bw-correction-factor: a number, or FIRST:SHAPE:LAST. Returns it; raises ArgumentTypeError."""
-    _parse(text)
-    return text
-
-
-def _parse(text: str) -> Factor:
-    words = text.split(":")
+    Raises ArgumentTypeError. For a correction that `str` has written, it returns the same.
+    """
+    course, _, gradient = text.partition(" and gradient ")
+    words = course.split(":")
     try:
         numbers = [float(word) for word in words[::2]]
     except ValueError:
@@ -72,7 +65,13 @@ def _parse(text: str) -> Factor:
         raise argparse.ArgumentTypeError(f"{text}: must be a number such as 1, or a schedule such as 1.5:cosine:0.9")
     if not all(0 <= number <= 2 for number in numbers):
         raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 2")
-    return Factor(numbers[0], *words[1:2], *numbers[1:])
+    return Correction(numbers[0], float(gradient or 0), *words[1:2], *numbers[1:])
+
+
+def factor(text: str) -> str:
+    """The value of --two-bw-correction-factor, checked: arguments are saved with a checkpoint, so it stays text."""
+    parse(text)
+    return text
 
 
 def correction(args: Args) -> Correction | None:
@@ -81,15 +80,15 @@ def correction(args: Args) -> Correction | None:
         return None
     if args.two_bw_correction == "auto":
         return recommended(args)
-    return Correction(_parse(args.two_bw_correction_factor), args.two_bw_correction_gradient)
+    return replace(parse(args.two_bw_correction_factor), gradient=args.two_bw_correction_gradient)
 
 
 def recommended(args: Args) -> Correction:
     """The setting of `auto` (docs/convergence.md)."""
     decay = getattr(args, DECAYS.get(args.optimizer, ""), LEAST_MOMENTUM)
     if decay < LEAST_MOMENTUM:
-        return Correction(Factor(decay))
-    return Correction(Factor(1.5), 0.0 if _only_lion(args) else 2.0)
+        return Correction(decay)
+    return Correction(1.5, 0.0 if _only_lion(args) else 2.0)
 
 
 def _only_lion(args: Args) -> bool:
@@ -97,16 +96,16 @@ def _only_lion(args: Args) -> bool:
     return args.optimizer == "muon" and args.muon_scalar_optimizer == "lion"
 
 
-def warning(args: Args) -> str | None:
-    """A line for the user who gives too little momentum, or None.
+def warning(found: Correction | None, args: Args) -> str | None:
+    """A line for the user whose correction has too little momentum, or None.
 
-    Where gradients are independent noise, extrapolation takes them sqrt(1 - 2 decay factor + factor^2) updates away
-    from the weights that they change, and plain 2BW takes them one update away (docs/convergence.md).
+    Where gradients are independent noise, the working copy is sqrt(1 - 2 decay factor + factor^2) updates away from the
+    weights that they change, and without a correction they are taken one update away (docs/convergence.md).
     """
-    if args.two_bw_correction != "extrapolate":
+    if found is None or args.two_bw_correction != "extrapolate":
         return None
-    decay, given = getattr(args, DECAYS.get(args.optimizer, ""), 1.0), _parse(args.two_bw_correction_factor)
-    if decay >= max(given.first, given.last or 0.0) / 2:
+    decay = getattr(args, DECAYS.get(args.optimizer, ""), 1.0)
+    if decay >= max(found.factor, found.last or 0.0) / 2:
         return None
     flag = "--" + DECAYS[args.optimizer].replace("_", "-")
     return (
@@ -116,14 +115,14 @@ def warning(args: Args) -> str | None:
     )
 
 
-def note(args: Args) -> str | None:
+def note(found: Correction | None, args: Args) -> str | None:
     """A line on the correction of a run of 2bw: what `auto` stands for, or that there is none. None: nothing to say."""
     if args.pipeline_schedule != "2bw":
         return None
-    if args.two_bw_correction == "auto":
-        found, adam = recommended(args), args.optimizer == "adam"
+    if found is not None and args.two_bw_correction == "auto":
+        adam = args.optimizer == "adam"
         return (
-            f"> 2bw: --two-bw-correction auto: factor {found.factor} and gradient {found.gradient:g}"
+            f"> 2bw: --two-bw-correction auto: factor {found.factor:g} and gradient {found.gradient:g}"
             + f", --adam-beta1 {args.adam_beta1:g}" * adam
             + f" ({BETA1} bears higher learning rates)" * (adam and args.adam_beta1 < BETA1)
         )

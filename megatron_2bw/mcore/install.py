@@ -36,7 +36,7 @@ def check(args: argparse.Namespace) -> None:
     Megatron's own schedule is left alone.
     """
     from megatron_2bw.flags import parse
-    from megatron_2bw.start.launch import stop
+    from megatron_2bw.start.exits import stop
 
     if args.pipeline_schedule != "megatron":
         parse.check(args, stop)
@@ -82,7 +82,9 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
 
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
-    for line in (correction.warning(args), correction.note(args), own.short_warmup(args), environment.warning(args)):
+    chosen = correction.correction(args)
+    lines = (correction.warning(chosen, args), correction.note(chosen, args))
+    for line in (*lines, own.short_warmup(args), environment.warning(args)):
         if args.rank == 0 and line:
             print(line, flush=True)
     schedule = schedule_of(
@@ -104,7 +106,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
             timed=args.timing_log_level >= 2,
             trace=args.two_bw_trace,
             wants_exit=wants_exit,
-            correction=correction.correction(args),
+            correction=chosen,
             evaluates=args.eval_iters != 0,
         ),
     )

@@ -33,12 +33,13 @@ from megatron_2bw.core.streams import own_stream
 from megatron_2bw.core.updates import LateUpdate
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.core.worker import Worker
-from megatron_2bw.mcore.extrapolation import Lead, WorkingCopy
+from megatron_2bw.flags.correction import Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot
 from megatron_2bw.mcore.groups import Groups
 from megatron_2bw.mcore.loss_scales import LossScales
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
 from megatron_2bw.mcore.stage_times import StageStats
+from megatron_2bw.mcore.working_copy import WorkingCopy
 from megatron_2bw.schedules import Action, Shape
 
 # Seconds that the step's thread may hold Python's lock while the training thread wants to launch its next kernel.
@@ -64,14 +65,14 @@ class StepResult:
 class BatchEnd:
     """What the stage knows of a batch after its last backward.
 
-    tokens       unmasked tokens of the batch on this stage, an int tensor of one element, with per-token loss
-    stats        called in the step's thread
-    lead         of the working copy of W(batch + 1); None if batches without delay read W(batch + 1)
+    tokens      unmasked tokens of the batch on this stage, an int tensor of one element, with per-token loss
+    stats       called in the step's thread
+    correction  of the working copy of W(batch + 1); None if batches without delay read W(batch + 1)
     """
 
     tokens: torch.Tensor | None
     stats: Callable[[], StageStats]
-    lead: Lead | None
+    correction: Correction | None
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class LateStep(LateUpdate):
     def _complete(self, result: tuple[Job, StepResult, torch.Tensor]) -> bool:
         job, outcome, scale = result
         if self.working is not None:
-            self.working.extrapolated = job.end.lead is not None
+            self.working.in_store = job.end.correction is not None
         self.scales.complete(job.batch + 1, scale, outcome.loss_scale)
         self.has_stepped |= outcome.stepped
         self._report(outcome)
@@ -222,7 +223,7 @@ class LateStep(LateUpdate):
     def _megatron_step(self, job: Job, views: list[torch.Tensor]) -> tuple[bool, Any, Any]:
         """Megatron's step, into the job's weight store, whose parameters are `views`."""
         if self.working is not None:
-            return self.working.step(self._megatron.step, views, job.end.lead or Lead())
+            return self.working.step(self._megatron.step, views, job.end.correction or Correction())
         self.stores.prepare(job.target)
         return self._megatron.step()
 

@@ -29,7 +29,7 @@ class Proxies:
     ddp     the model chunk in Megatron's DistributedDataParallel
     parts   Megatron's optimizers of the stage
     group   the process group over which the distributed optimizer gathers its shards
-    mains   tensors that the optimizer steps instead of the store, by parameter (see `Extrapolation`)
+    mains   tensors that the optimizer steps instead of the store, by parameter (see `working_copy.own_mains`)
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Proxies:
         group: dist.ProcessGroup,
         mains: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
     ):
-        self._parts, self._stores, self._mains = parts, stores, mains or {}
+        self._parts, self._stores, self.mains = parts, stores, mains or {}
         for part in parts:
             detach_shards(part)
         self.gathering = ParamGather(ddp, group)
@@ -57,7 +57,7 @@ class Proxies:
     def point_to(self, views: Sequence[torch.Tensor]) -> None:
         """Let the proxies be the parameters in a weight store, or their main parameters where there are some."""
         for param, view in zip(self._stores.params, views):
-            self._proxies[param].data = self._mains.get(param, view)
+            self._proxies[param].data = self.mains.get(param, view)
 
     def of(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The proxy of a parameter."""

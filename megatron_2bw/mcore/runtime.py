@@ -25,7 +25,6 @@ from megatron_2bw.core.groups import streams_warning
 from megatron_2bw.core.p2p import connect_group
 from megatron_2bw.core.pipeline import WARM_UP
 from megatron_2bw.flags.correction import Correction
-from megatron_2bw.mcore.extrapolation import Extrapolation, Lead, WorkingCopy, resume_note
 from megatron_2bw.mcore.grad_buffers import GradientSlots
 from megatron_2bw.mcore.groups import Groups
 from megatron_2bw.mcore.late_step import BatchEnd, LateStep, StepResult
@@ -34,6 +33,7 @@ from megatron_2bw.mcore.loss_scales import LossScales
 from megatron_2bw.mcore.proxies import Proxies
 from megatron_2bw.mcore.stage import Call, MegatronStage
 from megatron_2bw.mcore.stage_times import StageClock
+from megatron_2bw.mcore.working_copy import WorkingCopy, own_mains, resume_note
 from megatron_2bw.schedules import Schedule, Shape
 from megatron_2bw.timelines.trace import TraceWriter
 
@@ -171,7 +171,7 @@ class MegatronRuntime:
             shadow=dict(zip(self.stores.params, self.stores.values(newest - 1))),
             loss_scale=self.late.scales.of(version),
             working=self.late.working.values() if self.late.working is not None else {},
-            correction=None if self.options.correction is None else str(self.options.correction),
+            correction=self.options.correction,
         )
 
     def random_state_before_flight(self) -> contextlib.AbstractContextManager:
@@ -248,7 +248,7 @@ class MegatronRuntime:
         self.stores.start(shape.first, [shadow[param] for param in self.trainable] if shadow else None)
         if shape.first > 0:
             versions = "both weight versions of the checkpoint" if shadow else "the loaded weights as every version"
-            if self.schedule.extrapolates(shape.first):
+            if self.schedule.reads_late(shape.first):
                 versions += resume_note(self._resume.correction, self.options.correction)
             print_rank_0(f"> {self.schedule.name}: starts from iteration {shape.first} with {versions}")
 
@@ -262,15 +262,12 @@ class MegatronRuntime:
         device, correction = self.trainable[0].device, self.options.correction
         groups = Groups(call.groups, parts[0].get_grad_stats_parallel_group(), device, self.options.timeout, parts)
         slots = GradientSlots(call.model, self.schedule.gradient_slots, groups.data, shape.first)
-        extrapolation = None
-        if correction is not None:
-            extrapolation = Extrapolation(parts, self.stores, correction.gradient != 0)
-        mains = None if extrapolation is None else extrapolation.main
+        mains = {} if correction is None else own_mains(self.stores)
         proxies = Proxies(call.model, parts, self.stores, groups.data, mains)
         working = None
-        if extrapolation is not None:
-            saved = self._resume.working if self.schedule.extrapolates(shape.first) else {}
-            working = WorkingCopy(extrapolation, self.stores, slots, proxies, saved)
+        if correction is not None:
+            saved = self._resume.working if self.schedule.reads_late(shape.first) else {}
+            working = WorkingCopy(parts, self.stores, slots, proxies, correction.gradient != 0, saved)
         return LateStep(
             self._optimizer,
             self._scheduler,
@@ -320,10 +317,10 @@ class MegatronRuntime:
 
     def _end_batch(self, batch: int) -> BatchEnd:
         tokens = self._stage.end_batch(batch)
-        correction, lead = self.options.correction, None
-        if correction is not None and self.schedule.extrapolates(batch + 1):
-            lead = Lead(correction.factor.at(batch / self.pipeline.shape.end), correction.gradient)
-        return BatchEnd(tokens, self._clock.stats_later(self.late.defer), lead)
+        correction = self.options.correction if self.schedule.reads_late(batch + 1) else None
+        if correction is not None:
+            correction = correction.at(batch / self.pipeline.shape.end)
+        return BatchEnd(tokens, self._clock.stats_later(self.late.defer), correction)
 
     def _complete(self, result: StepResult) -> None:
         self.exit_requested |= result.exit_requested

@@ -38,7 +38,7 @@ class Schedule:
         """Forwards before the first backward, not counting the one that alternates with it."""
         return shape.warmup(stage)
 
-    def extrapolates(self, version: int) -> bool:
+    def reads_late(self, version: int) -> bool:
         """Whether W(version) is read only by batches whose gradients come an update late."""
         return False
 

@@ -46,7 +46,7 @@ class TwoBW(Schedule):
         batch = shape.batch(microbatch)
         return batch if batch < max(self.sync_iterations, 1) else batch - 1
 
-    def extrapolates(self, version: int) -> bool:
+    def reads_late(self, version: int) -> bool:
         # W(v) is read by batch v + 1, one update late; and by batch v itself if that runs without delay.
         return version >= max(self.sync_iterations, 1)
 

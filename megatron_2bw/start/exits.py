@@ -14,9 +14,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_2bw.errors import UserError, report
+from megatron_2bw.files import write_json
 
 PATIENCE = 5  # seconds that a rank with a peer's failure waits to be stopped
 GRACE = 20  # seconds that Python may take to exit: a flush can wait for a lost rank
@@ -66,6 +68,21 @@ def leave(error: Exception, flush: Callable[[], None] | None = None) -> NoReturn
         with contextlib.suppress(Exception):
             flush()
     sys.exit(1)
+
+
+def stop(*lines: str) -> NoReturn:
+    """End this rank with status 2; the first rank of a job reports why.
+
+    torchrun then stops the others. A rank that still runs after PATIENCE has an error of its own and reports it.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(PATIENCE)
+    for line in lines:
+        report(program(), line)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends with a report, and quotes this in it
+        text = "\n".join(f"{program()}: error: {line}" for line in lines)
+        write_json(Path(file), {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}})
+    sys.exit(2)
 
 
 def program() -> str:

@@ -12,15 +12,12 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from datetime import timedelta
-from pathlib import Path
-from typing import NoReturn
 
-from megatron_2bw.errors import UserError, report
-from megatron_2bw.files import write_json
+from megatron_2bw.errors import UserError
 from megatron_2bw.flags import early, parse
 from megatron_2bw.start import exits, screen
+from megatron_2bw.start.exits import stop
 from megatron_2bw.words import expand_files
 
 
@@ -123,18 +120,3 @@ def _merge_trace(args, runtime) -> None:
             print(f"> --two-bw-trace: wrote {' and '.join(map(str, trace.merge(args.two_bw_trace)))}", flush=True)
         except (OSError, UserError) as error:  # the run itself has ended well
             print(f"> --two-bw-trace: the files of the stages are not joined: {error}", flush=True)
-
-
-def stop(*lines: str) -> NoReturn:
-    """End this rank with status 2; the first rank of a job reports why.
-
-    torchrun then stops the others. A rank that still runs after PATIENCE has an error of its own and reports it.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(exits.PATIENCE)
-    for line in lines:
-        report(exits.program(), line)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends with a report, and quotes this in it
-        text = "\n".join(f"{exits.program()}: error: {line}" for line in lines)
-        write_json(Path(file), {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}})
-    sys.exit(2)

@@ -7,16 +7,55 @@ from __future__ import annotations
 
 import statistics
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, B, F, PipeDreamFlush, Schedule, TwoBW
+from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, PipeDreamFlush, Schedule, TwoBW, parse
 from megatron_2bw.timelines.page import HERE, whole
 from megatron_2bw.timelines.simulator import Event, Times, by_stage, simulate_lists
-from megatron_2bw.timelines.trace import Batches
 from megatron_2bw.timelines.waits import cut, drawn
 
 SMALL = 1e-3  # of the timeline's length; shorter waits are left out
 Lists = list[list[Event]]
+
+
+class Batches(NamedTuple):
+    """The last whole batches of a run, and all of its actions. Times in seconds since the epoch.
+
+    begin   where the batches start
+    first   the first of the batches
+    waited  the wait before each action, by stage and action
+    """
+
+    events: list[Event]
+    begin: float
+    first: int
+    microbatches: int
+    waited: dict[tuple[int, Action], float]
+    title: str
+
+    @property
+    def stages(self) -> int:
+        return 1 + max(event.stage for event in self.events)
+
+
+def last_batches(events: list[dict[str, Any]], batches: int) -> Batches | None:
+    """The last `batches` batches, at most, that all stages of a pipeline have reduced; None if there is none."""
+    timed = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
+    reduces = [event for event in timed if event["cat"] == "R"]
+    if not reduces:
+        return None
+    stages = range(1 + max(event["tid"] for event in timed))
+    last = min(max((e["args"]["batch"] for e in reduces if e["tid"] == stage), default=-1) for stage in stages)
+    if last < 0:  # a stage's file ends before its first reduction
+        return None
+    first = max(last - batches + 1, min(event["args"]["batch"] for event in reduces))
+    ends = {e["args"]["batch"]: e["ts"] for e in reduces if e["tid"] == 0}
+    begin = ends.get(first - 1, min(event["ts"] for event in timed))
+    made = [Event(e["tid"], parse(e["name"])[0], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in timed]
+    count = sum(e["cat"] == "B" and e["tid"] == 0 for e in timed)
+    microbatches = count // max(1, len(ends))
+    waited = {(own.stage, own.action): e["args"]["waited_ms"] / 1e3 for own, e in zip(made, timed)}
+    return Batches(made, begin / 1e6, first, max(microbatches, 1), waited, f"batches {first} to {last}")
 
 
 def html(batches: Batches) -> str:

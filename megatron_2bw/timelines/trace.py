@@ -14,15 +14,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.files import write_whole
-from megatron_2bw.schedules import Action, B, F, W, parse
+from megatron_2bw.schedules import Action, B, F, W
+from megatron_2bw.timelines import measured
+from megatron_2bw.timelines.simulator import Event
+from megatron_2bw.timelines.waits import cut
 
 if TYPE_CHECKING:
     from megatron_2bw.core.recorder import Record  # it imports torch
-    from megatron_2bw.timelines.simulator import Event
 
 
 class TraceWriter:
@@ -109,16 +111,14 @@ def merge(directory: Path, batches: int = 4) -> list[Path]:
     written = [directory / "trace.json"]
     write_whole(written[0], json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     with _damaged(directory):
-        found = last_batches([event for event in events if event["pid"] == 0], batches)
+        found = measured.last_batches([event for event in events if event["pid"] == 0], batches)
         if found is not None:
-            from megatron_2bw.timelines.measured import html
             from megatron_2bw.timelines.picture import draw_events
-            from megatron_2bw.timelines.waits import cut
 
             picture, page = directory / "timeline.png", directory / "timeline.html"
             shown = [event for event in cut(found.events, found.begin) if event.start >= 0]
             draw_events(shown, found.stages, found.microbatches, picture, found.title)
-            write_whole(page, html(found))
+            write_whole(page, measured.html(found))
             written += [picture, page]
     return written
 
@@ -195,48 +195,6 @@ def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any
         found += _spans(action, min(free[stage], start), start, end, stage, chunk=action.chunk)
         free[stage] = end
     return {"traceEvents": found, "displayTimeUnit": "ms"}
-
-
-class Batches(NamedTuple):
-    """The last whole batches of a run, and all of its actions. Times in seconds since the epoch.
-
-    begin   where the batches start
-    first   the first of the batches
-    waited  the wait before each action, by stage and action
-    """
-
-    events: list[Event]
-    begin: float
-    first: int
-    microbatches: int
-    waited: dict[tuple[int, Action], float]
-    title: str
-
-    @property
-    def stages(self) -> int:
-        return 1 + max(event.stage for event in self.events)
-
-
-def last_batches(events: list[dict[str, Any]], batches: int) -> Batches | None:
-    """The last `batches` batches, at most, that all stages of a pipeline have reduced; None if there is none."""
-    from megatron_2bw.timelines.simulator import Event
-
-    timed = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
-    reduces = [event for event in timed if event["cat"] == "R"]
-    if not reduces:
-        return None
-    stages = range(1 + max(event["tid"] for event in timed))
-    last = min(max((e["args"]["batch"] for e in reduces if e["tid"] == stage), default=-1) for stage in stages)
-    if last < 0:  # a stage's file ends before its first reduction
-        return None
-    first = max(last - batches + 1, min(event["args"]["batch"] for event in reduces))
-    ends = {e["args"]["batch"]: e["ts"] for e in reduces if e["tid"] == 0}
-    begin = ends.get(first - 1, min(event["ts"] for event in timed))
-    made = [Event(e["tid"], parse(e["name"])[0], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in timed]
-    count = sum(e["cat"] == "B" and e["tid"] == 0 for e in timed)
-    microbatches = count // max(1, len(ends))
-    waited = {(own.stage, own.action): e["args"]["waited_ms"] / 1e3 for own, e in zip(made, timed)}
-    return Batches(made, begin / 1e6, first, max(microbatches, 1), waited, f"batches {first} to {last}")
 
 
 def main(words: Sequence[str] | None = None, prog: str = "megatron_2bw.timelines.trace") -> int:

@@ -1,17 +1,18 @@
-"""Extrapolated weights by hand: what a step writes to the weight store, and that main parameters stay the true ones."""
+"""The working copy by hand: what a step writes to the weight store, and that main parameters stay the true ones."""
 
 from __future__ import annotations
 
 import argparse
 from argparse import Namespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from megatron_2bw.core.weights import WeightStores
-from megatron_2bw.flags.correction import Correction, Factor, correction, factor, note, warning
+from megatron_2bw.flags.correction import Correction, correction, factor, note, parse, warning
 from megatron_2bw.flags.own import short_warmup, sync_iterations
-from megatron_2bw.mcore.extrapolation import Extrapolation, Lead, add_gradients, resume_note
+from megatron_2bw.mcore.working_copy import WorkingCopy, add_gradients, own_mains, resume_note
 from megatron_2bw.portions import portions
 
 
@@ -35,99 +36,94 @@ class MixedPrecision:
         self._copy_main_params_to_model_params()
 
 
-def stage() -> tuple[WeightStores, MixedPrecision, torch.nn.Parameter, torch.nn.Parameter]:
-    low, full = torch.nn.Parameter(torch.tensor([1.0, 2.0]).bfloat16()), torch.nn.Parameter(torch.tensor([4.0]))
-    stores = WeightStores([low, full], 2)
-    stores.start(0)
-    return stores, MixedPrecision(stores), low, full
+class Proxies:
+    """Of parameters whose optimizer is not in the test."""
 
-
-class Unstepped:
-    """Proxies of parameters whose optimizer is not in the test."""
+    def __init__(self, stores: WeightStores):
+        self.mains = own_mains(stores)
 
     def of(self, param: torch.nn.Parameter) -> torch.Tensor:
         return param
 
 
-def step(stores, part, correction, lead: Lead, update: float = 0.5) -> list[torch.Tensor]:
-    """Both parameters change by -update; returns what is in the store then."""
-    part.target = stores.reserve({stores.newest})
-    views = stores.views(part.target)
-    correction.before_step(views, lead)
-    for main in correction.main.values():  # as Megatron's optimizer would, in place
-        main.sub_(update)
-    part.step(update)
-    correction.after_step(views, Unstepped())
-    stores.commit(part.target, True)
-    return views
+class Made(NamedTuple):
+    """A stage with one parameter of 16 bits and one of 32, whose steps subtract `update`."""
+
+    stores: WeightStores
+    part: MixedPrecision
+    proxies: Proxies
+    copy: WorkingCopy
+
+    def step(self, correction: Correction, update: float = 0.5, stepped: bool = True) -> list[list[float]]:
+        """What is in the store then."""
+        self.part.target = self.stores.reserve({self.stores.newest})
+        views = self.stores.views(self.part.target)
+
+        def megatron_step() -> tuple:
+            for main in self.proxies.mains.values() if stepped else ():  # in place, as Megatron's optimizer
+                main.sub_(update)
+            if stepped:
+                self.part.step(update)
+            return (stepped,)
+
+        self.copy.step(megatron_step, views, correction)
+        self.stores.commit(self.part.target, True)
+        return [view.tolist() for view in views]
+
+
+@pytest.fixture
+def made() -> Made:
+    low, full = torch.nn.Parameter(torch.tensor([1.0, 2.0]).bfloat16()), torch.nn.Parameter(torch.tensor([4.0]))
+    stores = WeightStores([low, full], 2)
+    stores.start(0)
+    part, proxies = MixedPrecision(stores), Proxies(stores)
+    return Made(stores, part, proxies, WorkingCopy([part], stores, None, proxies, takes_gradients=False))
 
 
 @pytest.mark.parametrize(
     "factor, low, full", [(1.0, [0.0, 1.0], [3.0]), (0.5, [0.25, 1.25], [3.25]), (0.0, [0.5, 1.5], [3.5])]
 )
-def test_the_store_is_ahead_by_the_factor_of_the_update_and_the_main_parameters_are_not(factor, low, full):
-    stores, part, _, _ = stage()
-    correction = Extrapolation([part], stores, takes_gradients=False)
-    views = step(stores, part, correction, Lead(factor))
-    assert views[0].tolist() == low and views[1].tolist() == full
-    (main,) = part.fp32_from_float16_groups[0]
-    assert main.tolist() == [0.5, 1.5] and correction.main[stores.params[1]].tolist() == [3.5]
+def test_the_store_is_ahead_by_the_factor_of_the_update_and_the_main_parameters_are_not(factor, low, full, made):
+    assert made.step(Correction(factor)) == [low, full]
+    (main,) = made.part.fp32_from_float16_groups[0]
+    (own,) = made.proxies.mains.values()
+    assert main.tolist() == [0.5, 1.5] and own.tolist() == [3.5]
 
 
-def test_without_extrapolation_the_step_writes_the_true_weights():
-    stores, part, _, _ = stage()
-    correction = Extrapolation([part], stores, takes_gradients=False)
-    views = step(stores, part, correction, Lead())
-    assert views[0].tolist() == [0.5, 1.5] and views[1].tolist() == [3.5]
+def test_the_next_update_starts_from_the_true_weights(made):
+    made.step(Correction(1.0))
+    assert made.step(Correction(1.0), update=-1.0) == [[2.5, 3.5], [5.5]]
 
 
-def test_the_next_update_starts_from_the_true_weights():
-    stores, part, _, _ = stage()
-    correction = Extrapolation([part], stores, takes_gradients=False)
-    step(stores, part, correction, Lead(1.0))
-    views = step(stores, part, correction, Lead(1.0), update=-1.0)
-    assert views[0].tolist() == [2.5, 3.5] and views[1].tolist() == [5.5]
+def test_a_skipped_step_leaves_the_true_weights_in_the_store(made):
+    made.step(Correction(1.0))
+    assert made.step(Correction(1.0), stepped=False) == [[0.5, 1.5], [3.5]]
+    assert made.step(Correction(1.0))[0] == [-0.5, 0.5], "nothing is left of the skipped one"
 
 
-def test_a_skipped_step_leaves_the_true_weights_in_the_store():
-    stores, part, _, _ = stage()
-    correction = Extrapolation([part], stores, takes_gradients=False)
-    step(stores, part, correction, Lead(1.0))
-    part.target = stores.reserve({stores.newest})
-    views = stores.views(part.target)
-    correction.before_step(views, Lead(1.0))
-    correction.write_true(views)
-    assert views[0].tolist() == [0.5, 1.5] and views[1].tolist() == [3.5]
-    stores.commit(part.target, True)
-    views = step(stores, part, correction, Lead(1.0))
-    assert views[0].tolist() == [-0.5, 0.5], "nothing is left of the skipped one"
-
-
-def test_the_update_is_taken_in_fp32():
+def test_the_update_is_taken_in_fp32(made):
     """An update that bf16 weights do not show is there twice over."""
-    stores, part, _, _ = stage()
-    correction = Extrapolation([part], stores, takes_gradients=False)
-    views = step(stores, part, correction, Lead(1.0), update=2.0**-9 * 1.5)
-    assert views[0][0] == torch.tensor(1 - 2.0**-8 * 1.5).bfloat16() != torch.tensor(1 - 2.0**-9 * 1.5).bfloat16()
+    (first, _), _ = made.step(Correction(1.0), update=2.0**-9 * 1.5)
+    assert first == torch.tensor(1 - 2.0**-8 * 1.5).bfloat16() != torch.tensor(1 - 2.0**-9 * 1.5).bfloat16()
 
 
 @pytest.mark.parametrize(
     "then, now, text",
     [
         (None, None, ""),
-        ("0.5", Correction(Factor(0.5)), ""),
-        (0.5, Correction(Factor(0.5)), ""),  # as earlier versions saved it
-        (None, Correction(Factor(1.0)), ": not extrapolated at first, extrapolated by 1 from then on"),
-        ("1", None, ": extrapolated by 1 at first, not extrapolated from then on"),
-        (
-            1.0,
-            Correction(Factor(1.0), 2),
-            ": extrapolated by 1 at first, extrapolated by 1 and gradient 2 from then on",
-        ),
+        (parse("0.5"), Correction(0.5), ""),
+        (None, Correction(1.0), ": not corrected at first, corrected by 1 from then on"),
+        (Correction(1.0), None, ": corrected by 1 at first, not corrected from then on"),
+        (Correction(1.0), Correction(1.0, 2), ": corrected by 1 at first, corrected by 1 and gradient 2 from then on"),
     ],
 )
-def test_the_log_tells_a_resumed_run_whose_first_weights_differ(then, now, text):
+def test_the_log_of_a_resumed_run_whose_first_weights_differ(then, now, text):
     assert resume_note(then, now) == text
+
+
+@pytest.mark.parametrize("text", ["1", "0.5 and gradient 2", "1.5:cosine:0.9 and gradient 0.25", "0:linear:2"])
+def test_the_text_of_a_correction_in_a_checkpoint(text):
+    assert str(parse(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -147,7 +143,9 @@ def test_the_log_tells_a_resumed_run_whose_first_weights_differ(then, now, text)
     ],
 )
 def test_too_little_momentum_is_told(named, expected):
-    line = warning(Namespace(**(dict(two_bw_correction="extrapolate", two_bw_correction_factor="1") | named)))
+    args = dict(two_bw_correction="extrapolate", two_bw_correction_factor="1", two_bw_correction_gradient=0.0)
+    args = Namespace(**args | named)
+    line = warning(correction(args), args)
     assert (line is None) if expected is None else (expected in line and "\n" not in line)
 
 
@@ -165,7 +163,8 @@ def test_too_little_momentum_is_told(named, expected):
 )
 def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, start, words):
     named = dict(pipeline_schedule=schedule, two_bw_correction=given, two_bw_sync_iterations=start)
-    line = note(Namespace(**named, optimizer="adam", adam_beta1=0.9))
+    args = Namespace(**named, optimizer="adam", adam_beta1=0.9, two_bw_correction_factor="1")
+    line = note(correction(Namespace(**vars(args), two_bw_correction_gradient=0.0)), args)
     assert (line is None) if words is None else (words in line and "\n" not in line)
 
 
@@ -204,19 +203,19 @@ def test_a_short_warmup_has_a_line(given, said):
     "given, expected",
     [
         (dict(two_bw_correction="none"), None),
-        (dict(two_bw_correction="auto"), Correction(Factor(1.5), 2.0)),
-        (dict(two_bw_correction="auto", adam_beta1=0.5), Correction(Factor(0.5))),
-        (dict(two_bw_correction="auto", optimizer="sgd", sgd_momentum=0.0), Correction(Factor(0.0))),
-        (dict(two_bw_correction="auto", optimizer="muon", muon_scalar_optimizer="adam"), Correction(Factor(1.5), 2.0)),
-        (dict(two_bw_correction="auto", optimizer="muon", muon_scalar_optimizer="lion"), Correction(Factor(1.5))),
-        (dict(two_bw_correction="extrapolate"), Correction(Factor(1.0))),
+        (dict(two_bw_correction="auto"), Correction(1.5, 2.0)),
+        (dict(two_bw_correction="auto", adam_beta1=0.5), Correction(0.5)),
+        (dict(two_bw_correction="auto", optimizer="sgd", sgd_momentum=0.0), Correction(0.0)),
+        (dict(two_bw_correction="auto", optimizer="muon", muon_scalar_optimizer="adam"), Correction(1.5, 2.0)),
+        (dict(two_bw_correction="auto", optimizer="muon", muon_scalar_optimizer="lion"), Correction(1.5)),
+        (dict(two_bw_correction="extrapolate"), Correction(1.0)),
         (
             dict(two_bw_correction="extrapolate", two_bw_correction_factor="1.5:cosine:0.9"),
-            Correction(Factor(1.5, "cosine", 0.9)),
+            Correction(1.5, 0.0, "cosine", 0.9),
         ),
         (
             dict(two_bw_correction="extrapolate", two_bw_correction_factor="0.5", two_bw_correction_gradient=3.0),
-            Correction(Factor(0.5), 3.0),
+            Correction(0.5, 3.0),
         ),
     ],
 )
@@ -227,9 +226,12 @@ def test_what_the_flags_stand_for(given, expected):
 
 
 def test_schedules_of_the_factor():
-    assert [Factor(0.7).at(share) for share in (0, 0.3, 1)] == [0.7] * 3
-    assert [Factor(1.5, "linear", 0.5).at(share) for share in (0, 0.25, 1)] == [1.5, 1.25, 0.5]
-    assert [Factor(0.5, "cosine", 1.5).at(share) for share in (0, 0.5, 1)] == pytest.approx([0.5, 1, 1.5])
+    def course(text: str, *shares: float) -> list[float]:
+        return [parse(text).at(share).factor for share in shares]
+
+    assert course("0.7", 0, 0.3, 1) == [0.7] * 3
+    assert course("1.5:linear:0.5", 0, 0.25, 1) == [1.5, 1.25, 0.5]
+    assert course("0.5:cosine:1.5", 0, 0.5, 1) == pytest.approx([0.5, 1, 1.5])
 
 
 @pytest.mark.parametrize(

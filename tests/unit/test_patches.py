@@ -229,10 +229,10 @@ def test_a_patched_checkout_leaves_megatrons_own_schedule_alone(monkeypatch):
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_2bw import native
-    from megatron_2bw.start import launch
+    from megatron_2bw.start import exits
 
     stopped = []
-    monkeypatch.setattr(launch, "stop", lambda message: stopped.append(message) or sys.exit(2))
+    monkeypatch.setattr(exits, "stop", lambda message: stopped.append(message) or sys.exit(2))
     parser = native.add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     flags = "--num-layers-per-virtual-pipeline-stage 1 --distributed-backend gloo --transformer-impl local"
     args = parser.parse_args(flags.split())

@@ -348,7 +348,7 @@ def test_2bw_that_is_synchronous_to_its_end_is_1f1b_with_a_flush():
 
 
 @pytest.mark.parametrize("sync", [0, 1, 3])
-def test_versions_that_are_read_late_only_are_extrapolated(sync):
+def test_versions_that_are_read_late_only(sync):
     schedule, shape = TwoBW(sync_iterations=sync), Shape(2, 2, 0, 7)
     for version in range(6):
         readers = {
@@ -357,7 +357,7 @@ def test_versions_that_are_read_late_only_are_extrapolated(sync):
             for a in row
             if a.kind == "F" and a.version == version
         }
-        assert readers and schedule.extrapolates(version) == (readers == {version + 1})
+        assert readers and schedule.reads_late(version) == (readers == {version + 1})
 
 
 def test_a_reduction_is_of_a_batch_and_a_forward_of_a_microbatch():

@@ -12,9 +12,9 @@ import torch
 from megatron_2bw.core.recorder import Record, Recorder
 from megatron_2bw.errors import UserError
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
-from megatron_2bw.timelines.measured import timelines
+from megatron_2bw.timelines.measured import last_batches, timelines
 from megatron_2bw.timelines.simulator import Times, simulate
-from megatron_2bw.timelines.trace import TraceWriter, forget, last_batches, main, merge, read, summary
+from megatron_2bw.timelines.trace import TraceWriter, forget, main, merge, read, summary
 
 CPU = torch.device("cpu")
 
