@@ -52,7 +52,7 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
     that in its source (native.py), and its device is its own affair
     """
     from megatron_2bw import guard
-    from megatron_2bw.mcore import patches, required
+    from megatron_2bw.mcore import patches
     from megatron_2bw.mcore.loop import Loop
 
     runtime = None if args.pipeline_schedule == "megatron" else make_runtime(args)
@@ -66,7 +66,7 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
             rows += patches.for_schedule(loop)
         if runtime.schedule.late_step:
             rows += patches.for_late_step(loop)
-    guard.apply(rows, required.REQUIRED if runtime is not None else ())
+    guard.apply(rows)
     guard_streams()
     if args.save and args.rank == 0:
         owner.hold(args.save)

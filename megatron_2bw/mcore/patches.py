@@ -1,4 +1,4 @@
-"""Every name of Megatron that this project rebinds, with the reason; `required.py` has those that it needs as they are.
+"""Every name of Megatron that this project rebinds, with the reason.
 
 Rows only: `guard.py` checks and rebinds, `loop.py`, `repairs.py` and `checkpoints/` hold the replacements.
 """
