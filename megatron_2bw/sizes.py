@@ -1,5 +1,5 @@
-"""Rules about the sizes of a model, its batch and its pipeline, each in one place: the checks of the command line and
-the planner's legality use them.
+"""Rules about the sizes of a model, its batch and its pipeline: those that a schedule of this project adds, which the
+command line checks, and those of Megatron that the planner's search must know too.
 
 Invariant: pure Python. A rule answers one line that names the flags, or None. It reads Megatron's names of the
 arguments, so it takes the command line's arguments or what planner/find/legality.py makes of a plan.
@@ -7,7 +7,6 @@ arguments, so it takes the command line's arguments or what planner/find/legalit
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 
@@ -19,7 +18,9 @@ Check = Callable[[Args], str | None]
 # --- the schedule's options ------------------------------------------------------------------------------------------
 
 ONE_CHUNK = Rule(
-    "--num-virtual-stages-per-pipeline-rank", f"interleaved stages are not supported, a stage is one model chunk; {OUT}"
+    "--num-virtual-stages-per-pipeline-rank",
+    f"interleaved stages are not supported, a stage is one model chunk; {OUT}",
+    when=lambda s: (s.num_virtual_stages_per_pipeline_rank or 1) > 1,
 )
 SHARDS = Rule("--use-distributed-optimizer", f"its shards have one version; {OUT}", "pipedream")
 SCALES = Rule(
@@ -27,6 +28,14 @@ SCALES = Rule(
     "each stage would scale the loss by itself; add --loss-scale N, or use --bf16",
     "pipedream",
     lambda s: s.fp16 and s.loss_scale is None,
+)
+CHUNKED_LAYOUT = Rule(
+    "--pipeline-model-parallel-layout",
+    f"it must have as many stages as --pipeline-model-parallel-size: {ONE_CHUNK.why}",
+    when=lambda s: (
+        s.pipeline_model_parallel_layout
+        and len(layout_stages(s.pipeline_model_parallel_layout)) != s.pipeline_model_parallel_size
+    ),
 )
 TIES = Rule(
     "--untie-embeddings-and-output-weights",
@@ -61,62 +70,16 @@ def extra_warmup(s: Args) -> str | None:
     )
 
 
-# --- processes and the batch -----------------------------------------------------------------------------------------
+# --- the batch -------------------------------------------------------------------------------------------------------
 
 
-def processes(s: Args) -> str | None:
-    """The number of processes must be a multiple of --pipeline-model-parallel-size x --tensor-model-parallel-size x
-    --context-parallel-size."""
-    flags = ("--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size")
-    sizes = [(flag, value(s, flag)) for flag in flags]
-    needed = math.prod(size for _, size in sizes)
-    if s.world_size % needed == 0:
-        return None
-    product = " x ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
-    return (
-        f"{product} needs a multiple of {needed} processes, but there are {s.world_size}: "
-        "change the sizes, or the number of processes (--nproc, torchrun's --nproc-per-node)"
-    )
-
-
-def _pipelines(s: Args) -> int:
-    return s.world_size // (s.pipeline_model_parallel_size * s.tensor_model_parallel_size * s.context_parallel_size)
-
-
-def _batch(s: Args) -> tuple[int, int]:
-    """The samples of a batch, and those of one microbatch on each pipeline."""
-    replica = s.micro_batch_size * _pipelines(s)
-    return s.global_batch_size or replica, replica
-
-
-def batch(s: Args) -> str | None:
-    """--global-batch-size must be a multiple of --micro-batch-size x pipelines, and at most --train-samples."""
-    size, replica = _batch(s)
-    if s.train_samples and s.train_samples < size:
-        return f"--train-samples {s.train_samples} is less than one --global-batch-size {size}"
-    if size % replica and not s.decrease_batch_size_if_needed:
-        return (
-            f"--global-batch-size {size} is not a multiple of --micro-batch-size {s.micro_batch_size} "
-            f"x {_pipelines(s)} pipelines: use a multiple of {replica}"
-        )
-    return None
-
-
-EVALUATION = (
-    line(
-        "--full-validation takes one sample at a time: with several stages it needs --eval-micro-batch-size 1",
-        lambda s: (
-            s.full_validation
-            and s.tensor_model_parallel_size * s.pipeline_model_parallel_size > 1
-            and (s.eval_micro_batch_size or s.micro_batch_size) != 1
-        ),
-    ),
-    line(
-        "--eval-micro-batch-size {given} must equal --micro-batch-size {a.micro_batch_size} with tensor parallelism: "
-        "leave it out",
-        lambda s: s.tensor_model_parallel_size > 1 and s.eval_micro_batch_size not in (None, s.micro_batch_size),
-    ),
-)
+def _batch(s: Args) -> tuple[int, int, int]:
+    """The samples of a batch, those of one microbatch on each pipeline, and the microbatches; 0 where Megatron's own
+    assertions find a size wrong."""
+    ranks = s.pipeline_model_parallel_size * s.tensor_model_parallel_size * s.context_parallel_size
+    replica = (s.micro_batch_size or 0) * (s.world_size // ranks)
+    size = s.global_batch_size or replica
+    return size, replica, size // replica if replica else 0
 
 
 def microbatches(s: Args) -> str | None:
@@ -126,28 +89,23 @@ def microbatches(s: Args) -> str | None:
     schedule = schedule_of(s.pipeline_schedule, gradient_slots=s.two_bw_gradient_slots, extra_warmup=extra)
     if schedule is None or len(extra) not in (0, 1, stages - 1):
         return None
-    size, replica = _batch(s)
-    number, needed, pipelines = size // replica, schedule.min_microbatches(stages), _pipelines(s)
-    if number >= needed:
+    size, replica, number = _batch(s)
+    needed = schedule.min_microbatches(stages)
+    if not replica or number >= needed:
         return None
     reason = "with --two-bw-extra-warmup needs" if extra else "needs as many as there are stages,"
     return (
-        f"--global-batch-size {size} gives {number} microbatch{'es' * (number != 1)} on each of "
-        f"{pipelines} pipeline{'s' * (pipelines != 1)}, but --pipeline-schedule {schedule.name} {reason} {needed}: use "
-        f"--global-batch-size {needed * replica} or more"
+        f"--global-batch-size {size}: microbatches of each pipeline: {number}, but --pipeline-schedule "
+        f"{schedule.name} {reason} {needed}: use --global-batch-size {needed * replica} or more"
     )
 
 
 def gpipe_round(s: Args) -> str | None:
     """--gpipe-round must be at most the microbatches of a batch on each pipeline."""
-    size, replica = _batch(s)
-    number = size // replica
-    if s.gpipe_round is None or s.gpipe_round <= number:
+    _, replica, number = _batch(s)
+    if s.gpipe_round is None or not replica or s.gpipe_round <= number:
         return None
-    return (
-        f"--gpipe-round {s.gpipe_round} is more than the {number} microbatch{'es' * (number != 1)} of a batch on each "
-        f"pipeline: give at most {number}, or leave it out to run all in one round"
-    )
+    return f"--gpipe-round {s.gpipe_round} is more than the {number} microbatches of a pipeline's batch: give fewer"
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -203,30 +161,6 @@ CHUNKS = line(
     "--num-virtual-stages-per-pipeline-rank {given} needs --pipeline-model-parallel-size 2 or more: leave it out",
     lambda s: s.num_virtual_stages_per_pipeline_rank and s.pipeline_model_parallel_size == 1,
 )
-WIDTHS = (
-    line(
-        "--num-attention-heads {given} does not divide --hidden-size {a.hidden_size}",
-        lambda s: s.hidden_size % s.num_attention_heads and s.kv_channels is None,
-    ),
-    line(
-        "--num-query-groups {given} does not divide --num-attention-heads {a.num_attention_heads}",
-        lambda s: s.group_query_attention and s.num_attention_heads % s.num_query_groups,
-    ),
-    HEADS,
-    line(
-        "--window-size takes two numbers, such as 128,0",
-        lambda s: s.window_size is not None and len(s.window_size) != 2,
-    ),
-    line(
-        "--padded-vocab-size {given} is less than --vocab-size {a.vocab_size}",
-        lambda s: s.padded_vocab_size is not None and s.padded_vocab_size < (s.vocab_size or 0),
-    ),
-    line(
-        "--seq-length {given} is more than --max-position-embeddings {a.max_position_embeddings}",
-        lambda s: s.seq_length > s.max_position_embeddings,
-    ),
-    CONTEXT,
-)
 
 
 def layout_stages(text: str) -> list[str]:
@@ -237,28 +171,21 @@ def layout_stages(text: str) -> list[str]:
 
 
 def layout(s: Args) -> str | None:
-    """--pipeline-model-parallel-layout must have all layers; this project's schedules take one chunk a stage."""
+    """--pipeline-model-parallel-layout must have a stage for each of the pipeline, and all layers."""
     stages, depth = layout_stages(s.pipeline_model_parallel_layout), s.pipeline_model_parallel_size
-    flag, whole = f"--pipeline-model-parallel-layout {s.pipeline_model_parallel_layout}", "".join(stages)
-    if {*whole} > {*"EtmL"} or whole.strip("t") not in ("EL", "E" + "t" * whole.count("t") + "L"):
-        return f"{flag}: write the stages as Ett|tt|tL, with one E at the begin and one L at the end"
-    if whole.count("t") != s.num_layers:
-        return f"{flag} has {whole.count('t')} layers, but --num-layers is {s.num_layers}: give as many t"
-    if len(stages) == depth or (s.pipeline_schedule == "megatron" and len(stages) % depth == 0):
+    flag, layers = f"--pipeline-model-parallel-layout {s.pipeline_model_parallel_layout}", "".join(stages).count("t")
+    if layers != s.num_layers:
+        return f"{flag} has {layers} layers, but --num-layers is {s.num_layers}: give as many t"
+    if len(stages) == depth:
         return None
-    return (
-        f"{flag} has {len(stages)} stages, but --pipeline-model-parallel-size is {depth}: give as many, with | between"
-    )
+    return f"{flag} has {len(stages)} stages, but --pipeline-model-parallel-size is {depth}: give as many"
 
 
 def split(s: Args) -> str | None:
     """--num-layers must divide evenly over the stages, but for a first or last one with layers of its own."""
-    if s.pipeline_model_parallel_layout:
-        return layout(s)
     flags = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
     own = {flag: value(s, flag) for flag in flags if value(s, flag) is not None}
-    extra = s.account_for_embedding_in_pipeline_split + s.account_for_loss_in_pipeline_split
-    layers, stages = s.num_layers + extra - sum(own.values()), s.pipeline_model_parallel_size - len(own)
+    layers, stages = s.num_layers - sum(own.values()), s.pipeline_model_parallel_size - len(own)
     if layers == 0 if stages == 0 else layers >= stages > 0 and layers % stages == 0:
         return None
     if own:
@@ -268,7 +195,3 @@ def split(s: Args) -> str | None:
         f"--num-layers {s.num_layers} cannot be split over --pipeline-model-parallel-size {stages}: use a multiple, "
         "or --decoder-first-pipeline-num-layers for an uneven split"
     )
-
-
-# Those of the command line, in their order. The planner's others Megatron finds later.
-RULES = (processes, batch, *EVALUATION, microbatches, *WIDTHS, split)

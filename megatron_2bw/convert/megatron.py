@@ -65,7 +65,7 @@ def arguments(flags: list[str], task: str) -> argparse.Namespace:
             from megatron.training.global_vars import unset_global_variables
 
             unset_global_variables()
-            return parse.parse(parse.parse_early(sys.argv[1:], stop, task), stop)[0]
+            return parse.parse(parse.parse_early(sys.argv[1:], stop, task), stop)
     finally:
         sys.argv = argv
 

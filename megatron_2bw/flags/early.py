@@ -21,18 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import did_you_mean
-from megatron_2bw.flags.checks import checkpoint, hub, spec, torch_version, transformer_engine
+from megatron_2bw.flags.checks import checkpoint, torch_version, transformer_engine
 from megatron_2bw.flags.parse import prepare, rules
 from megatron_2bw.flags.rule import Rule
 
 TABLE = Path(__file__).with_name("megatron_flags.json")
-LATER = (
-    torch_version,
-    transformer_engine,
-    spec,
-    hub,
-    checkpoint,
-)  # they import packages, ask a server, or read a whole checkpoint
+LATER = (torch_version, transformer_engine, checkpoint)  # they import torch, or read a whole checkpoint
 DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL, of AMD
 KINDS = {"int": int, "float": float, "str": str, "other": str}
 

@@ -88,7 +88,7 @@ def _iterations(args: Args) -> tuple[int, str]:
     """The iterations of the run, and the flags that give them."""
     if args.train_iters:
         return args.train_iters, "--train-iters"
-    batch = args.global_batch_size or args.micro_batch_size
+    batch = args.global_batch_size or args.micro_batch_size or 1
     return (args.train_samples or 0) // batch, "--train-samples / --global-batch-size"
 
 
@@ -149,7 +149,7 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
 def _correction_for_nothing(args: Args) -> str | None:
     """--two-bw-sync-iterations must leave iterations for --two-bw-correction."""
     iterations, flag = _iterations(args)
-    if args.two_bw_correction == "none" or sync_iterations(args) < iterations:
+    if args.two_bw_correction == "none" or not iterations or sync_iterations(args) < iterations:
         return None
     return (
         f"--two-bw-correction {args.two_bw_correction} has no effect: --two-bw-sync-iterations "
@@ -170,6 +170,24 @@ def _not_megatron(flag: str, default: object) -> Rule:
 def _only_extrapolate(flag: str, default: object) -> Rule:
     text = f"{flag} has no effect without --two-bw-correction extrapolate: leave it out"
     return line(text, lambda a: a.two_bw_correction != "extrapolate" and value(a, flag) != default)
+
+
+# A sample is one conversation, since Megatron's fused attention reads no mask that separates several; Megatron would
+# read tokens of 16 bits, by the size of the vocabulary, and indices that are not made.
+_NOT_OF_CONVERSATIONS = (
+    "--mock-data --fim-data --eod-mask-loss --per-split-data-args-path --per-dataset-sequences-path "
+    "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --reset-attention-mask --reset-position-ids"
+)
+
+
+def _of_text(args: Args) -> str | None:
+    """--sft-data is for a GPT, and not with flags of plain text."""
+    if args.sft_data and task(args) == "bert":
+        return "--sft-data is a flag of pretrain_gpt_2bw.py: leave it out"
+    for flag in _NOT_OF_CONVERSATIONS.split() if args.sft_data else ():
+        if value(args, flag):
+            return f"{flag} does not work with --sft-data: leave it out"
+    return None
 
 
 OWN: tuple[Rule | sizes.Check, ...] = (
@@ -193,7 +211,7 @@ OWN: tuple[Rule | sizes.Check, ...] = (
         lambda a: a.two_bw_correction_gradient and "muon" in a.optimizer and a.muon_scalar_optimizer == "lion",
     ),
     _correction_for_nothing,
-    line("--sft-data is a flag of pretrain_gpt_2bw.py: leave it out", lambda a: a.sft_data and task(a) != "gpt"),
+    _of_text,
     sizes.extra_warmup,
     sizes.ROUND,
     sizes.gpipe_round,

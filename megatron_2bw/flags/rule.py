@@ -7,7 +7,6 @@ or None. It needs no torch: the planner uses the rules of `sizes.py` too.
 from __future__ import annotations
 
 import enum
-import functools
 import importlib.util
 import re
 from collections.abc import Callable
@@ -20,22 +19,11 @@ Args = Any  # an argparse.Namespace of Megatron's; for the rules of sizes.py the
 Condition = Callable[[Args], object]
 
 OUT = "leave the flag out"
-# What the line says between the flag and the reason, by scope. The scopes of schedules name the schedule.
-_WORDS = {
-    "any": "is not supported",
-    "local": "does not work with --transformer-impl local",
-    "bert": "does not work with BERT",
-}
 
 
 def value(args: Args, flag: str) -> Any:
     """What the arguments hold for `flag`; None if Megatron has removed it while it validated them."""
-    return getattr(args, _attribute(flag), None)
-
-
-@functools.cache
-def _attribute(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
 
 
 def task(args: Args) -> str | None:
@@ -61,11 +49,10 @@ def installed(package: str) -> bool:
 class Rule:
     """A flag, or a value of it, that a run does not accept.
 
-    flag   its name, and the values that are meant if not all of them are: "--attention-backend flash fused"
+    flag   its name, and the values that are meant if not all of them are: "--rerun-mode validate_results report_stats"
     why    the reason, and what to do instead
-    scope  "any": with every schedule, since the entry script cannot; "ours": with this project's schedules;
-           "no flush": with those whose microbatches cross iterations; a schedule's name;
-           "local": with Megatron's local layers, that is without Transformer Engine; "bert": for a BERT;
+    scope  "ours": with this project's schedules; "no flush": with those whose microbatches cross iterations; a
+           schedule's name; "script": with every schedule, since the two entry scripts lack it;
            "line": always, and `why` is the rest of the line, with {given} for the flag's value and {a.lr} for --lr's
     when   whether the arguments break the rule; the flag must then have one of the values, if it names any
            (default: the flag has a true value, or one of the values)
@@ -76,40 +63,36 @@ class Rule:
     scope: str = "ours"
     when: Condition | None = None
 
-    def message(self, args: Args) -> str | None:
-        """The line for arguments that break the rule, or None."""
+    def holds(self, args: Args) -> bool:
+        """Whether the arguments break the rule."""
         if self.when and not self.when(args):  # first, for the planner asks this of many plans
-            return None
-        name, *choices = self.flag.split()
-        if (choices or not self.when) and not asks(args, self.flag) or not self._holds(args):
-            return None
-        given = value(args, name)
-        given = given.name if isinstance(given, enum.Enum) else given
-        if self.scope == "line":
-            return f"{name}{f' {given}' * bool(choices)} {self.why.format(a=args, given=given)}"
-        shown = f" {given}" if given and isinstance(given, (str, int, float)) and given is not True else ""
-        words = _WORDS.get(self.scope) or f"does not work with --pipeline-schedule {args.pipeline_schedule}"
-        return f"{name}{shown} {words}: {self.why}"
-
-    def _holds(self, args: Args) -> bool:
-        if self.scope in ("any", "line"):
-            return True
-        if self.scope in ("local", "bert"):
-            return (args.transformer_impl if self.scope == "local" else task(args)) == self.scope
+            return False
+        if (" " in self.flag or not self.when) and not asks(args, self.flag):
+            return False
+        if self.scope in ("script", "line"):
+            return self.scope == "line" or task(args) is not None
         schedule = SCHEDULES.get(args.pipeline_schedule)  # None: Megatron's own
         if schedule is None:
             return False
         return self.scope in ("ours", schedule.name) or (self.scope == "no flush" and not schedule.flushes)
 
-
-def names(flags: str) -> list[str]:
-    """Several flags, each with its values if it names any."""
-    return re.split(r"\s+(?=--)", flags.strip())
+    def message(self, args: Args) -> str | None:
+        """The line for arguments that break the rule, or None."""
+        if not self.holds(args):
+            return None
+        name, *choices = self.flag.split()
+        given = value(args, name)
+        given = given.name if isinstance(given, enum.Enum) else given
+        if self.scope == "line":
+            return f"{name}{f' {given}' * bool(choices)} {self.why.format(a=args, given=given)}"
+        shown = f" {given}" if given and isinstance(given, (str, int, float)) and given is not True else ""
+        with_schedule = f"does not work with --pipeline-schedule {args.pipeline_schedule}"
+        return f"{name}{shown} {'is not supported' if self.scope == 'script' else with_schedule}: {self.why}"
 
 
 def rules(scope: str, *rows: tuple) -> tuple[Rule, ...]:
-    """A rule for each flag of each row: (flags, why) or (flags, why, when)."""
-    return tuple(Rule(flag, why, scope, *when) for flags, why, *when in rows for flag in names(flags))
+    """A rule for each flag of each row: (flags with their values, why) or (flags, why, when)."""
+    return tuple(Rule(flag, why, scope, *when) for flags, why, *when in rows for flag in re.split(r"\s+(?=--)", flags))
 
 
 def line(text: str, when: Condition) -> Rule:

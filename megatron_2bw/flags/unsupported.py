@@ -1,13 +1,16 @@
-"""What runs do not support: Megatron's flags that are refused by name, with every value or with some.
+"""Megatron's flags that a run cannot honour: what the entry scripts lack, and what a schedule cannot do exactly.
 
-Invariant: each flag that a run cannot honour is refused with the reason before training starts; no flag is silently
-ignored. `sizes.py` holds the rows that the planner shares.
+All others start as with Megatron's own scripts; its own errors report what it cannot do. Invariant: a flag without
+which the run would compute something else is refused by name, and one that a schedule does without harmlessly is named
+in one line of the log. `sizes.py` holds the rows that the planner shares.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_2bw import sizes
-from megatron_2bw.flags.rule import OUT, Args, Rule, installed, rules, value
+from megatron_2bw.flags.rule import OUT, Args, Rule, rules, task, value
 
 
 def _sharded_weights(args: Args) -> bool:
@@ -15,102 +18,59 @@ def _sharded_weights(args: Args) -> bool:
     return (args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size
 
 
-def _emerging(args: Args) -> bool:
-    """Whether the optimizer is of the package emerging_optimizers."""
-    return args.optimizer not in ("adam", "sgd")
-
-
-def _context_parallel(args: Args) -> bool:
-    return args.context_parallel_size > 1
-
-
-def _mixed(args: Args) -> bool:
-    """Whether torch's norms would get a residual in fp32 and their weights in 16 bits."""
-    return args.fp32_residual_connection and (args.bf16 or args.fp16) and not installed("apex")
+def _chunks(args: Args) -> bool:
+    layers = args.num_layers_per_virtual_pipeline_stage
+    return layers is not None and args.num_layers != layers * args.pipeline_model_parallel_size
 
 
 def _whole_matrices(args: Args) -> bool:
-    return args.optimizer == "dist_muon" or getattr(args, "use_layer_wise_distributed_optimizer", False)
+    sharded = args.use_distributed_optimizer and args.optimizer not in ("adam", "sgd")
+    return sharded or args.optimizer == "dist_muon" or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
-def _unsaved(args: Args) -> bool:
-    return args.save and args.optimizer == "soap" and args.ckpt_format == "torch_dist" and not args.no_save_optim
-
-
-_ONE_TASK = f"only pretraining of GPT and BERT is supported; {OUT}"
-_PACKED = "it packs sequences, whose borders the forward step does not pass; use --sft-data"
-_HYBRID = "hybrid models are not supported; train a GPT or a BERT"
-_LOADERS = "the script gives Megatron datasets, not loaders; use single or cyclic"
-_RESTART = "the script does not start again in its processes; use torchrun --max-restarts"
-_BROKEN = f"Megatron 0.19 fails with it; {OUT}"
-_DROPPED = f"Megatron 0.19 takes the flag and drops it; {OUT}"
-_PARTLY_SCALED = f"Megatron 0.19 divides only some gradients by it with this --optimizer; {OUT}"
-_NO_FP16 = "Megatron 0.19 has this --optimizer in fp32 and bf16; use --bf16"
-_NO_SGD = f"Megatron 0.19 does not have it with --optimizer sgd; use adam, or {OUT}"
-_NO_SOAP = "Megatron 0.19 saves no state of --optimizer soap in this format; use --ckpt-format torch"
-_WHOLE_SEQUENCES = "its sequences cannot be split; use tensor or pipeline parallelism"
-_NO_BERT = f"Megatron 0.19 has no such layers for it; {OUT}"
-_NEEDS_APEX = f"the norm of its head needs Apex for that, which is not installed; {OUT}"
 _EXPERTS = "mixture of experts is not supported yet; train a dense model"
 _GRAPHS = f"a graph fixes the addresses of the weights, which change; {OUT}"
 _SHARDS = f"sharded parameters are not supported; {OUT}"
 _ORDER = f"it follows Megatron's own order of forwards and backwards; {OUT}"
-_BARRIERS = "its barriers would hold all stages up; add --no-barrier-with-level-1-timing"
 _QUANTISED = f"quantised weights are not versioned yet; {OUT}"
 _NOT_YET = f"it is not supported yet; {OUT}"
-_OWN_GROUPS = f"the late step reduces over process groups of its own, which it does not reach; {OUT}"
 _BATCH_SIZE = "the number of microbatches must stay; give one --global-batch-size"
-_WHOLE_MATRICES = "Megatron gives each rank whole matrices to step, which are not versioned yet; "
-_TF32 = "TF32 is a setting of the whole process, whose next batch runs beside the step; use medium"
 _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration ends; "
 _SKIPPED = f"{_IN_FLIGHT}none can be skipped"
 _AGAIN = f"{_IN_FLIGHT}none can be run again; use --rerun-mode disabled"
 _MIXED = f"{_IN_FLIGHT}what is written would mix batches"
 
 UNSUPPORTED: tuple[Rule, ...] = (
+    # Megatron's own scripts have these, or others of its scripts do. Without a rule a run would train without them, and
+    # nothing would say so: packed sequences would attend to each other, a hybrid model would be a GPT.
     *rules(
-        "any",
+        "script",
         ("--yaml-cfg", "it would drop the flags of the command line; give Megatron's flags instead"),
-        ("--hybrid-layer-pattern --hybrid-override-pattern", _HYBRID),
-        ("--perform-rl-step --vision-pretraining", _ONE_TASK),
-        ("--sft", _PACKED),
-        ("--logits-load-dir", f"distillation is not supported; {OUT}"),
-        ("--hybrid-context-parallel", f"sequences must have one length; {OUT}"),
-        ("--decoder-seq-length", f"GPT and BERT have one sequence length, --seq-length; {OUT}"),
+        ("--hybrid-layer-pattern --hybrid-override-pattern", "hybrid models are not supported; train a GPT or a BERT"),
+        ("--perform-rl-step", f"only pretraining of GPT and BERT is supported; {OUT}"),
+        ("--sft", "it packs sequences, whose borders the forward step does not pass; use --sft-data"),
         ("--dataloader-inter-document-masking", "documents are not marked; use --reset-attention-mask"),
-        ("--dataloader-type external", _LOADERS),
+        ("--hybrid-context-parallel", f"sequences must have one length; {OUT}"),
+        ("--logits-load-dir", f"distillation is not supported; {OUT}"),
         ("--overlap-moe-expert-parallel-comm", f"the forward step gives no plan of its layers; {OUT}"),
         ("--mtp-num-layers", f"the last stage reads no tokens; {OUT}"),
-        ("--log-straggler", f"the forward step feeds no straggler detector; {OUT}"),
-        ("--inprocess-restart", _RESTART),
-        ("--adlr-autoresume", f"it needs a library that is not public; {OUT}"),
-        ("--lazy-mpu-init", f"nobody would finish the initialisation; {OUT}"),
-        ("--rampup-batch-size --freeze-all-layers --create-all-gather-group", _DROPPED),
-        ("--checkpoint-activations", "Megatron 0.19 no longer has it; use --recompute-granularity"),
-        ("--attention-backend local", f"Megatron 0.19 ties it to a --spec that does not exist; {OUT}"),
-        ("--transformer-impl inference_optimized", "it is for inference; use transformer_engine or local"),
-        ("--init-method-xavier-uniform --config-logger-dir", _BROKEN),
-        ("--optimizer adaptive_muon", "Megatron 0.19 fails at its first step; use muon"),
-        ("--fp16", _NO_FP16, lambda a: a.fp16 and _emerging(a)),
-        ("--loss-scale", _PARTLY_SCALED, lambda a: a.loss_scale and _emerging(a)),
-        ("--save", _NO_SOAP, _unsaved),
-        ("--use-distributed-optimizer", _NO_SGD, lambda a: a.use_distributed_optimizer and a.optimizer == "sgd"),
-        ("--muon-fp32-matmul-prec low", "torch has no such precision; use medium or high"),
+        ("--inprocess-restart", "the script does not start again in its processes; use torchrun --max-restarts"),
+        # Each rank would take the whole sequence for its part of it.
+        (
+            "--context-parallel-size",
+            "the sequences of a BERT are not split; use tensor or pipeline parallelism",
+            lambda a: task(a) == "bert" and a.context_parallel_size > 1,
+        ),
+        # Megatron's script trains learned positions whatever is asked; this one has rope too, and would have none here.
+        (
+            "--position-embedding-type yarn mrope relative none",
+            "a BERT has learned_absolute and rope",
+            lambda a: task(a) == "bert",
+        ),
     ),
-    *rules(
-        "bert",  # Megatron would drop most of these without a word
-        ("--context-parallel-size", _WHOLE_SEQUENCES, _context_parallel),
-        ("--position-embedding-type yarn mrope relative none", "it has learned_absolute and rope"),
-        ("--qk-l2-norm --multi-latent-attention --experimental-attention-variant", _NO_BERT),
-        ("--heterogeneous-layers-config-path", _NO_BERT),
-        ("--use-mup", f"its logits would not be scaled; {OUT}"),
-        ("--sequence-parallel", _NEEDS_APEX, lambda a: a.sequence_parallel and not installed("apex")),
-        ("--apply-layernorm-1p", _NEEDS_APEX, lambda a: a.layernorm_zero_centered_gamma and not installed("apex")),
-        ("--window-size", f"it attends to all words; {OUT}"),
-        ("--num-experts", _EXPERTS),
-    ),
-    Rule("--num-layers-per-virtual-pipeline-stage", sizes.ONE_CHUNK.why),
+    Rule("--num-layers-per-virtual-pipeline-stage", sizes.ONE_CHUNK.why, when=_chunks),
     sizes.ONE_CHUNK,
+    sizes.CHUNKED_LAYOUT,
     *rules(
         "ours",
         ("--cuda-graph-impl local transformer_engine full_iteration", _GRAPHS),
@@ -122,40 +82,23 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--fp4-format", "fp4 weights are not versioned yet; use --bf16", lambda a: a.fp4),
         ("--te-precision-config-file --kitchen-config-file", _QUANTISED),
         ("--kitchen-recipe-number", _QUANTISED, lambda a: value(a, "--kitchen-recipe-number") is not None),
-        ("--pipeline-model-parallel-comm-backend", "stages exchange by themselves; use --two-bw-exchange"),
-        ("--use-ring-exchange-p2p", f"stages exchange by themselves; {OUT}"),
         ("--fake-process-group", f"stages exchange real messages; {OUT}"),
-        ("--defer-embedding-wgrad-compute", _ORDER),
-        ("--delay-wgrad-compute", f"a backward must be whole; {OUT}"),
         ("--fine-grained-activation-offloading --cpu-offloading-num-layers", _ORDER),
         ("--optimizer-cpu-offload", _NOT_YET),
-        ("--step-batch-size-schedule", _BATCH_SIZE),
+        ("--step-batch-size-schedule --rampup-batch-size", _BATCH_SIZE),
     ),
-    Rule("--timing-log-level", _BARRIERS, "2bw", lambda a: a.timing_log_level >= 1 and a.barrier_with_L1_time),
-    Rule("--decrease-batch-size-if-needed", _BATCH_SIZE, "no flush"),
     sizes.SHARDS,
     *rules(
         "no flush",
         ("--num-distributed-optimizer-instances", _NOT_YET, lambda a: a.num_distributed_optimizer_instances > 1),
         ("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET),
         ("--use-precision-aware-optimizer", f"its kernel writes one weight store only; {OUT}"),
-    ),
-    *rules(
-        "2bw",
-        ("--overlap-param-gather-with-optimizer-step", f"the late step gathers by itself; {OUT}"),
-        ("--use-sharp", _OWN_GROUPS),
-        ("--use-nccl-ub", _OWN_GROUPS, lambda a: a.nccl_ub),
-    ),
-    Rule("--optimizer", f"{_WHOLE_MATRICES}use muon, without --use-distributed-optimizer", "no flush", _whole_matrices),
-    Rule(
-        "--use-distributed-optimizer",
-        f"{_WHOLE_MATRICES}with this --optimizer, so {OUT}",
-        "no flush",
-        lambda a: a.use_distributed_optimizer and _emerging(a),
-    ),
-    Rule("--muon-fp32-matmul-prec high", _TF32, "2bw"),
-    *rules(
-        "no flush",
+        (
+            "--optimizer",
+            "Megatron gives each rank whole matrices to step, which are not versioned yet; use muon, lion or soap "
+            "without --use-distributed-optimizer",
+            _whole_matrices,
+        ),
         ("--iterations-to-skip --result-rejected-tracker-filename", _SKIPPED),
         ("--phase-transition-iterations", f"{_IN_FLIGHT}they would be of the old phase"),
         ("--rerun-mode validate_results report_stats", _AGAIN),
@@ -164,6 +107,59 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--logits-save-dir --log-max-attention-logit", _MIXED),
         ("--qk-clip", f"it changes weights that microbatches in flight still read; {OUT}"),
     ),
+    Rule(
+        "--muon-fp32-matmul-prec high",
+        "TF32 is a setting of the whole process, whose next batch runs beside the step; use medium",
+        "2bw",
+    ),
     sizes.SCALES,
     sizes.TIES,
 )
+
+# What changes nothing under a schedule, or is done there in another way: when, and the arguments without it.
+WITHOUT: tuple[tuple[Rule, dict[str, Any]], ...] = (
+    (Rule("--log-straggler", "the forward step feeds no detector", "script"), {"log_straggler": False}),
+    (
+        Rule(
+            "--timing-log-level",
+            "its barriers would hold all stages up",
+            "2bw",
+            lambda a: a.timing_log_level and a.barrier_with_L1_time,
+        ),
+        {"barrier_with_L1_time": False},
+    ),
+    (
+        Rule(
+            "--overlap-param-gather",
+            "the late step gathers beside the next batch",
+            "2bw",
+            lambda a: a.overlap_param_gather and a.use_distributed_optimizer,
+        ),
+        {"overlap_param_gather": False},
+    ),
+    (Rule("--use-nccl-ub", "weights and gradients have stores", "2bw", lambda a: a.nccl_ub), {"nccl_ub": False}),
+    (Rule("--defer-embedding-wgrad-compute", "a backward is whole", "ours"), {"defer_embedding_wgrad_compute": False}),
+    (Rule("--use-sharp", "the late step has groups of its own", "2bw"), {}),
+    (Rule("--pipeline-model-parallel-comm-backend", "stages exchange by themselves", "ours"), {}),
+    (Rule("--use-ring-exchange-p2p", "stages exchange by themselves", "ours"), {"use_ring_exchange_p2p": False}),
+    (Rule("--nccl-communicator-config-path", "not for the schedule's own groups", "ours"), {}),
+    (Rule("--high-priority-stream-groups", "not for the schedule's own groups", "ours"), {}),
+    (
+        Rule(
+            "--error-injection-rate",
+            "no iteration is run again",
+            "ours",
+            lambda a: a.error_injection_rate and a.rerun_mode == "disabled",
+        ),
+        {},
+    ),
+)
+
+
+def settle(args: Args) -> str | None:
+    """Set the arguments that the schedule does without; the one line of the log that lists them, or None."""
+    found = [(rule, off) for rule, off in WITHOUT if rule.holds(args)]
+    for _, off in found:
+        vars(args).update(off)
+    flags = ", ".join(f"{rule.flag} ({rule.why})" for rule, _ in found)
+    return f"> without effect, or with less, in this run: {flags}" if found else None

@@ -32,7 +32,7 @@ def launch(task: str) -> None:
     except UserError as error:
         stop(str(error))
     name = task.rpartition(".")[2]
-    if lines := early.mistakes(sys.argv[1:], name, parse.processes(os.environ, stop)):
+    if lines := early.mistakes(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))):
         stop(*lines)
     ours = parse.parse_early(sys.argv[1:], stop, name)
     from megatron_2bw import cpu  # it imports torch
@@ -51,7 +51,7 @@ def launch(task: str) -> None:
 
     if not ours.verbose:
         guard.apply(patches.for_screen())
-    args, parser = parse.parse(ours, stop)
+    args = parse.parse(ours, stop)
     if "MASTER_ADDR" not in os.environ:
         stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
     try:
@@ -86,7 +86,7 @@ def launch(task: str) -> None:
             log = runtime.log if runtime is not None else None
             alone = args.timing_log_level == 0 and not args.log_energy  # else a line needs the other ranks
             exits.leave(error, log.flush if log is not None and alone else None)
-        stop(parse.explain(error, parser))  # errors that Megatron finds while it builds the model and the data
+        stop(parse.explain(error))  # errors that Megatron finds while it builds the model and the data
 
 
 def _end_loader_workers() -> None:

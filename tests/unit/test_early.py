@@ -81,7 +81,6 @@ WRONG = [
             "unrecognized arguments: --hiden-size 8 (did you mean --hidden-size?)",
         ],
     ),
-    (["--lr", "inf", "--num-workers", "-1"], ["--lr inf", "--num-workers"]),
     (["stray"], ["unrecognized arguments: stray"]),
     (["--pipeline-schedule", "3bw"], ["argument --pipeline-schedule: invalid choice: '3bw'"]),
 ]

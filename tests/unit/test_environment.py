@@ -7,7 +7,7 @@ import os
 import pytest
 
 from megatron_2bw import cpu
-from megatron_2bw.flags import combinations, environment
+from megatron_2bw.flags import checks, environment
 from megatron_2bw.flags.parse import parse_early
 from tests.distributed.training import command
 from tests.unit.command_lines import complaint, parse, stop
@@ -103,7 +103,7 @@ def test_the_queues_are_set_before_anything_asks_cuda(on_gpus):
     ],
 )
 def test_a_bound_on_the_channels_of_a_message(schedule, stages, flags, expected, on_gpus):
-    on_gpus.setattr(combinations, "installed", lambda package: True)
+    on_gpus.setattr(checks, "installed", lambda package: True)
     argv = command(stages, 2, schedule, **{"distributed_backend": "nccl"} | flags)
     assert complaint(argv, 4 if "context_parallel_size" in flags else stages) is None
     assert os.environ.get("NCCL_MAX_P2P_NCHANNELS") == expected

@@ -296,13 +296,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sequence parallelism of BERT without Apex",
         lambda case: case.plan.sequence_parallel and not may_divide_sequences(case.model),
-        f"--sequence-parallel does not work with BERT: {_why('bert', '--sequence-parallel')}",
+        "--sequence-parallel does not work with BERT: the norm of its head needs Apex, which is not installed; leave "
+        "the flag out",
     ),
     _shared("sequence not divisible by context size", sizes.CONTEXT),
     Rule(
         "context parallelism of BERT",
         lambda case: case.plan.context > 1 and case.model.kind == "bert",
-        "--context-parallel-size {plan.context} does not work with BERT: " + _why("bert", "--context-parallel-size"),
+        "--context-parallel-size {plan.context} does not work with BERT: " + _why("script", "--context-parallel-size"),
     ),
     Rule(
         "more stages than layers",
