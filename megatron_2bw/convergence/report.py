@@ -5,7 +5,6 @@ figure.
 
 final validation loss   after the last iteration
 gap                     that loss above vanilla's with the same seed, in percent of vanilla's
-training loss           the mean of the last tenth of the iterations
 lag                     iterations by which a variant is behind vanilla at the same loss: the end less the iteration at
                         which vanilla's loss was what the variant's is at the end; negative if it is ahead
 
@@ -178,31 +177,27 @@ def percent(loss: float, reference: float) -> float:
 def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], iterations: int) -> dict[str, Any]:
     """The figures of a variant at a learning rate, from the seeds that have results.
 
-    A diverged run has infinite losses. A gap needs both runs of a seed, and a vanilla that has not diverged.
+    A diverged run has an infinite loss. A gap needs both runs of a seed, and a vanilla that has not diverged.
     """
     window = max(1.0, WINDOW * iterations)
     own = {seed: results[lr, variant, seed] for seed in seeds if (lr, variant, seed) in results}
     base = {seed: results[lr, "vanilla", seed] for seed in own if (lr, "vanilla", seed) in results}
     base = {seed: result for seed, result in base.items() if not result["diverged"]}
     final = {seed: validated(result) for seed, result in own.items()}
-    trained = {seed: trained_to(result, window) for seed, result in own.items()}
-    both = [seed for seed in base if not own[seed]["diverged"]]
-    curves = {seed: (own[seed]["training"], base[seed]["training"]) for seed in both}
-    whole = curves and len(both) == len(own)  # else only some seeds have curves
+    gaps = {seed: percent(final[seed], validated(result)) for seed, result in base.items()}
+    curves = {s: (own[s]["training"], result["training"]) for s, result in base.items() if not own[s]["diverged"]}
+    whole = curves and len(curves) == len(own)  # else only some seeds have curves
     of_means = lag(*map(mean, zip(*curves.values())), window) if whole else math.nan
     ends = [points[-1][0] for pair in curves.values() for points in pair if points]
     seconds = [result["seconds_per_iteration"] for result in own.values() if result["seconds_per_iteration"]]
-    gaps = {seed: percent(final[seed], validated(base[seed])) for seed in base}
     return {
         "lr": lr,
         "variant": variant,
         "finished": list(own),
         "diverged": [seed for seed, result in own.items() if result["diverged"]],
         "validation_loss": spread(final),
-        "gap_percent": spread(gaps) | {"of_means": _of_means(final, base)},
-        "training_loss": spread(trained),
-        "training_gap_percent": spread({s: percent(trained[s], trained_to(base[s], window)) for s in base}),
-        "lag_iterations": spread({s: lag(a, b, window) for s, (a, b) in curves.items()}) | {"of_means": of_means},
+        "gap_percent": spread(gaps),
+        "lag_iterations": spread({s: lag(*pair, window) for s, pair in curves.items()}) | {"of_means": of_means},
         "lag_limit": min(ends, default=iterations) - window,
         "seconds_per_iteration": statistics.median(seconds) if seconds else math.nan,
     }
@@ -211,19 +206,6 @@ def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], ite
 def validated(result: dict[str, Any]) -> float:
     """The final validation loss; infinite if the run diverged."""
     return math.inf if result["diverged"] else result["validation"][-1][1]
-
-
-def trained_to(result: dict[str, Any], window: float) -> float:
-    """The training loss at the end; infinite if the run diverged."""
-    points = result["training"]
-    return math.inf if result["diverged"] else float(smooth(points, numpy.array([points[-1][0]]), window)[0])
-
-
-def _of_means(final: dict[int, float], base: dict[int, dict[str, Any]]) -> float:
-    """The gap of the mean losses, of the seeds that have both."""
-    if not base:
-        return math.nan
-    return percent(statistics.fmean(final[s] for s in base), statistics.fmean(map(validated, base.values())))
 
 
 def too_large(rows: Sequence[dict[str, Any]], limits: Mapping[str, float], of: Sequence[str], seeds: int) -> list[str]:
@@ -257,31 +239,27 @@ def markdown(title: str, facts: Sequence[str], rows: Sequence[dict[str, Any]], t
     return "\n".join([*lines, *picture, *EXPLANATION]) + "\n"
 
 
-COLUMNS = ("variant", "final validation loss", "gap, %", "lag, iterations", "training loss at the end")
-COLUMNS += ("training gap, %", "s/iteration")
+COLUMNS = ("variant", "final validation loss", "gap, %", "lag, iterations", "s/iteration")
 EXPLANATION = """\
 Means over the seeds ± sample standard deviation. Gap: validation loss above vanilla's of the same seed, that is with
-the same initial weights, batches and validation samples. Training loss: mean of the last tenth of the iterations. Lag:
-the end less the iteration at which vanilla's training loss was what the variant's is at the end, from the mean curves,
-± over curves of single seeds; negative where the variant is ahead.""".splitlines()
+the same initial weights, batches and validation samples. Lag: the end less the iteration at which vanilla's training
+loss was what the variant's is at the end, from the mean curves, ± over curves of single seeds; negative where the
+variant is ahead.""".splitlines()
 
 
 def _row(row: dict[str, Any]) -> str:
-    gap, behind, training_gap = "", "", ""
+    gap, behind = "", ""
     if row["variant"] != "vanilla":
-        gap, training_gap = (shown(row[key], "{:+.2f}") for key in ("gap_percent", "training_gap_percent"))
+        gap = shown(row["gap_percent"], "{:+.2f}")
         lags = row["lag_iterations"] | {"mean": row["lag_iterations"]["of_means"]}
         behind = ("≥ " if lags["mean"] >= row["lag_limit"] - 0.5 else "") + shown(lags, "{:.0f}")
-    validation, training = (shown(row[key], "{:.4f}") for key in ("validation_loss", "training_loss"))
     seconds = "–" if math.isnan(row["seconds_per_iteration"]) else f"{row['seconds_per_iteration']:.3g}"
-    return f"| {' | '.join((row['variant'], validation, gap, behind, training, training_gap, seconds))} |"
+    return f"| {' | '.join((row['variant'], shown(row['validation_loss'], '{:.4f}'), gap, behind, seconds))} |"
 
 
 def shown(figure: dict[str, Any], form: str) -> str:
     """A mean, with the standard deviation if there is one."""
-    if math.isnan(figure["mean"]):
-        return "–"
-    if math.isinf(figure["mean"]):
-        return "diverged"
+    if not math.isfinite(figure["mean"]):
+        return "–" if math.isnan(figure["mean"]) else "diverged"
     deviation = "" if math.isnan(figure["sd"]) else f" ± {form.replace('+', '').format(figure['sd'])}"
     return form.format(figure["mean"]) + deviation

@@ -72,20 +72,19 @@ def result_of(run: Run) -> dict[str, Any] | None:
 
 
 class Job:
-    """A run's process, which writes the log; `read` follows the log."""
+    """A run's process, which writes the log."""
 
     def __init__(self, run: Run, gpus: str | None):
         run.folder.mkdir(parents=True, exist_ok=True)
         write_json(run.folder / "command.json", {"command": run.command}, indent=None)
         if not run.checkpoints.exists():  # it starts again, perhaps with other flags
             set_aside(run.log)
-        self.run, self.iteration, self.loss, self.reported, self._rest = run, 0, math.nan, 0.0, ""
+        self.run, self.iteration, self.loss, self.reported = run, 0, math.nan, 0.0
         self._begun = time.monotonic()
         with open(run.log, "a") as log:
             log.write(f"\n{STARTED} {shlex.join(run.command)}\n")
             log.flush()
-            self._log = open(run.log, errors="replace")
-            self._log.seek(0, os.SEEK_END)
+            self._size = log.tell()
             more = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
             self.process = start(run.command, log, env=environment(**more))
 
@@ -94,17 +93,14 @@ class Job:
         return time.monotonic() - self._begun
 
     def read(self) -> bool:
-        """Read the log's new lines. Returns whether they report a new iteration."""
-        lines = (self._rest + self._log.read()).split("\n")
-        self._rest = lines.pop()
-        before = self.iteration
-        for line in run_log.training(lines):
-            self.iteration, self.loss = line.iteration, number(line.loss)
+        """Read the log if it has grown. Returns whether it reports a new iteration."""
+        before, size = self.iteration, self.run.log.stat().st_size
+        if size > self._size:
+            self._size = size
+            attempt = self.run.log.read_text(errors="replace").rpartition(STARTED)[2]
+            for line in run_log.training(attempt):
+                self.iteration, self.loss = line.iteration, number(line.loss)
         return self.iteration != before
-
-    def end(self) -> None:
-        stop_tree(self.process, 5)
-        self._log.close()
 
 
 @dataclass
@@ -174,13 +170,13 @@ def train(board: Board, options, after: Callable[[], None]) -> None:
             time.sleep(POLL)
     finally:
         for job in jobs.values():
-            job.end()
+            stop_tree(job.process, 5)
 
 
 def finish(board: Board, job: Job, code: int) -> None:
     """Store a run's result, or report why there is none."""
     run = job.run
-    job.end()
+    stop_tree(job.process, 5)
     try:
         result = outcome(run.log.read_text(errors="replace"), code, board.iterations)
     except UserError as error:
