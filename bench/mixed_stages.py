@@ -25,7 +25,7 @@ from megatron_2bw.errors import names_of
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import run_world
 from megatron_2bw.models import model as models
-from megatron_2bw.models.cluster import from_yaml
+from megatron_2bw.models.cluster_file import from_yaml
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.find.search import best

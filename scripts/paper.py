@@ -35,8 +35,7 @@ from megatron_2bw.convergence import plot as convergence_plot
 from megatron_2bw.errors import Parser, UserError, names_of, run_program
 from megatron_2bw.files import write_csv, write_whole
 from megatron_2bw.models.cluster import PRESETS
-from megatron_2bw.models.inputs import named_cluster
-from megatron_2bw.planner.tell.explain import old_gpu
+from megatron_2bw.models.cluster_file import named_cluster
 from megatron_2bw.start.torchrun import ROOT
 from megatron_2bw.timelines.paper_figures import FIGURES, draw_figure
 from megatron_2bw.words import split_flags
@@ -225,8 +224,6 @@ def panels_on(figure: str, name: str) -> list[Panel]:
     if not name:
         return own
     cluster = named_cluster(name)
-    for line in old_gpu(cluster.device):
-        print(f"paper.py: {' '.join(line.split())}", file=sys.stderr)
     each, where = cluster.gpus_per_server, name if name in PRESETS else str(Path(name).resolve())
     fitting = [panel for panel in own if name in PRESETS or panel.gpus <= cluster.gpus]
     for panel in (panel for panel in own if panel not in fitting):

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from megatron_2bw.models.cluster import Cluster
-from megatron_2bw.models.inputs import named_cluster
+from megatron_2bw.models.cluster_file import named_cluster
 from megatron_2bw.models.model import FLAGS, preset
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost

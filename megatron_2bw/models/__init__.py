@@ -1,1 +1,1 @@
-"""The inputs of a plan: model, cluster, profile; and the plan itself."""
+"""Descriptions of a model, a cluster, a profile and a plan: the ground floor, which other rooms import."""

@@ -1,4 +1,4 @@
-"""The machines: GPUs per server, memory, compute, links inside and between servers; presets and YAML. Pure Python.
+"""The machines: GPUs per server, memory, compute, links inside and between servers; presets. Pure Python.
 
 Invariant: every number has its source (`calibration`, `measured`), so that each term of a plan is marked MEASURED or
 ESTIMATED.
@@ -7,19 +7,20 @@ ESTIMATED.
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.errors import UserError, file_errors
-from megatron_2bw.files import write_whole
+from megatron_2bw.errors import UserError
+from megatron_2bw.models.reading import Amount, Count, Described, Positive, Share
+
+if TYPE_CHECKING:
+    from megatron_2bw.models.profile import Profile
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Described):
     """The rate of one GPU (inside a server) or of one server's network (between servers), in one direction.
 
     gb_s        10⁹ bytes per second that messages reach, over all cards; inside a server, in a ring of all its GPUs
@@ -30,13 +31,13 @@ class Link:
     message_gb_s  inside a server, of one message between two GPUs; 0: as in a ring of 2
     """
 
-    gb_s: float
-    latency_us: float
-    rails: int = 1
+    gb_s: Positive
+    latency_us: Amount
+    rails: Count = 1
     measured: bool = False
-    pair_gb_s: float = 0.0
-    four_gb_s: float = 0.0
-    message_gb_s: float = 0.0
+    pair_gb_s: Amount = 0.0
+    four_gb_s: Amount = 0.0
+    message_gb_s: Amount = 0.0
 
     def rate(self, sharers: int, cards: int = 1) -> float:
         """Bytes per second of one of `sharers` concurrent messages, each over `cards` cards."""
@@ -58,7 +59,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Device:
+class Device(Described):
     """One GPU.
 
     memory_gib          capacity that the driver reports
@@ -73,7 +74,7 @@ class Device:
     collective_launch_us  host time to launch one collective
     exchange_us         host time of a blocking exchange between stages, in addition to the message's time
     step_us             host time of an iteration outside its forwards and backwards
-    capability          CUDA's compute capability; torch's wheels have no kernels for old ones (explain.py)
+    capability          CUDA's compute capability
     calibration         source of the two shares; the host times are typical values until `calibrate` fits them
     error               90 % of the predicted times differ from measured ones by a smaller share, on runs that chose no
                         constant: of A100 vTrain's 109, of B200 12 of SimuMax, else assumed; `calibrate` measures it
@@ -81,24 +82,24 @@ class Device:
     """
 
     name: str
-    memory_gib: float
-    tflops: float
-    memory_gb_s: float
-    tflops_fp32: float = 0.0
+    memory_gib: Positive
+    tflops: Positive
+    memory_gb_s: Positive
+    tflops_fp32: Amount = 0.0
     bf16: bool = True
     flash: bool = True
-    units: int = 100
-    gemm_efficiency: float = 0.6
-    attention_efficiency: float = 0.0
-    memory_efficiency: float = 0.8
-    layer_launch_us: float = 500.0
-    collective_launch_us: float = 60.0
-    exchange_us: float = 200.0
-    step_us: float = 5000.0
-    capability: float = 8.0
+    units: Count = 100
+    gemm_efficiency: Share = 0.6
+    attention_efficiency: Share = 0.0
+    memory_efficiency: Share = 0.8
+    layer_launch_us: Amount = 500.0
+    collective_launch_us: Amount = 60.0
+    exchange_us: Amount = 200.0
+    step_us: Amount = 5000.0
+    capability: Positive = 8.0
     calibration: str = "not calibrated: typical values"
-    kernel_us: float = 0.0
-    error: float = 0.25
+    kernel_us: Amount = 0.0
+    error: Share = 0.25
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Cluster:
     device: Device
     inside: Link
     between: Link
-    profile: Any = field(default=None, compare=False)
+    profile: Profile | None = field(default=None, compare=False)
     devices: tuple[Device, ...] = ()
 
     def part(self, servers: int, gpus_per_server: int) -> Cluster:
@@ -136,7 +137,7 @@ def weakest(devices: Iterable[Device], strongest: bool = False) -> Device:
     """A device with the lowest of each figure; or with the highest."""
     kinds = [*dict.fromkeys(devices)]
     found: dict[str, Any] = {"name": " and ".join(dict.fromkeys(device.name for device in kinds))}
-    for name in (entry.name for entry in fields(Device) if entry.type in ("float", "int", "bool")):
+    for name in (entry.name for entry in fields(Device) if entry.type != "str"):
         low = strongest == (name in _HIGHER_IS_WEAKER)
         found[name] = (min if low else max)(getattr(device, name) for device in kinds)
     return replace(kinds[0], **found | {"flash": all(device.flash for device in kinds)})
@@ -218,9 +219,10 @@ def network(text: str) -> Link:
     found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+(?:\.\d+)?)(?:gbit|gbe)|(ib-\w+))", text.lower())
     cards, rate, name = found.groups() if found else (None, None, None)
     total = int(cards or 1) * (INFINIBAND.get(name or "", 0) or float(rate or 0))
-    if not 0 < total < LARGEST:
-        kinds = ", ".join(INFINIBAND)
-        raise argparse.ArgumentTypeError(f"{text}: give a rate such as 100gbit, 25gbe or 8x400gbit, or {kinds}")
+    if not total:
+        raise argparse.ArgumentTypeError(
+            f"{text}: give a rate such as 100gbit or 8x400gbit, or {', '.join(INFINIBAND)}"
+        )
     return Link(0.8 * total / 8, 20 if name else 50, int(cards or 1))
 
 
@@ -231,149 +233,4 @@ def preset(name: str, servers: int) -> Cluster:
     return replace(PRESETS[name], servers=servers)
 
 
-def from_yaml(path: Path) -> Cluster:
-    """The cluster of a YAML file (docs/planner.md shows one). UserError names the wrong entry."""
-    import yaml
-
-    try:
-        document = path.read_text()
-        twice = _twice(yaml.compose(document, yaml.SafeLoader))
-        if twice:
-            raise UserError(f"--cluster {path}: {twice} is given twice")
-        text = yaml.safe_load(document)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--cluster {path}: not a readable YAML file ({' '.join(str(error).split())})") from None
-    return _from_entries(text, path)
-
-
-def _twice(node: Any) -> str | None:
-    """A key that a mapping of a YAML document has twice."""
-    if node is None or isinstance(node.value, str):
-        return None
-    pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in node.value]
-    keys = [key.value for key, _ in pairs if key is not None and isinstance(key.value, str)]
-    again = (key for index, key in enumerate(keys) if key in keys[:index])
-    return next(again, None) or next(filter(None, (_twice(value) for _, value in pairs)), None)
-
-
-ENTRIES = {"servers": "int", "gpus_per_server": "int", "gpu": "", "inside": "", "between": ""}
-GROUP = ("servers", "gpu")  # of a group of equal servers
-
-
-def _from_entries(text: Any, path: Path) -> Cluster:
-    where = f"--cluster {path}"
-    mixed = isinstance(text, dict) and "groups" in text
-    entries = {name: kind for name, kind in ENTRIES.items() if name not in GROUP} | {"groups": ""} if mixed else ENTRIES
-    top = checked(_named(text), where, entries | {"name": "str", "profile": ""}, entries)
-    groups = top["groups"] if mixed else [{name: top[name] for name in GROUP}]
-    if not isinstance(groups, list) or not groups:
-        raise UserError(f"{where}: groups must be a list of servers and gpu")
-    groups = [checked(group, f"{where}: groups", {name: ENTRIES[name] for name in GROUP}, GROUP) for group in groups]
-    devices = tuple(device for group in groups for device in [_device(group["gpu"], where)] * group["servers"])
-    if mixed and top.get("profile") is not None:
-        raise UserError(f"{where}: profile is of one GPU; leave it out with groups of different ones")
-    links = (described(Link, top[name], f"{where}: {name}") for name in ("inside", "between"))
-    # The path of a profile is relative to the YAML file.
-    profile = None if top.get("profile") is None else path.parent / str(top["profile"])
-    whole = Cluster(top.get("name", str(path)), 0, 0, devices[0], *links, profile=profile, devices=devices)
-    return whole.part(len(devices), top["gpus_per_server"])
-
-
-def _device(gpu: Any, where: str) -> Device:
-    if not isinstance(gpu, str):
-        return _described_gpu(_named(gpu), f"{where}: gpu")
-    if gpu not in GPUS:
-        raise UserError(f"{where}: gpu {gpu!r} is not one of {', '.join(GPUS)}; or describe it")
-    return GPUS[gpu]
-
-
-def _described_gpu(text: Any, where: str) -> Device:
-    """The GPU of a mapping. What it leaves out of a known GPU is that one's, which the source says."""
-    known = GPUS.get(str(text.get("name"))) if isinstance(text, dict) else None
-    cpu = {"error": CPU_ERROR} if isinstance(text, dict) and text.get("name") == "cpu" else {}
-    device = described(Device, text, where, **({} if known is None else vars(known)) | {"name": "gpu"} | cpu)
-    taken = [entry.name for entry in fields(Device) if entry.name not in text]
-    if known is None or not taken:
-        return device
-    return replace(device, calibration=f"{known.calibration}; of the known {known.name}: {', '.join(taken)}")
-
-
-def _named(text: Any) -> Any:
-    """`text` with its name as a string: YAML reads some names as numbers."""
-    number = isinstance(text, dict) and type(text.get("name")) in (int, float)
-    return text | {"name": str(text["name"])} if number else text
-
-
-def to_yaml(cluster: Cluster, path: Path) -> None:
-    """Write a file from which `from_yaml` reads the same cluster."""
-    import yaml
-
-    text = {"gpu" if name == "device" else name: entry for name, entry in asdict(cluster).items() if name != "profile"}
-    if text.pop("devices"):
-        kinds = [(device, len([*same])) for device, same in itertools.groupby(cluster.devices)]
-        text["groups"] = [{"servers": servers, "gpu": asdict(device)} for device, servers in kinds]
-        del text["servers"], text["gpu"]
-    if isinstance(cluster.profile, Path):
-        text["profile"] = str(cluster.profile.resolve())
-    with file_errors(f"--out {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, yaml.safe_dump(text, sort_keys=False))
-
-
-# --- entries of a file -----------------------------------------------------------------------------------------------
-
-CPU_ERROR = 0.45  # ranks share cores and caches, which a profile does not show: docs/planner.md, Validated here
-LARGEST = 1e30  # products of such numbers are finite
-# What no machine has, by entry. A time of a second is in microseconds.
-MOST = {"servers": 1e6, "gpus_per_server": 1e4, "rails": 1e4, "units": 1e5, "memory_gib": 1e5, "tflops": 1e6}
 OF_FEWER = ("pair_gb_s", "four_gb_s", "message_gb_s")  # rates of a link among fewer GPUs than all of a server
-MOST |= {"tflops_fp32": 1e6, "memory_gb_s": 1e7, "gb_s": 1e6, "capability": 100} | dict.fromkeys(OF_FEWER, 1e6)
-_TIMES = ("latency_us", "layer_launch_us", "collective_launch_us", "exchange_us", "kernel_us")
-MOST |= dict.fromkeys(_TIMES, 1e6)
-SHARES = ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "error")
-MAY_BE_ZERO = (*_TIMES, "step_us", "tflops_fp32", "attention_efficiency", *OF_FEWER)
-
-
-def described[Described](kind: type[Described], text: Any, where: str, **defaults: Any) -> Described:
-    """The dataclass of `kind` that a mapping describes. An entry with a default may be missing.
-
-    Files outlast the version that wrote them, so a new field needs a default.
-    """
-    needed = [entry.name for entry in fields(kind) if entry.default is MISSING and entry.name not in defaults]
-    return kind(**defaults | checked(text, where, {entry.name: entry.type for entry in fields(kind)}, needed))
-
-
-def checked(text: Any, where: str, types: dict[str, str], needed: Iterable[str]) -> dict[str, Any]:
-    """The mapping `text` if it has the entries `needed`, only entries of `types`, and each of the type given there.
-
-    UserError begins with `where` and names the wrong entry. A type other than int, float, str and bool is not checked.
-    """
-    if not isinstance(text, dict):
-        raise UserError(f"{where}: expected the entries {', '.join(types)}")
-    missing, unknown = [name for name in needed if name not in text], sorted(set(map(str, text)) - set(types))
-    if missing:
-        raise UserError(f"{where}: the entry {missing[0]} is missing")
-    if unknown:
-        raise UserError(f"{where}: unknown entry {unknown[0]} (known: {', '.join(types)})")
-    for name, entry in text.items():
-        wanted = _wanted(name, entry, types[name])
-        if wanted:
-            raise UserError(f"{where}: {name} must be {wanted}, not {entry!r}")
-    return dict(text)
-
-
-def _wanted(name: str, entry: Any, kind: str) -> str | None:
-    """What `entry` should be, or None if it is that."""
-    if kind == "bool":
-        return None if type(entry) is bool else "true or false"
-    if kind == "str":
-        return None if type(entry) is str else "a name"
-    if kind not in ("int", "float"):
-        return None
-    whole = kind == "int"
-    number = type(entry) is int or (type(entry) is float and not whole)
-    if not number or not 0 <= entry < LARGEST or (entry == 0 and (whole or name not in MAY_BE_ZERO)):
-        return f"a positive {'whole ' if whole else ''}number"
-    if entry > MOST.get(name, LARGEST):
-        return f"at most {MOST[name]:g}"
-    return "a share of at most 1" if name in SHARES and entry > 1 else None

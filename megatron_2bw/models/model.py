@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_2bw.errors import UserError
-
-LARGEST = 1e12  # products of such sizes are exact floats, or nearly
+from megatron_2bw.models.reading import Described
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Described):
     """A GPT, BERT or Llama-like model.
 
     layers, hidden, heads, ffn  as in Megatron's --num-layers, --hidden-size, --num-attention-heads, --ffn-hidden-size
@@ -55,11 +54,6 @@ class Model:
             object.__setattr__(self, "ffn", 4 * self.hidden)
         if not self.groups:
             object.__setattr__(self, "groups", self.heads)
-        for name in FLAGS:
-            if getattr(self, name) < (0 if name == "head_size" else 1):
-                raise UserError(f"{FLAGS[name]} must be positive, not {getattr(self, name)}")
-            if getattr(self, name) >= LARGEST:
-                raise UserError(f"{FLAGS[name]} {getattr(self, name)}: it must be below {LARGEST:g}")
         if not self.head_size:
             if self.hidden % self.heads:
                 raise UserError(

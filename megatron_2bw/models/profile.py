@@ -6,16 +6,15 @@ field that was not measured is None.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_json
-from megatron_2bw.models.cluster import Link, described
+from megatron_2bw.models.cluster import Link
 from megatron_2bw.models.model import FLAGS, Model
+from megatron_2bw.models.reading import Count, Described, Positive, content, described
 
 KIND = "megatron-2bw profile"
 # Flags by entry, for `fits`.
@@ -25,20 +24,20 @@ BERT_OUTPUT = "MEASURED with GPT's output layer, without BERT's dense layer and 
 
 
 @dataclass(frozen=True)
-class BlockTime:
+class BlockTime(Described):
     """Seconds of one forward and one backward on `microbatch` samples, on one of `tensor` tensor-parallel ranks.
 
     With more than one rank the messages between them are included; on GPUs with sequence parallelism.
     """
 
-    microbatch: int
-    forward: float
-    backward: float
-    tensor: int = 1
+    microbatch: Count
+    forward: Positive
+    backward: Positive
+    tensor: Count = 1
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Described):
     """Measured times, the shape that they hold for, and the machine.
 
     device, precision   the device's name; fp32, bf16 or fp16
@@ -67,7 +66,7 @@ class Profile:
     vocab: int
     blocks: tuple[BlockTime, ...]
     output: tuple[BlockTime, ...]
-    optimizer_seconds_per_parameter: float
+    optimizer_seconds_per_parameter: Positive
     optimizer: str
     threads: int
     made_with: str
@@ -114,32 +113,11 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> Profile:
         """Read what `save` wrote. UserError names the wrong entry."""
-        where = f"--profile {path}"
-        try:
-            entries = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{where}: not a readable JSON file ({' '.join(str(error).split())})") from None
+        where, entries = f"--profile {path}", content("--profile", path)
         if not isinstance(entries, dict) or entries.pop("kind", None) != KIND:
             raise UserError(f"{where}: not a profile; `megatron-2bw-plan profile --json PATH` writes one")
         entries.pop("terms", None)  # `terms` computes them
-        profile = described(cls, entries, where)
-        found = {name: _points(getattr(profile, name), f"{where}: {name}") for name in ("blocks", "output")}
-        for name in ("inside", "between"):
-            if entries.get(name) is not None:
-                found[name] = described(Link, entries[name], f"{where}: {name}")
-        return replace(profile, **found)
-
-
-def _points(entries: Any, where: str) -> tuple[BlockTime, ...]:
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"{where}: expected a list of times by microbatch")
-    points = tuple(described(BlockTime, entry, where) for entry in entries)
-    order = [(point.tensor, point.microbatch) for point in points]
-    if any(after <= before for before, after in pairwise(order)):
-        raise UserError(f"{where}: the microbatches must ascend")
-    if order[0][0] != 1:
-        raise UserError(f"{where}: the first entry must be of one tensor-parallel rank")
-    return points
+        return described(cls, entries, where)
 
 
 def _at(measured: tuple[BlockTime, ...], microbatch: float, tensor: int) -> tuple[float, float]:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, usage_error
 from megatron_2bw.files import write_json
+from megatron_2bw.models import inputs
 from megatron_2bw.models.cluster import INFINIBAND, network
 from megatron_2bw.models.cluster import PRESETS as CLUSTERS
-from megatron_2bw.models.inputs import add_model_flags, add_numerics_flags, cluster_of, model_of, numbers, numerics_of
 from megatron_2bw.planner import tools
 from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
@@ -33,7 +33,6 @@ from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.words import expand_files
 
 FP8_FROM = 8.9  # the first GPUs with fp8, by compute capability
-MOST_SAMPLES, MOST_PLANS = 1_000_000, 10_000
 COSTS = {"simulation": Cost, "closed-form": ClosedForm}
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
@@ -57,25 +56,27 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw-plan") -> 
         return 1
 
 
-def planning_parser(prog: str, description: str) -> Parser:
-    """The flags that describe a search; the choices have the names of Space's fields."""
-    parser = Parser(prog=prog, description=description, allow_abbrev=False)
-    add_model_flags(parser)
-    add_numerics_flags(parser)
+def _parser(prog: str) -> Parser:
+    """The choices have the names of Space's fields."""
+    others = "Other commands: profile, simulate, calibrate (megatron-2bw-plan COMMAND --help)."
+    description = f"The fastest configuration that fits. Example: {EXAMPLE}"
+    parser = Parser(prog=prog, description=description, epilog=others, allow_abbrev=False)
+    inputs.add_model_flags(parser)
+    inputs.add_numerics_flags(parser)
     add = parser.add_argument_group("cluster").add_argument
     add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
-    add("--servers", type=int, help="default: of the YAML file, or 1")
+    add("--servers", type=inputs.positive, help="default: of the YAML file, or 1")
     rates = "network of a server, instead of the cluster's: 100gbit, 25gbe, 8x400gbit, " + ", ".join(INFINIBAND)
     add("--link", type=network, metavar="RATE", help=rates)
-    add("--gpus-per-server", type=int, help="at most as many as the cluster's servers have")
+    add("--gpus-per-server", type=inputs.positive, help="at most as many as the cluster's servers have")
     add("--profile", type=Path, metavar="FILE.json", help="measured times, from `megatron-2bw-plan profile`")
 
     add = parser.add_argument_group("choices of the search").add_argument
     safe = "the largest global batch, in samples, that is safe for convergence"
-    add("--max-global-batch-size", dest="batch", type=int, required=True, metavar="N", help=safe)
+    add("--max-global-batch-size", dest="batch", type=inputs.positive, required=True, metavar="N", help=safe)
     known = f"of {', '.join(SCHEDULE_NAMES)}"
     add("--schedules", type=names_of(SCHEDULE_NAMES), default=PLANNED, metavar="NAME,...", help=known)
-    sizes = dict(type=numbers, metavar="N,...")
+    sizes = dict(type=inputs.numbers, metavar="N,...")
     add("--tensor-model-parallel-size", dest="tensor", **sizes, help="default: all that are legal")
     add("--pipeline-model-parallel-size", dest="depth", **sizes, help="default: all that are legal")
     add("--micro-batch-size", dest="microbatch", **sizes, help="default: all that are legal")
@@ -88,7 +89,7 @@ def planning_parser(prog: str, description: str) -> Parser:
     hidden = "by default 2bw hides messages on slow links by extra warm-up"
     add("--no-extra-warmup", dest="extra_warmup", action="store_false", help=hidden)
     correction = "2bw with --two-bw-correction auto, whose step needs more memory (default: yes)"
-    add("--extrapolate", action=argparse.BooleanOptionalAction, help=correction)
+    add("--extrapolate", action=argparse.BooleanOptionalAction, default=True, help=correction)
     whole = dict(dest="distributed_optimizer", action="store_const", const=(False,), default=(False, True))
     add("--no-distributed-optimizer", **whole, help="by default the search tries both")
     tensor = "with tensor parallelism, as on the CPU"
@@ -102,58 +103,41 @@ def planning_parser(prog: str, description: str) -> Parser:
     add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
     margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
     add("--memory-margin", type=float, metavar="SHARE", help=margin)
-    forms = "closed-form: the paper's Appendix A, with all bytes of a parameter"
-    add("--cost", choices=COSTS, default="simulation", help=forms)
-    add("--top", type=int, default=8, metavar="K", help="number of plans (default: 8)")
+    form = "closed-form: the paper's Appendix A, with all bytes of a parameter"
+    add("--cost", choices=COSTS, default="simulation", help=form)
+    add("--top", type=inputs.positive, default=8, metavar="K", help="number of plans (default: 8)")
+
+    add = parser.add_argument_group("files").add_argument
+    add("--json", type=Path, metavar="FILE", help="all printed figures, and more")
+    add("--script", type=Path, metavar="FILE.sh", help="the best plan as a torchrun command")
+    add("--sbatch", type=Path, metavar="FILE.sbatch", help="the best plan as a Slurm job")
+    add("--trace", type=Path, metavar="FILE.json", help="the best plan's simulated timeline, for Perfetto")
+    add("--report", type=Path, metavar="DIR", help="pictures: timeline, memory, throughput by memory")
     return parser
 
 
-def prepare(options: argparse.Namespace, parser: Parser) -> tuple[Cost, Space]:
+def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
     """The cost model and the space that the flags describe."""
-    model, cluster = model_of(options), cluster_of(options)
-    on_cpu = cluster.device.name == "cpu"
-    precision = options.precision or ("fp32" if on_cpu else "bf16" if cluster.device.bf16 else "fp16")
-    if cluster.profile is not None:
-        precision = options.precision or cluster.profile.precision
-        fault = cluster.profile.fits(model, precision)
-        if fault:
-            parser.error(f"--profile {options.profile}: {fault}; measure this model")
-    _check(options, parser)
-    if on_cpu and options.attention == "flash":
-        parser.error("--attention flash: not available on the CPU; use core")
-    if precision == "bf16" and not cluster.device.bf16:
-        parser.error(f"--precision bf16: not available on {cluster.device.name}; use fp16")
+    model, cluster = inputs.model_of(options), inputs.cluster_of(options)
+    on_cpu, profile = cluster.device.name == "cpu", cluster.profile
+    precision = "fp32" if on_cpu else "bf16" if cluster.device.bf16 else "fp16"
+    precision = options.precision or (profile.precision if profile else precision)
+    if profile and (fault := profile.fits(model, precision)):
+        raise UserError(f"--profile: {fault}; measure this model")
     if precision == "fp8" and (on_cpu or cluster.device.capability < FP8_FROM):
-        parser.error(f"--precision fp8: not available on {cluster.device.name}; use bf16")
-    flash = {None: False if on_cpu else None, "flash": True, "core": False}[options.attention]
+        raise UserError(f"--precision fp8: not available on {cluster.device.name}; use another")
+    flash = False if on_cpu else {None: None, "flash": True, "core": False}[options.attention]
     cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin)
     if max(options.context or (1,)) > 1 and not cost.memory.flash:
-        parser.error("--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out")
+        raise UserError("--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out")
     chosen = {field.name: getattr(options, field.name) for field in fields(Space) if hasattr(options, field.name)}
-    chosen["sequence_parallel"] &= not on_cpu
-    chosen["extrapolate"] = options.extrapolate is not False
-    chosen["context"] = options.context or (1,)
-    return cost, Space(**chosen, numerics=numerics_of(options, precision))
+    chosen |= {"sequence_parallel": options.sequence_parallel and not on_cpu, "context": options.context or (1,)}
+    return cost, Space(**chosen, numerics=inputs.numerics_of(options))
 
 
-def _check(options: argparse.Namespace, parser: Parser) -> None:
-    if not {*options.gradient_slots} <= {1, 2}:
-        parser.error(f"--gradient-slots: {max(options.gradient_slots)} is not one of 1, 2")
-    if options.extrapolate and "2bw" not in options.schedules:
-        parser.error("--extrapolate has no effect without 2bw among --schedules: leave it out")
-    for flag, number, most in (
-        ("--max-global-batch-size", options.batch, MOST_SAMPLES),
-        ("--top", options.top, MOST_PLANS),
-    ):
-        if not 1 <= number <= most:
-            parser.error(f"{flag} must be from 1 to {most}, not {number}")
-    if options.memory_margin is not None and not 0 <= options.memory_margin < 1:
-        parser.error(f"--memory-margin must be a share from 0 to below 1, not {options.memory_margin}")
-
-
-def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | None:
+def planned(options: argparse.Namespace) -> explain.Result | None:
     """Search, and estimate the fastest plans. If no plan fits, print the reason and return None."""
-    cost, space = prepare(options, parser)
+    cost, space = prepare(options)
     begun = time.monotonic()
     print(f"searching the plans of {cost.model.name} on {cost.cluster.gpus} GPUs ...", file=sys.stderr, flush=True)
     search = Search(cost, space)
@@ -172,30 +156,12 @@ def planned(options: argparse.Namespace, parser: Parser) -> explain.Result | Non
 
 
 def run_plan(words: list[str], prog: str) -> int:
-    parser = planning_parser(prog, f"The fastest configuration that fits. Example: {EXAMPLE}")
-    parser.epilog = "Other commands: profile, simulate, calibrate (megatron-2bw-plan COMMAND --help)."
-    add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="all printed figures, and more")
-    add("--script", type=Path, metavar="FILE.sh", help="the best plan as a torchrun command")
-    add("--sbatch", type=Path, metavar="FILE.sbatch", help="the best plan as a Slurm job")
-    add("--trace", type=Path, metavar="FILE.json", help="the best plan's simulated timeline, for Perfetto")
-    add("--report", type=Path, metavar="DIR", help="pictures: timeline, memory, throughput by memory")
-    options = parser.parse_args(words)
-    result = planned(options, parser)
+    options = _parser(prog).parse_args(words)
+    result = planned(options)
     if result is None:
         return 1
-    cost = result.cost
-    print(
-        explain.table(result),
-        explain.memory_table(result.estimates[0]),
-        f"{explain.reason(result)}\n{explain.on_fewer_gpus(result)}",
-        rejections.rejections(result),
-        explain.evidence(cost),
-        *explain.old_gpu(cost.cluster.device),
-        explain.CAVEAT,
-        sep="\n\n",
-    )
-    best = result.estimates[0]
+    cost, best = result.cost, result.estimates[0]
+    print(explain.text(result), rejections.rejections(result), explain.evidence(cost), explain.CAVEAT, sep="\n\n")
     print("\nA run of the first plan, as --script and --sbatch write it:")
     print(*map(explain.wrapped, training.about(cost, best)), sep="\n")
     print(f"\nFlags of the first plan:\n  {shlex.join([*cost.model.flags(), *best.plan.flags(cost.precision)])}")
@@ -233,10 +199,10 @@ def _cloud(result: explain.Result, each: int = 20) -> list[Estimate]:
 def run_profile(words: list[str], prog: str) -> int:
     description = "Times one layer, the output layer, the optimizer and, under torchrun, the links on this machine."
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
-    add_model_flags(parser)
+    inputs.add_model_flags(parser)
     blocks.add_flags(parser)
     options = parser.parse_args(words)
-    return blocks.run(options, model_of(options))
+    return blocks.run(options, inputs.model_of(options))
 
 
 if __name__ == "__main__":

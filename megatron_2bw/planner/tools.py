@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.errors import Parser, UserError
-from megatron_2bw.flags.own import extra_warmup, whole
-from megatron_2bw.models.cluster import to_yaml
-from megatron_2bw.models.inputs import named_cluster
+from megatron_2bw.errors import Parser, UserError, file_errors
+from megatron_2bw.flags.own import extra_warmup
+from megatron_2bw.models.cluster_file import named_cluster, to_yaml
+from megatron_2bw.models.inputs import positive
 from megatron_2bw.planner.measure import calibrate as calibration
 from megatron_2bw.planner.measure import runs as measured
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, schedule_of
@@ -20,84 +19,49 @@ from megatron_2bw.timelines import paper_figures
 from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
 from megatron_2bw.timelines.text import render
 
+INTERLEAVED = "megatron-interleaved"
 TIMES = {"forward": 1.0, "backward": 2.0, "transfer": 0.0, "reduce": 0.0, "step": 0.0}
-SHORTEST, LONGEST = 1e-9, 1e9  # times; a float holds every sum of them
-STAGES, FORWARDS = 1_000, 20_000  # of one timeline, which takes seconds
 
 
 def run_simulate(words: list[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Prints a schedule's timeline, and draws it.", allow_abbrev=False)
     add = parser.add_argument
-    add("--figure", choices=("1", "2", "3"), help="of the paper, instead of the flags below")
-    add("--schedule", choices=[*SCHEDULES, "megatron-interleaved"], help="the schedule to simulate")
-    add("--stages", type=int, help="the pipeline's depth")
-    add("--microbatches", type=int, help="of a batch")
-    add("--iterations", type=int, default=2)
-    add("--virtual", type=int, default=2, help="chunks per stage of megatron-interleaved")
+    add("--figure", type=int, choices=(1, 2, 3), help="of the paper, instead of the flags below")
+    add("--schedule", choices=[*SCHEDULES, INTERLEAVED], help="the schedule to simulate")
+    add("--stages", type=positive, help="the pipeline's depth")
+    add("--microbatches", type=positive, help="of a batch")
+    add("--iterations", type=positive, default=2)
+    add("--virtual", type=positive, default=2, help=f"chunks per stage of {INTERLEAVED}")
     add("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
     extra = "of 2bw: extra warm-up forwards, a number per boundary between stages or one for all"
     add("--extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]", help=extra)
-    add("--gpipe-round", type=whole(1), metavar="N", help="of gpipe: microbatches of a round (default: all)")
+    add("--gpipe-round", type=positive, metavar="N", help="of gpipe: microbatches of a round (default: all)")
     for name, default in TIMES.items():
         add(f"--{name}", type=float, default=default, help=f"time (default: {default:g})")
     add("--versions", action="store_true", help="print the weight version of each microbatch")
-    add("--columns", type=int, default=140)
+    add("--columns", type=positive, default=140)
     add("--out", type=Path, metavar="FILE.png", help="also as a picture")
     options = parser.parse_args(words)
-    typed = [name for name, value in vars(options).items() if value != parser.get_default(name)]
     if options.figure:
-        for name in typed:
-            if name not in ("figure", "out"):
-                parser.error(f"--{name.replace('_', '-')} has no effect with --figure: leave it out")
-        paper_figures.print_figure(int(options.figure))
-        _draw(options.out, lambda: paper_figures.draw_figure(int(options.figure), options.out))
+        paper_figures.print_figure(options.figure)
+        _draw(options.out, lambda: paper_figures.draw_figure(options.figure, options.out))
         return 0
-    for name, only in (("virtual", "megatron-interleaved"), ("gradient_slots", "2bw")):
-        if name in typed and options.schedule not in (None, only):
-            parser.error(f"--{name.replace('_', '-')} has no effect without --schedule {only}: leave it out")
     for name in ("schedule", "stages", "microbatches"):
         if getattr(options, name) is None:
             parser.error(f"--{name} is missing (or give --figure 1, 2 or 3)")
-    given = vars(options)
-    for name in ("stages", "microbatches", "iterations", "virtual", "columns"):
-        most = STAGES if name == "stages" else FORWARDS
-        if not 1 <= given[name] <= most:
-            parser.error(f"--{name} must be from 1 to {most}, not {given[name]}")
-    factors = ["stages", "microbatches", "iterations", *["virtual"] * (options.schedule == "megatron-interleaved")]
-    forwards = math.prod(given[name] for name in factors)
-    if forwards > FORWARDS:
-        flags = " x ".join(f"--{name}" for name in factors)
-        parser.error(f"{flags} makes {forwards} forwards: at most {FORWARDS} are simulated")
-    for name in TIMES:
-        if given[name] != 0 and not SHORTEST <= given[name] <= LONGEST:
-            parser.error(f"--{name} must be a time, 0 or from {SHORTEST:g} to {LONGEST:g}, not {given[name]:g}")
-    if options.forward + options.backward == 0:
-        parser.error("--forward and --backward must not both be 0")
-    _simulate(options, _schedule(options, parser))
+    _simulate(options, _schedule(options))
     return 0
 
 
-def _schedule(options: argparse.Namespace, parser: Parser) -> Schedule:
-    extra, boundaries = options.extra_warmup, options.stages - 1
-    if extra and (options.schedule != "2bw" or not boundaries):
-        parser.error("--extra-warmup has no effect without --schedule 2bw and several stages: leave it out")
-    if len(extra) not in (0, 1, boundaries):
-        parser.error(f"--extra-warmup: give one number, or one for each of the {boundaries} boundaries between stages")
-    if options.gpipe_round is not None and options.schedule != "gpipe":
-        parser.error("--gpipe-round has no effect without --schedule gpipe: leave it out")
-    if (options.gpipe_round or 0) > options.microbatches:
-        parser.error(f"--gpipe-round {options.gpipe_round} is more than --microbatches {options.microbatches}")
-    schedule = schedule_of(
-        options.schedule, gradient_slots=options.gradient_slots, extra_warmup=extra, gpipe_round=options.gpipe_round
-    )
-    if schedule is None:
-        schedule = Interleaved(options.virtual)
-        if options.microbatches % options.stages:
-            parser.error("--microbatches must be a multiple of --stages with megatron-interleaved")
+def _schedule(options: argparse.Namespace) -> Schedule:
+    chosen = {name: getattr(options, name) for name in ("gradient_slots", "extra_warmup", "gpipe_round")}
+    schedule = schedule_of(options.schedule, **chosen) or Interleaved(options.virtual)
+    if len(options.extra_warmup) not in (0, 1, options.stages - 1):
+        raise UserError(f"--extra-warmup: give one number, or one for each of the {options.stages - 1} boundaries")
     least = schedule.min_microbatches(options.stages)
-    if options.microbatches < least:
-        sizes = f"{options.stages} stages" + (" and --extra-warmup" if any(extra) else "")
-        parser.error(f"--microbatches {options.microbatches}: {options.schedule} needs {least} with {sizes}")
+    if options.microbatches < least or (options.schedule == INTERLEAVED and options.microbatches % options.stages):
+        wanted = f"{least} or more" if options.schedule != INTERLEAVED else f"a multiple of {options.stages}"
+        raise UserError(f"--microbatches {options.microbatches}: {options.schedule} needs {wanted}")
     return schedule
 
 
@@ -114,13 +78,10 @@ def _simulate(options: argparse.Namespace, schedule: Schedule) -> None:
 
 def _draw(path: Path | None, draw: Callable[[], object]) -> None:
     """Draw to `path` if it was given."""
-    if path is None:
-        return
-    try:
-        draw()
-    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not have
-        raise UserError(f"--out {path}: {getattr(error, 'strerror', None) or error}") from None
-    print(f"wrote {path}")
+    if path is not None:
+        with file_errors(f"--out {path}"):
+            draw()
+        print(f"wrote {path}")
 
 
 def run_calibrate(words: list[str], prog: str) -> int:

@@ -17,10 +17,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
 
 from megatron_2bw.errors import Parser, UserError, usage_error
-from megatron_2bw.models.cluster import described
-from megatron_2bw.models.inputs import MOST_GPUS
 from megatron_2bw.models.model import PRESETS, Model
 from megatron_2bw.models.plan import Plan
+from megatron_2bw.models.reading import described
 from megatron_2bw.planner.tell import training
 from megatron_2bw.planner.tell.jobs import mock_data
 
@@ -35,8 +34,8 @@ def words(
     save: also the plan's --save-interval. UserError names the wrong variable.
     """
     for flag, number in (("--servers", servers), ("--processes", processes)):
-        if not 1 <= number <= MOST_GPUS:
-            raise UserError(f"{flag} {number}: it must be from 1 to {MOST_GPUS}")
+        if number < 1:
+            raise UserError(f"{flag} {number}: it must be 1 or more")
     if precision and precision not in PRECISIONS:
         raise UserError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
     entry = _read(Path(plan)) if plan else None

@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_2bw import run_log
 from megatron_2bw.errors import Parser, UserError, names_of, run_program
 from megatron_2bw.files import set_aside, write_csv, write_json
-from megatron_2bw.models.cluster import described
 from megatron_2bw.models.inputs import numbers
 from megatron_2bw.models.model import PRESETS
 from megatron_2bw.slurm import status
@@ -181,7 +180,7 @@ def stored(out: Path) -> list[tuple[Run, str, Path]]:
     for path in sorted(out.glob("*/run.json")):
         try:
             content = json.loads(path.read_text())
-            run = described(Run, content["run"], f"{path}: run")
+            run = Run(**content["run"])
             run, job = replace(run, panel=Panel.of(run.panel)), str(content["job"])
             run.row()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -25,12 +25,9 @@ from megatron_2bw.planner.tell.explain import (
     KINDS,
     MEASURED,
     TERMS,
-    WHEEL,
-    WHEEL_FROM,
     Result,
     evidence,
     memory_table,
-    old_gpu,
     on_fewer_gpus,
     reason,
     table,
@@ -574,23 +571,6 @@ def test_the_json_holds_the_nearest_change_and_survives_a_profile(tight):
     assert json.dumps(as_json(searched(cluster=profiled())), allow_nan=False)
     empty = as_json(replace(tight, estimates=[]))
     assert empty["plans"] == []
-
-
-@pytest.mark.parametrize("name", sorted(clusters.PRESETS))
-def test_gpus_for_which_torchs_wheel_has_no_kernels_are_named(name):
-    device, lines = clusters.PRESETS[name].device, old_gpu(clusters.PRESETS[name].device)
-    older = {"V100-16GB": "7.0", "V100-32GB": "7.0", "1080Ti": "6.1"}.get(device.name)
-    assert len(lines) == (older is not None)
-    assert all(f"{device.name} has compute capability {older}." in " ".join(line.split()) for line in lines)
-
-
-def test_the_oldest_kernels_are_those_of_torchs_wheel():
-    import torch
-
-    if torch.version.cuda is None or not torch.__version__.startswith(WHEEL.split()[0]):
-        pytest.skip(f"the wheel is {torch.__version__}, the line is about {WHEEL}")
-    kernels = re.findall(r"sm_(\d+)(\d)", torch._C._cuda_getArchFlags())
-    assert min(float(f"{major}.{minor}") for major, minor in kernels) == WHEEL_FROM
 
 
 def test_the_caveat_names_the_delay_and_the_batch():

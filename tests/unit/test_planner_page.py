@@ -11,7 +11,7 @@ import pytest
 
 from bench import planner_published, tables
 from megatron_2bw.models import cluster, model
-from megatron_2bw.models.cluster import from_yaml
+from megatron_2bw.models.cluster_file import from_yaml
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.find.advice import DELAY, TIE, ranked

@@ -333,11 +333,9 @@ def test_flags_of_a_plan(tmp_path):
         ("gpt", "", PLAN | {"plans": [PLAN["plans"][0] | {"training": [1]}]}, (2, 8), "", "holds no plan"),
         ("gpt", "", PLAN | {"plans": [PLAN["plans"][0] | {"save_interval": "9"}]}, (2, 8), "", "holds no plan"),
         ("gpt", "", PLAN | {"cluster": {"servers": "2", "gpus_per_server": 8}}, (2, 8), "", "holds no plan"),
-        ("gpt", "", PLAN | {"model": {"layers": 2}}, (2, 8), "", "plan.json: model: the entry name is missing"),
-        ("gpt", "", PLAN | {"model": PLAN["model"] | {"heads": 1.5}}, (2, 8), "", "heads must be a positive"),
+        ("gpt", "", PLAN | {"model": {"layers": 2}}, (2, 8), "", "plan.json: model: name: "),
+        ("gpt", "", PLAN | {"model": PLAN["model"] | {"heads": 1.5}}, (2, 8), "", "model: heads: "),
         ("gpt", "", "", (2, 8), "", "cannot be read: No such file"),
-        ("gpt", "gpt-355m", None, (1, -7), "bf16", "--processes -7: it must be from 1 to 1000000"),
-        ("gpt", "gpt-355m", None, (10**20, 8), "bf16", f"--servers {10**20}: it must be from 1 to 1000000"),
     ],
 )
 def test_wrong_variables_are_told_in_one_line(kind, model, plan, nodes, precision, line, tmp_path):

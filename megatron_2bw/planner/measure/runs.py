@@ -19,7 +19,7 @@ from megatron_2bw.files import write_whole
 from megatron_2bw.models import model as models
 from megatron_2bw.models import plan as plans
 from megatron_2bw.models.inputs import NUMERICS
-from megatron_2bw.models.model import LARGEST, Model
+from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.find.legality import PRECISIONS, violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
@@ -128,15 +128,15 @@ def _value(row: dict[str, object], name: str, where: str):
             return tuple(word.strip() for word in text.split(";") if word.strip())
         if name in ("extra_warmup", "stages"):  # numbers with blanks between them
             numbers = tuple(int(word) for word in text.split())
-            return numbers if any(numbers) and min(numbers) >= 0 and max(numbers) < LARGEST else ()
+            return numbers if any(numbers) and min(numbers) >= 0 and max(numbers) < 1e12 else ()
         number = float(text) if name in ("seconds", "memory_gib") else int(text)
     except ValueError:
         raise UserError(f"{where}: {name} is {text!r}, not a number") from None
     if name in SWITCHES and number in (0, 1):
         return bool(number)
     least = 0 if OPTIONAL.get(name) == 0 else 1 if name != "seconds" else 1e-12
-    if name in SWITCHES or not least <= number < LARGEST:
-        wanted = "0 or 1" if name in SWITCHES else f"positive and below {LARGEST:g}"
+    if name in SWITCHES or not least <= number < 1e12:
+        wanted = "0 or 1" if name in SWITCHES else "positive and below 1e12"
         raise UserError(f"{where}: {name} must be {wanted}, not {text}")
     return number
 

@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
-from megatron_2bw.models.cluster import Cluster, Device, Link
+from megatron_2bw.models.cluster import Cluster
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.find.advice import tie
 from megatron_2bw.planner.find.search import Search, on_fewer
 from megatron_2bw.planner.find.space import Space
 
-# torch.cuda.get_arch_list() of this wheel: sm_75, sm_80, sm_86, sm_90, sm_100, sm_120.
-WHEEL, WHEEL_FROM = "2.15.0 (CUDA 13.2)", 7.5
 MEASURED, ESTIMATED = "MEASURED", "ESTIMATED"
 TERMS = {
     "compute": "compute",
@@ -94,6 +92,12 @@ _shape = attrgetter("tensor", "context", "depth", "width")
 
 def _per_sample(estimate: Estimate) -> float:
     return estimate.seconds / estimate.plan.global_batch
+
+
+def text(result: Result) -> str:
+    """The tables of the plans and of the first plan's memory, and why it is first."""
+    words = f"{reason(result)}\n{on_fewer_gpus(result)}"
+    return "\n\n".join([table(result), memory_table(result.estimates[0]), words])
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -273,7 +277,8 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     if cost.cluster.servers > 1:
         links.append(("between servers", cost.cluster.between))
     tag = MEASURED if all(link.measured for _, link in links) else ESTIMATED
-    network = (tag, "; ".join(_link(where, link) for where, link in links))
+    tags = {True: MEASURED, False: ESTIMATED}
+    network = (tag, "; ".join(f"{where} {link} {tags[link.measured]}" for where, link in links))
     memory = (
         ESTIMATED,
         f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free"
@@ -281,21 +286,6 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     )
     found = {"compute": compute} | dict.fromkeys(("tensor", "pipeline", "data"), network) | {"update": update}
     return found | {"bubble": (ESTIMATED, "simulation of the schedule with the terms above"), "memory": memory}
-
-
-def old_gpu(device: Device) -> list[str]:
-    """A line if the default wheel of torch has no kernels for the GPU."""
-    if device.capability >= WHEEL_FROM:
-        return []
-    text = (
-        f"{device.name} has compute capability {device.capability:.1f}. The default wheel of torch {WHEEL} has kernels "
-        f"from {WHEEL_FROM} up: a run needs a torch that is built for {device.capability:.1f}."
-    )
-    return [wrapped(text, "")]
-
-
-def _link(where: str, link: Link) -> str:
-    return f"{where} {link} {MEASURED if link.measured else ESTIMATED}"
 
 
 def _tags(cost: Cost) -> str:

@@ -1,0 +1,88 @@
+"""Reads and writes the YAML file of a cluster; docs/planner.md shows one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.files import write_whole
+from megatron_2bw.models.cluster import GPUS, PRESETS, Cluster, Device, Link, preset
+from megatron_2bw.models.profile import Profile
+from megatron_2bw.models.reading import Count, Described, content, described
+
+CPU_ERROR = 0.45  # ranks share cores and caches, which a profile does not show
+
+
+@dataclass(frozen=True)
+class _Group(Described):
+    """Equal servers. gpu: a name of GPUS, or entries of a Device."""
+
+    servers: Count
+    gpu: str | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _File(Described):
+    """`servers` and `gpu`, or `groups` in the order of ranks. profile: relative to the YAML file."""
+
+    gpus_per_server: Count
+    inside: Link
+    between: Link
+    name: str = ""
+    servers: Count = 1
+    gpu: str | dict[str, Any] = ""
+    groups: tuple[_Group, ...] = ()
+    profile: Path | None = None
+
+
+def named_cluster(name: str) -> Cluster:
+    """The cluster of --cluster: a preset, or a YAML file that exists."""
+    return preset(name, 1) if name in PRESETS or not os.path.exists(name) else from_yaml(Path(name))
+
+
+def from_yaml(path: Path) -> Cluster:
+    """The cluster of a YAML file, with its profile. UserError names the file and the wrong entry."""
+    where = f"--cluster {path}"
+    file = described(_File, content("--cluster", path), where)
+    if bool(file.groups) == bool(file.gpu):
+        raise UserError(f"{where}: give either gpu and servers, or groups")
+    groups = file.groups or (_Group(file.servers, file.gpu),)
+    devices = tuple(device for group in groups for device in [_device(group.gpu, f"{where}: gpu")] * group.servers)
+    profile = Profile.load(path.parent / file.profile) if file.profile else None
+    whole = Cluster(file.name or str(path), 0, 0, devices[0], file.inside, file.between, profile, devices)
+    return whole.part(len(devices), file.gpus_per_server)
+
+
+def _device(gpu: str | dict[str, Any], where: str) -> Device:
+    """The GPU of a name or of a mapping. What a mapping leaves out of a known GPU is that one's, as its source says."""
+    if isinstance(gpu, str):
+        if gpu not in GPUS:
+            raise UserError(f"{where}: {gpu} is not one of {', '.join(GPUS)}; or describe it")
+        return GPUS[gpu]
+    known = GPUS.get(str(gpu.get("name")))
+    defaults = asdict(known) if known else {"name": "gpu"} | ({"error": CPU_ERROR} if gpu.get("name") == "cpu" else {})
+    device = described(Device, defaults | gpu, where)
+    taken = [entry.name for entry in fields(Device) if entry.name not in gpu]
+    if known is None or not taken:
+        return device
+    return replace(device, calibration=f"{known.calibration}; of the known {known.name}: {', '.join(taken)}")
+
+
+def to_yaml(cluster: Cluster, path: Path) -> None:
+    """Write a file from which `from_yaml` reads the same cluster, without its profile."""
+    import yaml
+
+    entries = {name: entry for name, entry in asdict(replace(cluster, profile=None)).items() if name in _NAMES}
+    kinds = itertools.groupby(cluster.devices or [cluster.device] * cluster.servers)
+    groups = [{"servers": len([*same]), "gpu": asdict(device)} for device, same in kinds]
+    entries |= {"groups": groups} if cluster.devices else groups[0]
+    with file_errors(f"--out {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, yaml.safe_dump(entries, sort_keys=False))
+
+
+_NAMES = ("name", "gpus_per_server", "inside", "between")
