@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 import numpy
 
+from megatron_2bw.data.encoder import Arrays
 from megatron_2bw.errors import UserError
 
 _ALPACA = (
@@ -35,14 +35,18 @@ class Conversations:
     def __init__(self, tokenizer: Any, name: str):
         self._tokenizer, self._name = tokenizer, name
 
-    def shard(self, encoded: Iterable[numpy.ndarray], counts: Counter[str]) -> tuple[numpy.ndarray, ...]:
-        """All tokens, the length of each conversation, the number of conversations up to and with each."""
-        parts = list(encoded)
-        tokens = numpy.concatenate([numpy.zeros(0, numpy.int32), *parts])
-        counts.update(documents=len(parts), sequences=len(parts), tokens=len(tokens), targets=int((tokens >= 0).sum()))
-        return tokens, numpy.array([len(part) for part in parts], numpy.int32), numpy.arange(1, len(parts) + 1)
+    dtype = numpy.int32
 
-    def document(self, record: dict, counts: Counter[str]) -> numpy.ndarray:
+    @staticmethod
+    def arrays(encoded: list[numpy.ndarray], counts: Counter[str]) -> Arrays:
+        """The conversations, each of which is a document."""
+        tokens = numpy.concatenate([numpy.zeros(0, numpy.int32), *encoded])
+        count = len(encoded)
+        counts.update(documents=count, sequences=count, tokens=len(tokens), targets=int((tokens >= 0).sum()))
+        lengths = numpy.array(list(map(len, encoded)), numpy.int32)
+        return Arrays(tokens, lengths, numpy.arange(1, count + 1, dtype=numpy.int32))
+
+    def take(self, record: dict, counts: Counter[str]) -> numpy.ndarray:
         """The stored sequence of a record. ValueError for a bad one, UserError for an unfit tokenizer."""
         messages = _messages(record)
         if messages is None:

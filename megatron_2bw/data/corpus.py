@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
+from filelock import FileLock
 from tokenizers import Tokenizer
 
-from megatron_2bw.data.encoder import Encoder, plain
+from megatron_2bw.data.encoder import Encoder, write
 from megatron_2bw.data.vocabulary import EOD, GPT, save, smallest, train_bpe
-from megatron_2bw.errors import Parser, UserError
+from megatron_2bw.errors import Parser, UserError, file_errors
 
 DEFAULT_VOCAB_SIZE = 4096
 DEFAULT_MAX_BYTES = 8_000_000
@@ -73,15 +74,12 @@ def build_corpus(
     folder = cache / _key(texts, vocab_size, max_bytes)
 
     # Before any write: a cache that another user has filled may be read-only.
-    corpus = _load(folder)
-    if corpus is not None:
+    if corpus := _load(folder):
         return corpus
-    try:
-        return _build(folder, texts, vocab_size, max_bytes)
-    except OSError as error:
-        if error.errno is None:  # a library that would not load, not a file
-            raise
-        raise UserError(f"--cache-dir {cache}: cannot write there, {error.strerror}") from error
+    with file_errors(f"--cache-dir {cache}"):
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):  # another process may build it at this moment
+            return _load(folder) or _build(folder, texts, vocab_size, max_bytes)
 
 
 def read_library(max_bytes: int) -> list[str]:
@@ -133,11 +131,10 @@ def _load(folder: Path) -> Corpus | None:
 
 def _build(folder: Path, texts: list[str], vocab_size: int, max_bytes: int) -> Corpus:
     """Write the whole corpus next to `folder`, then rename it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
         work = Path(scratch) / folder.name
         work.mkdir()
-        _progress(f"training the tokenizer on {len(texts)} files of the standard library")
+        _say(f"training the tokenizer on {len(texts)} files of the standard library")
         tokenizer = train_bpe(texts, vocab_size, [EOD])
         if tokenizer.get_vocab_size() < vocab_size:
             raise UserError(
@@ -145,14 +142,15 @@ def _build(folder: Path, texts: list[str], vocab_size: int, max_bytes: int) -> C
                 f"{tokenizer.get_vocab_size()} of the {vocab_size} tokens of --vocab-size"
             )
         save(work / "tokenizer", tokenizer, GPT)
+        _say("writing the tokens")
         tokens = _write_documents(work / "corpus", texts, tokenizer)
         numbers = {"vocab_size": vocab_size, "documents": len(texts), "tokens": tokens}
         files = [path for path in sorted(work.rglob("*")) if path.is_file()]
         sizes = {path.relative_to(work).as_posix(): path.stat().st_size for path in files}
-        record = {"numbers": numbers, "files": sizes}
-        (work / "corpus.json").write_text(json.dumps(record, indent=2))
-        _publish(work, folder)
-    _progress(f"{len(texts)} documents, {tokens} tokens in {folder}")
+        (work / "corpus.json").write_text(json.dumps({"numbers": numbers, "files": sizes}, indent=2))
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one has the name
+        os.rename(work, folder)
+    _say(f"{len(texts)} documents, {tokens} tokens in {folder}")
     return Corpus(folder / "corpus", folder / "tokenizer", **numbers)
 
 
@@ -163,36 +161,17 @@ def _write_documents(prefix: Path, texts: list[str], tokenizer: Tokenizer) -> in
         from megatron_2bw import cpu
 
         cpu.without_triton()
-        from megatron.core.datasets import indexed_dataset
+        from megatron.core.datasets.indexed_dataset import DType
 
     eod = tokenizer.token_to_id(EOD)
-    dtype = indexed_dataset.DType.optimal_dtype(tokenizer.get_vocab_size())
-    encoder = Encoder(plain(tokenizer), frozenset([eod]), dtype, eod)
-    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    tokens, batch = 0, len(texts) // 5 + 1
-    for start in range(0, len(texts), batch):
-        _progress(f"writing the tokens, {start / len(texts):.0%}", passing=True)
-        for (ids,) in encoder.documents(texts[start : start + batch], Counter()):
-            builder.add_document(ids, [len(ids)])
-            tokens += len(ids)
-    builder.finalize(f"{prefix}.idx")
-    return tokens
+    dtype = DType.optimal_dtype(tokenizer.get_vocab_size())
+    encoder, counts = Encoder(tokenizer.to_str(), frozenset([eod]), dtype, eod), Counter()
+    write(prefix, dtype, (encoder.arrays(texts[at : at + 100], counts) for at in range(0, len(texts), 100)))
+    return counts["tokens"]
 
 
-def _publish(work: Path, folder: Path) -> None:
-    """Rename a finished corpus, unless another process was first."""
-    try:
-        os.rename(work, folder)
-    except OSError:
-        if _load(folder) is None:  # a damaged folder has the name
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(work, folder)
-
-
-def _progress(text: str, passing: bool = False) -> None:
-    """Print a line on stderr; on a terminal the next line overwrites a `passing` one."""
-    start, end = ("\r\033[K", "" if passing else "\n") if sys.stderr.isatty() else ("", "\n")
-    print(f"{start}corpus: {text}", end=end, file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(f"corpus: {text}", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,8 +1,7 @@
-"""Texts to token ids, for GPT (documents) and BERT (sentences).
+"""Texts to token ids, for GPT (documents) and BERT (sentences), and the ids to Megatron's .bin and .idx.
 
 Invariant: the end of a document is the only special token; text that spells out a special token never becomes one. The
-ids of a document depend only on its text, not on its neighbours. Imports neither torch nor transformers, so that a
-worker process starts quickly.
+ids of a document depend only on its text, not on its neighbours.
 """
 
 from __future__ import annotations
@@ -10,61 +9,85 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy
-from tokenizers import Tokenizer
 
-from megatron_2bw.data.indexed import LONGEST_SENTENCE
-from megatron_2bw.data.sources import checked
-from megatron_2bw.portions import portions
-
-BATCH_CHARACTERS = 1_000_000  # tokenized in one call
+LONGEST_SENTENCE = 512  # tokens; Megatron's BERT skips a document with a longer sentence
 COUNTS = "documents sequences tokens bytes empty bad spelled single long targets".split()  # bytes: of UTF-8 text
+
+
+class Arrays(NamedTuple):
+    """Some documents: all tokens, the length of each sequence, the number of sequences up to each document's end."""
+
+    tokens: numpy.ndarray
+    lengths: numpy.ndarray
+    ends: numpy.ndarray
 
 
 @dataclass(frozen=True)
 class Encoder:
     """Converts text to ids.
 
-    encode     texts → the ids of each, without special tokens
+    tokenizer  the JSON of the tokenizers library, or a tokenizer of transformers that is written in Python
     forbidden  ids that are never text: if the tokenizer makes one of a text, it is removed and counted
     eod        ends each document of GPT; None for BERT, whose documents are sentences
     language   of the sentences, for BERT
     """
 
-    encode: Callable[[list[str]], list[list[int]]]
+    tokenizer: str | Any
     forbidden: frozenset[int]
     dtype: type[numpy.number]
     eod: int | None = None
     language: str = "en"
-    document = staticmethod(checked)  # of what the source holds
 
-    def shard(self, texts: Iterable[str], counts: Counter[str]) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Encode the documents: their tokens, the length of each sequence, the sequence after each document."""
+    @cached_property
+    def _encode(self) -> Callable[[list[str]], list[list[int]]]:
+        """Texts → the ids of each, without special tokens."""
+        if not isinstance(self.tokenizer, str):
+            words = dict(add_special_tokens=False, split_special_tokens=True, verbose=False)
+            return lambda texts: self.tokenizer(texts, **words)["input_ids"] if texts else []
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(self.tokenizer)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        return lambda texts: [each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @staticmethod
+    def take(text: object, counts: Counter[str]) -> str:
+        """`text` if it is one; its bytes are counted. ValueError also for half of a surrogate pair, as JSON spells."""
+        if not isinstance(text, str):
+            raise ValueError(f"the text is {'null' if text is None else type(text).__name__}, not a string")
+        counts["bytes"] += len(text.encode())
+        return text
+
+    def arrays(self, texts: list[str], counts: Counter[str]) -> Arrays:
+        """Encode the documents, and count."""
+        written = [text for text in texts if text.strip()]
         parts, lengths, ends = [numpy.zeros(0, self.dtype)], [], []
-        for batch in portions(texts, len, BATCH_CHARACTERS):
-            written = [text for text in batch if text.strip()]
-            counts["empty"] += len(batch) - len(written)
-            for sequences in self.documents(written, counts):
-                if not sequences:
-                    counts["empty"] += 1
-                    continue
+        for sequences in self._documents(written, counts):
+            if sequences:
                 parts += sequences
                 lengths += map(len, sequences)
                 ends.append(len(lengths))
-                if self.eod is None:
-                    _judge(sequences, counts)
-            parts = [numpy.concatenate(parts)]
-        counts.update(documents=len(ends), sequences=len(lengths), tokens=len(parts[0]))
-        return parts[0], numpy.array(lengths, numpy.int32), numpy.array(ends, numpy.int64)
+                if self.eod is None:  # count the documents that Megatron's BERT dataset skips
+                    counts["single"] += len(sequences) == 1  # with the binary head
+                    counts["long"] += len(sequences) > 1 and max(map(len, sequences)) > LONGEST_SENTENCE
+        tokens = numpy.concatenate(parts)
+        counts.update(empty=len(texts) - len(ends), documents=len(ends), sequences=len(lengths), tokens=len(tokens))
+        return Arrays(tokens, numpy.array(lengths, numpy.int32), numpy.array(ends, numpy.int32))
 
-    def documents(self, texts: list[str], counts: Counter[str]) -> Iterator[list[numpy.ndarray]]:
+    def _documents(self, texts: list[str], counts: Counter[str]) -> Iterator[list[numpy.ndarray]]:
         """The sequences of each document: one that ends with eod for GPT, the sentences for BERT.
 
         Empty for a document without a token.
         """
         documents = self._sentences(texts) if self.eod is None else [[text] for text in texts]
-        encoded = iter(self.encode([text for document in documents for text in document]))
+        encoded = iter(self._encode([text for document in documents for text in document]))
         end = [] if self.eod is None else [self.eod]
         for document in documents:
             found = (self._clean(next(encoded), counts) for _ in document)
@@ -84,28 +107,16 @@ class Encoder:
         return kept
 
 
-def _judge(sentences: list[numpy.ndarray], counts: Counter[str]) -> None:
-    """Count the documents that Megatron's BERT dataset skips."""
-    if len(sentences) == 1:
-        counts["single"] += 1  # with the binary head
-    elif max(map(len, sentences)) > LONGEST_SENTENCE:
-        counts["long"] += 1
+def write(prefix: Path, dtype: type[numpy.number], batches: Iterable[Arrays]) -> None:
+    """Write the documents to `prefix`.bin and .idx by Megatron's builder, which holds 45 bytes for each sequence."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-
-def plain(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
-    """`encode` of a tokenizer of the tokenizers library: whole texts, without special tokens."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return lambda texts: [each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-
-def slow(tokenizer) -> Callable[[list[str]], list[list[int]]]:
-    """`encode` of a transformers tokenizer written in Python."""
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-
-    return encode
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for tokens, lengths, ends in batches:
+        start = first = 0
+        for end in ends:
+            own = lengths[first:end]
+            stop = start + int(own.sum())
+            builder.add_document(tokens[start:stop], own.tolist())
+            start, first = stop, end
+    builder.finalize(f"{prefix}.idx")

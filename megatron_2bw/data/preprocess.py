@@ -1,256 +1,292 @@
-"""Data preparation: a source of documents → shards by several processes → Megatron's .bin and .idx.
+"""Data preparation: `datasets` reads the documents and maps the tokenizer, Megatron's builder writes .bin and .idx.
 
 Invariant: the result depends only on the inputs and the options, not on the number of workers or of interruptions. The
-next call continues the work of an interrupted one.
+work lies in PREFIX.unfinished until it is whole; the next call continues it. PREFIX.idx comes last, so it exists only
+if all does.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import glob
 import hashlib
+import itertools
 import json
+import os
+import shutil
+import signal
+import sys
 import time
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from megatron_2bw.data import vocabulary
+import filelock
+import numpy
+import pyarrow
+
+from megatron_2bw.data import hub, vocabulary
 from megatron_2bw.data.conversations import Conversations
-from megatron_2bw.data.encoder import Encoder, plain, slow
-from megatron_2bw.data.hub import load_tokenizer
-from megatron_2bw.data.pool import Pool
-from megatron_2bw.data.progress import Progress, say
-from megatron_2bw.data.shards import merge, read_counts, total_counts, write_shard
-from megatron_2bw.data.sources import DatasetSource, FileSource, Shard
-from megatron_2bw.data.unfinished import Unfinished
+from megatron_2bw.data.encoder import COUNTS, Arrays, Encoder, write
 from megatron_2bw.errors import UserError
+from megatron_2bw.processes import end_with_parent
 
+PROG = "preprocess_data.py"
+PART_BYTES = 256_000_000  # of text: tokenized by all workers together; a later call continues after the last one
+BATCH_BYTES = 1_000_000  # of text, on average: tokenized in one call
 NO_DOCUMENTS = "the input holds no documents: give other --input or --dataset, or see what --skip-bad-documents hides"
-_FORMAT = 3  # raise it when the same inputs give other files
-Source = FileSource | DatasetSource
+_FORMAT = 4  # raise it when the same inputs give other files
+_JSON = {".jsonl", ".json", ".ndjson"}
+_ROWS = {"jsonl": "line", "lines": "line", "blank-lines": "paragraph", "file": "document"}  # that the library reads
+
+
+def say(text: str) -> None:
+    print(f"{PROG}: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
-class NewTokenizer:
-    """A new tokenizer: trained on about `sample` bytes of the text, or built from files."""
+class Source:
+    """Rows of a dataset, or, of text files, those that _ROWS names. key: of the text; None for the whole object."""
 
-    kind: str  # bpe, wordpiece, files
-    cased: bool = False
-    vocab_size: int = 0
-    sample: int = 0
-    vocab_file: Path | None = None
-    merge_file: Path | None = None
+    rows: Any  # a Dataset of the datasets library
+    form: str | None
+    key: str | None
+    skip_bad: bool
+
+    def documents(self, batch: dict[str, list], numbers: Iterable[int], take: Callable, counts: Counter) -> Iterator:
+        """What `take` makes of each document. A bad one raises UserError, or is counted with `skip_bad`."""
+        column = "text" if self.form else self.key
+        rows = batch[column] if column else [dict(zip(batch, row)) for row in zip(*batch.values())]
+        for number, row in zip(numbers, rows):
+            try:
+                yield from [take(document, counts) for document in (self._read(row) if self.form else [row])]
+            except ValueError as error:
+                counts["bad"] += 1
+                if not self.skip_bad:
+                    reason = "not valid UTF-8" if isinstance(error, UnicodeError) else error
+                    begin = f"row {number + 1:,} of the input, {str(row)[:40]!r}: {reason}"
+                    raise UserError(f"{begin} (--skip-bad-documents leaves such documents out)") from error
+
+    def _read(self, row: str) -> list[Any]:
+        """The documents of a line, a block between empty lines, or a file."""
+        text = row.removeprefix("\ufeff")
+        if self.skip_bad and "\ufffd" in text:
+            raise UnicodeError
+        if self.form == "blank-lines":  # they may hold spaces
+            blocks = itertools.groupby(text.split("\n"), lambda line: bool(line.strip()))
+            return ["\n".join(block) for written, block in blocks if written]
+        if self.form != "jsonl" or not text.strip():
+            return [text] if text.strip() else []
+        record = json.loads(text)
+        if not isinstance(record, dict):
+            raise ValueError("not a JSON object; each line must be one")
+        if self.key is not None and self.key not in record:
+            raise ValueError(f"no key {self.key!r}, only {', '.join(record)}: give --json-keys")
+        return [record if self.key is None else record[self.key]]
+
+    def digest(self, *more: Any) -> str:
+        """Of the source, of `more` that a result depends on, and of the libraries."""
+        versions = map(version, ("tokenizers", "sentencex", "transformers"))
+        parts = [_FORMAT, *versions, self.rows._fingerprint, self.form, self.key, *more]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
-class Task:
-    """A request. `tokenizer` is a folder, a name on the Hub, or a new one."""
+class Tokenize:
+    """The function that is mapped: a batch of rows → one row with their Arrays and counts."""
 
-    task: str  # gpt, bert, sft
     source: Source
-    prefix: Path
-    tokenizer: str | NewTokenizer
-    language: str = "en"
-    workers: int = 1
-    shard_bytes: int = 16_000_000
+    encoder: Encoder | Conversations
+    first: int  # row of the source
+
+    def __call__(self, batch: dict[str, list], numbers: list[int]) -> pyarrow.Table:
+        counts: Counter[str] = Counter()
+        numbers = [self.first + number for number in numbers]
+        taken = list(self.source.documents(batch, numbers, self.encoder.take, counts))
+        made = [*self.encoder.arrays(taken, counts), numpy.array([counts[name] for name in COUNTS])]
+        lists = [pyarrow.ListArray.from_arrays([0, len(values)], values) for values in map(pyarrow.array, made)]
+        return pyarrow.table(lists, [*Arrays._fields, "counts"])
 
 
-@dataclass(frozen=True)
-class Result:
-    """The outputs. This call tokenized `fresh` bytes of text in `seconds`, earlier calls the rest."""
+def run(options: Namespace, prefix: Path) -> tuple[str, Counter[str], float | None]:
+    """Do the work, or the rest of an earlier call's. Returns the tokenizer's name, the counts and the seconds.
 
-    task: str
-    prefix: Path
-    tokenizer: str  # for --tokenizer-model
-    counts: Counter[str]
-    fresh: int
-    seconds: float
-
-    def flags(self) -> list[str]:
-        """The Megatron flags that train on it."""
-        tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer]
-        return ["--data-path", str(self.prefix), *tokenizer, *["--sft-data"] * (self.task == "sft")]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A worker's function of a shard; it loads the tokenizer at the first one."""
-
-    folder: Path
-    source: Source
-    settings: dict | str  # of the Encoder, without `encode`; for sft the tokenizer's name
-    tokenizer: Path  # a file of the tokenizers library, or a folder of transformers
-
-    def __call__(self, shard: Shard) -> tuple[int, Counter[str]]:
-        return write_shard(self.folder, shard, self.source, self._encoder)
-
-    @cached_property
-    def _encoder(self) -> Encoder | Conversations:
-        if self.tokenizer.is_file():
-            from tokenizers import Tokenizer
-
-            return Encoder(plain(Tokenizer.from_file(str(self.tokenizer))), **self.settings)
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(self.tokenizer))
-        if isinstance(self.settings, str):
-            return Conversations(tokenizer, self.settings)
-        return Encoder(slow(tokenizer), **self.settings)
+    options: as preprocess_cli.py checks them. The seconds are those of tokenizing and writing; None if an earlier call
+    has done a part. Raises UserError, and OSError if the work is interrupted.
+    """
+    folder = prefix.with_name(prefix.name + ".unfinished")
+    places = [prefix.with_name(prefix.name + end) for end in ("-tokenizer", ".bin", ".idx")]
+    places = places[options.tokenizer_model is not None :]
+    moving = folder / "moving"  # the outputs in their places are of a call that was killed while it moved them
+    for place in filter(Path.exists, places if not moving.exists() else places[-1:]):
+        raise UserError(f"--output-prefix {prefix}: {place} exists; remove it or give another prefix")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder / "lock", timeout=0):
+            try:
+                made, counts, seconds = _work(options, folder)
+            except UserError:
+                if not any(folder.glob("tokens-*")):  # nothing is lost
+                    shutil.rmtree(folder)
+                raise
+            moving.touch()
+            for result, place in zip(made[-len(places) :], places, strict=True):
+                if place.is_dir():
+                    shutil.rmtree(place)
+                os.replace(result, place)
+            shutil.rmtree(folder)
+    except filelock.Timeout:
+        raise UserError(f"--output-prefix {prefix}: another call is writing it: wait, or give another prefix") from None
+    return options.tokenizer_model or str(places[0]), counts, seconds
 
 
-def run(task: Task) -> Result:
-    """Do the task, or the rest of an earlier call's. Raises UserError, and OSError if the work is interrupted."""
-    unfinished = Unfinished(task.prefix)
-    makes = isinstance(task.tokenizer, NewTokenizer)
-    unfinished.check_free(makes)
-    loaded = None if makes else load_tokenizer(task.tokenizer, task.task)
-    with unfinished.locked():
-        unfinished.check_free(makes)  # another call may have ended meanwhile
-        manifest = _manifest(task, loaded)
-        if unfinished.agree(manifest, "--skip-bad-documents"):  # the finished shards have no bad documents
-            say(f"continuing the work in {unfinished.folder}")
-        try:
-            counts, fresh, seconds = unfinished.merged(), 0, 0.0
-            if counts is None:
-                counts, fresh, seconds = _work(task, unfinished, loaded)
-                if _manifest(task, loaded) != manifest:
-                    raise UserError(f"the input changed meanwhile: remove {unfinished.folder}, and call again")
-                unfinished.set_merged(counts)
-            unfinished.place()
-        except UserError:
-            unfinished.drop_if_unused()
-            raise
-    tokenizer = str(unfinished.placed_tokenizer) if makes else _absolute(task.tokenizer)
-    return Result(task.task, task.prefix, tokenizer, counts, fresh, seconds)
-
-
-def _absolute(name: str) -> str:
-    path = Path(name).expanduser()
-    return str(path.absolute()) if path.is_dir() else name
-
-
-def _manifest(task: Task, loaded) -> dict:
-    """All that the result depends on, by its flags."""
-    entries = {
-        "--task": task.task,
-        "input files": hashlib.sha256(json.dumps(task.source.identity()).encode()).hexdigest()[:16],
-        "--shard-mb": task.shard_bytes,
-        "--language": task.language,
-        "versions": [_FORMAT, *map(version, ("tokenizers", "sentencex", "transformers"))],
-    }
-    if isinstance(task.source, FileSource):
-        entries |= {"--input-format": task.source.format, "--text-documents": task.source.documents}
-    entries |= {"--json-keys": task.source.key, "--skip-bad-documents": task.source.skip_bad}
-    if loaded is not None:
-        return entries | {"tokenizer": loaded.digest()}
-    new = dataclasses.asdict(task.tokenizer)
-    if task.tokenizer.kind == "files":
-        new["files"] = [path and path.stat().st_mtime_ns for path in (new["vocab_file"], new["merge_file"])]
-    return entries | {"tokenizer": {name: str(value) for name, value in new.items()}}
-
-
-def _work(task: Task, unfinished: Unfinished, loaded) -> tuple[Counter[str], int, float]:
-    """Tokenize the missing shards, and merge. Returns the counts of the result, and this call's bytes of text and
-    seconds, without the training of a tokenizer."""
-    if loaded is None:
-        unfinished.make_tokenizer(lambda folder: _make_tokenizer(task, folder))
-        loaded = load_tokenizer(str(unfinished.tokenizer), task.task)
+def _work(options: Namespace, folder: Path) -> tuple[list[Path], Counter[str], float | None]:
+    """Write the tokenizer's folder, .bin and .idx below `folder`. Returns their paths, and as `run`."""
+    again = any(folder.glob("tokens-*"))
+    if again:
+        say(f"continuing the work in {folder}")
+    sources = list(_sources(options, folder))
+    tokenizer = Path(options.tokenizer_model or _new_tokenizer(options, sources, folder))
+    loaded = hub.load_tokenizer(options.tokenizer_model or str(tokenizer), options.task)
     start = time.monotonic()
-    job = Job(unfinished.folder, task.source, _settings(task, loaded), _for_workers(task, unfinished, loaded))
-    count, before = _tokenize(task, unfinished, job)
-    counts = total_counts(unfinished.folder, count)
+    encoder = _encoder(options, loaded)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core is enough
+    parts = [part for source in sources for part in _tokenized(source, encoder, loaded.digest(), options, folder)]
+    counts: Counter[str] = Counter()
+    write(folder / "data", encoder.dtype, _drained(parts, counts))
     if not counts["documents"]:
-        unfinished.remove()
         raise UserError(NO_DOCUMENTS)
-    say(f"writing {task.prefix}.bin and .idx")
-    merge(unfinished.folder, count, unfinished.folder / "data")
-    return counts, counts["bytes"] - before, time.monotonic() - start
+    made = [tokenizer, folder / "data.bin", folder / "data.idx"]
+    for path in made[1:]:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    return made, counts, None if again else time.monotonic() - start
 
 
-def _settings(task: Task, loaded) -> dict | str:
-    if task.task == "sft":
-        return task.tokenizer
+def _encoder(options: Namespace, loaded: hub.Loaded) -> Encoder | Conversations:
+    if options.task == "sft":
+        return Conversations(loaded.tokenizer, options.tokenizer_model)
     from megatron.core.datasets.indexed_dataset import DType
 
     dtype = DType.optimal_dtype(loaded.vocab_size)
-    return {"forbidden": loaded.forbidden, "dtype": dtype, "eod": loaded.eod, "language": task.language}
+    return Encoder(loaded.json or loaded.tokenizer, loaded.forbidden, dtype, loaded.eod, options.language)
 
 
-def _for_workers(task: Task, unfinished: Unfinished, loaded) -> Path:
-    """Save the tokenizer for the workers, which import transformers only for chat templates and slow tokenizers."""
-    alone = loaded.json and task.task != "sft"
-    path = unfinished.folder / ("workers.json" if alone else "workers")
-    if alone:
-        path.write_text(loaded.json, encoding="utf-8")
-    else:
-        loaded.tokenizer.save_pretrained(str(path))
-    return path
+def _sources(options: Namespace, folder: Path) -> Iterator[Source]:
+    """The dataset; or the input, one source for neighbours of the same format."""
+    skip, key = options.skip_bad_documents, None if options.task == "sft" else options.key
+    if options.dataset:
+        rows = hub.open_dataset(options.dataset, options.dataset_config, options.dataset_split, key)
+        yield Source(rows, None, key, skip)
+
+    def form(file: str) -> str:
+        json_by_name = not _JSON.isdisjoint(suffix.lower() for suffix in Path(file).suffixes[-2:])
+        is_json = json_by_name if options.input_format == "auto" else options.input_format == "jsonl"
+        return "jsonl" if is_json or options.task == "sft" else options.text_documents
+
+    for unit, files in itertools.groupby(options.files, form):
+        words = dict(sample_by=_ROWS[unit], cache_dir=str(folder / "cache"), split="train")
+        load = functools.partial(hub.load, "text", data_files=list(map(glob.escape, files)), **words)
+        try:
+            rows = load()
+        except UserError as error:
+            if not (skip and isinstance(error.__cause__.__cause__, UnicodeError)):
+                raise
+            rows = load(encoding_errors="replace")  # by U+FFFD
+        yield Source(rows, unit, key, skip)
 
 
-def _tokenize(task: Task, unfinished: Unfinished, job: Job) -> tuple[int, int]:
-    """Write all shards. Returns their number, and the bytes of text in the shards of earlier calls."""
-    count = before = 0
-
-    def missing() -> Iterator[Shard]:
-        nonlocal count, before
-        for shard in task.source.shards(task.shard_bytes):
-            count += 1
-            if not unfinished.done(shard.number):
-                yield shard
-                continue
-            before += read_counts(unfinished.folder, shard.number)["bytes"]
-            progress.skip(shard.size)
-
-    workers = task.workers
-    if not task.source.expands():  # else the number of shards is unknown
-        workers = min(workers, max(1, -(-task.source.size() // task.shard_bytes)))
-    with Progress(task.source.size()) as progress, Pool(workers, job) as pool:
-        for size, _ in pool.map(missing()):
-            progress.advance(size)
-    return count, before
+def _new_tokenizer(options: Namespace, sources: list[Source], folder: Path) -> Path:
+    """The folder of a tokenizer that is trained, or built from files, unless an earlier call has done it."""
+    asked = [options.train_tokenizer, options.vocab_size, options.train_tokenizer_mb, options.cased, options.task]
+    files = [(str(path), path.stat().st_mtime_ns) for path in (options.vocab_file, options.merge_file) if path]
+    place = folder / f"tokenizer-{sources[0].digest(asked, files, [source.digest() for source in sources])}"
+    if not place.exists():
+        if options.vocab_file:
+            made = vocabulary.from_files(options.vocab_file, options.merge_file, options.task, options.cased)
+        else:
+            made = _trained(options, sources)
+        part = folder / "tokenizer.part"
+        shutil.rmtree(part, ignore_errors=True)  # of a call that was killed
+        vocabulary.save(part, *made)
+        os.rename(part, place)
+    return place
 
 
-def _make_tokenizer(task: Task, folder: Path) -> None:
-    new = task.tokenizer
-    if new.kind == "files":
-        vocabulary.save(folder, *vocabulary.from_files(new.vocab_file, new.merge_file, task.task, new.cased))
-        return
-    if not task.source.size():
-        raise UserError(NO_DOCUMENTS)
-    special = vocabulary.special_tokens(task.task, new.kind)
-    read = _sample(task, new.sample)
-    trained = vocabulary.train(new.kind, read, new.vocab_size, special, new.cased)
-    if trained.get_vocab_size() < new.vocab_size:
-        if not any(map(str.strip, read())):
-            raise UserError(NO_DOCUMENTS)
+def _trained(options: Namespace, sources: list[Source]) -> tuple[Any, dict[str, str]]:
+    limit = options.train_tokenizer_mb * 1e6
+    size = sum(source.rows.data.nbytes for source in sources)
+    say(f"training the tokenizer on {min(limit, size) / 1e6:,.1f} MB")
+    special = vocabulary.special_tokens(options.task, options.train_tokenizer)
+    read = lambda: _sample(sources, limit / max(size, 1))
+    trained = vocabulary.train(options.train_tokenizer, read, options.vocab_size, special, options.cased)
+    if (count := trained.get_vocab_size()) < options.vocab_size:
         raise UserError(
-            f"--vocab-size {new.vocab_size}: the text gives only {trained.get_vocab_size()} tokens: ask for fewer"
+            f"--vocab-size {options.vocab_size}: the text gives only {count} tokens: ask for fewer"
+            if any(map(str.strip, read()))
+            else NO_DOCUMENTS
         )
-    vocabulary.save(folder, trained, special)
+    return trained, special
 
 
-def _sample(task: Task, limit: int) -> Callable[[], Iterator[str]]:
-    """Reads about `limit` bytes of text: all, or an equal share of the beginning of each shard.
+def _sample(sources: list[Source], share: float) -> Iterator[str]:
+    """All documents, or about a share of them, from the beginning of each hundredth of a source."""
+    for source in sources:
+        count = len(source.rows)
+        wanted = max(1, int(share * count))
+        pieces = min(100, wanted) if wanted < count else 1
+        for piece in range(pieces):
+            start = count * piece // pieces
+            for batch in source.rows.select(range(start, min(start + wanted // pieces, count))).iter(100):
+                yield from source.documents(batch, itertools.count(start), Encoder.take, Counter())
 
-    The amount of text in compressed input is unknown: it is always cut at its share.
-    """
-    size, expands = task.source.size(), task.source.expands()
-    everything = limit >= size and not expands
 
-    def read() -> Iterator[str]:
-        counts, share = Counter(), 0.0  # bytes read, and to be read of the shards so far
-        with Progress(size) as progress:
-            for shard in task.source.shards(task.shard_bytes):
-                share += limit * shard.size / size
-                for text in task.source.texts(shard, counts) if everything or counts["bytes"] < share else ():
-                    yield text
-                    if counts["bytes"] >= share and not everything:
-                        break
-                progress.advance(shard.size)
+def _tokenized(source: Source, encoder: Any, tokenizer: str, options: Namespace, folder: Path) -> Iterator[Any]:
+    """The parts of a source as tokens, in datasets that lie in the folder; what an earlier call has done is taken."""
+    rows, size = len(source.rows), max(source.rows.data.nbytes, 1)
+    count = min(-(-size // PART_BYTES), rows)
+    digest = source.digest(tokenizer, options.task, options.language, PART_BYTES)
+    if options.workers > 1:
+        _settle_children()
+    for number in range(count):
+        first, end = (rows * each // count for each in (number, number + 1))
+        part = source.rows.select(range(first, end))
+        if count > 1:
+            say(f"tokenizing part {number + 1} of {count}")
+        yield part.map(
+            Tokenize(source, encoder, first),
+            with_indices=True,
+            batched=True,
+            batch_size=max(1, BATCH_BYTES * rows // size),
+            remove_columns=part.column_names,
+            num_proc=options.workers if options.workers > 1 else None,
+            cache_file_name=str(folder / f"tokens-{digest}-{number}.arrow"),
+            load_from_cache_file=True,
+            new_fingerprint=f"{digest}-{number}",
+            desc="tokenizing",
+        )
 
-    amount = f"at most {limit / 1e6:,.1f}" if expands else f"{min(limit, size) / 1e6:,.1f}"
-    say(f"training the tokenizer on {amount} MB")
-    return read
+
+def _drained(parts: list[Any], counts: Counter[str]) -> Iterator[Arrays]:
+    """The batches of the parts, each of which leaves the memory when it has been read."""
+    while parts:
+        for row in parts.pop(0).with_format("arrow").iter(1):
+            tokens, lengths, ends, counted = (column.chunk(0).flatten().to_numpy() for column in row.columns)
+            counts.update(dict(zip(COUNTS, counted.tolist())))
+            yield Arrays(tokens, lengths, ends)
+
+
+@functools.cache
+def _settle_children() -> None:
+    """From now on a forked process ends with this one, and by SIGTERM; Ctrl-C is left to this one."""
+
+    def settle() -> None:
+        end_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=settle)

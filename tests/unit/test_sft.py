@@ -13,10 +13,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from megatron_2bw import cpu
-from megatron_2bw.data import indexed, preprocess
+from megatron_2bw.data import indexed
 from tests.distributed.training import command
 from tests.unit.command_lines import complaint, dataset
-from tests.unit.test_preprocess import OneProcess, call
+from tests.unit.test_preprocess import call, files_of, tiny_parts
 
 HEADER = "<|im_start|>{{ m.role }}\n"
 CHATML = (
@@ -43,11 +43,6 @@ def on_the_cpu():
     cpu.install()
     yield
     cpu.uninstall()
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    monkeypatch.setattr(preprocess, "Pool", OneProcess)
 
 
 def tokenizer(folder: Path, template: str | None) -> Path:
@@ -106,7 +101,7 @@ def test_the_assistants_text_is_the_target(tmp_path, capsys):
     assert shown(tmp_path) == [first, f"{FIRST}{first}{NEXT}⟦  OK<|im_end|>\n⟧{LAST}", first]
     assert out.endswith(f" --tokenizer-model {tmp_path}/tokenizer --sft-data\n")
     assert "50 % have 29 tokens or fewer" in err  # 4 special ones and 25 bytes
-    assert indexed.fault(str(tmp_path / "out")) is None and indexed.has_prompts(str(tmp_path / "out"))
+    assert indexed.has_prompts(str(tmp_path / "out"))
 
 
 def test_the_templates_own_marks_come_first(tmp_path, capsys):
@@ -133,7 +128,7 @@ def test_plain_forms(tmp_path, capsys):
 def test_a_template_that_rewrites_earlier_turns(tmp_path, capsys):
     """One turn has a prefix; for several the line says what to do."""
     status, _, err = prepare(tmp_path, capsys, FORGETS, {"messages": CHAT}, {"messages": LONGEST})
-    assert status == 2 and "chats.jsonl, line 2: the chat template renders messages 1 to 3 in another way" in err
+    assert status == 2 and ": the chat template renders messages 1 to 3 in another way" in err
     assert "{% generation %}" in err and len(err.splitlines()) == err.count("\n")
     status, _, err = prepare(tmp_path, capsys, FORGETS, {"messages": CHAT})
     assert status == 0 and shown(tmp_path) == [f"{TURN}⟦<think></think>2 é<|im_end|>\n⟧"], err
@@ -162,7 +157,7 @@ def test_a_bad_line_is_named_or_left_out(tmp_path, capsys, line, reason):
     good = {"prompt": "1+1=", "completion": "2"}
     status, out, err = prepare(tmp_path, capsys, CHATML, good, "", line, good)
     last = err.splitlines()[-1]
-    assert status == 2 and not out and f"{tmp_path}/chats.jsonl, line 3: " in last and reason in last
+    assert status == 2 and not out and "row 3 of the input, " in last and reason in last
     status, _, err = prepare(tmp_path, capsys, CHATML, good, line, good, flags=["--skip-bad-documents"])
     assert status == 0 and "1 bad documents left out" in err and shown(tmp_path) == ["<s>1+1=⟦2</s>⟧"] * 2
 
@@ -170,7 +165,7 @@ def test_a_bad_line_is_named_or_left_out(tmp_path, capsys, line, reason):
 def test_a_refusal_of_the_template(tmp_path, capsys):
     template = "{{ raise_exception('roles must alternate') }}"
     status, _, err = prepare(tmp_path, capsys, template, {"messages": CHAT})
-    assert status == 2 and "line 1: the chat template refuses it: roles must alternate" in err.splitlines()[-1]
+    assert status == 2 and ": the chat template refuses it: roles must alternate" in err.splitlines()[-1]
 
 
 def test_a_tokenizer_without_a_chat_template(tmp_path, capsys):
@@ -178,26 +173,17 @@ def test_a_tokenizer_without_a_chat_template(tmp_path, capsys):
     assert status == 2 and f"--tokenizer-model {tmp_path}/tokenizer: it has no chat template: " in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "flags", [["--json-keys", "text"], ["--input-format", "jsonl"], ["--text-documents", "lines"], ["--language", "en"]]
-)
-def test_flags_of_text_are_refused(tmp_path, capsys, flags):
-    status, _, err = prepare(tmp_path, capsys, CHATML, {"messages": CHAT}, flags=flags)
-    assert status == 2 and f"{flags[0]}: only with --task" in err.splitlines()[-1]
-
-
-def test_shards_do_not_show_and_rows_are_as_lines(tmp_path, capsys):
+def test_parts_do_not_show_and_rows_are_as_lines(tmp_path, capsys, monkeypatch):
     import datasets
 
     lines = [{"messages": CHAT if i % 3 else LONGEST} for i in range(40)]
     assert prepare(tmp_path, capsys, CHATML, *lines)[0] == 0
     datasets.Dataset.from_list(lines).save_to_disk(tmp_path / "rows")
-    words = ["--task", "sft", "--tokenizer-model", tmp_path / "tokenizer", "--shard-mb", 0.001]
+    tiny_parts(monkeypatch)
+    words = ["--task", "sft", "--tokenizer-model", tmp_path / "tokenizer"]
     for name, source in (("cut", ["--input", tmp_path / "chats.jsonl"]), ("rows", ["--dataset", tmp_path / "rows"])):
         status, _, err = call(capsys, *words, *source, "--output-prefix", tmp_path / f"{name}-out")
-        assert status == 0, err
-        for suffix in (".bin", ".idx"):
-            assert (tmp_path / f"{name}-out{suffix}").read_bytes() == (tmp_path / f"out{suffix}").read_bytes()
+        assert status == 0 and files_of(tmp_path / f"{name}-out") == files_of(tmp_path / "out"), err
 
 
 # --- samples -------------------------------------------------------------------------------------------------------
