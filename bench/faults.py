@@ -40,7 +40,7 @@ from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals, free_port, stop_tree
-from megatron_2bw.start.torchrun import ROOT, start
+from megatron_2bw.start.torchrun import ROOT, start, torchrun
 
 PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
 MOMENTS = {"start": 1, "iteration": 3, "save": 3, "evaluation": 3}  # relative frequencies
@@ -81,14 +81,11 @@ class Job:
         self.begin = time.monotonic()
         self.lines: list[tuple[float, str]] = []
         self._log, self._line = tempfile.NamedTemporaryFile("r", errors="replace"), ""
-        words = f"-m torch.distributed.run --nnodes {servers} --nproc-per-node {ranks // servers}".split()
-        words += f"--master-addr 127.0.0.1 --master-port {free_port()}".split()
-        words += f"--max-restarts {restarts} --monitor-interval 0.1 --node-rank".split()
+        words = f"--nnodes {servers} --rdzv-backend c10d --rdzv-id faults --rdzv-endpoint 127.0.0.1:{free_port()}"
+        words += f" --local-addr 127.0.0.1 --max-restarts {restarts} --monitor-interval 0.1"
+        command = [*torchrun(ranks // servers, "gpt", *words.split()), *argv]
         with open(self._log.name, "a") as log:
-            self.servers = [
-                start([sys.executable, *words, str(number), "pretrain_gpt_2bw.py", *argv], log, cwd=ROOT)
-                for number in range(servers)
-            ]
+            self.servers = [start(command, log, cwd=ROOT) for _ in range(servers)]
 
     def __enter__(self) -> Job:
         return self
@@ -138,7 +135,7 @@ class Job:
         servers = [psutil.Process(server.pid) for server in self.servers if server.poll() is None]
         for child in [child for server in servers for child in server.children()]:
             try:
-                if child.status() != psutil.STATUS_ZOMBIE and "pretrain_gpt_2bw.py" in child.cmdline():
+                if child.status() != psutil.STATUS_ZOMBIE and torchrun(1)[-1] in child.cmdline():
                     found[int(child.environ()["RANK"])] = child
             except (psutil.Error, KeyError):
                 continue

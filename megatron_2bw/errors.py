@@ -6,9 +6,8 @@ import argparse
 import contextlib
 import difflib
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 class UserError(RuntimeError):
@@ -99,55 +98,3 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         usage_error(self.prog, message)
-
-
-class _Stream:
-    """A standard stream that drops what it cannot write, on a full disk or to a reader that has ended: a log must not
-    end a training run. The other stream has a line about it, once.
-
-    show: what is written for a line, "" for nothing. Each line is then one write: ranks and threads do not mix theirs.
-    """
-
-    def __init__(self, name: str, show: Callable[[str], str] | None = None):
-        self._name, self._stream, self._lost = name, getattr(sys, name), False
-        self._show, self._begun = show, threading.local()  # the line that a thread has begun
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        if self._show is None:
-            return self._try(self._stream.write, text) or len(text)
-        *lines, self._begun.text = (getattr(self._begun, "text", "") + text).split("\n")
-        for line in lines:
-            line += "\n"
-            if shown := line if getattr(self._begun, "flushed", False) else self._show(line):
-                self._try(self._stream.write, shown)
-            self._begun.flushed = False
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        if begun := getattr(self._begun, "text", ""):  # such as a progress bar
-            self._try(self._stream.write, begun)
-            self._begun.text, self._begun.flushed = "", True
-        self._try(self._stream.flush)
-
-    def _try(self, work: Callable, *args: Any) -> Any:
-        try:
-            return work(*args)
-        except OSError as error:
-            if not self._lost:
-                self._lost = True
-                other = "stderr" if self._name == "stdout" else "stdout"
-                print(f"> {self._name}: lines are lost: {error}", file=getattr(sys, other), flush=True)
-
-
-def guard_streams(show: Callable[[str], str] | None = None) -> None:
-    """From now on no print ends the run. The first call may give `show` for stdout: see _Stream."""
-    for name in ("stdout", "stderr"):
-        if not isinstance(getattr(sys, name), _Stream):
-            setattr(sys, name, _Stream(name, show if name == "stdout" else None))

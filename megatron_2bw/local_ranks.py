@@ -121,6 +121,7 @@ def _rank_main(rank: int, size: int, port: int, folder: str, preload: str, funct
     )
     if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") == "cuda":
         os.environ.update(on_gpu(rank, size, torch.cuda.device_count()))
+    tempfile.tempdir = folder  # where a run without a folder of its own writes its output
     importlib.import_module(preload)  # done already, if the rank was forked
     torch.set_num_threads(1)
     # An asynchronous save starts processes, which a daemon may not. They end with the rank (processes.end_with_parent).

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import owner
-from megatron_2bw.errors import guard_streams
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.runtime import MegatronRuntime
@@ -67,7 +66,6 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
         if runtime.schedule.late_step:
             rows += patches.for_late_step(loop)
     guard.apply(rows)
-    guard_streams()
     if args.save and args.rank == 0:
         owner.hold(args.save)
     return runtime

@@ -92,14 +92,6 @@ def for_reading() -> list[Patch]:
     ]
 
 
-def for_screen() -> list[Patch]:
-    """Without --verbose; applied before Megatron parses its arguments."""
-    lines = "it prints 830 lines; start/screen.py writes them to a file"
-    return [
-        row("megatron.training.arguments", "_print_args(title args)", lines, lambda original: lambda title, args: None)
-    ]
-
-
 def for_rehearsal(replace: Callable[[Callable], Callable]) -> list[Patch]:
     """On the CPU, before Megatron parses its arguments."""
     return [

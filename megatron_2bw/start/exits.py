@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from megatron_2bw.errors import UserError, report
 from megatron_2bw.files import write_json
+from megatron_2bw.start import screen
 
 PATIENCE = 5  # seconds that a rank with a peer's failure waits to be stopped
 GRACE = 20  # seconds that Python may take to exit: a flush can wait for a lost rank
@@ -58,8 +59,10 @@ def leave(error: Exception, flush: Callable[[], None] | None = None) -> NoReturn
     elif isinstance(error, UserError):
         report(program(), error)
     else:
-        text = "".join(traceback.format_exception(error)).rstrip()
-        print(f"{program()}: rank {rank} ends with an exception\n{text}", file=sys.stderr)
+        screen.record(error)
+        last = " ".join(traceback.format_exception_only(error)[-1].split())
+        where = f" (traceback: {screen.place()})" if screen.place() else ""
+        print(f"{program()}: rank {rank} ends with an exception: {last}{where}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process then, even if Python waits

@@ -12,12 +12,12 @@ import multiprocessing
 import os
 import signal
 import sys
-from datetime import timedelta
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags import early, parse
 from megatron_2bw.start import exits, screen
 from megatron_2bw.start.exits import stop
+from megatron_2bw.start.torchrun import shared_store
 from megatron_2bw.words import expand_files
 
 
@@ -34,12 +34,14 @@ def launch(task: str) -> None:
     name = task.rpartition(".")[2]
     if lines := early.mistakes(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))):
         stop(*lines)
+    screen.begin(sys.argv[1:])
+    if (line := shared_store(os.environ)) and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        stop(line)
+    elif line:
+        print(f"> {line}", flush=True)
     ours = parse.parse_early(sys.argv[1:], stop, name)
     from megatron_2bw import cpu  # it imports torch
-    from megatron_2bw.start import restart_store
 
-    if not ours.verbose:
-        screen.quiet()
     if cpu.wanted(ours.device):
         cpu.install()  # before Megatron is imported: some of its modules look for CUDA at import
     from megatron.core.enums import ModelType
@@ -47,10 +49,8 @@ def launch(task: str) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_2bw import guard
-    from megatron_2bw.mcore import install, patches
+    from megatron_2bw.mcore import install
 
-    if not ours.verbose:
-        guard.apply(patches.for_screen())
     args = parse.parse(ours, stop)
     if "MASTER_ADDR" not in os.environ:
         stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
@@ -58,8 +58,8 @@ def launch(task: str) -> None:
         runtime = install(args)
     except (guard.DriftError, UserError) as error:
         stop(str(error))
-    if args.rank == 0 and not args.verbose:
-        print(screen.write_arguments(args), flush=True)
+    if args.rank == 0:
+        print(f"> output: {screen.place()} has all that this rank prints (--verbose shows it)")
     if args.exit_signal_handler:
         atexit.register(_end_loader_workers)
     module = importlib.import_module(task)
@@ -72,20 +72,20 @@ def launch(task: str) -> None:
                 ModelType.encoder_or_decoder,
                 module.forward_step,
                 getattr(module, "model_provider", None),  # for a task without a configuration
-                store=restart_store.store(timedelta(minutes=args.distributed_timeout_minutes)),
             )
         except SystemExit as end:  # Megatron exits so before the last iteration, and after errors that it prints
             if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
                 sys.exit(end.code or 1)
             if end.code in (None, 0):
-                _end_well(args, runtime)
+                _merge_trace(args, runtime)
             raise
-        _end_well(args, runtime)
+        _merge_trace(args, runtime)
     except Exception as error:
         if hasattr(args, "curr_iteration") or exits.is_peer_failure(error):  # training has begun
             log = runtime.log if runtime is not None else None
             alone = args.timing_log_level == 0 and not args.log_energy  # else a line needs the other ranks
             exits.leave(error, log.flush if log is not None and alone else None)
+        screen.record(error)
         stop(parse.explain(error))  # errors that Megatron finds while it builds the model and the data
 
 
@@ -96,12 +96,6 @@ def _end_loader_workers() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
-
-
-def _end_well(args, runtime) -> None:
-    _merge_trace(args, runtime)
-    if args.rank == 0 and not args.verbose:
-        print(screen.hidden_lines(), flush=True)
 
 
 def _merge_trace(args, runtime) -> None:

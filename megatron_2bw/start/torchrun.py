@@ -7,13 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import report
 
 ROOT = Path(__file__).resolve().parents[2]  # of the clone, with the entry scripts; of a wheel too
+
+OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # of torch: with --rdzv-backend c10d
 
 # What runs on any host: without Transformer Engine and Apex.
 PLAIN_TORCH = """
@@ -61,8 +63,19 @@ def run_ranks(prog: str, command: Sequence[str]) -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """A core for each rank, and no list of missing libraries from each; what the user has set stays."""
-    return {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | os.environ | more
+    """A core for each rank, no list of missing libraries from each, a store for each start of the ranks (OWN_STORES).
+
+    What the user has set stays.
+    """
+    return {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", OWN_STORES: "1"} | os.environ | more
+
+
+def shared_store(variables: Mapping[str, str]) -> str | None:
+    """A line if torchrun may start these ranks again, but with the store of the first start, whose old addresses the
+    new ranks would wait for."""
+    if variables.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or variables["TORCHELASTIC_USE_AGENT_STORE"] == "False":
+        return None
+    return f"torchrun: --max-restarts works only with {OWN_STORES}=1 in the environment and --rdzv-backend c10d"
 
 
 def start(command: Sequence[str], stdout: Any = subprocess.PIPE, **options: Any) -> subprocess.Popen[str]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 
@@ -46,29 +43,3 @@ def test_an_empty_word_is_named(capsys):
     with pytest.raises(SystemExit):
         Parser(prog="prog.py").parse_args([""])
     assert capsys.readouterr().err == "prog.py: error: unrecognized arguments: an empty word\n"
-
-
-@pytest.mark.parametrize("where", ["/dev/full", "a pipe"])
-def test_a_log_that_cannot_be_written_ends_no_run(where):
-    """A full disk, or the reader of a pipe has ended. The status is the program's, and stderr has one line."""
-    program = (
-        "from megatron_2bw.errors import guard_streams\n"
-        "guard_streams()\n"
-        "guard_streams()\n"
-        "for n in range(3): print('iteration', n, flush=True)\n"
-        "import sys; sys.stdout.writelines(['x'] * 20000); sys.exit(7)"
-    )
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(where if where == "/dev/full" else writer, "w") as stdout:
-        ended = subprocess.run([sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, text=True)
-    assert ended.returncode == 7
-    assert ended.stderr.startswith("> stdout: lines are lost: ") and ended.stderr.count("\n") == 1
-
-
-def test_both_streams_on_a_full_disk():
-    program = (
-        "from megatron_2bw.errors import guard_streams; guard_streams(); print('x', flush=True); raise SystemExit(7)"
-    )
-    with open("/dev/full", "w") as full:
-        assert subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full).returncode == 7

@@ -44,7 +44,6 @@ def all_patches() -> list[guard.Patch]:
     runtime = Runtime()
     return [
         *patches.repairs(),
-        *patches.for_screen(),
         *patches.for_cpu(),
         *patches.for_schedule(Loop(runtime)),
         *patches.for_log(Loop(runtime)),

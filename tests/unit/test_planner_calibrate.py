@@ -442,19 +442,19 @@ def test_the_log_of_a_run_with_what_a_plan_has_on_request(tmp_path):
 
 def test_the_arguments_of_a_log_are_in_the_file_that_it_names(tmp_path):
     path = log(tmp_path / "old" / "train.log")
-    begun = path.read_text().splitlines()
-    arguments = [line.removeprefix("[default0]:") for line in begun if " ..." in line]
-    (tmp_path / "old" / "saved").mkdir()
-    (tmp_path / "old" / "saved" / "arguments.txt").write_text("\n".join(arguments) + "\n")
-    run, lines = read_log(path), [line for line in begun if "iteration" in line]
-    name = f"> arguments: {tmp_path / 'old' / 'saved' / 'arguments.txt'} (--verbose prints them, and more)"
-    path.write_text("\n".join([name, *lines]) + "\n")
-    assert read_log(path) == run and read([tmp_path / "old"]) == [run]
+    output = tmp_path / "old" / "output" / "rank-0.txt"
+    output.parent.mkdir()
+    output.write_text(path.read_text())
+    run = read_log(path)
+    lines = [line for line in path.read_text().splitlines() if "iteration" in line]
+    path.write_text("\n".join([f"> output: {output} has all that this rank prints", *lines]) + "\n")
+    assert read_log(path) == run
     (tmp_path / "old").rename(tmp_path / "new")
-    assert read([tmp_path / "new"]) == [run]
-    (tmp_path / "new" / "saved" / "arguments.txt").unlink()
-    with pytest.raises(UserError, match="with --save, or prints them with --verbose"):
-        read_log(tmp_path / "new" / "train.log")
+    path = tmp_path / "new" / "train.log"
+    assert read_log(path) == run
+    (tmp_path / "new" / "output" / "rank-0.txt").unlink()
+    with pytest.raises(UserError, match="prints them with --verbose"):
+        read_log(path)
 
 
 def test_folders_of_logs_are_read_with_tables(tmp_path):

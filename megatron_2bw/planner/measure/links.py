@@ -26,11 +26,8 @@ def process_group(device: str) -> Iterator[int]:
     """torch's default process group of torchrun's job, or of this process alone. Yields the number of its ranks."""
     import torch.distributed as dist
 
-    from megatron_2bw.start import restart_store
-
-    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    store = restart_store.store(LIMIT) if world > 1 else dist.HashStore()
-    where = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    where = {} if world > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=LIMIT, **where)
     try:
         yield world

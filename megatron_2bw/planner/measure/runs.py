@@ -169,12 +169,13 @@ def _text(path: Path) -> str:
 
 def _arguments(log: str, path: Path) -> dict[str, str]:
     """Megatron's arguments by name: as the log has them, or the file that it names, also where its folder was moved."""
-    begun, ended = log.find("--- arguments ---"), log.find("--- end of arguments ---")
-    if 0 <= begun < ended:
-        return dict(_ARGUMENT.findall(log[begun:ended]))
-    named = re.search(r"> arguments: (.+/arguments\.txt) \(", log)
-    places = (Path(named[1]), *sorted(path.parent.rglob("arguments.txt"))) if named else ()
-    return next((dict(_ARGUMENT.findall(_text(place))) for place in places if place.is_file()), {})
+    named = re.search(r"> output: (.+/rank-0\.txt) ", log)
+    places = (Path(named[1]), *sorted(path.parent.rglob("rank-0.txt"))) if named else ()
+    for text in (log, *(_text(place) for place in places if place.is_file())):
+        begun, ended = text.rfind("--- arguments ---"), text.rfind("--- end of arguments ---")
+        if 0 <= begun < ended:
+            return dict(_ARGUMENT.findall(text[begun:ended]))
+    return {}
 
 
 def read_log(path: Path) -> Run:
@@ -182,7 +183,7 @@ def read_log(path: Path) -> Run:
     log = _text(path)
     given = _arguments(log, path)
     if not given:
-        remedy = "a run writes them with --save, or prints them with --verbose"
+        remedy = "a run writes them to output/rank-0.txt, and prints them with --verbose"
         raise UserError(f"{path}: no arguments of Megatron: {remedy}")
     for name, planned in UNPLANNED.items():
         if given.get(name, planned) != planned:
