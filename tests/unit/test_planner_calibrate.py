@@ -78,8 +78,6 @@ def test_a_known_cluster_is_recovered():
     assert fitted.device.gemm_efficiency == pytest.approx(truth.device.gemm_efficiency, rel=0.05)
     assert fitted.device.layer_launch_us == pytest.approx(truth.device.layer_launch_us, rel=0.05)
     assert fitted.device.calibration == "fitted to 12 measured runs" and fitted.name == PRESET.name
-    further = calibrate(PRESET, runs, iterations=40)  # it has converged
-    assert errors(further, runs) == pytest.approx(found, abs=1e-4)
     # Runs that it has not seen: other microbatches, another depth.
     others = [(1, 2, 4, 2, 4, "none", "2bw"), (4, 2, 1, 1, 8, "none", "megatron"), (1, 8, 1, 2, 16, "full", "2bw")]
     unseen = runs_on(truth, others, (LARGE,))

@@ -1,9 +1,8 @@
-"""Fits a cluster's constants to a few measured iteration times. NumPy only.
+"""Fits a cluster's constants to a few measured iteration times. SciPy only.
 
-Gauss-Newton on the logarithms of the times, with the preset as a prior: a constant on which no run depends keeps its
-value. The errors have Student's t distribution, so that one wrong row has little weight; the weights follow the errors
-(iteratively reweighted least squares). Invariant: the constants keep their physical meaning, so one fit serves all
-plans and models.
+Least squares of the logarithms of the times, with the preset as a prior: a constant on which no run depends keeps its
+value. The loss is Cauchy's, so that one wrong row has little weight. Invariant: the constants keep their physical
+meaning, so one fit serves all plans and models.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.models.cluster import OF_FEWER, Cluster
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
@@ -19,10 +19,10 @@ from megatron_2bw.planner.measure.runs import Run
 
 DEVICE = ("gemm_efficiency", "memory_efficiency", "layer_launch_us", "collective_launch_us", "exchange_us", "step_us")
 LINK = ("gb_s", "latency_us")
-# Standard deviations of a time about the model's and a constant about the preset's, in logs. NOISE is chosen on draws
-# of 20 of vTrain's 1,440 rows: of 0.03, 0.05, 0.07 and 0.1 it predicts the other rows best.
-NOISE, PRIOR = 0.05, 0.5
-FREEDOM = 4  # degrees of freedom of Student's t; an error of 50 % has a twentieth of the weight of none
+# Standard deviations of a time about the model's and a constant about the preset's, in logs. NOISE and LARGE are chosen
+# on draws of 20 of vTrain's 1,440 rows and on SimuMax's 12 of a 70B.
+NOISE, PRIOR = 0.045, 0.5
+LARGE = 2.5  # errors of so many standard deviations have half of the weight of small ones
 SHARE_LIMIT = 0.95  # of the peak and of the bandwidth
 
 
@@ -39,52 +39,39 @@ def predict(cluster: Cluster, runs: Sequence[Run]) -> list[float]:
     return seconds
 
 
-def calibrate(cluster: Cluster, runs: Sequence[Run], iterations: int = 15) -> Cluster:
-    """`cluster` with the constants that fit `runs` best. Links between servers are fitted only if runs use them."""
+def calibrate(cluster: Cluster, runs: Sequence[Run]) -> Cluster:
+    """`cluster` with the constants that fit `runs` best. Links between servers are fitted only if runs use them.
+
+    UserError if SciPy is missing.
+    """
     import numpy as np
 
+    try:
+        from scipy.optimize import least_squares
+    except ImportError:
+        raise UserError("calibrate needs SciPy: pip install 'scipy>=1.16', or megatron_2bw[calibrate]") from None
     names = [("device", name) for name in DEVICE] + [("inside", name) for name in LINK]
     if cluster.device.attention_efficiency and any(run.flash for run in runs):
         names.append(("device", "attention_efficiency"))
     if any(run.plan.gpus > cluster.gpus_per_server for run in runs):
         names += [("between", name) for name in LINK]
-    start = np.array([getattr(getattr(cluster, part), name) for part, name in names])
     logs = np.log([run.seconds for run in runs])
 
     def build(x) -> Cluster:
         built = cluster
-        for (part, name), value in zip(names, start * np.exp(x)):
-            old = getattr(built, part)
-            changed = {name: float(min(value, SHARE_LIMIT) if name.endswith("efficiency") else value)}
-            if name == "gb_s":  # the rates of fewer GPUs of a server change alike
-                changed |= {few: getattr(old, few) * changed[name] / old.gb_s for few in OF_FEWER}
-            built = replace(built, **{part: replace(old, **changed)})
+        for (part, name), factor in zip(names, np.exp(x)):
+            old, changed = getattr(built, part), dict.fromkeys((name, *OF_FEWER) if name == "gb_s" else (name,), factor)
+            values = {each: float(getattr(old, each) * factor) for each in changed}
+            if name.endswith("efficiency"):
+                values[name] = min(values[name], SHARE_LIMIT)
+            built = replace(built, **{part: replace(old, **values)})
         return built
 
-    def residuals(x):
+    def errors(x):
         return np.concatenate([(np.log(predict(build(x), runs)) - logs) / NOISE, x / PRIOR])
 
-    def loss(errors) -> float:  # twice the negative logarithm of the probability
-        times, constants = errors[: len(runs)], errors[len(runs) :]
-        return (FREEDOM + 1) * np.log1p(times**2 / FREEDOM).sum() + constants @ constants
-
-    x, damping, small = np.zeros(len(names)), 1e-2, 1e-3
-    errors = residuals(x)
-    for _ in range(iterations):
-        weights = np.ones(len(errors))
-        weights[: len(runs)] = (FREEDOM + 1) / (FREEDOM + errors[: len(runs)] ** 2)
-        slope = np.stack([(residuals(x + small * unit) - errors) / small for unit in np.eye(len(x))], axis=1)
-        weighted = slope.T * weights
-        while damping < 1e6:
-            change = np.linalg.solve(weighted @ slope + damping * np.eye(len(x)), -weighted @ errors)
-            tried = residuals(x + change)
-            if loss(tried) < loss(errors):
-                x, errors, damping = x + change, tried, damping / 3
-                break
-            damping *= 3
-        else:
-            break
-    fitted = build(x)
+    found = least_squares(errors, np.zeros(len(names)), loss="cauchy", f_scale=LARGE, x_scale="jac")
+    fitted = build(found.x)
     return replace(fitted, device=replace(fitted.device, calibration=f"fitted to {len(runs)} measured runs"))
 
 
