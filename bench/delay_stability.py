@@ -15,10 +15,12 @@ import sys
 from pathlib import Path
 
 import numpy
+from scipy.optimize import bisect
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import new_parser, write_result
+from bench.tables import table
 
 BETAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
 SETTINGS = {  # of --two-bw-correction: factor, gradient
@@ -53,14 +55,10 @@ def transition(rate: float, beta: float, setting: tuple[float, float] | None) ->
 
 
 def limit(beta: float, setting: tuple[float, float] | None) -> float:
-    """The largest stable learning rate x curvature: bisection after the first unstable one of a fine grid."""
+    """The largest stable learning rate x curvature: before the first unstable one of a fine grid."""
     grid = numpy.geomspace(0.05, MOST, 1000)
     first = next(place for place, rate in enumerate(grid) if not _is_stable(rate, beta, setting))
-    low, high = grid[first - 1], grid[first]
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _is_stable(middle, beta, setting) else (low, middle)
-    return float(low)
+    return bisect(lambda rate: _is_stable(rate, beta, setting) - 0.5, grid[first - 1], grid[first])
 
 
 def _is_stable(rate: float, beta: float, setting: tuple[float, float] | None) -> bool:
@@ -79,28 +77,21 @@ def variance(rate: float, beta: float, setting: tuple[float, float] | None) -> f
     return float(flat[0])
 
 
-def table(rows: list[dict[str, float]]) -> None:
-    print(" | ".join(f"{name:>11}" for name in rows[0]))
-    for row in rows:
-        print(" | ".join(f"{value:11.2f}" for value in row.values()))
-
-
 def main() -> int:
     path = new_parser(__doc__, "delay_stability").parse_args().json
     rows = [
-        {"beta1": beta, "no delay": limit(beta, None)} | {name: limit(beta, each) for name, each in SETTINGS.items()}
+        {"beta1": beta, "no delay": round(limit(beta, None), 2)}
+        | {name: round(limit(beta, each), 2) for name, each in SETTINGS.items()}
         for beta in BETAS
     ]
     noise = [
         {"beta1": beta, "rate": rate}
-        | {name: variance(rate, beta, each) / variance(rate, beta, None) for name, each in SETTINGS.items()}
+        | {name: round(variance(rate, beta, each) / variance(rate, beta, None), 2) for name, each in SETTINGS.items()}
         for beta in BETAS[-3:]
         for rate in RATES
     ]
-    print("largest stable learning rate x curvature; factor, and times the gradient's part")
-    table(rows)
-    print("variance of the weights, in units of that without delay (rate: learning rate x curvature)")
-    table(noise)
+    print("largest stable learning rate x curvature; factor, and times the gradient's part\n", table(rows), sep="\n")
+    print("\nvariance of the weights, in units of that without delay\n", table(noise), sep="\n")
     write_result(path, {"rows": rows, "noise": noise})
     return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -61,17 +62,22 @@ Seconds = float | list[float]  # of all ranks, or of each
 
 
 def train(
-    rank: int, argv: list[str], forward: Seconds, backward: Seconds, as_nccl: bool = False, after_step=entry.nothing
+    rank: int, argv: list[str], forward: Seconds, backward: Seconds, kind: str = "", after_step=entry.nothing
 ) -> Observed:
     """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward` seconds a microbatch.
 
-    as_nccl     post receives no earlier than on NCCL (`Receiver.hold_back`)
+    kind        "as-nccl": post receives no earlier than on NCCL (`Receiver.hold_back`); "limit": a stage makes its
+                inputs and output gradients itself, and sends no messages
     after_step  called after each iteration, with its losses by name
     """
     from megatron.core.utils import get_attr_wrapped_model
 
-    if as_nccl:
+    if kind == "as-nccl":
         Channel.occupies_device = True
+    elif kind == "limit":
+        complete = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+        Channel.receive = lambda self, tensor: (tensor.normal_(std=0.01), complete)[1]
+        Channel.send = lambda self, tensor: complete
     forward, backward = (seconds[rank] if isinstance(seconds, list) else seconds for seconds in (forward, backward))
     observed, storages = Observed(), set()
 

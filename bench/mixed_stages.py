@@ -38,8 +38,7 @@ SCHEDULES = ("2bw", "pipedream-flush")
 
 def plans(cost: Cost, space: Space) -> list[Plan]:
     """The best plan of the cluster, and the best one if all its GPUs were the slowest."""
-    alike = cost.on(replace(cost.cluster, devices=()))
-    return [best(on, space)[0] for on in (cost, alike)]
+    return [best(on, space)[0] for on in (cost, cost.on(replace(cost.cluster, devices=())))]
 
 
 def sample_ms(cost: Cost, plan: Plan) -> float:
@@ -65,30 +64,20 @@ def measured(cost: Cost, plan: Plan, scale: float, iterations: int) -> tuple[flo
 def compare(cost: Cost, schedule: str, chosen: argparse.Namespace) -> dict[str, Any]:
     space = Space(BATCH, (schedule,), recompute=("none", "full"), extrapolate=False)
     free, alike = plans(cost, space)
-    found = {
-        "schedule": schedule,
-        "all sizes": {
-            "plan": free.title,
-            "layers": free.layers_of(cost.model),
-            "plan of slow GPUs": alike.title,
-            "gain": round(sample_ms(cost, alike) / sample_ms(cost, free), 3),
-        },
-    }
+    found = {"plan": free.title, "layers": free.layers_of(cost.model), "plan of slow GPUs": alike.title}
+    found["gain"] = round(sample_ms(cost, alike) / sample_ms(cost, free), 3)
     sizes = {"tensor": (1,), "depth": (chosen.stages,), "microbatch": (chosen.microbatch,)}
     fixed = replace(space, batch=cost.cluster.gpus * chosen.microbatch, extra_warmup=False, **sizes)
     rows, times = {}, []
     for name, plan in zip(("plan", "plan of slow GPUs"), plans(cost, fixed)):
         simulated, seconds = measured(cost, plan, chosen.scale, chosen.iterations)
-        rows[name] = {
-            "layers": plan.layers_of(cost.model),
-            "ms a sample": round(sample_ms(cost, plan), 2),
-            "emulated, simulated ms": round(1e3 * simulated, 1),
-            "emulated, measured ms": round(1e3 * seconds, 1),
-        }
+        rows[name] = {"layers": plan.layers_of(cost.model), "ms a sample": round(sample_ms(cost, plan), 2)}
+        rows[name] |= {"emulated, simulated ms": round(1e3 * simulated, 1)}
+        rows[name] |= {"emulated, measured ms": round(1e3 * seconds, 1)}
         times.append((simulated, seconds))
     (here, run), (slow, slow_run) = times
     gains = {"simulated gain": round(slow / here, 3), "measured gain": round(slow_run / run, 3)}
-    return found | {"run": rows | gains}
+    return {"schedule": schedule, "all sizes": found, "run": rows | gains}
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ PIPELINES = SCHEDULES | {"megatron-interleaved": Interleaved(2), "2bw, one slot"
 
 def emulated(depths: list[int]) -> list[Check]:
     """Every schedule at each depth, with as many microbatches as stages."""
-    chosen = argparse.Namespace(forward_ms=FORWARD, backward_ms=BACKWARD, iterations=9, clip_grad=1.0, width=1)
+    chosen = argparse.Namespace(forward_ms=FORWARD, backward_ms=BACKWARD, iterations=9, width=1, real=False)
     alone = measure("2bw", 1, 8, chosen, "")["iteration_ms"] / 8 - FORWARD - BACKWARD
     print(f"one stage alone computes {alone:.1f} ms per microbatch in addition to its sleep", flush=True)
     rows = []

@@ -6,6 +6,12 @@ Each row trains a tiny real GPT (one layer per stage, fp16 with dynamic loss sca
 the code path of pretrain_gpt_2bw.py; a stage's forward and backward also sleep for the given times. ideal_ms is
 microbatches x (forward + backward), efficiency is ideal_ms / iteration_ms of the median steady-state iteration.
 2bw-as-nccl is 2bw that posts receives no earlier than on NCCL; the messages go over gloo as in all rows.
+
+    python bench/schedule_efficiency.py --real --stages 2 --microbatches 4 --iterations 14
+
+With --real nothing sleeps, and a larger GPT (8 layers of 256) computes on one thread a stage. ideal_ms is the row
+"limit" of the same run: all stages compute at the same time without communication. Busy cores share caches and memory,
+so this is the machine's limit, not a part of the time of one process.
 Writes the JSON and a picture of the same name.
 """
 
@@ -42,50 +48,61 @@ def options() -> argparse.Namespace:
     meaning = "numbers, or multiples of the stages: 1x,2x"
     option("--microbatches", type=words, default=["1x"], metavar="M,...", help=meaning)
     option("--width", type=int, default=1, help="data-parallel pipelines")
+    option("--real", action="store_true", help="compute, do not sleep")
     option("--forward-ms", type=float, default=100)
     option("--backward-ms", type=float, default=200)
-    option("--schedules", type=names_of((*ALL, "2bw-as-nccl")), default=list(ALL), metavar="NAME,...")
+    option("--schedules", type=names_of((*ALL, "2bw-as-nccl")), metavar="NAME,...", help="default: all")
     option("--gpipe-round", type=numbers, default=[], metavar="N,...", help="of gpipe: a row for each, and one without")
     option("--iterations", type=int, default=9)
-    option("--clip-grad", type=float, default=1.0)
     meaning = "of Megatron: a row for each set, which may be empty"
     option("--flags", type=flag_sets, default=[""], metavar="FLAGS;...", help=meaning)
     chosen = parser.parse_args()
     if chosen.iterations < 7:
         parser.error("--iterations must be 7 at least: three fill the pipeline, two empty it")
+    if chosen.real:
+        chosen.forward_ms = chosen.backward_ms = 0.0
+    chosen.schedules = chosen.schedules or (OURS if chosen.real else ALL)
     return chosen
 
 
 def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace, flags: str) -> list[str]:
-    """The command line of a tiny GPT with a layer per stage (two if the stages are interleaved)."""
-    interleaved = schedule == "megatron-interleaved"
-    layers = stages * (2 if interleaved else 1)
-    name = "megatron --num-virtual-stages-per-pipeline-rank 2" if interleaved else schedule.removesuffix("-as-nccl")
+    """The command line of a tiny GPT with a layer per stage (two if the stages are interleaved), or of a real one."""
+    name = "2bw" if schedule == "limit" else schedule.removesuffix("-as-nccl")
+    text = f"""--pipeline-model-parallel-size {stages} --global-batch-size {microbatches * chosen.width}
+        --train-iters {chosen.iterations}"""
+    if chosen.real:
+        text += f" --pipeline-schedule {name} --vocab-size 255 --make-vocab-size-divisible-by 128 --log-interval 100"
+        return merged(gpt_flags(8, 256, 4, 256, text), flags.split())
+    layers = stages
+    if name == "megatron-interleaved":
+        name, layers = "megatron --num-virtual-stages-per-pipeline-rank 2", 2 * stages
     # pipedream scales by a constant and has no tied embeddings
     scale = "--loss-scale 1024 --untie-embeddings-and-output-weights"
     if schedule != "pipedream":
         scale = "--initial-loss-scale 1024"
-    text = f"""--pipeline-schedule {name} --pipeline-model-parallel-size {stages} --clip-grad {chosen.clip_grad}
-        --global-batch-size {microbatches * chosen.width} --train-iters {chosen.iterations} --lr 1e-3 --fp16
-        {scale} --vocab-size 63 --log-interval 5"""
+    text += f" --pipeline-schedule {name} --lr 1e-3 --fp16 {scale} --vocab-size 63 --log-interval 5"
     return merged(gpt_flags(layers, 16, 2, 8, text), flags.split())
 
 
-def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace, flags: str) -> Row:
-    """A row of the table."""
+def measure(
+    schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace, flags: str, limit: float = 0.0
+) -> Row:
+    """A row of the table. limit: the milliseconds of an iteration of the row "limit", if there is one."""
     forward, backward = chosen.forward_ms / 1e3, chosen.backward_ms / 1e3
     ideal = microbatches * (forward + backward)
-    limit = 120 + 20 * stages + 3 * chosen.iterations * ideal * (stages if schedule == "no-pipelining" else 1)
+    patience = 120 + 20 * stages + 3 * chosen.iterations * ideal * (stages if schedule == "no-pipelining" else 1)
+    patience += 600 * chosen.real
     clip = 0.0
     if schedule in PEERS:
         arguments = (train_with_torch, schedule, stages, microbatches, forward, backward, chosen.iterations)
-        runs = run_world(stages, *arguments, timeout=limit)
+        runs = run_world(stages, *arguments, timeout=patience)
     else:
         words = command(schedule, stages, microbatches, chosen, flags)
         clip = float(words[words.index("--clip-grad") + 1])
-        as_nccl = schedule.endswith("-as-nccl")
-        runs = run_world(stages * chosen.width, train, words, forward, backward, as_nccl, timeout=limit)
-    seconds = iteration_seconds(runs)
+        kind = schedule.removeprefix("2bw-")
+        runs = run_world(stages * chosen.width, train, words, forward, backward, kind, timeout=patience)
+    milliseconds = 1e3 * iteration_seconds(runs)
+    ideal = 1e3 * ideal or limit or milliseconds
     return {
         "schedule": schedule,
         "stages": stages,
@@ -93,9 +110,9 @@ def measure(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
         "width": 1 if schedule in PEERS else chosen.width,
         "forward_ms": chosen.forward_ms,
         "backward_ms": chosen.backward_ms,
-        "iteration_ms": round(1e3 * seconds, 1),
-        "ideal_ms": round(1e3 * ideal, 1),
-        "efficiency": round(ideal / seconds, 4),
+        "iteration_ms": round(milliseconds, 1),
+        "ideal_ms": round(ideal, 1),
+        "efficiency": round(ideal / milliseconds, 4),
         "clip_grad": clip,
         "peak_activations": max(run.peak_activations for run in runs),
         "versions": max(run.versions for run in runs),
@@ -110,7 +127,7 @@ def draw(rows: list[Row]) -> Any:
         place = "{schedule} {flags}".format(**row).strip(), "d = {stages}, m = {microbatches}".format(**row)
         shares[place] = row["efficiency"]
     names, shapes = (list(dict.fromkeys(key[place] for key in shares)) for place in (0, 1))
-    label = "share of the time that stages compute"
+    label = "share of the limit, both cores busy" if "limit" in names else "share of the time that stages compute"
     if len(shapes) == 1:
         return bar_chart(names, {"": [shares[name, shapes[0]] for name in names]}, f"{label}, {shapes[0]}", ".1%")
     series = {name: [shares.get((name, shape), math.nan) for shape in shapes] for name in names}
@@ -125,10 +142,11 @@ def main() -> int:
         (stages, int(text[:-1]) * stages if text.endswith("x") else int(text), schedule, f"{size} {flags}".strip())
         for stages in chosen.stages
         for text in chosen.microbatches
-        for schedule in chosen.schedules
+        for schedule in (*["limit"] * chosen.real, *chosen.schedules)
         for size in ("", *(f"--gpipe-round {n}" for n in chosen.gpipe_round if schedule == "gpipe"))
-        for flags in chosen.flags
+        for flags in (chosen.flags if schedule != "limit" else [""])
     ]
+    limit = 0.0
     for stages, microbatches, schedule, flags in cases:
         name = f"{schedule:24s} d {stages:2d}  m {microbatches:3d}"
         if "interleaved" in schedule and microbatches % stages:
@@ -136,11 +154,12 @@ def main() -> int:
             continue
         begun = time.monotonic()
         try:
-            row = measure(schedule, stages, microbatches, chosen, flags)
+            row = measure(schedule, stages, microbatches, chosen, flags, 0.0 if schedule == "limit" else limit)
         except WorldError as error:
             result["failures"].append(f"{schedule}, {stages} stages, {microbatches} microbatches: {error}")
             print(result["failures"][-1], file=sys.stderr, flush=True)
             continue
+        limit = row["iteration_ms"] if schedule == "limit" else limit
         result["rows"].append(row)
         times = "iteration {iteration_ms:8.1f} ms  efficiency {efficiency:.3f}".format(**row)
         print(f"{name}  {times}   ({time.monotonic() - begun:.0f} s) {flags}", flush=True)

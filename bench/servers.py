@@ -27,7 +27,7 @@ INTERFACE, ADDRESSES = "wire", ("10.0.0.1", "10.0.0.2")  # no other host is in t
 # Packets leave in pieces of at most this size, so that the bucket can be small: its content passes at full speed.
 PIECE, BUCKET, QUEUE = 16384, 24576, 8 << 20  # bytes
 MTU = 9000
-_PREFIX, _FOLDER = "2bw-", Path("/run/netns")
+_PREFIX, _FOLDER, _TCP = "2bw-", Path("/run/netns"), Path("/proc/sys/net/ipv4")
 
 
 def missing() -> str | None:
@@ -62,8 +62,10 @@ class Servers:
             for name, address in zip(self.names, ADDRESSES):
                 _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
                 _run("ip", "-n", name, "link", "set", "dev", INTERFACE, "gso_max_size", str(PIECE - 100), "up")
-            for number in (0, 1):
-                self._like_a_cluster(number)
+            for number in (0, 1):  # TCP as training clusters set it; this machine's defaults are for the internet
+                with self.inside(number):
+                    (_TCP / "tcp_congestion_control").write_text("reno")  # every namespace may choose it
+                    (_TCP / "tcp_slow_start_after_idle").write_text("0")
         except BaseException:
             self._remove()
             raise
@@ -77,13 +79,6 @@ class Servers:
             if (_FOLDER / name).exists():
                 _end_processes(name)
                 _run("ip", "netns", "delete", name)
-
-    def _like_a_cluster(self, number: int) -> None:
-        """Set TCP as training clusters do; this machine's defaults are for the internet."""
-        folder = Path("/proc/sys/net/ipv4")
-        with self.inside(number):
-            (folder / "tcp_congestion_control").write_text("reno")  # every namespace may choose it
-            (folder / "tcp_slow_start_after_idle").write_text("0")
 
     def limit(self, megabits: float | None) -> None:
         """Limit the link to `megabits` Mbit/s in each direction; None: no limit."""

@@ -21,10 +21,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import statistics
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,6 +99,7 @@ class Link:
 
 
 Ends = list[tuple[float, int]]  # (seconds, bytes sent) at the end of each iteration
+Row = dict[str, Any]
 
 
 @dataclass
@@ -111,46 +110,25 @@ class Observed:
     bubbles: dict[int, tuple[float, ...]]
 
 
-@dataclass
-class Row:
-    variant: str
-    rate: str
-    measured_mbit: float
-    iteration_ms: float
-    spread_ms: float  # largest less smallest of the iterations that iteration_ms is the median of
-    slowdown: float
-    sent_mb: float
-    theory_mb: float
-    sent_by_2bw: float | str = ""  # sent_mb / that of 2bw
-    bubble: str = ""  # mean and largest share that a stage waited, from the log line
-    simulated_ms: float | str = ""
-
-
 def options() -> argparse.Namespace:
     parser = new_parser(__doc__, "slow_links")
-    meaning = "Mbit/s in each direction, after the unlimited link"
-    parser.add_argument("--rates", type=words, default=["1000", "200", "50"], metavar="MBIT,...", help=meaning)
+    rates, pair = lambda text: tuple(map(float, words(text))), "sleep in each forward and backward"
+    meaning = "Mbit/s in each direction, 1 to 4000, after the unlimited link"
+    parser.add_argument("--rates", type=rates, default=(1000, 200, 50), metavar="MBIT,...", help=meaning)
     parser.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), metavar="NAME,...")
     for name, size in {"layers": 8, "hidden": 512, "heads": 8, "sequence": 128, "micro-batch": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--microbatches", type=int, default=8, help="in a global batch")
     parser.add_argument("--iterations", type=int, default=3, help="measured at each rate")
     parser.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
-    times, meaning = lambda text: tuple(map(float, words(text))), "sleep in each forward and backward"
-    parser.add_argument("--sleep-ms", type=times, default=(0.0, 0.0), metavar="F,B", help=meaning)
+    parser.add_argument("--sleep-ms", type=rates, default=(0.0, 0.0), metavar="F,B", help=pair)
     chosen = parser.parse_args()
-    for rate in chosen.rates:
-        if not re.fullmatch(r"\d+(\.\d+)?", rate) or not 1 <= float(rate) <= 4000:
-            parser.error(f"--rates: {rate} is not a number of Mbit/s between 1 and 4000")
-    if len(chosen.sleep_ms) != 2 or min(chosen.sleep_ms) < 0:
-        parser.error("--sleep-ms takes two numbers, of a forward and a backward, such as 50,100")
-    for name in ("iterations", "settle"):
-        if getattr(chosen, name) < 1:
-            parser.error(f"--{name} must be 1 at least")
-    if chosen.microbatches < 4:
-        parser.error("--microbatches must be 4 at least: 2bw-ahead runs two forwards ahead")
-    if chosen.layers % 2 or chosen.microbatches % 2 or chosen.heads % 2 or chosen.hidden % chosen.heads:
-        parser.error("--layers, --microbatches and --heads must be even, and --hidden a multiple of --heads")
+    if not all(1 <= rate <= 4000 for rate in chosen.rates):
+        parser.error("--rates: give Mbit/s between 1 and 4000")
+    if chosen.microbatches < 4 or chosen.layers % 2 or chosen.microbatches % 2 or chosen.heads % 2:
+        parser.error(
+            "--microbatches must be 4 at least, since 2bw-ahead runs two ahead, and even as --layers and --heads"
+        )
     return chosen
 
 
@@ -222,39 +200,39 @@ def megabits(rate: str) -> float | None:
 def rows_of(
     variant: str, observed: Observed, model: Model, links: list[Link], settle: int, iterations: int
 ) -> list[Row]:
-    """A row for each rate, without what depends on other variants."""
+    """A row for each rate. spread_ms: the largest less the smallest of the iterations that iteration_ms is the median
+    of; bubble: mean and largest share that a stage waited, from the log line."""
     rows: list[Row] = []
     for number, link in enumerate(links):
         start = first_of(number, settle, iterations) - 1
         took, sent = [], []
         for place in range(start, start + iterations):
             before, after = ([ends[at] for ends in observed.ends] for at in (place, place + 1))
-            took.append(after[0][0] - before[0][0])
-            sent.append(max(b[1] - a[1] for a, b in zip(before, after)))
+            took.append(1e3 * (after[0][0] - before[0][0]))
+            sent.append(max(b[1] - a[1] for a, b in zip(before, after)) / 1e6)
         shares = [observed.bubbles[i] for i in range(start + 2, start + 2 + iterations) if i in observed.bubbles]
-        bubble = [statistics.median(each) for each in zip(*shares)]
-        seconds = statistics.median(took)
-        unlimited = rows[0].iteration_ms if rows else 1e3 * seconds
-        times = round(1e3 * seconds, 1), round(1e3 * (max(took) - min(took)), 1), round(1e3 * seconds / unlimited, 3)
-        bytes_sent = round(statistics.median(sent) / 1e6, 3), round(model.theory(variant) / 1e6, 3)
-        shown = " / ".join(f"{share:.3f}" for share in bubble)
-        rows.append(Row(variant, link.rate, link.measured_mbit, *times, *bytes_sent, bubble=shown))
+        median = round(statistics.median(took), 1)
+        row: Row = {"variant": variant, "rate": link.rate, "measured_mbit": link.measured_mbit, "iteration_ms": median}
+        row |= {"spread_ms": round(max(took) - min(took), 1), "sent_mb": round(statistics.median(sent), 3)}
+        row["slowdown"] = round(median / rows[0]["iteration_ms"], 3) if rows else 1.0
+        row |= {"theory_mb": round(model.theory(variant) / 1e6, 3), "sent_by_2bw": "", "simulated_ms": ""}
+        rows.append(row | {"bubble": " / ".join(f"{statistics.median(each):.3f}" for each in zip(*shares))})
     return rows
 
 
 def compare(rows: list[Row], model: Model, links: list[Link]) -> None:
     """Fill in the ratio to the bytes of 2bw, and the simulated times: the forward half as long as the backward."""
-    ours = {row.rate: row.sent_mb for row in rows if row.variant == "2bw"}
+    ours = {row["rate"]: row["sent_mb"] for row in rows if row["variant"] == "2bw"}
     for row in rows:
-        if row.rate in ours:
-            row.sent_by_2bw = round(row.sent_mb / ours[row.rate], 2)
+        if row["rate"] in ours:
+            row["sent_by_2bw"] = round(row["sent_mb"] / ours[row["rate"]], 2)
     for variant, extra in AHEAD.items():
-        own = [row for row in rows if row.variant == variant]
+        own = [row for row in rows if row["variant"] == variant]
         for row, link in zip(own, links):
-            cycle = own[0].iteration_ms / model.microbatches  # on the unlimited link
+            cycle = own[0]["iteration_ms"] / model.microbatches  # on the unlimited link
             times = Times(cycle / 3, 2 * cycle / 3, transfer=link.message_ms, occupied=link.message_ms)
             schedule = TwoBW(extra_warmup=(extra,))
-            row.simulated_ms = round(iteration_time(schedule, 2, model.microbatches, times), 1)
+            row["simulated_ms"] = round(iteration_time(schedule, 2, model.microbatches, times), 1)
 
 
 LINES = {  # of the picture: colour and name
@@ -267,35 +245,29 @@ LINES = {  # of the picture: colour and name
 }
 
 
-def draw(entries: list[dict[str, Any]]) -> Any:
+def draw(rows: list[Row]) -> Any:
     """Left: iteration times over the measured rate. Right: bytes per iteration, with the theory as lines."""
-    from matplotlib.ticker import LogFormatter
-
-    rows = [Row(**entry) for entry in entries]
     figure = new_figure(10, 4.2)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    names = list(dict.fromkeys(row.variant for row in rows))
-    for name in names:
-        own = [row for row in rows if row.variant == name]
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    for place, name in enumerate(names):
+        own = [row for row in rows if row["variant"] == name]
         colour, label = LINES[name]
-        times = [row.iteration_ms / 1e3 for row in own]
-        left.plot([row.measured_mbit for row in own], times, "o-", color=colour, label=label)
-    links = {row.measured_mbit: row.rate for row in rows}
+        rates, times = [row["measured_mbit"] for row in own], [row["iteration_ms"] / 1e3 for row in own]
+        left.plot(rates, times, "o-", color=colour, label=label)
+        right.bar(place, own[-1]["sent_mb"], color=colour)
+        right.plot([place - 0.45, place + 0.45], [own[-1]["theory_mb"]] * 2, color="black", linewidth=1)
+        right.text(place, own[-1]["sent_mb"] * 1.1, f"{own[-1]['sent_mb']:.3g}", ha="center", fontsize=8)
+    links = {row["measured_mbit"]: row["rate"] for row in rows}
     left.set(xscale="log", xlabel="rate of the link (Mbit/s)", yscale="log", ylabel="iteration (s)")
     left.set_xticks(list(links), list(links.values()))
     left.set_xticks([], minor=True)
-    left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    left.set_yticks([2, 5, 10, 20], ["2", "5", "10", "20"])
+    left.set_yticks([], minor=True)
     left.grid(which="both", linewidth=0.3)
     left.legend(fontsize=8)
-    last = [next(row for row in rows[::-1] if row.variant == name) for name in names]
-    right.bar(names, [row.sent_mb for row in last], color=[LINES[name][0] for name in names])
-    for place, row in enumerate(last):
-        right.plot([place - 0.45, place + 0.45], [row.theory_mb] * 2, color="black", linewidth=1)
-        right.text(place, row.sent_mb * 1.1, f"{row.sent_mb:.3g}", ha="center", fontsize=8)
-    limits = min(row.theory_mb for row in last) / 3, 3 * max(row.sent_mb for row in last)
-    right.set(yscale="log", ylim=limits, ylabel="MB sent by a server in an iteration")
-    right.yaxis.set_major_formatter("{x:g}")
+    sent = [row["sent_mb"] for row in rows]
+    right.set(yscale="log", ylim=(min(sent) / 3, 3 * max(sent)), ylabel="MB sent by a server in an iteration")
     right.set_title("black lines: what the method must send", fontsize=9)
     right.set_xticks(range(len(names)), [LINES[name][1] for name in names], rotation=30, ha="right", fontsize=8)
     for axis in (left, right):
@@ -305,8 +277,8 @@ def draw(entries: list[dict[str, Any]]) -> Any:
 
 def show(row: Row) -> str:
     return (
-        f"{row.variant:16s} {row.rate:>9s} Mbit/s   iteration {row.iteration_ms:9.1f} ms   x {row.slowdown:6.2f}   "
-        f"sent {row.sent_mb:8.3f} MB (theory {row.theory_mb:8.3f})   {row.bubble and 'bubble ' + row.bubble}"
+        "{variant:16s} {rate:>9s} Mbit/s   iteration {iteration_ms:9.1f} ms   x {slowdown:6.2f}   "
+        "sent {sent_mb:8.3f} MB (theory {theory_mb:8.3f})   bubble {bubble}".format(**row)
     )
 
 
@@ -322,9 +294,7 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
         "rows": [],
         "failures": [],
     }
-    rates = ["unlimited", *chosen.rates]
-    links: list[Link] = []
-    rows: list[Row] = []
+    rates, links = ["unlimited", *(f"{rate:g}" for rate in chosen.rates)], []
     for rate in rates:
         servers.limit(megabits(rate))
         link = Link(rate, *(round(x, 3) for x in servers.measure(model.message, megabits=megabits(rate))))
@@ -333,7 +303,6 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
         print(f"link {rate:>9s} Mbit/s: {speed}", flush=True)
     result["links"] = [asdict(link) for link in links]
     for variant in chosen.variants:
-        begun = time.monotonic()
         try:
             observed = watch(servers, model, variant, rates, chosen)
         except WorldError as error:
@@ -341,13 +310,10 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
             print(result["failures"][-1], file=sys.stderr, flush=True)
             continue
         own = rows_of(variant, observed, model, links, chosen.settle, chosen.iterations)
-        rows += own
-        compare(rows, model, links)
-        print("\n".join(map(show, own)) + f"   ({time.monotonic() - begun:.0f} s)", flush=True)
+        result["rows"] += own
+        compare(result["rows"], model, links)
+        print("\n".join(map(show, own)), flush=True)
         machine["load_after"] = os.getloadavg()  # includes the two ranks
-        result["rows"] = [asdict(row) for row in rows]
-        write_result(chosen.json, result)
-    if rows:
         write_result(chosen.json, result, draw(result["rows"]))
     return result["failures"]
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_2bw.files import write_figure
 
-BENCHES = {"efficiency": "schedule_efficiency", "of_limit": "real_compute", "slowdown": "slow_links"}  # by a column
+BENCHES = {"efficiency": "schedule_efficiency", "slowdown": "slow_links"}  # by a column
 
 
 def table(rows: list[dict]) -> str:

@@ -55,26 +55,8 @@ def test_the_link_has_the_limit_that_is_set():
 
 def test_a_run(tmp_path: Path):
     path = tmp_path / "slow_links.json"
-    process = start(
-        "--rates",
-        10,
-        "--variants",
-        "2bw",
-        "--iterations",
-        2,
-        "--layers",
-        2,
-        "--hidden",
-        64,
-        "--heads",
-        2,
-        "--sequence",
-        128,
-        "--microbatches",
-        4,
-        "--json",
-        path,
-    )
+    sizes = "--rates 10 --variants 2bw --iterations 2 --layers 2 --hidden 64 --heads 2 --sequence 128 --microbatches 4"
+    process = start(*sizes.split(), "--json", path)
     run = end(process, 200)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
     result = json.loads(path.read_text())
