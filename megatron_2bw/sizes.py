@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from megatron_2bw.flags.rule import OUT, Args, Rule, line, value
+from megatron_2bw.flags.rule import OUT, Args, Condition, Rule, line, value
 from megatron_2bw.schedules import schedule_of
 
 Check = Callable[[Args], str | None]
@@ -45,11 +45,16 @@ TIES = Rule(
 )
 
 
+def idle(flag: str, default: object, need: str, met: Condition) -> Rule:
+    """An own flag that must have its default where `need` is not met."""
+    return line(
+        f"{flag} has no effect without {need}: leave it out", lambda s: value(s, flag) != default and not met(s)
+    )
+
+
 def only(schedule: str, flag: str, default: object) -> Rule:
-    """A flag that only `schedule` reads, so it must have its default with the others."""
-    remedy = "leave it out" if default is None else f"leave it out, or add {flag} {default} after it"  # a script has it
-    text = f"{flag} has no effect without --pipeline-schedule {schedule}: {remedy}"
-    return line(text, lambda s: s.pipeline_schedule != schedule and value(s, flag) != default)
+    """An own flag that only `schedule` reads."""
+    return idle(flag, default, f"--pipeline-schedule {schedule}", lambda s: s.pipeline_schedule == schedule)
 
 
 SLOTS = only("2bw", "--two-bw-gradient-slots", 2)
@@ -62,12 +67,8 @@ def extra_warmup(s: Args) -> str | None:
     extra, boundaries = s.two_bw_extra_warmup, s.pipeline_model_parallel_size - 1
     if extra and (s.pipeline_schedule != "2bw" or not boundaries):
         return "--two-bw-extra-warmup has no effect without --pipeline-schedule 2bw and several stages: leave it out"
-    if len(extra) in (0, 1, boundaries):
-        return None
-    return (
-        f"--two-bw-extra-warmup has {len(extra)} numbers: give one, or one for each of the {boundaries} boundaries "
-        "between stages"
-    )
+    wrong = len(extra) not in (0, 1, boundaries)
+    return f"--two-bw-extra-warmup has {len(extra)} numbers: give one or {boundaries}" if wrong else None
 
 
 # --- the batch -------------------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def microbatches(s: Args) -> str | None:
         return None
     reason = "with --two-bw-extra-warmup needs" if extra else "needs as many as there are stages,"
     return (
-        f"--global-batch-size {size}: microbatches of each pipeline: {number}, but --pipeline-schedule "
+        f"--global-batch-size {size} gives each pipeline {number} of the microbatches, but --pipeline-schedule "
         f"{schedule.name} {reason} {needed}: use --global-batch-size {needed * replica} or more"
     )
 
@@ -110,10 +111,15 @@ def gpipe_round(s: Args) -> str | None:
 
 # --- the model -------------------------------------------------------------------------------------------------------
 
-HEADS = line(
-    "--tensor-model-parallel-size {given} does not divide --num-attention-heads {a.num_attention_heads}",
-    lambda s: s.num_attention_heads % s.tensor_model_parallel_size,
-)
+
+def _divides(name: str, also: str = "", when: Condition = lambda s: True) -> Rule:
+    flag = f"--{name.replace('_', '-')} {{a.{name}}}"
+    text = f"--tensor-model-parallel-size {{given}}{also} does not divide {flag}: use a size that does"
+    return line(text, lambda s: getattr(s, name) % s.tensor_model_parallel_size and when(s))
+
+
+HEADS, FFN = _divides("num_attention_heads"), _divides("ffn_hidden_size")
+SEQUENCE = _divides("seq_length", " with --sequence-parallel", lambda s: s.sequence_parallel)
 # Fewer groups than ranks are allowed, but the columns of the linear layer of queries, keys and values must divide.
 GROUPS = line(
     "--num-query-groups {given} is neither a multiple nor a divisor of --tensor-model-parallel-size "
@@ -131,15 +137,6 @@ KEYS = line(
         2 * s.num_query_groups * s.kv_channels % s.tensor_model_parallel_size
         and not (s.num_attention_heads % s.tensor_model_parallel_size or GROUPS.when(s))
     ),
-)
-FFN = line(
-    "--tensor-model-parallel-size {given} does not divide --ffn-hidden-size {a.ffn_hidden_size}: use a size that does",
-    lambda s: s.ffn_hidden_size % s.tensor_model_parallel_size,
-)
-SEQUENCE = line(
-    "--tensor-model-parallel-size {given} with --sequence-parallel does not divide --seq-length {a.seq_length}: "
-    "use a size that does, or leave --sequence-parallel out",
-    lambda s: s.sequence_parallel and s.seq_length % s.tensor_model_parallel_size,
 )
 # Megatron's arguments drop the flag with a warning, its configuration raises an error.
 SEQUENCE_RANKS = line(

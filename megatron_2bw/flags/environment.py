@@ -43,20 +43,8 @@ REFUSED: tuple[Rule, ...] = (
     _refused("PYTORCH_NO_CUDA_MEMORY_CACHING", "each tensor that is freed would wait for posted receives"),
 )
 
-# What a run sets if the user has not: the value, when, and why. Neither value has been measured on a GPU.
-SET = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": (
-        "32",
-        "with this project's schedules, without tensor and context parallelism; not in an entry script of your own",
-        "a hardware queue for each CUDA stream, so that no kernel waits behind a collective of another thread",
-    ),
-    "NCCL_MAX_P2P_NCHANNELS": (
-        "4",
-        "with several stages that exchange over NCCL, without context parallelism",
-        "channels of a message, each a thread block: a posted receive occupies that many of the GPU's multiprocessors "
-        "until its message arrives, with NCCL's default up to 32",
-    ),
-}
+# What a run sets if the user has not; docs/flags.md says why. Neither value has been measured on a GPU.
+SET = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "4"}
 
 
 def prepare_cuda(early: Args) -> None:
@@ -72,7 +60,7 @@ def prepare_nccl(args: Args) -> None:
 
 
 def _set(name: str) -> None:
-    os.environ.setdefault(name, SET[name][0])
+    os.environ.setdefault(name, SET[name])
 
 
 def warning(args: Args) -> str | None:

@@ -52,7 +52,7 @@ class Rule:
     flag   its name, and the values that are meant if not all of them are: "--rerun-mode validate_results report_stats"
     why    the reason, and what to do instead
     scope  "ours": with this project's schedules; "no flush": with those whose microbatches cross iterations; a
-           schedule's name; "script": with every schedule, since the two entry scripts lack it;
+           schedule's name; "script", "bert": with every schedule, since the entry scripts, or that of BERT, lack it;
            "line": always, and `why` is the rest of the line, with {given} for the flag's value and {a.lr} for --lr's
     when   whether the arguments break the rule; the flag must then have one of the values, if it names any
            (default: the flag has a true value, or one of the values)
@@ -69,12 +69,11 @@ class Rule:
             return False
         if (" " in self.flag or not self.when) and not asks(args, self.flag):
             return False
-        if self.scope in ("script", "line"):
-            return self.scope == "line" or task(args) is not None
         schedule = SCHEDULES.get(args.pipeline_schedule)  # None: Megatron's own
-        if schedule is None:
-            return False
-        return self.scope in ("ours", schedule.name) or (self.scope == "no flush" and not schedule.flushes)
+        scopes = ["line", "script" if task(args) else "", task(args)]
+        if schedule is not None:
+            scopes += ["ours", schedule.name, "" if schedule.flushes else "no flush"]
+        return self.scope in scopes
 
     def message(self, args: Args) -> str | None:
         """The line for arguments that break the rule, or None."""
@@ -86,8 +85,10 @@ class Rule:
         if self.scope == "line":
             return f"{name}{f' {given}' * bool(choices)} {self.why.format(a=args, given=given)}"
         shown = f" {given}" if given and isinstance(given, (str, int, float)) and given is not True else ""
-        with_schedule = f"does not work with --pipeline-schedule {args.pipeline_schedule}"
-        return f"{name}{shown} {'is not supported' if self.scope == 'script' else with_schedule}: {self.why}"
+        words = {"script": "is not supported", "bert": "does not work with BERT"}.get(self.scope)
+        return (
+            f"{name}{shown} {words or f'does not work with --pipeline-schedule {args.pipeline_schedule}'}: {self.why}"
+        )
 
 
 def rules(scope: str, *rows: tuple) -> tuple[Rule, ...]:

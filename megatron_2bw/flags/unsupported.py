@@ -10,12 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_2bw import sizes
-from megatron_2bw.flags.rule import OUT, Args, Rule, rules, task, value
-
-
-def _sharded_weights(args: Args) -> bool:
-    # Megatron sets it to the tensor-parallel size if it is not given.
-    return (args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size
+from megatron_2bw.flags.rule import OUT, Args, Rule, rules, value
 
 
 def _chunks(args: Args) -> bool:
@@ -28,21 +23,26 @@ def _whole_matrices(args: Args) -> bool:
     return sharded or args.optimizer == "dist_muon" or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
-_EXPERTS = "mixture of experts is not supported yet; train a dense model"
+def _has_barriers(args: Args) -> bool:
+    return args.timing_log_level and args.barrier_with_L1_time
+
+
+def _injects(args: Args) -> bool:
+    return args.error_injection_rate and args.rerun_mode == "disabled"
+
+
 _GRAPHS = f"a graph fixes the addresses of the weights, which change; {OUT}"
 _SHARDS = f"sharded parameters are not supported; {OUT}"
-_ORDER = f"it follows Megatron's own order of forwards and backwards; {OUT}"
 _QUANTISED = f"quantised weights are not versioned yet; {OUT}"
+_SHARDED = "leave --use-distributed-optimizer out (muon for dist_muon)"
 _NOT_YET = f"it is not supported yet; {OUT}"
-_BATCH_SIZE = "the number of microbatches must stay; give one --global-batch-size"
 _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration ends; "
-_SKIPPED = f"{_IN_FLIGHT}none can be skipped"
-_AGAIN = f"{_IN_FLIGHT}none can be run again; use --rerun-mode disabled"
 _MIXED = f"{_IN_FLIGHT}what is written would mix batches"
 
 UNSUPPORTED: tuple[Rule, ...] = (
     # Megatron's own scripts have these, or others of its scripts do. Without a rule a run would train without them, and
-    # nothing would say so: packed sequences would attend to each other, a hybrid model would be a GPT.
+    # nothing would say so: packed sequences would attend to each other, a hybrid model would be a GPT, each rank would
+    # take a BERT's whole sequence for its part of it, and a BERT would have no positions.
     *rules(
         "script",
         ("--yaml-cfg", "it would drop the flags of the command line; give Megatron's flags instead"),
@@ -55,18 +55,11 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--overlap-moe-expert-parallel-comm", f"the forward step gives no plan of its layers; {OUT}"),
         ("--mtp-num-layers", f"the last stage reads no tokens; {OUT}"),
         ("--inprocess-restart", "the script does not start again in its processes; use torchrun --max-restarts"),
-        # Each rank would take the whole sequence for its part of it.
-        (
-            "--context-parallel-size",
-            "the sequences of a BERT are not split; use tensor or pipeline parallelism",
-            lambda a: task(a) == "bert" and a.context_parallel_size > 1,
-        ),
-        # Megatron's script trains learned positions whatever is asked; this one has rope too, and would have none here.
-        (
-            "--position-embedding-type yarn mrope relative none",
-            "a BERT has learned_absolute and rope",
-            lambda a: task(a) == "bert",
-        ),
+    ),
+    *rules(
+        "bert",
+        ("--context-parallel-size", f"sequences are not split; {OUT}", lambda a: a.context_parallel_size > 1),
+        ("--position-embedding-type yarn mrope relative none", "it has learned_absolute and rope"),
     ),
     Rule("--num-layers-per-virtual-pipeline-stage", sizes.ONE_CHUNK.why, when=_chunks),
     sizes.ONE_CHUNK,
@@ -76,16 +69,19 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--cuda-graph-impl local transformer_engine full_iteration", _GRAPHS),
         ("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph", _GRAPHS),
         ("--use-megatron-fsdp --use-torch-fsdp2", _SHARDS),
-        ("--tensor-parallel-num-weight-shards", _SHARDS, _sharded_weights),
-        ("--num-experts", _EXPERTS),
+        (  # Megatron sets it to the tensor-parallel size if it is not given
+            "--tensor-parallel-num-weight-shards",
+            _SHARDS,
+            lambda a: (a.tensor_parallel_num_weight_shards or 0) > a.tensor_model_parallel_size,
+        ),
+        ("--num-experts", "mixture of experts is not supported yet; train a dense model"),
         ("--fp8-format", "fp8 weights are not versioned yet; use --bf16", lambda a: a.fp8),
         ("--fp4-format", "fp4 weights are not versioned yet; use --bf16", lambda a: a.fp4),
         ("--te-precision-config-file --kitchen-config-file", _QUANTISED),
         ("--kitchen-recipe-number", _QUANTISED, lambda a: value(a, "--kitchen-recipe-number") is not None),
         ("--fake-process-group", f"stages exchange real messages; {OUT}"),
-        ("--fine-grained-activation-offloading --cpu-offloading-num-layers", _ORDER),
-        ("--optimizer-cpu-offload", _NOT_YET),
-        ("--step-batch-size-schedule --rampup-batch-size", _BATCH_SIZE),
+        ("--fine-grained-activation-offloading --cpu-offloading-num-layers --optimizer-cpu-offload", _NOT_YET),
+        ("--step-batch-size-schedule --rampup-batch-size", "a batch must keep its size; give --global-batch-size only"),
     ),
     sizes.SHARDS,
     *rules(
@@ -93,66 +89,37 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--num-distributed-optimizer-instances", _NOT_YET, lambda a: a.num_distributed_optimizer_instances > 1),
         ("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET),
         ("--use-precision-aware-optimizer", f"its kernel writes one weight store only; {OUT}"),
-        (
-            "--optimizer",
-            "Megatron gives each rank whole matrices to step, which are not versioned yet; use muon, lion or soap "
-            "without --use-distributed-optimizer",
-            _whole_matrices,
-        ),
-        ("--iterations-to-skip --result-rejected-tracker-filename", _SKIPPED),
+        ("--optimizer", f"whole matrices of each rank are not versioned yet; {_SHARDED}", _whole_matrices),
+        ("--iterations-to-skip --result-rejected-tracker-filename", f"{_IN_FLIGHT}none can be skipped"),
         ("--phase-transition-iterations", f"{_IN_FLIGHT}they would be of the old phase"),
-        ("--rerun-mode validate_results report_stats", _AGAIN),
+        ("--rerun-mode validate_results report_stats", f"{_IN_FLIGHT}use --rerun-mode disabled"),
         ("--save-activations-interval --save-dgrads-interval --save-wgrads-interval", _MIXED),
-        ("--save-params-interval", f"the step of a batch ends in the next iteration; {OUT}"),
         ("--logits-save-dir --log-max-attention-logit", _MIXED),
+        ("--save-params-interval", f"the step of a batch ends in the next iteration; {OUT}"),
         ("--qk-clip", f"it changes weights that microbatches in flight still read; {OUT}"),
     ),
-    Rule(
-        "--muon-fp32-matmul-prec high",
-        "TF32 is a setting of the whole process, whose next batch runs beside the step; use medium",
-        "2bw",
-    ),
+    *rules("2bw", ("--muon-fp32-matmul-prec high", "TF32 would be on for the next batch too; use medium")),
     sizes.SCALES,
     sizes.TIES,
 )
 
-# What changes nothing under a schedule, or is done there in another way: when, and the arguments without it.
-WITHOUT: tuple[tuple[Rule, dict[str, Any]], ...] = (
-    (Rule("--log-straggler", "the forward step feeds no detector", "script"), {"log_straggler": False}),
-    (
-        Rule(
-            "--timing-log-level",
-            "its barriers would hold all stages up",
-            "2bw",
-            lambda a: a.timing_log_level and a.barrier_with_L1_time,
-        ),
-        {"barrier_with_L1_time": False},
-    ),
-    (
-        Rule(
-            "--overlap-param-gather",
-            "the late step gathers beside the next batch",
-            "2bw",
-            lambda a: a.overlap_param_gather and a.use_distributed_optimizer,
-        ),
-        {"overlap_param_gather": False},
-    ),
-    (Rule("--use-nccl-ub", "weights and gradients have stores", "2bw", lambda a: a.nccl_ub), {"nccl_ub": False}),
-    (Rule("--defer-embedding-wgrad-compute", "a backward is whole", "ours"), {"defer_embedding_wgrad_compute": False}),
-    (Rule("--use-sharp", "the late step has groups of its own", "2bw"), {}),
-    (Rule("--pipeline-model-parallel-comm-backend", "stages exchange by themselves", "ours"), {}),
-    (Rule("--use-ring-exchange-p2p", "stages exchange by themselves", "ours"), {"use_ring_exchange_p2p": False}),
-    (Rule("--nccl-communicator-config-path", "not for the schedule's own groups", "ours"), {}),
-    (Rule("--high-priority-stream-groups", "not for the schedule's own groups", "ours"), {}),
-    (
-        Rule(
-            "--error-injection-rate",
-            "no iteration is run again",
-            "ours",
-            lambda a: a.error_injection_rate and a.rerun_mode == "disabled",
-        ),
-        {},
-    ),
+# What changes nothing under a schedule, or is done there in another way: where, the flag and why, the arguments without
+# it, and when, if not whenever the flag has a true value.
+_ROWS: tuple[tuple, ...] = (
+    ("script", "--log-straggler", "the forward step feeds no detector", {"log_straggler": False}),
+    ("2bw", "--timing-log-level", "no barriers", {"barrier_with_L1_time": False}, _has_barriers),
+    ("2bw", "--overlap-param-gather", "the late step gathers", {"overlap_param_gather": False}),
+    ("2bw", "--use-nccl-ub", "weights and gradients have stores", {"nccl_ub": False}, lambda a: a.nccl_ub),
+    ("2bw", "--use-sharp", "the late step has groups of its own", {}),
+    ("ours", "--defer-embedding-wgrad-compute", "a backward is whole", {"defer_embedding_wgrad_compute": False}),
+    ("ours", "--pipeline-model-parallel-comm-backend", "stages exchange by themselves", {}),
+    ("ours", "--use-ring-exchange-p2p", "stages exchange by themselves", {"use_ring_exchange_p2p": False}),
+    ("ours", "--nccl-communicator-config-path", "not for the schedule's own groups", {}),
+    ("ours", "--high-priority-stream-groups", "not for the schedule's own groups", {}),
+    ("ours", "--error-injection-rate", "no iteration is run again", {}, _injects),
+)
+WITHOUT: tuple[tuple[Rule, dict[str, Any]], ...] = tuple(
+    (Rule(flag, why, scope, *when), off) for scope, flag, why, off, *when in _ROWS
 )
 
 

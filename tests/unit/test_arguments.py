@@ -34,8 +34,6 @@ MISTAKEN = [
     case("--two-bw-sync-iterations", schedule="pipedream-flush", two_bw_sync_iterations=3),
     case("argument --two-bw-sync-iterations", two_bw_sync_iterations="1.5%"),
     case("--two-bw-correction", schedule="megatron", two_bw_correction="auto"),
-    case("--two-bw-correction auto", "--two-bw-sync-iterations", two_bw_correction="auto", two_bw_sync_iterations=6),
-    case("--two-bw-correction", "--two-bw-sync-iterations", **ADDS, two_bw_sync_iterations="100%"),
     case("--two-bw-correction-factor", two_bw_correction_factor=0.5),
     case("argument --two-bw-correction-factor", **ADDS, two_bw_correction_factor="1:sine:0"),
     case("--two-bw-correction-gradient", two_bw_correction="auto", two_bw_correction_gradient=1),

@@ -171,20 +171,20 @@ def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, sta
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({}, "--lr-warmup-iters 20"),
-        (dict(lr_warmup_iters=0), "--lr-warmup-iters 0"),
-        (dict(lr_warmup_iters=99), "--lr-warmup-iters 99"),
+        ({}, " 20 iterations"),
+        (dict(lr_warmup_iters=0), " 0 iterations"),
+        (dict(lr_warmup_iters=99), " 99 iterations"),
         (dict(lr_warmup_iters=100), None),
-        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.01), "--lr-warmup-fraction 0.01"),
+        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.01), " 10 iterations"),
         (dict(lr_warmup_iters=0, lr_warmup_fraction=0.2), None),
-        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.2, lr_decay_iters=100), "--lr-warmup-fraction 0.2"),
+        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.2, lr_decay_iters=100), " 20 iterations"),
         (dict(lr_warmup_iters=0, lr_warmup_fraction=0.01, lr_decay_samples=80000), None),
-        (dict(lr_warmup_iters=0, lr_warmup_samples=792), "--lr-warmup-samples 792"),
+        (dict(lr_warmup_iters=0, lr_warmup_samples=792), " 99 iterations"),
         (dict(lr_warmup_iters=0, lr_warmup_samples=800), None),
-        (dict(train_iters=None, train_samples=4000), "--lr-warmup-iters 20"),
+        (dict(train_iters=None, train_samples=4000), " 20 iterations"),
         (dict(train_iters=None, train_samples=1592), None),  # 199 iterations
         (dict(two_bw_sync_iterations="20%"), None),
-        (dict(two_bw_sync_iterations=25), "--lr-warmup-iters 20"),
+        (dict(two_bw_sync_iterations=25), " 20 iterations"),
         (dict(lr=1e-4), None),
         (dict(load="checkpoints"), None),
         (dict(pretrained_checkpoint="bert"), None),
@@ -196,7 +196,7 @@ def test_a_short_warmup_has_a_line(given, said):
     named |= dict(micro_batch_size=1, two_bw_sync_iterations=0, load=None, pretrained_checkpoint=None)
     named |= dict(lr_warmup_iters=20, lr_warmup_samples=0, lr_warmup_fraction=None)
     line = short_warmup(Namespace(**named | dict(lr_decay_iters=None, lr_decay_samples=None) | given))
-    assert (line is None) if said is None else (line.startswith(f"WARNING: {said}: ") and "\n" not in line)
+    assert (line is None) if said is None else (line.startswith("WARNING: ") and said in line and "\n" not in line)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,6 @@ def test_denominators_exist_for_a_few_elements_at_a_time():
         (dict(two_bw_sync_iterations="0%"), 0),
         (dict(two_bw_sync_iterations="100%"), 1009),
         (dict(two_bw_sync_iterations="20%", train_iters=None, train_samples=4000), 100),  # of 500 batches
-        (dict(two_bw_sync_iterations="50%", train_iters=None, train_samples=8, global_batch_size=None), 2),
     ],
 )
 def test_a_synchronous_start_as_a_share_of_the_run(given, expected):

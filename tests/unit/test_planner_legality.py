@@ -315,11 +315,7 @@ CASES = [
         width=8,
         extra_warmup=(1,),
     ),
-    broken(
-        "extra warm-up only with 2bw, for each boundary",
-        "has 2 numbers: give one, or one for each of the 3 boundaries",
-        extra_warmup=(0, 1),
-    ),
+    broken("extra warm-up only with 2bw, for each boundary", "has 2 numbers: give one or ", extra_warmup=(0, 1)),
     broken(
         "too few microbatches for the schedule",
         "with --two-bw-extra-warmup needs 6: use --global-batch-size 12 or more",

@@ -50,7 +50,9 @@ VALUES = {
 def refused_command(rule: Rule) -> tuple[list[str], int]:
     """A command line that is right but for the refused flag, and its number of processes."""
     flag, *values = rule.flag.split()
-    schedule = {"ours": "pipedream-flush", "no flush": "2bw", "script": "megatron"}.get(rule.scope, rule.scope)
+    schedule = {"ours": "pipedream-flush", "no flush": "2bw", "script": "megatron", "bert": "megatron"}.get(
+        rule.scope, rule.scope
+    )
     flags = [flag, *(values[:1] or VALUES.get(flag, "").split())]
     if flag.startswith("--muon"):
         flags += ["--optimizer", "muon"]
@@ -59,8 +61,7 @@ def refused_command(rule: Rule) -> tuple[list[str], int]:
     elif schedule == "pipedream":
         flags.append(UNTIED)
     argv = command(2, 2, schedule, *flags)
-    bert = "BERT" in rule.why
-    return [BERT, *argv] if bert else argv, 4 if flag == "--context-parallel-size" else 2
+    return [BERT, *argv] if rule.scope == "bert" else argv, 4 if flag == "--context-parallel-size" else 2
 
 
 @pytest.mark.parametrize("rule", UNSUPPORTED, ids=lambda rule: f"{rule.flag[2:]} {rule.scope}")
@@ -75,6 +76,7 @@ def test_a_refused_flag_is_named_with_its_reason_in_its_scope_only(rule):
         argv[argv.index("--pipeline-schedule") + 1] = schedule
         expected = {
             "script": True,
+            "bert": True,
             "ours": chosen is not None,
             "no flush": chosen is not None and not chosen.flushes,
         }.get(rule.scope, rule.scope == schedule)

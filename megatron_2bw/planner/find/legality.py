@@ -303,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "context parallelism of BERT",
         lambda case: case.plan.context > 1 and case.model.kind == "bert",
-        "--context-parallel-size {plan.context} does not work with BERT: " + _why("script", "--context-parallel-size"),
+        "--context-parallel-size {plan.context} does not work with BERT: " + _why("bert", "--context-parallel-size"),
     ),
     Rule(
         "more stages than layers",
