@@ -175,7 +175,7 @@ def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, sta
         (dict(lr_warmup_iters=0), " 0 iterations"),
         (dict(lr_warmup_iters=99), " 99 iterations"),
         (dict(lr_warmup_iters=100), None),
-        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.01), " 10 iterations"),
+        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.01), " 5 iterations"),
         (dict(lr_warmup_iters=0, lr_warmup_fraction=0.2), None),
         (dict(lr_warmup_iters=0, lr_warmup_fraction=0.2, lr_decay_iters=100), " 20 iterations"),
         (dict(lr_warmup_iters=0, lr_warmup_fraction=0.01, lr_decay_samples=80000), None),
