@@ -19,14 +19,12 @@ from megatron_2bw.errors import UserError
 
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
-    "\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
+    "\n\n### Instruction:\n"
 )
-_PAIRED, _GIVEN = ", paired with an input that provides further context", "### Input:\n{input}\n\n"
+_PAIRED = ", paired with an input that provides further context"
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
-
-Span = tuple[int, int]  # of characters, without the end
 
 
 class Conversations:
@@ -54,7 +52,7 @@ class Conversations:
             self._check(prompt, completion)
             text, spans = prompt + completion, [(len(prompt), len(prompt + completion))]
         else:
-            self._check(*(message["content"] for message in messages))
+            self._check(*(message.get("content") for message in messages))
             text, spans = self._rendered(messages, record.get("tools"))
         counts["bytes"] += len(text.encode())
         # A chat template has the special tokens already; a plain text gets those that it would get at inference.
@@ -81,23 +79,21 @@ class Conversations:
     def _check(self, *texts: object) -> None:
         for text in texts:
             if not isinstance(text, str):
-                raise ValueError(f"a text is {'null' if text is None else type(text).__name__}, not a string")
+                raise ValueError(f"a text is {type(text).__name__}, not a string")
             if spelled := self._special.search(text):
                 raise ValueError(f"a text spells out the special token {spelled[0]}")
 
-    def _rendered(self, messages: list[dict], tools: Any) -> tuple[str, list[Span]]:
-        """The text of the chat template, and where the assistant's is."""
+    def _rendered(self, messages: list[dict], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The text of the chat template, and where (in characters, without the end) the assistant's is."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             template = self._tokenizer.get_chat_template(tools=tools)
         except ValueError:
-            raise UserError(
-                f"--tokenizer-model {self._name}: it has no chat template: give the tokenizer of a chat model, or put "
-                "a chat_template.jinja into its folder, or give prompt and completion in place of messages"
-            ) from None
+            remedy = "give a chat model's, or put a chat_template.jinja into its folder"
+            raise UserError(f"--tokenizer-model {self._name}: it has no chat template: {remedy}") from None
 
-        def render(count: int, prompts: bool = False) -> tuple[str, list[Span]]:
+        def render(count: int, prompts: bool = False) -> tuple[str, list[tuple[int, int]]]:
             try:
                 texts, spans = render_jinja_template(
                     [messages[:count]],
@@ -115,7 +111,7 @@ class Conversations:
         marked = bool(_MARKED.search(template))
         text, spans = render(len(messages))
         for number, message in enumerate(messages):
-            if message["role"] == "assistant" and not marked:
+            if message.get("role") == "assistant" and not marked:
                 start, end = render(number, prompts=True)[0], render(number + 1)[0]
                 if not (text.startswith(end) and end.startswith(start)):
                     raise ValueError(
@@ -128,20 +124,11 @@ class Conversations:
 
 def _messages(record: dict) -> list[dict] | None:
     """The messages of a chat, each with role and content; None for a plain form."""
-    key = next((key for key in ("messages", "conversations") if record.get(key) is not None), None)
-    if key is None:
-        return None
-    names = ("role", "content") if key == "messages" else ("from", "value")
-    if not isinstance(record[key], list) or not record[key]:
-        raise ValueError(f"{key} is not a list of messages")
-    for number, message in enumerate(record[key], 1):
-        if not isinstance(message, dict) or any(message.get(name) is None for name in names):
-            raise ValueError(f"message {number} of {key} has no {' or no '.join(names)}")
-        if key == "conversations" and str(message["from"]) not in _SHAREGPT:
-            raise ValueError(f"message {number} is from {message['from']!r}: only {', '.join(_SHAREGPT)} are known")
-    if key == "messages":  # templates take a key with null for one that is there
-        return [{name: value for name, value in message.items() if value is not None} for message in record[key]]
-    return [{"role": _SHAREGPT[message["from"]], "content": message["value"]} for message in record[key]]
+    if record.get("messages") is not None:  # templates take a key with null for one that is there
+        return [{name: value for name, value in each.items() if value is not None} for each in record["messages"]]
+    if record.get("conversations") is not None:
+        return [{"role": _SHAREGPT[each["from"]], "content": each["value"]} for each in record["conversations"]]
+    return None
 
 
 def _plain(record: dict) -> tuple[object, object]:
@@ -150,9 +137,6 @@ def _plain(record: dict) -> tuple[object, object]:
         return record["prompt"], record["completion"]
     if record.get("output") is None or "instruction" not in record:
         raise ValueError(f"it has the keys {', '.join(record) or 'none'}: give {_FORMS}")
-    given = record.get("input") or ""
-    for text in (record["instruction"], given):
-        if not isinstance(text, str):
-            raise ValueError("the instruction or its input is not a string")
-    words = {"paired": _PAIRED, "given": _GIVEN.format(input=given)} if given else {"paired": "", "given": ""}
-    return _ALPACA.format(instruction=record["instruction"], **words), record["output"]
+    given = record.get("input")
+    paired, more = (_PAIRED, "### Input:\n" + given + "\n\n") if given else ("", "")
+    return _ALPACA.format(paired=paired) + record["instruction"] + "\n\n" + more + "### Response:\n", record["output"]

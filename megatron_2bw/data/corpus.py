@@ -10,13 +10,11 @@ Each source file is one document and ends with the end-of-document token. From a
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import platform
 import shlex
-import shutil
 import sys
 import sysconfig
 import tempfile
@@ -27,7 +25,6 @@ from pathlib import Path
 
 import tokenizers
 from filelock import FileLock
-from tokenizers import Tokenizer
 
 from megatron_2bw.data.encoder import Encoder, write
 from megatron_2bw.data.vocabulary import EOD, GPT, save, smallest, train_bpe
@@ -71,15 +68,16 @@ def build_corpus(
     texts = read_library(max_bytes)
     default = os.environ.get("MEGATRON_2BW_CACHE") or "~/.cache/megatron_2bw"
     cache = Path(cache_dir or default).expanduser().absolute()
-    folder = cache / _key(texts, vocab_size, max_bytes)
-
-    # Before any write: a cache that another user has filled may be read-only.
-    if corpus := _load(folder):
-        return corpus
-    with file_errors(f"--cache-dir {cache}"):
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):  # another process may build it at this moment
-            return _load(folder) or _build(folder, texts, vocab_size, max_bytes)
+    digest = hashlib.sha256(json.dumps([_FORMAT, EOD, tokenizers.__version__, texts]).encode()).hexdigest()[:16]
+    folder = cache / f"stdlib-{platform.python_version()}-v{vocab_size}-b{max_bytes}-{digest}"
+    if not folder.exists():  # else the cache may be read-only
+        with file_errors(f"--cache-dir {cache}"):
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):  # another process may build it at this moment
+                if not folder.exists():
+                    _build(folder, texts, vocab_size, max_bytes)
+    numbers = json.loads((folder / "corpus.json").read_text())["numbers"]
+    return Corpus(folder / "corpus", folder / "tokenizer", **numbers)
 
 
 def read_library(max_bytes: int) -> list[str]:
@@ -90,12 +88,10 @@ def read_library(max_bytes: int) -> list[str]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = []
-    for folder, subfolders, files in os.walk(root):
+    for folder, subfolders, files in root.walk():
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED]
-        inside = Path(folder).relative_to(root)
-        names += [(inside / name).as_posix() for name in files if name.endswith(".py")]
+        names += [(folder / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
     names.sort(key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
-
     texts, room = [], max_bytes
     for name in names:
         try:
@@ -111,67 +107,33 @@ def read_library(max_bytes: int) -> list[str]:
     return texts
 
 
-def _key(texts: list[str], vocab_size: int, max_bytes: int) -> str:
-    """The folder's name: readable sizes, then a digest of all inputs."""
-    inputs = [_FORMAT, EOD, tokenizers.__version__, texts]
-    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
-    return f"stdlib-{platform.python_version()}-v{vocab_size}-b{max_bytes}-{digest}"
-
-
-def _load(folder: Path) -> Corpus | None:
-    """The corpus in `folder`; None without one, or if a file has another size than when it was written."""
-    try:
-        record = json.loads((folder / "corpus.json").read_text())
-        if any((folder / name).stat().st_size != size for name, size in record["files"].items()):
-            return None
-        return Corpus(folder / "corpus", folder / "tokenizer", **record["numbers"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def _build(folder: Path, texts: list[str], vocab_size: int, max_bytes: int) -> Corpus:
+def _build(folder: Path, texts: list[str], vocab_size: int, max_bytes: int) -> None:
     """Write the whole corpus next to `folder`, then rename it."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
-        work = Path(scratch) / folder.name
-        work.mkdir()
-        _say(f"training the tokenizer on {len(texts)} files of the standard library")
-        tokenizer = train_bpe(texts, vocab_size, [EOD])
-        if tokenizer.get_vocab_size() < vocab_size:
-            raise UserError(
-                f"--max-bytes {max_bytes}: too small, its text gives only "
-                f"{tokenizer.get_vocab_size()} of the {vocab_size} tokens of --vocab-size"
-            )
-        save(work / "tokenizer", tokenizer, GPT)
-        _say("writing the tokens")
-        tokens = _write_documents(work / "corpus", texts, tokenizer)
-        numbers = {"vocab_size": vocab_size, "documents": len(texts), "tokens": tokens}
-        files = [path for path in sorted(work.rglob("*")) if path.is_file()]
-        sizes = {path.relative_to(work).as_posix(): path.stat().st_size for path in files}
-        (work / "corpus.json").write_text(json.dumps({"numbers": numbers, "files": sizes}, indent=2))
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one has the name
-        os.rename(work, folder)
-    _say(f"{len(texts)} documents, {tokens} tokens in {folder}")
-    return Corpus(folder / "corpus", folder / "tokenizer", **numbers)
-
-
-def _write_documents(prefix: Path, texts: list[str], tokenizer: Tokenizer) -> int:
-    """Write the .bin and .idx files and return how many tokens they hold."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the import lists what is not installed
+    say = lambda text: print(f"corpus: {text}", file=sys.stderr, flush=True)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
+        warnings.simplefilter("ignore")  # Megatron's import lists what is not installed
         from megatron_2bw import cpu
 
         cpu.without_triton()
         from megatron.core.datasets.indexed_dataset import DType
 
-    eod = tokenizer.token_to_id(EOD)
-    dtype = DType.optimal_dtype(tokenizer.get_vocab_size())
-    encoder, counts = Encoder(tokenizer.to_str(), frozenset([eod]), dtype, eod), Counter()
-    write(prefix, dtype, (encoder.arrays(texts[at : at + 100], counts) for at in range(0, len(texts), 100)))
-    return counts["tokens"]
-
-
-def _say(text: str) -> None:
-    print(f"corpus: {text}", file=sys.stderr, flush=True)
+        work = Path(scratch) / folder.name
+        work.mkdir()
+        say(f"training the tokenizer on {len(texts)} files of the standard library")
+        tokenizer = train_bpe(texts, vocab_size, [EOD])
+        if (size := tokenizer.get_vocab_size()) < vocab_size:
+            few = f"too small, its text gives only {size} of the {vocab_size} tokens of --vocab-size"
+            raise UserError(f"--max-bytes {max_bytes}: {few}")
+        save(work / "tokenizer", tokenizer, GPT)
+        say("writing the tokens")
+        eod, dtype, counts = tokenizer.token_to_id(EOD), DType.optimal_dtype(vocab_size), Counter()
+        encoder = Encoder(tokenizer.to_str(), frozenset([eod]), dtype, eod)
+        batches = (encoder.arrays(texts[at : at + 100], counts) for at in range(0, len(texts), 100))
+        write(work / "corpus", dtype, batches)
+        numbers = {"vocab_size": vocab_size, "documents": len(texts), "tokens": counts["tokens"]}
+        (work / "corpus.json").write_text(json.dumps({"numbers": numbers}, indent=2))
+        os.rename(work, folder)
+    say(f"{len(texts)} documents, {counts['tokens']} tokens in {folder}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -186,8 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     option("--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="default: %(default)s")
     args = parser.parse_args(argv)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            corpus = build_corpus(args.cache_dir, args.vocab_size, args.max_bytes)
+        corpus = build_corpus(args.cache_dir, args.vocab_size, args.max_bytes)
     except UserError as error:
         parser.error(str(error))
     print(shlex.join(corpus.flags()))

@@ -61,7 +61,7 @@ class Encoder:
     def take(text: object, counts: Counter[str]) -> str:
         """`text` if it is one; its bytes are counted. ValueError also for half of a surrogate pair, as JSON spells."""
         if not isinstance(text, str):
-            raise ValueError(f"the text is {'null' if text is None else type(text).__name__}, not a string")
+            raise ValueError(f"the text is {type(text).__name__}, not a string")
         counts["bytes"] += len(text.encode())
         return text
 

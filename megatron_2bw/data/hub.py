@@ -17,7 +17,6 @@ from typing import Any
 from megatron_2bw.errors import UserError
 
 _NEEDED = {"gpt": ("eod",), "sft": ("eod",), "bert": ("cls", "sep", "mask", "pad")}
-_SPECIAL = ("eod", "bos", "cls", "sep", "mask", "pad")
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,12 @@ def load_tokenizer(name: str, task: str) -> Loaded:
 
         metadata, folder = {"library": "huggingface"}, str(Path(name).expanduser())
         ours = MegatronTokenizer.from_pretrained(folder, metadata, use_fast=True, include_special_tokens=True)
-    found = {}
-    for token in _SPECIAL:
-        try:
-            found[token] = getattr(ours, token)
-        except Exception:  # Megatron asks for the id of a missing token
-            found[token] = None
-    missing = [token for token in _NEEDED[task] if found[token] is None]
-    if missing:
+    found: dict[str, int] = {}
+    for token in ("eod", "bos", "cls", "sep", "mask", "pad"):
+        with contextlib.suppress(Exception):  # Megatron asks for the id of a missing token
+            if (number := getattr(ours, token)) is not None:
+                found[token] = number
+    if missing := [token for token in _NEEDED[task] if token not in found]:
         raise UserError(
             f"--tokenizer-model {name}: it has no {', '.join(missing)} token, which --task {task} needs; "
             "--train-tokenizer makes one that has"
@@ -70,11 +67,10 @@ def load_tokenizer(name: str, task: str) -> Loaded:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if task == "sft" and backend is None:
         raise UserError(f"--tokenizer-model {name}: --task sft needs a fast tokenizer, a folder with a tokenizer.json")
-    known = {found[token] for token in _SPECIAL if found[token] is not None}
-    unknown = set() if ours.unk is None else {ours.unk} - {found["eod"] if task == "gpt" else None}
-    size = max(ours.vocab_size, max(tokenizer.get_vocab().values()) + 1)
     eod = found["eod"] if task == "gpt" else None
-    return Loaded(tokenizer, backend and backend.to_str(), size, eod, frozenset(known - unknown))
+    size = max(ours.vocab_size, max(tokenizer.get_vocab().values()) + 1)
+    forbidden = set(found.values()) - ({ours.unk} - {eod})  # a text may have the unknown token
+    return Loaded(tokenizer, backend and backend.to_str(), size, eod, frozenset(forbidden))
 
 
 def tokenizer_of(where: str, name: str | Path, vocab_size: int) -> Any:

@@ -41,7 +41,7 @@ BATCH_BYTES = 1_000_000  # of text, on average: tokenized in one call
 NO_DOCUMENTS = "the input holds no documents: give other --input or --dataset, or see what --skip-bad-documents hides"
 _FORMAT = 4  # raise it when the same inputs give other files
 _JSON = {".jsonl", ".json", ".ndjson"}
-_ROWS = {"jsonl": "line", "lines": "line", "blank-lines": "paragraph", "file": "document"}  # that the library reads
+_ROWS = {"jsonl": "line", "lines": "line", "blank-lines": "paragraph", "file": "document"}  # as `datasets` names them
 
 
 def say(text: str) -> None:
@@ -64,26 +64,23 @@ class Source:
         for number, row in zip(numbers, rows):
             try:
                 yield from [take(document, counts) for document in (self._read(row) if self.form else [row])]
-            except ValueError as error:
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
                 counts["bad"] += 1
                 if not self.skip_bad:
-                    reason = "not valid UTF-8" if isinstance(error, UnicodeError) else error
-                    begin = f"row {number + 1:,} of the input, {str(row)[:40]!r}: {reason}"
+                    begin = f"row {number + 1:,} of the input, {str(row)[:40]!r}: {str(error).splitlines()[0]}"
                     raise UserError(f"{begin} (--skip-bad-documents leaves such documents out)") from error
 
     def _read(self, row: str) -> list[Any]:
         """The documents of a line, a block between empty lines, or a file."""
         text = row.removeprefix("\ufeff")
         if self.skip_bad and "\ufffd" in text:
-            raise UnicodeError
+            raise ValueError("not valid UTF-8")
         if self.form == "blank-lines":  # they may hold spaces
             blocks = itertools.groupby(text.split("\n"), lambda line: bool(line.strip()))
             return ["\n".join(block) for written, block in blocks if written]
         if self.form != "jsonl" or not text.strip():
             return [text] if text.strip() else []
         record = json.loads(text)
-        if not isinstance(record, dict):
-            raise ValueError("not a JSON object; each line must be one")
         if self.key is not None and self.key not in record:
             raise ValueError(f"no key {self.key!r}, only {', '.join(record)}: give --json-keys")
         return [record if self.key is None else record[self.key]]
@@ -153,7 +150,13 @@ def _work(options: Namespace, folder: Path) -> tuple[list[Path], Counter[str], f
     tokenizer = Path(options.tokenizer_model or _new_tokenizer(options, sources, folder))
     loaded = hub.load_tokenizer(options.tokenizer_model or str(tokenizer), options.task)
     start = time.monotonic()
-    encoder = _encoder(options, loaded)
+    if options.task == "sft":
+        encoder = Conversations(loaded.tokenizer, options.tokenizer_model)
+    else:
+        from megatron.core.datasets.indexed_dataset import DType
+
+        dtype = DType.optimal_dtype(loaded.vocab_size)
+        encoder = Encoder(loaded.json or loaded.tokenizer, loaded.forbidden, dtype, loaded.eod, options.language)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core is enough
     parts = [part for source in sources for part in _tokenized(source, encoder, loaded.digest(), options, folder)]
     counts: Counter[str] = Counter()
@@ -165,15 +168,6 @@ def _work(options: Namespace, folder: Path) -> tuple[list[Path], Counter[str], f
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     return made, counts, None if again else time.monotonic() - start
-
-
-def _encoder(options: Namespace, loaded: hub.Loaded) -> Encoder | Conversations:
-    if options.task == "sft":
-        return Conversations(loaded.tokenizer, options.tokenizer_model)
-    from megatron.core.datasets.indexed_dataset import DType
-
-    dtype = DType.optimal_dtype(loaded.vocab_size)
-    return Encoder(loaded.json or loaded.tokenizer, loaded.forbidden, dtype, loaded.eod, options.language)
 
 
 def _sources(options: Namespace, folder: Path) -> Iterator[Source]:
@@ -223,7 +217,10 @@ def _trained(options: Namespace, sources: list[Source]) -> tuple[Any, dict[str, 
     say(f"training the tokenizer on {min(limit, size) / 1e6:,.1f} MB")
     special = vocabulary.special_tokens(options.task, options.train_tokenizer)
     read = lambda: _sample(sources, limit / max(size, 1))
-    trained = vocabulary.train(options.train_tokenizer, read, options.vocab_size, special, options.cased)
+    if options.train_tokenizer == "bpe":
+        trained = vocabulary.train_bpe(read(), options.vocab_size, list(special.values()))
+    else:
+        trained = vocabulary.train_wordpiece(read, options.vocab_size, special, options.cased)
     if (count := trained.get_vocab_size()) < options.vocab_size:
         raise UserError(
             f"--vocab-size {options.vocab_size}: the text gives only {count} tokens: ask for fewer"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_2bw.errors import UserError
+from megatron_2bw.errors import UserError, file_errors
 
 EOD = "<|endoftext|>"
 
@@ -36,15 +36,6 @@ def smallest(kind: str, special: dict[str, str]) -> int:
     return len(special) + (256 + 1 if kind == "bpe" else 32)
 
 
-def train(
-    kind: str, read: Callable[[], Iterable[str]], vocab_size: int, special: dict[str, str], cased: bool = False
-) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens, as many as the texts give. `read` is called once or twice."""
-    if kind == "bpe":
-        return train_bpe(read(), vocab_size, list(special.values()))
-    return _train_wordpiece(read, vocab_size, special, cased)
-
-
 def train_bpe(texts: Iterable[str], vocab_size: int, special: list[str]) -> Tokenizer:
     """A byte-level BPE tokenizer: lossless, so decoding restores the text."""
     tokenizer = _byte_level(models.BPE())
@@ -63,10 +54,10 @@ def _byte_level(model: models.BPE) -> Tokenizer:
     return tokenizer
 
 
-def _train_wordpiece(
-    read: Callable[[], Iterable[str]], vocab_size: int, special: dict[str, str], cased: bool
+def train_wordpiece(
+    read: Callable[[], Iterable[str]], vocab_size: int, special: dict[str, str], cased: bool = False
 ) -> Tokenizer:
-    """A WordPiece tokenizer as BERT has it.
+    """A WordPiece tokenizer as BERT has it. `read` is called twice.
 
     The trainer leaves two choices to chance: which of equally frequent letters to keep, and the order of the letters
     within words, which breaks the ties of merges. Both are fixed by passing the letters as special tokens; the result
@@ -79,19 +70,15 @@ def _train_wordpiece(
         found.update(tokenizer.normalizer.normalize_str(text))
     letters = sorted((letter for letter in found if not letter.isspace()), key=lambda each: (-found[each], each))
     limit = min(_LETTERS, (vocab_size - len(special)) // 3)
-    within = [f"##{letter}" for letter in letters[:limit] if _within(tokenizer, letter)]
+    # The letters that can follow another in a word; punctuation and ideographs are words of their own.
+    pairs = ((letter, tokenizer.normalizer.normalize_str(f"a{letter}")) for letter in letters[:limit])
+    within = [f"##{letter}" for letter, pair in pairs if len(tokenizer.pre_tokenizer.pre_tokenize_str(pair)) == 1]
     alphabet = dict(special_tokens=[*special.values(), *within], initial_alphabet=letters[:limit], limit_alphabet=limit)
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, show_progress=False, **alphabet)
     tokenizer.train_from_iterator(read(), trainer)
     rebuilt = _bert_like(models.WordPiece(tokenizer.get_vocab(), unk_token=special["unk_token"]), cased)
     rebuilt.add_special_tokens(list(special.values()))
     return rebuilt
-
-
-def _within(tokenizer: Tokenizer, letter: str) -> bool:
-    """Whether the letter can follow another in a word; punctuation and ideographs are words of their own."""
-    pair = tokenizer.normalizer.normalize_str(f"a{letter}")
-    return len(tokenizer.pre_tokenizer.pre_tokenize_str(pair)) == 1
 
 
 def _bert_like(model: models.WordPiece, cased: bool) -> Tokenizer:
@@ -107,20 +94,14 @@ def from_files(vocab: Path, merges: Path | None, task: str, cased: bool) -> tupl
 
     Raises UserError if a file cannot be read or lacks a special token that the task needs.
     """
-    kind = "wordpiece" if merges is None else "bpe"
-    special = special_tokens(task, kind)
-    try:
+    special = special_tokens(task, "wordpiece" if merges is None else "bpe")
+    with file_errors(f"--vocab-file {vocab}"):
         if merges is None:
-            words = [line.rstrip("\r\n") for line in vocab.read_text(encoding="utf-8").splitlines()]
-            model = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token=BERT["unk_token"])
-            tokenizer = _bert_like(model, cased)
+            words = {word: number for number, word in enumerate(vocab.read_text("utf-8").splitlines())}
+            tokenizer = _bert_like(models.WordPiece(words, unk_token=BERT["unk_token"]), cased)
         else:
-            tokenizer = _byte_level(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--vocab-file {vocab}: {reason}; give vocab.txt, or vocab.json with --merge-file") from error
-    missing = [token for token in special.values() if tokenizer.token_to_id(token) is None]
-    if missing:
+            tokenizer = _byte_level(models.BPE(*models.BPE.read_file(str(vocab), str(merges))))
+    if missing := [token for token in special.values() if tokenizer.token_to_id(token) is None]:
         raise UserError(f"--vocab-file {vocab}: it has no {' '.join(missing)}, which --task {task} needs")
     tokenizer.add_special_tokens(list(special.values()))
     return tokenizer, special
@@ -128,18 +109,15 @@ def from_files(vocab: Path, merges: Path | None, task: str, cased: bool) -> tupl
 
 def save(folder: Path, tokenizer: Tokenizer, special: dict[str, str]) -> None:
     """Save what Megatron's HuggingFaceTokenizer loads."""
-    if "cls_token" in special:
-        _frame(tokenizer, special["cls_token"], special["sep_token"])
+    if "cls_token" in special:  # it encloses an encoded text, or a pair of texts
+        start, end = special["cls_token"], special["sep_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{start} $A {end}",
+            pair=f"{start} $A {end} $B:1 {end}:1",
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in (start, end)],
+        )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     config["clean_up_tokenization_spaces"] = False  # decoding must not touch the text
     folder.mkdir()
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def _frame(tokenizer: Tokenizer, start: str, end: str) -> None:
-    """Enclose an encoded text, or a pair of texts, in BERT's tokens."""
-    ids = [(token, tokenizer.token_to_id(token)) for token in (start, end)]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A {end}", pair=f"{start} $A {end} $B:1 {end}:1", special_tokens=ids
-    )

