@@ -9,10 +9,8 @@ import numpy
 import pytest
 import torch
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
-from megatron_2bw.data import indexed
 from megatron_2bw.tasks import bert
 from megatron_2bw.tasks.mock_bert import CLS, MASK, PAD, SEP, WORDS, MockBertDataset
 
@@ -137,23 +135,3 @@ def test_a_tokenizer_that_megatrons_dataset_can_use():
 def test_a_tokenizer_that_it_cannot_use(tokens, expected):
     with pytest.raises(ValueError, match=f"--tokenizer-type X: the .*{expected}"):
         bert.check_tokenizer(SimpleNamespace(**tokens), "X")
-
-
-def write(prefix, documents: list[list[int]]) -> str:
-    """A dataset with sentences of the given lengths."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
-    for lengths in documents:
-        for length in lengths:
-            builder.add_item(torch.ones(length, dtype=torch.int64))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
-
-
-def test_documents_with_samples(tmp_path):
-    """Megatron leaves out documents with too few sentences, or with one of more than 512 tokens beside others."""
-    prefix = write(tmp_path / "data", [[5], [9, 513], [600], [7, 8], []])
-    assert indexed.fault(prefix) is None and indexed.documents(prefix) == 5
-    found = [[indexed.has_samples(prefix, i, i + 1, sentences) for i in range(5)] for sentences in (1, 2)]
-    assert found == [[True, False, True, True, False], [False, False, False, True, False]]
-    assert indexed.has_samples(prefix, 0, 5, 2) and not indexed.has_samples(prefix, 0, 3, 2)
