@@ -3,19 +3,19 @@ time that the run still takes and the share of the GPUs' peak (MFU).
 
 The same values go to TensorBoard and to Weights & Biases.
 
-Invariants of a late step: the line of an iteration holds the loss, gradient norm, loss scale, learning rate and skipped
-flag of the same batch; every line precedes all that the training loop prints or writes about later iterations (and
-follows "exiting program" if a run leaves in its middle); no stage waits for another to write it.
+Invariants: the line of an iteration holds the loss, gradient norm, loss scale, learning rate and skipped flag of the
+same batch. With a late step it is written when the step is complete, before all that the training loop prints or writes
+about later iterations (and after "exiting program" if a run leaves in its middle); no stage waits for another to write
+it.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +23,9 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer, training
 
-from megatron_2bw.core.groups import new_group
 from megatron_2bw.core.pipeline import WARM_UP
-from megatron_2bw.mcore.groups import gather
 from megatron_2bw.mcore.late_step import StepResult
-from megatron_2bw.mcore.stage_times import StageStats, StageTimes, stage_stats
+from megatron_2bw.mcore.stage_times import Meeting, StageStats
 from megatron_2bw.models import cluster
 
 # The GPUs of which the planner has the peak, by torch's names. Their PCIe and NVL versions have others, but A100's.
@@ -39,39 +37,93 @@ GPUS = {
 }
 
 
-class LogLines(ABC):
-    """Calls Megatron's `training_log`, and adds the stages' part to its line and to the dashboards."""
+@dataclass
+class _Entry:
+    """A call of Megatron's `training_log`, which may wait for its batch's step."""
 
-    def __init__(self):
+    values: dict[str, Any]
+    seconds: float  # that its iteration took
+    ended: float  # on perf_counter's clock
+    samples: tuple[int, int]  # consumed and skipped
+
+
+class LogLines:
+    """Calls Megatron's `training_log`, and adds the stages' part to its line and to the dashboards.
+
+    meeting  of the stages, for their stats, in a schedule whose stages synchronise after each batch: Megatron's loop
+             does that, under `pipedream` too, for the skipped steps and the norm. None with a late step, whose results
+             come later, with the stats.
+    """
+
+    def __init__(self, meeting: Meeting | None = None):
+        self._meeting = meeting
         self._stages: list[tuple[StageStats, ...]] = []  # since the last line
         self._printed: int | None = None  # the iteration whose line Megatron is writing
-        self._iterations = 0  # written since Megatron last reset the interval timer
         self._seconds = 0.0  # an iteration took, in the interval that Megatron last read
         self._began: tuple[int, float] | None = None  # the first line's iteration, and when it ended
         self._ended = 0.0  # the iteration that is written; on perf_counter's clock
         self._calls = self._retries = 0  # of `add`; of torch's allocator, as far as they are reported
-        self._timer = get_timers()("interval-time", log_level=0)
-        self._read = self._timer.elapsed
-        self._timer.elapsed = self._interval
+        self._entries: deque[_Entry] = deque()
+        # By batch: its values in place of Megatron's, and its stages' stats.
+        self._results: dict[int, tuple[dict[str, Any], tuple[StageStats, ...]]] = {}
+        self._report_memory = True
+        self._write: Callable[..., bool] = lambda **values: True
+        self._unread: list[float] = []  # seconds of the iterations written since Megatron last reset its timer
+        timer = get_timers()("interval-time", log_level=0)
+        _wait_for_nobody(timer)
+        self._read = timer.elapsed
+        timer.elapsed = self._interval
 
-    @abstractmethod
-    def add(self, write: Callable, values: dict[str, Any]) -> bool:
+    def add(self, write: Callable[..., bool], values: dict[str, Any]) -> bool:
         """Take one call of `training_log` (`write`); returns what that does, whether memory is still to be reported."""
+        self._warn_of_retries(values)
+        args, self._write = get_args(), write
+        samples = args.consumed_train_samples, args.skipped_train_samples
+        self._entries.append(_Entry(values, self._read(), time.perf_counter(), samples))
+        if self._meeting is not None:
+            self._results[values["iteration"] - 1] = {}, self._meeting.stats(_has_line(values))
+        self.flush()
+        return self._report_memory
 
-    @abstractmethod
+    def completed(self, result: StepResult) -> None:
+        """The step of a batch is complete."""
+        values = {
+            "learning_rate": result.learning_rate,
+            "loss_scale": result.loss_scale,
+            "grad_norm": result.grad_norm,
+            "num_zeros_in_grad": result.zeros,
+            "skipped_iter": 0 if result.stepped else 1,
+        }
+        self._results[result.batch] = values, result.stages
+
     def flush(self) -> None:
         """Write all lines whose steps are complete."""
+        while self._entries and self._entries[0].values["iteration"] - 1 in self._results:
+            entry = self._entries.popleft()
+            changes, stages = self._results.pop(entry.values["iteration"] - 1)
+            if stages:
+                self._stages.append(stages)
+            self._write_one(entry, entry.values | changes | {"report_memory_flag": self._report_memory})
 
-    @abstractmethod
-    def _elapsed(self, reset: bool, barrier: bool) -> float:
-        """Seconds of the iterations written since the timer's last reset."""
+    def _write_one(self, entry: _Entry, values: dict[str, Any]) -> None:
+        args = get_args()
+        self._unread.append(entry.seconds)
+        self._ended = entry.ended
+        self._printed = values["iteration"] if _has_line(values) else None
+        now = args.consumed_train_samples, args.skipped_train_samples
+        args.consumed_train_samples, args.skipped_train_samples = entry.samples
+        try:
+            self._report_memory = self._write(**values)
+        finally:
+            args.consumed_train_samples, args.skipped_train_samples = now
+            self._printed = None
 
     def _interval(self, reset: bool = True, barrier: bool = False) -> float:
         # The seconds that Megatron's line shows are those that the tokens are divided by.
-        seconds = self._elapsed(reset, barrier)
-        self._seconds = max(seconds, 1e-9) / max(self._iterations, 1)
+        seconds = sum(self._unread)
+        self._seconds = max(seconds, 1e-9) / max(len(self._unread), 1)
         if reset:
-            self._iterations = 0
+            self._unread.clear()
         return seconds
 
     def _warn_of_retries(self, values: dict[str, Any]) -> None:
@@ -93,15 +145,6 @@ class LogLines(ABC):
                 flush=True,
             )
         self._retries = retries
-
-    def _write_now(self, write: Callable, values: dict[str, Any], ended: float) -> bool:
-        self._iterations += 1
-        self._ended = ended
-        self._printed = values["iteration"] if _has_line(values) else None
-        try:
-            return write(**values)
-        finally:
-            self._printed = None
 
     def line(self, text: str) -> str:
         """What Megatron prints; if it is an iteration's line, with this project's part."""
@@ -155,114 +198,6 @@ def mfu(args: Any, seconds: float) -> float | None:
     if peak is None or args.params_dtype is torch.float32 or args.fp8:
         return None
     return training.num_floating_point_operations(args, args.global_batch_size) / (seconds * args.world_size * peak)
-
-
-class ImmediateLog(LogLines):
-    """Lines of a schedule whose stages synchronise after each batch, written at once.
-
-    Megatron's loop synchronises them, under `pipedream` too, for the skipped steps and the norm; and all ranks
-    synchronise again before a line, for its time. There the stages exchange their stats, on a group of their own.
-
-    times    of this stage since the last call; called when the stages have synchronised
-    ranks    the pipeline's, first stage to last
-    timeout  of the exchange
-    """
-
-    def __init__(self, times: Callable[[], StageTimes], ranks: Sequence[int], timeout: timedelta | None = None):
-        super().__init__()
-        self._times = times
-        self._own: list[StageTimes] = []  # since the last line
-        # Over gloo: no kernel waits on the GPU for another stage.
-        self._group = new_group(ranks, "reports", "gloo", timeout)
-
-    def _elapsed(self, reset: bool, barrier: bool) -> float:
-        return self._read(reset=reset, barrier=barrier)
-
-    def add(self, write: Callable, values: dict[str, Any]) -> bool:
-        self._warn_of_retries(values)
-        self._own.append(self._times())
-        if _has_line(values):
-            self._stages.append(self._exchange())
-        return self._write_now(write, values, time.perf_counter())
-
-    def flush(self) -> None:
-        """No line waits here."""
-
-    def _exchange(self) -> tuple[StageStats, ...]:
-        own = [sum(values) for values in zip(*map(astuple, self._own))]
-        self._own.clear()
-        rows = gather([*own, torch.cuda.max_memory_allocated()], self._group)
-        return stage_stats([(StageTimes(*times), memory) for *times, memory in rows])
-
-
-@dataclass
-class _Entry:
-    """A call of Megatron's `training_log` that waits for its batch's step."""
-
-    values: dict[str, Any]
-    seconds: float  # that its iteration took
-    ended: float  # on perf_counter's clock
-    consumed_samples: int
-    skipped_samples: int
-
-
-class DeferredLog(LogLines):
-    """Lines of a schedule with a late step: each written when its step is complete, without a barrier.
-
-    The stages' stats arrive with the step, in the background.
-    """
-
-    def __init__(self):
-        super().__init__()
-        _wait_for_nobody(self._timer)
-        self._entries: deque[_Entry] = deque()
-        self._results: dict[int, StepResult] = {}
-        self._report_memory = True
-        self._write: Callable | None = None
-        self._unread = 0.0  # seconds of the iterations written since Megatron last read the interval timer
-
-    def _elapsed(self, reset: bool, barrier: bool) -> float:
-        seconds = self._unread
-        if reset:
-            self._unread = 0.0
-        return seconds
-
-    def add(self, write: Callable, values: dict[str, Any]) -> bool:
-        self._warn_of_retries(values)
-        args = get_args()
-        self._write = write
-        samples = args.consumed_train_samples, args.skipped_train_samples
-        self._entries.append(_Entry(values, self._read(), time.perf_counter(), *samples))
-        self.flush()
-        return self._report_memory
-
-    def completed(self, result: StepResult) -> None:
-        """The step of a batch is complete."""
-        self._results[result.batch] = result
-
-    def flush(self) -> None:
-        while self._entries and self._entries[0].values["iteration"] - 1 in self._results:
-            entry = self._entries.popleft()
-            self._write_one(entry, self._results.pop(entry.values["iteration"] - 1))
-
-    def _write_one(self, entry: _Entry, result: StepResult) -> None:
-        args = get_args()
-        values = entry.values | {
-            "learning_rate": result.learning_rate,
-            "loss_scale": result.loss_scale,
-            "grad_norm": result.grad_norm,
-            "num_zeros_in_grad": result.zeros,
-            "skipped_iter": 0 if result.stepped else 1,
-            "report_memory_flag": self._report_memory,
-        }
-        self._stages.append(result.stages)
-        self._unread += entry.seconds
-        now = args.consumed_train_samples, args.skipped_train_samples
-        args.consumed_train_samples, args.skipped_train_samples = entry.consumed_samples, entry.skipped_samples
-        try:
-            self._report_memory = self._write_now(self._write, values, entry.ended)
-        finally:
-            args.consumed_train_samples, args.skipped_train_samples = now
 
 
 def _has_line(values: dict[str, Any]) -> bool:

@@ -28,11 +28,11 @@ from megatron_2bw.flags.correction import Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots
 from megatron_2bw.mcore.groups import Groups
 from megatron_2bw.mcore.late_step import BatchEnd, LateStep, StepResult
-from megatron_2bw.mcore.log_lines import DeferredLog, ImmediateLog, LogLines
+from megatron_2bw.mcore.log_lines import LogLines
 from megatron_2bw.mcore.loss_scales import LossScales
 from megatron_2bw.mcore.proxies import Proxies
 from megatron_2bw.mcore.stage import Call, MegatronStage
-from megatron_2bw.mcore.stage_times import StageClock
+from megatron_2bw.mcore.stage_times import Meeting, StageClock
 from megatron_2bw.mcore.working_copy import WorkingCopy, own_mains, resume_note
 from megatron_2bw.schedules import Schedule, Shape
 from megatron_2bw.timelines.trace import TraceWriter
@@ -211,9 +211,7 @@ class MegatronRuntime:
             self._make_stores(call, shape, index)
         if self.schedule.late_step:
             self.late = self._make_late_step(call, shape)
-            self.log = DeferredLog()
-        else:
-            self.log = ImmediateLog(self._clock.times, ranks, options.timeout)
+        self.log = LogLines(None if self.late else Meeting(self._clock.times, ranks, options.timeout))
         if warning := streams_warning():
             print_rank_0(warning)
         self._resume = RunState()  # its tensors are copied

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
 
+from megatron_2bw.core.groups import new_group
 from megatron_2bw.core.recorder import Marks, Record, Recorder
+from megatron_2bw.mcore.groups import gather
 from megatron_2bw.schedules import B
 from megatron_2bw.timelines.trace import TraceWriter
 
@@ -89,6 +92,29 @@ class StageClock:
         if self._writer is None:
             return None
         return partial(self._writer.write, self.recorder.resolve(self.recorder.cut()))
+
+
+class Meeting:
+    """Exchanges the stats of stages that have synchronised, over gloo: no kernel waits on the GPU for another stage.
+
+    times    of this stage since the last call
+    ranks    the pipeline's, first stage to last
+    timeout  of the exchange
+    """
+
+    def __init__(self, times: Callable[[], StageTimes], ranks: Sequence[int], timeout: timedelta | None = None):
+        self._times, self._group = times, new_group(ranks, "reports", "gloo", timeout)
+        self._own: list[StageTimes] = []  # since the last exchange
+
+    def stats(self, exchange: bool) -> tuple[StageStats, ...]:
+        """After each batch. With `exchange` the stats of all stages since the last one, else nothing."""
+        self._own.append(self._times())
+        if not exchange:
+            return ()
+        own = [sum(values) for values in zip(*map(astuple, self._own))]
+        self._own.clear()
+        rows = gather([*own, torch.cuda.max_memory_allocated()], self._group)
+        return stage_stats([(StageTimes(*times), memory) for *times, memory in rows])
 
 
 def _waited(records: Sequence[Record]) -> float:

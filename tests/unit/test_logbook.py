@@ -43,7 +43,7 @@ def world(monkeypatch):
 
 @pytest.fixture
 def late(world):
-    world.book = world.module.DeferredLog()
+    world.book = world.module.LogLines()
     return world
 
 
@@ -188,6 +188,8 @@ def test_mfu_is_megatrons_operations_by_the_peak_of_all_gpus(gpu, peak, late, mo
 @pytest.fixture
 def prompt(world, monkeypatch):
     """The first of two stages; at each line the second one's rest is two seconds longer."""
+    from megatron_2bw.mcore import stage_times
+
     gathered = []
 
     def gather(own, group):
@@ -195,11 +197,12 @@ def prompt(world, monkeypatch):
         gathered.append([waited, elapsed, rest])
         return [own, [0.0, elapsed, rest + 2.0, 2.0**31]]
 
-    monkeypatch.setattr(world.module, "new_group", lambda *options: None)
-    monkeypatch.setattr(world.module, "gather", gather)
+    monkeypatch.setattr(stage_times, "new_group", lambda *options: None)
+    monkeypatch.setattr(stage_times, "gather", gather)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
     world.gathered = gathered
-    world.book = world.module.ImmediateLog(lambda: world.module.StageTimes(1.0, 6.0, 2.0), [0, 1])
+    meeting = stage_times.Meeting(lambda: stage_times.StageTimes(1.0, 6.0, 2.0), [0, 1])
+    world.book = world.module.LogLines(meeting)
     return world
 
 
@@ -215,15 +218,16 @@ def test_stages_that_meet_exchange_their_reports_at_lines_only(prompt):
     assert prompt.scalars[4]["peak memory (GiB)/stage 1"] == 2.0
     texts = [text for *_, text in lines]
     assert texts[2] == "not printed"
-    assert texts[3].startswith(" tokens/s: 171 | bubble: 11.8%/12.5% | peak memory by stage (GiB): 1.00 2.00 |")
+    assert texts[3].startswith(" tokens/s: 85 | bubble: 11.8%/12.5% | peak memory by stage (GiB): 1.00 2.00 |")
 
 
 def test_tokens_per_second_are_those_of_the_interval_that_the_line_shows(prompt):
     """Megatron's first line does not reset its timer, so the second one's time covers the first iteration too."""
     for iteration in range(1, 5):
+        prompt.book._read = lambda seconds=iteration: float(seconds)
         prompt.book.add(megatrons(prompt, []), call(iteration))
     tokens = {step: prompt.scalars[step]["tokens per second"] for step in (1, 2, 4)}
-    assert tokens == pytest.approx({1: 128 / 1.5, 2: 2 * 128 / 1.5, 4: 2 * 128 / 1.5})
+    assert tokens == pytest.approx({1: 128 / 1, 2: 2 * 128 / (1 + 2), 4: 2 * 128 / (3 + 4)})
 
 
 def test_whoever_finishes_early_has_waited_for_the_last(world):
@@ -244,7 +248,7 @@ def test_the_interval_timer_of_a_late_step_waits_for_nobody(runs, world, monkeyp
     monkeypatch.setattr(world.module, "get_timers", lambda: lambda name, log_level: timer)
     if runs:
         timer.start()
-    book = world.module.DeferredLog()
+    book = world.module.LogLines()
     for name in ("barrier", "synchronize"):
         monkeypatch.setattr(torch.distributed if name == "barrier" else torch.cuda, name, pytest.fail)
     if not runs:
