@@ -74,7 +74,8 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
 def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
     from megatron_2bw.flags import correction, environment, own
-    from megatron_2bw.mcore.runtime import MegatronRuntime, Options, Progress
+    from megatron_2bw.mcore.late_step import Options
+    from megatron_2bw.mcore.runtime import MegatronRuntime
     from megatron_2bw.schedules import schedule_of
     from megatron_2bw.timelines.trace import forget
 
@@ -97,7 +98,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
         wants_exit = partial(_wants_exit, args)
     return MegatronRuntime(
         schedule,
-        lambda: Progress(args.curr_iteration, args.train_iters),
+        lambda: (args.curr_iteration, args.train_iters),
         Options(
             transport=args.two_bw_exchange,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),

@@ -20,15 +20,19 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints.optimizer_state import is_emerging
+from megatron_2bw.checkpoints.state import RunState
 from megatron_2bw.core.streams import own_stream
 from megatron_2bw.core.updates import LateUpdate
 from megatron_2bw.core.weights import WeightStores
@@ -38,12 +42,36 @@ from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot
 from megatron_2bw.mcore.groups import Groups
 from megatron_2bw.mcore.loss_scales import LossScales
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
+from megatron_2bw.mcore.stage import Call
 from megatron_2bw.mcore.stage_times import StageStats
-from megatron_2bw.mcore.working_copy import WorkingCopy
-from megatron_2bw.schedules import Action, Shape
+from megatron_2bw.mcore.working_copy import WorkingCopy, own_mains
+from megatron_2bw.schedules import Action, Schedule, Shape
 
 # Seconds that the step's thread may hold Python's lock while the training thread wants to launch its next kernel.
 SWITCH_INTERVAL = 5e-4
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run asks of its runtime.
+
+    transport   see `p2p.connect`
+    timeout     likewise
+    timed       whether Megatron's timers synchronise with the GPU inside forwards and backwards
+    trace       the folder of --two-bw-trace
+    wants_exit  whether this rank wants the run to end (a signal, its duration), asked at each REDUCE; the result
+                reports whether any rank of the world said yes
+    correction  of --two-bw-correction; None without it
+    evaluates   whether there may be evaluations
+    """
+
+    transport: str = "auto"
+    timeout: timedelta | None = None
+    timed: bool = False
+    trace: Path | None = None
+    wants_exit: Callable[[], bool] | None = None
+    correction: Correction | None = None
+    evaluates: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,51 +118,61 @@ class Job:
 class LateStep(LateUpdate):
     """The update of one stage.
 
-    optimizer     Megatron's optimizer; its `zero_grad` and `get_loss_scale` are answered from here from now on, its
-                  `step` and `scale_loss` by the runtime
-    scheduler     Megatron's OptimizerParamScheduler; stepped here from now on, after each batch that was not skipped
-    stores        the weight versions; the newest must be the ones to start with
-    shape         of the pipeline and the run
-    working       of --two-bw-correction; None without it
-    increment     samples of a batch, by which the scheduler advances
-    end_batch     called at each REDUCE
-    complete      called in the training thread with each result
-    wants_exit    asked at each REDUCE; the result reports whether any rank of the world said yes
-    save_pending  whether this rank has written its part of the checkpoint that is being saved; None if none is, on all
-                  ranks alike
+    schedule    the stage's; one with a late step
+    shape       of the pipeline and the run
+    stores      the weight versions; the newest must be the ones to start with
+    call        of Megatron's schedule function, for its model and process groups
+    optimizer   Megatron's optimizer; its `zero_grad` and `get_loss_scale` are answered from here from now on, its
+                `step` and `scale_loss` by the runtime
+    scheduler   Megatron's OptimizerParamScheduler; stepped here from now on, after each batch that was not skipped
+    options     of the runtime: timeout, correction, wants_exit
+    resume      what the run resumes from
     """
 
     def __init__(
         self,
+        schedule: Schedule,
+        shape: Shape,
+        stores: WeightStores,
+        call: Call,
         optimizer: Any,
         scheduler: Any,
-        stores: WeightStores,
-        shape: Shape,
+        options: Options,
+        resume: RunState,
         *,
-        slots: GradientSlots,
-        groups: Groups,
-        scales: LossScales,
-        proxies: Proxies,
-        working: WorkingCopy | None,
-        increment: int,
         end_batch: Callable[[int], BatchEnd],
         complete: Callable[[StepResult], object],
-        wants_exit: Callable[[], bool] | None = None,
         save_pending: Callable[[], bool | None] | None = None,
     ):
-        device = stores.params[0].device
+        """Every rank must make one at the same time, for its process groups.
+
+        end_batch     called at each REDUCE
+        complete      called in the training thread with each result
+        save_pending  whether this rank has written its part of the checkpoint that is being saved; None if none is, on
+                      all ranks alike
+        """
+        device, parts = stores.params[0].device, list(getattr(optimizer, "chained_optimizers", [optimizer]))
         super().__init__(stores, Worker("2bw step", device, cpu.answering), step=lambda gradients, target: False)
-        self._optimizer, self._parts = optimizer, list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        self._shape, self._slots, self._groups, self.scales = shape, slots, groups, scales
-        self._proxies, self.working = proxies, working
-        self._increment, self._end_batch, self._report = increment, end_batch, complete
-        self._wants_exit, self._save_pending = wants_exit, save_pending
+        self._shape, self._optimizer, self._parts = shape, optimizer, parts
+        self._groups = Groups(call.groups, parts[0].get_grad_stats_parallel_group(), device, options.timeout, parts)
+        self._slots = GradientSlots(call.model, schedule.gradient_slots, self._groups.data, shape.first)
+        correction = options.correction
+        mains = {} if correction is None else own_mains(stores)
+        self._proxies = Proxies(call.model, parts, stores, self._groups.data, mains)
+        self.working: WorkingCopy | None = None
+        if correction is not None:
+            saved = resume.working if schedule.reads_late(shape.first) else {}
+            self.working = WorkingCopy(parts, stores, self._slots, self._proxies, correction.gradient != 0, saved)
+        self.scales = LossScales(parts, shape.first, resume.loss_scale)
+        self._increment = shape.microbatches * call.micro_batch_size * mpu.get_data_parallel_world_size()
+        self._end_batch, self._report = end_batch, complete
+        self._wants_exit, self._save_pending = options.wants_exit, save_pending
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self.stream = own_stream(device)  # on the CPU a stand-in
         self.has_stepped = False  # a step was not skipped, so that all its kernels have run once
         # Its first step is compiled, and compiling resets the random generators to their states before it, whatever
         # the training thread has drawn meanwhile.
-        self.compiles = any(is_emerging(part.optimizer) for part in self._parts)
+        self.compiles = any(is_emerging(part.optimizer) for part in parts)
         self._precision = thread_local_matmul_precision if self.compiles else contextlib.nullcontext
         self._attach(optimizer, scheduler)
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,58 +21,23 @@ from megatron_2bw.core import InPlaceUpdate, Pipeline, Recorder, StashedUpdate, 
 from megatron_2bw.core.groups import streams_warning
 from megatron_2bw.core.p2p import connect_group
 from megatron_2bw.core.pipeline import WARM_UP
-from megatron_2bw.flags.correction import Correction
-from megatron_2bw.mcore.grad_buffers import GradientSlots
-from megatron_2bw.mcore.groups import Groups
-from megatron_2bw.mcore.late_step import BatchEnd, LateStep, StepResult
+from megatron_2bw.mcore.late_step import BatchEnd, LateStep, Options, StepResult
 from megatron_2bw.mcore.log_lines import LogLines
-from megatron_2bw.mcore.loss_scales import LossScales
-from megatron_2bw.mcore.proxies import Proxies
 from megatron_2bw.mcore.stage import Call, MegatronStage
 from megatron_2bw.mcore.stage_times import Meeting, StageClock
-from megatron_2bw.mcore.working_copy import WorkingCopy, own_mains, resume_note
+from megatron_2bw.mcore.working_copy import resume_note
 from megatron_2bw.schedules import Schedule, Shape
 from megatron_2bw.timelines.trace import TraceWriter
-
-
-@dataclass
-class Progress:
-    """Where the training loop stands: the iteration that runs now, and the one after the last planned."""
-
-    iteration: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a run asks of its runtime.
-
-    transport   see `p2p.connect`
-    timeout     likewise
-    timed       whether Megatron's timers synchronise with the GPU inside forwards and backwards
-    trace       the folder of --two-bw-trace
-    wants_exit  whether this rank wants the run to end (a signal, its duration); asked once an iteration
-    correction  of --two-bw-correction; None without it
-    evaluates   whether there may be evaluations
-    """
-
-    transport: str = "auto"
-    timeout: timedelta | None = None
-    timed: bool = False
-    trace: Path | None = None
-    wants_exit: Callable[[], bool] | None = None
-    correction: Correction | None = None
-    evaluates: bool = False
 
 
 class MegatronRuntime:
     """One stage.
 
     schedule  what to do when
-    progress  reads the training loop's position
+    progress  reads the training loop's position: the iteration that runs now, and the one after the last planned
     """
 
-    def __init__(self, schedule: Schedule, progress: Callable[[], Progress], options: Options = Options()):
+    def __init__(self, schedule: Schedule, progress: Callable[[], tuple[int, int]], options: Options = Options()):
         self.schedule, self.progress, self.options = schedule, progress, options
         self.pipeline: Pipeline | None = None  # from the first iteration on
         self.stores: WeightStores | None = None
@@ -119,15 +81,15 @@ class MegatronRuntime:
         if forward_only:
             self.sync_weights()
             return megatron_schedules.get_forward_backward_func()(forward_only=True, **values)
-        call, progress = Call(**values), self.progress()
+        call, (iteration, end) = Call(**values), self.progress()
         if self.pipeline is None:
-            self._start(call, progress)
+            self._start(call, iteration, end)
         elif call.num_microbatches != self.pipeline.shape.microbatches:
             raise RuntimeError(
                 f"--pipeline-schedule {self.schedule.name} cannot change the number of microbatches during a run "
                 f"({self.pipeline.shape.microbatches} to {call.num_microbatches})"
             )
-        return self._iterate(call, progress.iteration)
+        return self._iterate(call, iteration)
 
     def step(self) -> tuple:
         """Replaces the optimizer's `step`: runs the schedule's STEP action; returns what Megatron's does.
@@ -190,14 +152,14 @@ class MegatronRuntime:
 
     # The rest is this stage's work.
 
-    def _start(self, call: Call, progress: Progress) -> None:
+    def _start(self, call: Call, first: int, end: int) -> None:
         """On the first iteration: learn the pipeline's shape, connect to the neighbours, make stores and update.
 
         torch names process groups by a counter, so every rank makes them in this order: connections, late step, log.
         """
         ranks, index = torch.distributed.get_process_group_ranks(call.groups.pp), call.groups.pp.rank()
         device, options = self.trainable[0].device, self.options
-        shape = Shape(len(ranks), call.num_microbatches, progress.iteration, progress.end)
+        shape = Shape(len(ranks), call.num_microbatches, first, end)
         ahead = [self.schedule.ahead(shape, stage) for stage in range(shape.stages)]
         lanes = [max(upper - lower, 1) for upper, lower in itertools.pairwise(ahead)]
         neighbours = connect(ranks, torch.distributed.get_rank(), options.transport, device, options.timeout, lanes)
@@ -256,30 +218,17 @@ class MegatronRuntime:
             print_rank_0(
                 f"> {self.schedule.name}: iterations {shape.first + 1} to {synchronous} run without gradient delay"
             )
-        parts = list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
-        device, correction = self.trainable[0].device, self.options.correction
-        groups = Groups(call.groups, parts[0].get_grad_stats_parallel_group(), device, self.options.timeout, parts)
-        slots = GradientSlots(call.model, self.schedule.gradient_slots, groups.data, shape.first)
-        mains = {} if correction is None else own_mains(self.stores)
-        proxies = Proxies(call.model, parts, self.stores, groups.data, mains)
-        working = None
-        if correction is not None:
-            saved = self._resume.working if self.schedule.reads_late(shape.first) else {}
-            working = WorkingCopy(parts, self.stores, slots, proxies, correction.gradient != 0, saved)
         return LateStep(
+            self.schedule,
+            shape,
+            self.stores,
+            call,
             self._optimizer,
             self._scheduler,
-            self.stores,
-            shape,
-            slots=slots,
-            groups=groups,
-            scales=LossScales(parts, shape.first, self._resume.loss_scale),
-            proxies=proxies,
-            working=working,
-            increment=shape.microbatches * call.micro_batch_size * mpu.get_data_parallel_world_size(),
+            self.options,
+            self._resume,
             end_batch=self._end_batch,
             complete=self._complete,
-            wants_exit=self.options.wants_exit,
             save_pending=self.save_pending,
         )
 
