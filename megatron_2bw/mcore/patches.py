@@ -1,6 +1,7 @@
-"""Every name of Megatron that this project rebinds, with the reason.
+"""Every name of Megatron that this project rebinds, with the reason: for its schedules, for the CPU, and repairs.
 
 Rows only: `guard.py` checks and rebinds, `loop.py`, `repairs.py` and `checkpoints/` hold the replacements.
+docs/upstream.md has each repair's fault, and how Megatron could mend it.
 """
 
 from __future__ import annotations
@@ -16,80 +17,120 @@ from megatron_2bw.guard import Patch, row
 from megatron_2bw.mcore import repairs as repair
 from megatron_2bw.mcore.loop import Loop, first_argument
 
-CORE, LOOP, FILES = "megatron.core", "megatron.training.training", "megatron.training.checkpointing"
-WRITER = f"{CORE}.dist_checkpointing.strategies.filesystem_async"
-ASYNC = f"{CORE}.dist_checkpointing.strategies.async_utils"
-DATA, TORCH_FORMAT = f"{CORE}.datasets", "torch.distributed.checkpoint"
-SHARDED, WRAPPED = f"{CORE}.optimizer.distrib_optimizer", f"{CORE}.distributed.distributed_data_parallel"
+CORE, TORCH_FORMAT = "megatron.core", "torch.distributed.checkpoint"
+STRATEGIES = f"{CORE}.dist_checkpointing.strategies"
+in_loop = functools.partial(row, "megatron.training.training")
+in_files = functools.partial(row, "megatron.training.checkpointing")
+in_sharded = functools.partial(row, f"{CORE}.optimizer.distrib_optimizer")
+in_wrapped = functools.partial(row, f"{CORE}.distributed.distributed_data_parallel")
 GROUPS = "tp_group pp_group dp_cp_group dp_group"
 
 
-def repairs() -> list[Patch]:
-    """Faults of Megatron that every user meets."""
-    twice = "an evaluation before the first step that is not skipped disables the hooks twice, with a KeyError"
+# --- for the schedules --------------------------------------------------------------------------------------------
+
+
+def for_schedule(loop: Loop) -> list[Patch]:
+    """The two hooks of a schedule, which a patched source checkout has in its source."""
     return [
-        *for_reading(),
-        row(
-            f"{DATA}.utils",
-            "compile_helpers()",
-            "the wheel ships the compiled helper without the Makefile that this function runs, and exits",
-            repair.skip_when_compiled,
+        in_loop(
+            "get_forward_backward_func(pp_size vp_size schedule_pg_collection)",
+            "the training loop looks its schedule up here",
+            loop.schedule,
         ),
-        row(
-            SHARDED,
-            "DistributedOptimizer._set_main_param_and_optimizer_states(self model_param tensors)",
-            "without Apex the state has a step counter, which no checkpoint holds by parameter; the shard of an "
-            "fp32 parameter is a view of it, to which autograd allows no write",
-            repair.set_without_step,
-        ),
-        row(
-            SHARDED,
-            "DistributedOptimizer.sharded_param_state_fully_reshardable(self model_sharded_state_dict is_loading "
-            "metadata)",
-            "with several buckets the state of one parameter is saved as that of another: the places that it "
-            "reads count the padding between buckets, which the gathered state lacks",
-            repair.places_without_padding,
-        ),
-        row(WRAPPED, "DistributedDataParallel.enable_forward_pre_hook(self)", twice, repair.switch_once),
-        row(WRAPPED, "DistributedDataParallel.disable_forward_pre_hook(self param_sync)", twice, repair.switch_once),
-        row(
-            WRITER,
-            "get_write_results_queue(mp_mode)",
-            "it starts a process for every rank, which takes seconds and outlives a rank that is killed",
-            lambda original: save_workers.results_queue,
-        ),
-        row(
-            WRITER,
-            "FileSystemWriterAsync.write_preloaded_data(transform_list local_proc_idx write_bucket results_queue "
-            "count_queue use_fsync kwargs)",
-            "its caller reports the class of an error without its text: a full disk, for example",
-            repair.raise_cause,
+        in_loop(
+            "get_megatron_optimizer(config model_chunks config_overrides use_gloo_process_groups pg_collection "
+            "dump_param_to_param_group_map)",
+            "the optimizer's step writes the weight version that the schedule names",
+            loop.attach,
         ),
     ]
 
 
-def for_reading() -> list[Patch]:
-    """No code of whoever wrote a checkpoint runs. May be applied twice: --use-checkpoint-args reads one first."""
+def for_log(loop: Loop) -> list[Patch]:
+    """The stages' stats in the log lines."""
     return [
-        row(
-            f"{TORCH_FORMAT}.filesystem",
-            "FileSystemReader.read_metadata(self args kwargs)",
-            "it unpickles whatever the file names",
-            repair.known_records,
+        in_loop(
+            "training_log(loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag "
+            "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection "
+            "is_first_iteration seqlen_squared_sum_in_batch total_real_tokens_in_batch)",
+            "the stages report there; with a late step a line is written when its step is complete",
+            loop.log,
         ),
-        row(
-            f"{TORCH_FORMAT}.default_planner",
-            "DefaultLoadPlanner.load_bytes(self read_item value)",
-            "it loads what is no tensor without weights_only",
-            repair.weights_only,
+        in_loop("print_rank_last(message)", "waiting times and memory join the line", loop.print_line),
+    ]
+
+
+def for_late_step(loop: Loop) -> list[Patch]:
+    """With a late step nothing in the training loop may wait for another stage."""
+    everywhere = "each stage has the value already; the reduction would make it wait for all others"
+    reads, run = "it reads all weights", "model optimizer opt_param_scheduler"
+    return [
+        in_loop(
+            "get_optimizer_param_scheduler(optimizer)",
+            "learning rate and weight decay advance with the steps, which come later",
+            loop.attach_scheduler,
         ),
-        row(
-            FILES,
-            "load_args_from_checkpoint(args load_arg checkpointing_context)",
-            "--use-checkpoint-args leaves out flags of the model, and the losses are those of another one",
-            repair.whole_model,
+        in_loop("logical_and_across_model_parallel_group(input group)", everywhere, first_argument),
+        in_loop("reduce_max_stat_across_model_parallel_group(stat group)", everywhere, first_argument),
+        in_loop("calc_params_l2_norm(model force_create_fp32_copy)", reads, loop.sync_first),
+        in_loop("check_param_hashes_across_dp_replicas(model cross_check)", reads, loop.sync_first),
+        in_loop(
+            f"save_checkpoint_and_time(iteration {run} num_floating_point_operations_so_far checkpointing_context "
+            "non_persistent_ckpt train_data_iterator)",
+            "a checkpoint holds the newest weights",
+            loop.save,
+        ),
+        in_loop(
+            f"checkpoint_and_decide_exit({run} iteration num_floating_point_operations_so_far checkpointing_context "
+            "train_data_iterator)",
+            "a run that ends has logged all its iterations; signals and the time limit need no collective",
+            loop.decide_exit,
         ),
     ]
+
+
+def for_checkpoints(runtime: Any = None) -> list[Patch]:
+    """Saving and loading, with a schedule of this project or, without `runtime`, with Megatron's own."""
+    from megatron_2bw.checkpoints.state import Checkpoints
+
+    ours, more = Checkpoints(runtime), f"{GROUPS} expt_dp_group rng_state_key_prefix"
+    return [
+        in_files(
+            "generate_state_dict(args model optimizer opt_param_scheduler rng_state iteration optim_sd_kwargs "
+            "model_sd_kwargs rerun_state)",
+            "shadow weights and the schedule's name; without Apex the optimizer's state must be there first",
+            ours.collect,
+        ),
+        in_files(
+            f"get_rng_state(ckpt_format {GROUPS} key_prefix)",
+            "the random state before the microbatches in flight",
+            ours.random_state,
+        ),
+        in_files(
+            "_load_base_checkpoint(load_dir args rank0 sharded_state_dict checkpointing_context dp_cp_group "
+            "expt_dp_group gpt_compat_layer_maps)",
+            "here is read what `generate_state_dict` has added",
+            ours.read,
+        ),
+        in_files("maybe_msc", "the file that names the latest checkpoint must never be empty", folder.TrackerFiles),
+        in_loop(
+            "save_checkpoint(iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
+            "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel "
+            f"non_persistent_ckpt train_data_iterator preprocess_common_state_dict_fn release {more})",
+            "a checkpoint stays whole until its new version is; a full disk is reported in one line",
+            ours.save,
+        ),
+        in_loop("maybe_finalize_async_save(blocking terminate)", "it asks all ranks while it writes", ours.finalize),
+        in_loop(
+            "load_checkpoint(ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context "
+            f"skip_load_to_model_and_opt {more})",
+            "the schedule resumes from what is loaded; without Apex each parameter needs a step counter of its own",
+            ours.load,
+        ),
+    ]
+
+
+# --- for the CPU --------------------------------------------------------------------------------------------------
 
 
 def for_rehearsal(replace: Callable[[Callable], Callable]) -> list[Patch]:
@@ -113,8 +154,7 @@ def for_cpu() -> list[Patch]:
             "without Apex it has neither sequence parallelism nor --apply-layernorm-1p",
             rehearsal.torch_norm,
         ),
-        row(
-            LOOP,
+        in_loop(
             "initialize_megatron(allow_no_cuda skip_mpu_initialization get_embedding_ranks "
             "get_position_embedding_ranks store skip_model_parallel_init seed_pp_group seed_dp_group seed_tp_group "
             "seed_ep_group seed_etp_group skip_random_seed)",
@@ -134,7 +174,7 @@ def for_cpu() -> list[Patch]:
             lambda original: lambda rank, mp_mode="spawn": None,
         ),
         row(
-            ASYNC,
+            f"{STRATEGIES}.async_utils",
             "AsyncCallsQueue.__init__(self persistent)",
             "that worker would share the host's memory, to which training writes; a forked one has a copy",
             lambda original: functools.wraps(original)(lambda self, persistent=False: original(self, False)),
@@ -142,118 +182,69 @@ def for_cpu() -> list[Patch]:
     ]
 
 
-def for_schedule(loop: Loop) -> list[Patch]:
-    """The two hooks of a schedule, which a patched source checkout has in its source."""
+# --- repairs ------------------------------------------------------------------------------------------------------
+
+
+def repairs() -> list[Patch]:
+    """Faults of Megatron that lose data, hang, or end a run that this project's docs recommend."""
+    twice = "an evaluation before the first step that is not skipped disables the hooks twice, with a KeyError"
     return [
+        *for_reading(),
         row(
-            LOOP,
-            "get_forward_backward_func(pp_size vp_size schedule_pg_collection)",
-            "the training loop looks its schedule up here",
-            loop.schedule,
+            f"{CORE}.datasets.utils",
+            "compile_helpers()",
+            "the wheel ships the compiled helper without the Makefile that this function runs, and exits",
+            repair.skip_when_compiled,
+        ),
+        in_sharded(
+            "DistributedOptimizer._set_main_param_and_optimizer_states(self model_param tensors)",
+            "without Apex the state has a step counter, which no checkpoint holds by parameter; the shard of an "
+            "fp32 parameter is a view of it, to which autograd allows no write",
+            repair.set_without_step,
+        ),
+        in_sharded(
+            "DistributedOptimizer.sharded_param_state_fully_reshardable(self model_sharded_state_dict is_loading "
+            "metadata)",
+            "with several buckets the state of one parameter is saved as that of another: the places that it "
+            "reads count the padding between buckets, which the gathered state lacks",
+            repair.places_without_padding,
+        ),
+        in_wrapped("DistributedDataParallel.enable_forward_pre_hook(self)", twice, repair.switch_once),
+        in_wrapped("DistributedDataParallel.disable_forward_pre_hook(self param_sync)", twice, repair.switch_once),
+        row(
+            f"{STRATEGIES}.filesystem_async",
+            "get_write_results_queue(mp_mode)",
+            "it starts a process for every rank, which outlives a rank that is killed and keeps its output open",
+            lambda original: save_workers.results_queue,
         ),
         row(
-            LOOP,
-            "get_megatron_optimizer(config model_chunks config_overrides use_gloo_process_groups pg_collection "
-            "dump_param_to_param_group_map)",
-            "the optimizer's step writes the weight version that the schedule names",
-            loop.attach,
+            f"{STRATEGIES}.filesystem_async",
+            "FileSystemWriterAsync.write_preloaded_data(transform_list local_proc_idx write_bucket results_queue "
+            "count_queue use_fsync kwargs)",
+            "its caller reports the class of an error without its text: a full disk, for example",
+            repair.raise_cause,
         ),
     ]
 
 
-def for_log(loop: Loop) -> list[Patch]:
-    """The stages' stats in the log lines."""
+def for_reading() -> list[Patch]:
+    """No code of whoever wrote a checkpoint runs. May be applied twice: --use-checkpoint-args reads one first."""
     return [
         row(
-            LOOP,
-            "training_log(loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag "
-            "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection "
-            "is_first_iteration seqlen_squared_sum_in_batch total_real_tokens_in_batch)",
-            "the stages report there; with a late step a line is written when its step is complete",
-            loop.log,
-        ),
-        row(LOOP, "print_rank_last(message)", "waiting times and memory join the line", loop.print_line),
-    ]
-
-
-def for_late_step(loop: Loop) -> list[Patch]:
-    """With a late step nothing in the training loop may wait for another stage."""
-    everywhere = "each stage has the value already; the reduction would make it wait for all others"
-    state = "model optimizer opt_param_scheduler"
-    return [
-        row(
-            LOOP,
-            "get_optimizer_param_scheduler(optimizer)",
-            "learning rate and weight decay advance with the steps, which come later",
-            loop.attach_scheduler,
-        ),
-        row(LOOP, "logical_and_across_model_parallel_group(input group)", everywhere, first_argument),
-        row(LOOP, "reduce_max_stat_across_model_parallel_group(stat group)", everywhere, first_argument),
-        row(LOOP, "calc_params_l2_norm(model force_create_fp32_copy)", "it reads all weights", loop.sync_first),
-        row(LOOP, "check_param_hashes_across_dp_replicas(model cross_check)", "it reads them too", loop.sync_first),
-        row(
-            LOOP,
-            f"save_checkpoint_and_time(iteration {state} num_floating_point_operations_so_far checkpointing_context "
-            "non_persistent_ckpt train_data_iterator)",
-            "a checkpoint holds the newest weights",
-            loop.save,
+            f"{TORCH_FORMAT}.filesystem",
+            "FileSystemReader.read_metadata(self args kwargs)",
+            "it unpickles whatever the file names",
+            repair.known_records,
         ),
         row(
-            LOOP,
-            f"checkpoint_and_decide_exit({state} iteration num_floating_point_operations_so_far checkpointing_context "
-            "train_data_iterator)",
-            "a run that ends has logged all its iterations; signals and the time limit need no collective",
-            loop.decide_exit,
+            f"{TORCH_FORMAT}.default_planner",
+            "DefaultLoadPlanner.load_bytes(self read_item value)",
+            "it loads what is no tensor without weights_only",
+            repair.weights_only,
         ),
-    ]
-
-
-def for_checkpoints(runtime: Any = None) -> list[Patch]:
-    """Saving and loading, with a schedule of this project or, without `runtime`, with Megatron's own."""
-    from megatron_2bw.checkpoints.state import Checkpoints
-
-    ours, more = Checkpoints(runtime), f"{GROUPS} expt_dp_group rng_state_key_prefix"
-    return [
-        row(
-            FILES,
-            "generate_state_dict(args model optimizer opt_param_scheduler rng_state iteration optim_sd_kwargs "
-            "model_sd_kwargs rerun_state)",
-            "shadow weights and the schedule's name; without Apex the optimizer's state must be there first",
-            ours.collect,
-        ),
-        row(
-            FILES,
-            f"get_rng_state(ckpt_format {GROUPS} key_prefix)",
-            "the random state before the microbatches in flight",
-            ours.random_state,
-        ),
-        row(
-            FILES,
-            "_load_base_checkpoint(load_dir args rank0 sharded_state_dict checkpointing_context dp_cp_group "
-            "expt_dp_group gpt_compat_layer_maps)",
-            "here is read what `generate_state_dict` has added",
-            ours.read,
-        ),
-        row(
-            FILES,
-            "maybe_msc",
-            "the file that names the latest checkpoint must never be empty, even for a moment",
-            folder.TrackerFiles,
-        ),
-        row(
-            LOOP,
-            "save_checkpoint(iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
-            "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel "
-            f"non_persistent_ckpt train_data_iterator preprocess_common_state_dict_fn release {more})",
-            "a checkpoint stays whole until its new version is; a full disk is reported in one line",
-            ours.save,
-        ),
-        row(LOOP, "maybe_finalize_async_save(blocking terminate)", "it asks all ranks while it writes", ours.finalize),
-        row(
-            LOOP,
-            "load_checkpoint(ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context "
-            f"skip_load_to_model_and_opt {more})",
-            "the schedule resumes from what is loaded; without Apex each parameter needs a step counter of its own",
-            ours.load,
+        in_files(
+            "load_args_from_checkpoint(args load_arg checkpointing_context)",
+            "--use-checkpoint-args leaves out flags of the model, and the losses are those of another one",
+            repair.whole_model,
         ),
     ]
