@@ -98,8 +98,6 @@ class MegatronRuntime:
         """
         if self.late is not None:
             return True, None, None
-        if self.pipeline is None:
-            raise RuntimeError("the optimizer's step was called before the first iteration of the schedule")
         self.pipeline.run_deferred_step()
         return self._step_result
 
@@ -146,9 +144,10 @@ class MegatronRuntime:
 
     def close_trace(self) -> None:
         """Write the rest of the trace."""
-        rest = self._clock.write_rest() if self.pipeline is not None else None
-        if rest is not None:
-            self.late.defer(rest).result() if self.late is not None else rest()
+        if self.late is not None:
+            self.late.defer(self._clock.write_rest).result()  # after what the step's thread writes
+        elif self.pipeline is not None:
+            self._clock.write_rest()
 
     # The rest is this stage's work.
 
@@ -172,7 +171,24 @@ class MegatronRuntime:
         if not self.schedule.flushes:
             self._make_stores(call, shape, index)
         if self.schedule.late_step:
-            self.late = self._make_late_step(call, shape)
+            synchronous = min(self.schedule.sync_iterations, end)
+            if first < synchronous:
+                print_rank_0(
+                    f"> {self.schedule.name}: iterations {first + 1} to {synchronous} run without gradient delay"
+                )
+            self.late = LateStep(
+                self.schedule,
+                shape,
+                self.stores,
+                call,
+                self._optimizer,
+                self._scheduler,
+                options,
+                self._resume,
+                end_batch=self._end_batch,
+                complete=self._complete,
+                save_pending=self.save_pending,
+            )
         self.log = LogLines(None if self.late else Meeting(self._clock.times, ranks, options.timeout))
         if warning := streams_warning():
             print_rank_0(warning)
@@ -211,26 +227,6 @@ class MegatronRuntime:
             if self.schedule.reads_late(shape.first):
                 versions += resume_note(self._resume.correction, self.options.correction)
             print_rank_0(f"> {self.schedule.name}: starts from iteration {shape.first} with {versions}")
-
-    def _make_late_step(self, call: Call, shape: Shape) -> LateStep:
-        synchronous = min(self.schedule.sync_iterations, shape.end)
-        if shape.first < synchronous:
-            print_rank_0(
-                f"> {self.schedule.name}: iterations {shape.first + 1} to {synchronous} run without gradient delay"
-            )
-        return LateStep(
-            self.schedule,
-            shape,
-            self.stores,
-            call,
-            self._optimizer,
-            self._scheduler,
-            self.options,
-            self._resume,
-            end_batch=self._end_batch,
-            complete=self._complete,
-            save_pending=self.save_pending,
-        )
 
     def _iterate(self, call: Call, iteration: int) -> list:
         pipeline, late, timers = self.pipeline, self.late, call.config.timers

@@ -45,48 +45,35 @@ class Call:
         (self.model,) = self.model if isinstance(self.model, list) else [self.model]
         self.config = get_model_config(self.model)
         self.groups = self.pg_collection or megatron_schedules._build_default_pg_collection()
-        for owner, names in (
-            (self, "adjust_tensor_shapes_fn p2p_communicator"),
-            (self.config, "variable_seq_lengths num_microbatches_with_partial_activation_checkpoints"),
-        ):
-            for name in names.split():
-                if getattr(owner, name):  # the command line's checks come before
-                    raise RuntimeError(f"{name} is set: only --pipeline-schedule megatron supports it")
+        partly, shapes = self.config.num_microbatches_with_partial_activation_checkpoints, self.adjust_tensor_shapes_fn
+        if partly or shapes or self.p2p_communicator or self.config.variable_seq_lengths:
+            raise RuntimeError(
+                "num_microbatches_with_partial_activation_checkpoints, variable_seq_lengths, adjust_tensor_shapes_fn and "
+                "p2p_communicator: only --pipeline-schedule megatron supports them"
+            )
 
 
-@dataclass(frozen=True)
-class RandomState:
-    """What Megatron saves of a rank's generators: Python's, NumPy's, torch's on host and device, and its own tracker's.
+def random_state() -> tuple:
+    """What Megatron saves of a rank's generators: Python's, NumPy's, torch's on host and device, its own tracker's.
 
     Taking it copies some kilobytes on the host and waits for no kernel.
     """
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    tracked = {name: tensor_parallel.convert_cuda_rng_state(state) for name, state in states.items()}
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state(), tracked
 
-    python: tuple
-    numpy: tuple
-    host: torch.Tensor
-    device: torch.Tensor
-    tracker: dict[str, torch.Tensor]
 
-    @classmethod
-    def now(cls) -> RandomState:
-        states = tensor_parallel.get_cuda_rng_tracker().get_states()
-        return cls(
-            random.getstate(),
-            np.random.get_state(),
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(),
-            {name: tensor_parallel.convert_cuda_rng_state(state) for name, state in states.items()},
-        )
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.host)
-        torch.cuda.set_rng_state(self.device)
-        tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-        graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-        convert = partial(tensor_parallel.convert_cuda_rng_state, to_graphable=graphable)
-        tracker.set_states({name: convert(state) for name, state in self.tracker.items()})
+def restore_random_state(state: tuple) -> None:
+    """Undo all draws since `random_state` returned `state`."""
+    python, numpy, host, device, tracked = state
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(host)
+    torch.cuda.set_rng_state(device)
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+    convert = partial(tensor_parallel.convert_cuda_rng_state, to_graphable=graphable)
+    tracker.set_states({name: convert(state) for name, state in tracked.items()})
 
 
 @dataclass
@@ -106,7 +93,7 @@ class MegatronStage:
     def __init__(self, shape: Shape, index: int):
         self._shape, self._index = shape, index
         self._batches: dict[int, Batch] = defaultdict(Batch)
-        self._random: RandomState | None = None
+        self._random: tuple | None = None
         self._call: Call
         self._iteration = 0
         self._no_sync: contextlib.AbstractContextManager | None = None
@@ -141,7 +128,7 @@ class MegatronStage:
         """The stage's output; on the last stage the scaled loss."""
         call, number = self._call, self._shape.batch(microbatch)
         if self._random is None and number > self._iteration:
-            self._random = RandomState.now()
+            self._random = random_state()
         batch, index = self._batches[number], microbatch % self._shape.microbatches
         output, tokens = megatron_schedules.forward_step(
             call.forward_step_func,
@@ -205,12 +192,12 @@ class MegatronStage:
         if self._random is None:
             yield
             return
-        now = RandomState.now()
-        self._random.restore()
+        now = random_state()
+        restore_random_state(self._random)
         try:
             yield
         finally:
-            now.restore()
+            restore_random_state(now)
 
     def _release_sync(self) -> None:
         if self._no_sync is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,7 @@ class StageStats:
     memory: float  # peak bytes so far
 
 
-@dataclass(frozen=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """Seconds of one stage in batches at whose end all stages synchronise.
 
     waited   for messages, before the end of a batch's last backward
@@ -87,11 +87,10 @@ class StageClock:
         computing = records[: last + 1]
         return StageTimes(_waited(computing), _elapsed(computing), end.end - records[last].end)
 
-    def write_rest(self) -> Callable[[], None] | None:
-        """A job that writes the rest of the trace; None without a trace."""
-        if self._writer is None:
-            return None
-        return partial(self._writer.write, self.recorder.resolve(self.recorder.cut()))
+    def write_rest(self) -> None:
+        """Write the rest of the trace."""
+        if self._writer is not None:
+            self._writer.write(self.recorder.resolve(self.recorder.cut()))
 
 
 class Meeting:
@@ -111,9 +110,9 @@ class Meeting:
         self._own.append(self._times())
         if not exchange:
             return ()
-        own = [sum(values) for values in zip(*map(astuple, self._own))]
-        self._own.clear()
+        own = map(sum, zip(*self._own))
         rows = gather([*own, torch.cuda.max_memory_allocated()], self._group)
+        self._own.clear()
         return stage_stats([(StageTimes(*times), memory) for *times, memory in rows])
 
 
