@@ -171,11 +171,8 @@ class MegatronRuntime:
         if not self.schedule.flushes:
             self._make_stores(call, shape, index)
         if self.schedule.late_step:
-            synchronous = min(self.schedule.sync_iterations, end)
-            if first < synchronous:
-                print_rank_0(
-                    f"> {self.schedule.name}: iterations {first + 1} to {synchronous} run without gradient delay"
-                )
+            if first < (last := min(self.schedule.sync_iterations, end)):
+                print_rank_0(f"> {self.schedule.name}: iterations {first + 1} to {last} run without gradient delay")
             self.late = LateStep(
                 self.schedule,
                 shape,
