@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy
 import pytest
 
@@ -39,7 +37,7 @@ def test_the_recurrence_falls_below_the_limit_and_grows_above(factor, gradient):
     [(0.9, 0, 2.53), (0.9, 0.5, 3.86), (0.95, 0, 3.75), (0.95, 0.5, 7.32), (0.98, 0, 6.26), (0.98, 0.5, 17.6)],
 )
 def test_a_nesterov_step_is_one_of_the_settings(beta, factor, expected):
-    """Nesterov's step, beta1 m + (1 - beta1) g, with weights extrapolated by `factor`.
+    """Nesterov's step, beta1 m + (1 - beta1) g, with a correction of `factor`.
 
     Its gradients are taken where those of Adam with a factor of beta1 (1 + factor) and a gradient term of `factor` are.
     """
@@ -64,23 +62,3 @@ def test_the_variance_is_what_drawn_numbers_give(factor, gradient):
     weights = run(0.9, 0.5, factor, gradient, numpy.random.default_rng(1).normal(size=400_000))
     assert weights[1000:].var() == pytest.approx(variance(0.5, 0.9, (factor, gradient)), rel=0.02)
     assert variance(2 * limit(0.9, (factor, gradient)), 0.9, (factor, gradient)) == numpy.inf
-
-
-def distance(beta: float, factor: float) -> float:
-    """|W(j+1) - W'(j)| over |W(j+1) - W(j)|, root mean squares, for gradients that are independent noise.
-
-    The update m' = beta m + (1 - beta) g is guessed as factor x m. With a variance of g of 1 that of m is
-    (1 - beta) / (1 + beta), so that of the error is (beta - factor)^2 (1 - beta) / (1 + beta) + (1 - beta)^2.
-    """
-    return math.sqrt(1 - 2 * beta * factor + factor**2)
-
-
-@pytest.mark.parametrize("beta, factor", [(0.9, 0.0), (0.9, 0.8), (0.9, 1.0), (0.95, 1.0), (0.5, 0.5)])
-def test_the_distance_in_noise_is_what_drawn_numbers_give(beta, factor):
-    noise, momentum, updates = numpy.random.default_rng(1).normal(size=200_000), 0.0, []
-    for gradient in noise:
-        momentum = beta * momentum + (1 - beta) * gradient
-        updates.append(momentum)
-    updates = numpy.array(updates[1000:])
-    error = updates[1:] - factor * updates[:-1]
-    assert numpy.sqrt((error**2).mean() / (updates**2).mean()) == pytest.approx(distance(beta, factor), rel=0.01)

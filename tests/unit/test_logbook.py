@@ -160,16 +160,7 @@ def test_the_eta_is_the_mean_pace_since_the_first_line(prompt, monkeypatch):
 
 @pytest.mark.parametrize(
     "gpu, peak",
-    [
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA A100 80GB PCIe", 312e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H200", 989e12),
-        ("Tesla V100-SXM2-16GB", 125e12),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
-        ("cpu", None),
-    ],
+    [("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", None), ("cpu", None)],
 )
 def test_mfu_is_megatrons_operations_by_the_peak_of_all_gpus(gpu, peak, late, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)

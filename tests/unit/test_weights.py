@@ -174,8 +174,3 @@ def test_one_slot_is_written_in_place_only_when_nobody_reads_it():
     assert stores.versions == [1]
     with pytest.raises(RuntimeError, match="in use"), stores.writing({1}):
         pass
-
-
-def test_unknown_version():
-    with pytest.raises(KeyError):
-        WeightStores(ThreeOps().parameters(), slots=2).bind(3)

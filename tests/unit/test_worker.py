@@ -42,12 +42,6 @@ def test_a_job_is_not_kept():
     assert kept() is None
 
 
-def test_it_does_not_hold_the_process_at_its_end():
-    Worker("held", CPU)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "held"]
-    assert thread.daemon
-
-
 def test_the_cpu_answers_for_cuda_in_the_thread_too():
     cpu.install()
     try:
