@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from megatron_2bw.core import groups
 from megatron_2bw.core.groups import StepGroup, new_group
@@ -49,13 +47,6 @@ def test_a_name_depends_on_ranks_and_purpose_alone(world, monkeypatch, before):
     dist.new_group([0])
     assert new_group([0], "data").group_name == first
     assert len({first, *others, new_group([0], "data").group_name}) == len(before) + 2
-
-
-def test_torchs_function_is_back_after_an_error(world):
-    function = distributed_c10d._hash_ranks_to_str
-    with pytest.raises((ValueError, RuntimeError)):
-        new_group([0, 7], "data", timeout=timedelta(seconds=1))
-    assert distributed_c10d._hash_ranks_to_str is function
 
 
 def collectives(group) -> dict[str, torch.Tensor]:

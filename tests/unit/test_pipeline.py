@@ -94,11 +94,6 @@ def test_a_skipped_step_of_pipedream_writes_no_weights():
     assert reduced == [Action("R", 0, 0)]
 
 
-def test_too_few_microbatches_are_refused():
-    with pytest.raises(ValueError, match="2bw needs at least 4 microbatches with 4 stages, not 3"):
-        Pipeline(schedule_of("2bw"), Shape(4, 3), 0, Neighbours(), None, None)
-
-
 class Clock:
     """Time is counted in events."""
 

@@ -7,7 +7,6 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from megatron_2bw.schedules import (
-    SCHEDULE_NAMES,
     SCHEDULES,
     Action,
     Schedule,
@@ -20,7 +19,6 @@ from megatron_2bw.schedules import (
     validate,
 )
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.schedules.validator import grid
 
 TWO_BW = SCHEDULES["2bw"]
 
@@ -43,10 +41,6 @@ def test_schedules_with_equal_options_are_equal_and_none_changes():
     assert Interleaved(2) == Interleaved(2) != Interleaved(3)
     with pytest.raises(FrozenInstanceError):
         TWO_BW.gradient_slots = 1
-
-
-def test_names():
-    assert set(SCHEDULE_NAMES) == {"megatron", "2bw", "pipedream-flush", "gpipe", "no-pipelining", "pipedream"}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -174,22 +168,18 @@ def test_pipedream_with_one_microbatch_is_the_papers():
         ("no-pipelining", 1, [1] * 4),
     ],
 )
-def test_limits(name, versions, in_flight):
+def test_limits_are_reached(name, versions, in_flight):
+    """One less and the validator objects."""
     shape, schedule = Shape(4, 6, 0, 3), SCHEDULES[name]
     assert [schedule.max_versions(shape, stage) for stage in range(4)] == [versions] * 4
     assert [schedule.max_in_flight(shape, stage) for stage in range(4)] == in_flight
 
+    class Tighter(type(schedule)):
+        def max_in_flight(self, shape, stage):
+            return super().max_in_flight(shape, stage) - 1
 
-def test_limits_are_reached():
-    """The limits are not merely upper bounds: one less and the validator objects."""
-    for name in SCHEDULES:
-
-        class Tighter(type(SCHEDULES[name])):
-            def max_in_flight(self, shape, stage):
-                return super().max_in_flight(shape, stage) - 1
-
-        with pytest.raises(ScheduleError, match="in flight"):
-            validate(Tighter(), Shape(2, 4, 0, 3))
+    with pytest.raises(ScheduleError, match="in flight"):
+        validate(Tighter(), shape)
 
 
 def test_text_round_trip():
@@ -197,11 +187,6 @@ def test_text_round_trip():
     assert parse(text(actions)) == actions
     with pytest.raises(ValueError, match="not an action: 'X1@2'"):
         parse("F0@0 X1@2")
-
-
-def test_too_few_microbatches():
-    with pytest.raises(ScheduleError, match="2bw needs at least 4 microbatches with 4 stages"):
-        validate(TWO_BW, Shape(4, 3, 0, 2))
 
 
 GOOD = ("F0@0 F1@0 B0@0 B1@0 R0@0 S0@1", "F0@0 B0@0 F1@0 B1@0 R0@0 S0@1")
@@ -226,13 +211,10 @@ FAULTS = {
 }
 
 
-def test_the_unchanged_lists_pass():
-    check_actions([parse(row) for row in GOOD], SCHEDULES["pipedream-flush"], Shape(2, 2, 0, 1))
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_validator_finds(fault):
     """Each fault is one edit of lists that pass; the error shows the grid with the fault marked."""
+    check_actions([parse(row) for row in GOOD], SCHEDULES["pipedream-flush"], Shape(2, 2, 0, 1))
     rows, message = FAULTS[fault]
     with pytest.raises(ScheduleError, match=message) as error:
         check_actions([parse(row) for row in rows], SCHEDULES["pipedream-flush"], Shape(2, 2, 0, 1))
@@ -249,10 +231,6 @@ def test_validator_counts_versions():
 
 def test_a_late_step_needs_a_free_store_from_its_reduction_on():
     """A forward of the batch's own weights after its REDUCE: nothing could be written yet."""
-    shape = Shape(1, 1, 0, 2)
-    rows = [parse("F0@0 B0@0 F1@1 R0@0 S0@1 B1@1 R1@1 S1@2")]
-    with pytest.raises(ScheduleError, match=r"R0@0|does not hold"):
-        check_actions(rows, TWO_BW, shape)
     shape = Shape(1, 2, 3, 5)
     rows = [parse("F6@2 F7@3 B6@2 F8@2 B7@3 R3@3 S3@4 F9@3 B8@2 B9@3 R4@4 S4@5")]
 
@@ -270,12 +248,6 @@ def test_validator_compares_versions_between_stages():
     rows[1] = [a._replace(version=0) if a.kind in "FB" else a for a in rows[1]]
     with pytest.raises(ScheduleError, match=r"F4@0 reads W\(0\), stage 0 read W\(1\)"):
         check_actions(rows, TWO_BW, shape)
-
-
-def test_grid_marks_the_fault():
-    assert grid([parse("F0@0 B0@0"), parse("F0@0")], (0, 1)) == (
-        "step     0      1\nstage 0  F0@0   >B0@0<\nstage 1  F0@0"
-    )
 
 
 # --- extra warm-up ---------------------------------------------------------------------------------------------------
@@ -307,10 +279,6 @@ def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(extra, grad
             for batch in range(2, 5):
                 first_reader = min(place[a] for a in row if a.kind == "F" and a.version == batch + 1)
                 assert place[Action("R", batch, batch)] < place[Action("S", batch, batch + 1)] < first_reader
-
-
-def test_extra_warmup_of_one_stage_is_none():
-    assert lists(TwoBW(extra_warmup=(2,)), Shape(1, 2, 0, 3)) == lists(TwoBW(), Shape(1, 2, 0, 3))
 
 
 # --- synchronous start -----------------------------------------------------------------------------------------------
