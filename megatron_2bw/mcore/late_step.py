@@ -90,29 +90,24 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class BatchEnd:
-    """What the stage knows of a batch after its last backward.
+class Job:
+    """A batch's step, as the training thread hands it over.
 
+    target      the weight store that it writes
+    scale       of the batch's losses
     tokens      unmasked tokens of the batch on this stage, an int tensor of one element, with per-token loss
     stats       called in the step's thread
     correction  of the working copy of W(batch + 1); None if batches without delay read W(batch + 1)
     """
 
-    tokens: torch.Tensor | None
-    stats: Callable[[], StageStats]
-    correction: Correction | None
-
-
-@dataclass(frozen=True)
-class Job:
-    """A batch's step, as the training thread hands it over. It writes to the weight store `target`."""
-
     batch: int
     target: int
     slot: Slot
     scale: torch.Tensor
-    end: BatchEnd
     wants_exit: bool
+    tokens: torch.Tensor | None
+    stats: Callable[[], StageStats]
+    correction: Correction | None
 
 
 class LateStep(LateUpdate):
@@ -140,13 +135,13 @@ class LateStep(LateUpdate):
         options: Options,
         resume: RunState,
         *,
-        end_batch: Callable[[int], BatchEnd],
+        end_batch: Callable[[int], tuple[torch.Tensor | None, Callable[[], StageStats], Correction | None]],
         complete: Callable[[StepResult], object],
         save_pending: Callable[[], bool | None] | None = None,
     ):
         """Every rank must make one at the same time, for its process groups.
 
-        end_batch     called at each REDUCE
+        end_batch     called at each REDUCE; returns the last three fields of the batch's Job
         complete      called in the training thread with each result
         save_pending  whether this rank has written its part of the checkpoint that is being saved; None if none is, on
                       all ranks alike
@@ -210,12 +205,12 @@ class LateStep(LateUpdate):
         batch = action.batch
         end, slot = self._end_batch(batch), self._slots.gradients_of(batch)
         wants_exit = self._wants_exit is not None and self._wants_exit()
-        return partial(self.run_job, Job(batch, target, slot, self.scales.current, end, wants_exit))
+        return partial(self.run_job, Job(batch, target, slot, self.scales.current, wants_exit, *end))
 
     def _complete(self, result: tuple[Job, StepResult, torch.Tensor]) -> bool:
         job, outcome, scale = result
         if self.working is not None:
-            self.working.in_store = job.end.correction is not None
+            self.working.in_store = job.correction is not None
         self.scales.complete(job.batch + 1, scale, outcome.loss_scale)
         self.has_stepped |= outcome.stepped
         self._report(outcome)
@@ -234,9 +229,9 @@ class LateStep(LateUpdate):
             if proxies.model.share_embeddings_and_output_weights:
                 self._groups.align_embedding_ranks()
             proxies.model.config.finalize_model_grads_func(
-                [proxies.model], job.end.tokens, pg_collection=self._groups.megatron
+                [proxies.model], job.tokens, pg_collection=self._groups.megatron
             )
-            stats = job.end.stats()
+            stats = job.stats()
             stages = self._groups.gather_over_pipeline([stats.waited, stats.elapsed, stats.memory])
             exit_requested, save_complete = self._ask_all(job.wants_exit)  # before the step: it waits for no rank then
             with proxies.in_optimizer(job.target), self.scales.unscaling_by(job.scale), self._precision():
@@ -261,7 +256,7 @@ class LateStep(LateUpdate):
     def _megatron_step(self, job: Job, views: list[torch.Tensor]) -> tuple[bool, Any, Any]:
         """Megatron's step, into the job's weight store, whose parameters are `views`."""
         if self.working is not None:
-            return self.working.step(self._megatron.step, views, job.end.correction or Correction())
+            return self.working.step(self._megatron.step, views, job.correction or Correction())
         self.stores.prepare(job.target)
         return self._megatron.step()
 

@@ -21,7 +21,7 @@ from megatron_2bw.core import InPlaceUpdate, Pipeline, Recorder, StashedUpdate, 
 from megatron_2bw.core.groups import streams_warning
 from megatron_2bw.core.p2p import connect_group
 from megatron_2bw.core.pipeline import WARM_UP
-from megatron_2bw.mcore.late_step import BatchEnd, LateStep, Options, StepResult
+from megatron_2bw.mcore.late_step import LateStep, Options, StepResult
 from megatron_2bw.mcore.log_lines import LogLines
 from megatron_2bw.mcore.stage import Call, MegatronStage
 from megatron_2bw.mcore.stage_times import Meeting, StageClock
@@ -255,12 +255,12 @@ class MegatronRuntime:
         stepped = self.late is None or self.late.has_stepped
         return stepped and iteration - self.pipeline.shape.first >= WARM_UP
 
-    def _end_batch(self, batch: int) -> BatchEnd:
+    def _end_batch(self, batch: int) -> tuple:
         tokens = self._stage.end_batch(batch)
         correction = self.options.correction if self.schedule.reads_late(batch + 1) else None
         if correction is not None:
             correction = correction.at(batch / self.pipeline.shape.end)
-        return BatchEnd(tokens, self._clock.stats_later(self.late.defer), correction)
+        return tokens, self._clock.stats_later(self.late.defer), correction
 
     def _complete(self, result: StepResult) -> None:
         self.exit_requested |= result.exit_requested

@@ -189,6 +189,11 @@ def test_text_round_trip():
         parse("F0@0 X1@2")
 
 
+def test_too_few_microbatches():
+    with pytest.raises(ScheduleError, match="2bw needs at least 4 microbatches with 4 stages"):
+        validate(TWO_BW, Shape(4, 3, 0, 2))
+
+
 GOOD = ("F0@0 F1@0 B0@0 B1@0 R0@0 S0@1", "F0@0 B0@0 F1@0 B1@0 R0@0 S0@1")
 FAULTS = {
     "deadlock": (("F0@0 B0@0 F1@0 B1@0 R0@0 S0@1", "F0@0 F1@0 B0@0 B1@0 R0@0 S0@1"), "deadlock: B0@0 waits"),
