@@ -36,8 +36,6 @@ def get_forward_backward_func(*args, **kwargs):
 
 def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
     """Megatron-core's function of this name; the runtime takes over the optimizer's step."""
-    optimizer = megatron_optimizer(config, model_chunks, *args, **kwargs)
     runtime = _runtime()
-    if runtime is not None:
-        runtime.attach(model_chunks, optimizer)
-    return optimizer
+    make = megatron_optimizer if runtime is None else runtime.make_optimizer(megatron_optimizer)
+    return make(config, model_chunks, *args, **kwargs)

@@ -84,10 +84,15 @@ def replaced() -> list:
     """All rows of patches.py."""
     cpu.install()
     from megatron_2bw.mcore import patches
-    from megatron_2bw.mcore.loop import Loop
+    from megatron_2bw.mcore.runtime import MegatronRuntime
 
-    loop = Loop(None)
-    made = (patches.for_schedule(loop), patches.for_log(loop), patches.for_late_step(loop), patches.for_checkpoints())
+    runtime = MegatronRuntime(None, None)
+    made = (
+        patches.for_schedule(runtime),
+        patches.for_log(runtime),
+        patches.for_late_step(runtime),
+        patches.for_checkpoints(),
+    )
     return [row for rows in (*made, patches.repairs(), patches.for_cpu()) for row in rows]
 
 

@@ -52,19 +52,17 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
     """
     from megatron_2bw import guard
     from megatron_2bw.mcore import patches
-    from megatron_2bw.mcore.loop import Loop
 
     runtime = None if args.pipeline_schedule == "megatron" else make_runtime(args)
     rows = [*patches.repairs(), *patches.for_checkpoints(runtime)]
     if hooks and cpu.installed():
         rows += patches.for_cpu()
     if runtime is not None:
-        loop = Loop(runtime)
-        rows += patches.for_log(loop)
+        rows += patches.for_log(runtime)
         if hooks:
-            rows += patches.for_schedule(loop)
+            rows += patches.for_schedule(runtime)
         if runtime.schedule.late_step:
-            rows += patches.for_late_step(loop)
+            rows += patches.for_late_step(runtime)
     guard.apply(rows)
     if args.save and args.rank == 0:
         owner.hold(args.save)

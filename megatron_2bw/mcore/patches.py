@@ -1,6 +1,6 @@
 """Every name of Megatron that this project rebinds, with the reason: for its schedules, for the CPU, and repairs.
 
-Rows only: `guard.py` checks and rebinds, `loop.py`, `repairs.py` and `checkpoints/` hold the replacements.
+Rows only: `guard.py` checks and rebinds, `runtime.py`, `repairs.py` and `checkpoints/` hold the replacements.
 docs/upstream.md has each repair's fault, and how Megatron could mend it.
 """
 
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_2bw import cpu
 from megatron_2bw.checkpoints import folder, save_workers
 from megatron_2bw.flags import rehearsal
 from megatron_2bw.guard import Patch, row
 from megatron_2bw.mcore import repairs as repair
-from megatron_2bw.mcore.loop import Loop, first_argument
+
+if TYPE_CHECKING:
+    from megatron_2bw.mcore.runtime import MegatronRuntime
 
 CORE, TORCH_FORMAT = "megatron.core", "torch.distributed.checkpoint"
 STRATEGIES = f"{CORE}.dist_checkpointing.strategies"
@@ -29,24 +31,24 @@ GROUPS = "tp_group pp_group dp_cp_group dp_group"
 # --- for the schedules --------------------------------------------------------------------------------------------
 
 
-def for_schedule(loop: Loop) -> list[Patch]:
+def for_schedule(runtime: MegatronRuntime) -> list[Patch]:
     """The two hooks of a schedule, which a patched source checkout has in its source."""
     return [
         in_loop(
             "get_forward_backward_func(pp_size vp_size schedule_pg_collection)",
             "the training loop looks its schedule up here",
-            loop.schedule,
+            lambda original: lambda *args, **kwargs: runtime.forward_backward,
         ),
         in_loop(
             "get_megatron_optimizer(config model_chunks config_overrides use_gloo_process_groups pg_collection "
             "dump_param_to_param_group_map)",
             "the optimizer's step writes the weight version that the schedule names",
-            loop.attach,
+            runtime.make_optimizer,
         ),
     ]
 
 
-def for_log(loop: Loop) -> list[Patch]:
+def for_log(runtime: MegatronRuntime) -> list[Patch]:
     """The stages' stats in the log lines."""
     return [
         in_loop(
@@ -54,13 +56,13 @@ def for_log(loop: Loop) -> list[Patch]:
             "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection "
             "is_first_iteration seqlen_squared_sum_in_batch total_real_tokens_in_batch)",
             "the stages report there; with a late step a line is written when its step is complete",
-            loop.log,
+            runtime.add_line,
         ),
-        in_loop("print_rank_last(message)", "waiting times and memory join the line", loop.print_line),
+        in_loop("print_rank_last(message)", "waiting times and memory join the line", runtime.print_line),
     ]
 
 
-def for_late_step(loop: Loop) -> list[Patch]:
+def for_late_step(runtime: MegatronRuntime) -> list[Patch]:
     """With a late step nothing in the training loop may wait for another stage."""
     everywhere = "each stage has the value already; the reduction would make it wait for all others"
     reads, run = "it reads all weights", "model optimizer opt_param_scheduler"
@@ -68,25 +70,29 @@ def for_late_step(loop: Loop) -> list[Patch]:
         in_loop(
             "get_optimizer_param_scheduler(optimizer)",
             "learning rate and weight decay advance with the steps, which come later",
-            loop.attach_scheduler,
+            runtime.make_scheduler,
         ),
-        in_loop("logical_and_across_model_parallel_group(input group)", everywhere, first_argument),
-        in_loop("reduce_max_stat_across_model_parallel_group(stat group)", everywhere, first_argument),
-        in_loop("calc_params_l2_norm(model force_create_fp32_copy)", reads, loop.sync_first),
-        in_loop("check_param_hashes_across_dp_replicas(model cross_check)", reads, loop.sync_first),
+        in_loop("logical_and_across_model_parallel_group(input group)", everywhere, lambda original: _given),
+        in_loop("reduce_max_stat_across_model_parallel_group(stat group)", everywhere, lambda original: _given),
+        in_loop("calc_params_l2_norm(model force_create_fp32_copy)", reads, runtime.sync_first),
+        in_loop("check_param_hashes_across_dp_replicas(model cross_check)", reads, runtime.sync_first),
         in_loop(
             f"save_checkpoint_and_time(iteration {run} num_floating_point_operations_so_far checkpointing_context "
             "non_persistent_ckpt train_data_iterator)",
             "a checkpoint holds the newest weights",
-            loop.save,
+            runtime.save,
         ),
         in_loop(
             f"checkpoint_and_decide_exit({run} iteration num_floating_point_operations_so_far checkpointing_context "
             "train_data_iterator)",
             "a run that ends has logged all its iterations; signals and the time limit need no collective",
-            loop.decide_exit,
+            runtime.decide_exit,
         ),
     ]
+
+
+def _given(value: Any, group: Any = None) -> Any:
+    return value
 
 
 def for_checkpoints(runtime: Any = None) -> list[Patch]:

@@ -1,26 +1,27 @@
 """Runs one stage of a schedule on Megatron's training loop.
 
-Invariant: outside of an iteration the parameters are bound to the newest complete weights, or a step is pending that
-`wait_step` completes.
+Invariants: outside of an iteration the parameters are bound to the newest complete weights, or a step is pending that
+`wait_step` completes; with a late step nothing in the loop waits for another stage.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
-from megatron.training import print_rank_0
+from megatron.training import get_args, print_rank_0
 
 from megatron_2bw.checkpoints.state import RunState
 from megatron_2bw.core import InPlaceUpdate, Pipeline, Recorder, StashedUpdate, Update, WeightStores, connect
 from megatron_2bw.core.groups import streams_warning
 from megatron_2bw.core.p2p import connect_group
 from megatron_2bw.core.pipeline import WARM_UP
+from megatron_2bw.guard import arguments, around
 from megatron_2bw.mcore.late_step import LateStep, Options, StepResult
 from megatron_2bw.mcore.log_lines import LogLines
 from megatron_2bw.mcore.stage import Call, MegatronStage
@@ -50,11 +51,14 @@ class MegatronRuntime:
         self._resume = RunState()
         self._scheduler: Any = None
         self._step_result: tuple = ()
+        self._hidden: tuple | None = None  # exit flags as they were given, while `decide_exit` hides them
 
-    # Megatron calls the following.
+    # Replacements of Megatron's functions (patches.py); their first argument is the original.
 
-    def attach(self, model: list[torch.nn.Module], optimizer: Any) -> None:
-        """Take over the stage's weights and the optimizer's step. Called once, before a checkpoint is loaded."""
+    @around
+    def make_optimizer(self, make: Callable, config: Any, model: list, *args: Any, **kwargs: Any) -> Any:
+        """Take over the stage's weights and the optimizer's step, before a checkpoint is loaded."""
+        optimizer = make(config, model, *args, **kwargs)
         self._optimizer, self._megatron_step = optimizer, optimizer.step
         optimizer.step = self.step
         if self.schedule.late_step:  # the training loop takes the method before the first iteration
@@ -68,10 +72,47 @@ class MegatronRuntime:
                 f"> {self.schedule.name}: gradient norm, clipping and inf check are per stage; "
                 "the logged grad norm is the largest stage's"
             )
+        return optimizer
 
-    def attach_scheduler(self, scheduler: Any) -> None:
+    @around
+    def make_scheduler(self, make: Callable, optimizer: Any) -> Any:
         """Take over the scheduler of learning rate and weight decay."""
-        self._scheduler = scheduler
+        self._scheduler = make(optimizer)
+        return self._scheduler
+
+    @around
+    def add_line(self, training_log: Callable, *args: Any, **kwargs: Any) -> bool:
+        return self.log.add(training_log, arguments(training_log, args, kwargs))
+
+    @around
+    def print_line(self, print_rank_last: Callable, message: str) -> None:
+        print_rank_last(self.log.line(message) if self.log else message)
+
+    @around
+    def sync_first(self, read_weights: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.sync_weights()
+        return read_weights(*args, **kwargs)
+
+    @around
+    def save(self, save_checkpoint: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.sync_weights()
+        # A checkpoint holds the arguments.
+        with contextlib.nullcontext() if self._hidden is None else _exit_flags(*self._hidden):
+            return save_checkpoint(*args, **kwargs)
+
+    @around
+    def decide_exit(self, checkpoint_and_decide_exit: Callable, *args: Any, **kwargs: Any) -> bool:
+        # Megatron asks all ranks in every iteration; here the late step has asked them in the background.
+        with contextlib.nullcontext() if self.exit_requested else _exit_flags(False, None) as self._hidden:
+            try:
+                leave = checkpoint_and_decide_exit(*args, **kwargs)
+            finally:
+                self._hidden = None
+        if leave:
+            self.sync_weights()
+        return leave
+
+    # Megatron calls the following.
 
     def forward_backward(self, *, forward_only: bool = False, **values: Any) -> list[dict[str, torch.Tensor]]:
         """One training iteration, called as Megatron's schedules are (see `Call`). Evaluation is Megatron's own.
@@ -266,3 +307,15 @@ class MegatronRuntime:
         self.exit_requested |= result.exit_requested
         self.save_complete |= result.save_complete
         self.log.completed(result)
+
+
+@contextlib.contextmanager
+def _exit_flags(signal_handler: bool, minutes: int | None) -> Iterator[tuple]:
+    """--exit-signal-handler and --exit-duration-in-mins with other values; yields what they were."""
+    args = get_args()
+    asked = args.exit_signal_handler, args.exit_duration_in_mins
+    args.exit_signal_handler, args.exit_duration_in_mins = signal_handler, minutes
+    try:
+        yield asked
+    finally:
+        args.exit_signal_handler, args.exit_duration_in_mins = asked

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_2bw import cpu, guard
 from megatron_2bw.mcore import patches, repairs
-from megatron_2bw.mcore.loop import Loop
+from megatron_2bw.schedules import SCHEDULES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,32 +21,31 @@ def megatron_on_cpu():
     cpu.uninstall()
 
 
-class Runtime:
-    forward_backward = staticmethod(lambda: "ours")
-    finished = 0
-    exit_requested = False
+@pytest.fixture
+def runtime(monkeypatch):
+    """Of a late step. `finished` counts how often it completes a pending one."""
+    from megatron_2bw.mcore import runtime
 
-    def sync_weights(self):
-        self.finished += 1
+    class Runtime(runtime.MegatronRuntime):
+        forward_backward = staticmethod(lambda: "ours")
+        finished = 0
 
+        def sync_weights(self):
+            self.finished += 1
 
-def all_patches() -> list[guard.Patch]:
-    runtime = Runtime()
-    return [
-        *patches.repairs(),
-        *patches.for_cpu(),
-        *patches.for_schedule(Loop(runtime)),
-        *patches.for_log(Loop(runtime)),
-        *patches.for_late_step(Loop(runtime)),
-        *patches.for_checkpoints(runtime),
-    ]
+    made = Runtime(SCHEDULES["2bw"], None)
+    made.args = argparse.Namespace(exit_signal_handler=True, exit_duration_in_mins=5)
+    monkeypatch.setattr(runtime, "get_args", lambda: made.args)
+    return made
 
 
-def test_apply_and_undo():
+def test_apply_and_undo(runtime):
     from megatron.training import training
 
     before = training.get_forward_backward_func, training.initialize_megatron
-    undo = guard.apply(all_patches())
+    rows = (patches.repairs(), patches.for_cpu(), patches.for_schedule(runtime), patches.for_checkpoints(runtime))
+    late = (patches.for_log(runtime), patches.for_late_step(runtime))
+    undo = guard.apply([row for some in (*rows, *late) for row in some])
     assert training.get_forward_backward_func()() == "ours"
     assert training.initialize_megatron.keywords == {"allow_no_cuda": True}
     undo()
@@ -89,32 +88,20 @@ def test_compile_helpers_compiles_only_in_a_source_checkout(monkeypatch):
     assert calls == ["make"]
 
 
-def late(runtime: Runtime, name: str):
-    loop = Loop(runtime)
-    (patch,) = [patch for patch in (*patches.for_log(loop), *patches.for_late_step(loop)) if patch.name == name]
-    return patch.replace
-
-
-def test_what_reads_the_newest_weights_finishes_the_step_first():
-    runtime = Runtime()
-    for name in ("calc_params_l2_norm", "check_param_hashes_across_dp_replicas", "save_checkpoint_and_time"):
+def test_what_reads_the_newest_weights_finishes_the_step_first(runtime):
+    for replace in (runtime.sync_first, runtime.save):
         before = runtime.finished
-        assert late(runtime, name)(lambda *args: runtime.finished)("model") == before + 1
+        assert replace(lambda *args: runtime.finished)("model") == before + 1
 
 
-def test_ranks_are_not_asked_to_exit_until_one_wants_to_exit(monkeypatch):
+def test_ranks_are_not_asked_to_exit_until_one_wants_to_exit(runtime):
     """A checkpoint holds the flags as they were given."""
-    import megatron.training
-
-    runtime, args = Runtime(), argparse.Namespace(exit_signal_handler=True, exit_duration_in_mins=5)
-    monkeypatch.setattr(megatron.training, "get_args", lambda: args)
     seen = []
 
     def flags():
-        seen.append((args.exit_signal_handler, args.exit_duration_in_mins))
+        seen.append((runtime.args.exit_signal_handler, runtime.args.exit_duration_in_mins))
 
-    made = {patch.name: patch.replace for patch in patches.for_late_step(Loop(runtime))}
-    save = made["save_checkpoint_and_time"](flags)
+    save = runtime.save(flags)
 
     def decide():
         flags()
@@ -123,19 +110,18 @@ def test_ranks_are_not_asked_to_exit_until_one_wants_to_exit(monkeypatch):
         raise RuntimeError("in the save")
 
     with pytest.raises(RuntimeError):
-        made["checkpoint_and_decide_exit"](decide)()
+        runtime.decide_exit(decide)()
     save()
     assert seen == [(False, None), (True, 5), (False, None), (True, 5)] and runtime.finished == 2
     runtime.exit_requested = True
-    made["checkpoint_and_decide_exit"](flags)()
+    runtime.decide_exit(flags)()
     assert seen[4:] == [(True, 5)]
 
 
-def test_a_run_that_leaves_finishes_its_step():
-    runtime = Runtime()
+def test_a_run_that_leaves_finishes_its_step(runtime):
     runtime.exit_requested = True
-    assert late(runtime, "checkpoint_and_decide_exit")(lambda: False)() is False and runtime.finished == 0
-    assert late(runtime, "checkpoint_and_decide_exit")(lambda: True)() is True and runtime.finished == 1
+    assert runtime.decide_exit(lambda: False)() is False and runtime.finished == 0
+    assert runtime.decide_exit(lambda: True)() is True and runtime.finished == 1
 
 
 def test_a_patched_checkout_leaves_megatrons_own_schedule_alone(monkeypatch):
