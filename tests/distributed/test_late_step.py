@@ -156,36 +156,12 @@ def test_per_token_loss_with_uneven_masks(flags):
     assert not torch.equal(torch.stack(unmasked.losses), torch.stack(expected.losses)), "the masks must do something"
 
 
-def train_with_sequence_parallelism(rank: int, argv: list[str]) -> Run:
-    """Megatron's local layers wrap torch's LayerNorm, which refuses sequence parallelism only because nobody marks
-    its parameters; marked as Megatron's fused LayerNorm marks them, it works."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    from megatron_2bw.flags import unsupported
-
-    make = WrappedTorchNorm.__new__
-
-    def marked(cls, config, *args, **kwargs):
-        wanted, config.sequence_parallel = config.sequence_parallel, False
-        try:
-            norm = make(cls, config, *args, **kwargs)
-        finally:
-            config.sequence_parallel = wanted
-        for param in norm.parameters():
-            param.sequence_parallel = wanted
-        return norm
-
-    WrappedTorchNorm.__new__ = marked
-    unsupported.UNSUPPORTED = tuple(rule for rule in unsupported.UNSUPPORTED if rule.flag != "--sequence-parallel")
-    return train(rank, argv)
-
-
 @pytest.mark.parametrize("flags", [(), ("--use-distributed-optimizer",)], ids=" ".join)
 def test_sequence_parallelism(flags):
     """The layer norms' gradients are summed over the tensor ranks, in the late step's own group."""
     flags = (UNTIED, "--disable-bias-linear", *flags)
     argv = command(2, 2, "2bw", *flags, "--sequence-parallel", tensor_model_parallel_size=2)
-    runs = run_world(4, train_with_sequence_parallelism, argv)
+    runs = run_pipeline(argv, 4)
     expected = run_pipeline(command(2, 2, "2bw", *flags, tensor_model_parallel_size=2), 4)
     assert torch.allclose(torch.stack(runs[-1].losses), torch.stack(expected[-1].losses), rtol=1e-6)
     assert runs[0].grad_norms == pytest.approx(expected[0].grad_norms, rel=1e-5)
