@@ -53,6 +53,7 @@ def parse(early: argparse.Namespace, stop: Stop) -> argparse.Namespace:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_2bw import cpu, guard
+    from megatron_2bw.flags.early import remember
     from megatron_2bw.flags.rehearsal import rehearse
     from megatron_2bw.mcore import patches
 
@@ -60,6 +61,8 @@ def parse(early: argparse.Namespace, stop: Stop) -> argparse.Namespace:
     parsers: list[argparse.ArgumentParser] = []
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if os.environ.get("RANK", "0") == "0":
+            remember(parser)
         parsers.append(prepare(parser, early, stop))
         parse_args = parser.parse_args
 

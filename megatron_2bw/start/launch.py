@@ -32,8 +32,8 @@ def launch(task: str) -> None:
     except UserError as error:
         stop(str(error))
     name = task.rpartition(".")[2]
-    if lines := early.mistakes(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))):
-        stop(*lines)
+    if line := early.mistake(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))):
+        stop(line)
     screen.begin(sys.argv[1:])
     if (line := shared_store(os.environ)) and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         stop(line)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.errors import Parser, UserError, report, usage_error
+from megatron_2bw.errors import Parser, UserError, usage_error
 from megatron_2bw.files import read_yaml
 from megatron_2bw.flags import early
 from megatron_2bw.flags.own import whole
@@ -25,6 +25,7 @@ from megatron_2bw.words import expand_files, flag_of, groups, merged, split_by
 
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 OWN = ("-h", "--help", "--nproc", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--dry-run")
+DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL, of AMD
 DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
 
 EVALUATE = (
@@ -160,10 +161,8 @@ def _run(prog: str, known: argparse.Namespace, flags: list[str], gpus: int | Non
     nnodes, node, first = _hosts(prog, known)
     nproc = known.nproc or (-(-gpus // nnodes) if gpus else _product(flags))
     flags = merged(_without_libraries(flags), flags)
-    if lines := early.mistakes(flags, known.task, nproc * nnodes):
-        for line in lines:
-            report(prog, line)
-        return 2
+    if line := early.mistake(flags, known.task, nproc * nnodes):
+        usage_error(prog, line)
     port = known.master_port or 29500
     several = f"--nnodes {nnodes} --node-rank {node} --master-addr {first} --master-port {port}".split()
     command = [*torchrun(nproc, known.task, *(several if nnodes > 1 else ())), *flags]
@@ -187,7 +186,7 @@ def _product(flags: Sequence[str]) -> int:
 
 def _without_libraries(flags: Sequence[str]) -> list[str]:
     """Flags for a GPU host without Transformer Engine or Apex, where their absence would end the run."""
-    if True in early.assumptions(flags) or any(word.startswith("--transformer-impl") for word in flags):
+    if not any(map(os.path.exists, DRIVERS)) or any(word.startswith("--transformer-impl") for word in flags):
         return []
     if not installed("transformer_engine"):
         print(f"> without Transformer Engine: {' '.join(PLAIN_TORCH)}", flush=True)

@@ -38,10 +38,10 @@ def model_provider(
 ) -> BertModel:
     """This stage of the model, of Megatron's local layers or Transformer Engine's."""
     args = get_args()
-    if args.spec is not None:
-        layer = import_module(args.spec)
-    elif args.transformer_impl == "local":
+    if args.spec == ["local"] or args.spec is None and args.transformer_impl == "local":
         layer = bert_layer_local_spec
+    elif args.spec is not None:
+        layer = import_module(args.spec)
     else:
         layer = get_bert_layer_with_transformer_engine_spec()
     model = BertModel(
