@@ -61,7 +61,7 @@ def parse(early: argparse.Namespace, stop: Stop) -> argparse.Namespace:
     parsers: list[argparse.ArgumentParser] = []
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if os.environ.get("RANK", "0") == "0":
+        if first:
             remember(parser)
         parsers.append(prepare(parser, early, stop))
         parse_args = parser.parse_args
