@@ -45,15 +45,16 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
     return early
 
 
-def parse(early: argparse.Namespace, stop: Stop) -> argparse.Namespace:
+def parse(
+    early: argparse.Namespace, stop: Stop, read: Callable[[argparse.ArgumentParser], object] = id
+) -> argparse.Namespace:
     """Megatron's arguments and this project's, parsed, validated and set globally by Megatron.
 
-    Calls `stop` with one line if anything is wrong.
+    Calls `stop` with one line if anything is wrong. The first rank calls `read` with Megatron's own parser.
     """
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_2bw import cpu, guard
-    from megatron_2bw.flags.early import remember
     from megatron_2bw.flags.rehearsal import rehearse
     from megatron_2bw.mcore import patches
 
@@ -62,7 +63,7 @@ def parse(early: argparse.Namespace, stop: Stop) -> argparse.Namespace:
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if first:
-            remember(parser)
+            read(parser)
         parsers.append(prepare(parser, early, stop))
         parse_args = parser.parse_args
 

@@ -51,7 +51,7 @@ def launch(task: str) -> None:
     from megatron_2bw import guard
     from megatron_2bw.mcore import install
 
-    args = parse.parse(ours, stop)
+    args = parse.parse(ours, stop, early.remember)
     if "MASTER_ADDR" not in os.environ:
         stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
     try:
