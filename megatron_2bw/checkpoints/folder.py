@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_2bw.checkpoints import owner
 from megatron_2bw.files import write_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -63,7 +62,6 @@ class _Tracker(io.StringIO):
         self.close()
         if kind is not None:
             return
-        owner.check(self._path.parent)  # an asynchronous save has begun long ago
         write_whole(self._path, partial(self._write, text))
         _delete_leftovers(self._path.parent)
 

@@ -27,7 +27,6 @@ from megatron.training import async_utils, get_args
 from megatron.training.async_utils import is_empty_async_queue
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_2bw.checkpoints import owner
 from megatron_2bw.checkpoints.folder import latest_iteration, restore_old, same_folder, set_aside_old, source
 from megatron_2bw.checkpoints.loadable import obstacle
 from megatron_2bw.checkpoints.optimizer_state import (
@@ -146,10 +145,8 @@ class Checkpoints:
         values, folder = arguments(save_checkpoint, args, kwargs), get_args().save
         complete_optimizer(values["optimizer"])  # the torch format reads it before generate_state_dict
         with _write_errors():
-            if dist.get_rank() == 0:
-                owner.hold(folder)
-                if not values["non_persistent_ckpt"] and "://" not in folder:
-                    set_aside_old(folder, values["iteration"])
+            if dist.get_rank() == 0 and not values["non_persistent_ckpt"] and "://" not in folder:
+                set_aside_old(folder, values["iteration"])
             dist.barrier()  # before any rank writes
             save_checkpoint(*args, **kwargs)
 
@@ -174,7 +171,6 @@ class Checkpoints:
         """load_checkpoint: also give the runtime its state."""
         flag, folder = source(get_args())
         if same_folder(get_args().load, get_args().save) and dist.get_rank() == 0:
-            owner.hold(get_args().save)
             restore_old(get_args().save)
         if dist.get_rank() == 0 and folder and writable_by_all(folder):
             print(f"> {flag} {folder}: every user can exchange the files there (chmod o-w)", flush=True)

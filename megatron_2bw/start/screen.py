@@ -35,7 +35,7 @@ class _Stream:
 
     def __init__(self, screen: int, verbose: bool):
         self._screen, self._verbose, self._lost = screen, verbose, False
-        self._begun = threading.local()  # the line that a thread has begun
+        self._begun: dict[int, str] = {}  # the line that a thread has begun
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_record, name)
@@ -43,7 +43,8 @@ class _Stream:
     def write(self, text: str) -> int:
         with suppress(OSError):
             _record.write(text)
-        *lines, self._begun.text = (getattr(self._begun, "text", "") + text).split("\n")
+        thread = threading.get_ident()
+        *lines, self._begun[thread] = (self._begun.get(thread, "") + text).split("\n")
         if shown := "".join(f"{line}\n" for line in lines if self._verbose or SHOWN.match(line)):
             try:
                 os.write(self._screen, shown.encode())
@@ -85,7 +86,7 @@ def place() -> str:
 
 def record(error: BaseException) -> None:
     """Write the traceback to this rank's file; on the screen only with --verbose."""
-    if _record is None or sys.stderr._verbose:
+    if _record is None or "--verbose" in sys.argv:
         traceback.print_exception(error)
     else:
         traceback.print_exception(error, file=_record)
