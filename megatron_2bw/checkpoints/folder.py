@@ -131,6 +131,14 @@ def _is_whole(checkpoint: Path) -> bool:
     return last or any(checkpoint.glob("mp_rank_*/*.pt"))
 
 
+def root(error: BaseException) -> BaseException:
+    """The system's error behind an error of torch's stream writer, or the error itself."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
+
+
 # --- reading ------------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from megatron.training import async_utils, get_args
 from megatron.training.async_utils import is_empty_async_queue
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_2bw.checkpoints.folder import latest_iteration, restore_old, same_folder, set_aside_old, source
+from megatron_2bw.checkpoints.folder import latest_iteration, restore_old, root, same_folder, set_aside_old, source
 from megatron_2bw.checkpoints.loadable import obstacle
 from megatron_2bw.checkpoints.optimizer_state import (
     complete_optimizer,
@@ -36,7 +36,6 @@ from megatron_2bw.checkpoints.optimizer_state import (
     number_groups,
     unshare_steps,
 )
-from megatron_2bw.checkpoints.save_workers import root
 from megatron_2bw.checkpoints.unpickle import Refused, writable_by_all
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags.correction import Correction, parse

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_2bw import cpu
-from megatron_2bw.checkpoints import folder, save_workers
+from megatron_2bw.checkpoints import folder
 from megatron_2bw.flags import rehearsal
 from megatron_2bw.guard import Patch, row
 from megatron_2bw.mcore import repairs as repair
@@ -221,7 +221,7 @@ def repairs() -> list[Patch]:
             f"{STRATEGIES}.filesystem_async",
             "get_write_results_queue(mp_mode)",
             "it starts a process for every rank, which outlives a rank that is killed and keeps its output open",
-            lambda original: save_workers.results_queue,
+            repair.queue_in_process,
         ),
         row(
             f"{STRATEGIES}.filesystem_async",

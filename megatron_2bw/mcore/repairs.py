@@ -5,10 +5,11 @@ and that of a method has the object, `self`, as its second.
 from __future__ import annotations
 
 import itertools
+import queue
 from collections.abc import Callable
 from typing import Any
 
-from megatron_2bw.checkpoints import save_workers, unpickle
+from megatron_2bw.checkpoints import folder, unpickle
 from megatron_2bw.guard import around
 
 
@@ -80,11 +81,18 @@ def _unpadded(buffer) -> dict:
     }
 
 
+def queue_in_process(get_results_queue: Callable) -> Callable:
+    """A save that is not asynchronous puts and gets in one process."""
+    from megatron.training import get_args
+
+    return lambda mp_mode="spawn": get_results_queue(mp_mode) if get_args().async_save else queue.Queue()
+
+
 @around
 def raise_cause(write_preloaded_data: Callable, *args: Any, **kwargs: Any) -> Any:
     output = write_preloaded_data(*args, **kwargs)
     if kwargs["results_queue"] is None and output is not None and isinstance(output[1], Exception):
-        raise save_workers.root(output[1])  # caught by the caller, which passes its text on
+        raise folder.root(output[1])  # caught by the caller, which passes its text on
     return output
 
 

@@ -1,19 +1,14 @@
-"""Whose error is a cause and whose an effect, and what is said at the end; helpers do not outlive their rank."""
+"""Whose error is a cause and whose an effect, and what is said at the end."""
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_2bw.checkpoints.save_workers import results_queue
 from megatron_2bw.errors import UserError
 from megatron_2bw.start import exits
 
@@ -114,40 +109,3 @@ def test_a_rank_that_cannot_leave_is_ended(tmp_path):
     )
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert run.returncode == -signal.SIGALRM and "ValueError: here" in run.stderr
-
-
-# --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def rank(numbers) -> None:
-    """A rank with an asynchronous save: it starts its helper and waits to be killed."""
-    import megatron.training
-
-    megatron.training.get_args = lambda: SimpleNamespace(async_save=True)
-    results = results_queue("fork")
-    results.put({"written": 1})
-    assert results.get_nowait() == {"written": 1}
-    numbers.put([child.pid for child in psutil.Process().children()])
-    signal.pause()
-
-
-def test_the_helper_of_a_killed_rank_ends():
-    context = multiprocessing.get_context("fork")
-    numbers = context.Queue()
-    process = context.Process(target=rank, args=(numbers,))
-    process.start()
-    try:
-        (number,) = numbers.get(timeout=60)
-        helper = psutil.Process(number)
-        assert helper.is_running()
-    finally:
-        process.kill()
-        process.join()
-    assert psutil.wait_procs([helper], timeout=20)[1] == []
-
-
-def test_a_save_in_the_rank_itself_needs_no_helper(monkeypatch):
-    import megatron.training
-
-    monkeypatch.setattr(megatron.training, "get_args", lambda: SimpleNamespace(async_save=False))
-    assert isinstance(results_queue(), queue.Queue)
