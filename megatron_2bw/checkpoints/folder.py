@@ -168,73 +168,46 @@ def problem(
 
     Checks the sizes of all files, not their content.
     """
-    if not step:
-        text = Path(folder, TRACKER).read_text(errors="replace").strip()
-        if text != "release" and not text.isdecimal():
-            return f"{TRACKER} says {text[:40]!r}, which is no iteration: {_others(folder, None)}"
-        which = text if text == "release" else checkpoint_name(int(text))
-    else:
-        which = checkpoint_name(step)
-    checkpoint = Path(folder, which)
-    aside = Path(folder, ASIDE + which)
-    if aside.is_dir() and not ours:
-        return (
-            f"{which} is being saved again, or a run was killed during that: a run that has it as --save too repairs it"
-        )
+    text = str(step or Path(folder, TRACKER).read_text(errors="replace").strip())
+    which = checkpoint_name(int(text)) if text.isdecimal() else text
+    checkpoint, aside = Path(folder, which), Path(folder, ASIDE + which)
+    others = [str(number) for number in saved_iterations(folder) if checkpoint_name(number) != which][-5:]
+    remedy = f"load another with --ckpt-step N, whole ones are {', '.join(others)}" if others else "there is no other"
+    if not (text.isdecimal() or text == "release"):
+        return f"{TRACKER} says {text[:40]!r}, which is no iteration: {remedy}"
     if aside.is_dir():
+        if not ours:
+            return f"{which} is being saved again, or a run was killed during that: a run with it as --save repairs it"
         checkpoint = aside
     if not checkpoint.is_dir():
-        return f"there is no {which}: {_others(folder, checkpoint)}"
-    if kind in ("torch_dcp", "fsdp_dtensor"):
-        return None  # in these formats no file is written last
-    damage = _damage(checkpoint)
-    return damage and f"{which} {damage}: {_others(folder, checkpoint)}"
-
-
-def _others(folder: str | os.PathLike, checkpoint: Path | None) -> str:
-    whole = [
-        number
-        for number in saved_iterations(folder)
-        if checkpoint is None or checkpoint_name(number) != checkpoint.name
-    ]
-    if not whole:
-        return "there is no other to load"
-    return f"load another with --ckpt-step N, whole ones are {', '.join(map(str, whole[-5:]))}"
+        return f"there is no {which}: {remedy}"
+    damage = None if kind in ("torch_dcp", "fsdp_dtensor") else _damage(checkpoint)  # these write no file last
+    return damage and f"{which} {damage}: {remedy}"
 
 
 def _damage(checkpoint: Path) -> str | None:
-    older = sorted(checkpoint.glob("mp_rank_*/*.pt"))
-    if older:
+    from megatron_2bw.checkpoints.unpickle import Refused, read_metadata
+
+    if older := sorted(checkpoint.glob("mp_rank_*/*.pt")):
         bad = [path for path in older if not zipfile.is_zipfile(path)]
         return f"is damaged ({bad[0].relative_to(checkpoint)} is cut short or no file of torch)" if bad else None
     try:
-        config = json.loads(Path(checkpoint, "metadata.json").read_text())
-    except FileNotFoundError:
-        return "was not written to its end, or not by Megatron (no file metadata.json)"
-    except ValueError:
-        return "is damaged (metadata.json)"
-    backend = config.get("sharded_backend") if isinstance(config, dict) else None
-    if backend not in ("torch_dist", "torch_dcp", "fsdp_dtensor"):
-        return f"is of another kind (sharded_backend {backend!r}); Megatron 0.19 reads torch_dist"
-    return _cut_short(checkpoint)
-
-
-def _cut_short(checkpoint: Path) -> str | None:
-    from megatron_2bw.checkpoints.unpickle import Refused, read_metadata
-
-    try:
+        backend = json.loads(Path(checkpoint, "metadata.json").read_text())["sharded_backend"]
+        if backend not in ("torch_dist", "torch_dcp", "fsdp_dtensor"):
+            return f"is of another kind (sharded_backend {backend!r}); Megatron 0.19 reads torch_dist"
         with open(checkpoint / ".metadata", "rb") as file:
             places = read_metadata(file).storage_data.values()
     except Refused as error:
         return f"is refused ({error})"
+    except FileNotFoundError as error:
+        return f"was not written to its end, or not by Megatron (no file {Path(error.filename).name})"
     except Exception as error:  # unpickling fails in many ways
-        return f"is damaged (.metadata: {type(error).__name__})"
+        return f"is damaged (metadata.json or .metadata: {type(error).__name__})"
     needed: dict[str, int] = {}
     for place in places:
         needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
     for path, size in sorted(needed.items()):
-        file = Path(checkpoint, path)
-        found = file.stat().st_size if file.is_file() else None
-        if found is None or found < size:
-            return f"is damaged ({path} {'is missing' if found is None else f'has {found} of {size} bytes'})"
+        found = Path(checkpoint, path).stat().st_size if Path(checkpoint, path).is_file() else 0
+        if found < size:
+            return f"is damaged ({path} has {found} of {size} bytes)"
     return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,9 @@ from megatron_2bw.checkpoints.optimizer_state import (
     number_groups,
     unshare_steps,
 )
-from megatron_2bw.checkpoints.unpickle import Refused, writable_by_all
+from megatron_2bw.checkpoints.unpickle import Refused
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags.correction import Correction, parse
-from megatron_2bw.flags.rule import value
 from megatron_2bw.guard import arguments, around
 
 KEY = "two_bw"
@@ -134,8 +133,6 @@ class Checkpoints:
         own = dict(state.pop(KEY, None) or {})
         self._tensors = {name: own.pop(name, None) or {} for name in COPIES}
         self._saved = own
-        values = arguments(load, args, kwargs)
-        check_head(values["args"], state, release=result[2])
         return result
 
     @around
@@ -171,8 +168,6 @@ class Checkpoints:
         flag, folder = source(get_args())
         if same_folder(get_args().load, get_args().save) and dist.get_rank() == 0:
             restore_old(get_args().save)
-        if dist.get_rank() == 0 and folder and writable_by_all(folder):
-            print(f"> {flag} {folder}: every user can exchange the files there (chmod o-w)", flush=True)
         dist.barrier()
         try:
             iteration, operations = load_checkpoint(ddp_model, optimizer, *args, **kwargs)
@@ -180,14 +175,6 @@ class Checkpoints:
             raise UserError(f"{flag} {folder}: {error}") from error
         except (CheckpointException, CheckpointingException) as error:  # the first is a BaseException
             raise UserError(f"{flag} {folder}: it does not fit this run: {_causes(error)}") from error
-        except AssertionError as error:
-            if "OptimizerParamScheduler" not in str(error):
-                raise
-            raise UserError(
-                f"{flag} {folder}: the learning rate's course is another than that of the checkpoint "
-                f"({error}): give --override-opt-param-scheduler to follow this command line, or "
-                "--use-checkpoint-opt-param-scheduler"
-            ) from error
         unshare_steps(optimizer)
         if self._runtime is not None and iteration > 0:
             self._resume(ddp_model, iteration)
@@ -288,52 +275,3 @@ def _causes(error: BaseException) -> str:
     failures = getattr(error, "failures", None) or {}
     texts = {str(cause[0] if isinstance(cause, tuple) else cause) for cause in failures.values()}
     return "; ".join(sorted(texts)) or str(error)
-
-
-# Flags that are the same in two runs of one model.
-_MODEL = """
-    --num-layers --hidden-size --num-attention-heads --ffn-hidden-size --kv-channels --position-embedding-type --swiglu
-    --normalization --untie-embeddings-and-output-weights --vocab-size
-""".split()
-
-
-def check_head(args: Any, head: dict, release: bool = False) -> None:
-    """A UserError if a run with `args` is of another model, or cannot load the optimizer state of the checkpoint.
-
-    head: the part that is read first. Megatron would find these only among the tensors and name no flag.
-    release: Megatron's name for a checkpoint of weights alone
-    """
-    then = head.get("args")
-    if then is None or args.finetune:
-        return
-    learned = ("--max-position-embeddings",) if args.position_embedding_type == "learned_absolute" else ()
-    for before, now in _changed(then, args, (*_MODEL, *learned)):
-        raise UserError(f"--load {args.load}: it was saved {before}, but this run is {now}")
-    if release or args.no_load_optim or value(then, "--no-save-optim"):
-        return
-    where = f"--load {args.load}: its optimizer state was saved"
-    out = "or start a fresh one with --no-load-optim"
-    halves = [bool(value(each, "--fp16") or value(each, "--bf16")) for each in (then, args)]
-    if halves[0] != halves[1]:
-        kinds = ["in fp32", "with --bf16 or --fp16"]
-        raise UserError(f"{where} {kinds[halves[0]]}, but this run is {kinds[halves[1]]}: change that, {out}")
-    for before, now in _changed(then, args, ("--use-distributed-optimizer", "--optimizer")):
-        raise UserError(f"{where} {before}, but this run is {now}: change that, {out}")
-    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
-    if (head.get("content_metadata") or {}).get("distrib_optim_sharding_type") == "dp_reshardable":
-        for before, _ in _changed(then, args, sizes):
-            raise UserError(
-                f"{where} {before}, and cannot be split otherwise: give that, {out}; a run that saves with "
-                "--dist-ckpt-optim-fully-reshardable can change its sizes"
-            )
-
-
-def _changed(then: Any, now: Any, flags: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """For each flag that both arguments have with other values: how it was typed then, and how now."""
-    for flag in flags:
-        values = value(then, flag), value(now, flag)
-        if None not in values and values[0] != values[1]:
-            yield tuple(
-                f"{'with' if each else 'without'} {flag}" if isinstance(each, bool) else f"with {flag} {each}"
-                for each in values
-            )

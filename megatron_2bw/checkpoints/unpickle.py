@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import io
-import os
 import pickle
 import re
-import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,12 +58,3 @@ def check_bytes(name: str, content: io.BytesIO) -> None:
             "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
         ) from None
     content.seek(0)
-
-
-def writable_by_all(folder: str | os.PathLike) -> bool:
-    """Whether every user of the host can exchange files in the folder."""
-    try:
-        mode = Path(folder).stat().st_mode
-    except OSError:
-        return False
-    return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
