@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, read_library
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, words
-from megatron_2bw.files import read_yaml, write_whole
+from megatron_2bw.files import write_whole
 from megatron_2bw.flags.own import whole
 from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, log_interval, torchrun
 from megatron_2bw.words import flag_of, split_flags
@@ -165,7 +167,7 @@ def _paper() -> dict[str, Any]:
     path = ROOT / "scripts" / "paper.yaml"
     if not path.exists():
         raise UserError("--paper: scripts/paper.yaml comes with a clone, not with the wheel")
-    return read_yaml(path)["training"]
+    return yaml.safe_load(path.read_text())["training"]
 
 
 def _number(flags: Sequence[str], flag: str, default: int | None) -> int:

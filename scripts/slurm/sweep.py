@@ -11,16 +11,13 @@ Invariant: every submitted run has a row, with the word of its status file.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
-import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -99,38 +96,10 @@ def wanted(folder: Path, again: Sequence[str]) -> bool:
     return word is None or word in again
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delays Ctrl-C until the block ends: a job without its run.json would be submitted twice."""
-    came = []
-    before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
-
-
-def submit_one(run: Run, folder: Path, command: list[str], variables: dict[str, str]) -> str:
-    """Submit a run. Returns the job, which run.json in `folder` records."""
-    set_aside(folder)
-    status.write(folder / "status.json", status.Outcome("pending", "submitted"))
-    try:
-        job = queue(command, run.name, variables)
-    except UserError as error:
-        status.write(folder / "status.json", status.Outcome("failed", str(error)[:300]))
-        raise
-    write_json(folder / "run.json", {"run": asdict(run), "job": job})
-    return job
-
-
 def submit(options: argparse.Namespace) -> int:
+    """Submit the runs that are missing or have failed; run.json in a run's folder records its job."""
     runs = grid(options.panels, options.systems, options.micro_batch_size)
     if not options.dry_run:
-        if not shutil.which("sbatch"):
-            remedy = "run this on a host of the Slurm cluster; --dry-run prints the commands anywhere"
-            raise UserError(f"sbatch is not installed: {remedy}")
         _refresh(options.out)
     runs = [run for run in runs if wanted(options.out / run.name, options.again)]
     after = prepare(runs, options)
@@ -141,8 +110,14 @@ def submit(options: argparse.Namespace) -> int:
         if options.dry_run:
             print(" ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command))
             continue
-        with uninterrupted():
-            job = submit_one(run, folder, command, variables)
+        set_aside(folder)
+        status.write(folder / "status.json", status.Outcome("pending", "submitted"))
+        try:
+            job = queue(command, run.name, variables)
+        except UserError as error:
+            status.write(folder / "status.json", status.Outcome("failed", str(error)[:300]))
+            raise
+        write_json(folder / "run.json", {"run": asdict(run), "job": job})
         print(f"{number}/{len(runs)} {run.name}: job {job}", flush=True)
     if not options.dry_run:
         print(f"submitted {len(runs)} runs; python scripts/slurm/sweep.py status --out {options.out}")
@@ -175,18 +150,13 @@ def queue(command: Sequence[str], what: str, variables: Mapping[str, str] = {}) 
 
 
 def stored(out: Path) -> list[tuple[Run, str, Path]]:
-    """(run, job, folder) of all submitted runs, without earlier tries. UserError names a file that is damaged."""
+    """(run, job, folder) of all submitted runs, without earlier tries."""
     found = []
     for path in sorted(out.glob("*/run.json")):
-        try:
-            content = json.loads(path.read_text())
-            run = Run(**content["run"])
-            run, job = replace(run, panel=Panel.of(run.panel)), str(content["job"])
-            run.row()
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{path}: it describes no run of this sweep ({error!r}); remove its folder") from None
+        content = json.loads(path.read_text())
+        run = Run(**content["run"] | {"panel": Panel.of(content["run"]["panel"])})
         if run.name == path.parent.name:
-            found.append((run, job, path.parent))
+            found.append((run, str(content["job"]), path.parent))
     return found
 
 
@@ -198,17 +168,10 @@ def _refresh(out: Path) -> list[tuple[Run, str, Path]]:
     return runs
 
 
-def _status(folder: Path) -> dict[str, Any]:
-    content = status.read(folder / "status.json")
-    if not content:
-        raise UserError(f"{folder}/status.json is missing: `sweep.py submit` runs it again")
-    return content
-
-
 def show(options: argparse.Namespace) -> int:
     words = Counter()
     for run, job, folder in _refresh(options.out):
-        content = _status(folder)
+        content = status.read(folder / "status.json")
         words[content["status"]] += 1
         print(f"{run.name} (job {job}): {content['status']}, {content['reason']}")
     print(", ".join(f"{words[word]} {word}" for word in status.WORDS if words[word]) or f"nothing in {options.out}")
@@ -219,7 +182,7 @@ def rows(out: Path, warm_up: int) -> list[dict[str, Any]]:
     """A row for each run; its speed only if it completed."""
     found = []
     for run, job, folder in _refresh(out):
-        content = _status(folder)
+        content = status.read(folder / "status.json")
         logs = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("start-*-node-*.log")))
         speed = measured(logs, warm_up) if content["status"] == "completed" else {}
         word = {"status": content["status"], "reason": content["reason"], "job": job, "run": run.name}
@@ -322,27 +285,18 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
-    """Set `panels`; report flags that contradict each other in one line."""
-    flags = ("--model", "--nodes", "--gpus-per-node", "--model-parallel-size")
-    own = {flag: getattr(options, flag[2:].replace("-", "_")) for flag in flags}
-    given = [flag for flag, value in own.items() if value is not None]
-    if options.figure and given:
-        parser.error(f"{given[0]}: --figure {options.figure} says it already; give one of them")
+    """Set `panels`."""
+    own = (options.model, options.nodes, options.gpus_per_node, options.model_parallel_size, options.batch_sizes)
     if options.figure:
-        own = panels(options.figure)
-        lettered = [panel for panel in own if panel.figure[-1] in options.panel]
-        options.panels = lettered if len({panel.figure for panel in own}) > 1 and lettered else own
+        found = panels(options.figure)
+        lettered = [panel for panel in found if panel.figure[-1] in options.panel]
+        options.panels = lettered if len({panel.figure for panel in found}) > 1 and lettered else found
         if options.batch_sizes:
             options.panels = [replace(panel, batches=options.batch_sizes) for panel in options.panels]
+    elif not all(own):
+        parser.error("give --figure, or --model, --nodes, --gpus-per-node, --model-parallel-size and --batch-sizes")
     else:
-        own["--batch-sizes"] = options.batch_sizes
-        missing = [flag for flag, value in own.items() if not value]
-        if missing:
-            parser.error(f"give --figure, or your own model and cluster ({missing[0]} is missing)")
-        gpus, parallel = options.nodes * options.gpus_per_node, options.model_parallel_size
-        if gpus % parallel:
-            parser.error(f"--model-parallel-size {parallel} does not divide {gpus} GPUs")
-        options.panels = [Panel("own", *own.values(), rounds=False)]
+        options.panels = [Panel("own", *own, rounds=False)]
     if not grid(options.panels, options.systems, options.micro_batch_size):
         parser.error("--batch-sizes: no microbatch of --micro-batch-size divides them and fills the stages")
 
