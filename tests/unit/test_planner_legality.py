@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from megatron_2bw.flags import checks
 from megatron_2bw.flags.parse import check, parse_early, prepare
 from megatron_2bw.models.model import PRESETS, Model
 from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.find.legality import FIELDS, RULES, is_legal, violations
+from megatron_2bw.planner.find.legality import RULES, is_legal, violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.sizes import layout, layout_stages
 
@@ -52,325 +51,71 @@ GPT = PRESETS["gpt-1.3b"]  # 24 layers, 16 heads, sequence 512
 LEGAL = Plan(tensor=2, depth=4, width=2, microbatch=1, microbatches=8)
 
 
-def broken(
-    cause: str, words: str, model: Model = GPT, gpus: int = 16, precision: str = "bf16", bf16: bool = True, **plan
-):
-    """A plan that breaks one rule, its cause, and words of the message: flags and values."""
-    return pytest.param(cause, words, (replace(LEGAL, **plan), model, gpus, precision, bf16), id=f"{cause}: {words}")
-
-
-CASES = [
-    broken("a size is not a positive whole number", "--tensor-model-parallel-size: 0", tensor=0),
-    broken("a size is not a positive whole number", "--pipeline-model-parallel-size: -4", depth=-4),
-    broken("a size is not a positive whole number", "data-parallel size (GPUs / (--tensor", width=0),
-    broken("a size is not a positive whole number", "--micro-batch-size: 1.5", microbatch=1.5),
-    broken("a size is not a positive whole number", "--global-batch-size: True", microbatches=True),
-    broken("a size is not a positive whole number", "--num-virtual-stages-per-pipeline-rank: 0", virtual=0),
-    broken(
-        "layers of the first or last stage are not a positive whole number",
-        "--decoder-first-pipeline-num-layers -1",
-        first=-1,
+# Changes of a legal plan, its model and what it runs on, with which each rule is broken, and no other.
+CASES = {
+    "sizes do not use every GPU": dict(width=1),
+    "heads not divisible by tensor size": dict(heads=18, groups=2, head_size=64, tensor=4, width=1),
+    "query groups neither multiple nor divisor of tensor size": dict(
+        heads=24, groups=6, head_size=128, tensor=4, width=1
     ),
-    broken(
-        "layers of the first or last stage are not a positive whole number",
-        "--decoder-last-pipeline-num-layers 2.0",
-        last=2.0,
-    ),
-    broken("unknown schedule", "--pipeline-schedule 3bw", schedule="3bw"),
-    broken("unknown recompute granularity", "--recompute-granularity half", recompute="half"),
-    broken("unknown recompute granularity", "--recompute-num-layers 3", recompute_layers=3),
-    broken("unknown recompute granularity", "--recompute-num-layers 0", recompute="full", recompute_layers=0),
-    broken("unknown recompute granularity", "--recompute-modules mlp: give some of", recompute_modules=("mlp",)),
-    broken(
-        "unknown recompute granularity", "--recompute-modules moe", recompute="selective", recompute_modules=("moe",)
-    ),
-    broken(
-        "unknown recompute granularity", "--recompute-method block with --recompute-num-layers 2", recompute_block=2
-    ),
-    broken("unknown precision", "--fp4", precision="fp4"),
-    broken(
-        "fp8 only with Megatron's schedule", "--fp8-format does not work with --pipeline-schedule 2bw", precision="fp8"
-    ),
-    broken(
-        "widths that fp8 does not divide",
-        "--fp8-format needs widths that are multiples of 16",
-        model=replace(GPT, ffn=8200),
-        schedule="megatron",
-        precision="fp8",
-    ),
-    broken(
-        "precision-aware optimizer with a schedule that has no flush",
-        "--use-precision-aware-optimizer does not work with --pipeline-schedule 2bw: its kernel",
-        distributed_optimizer=True,
-        numerics=("--use-precision-aware-optimizer",),
-    ),
-    broken(
-        "sizes do not use every GPU", "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 4 x 1", width=1
-    ),
-    broken("sizes do not use every GPU", "but there are 17", gpus=17),
-    broken(
-        "heads not divisible by tensor size",
-        "--tensor-model-parallel-size 4 does not divide --num-attention-heads 18",
-        model=replace(GPT, heads=18, groups=2, head_size=64),
-        tensor=4,
-        width=1,
-    ),
-    broken(
-        "query groups neither multiple nor divisor of tensor size",
-        "--num-query-groups 6 is neither",
-        model=replace(GPT, heads=24, groups=6, head_size=128),
-        tensor=4,
-        width=1,
-    ),
-    broken(
-        "keys and values not divisible by tensor size",
-        "--num-query-groups 1 x --kv-channels 3",
-        model=replace(GPT, groups=1, head_size=3),
-        tensor=4,
-        width=1,
-    ),
-    broken(
-        "feed-forward size not divisible by tensor size",
-        "does not divide --ffn-hidden-size 8193",
-        model=replace(GPT, ffn=8193),
-    ),
-    broken(
-        "sequence not divisible by tensor size",
-        "--sequence-parallel does not divide --seq-length 511",
-        model=replace(GPT, sequence=511),
-        sequence_parallel=True,
-    ),
-    broken(
-        "sequence parallelism with one tensor rank",
-        "--sequence-parallel has no effect with --tensor-model-parallel-size",
-        sequence_parallel=True,
-        tensor=1,
-        width=4,
-    ),
-    broken(
-        "sequence parallelism of BERT without Apex",
-        "--sequence-parallel does not work with BERT: the norm of its head needs Apex",
-        model=PRESETS["bert-24"],
-        sequence_parallel=True,
-    ),
-    broken(
-        "sequence not divisible by context size",
-        "--context-parallel-size 2 needs a --seq-length, now 510, that is a multiple of twice that",
-        model=replace(GPT, sequence=510),
-        width=1,
-        context=2,
-    ),
-    broken(
-        "sequence not divisible by context size",
-        "with --sequence-parallel of --tensor-model-parallel-size times that",
-        model=replace(GPT, sequence=528),
-        tensor=8,
-        context=4,
-        width=1,
-        gpus=128,
-        sequence_parallel=True,
-    ),
-    broken(
-        "context parallelism of BERT",
-        "--context-parallel-size 2 does not work with BERT: ",
-        model=PRESETS["bert-24"],
-        width=1,
-        context=2,
-    ),
-    broken(
-        "more stages than layers",
-        "--pipeline-model-parallel-size 4 is more than --num-layers 3",
-        model=replace(GPT, layers=3),
-    ),
-    broken("more stages than layers", "is more than --num-layers 3", model=replace(GPT, layers=3), first=1, last=1),
-    broken(
-        "layers not divisible by stages",
-        "--num-layers 26 cannot be split over --pipeline-model-parallel-size 4",
-        model=replace(GPT, layers=26),
-    ),
-    broken(
-        "uneven split leaves no equal middle stages", "--decoder-first-pipeline-num-layers 5: 3 other stages", first=5
-    ),
-    broken(
-        "uneven split leaves no equal middle stages", "--decoder-last-pipeline-num-layers 7: 3 other stages", last=7
-    ),
-    broken(
-        "uneven split leaves no equal middle stages",
-        "first-pipeline-num-layers 12 and --decoder-last-pipeline-num-layer",
-        first=12,
-        last=12,
-    ),
-    broken("uneven split leaves no equal middle stages", "cannot share the other -2", first=13, last=13),
-    broken(
-        "uneven split leaves no equal middle stages",
-        "--decoder-last-pipeline-num-layers 11: 0 other stages cannot share the other 2",
-        first=11,
-        last=11,
-        depth=2,
-        width=4,
-    ),
-    broken(
-        "uneven split leaves no equal middle stages",
-        "--pipeline-model-parallel-size 1: the only stage has all",
-        first=12,
-        depth=1,
-        width=8,
-    ),
-    broken(
-        "uneven split leaves no equal middle stages",
-        "--decoder-last-pipeline-num-layers 24 with --pipeline-model-",
-        last=24,
-        depth=1,
-        width=8,
-    ),
-    broken(
-        "too few microbatches for the schedule",
-        "--pipeline-schedule 2bw needs as many as there are stages, 4: use --global-batch-size 8 or more",
-        microbatches=3,
-    ),
-    broken(
-        "virtual stages only with Megatron's schedule",
-        "does not work with --pipeline-schedule 2bw: interleaved stages are not supported",
-        virtual=2,
-    ),
-    broken(
-        "virtual stages with one pipeline stage",
-        "needs --pipeline-model-parallel-size 2 or more",
-        virtual=2,
-        depth=1,
-        width=8,
-        schedule="megatron",
-    ),
-    broken(
-        "layers of a stage not divisible by virtual stages",
-        "--num-virtual-stages-per-pipeline-rank 4 does not divide the 6 layers",
-        virtual=4,
-        schedule="megatron",
-    ),
-    broken(
-        "layers of a stage not divisible by virtual stages",
-        "does not divide the 3 or 7 layers",
-        virtual=7,
-        schedule="megatron",
-        first=3,
-    ),
-    broken(
-        "microbatches not divisible by stages with virtual stages",
-        "--global-batch-size 20 gives 10 microbatches a pipeline, but --num-virtual",
-        virtual=2,
-        schedule="megatron",
-        microbatches=10,
-    ),
-    broken(
-        "microbatches not divisible by stages with virtual stages",
-        "use a multiple of --global-batch-size 8",
-        virtual=2,
-        schedule="megatron",
-        microbatches=2,
-    ),
-    broken(
-        "a layout of other layers or stages",
-        "--pipeline-model-parallel-layout Et*8|t*7|t*6|t*4L has 25 layers, but --num-layers is 24",
-        stages=(8, 7, 6, 4),
-    ),
-    broken(
-        "a layout of other layers or stages",
-        "Et*12|t*7|t*5L has 3 stages, but --pipeline-model-parallel-size is 4",
-        stages=(12, 7, 5),
-    ),
-    broken("a layout of other layers or stages", "give each of several stages a layer", stages=(12, 7, 5, 0)),
-    broken("bf16 not on this GPU", "--bf16: the GPU has no bfloat16; use --fp16", bf16=False),
-    broken(
-        "gradient slots only with 2bw",
-        "--two-bw-gradient-slots has no effect without --pipeline-schedule 2bw",
-        schedule="gpipe",
-        gradient_slots=1,
-    ),
-    broken("gradient slots only with 2bw", "--two-bw-gradient-slots 3: use 1 or 2", gradient_slots=3),
-    broken(
-        "extra warm-up is not whole numbers",
-        "--two-bw-extra-warmup 1,-1,0: give whole numbers",
-        extra_warmup=(1, -1, 0),
-    ),
-    broken("extra warm-up is not whole numbers", "--two-bw-extra-warmup 0.5", extra_warmup=(0.5,)),
-    broken("a round is not a positive whole number", "--gpipe-round 0: give a whole", schedule="gpipe", gpipe_round=0),
-    broken("rounds only with gpipe", "--gpipe-round has no effect without --pipeline-schedule gpipe", gpipe_round=2),
-    broken(
-        "a round of more microbatches than a batch has",
-        "--gpipe-round 9 is more than the 8 microbatches",
-        schedule="gpipe",
-        gpipe_round=9,
-    ),
-    broken("extrapolation only with 2bw", "--two-bw-correction has no effect", schedule="gpipe", extrapolate=True),
-    broken(
-        "extra warm-up only with 2bw, for each boundary",
-        "--two-bw-extra-warmup has no effect without",
-        schedule="gpipe",
-        extra_warmup=(1,),
-    ),
-    broken(
-        "extra warm-up only with 2bw, for each boundary",
-        "and several stages: leave it out",
-        depth=1,
-        width=8,
-        extra_warmup=(1,),
-    ),
-    broken("extra warm-up only with 2bw, for each boundary", "has 2 numbers: give one or ", extra_warmup=(0, 1)),
-    broken(
-        "too few microbatches for the schedule",
-        "with --two-bw-extra-warmup needs 6: use --global-batch-size 12 or more",
-        microbatches=5,
-        extra_warmup=(0, 2, 0),
-    ),
-    broken(
-        "pipedream with the distributed optimizer",
-        "--use-distributed-optimizer does not work with --pipeline-schedule",
-        model=replace(GPT, tied=False),
-        schedule="pipedream",
-        distributed_optimizer=True,
-    ),
-    broken(
-        "pipedream with tied embeddings",
-        "--untie-embeddings-and-output-weights does not work with --pipeline-schedule pipedream: it must be given",
-        schedule="pipedream",
-    ),
-    broken(
-        "pipedream with fp16 and dynamic loss scale",
-        "--fp16 does not work with --pipeline-schedule pipedream",
-        model=replace(GPT, tied=False),
-        precision="fp16",
-        schedule="pipedream",
-    ),
+    "keys and values not divisible by tensor size": dict(groups=1, head_size=3, tensor=4, width=1),
+    "feed-forward size not divisible by tensor size": dict(ffn=8193),
+    "sequence not divisible by tensor size": dict(sequence=511, sequence_parallel=True),
+    "sequence parallelism with one tensor rank": dict(sequence_parallel=True, tensor=1, width=4),
+    "sequence parallelism of BERT without Apex": dict(kind="bert", sequence_parallel=True),
+    "sequence not divisible by context size": dict(sequence=510, width=1, context=2),
+    "context parallelism of BERT": dict(kind="bert", width=1, context=2),
+    "layers that the stages do not share": dict(layers=26),
+    "too few microbatches, or a part of a round": dict(microbatches=3),
+    "virtual stages only with Megatron's schedule": dict(virtual=2),
+    "virtual stages with one pipeline stage": dict(virtual=2, depth=1, width=8, schedule="megatron"),
+    "layers of a stage not divisible by virtual stages": dict(virtual=4, schedule="megatron"),
+    "bf16 not on this GPU": dict(bf16=False),
+    "fp8 only with Megatron's schedule": dict(precision="fp8"),
+    "widths that fp8 does not divide": dict(ffn=8200, schedule="megatron", precision="fp8"),
+    "precision-aware optimizer with a schedule that has no flush": dict(numerics=("--use-precision-aware-optimizer",)),
+    "gradient slots only with 2bw": dict(schedule="gpipe", gradient_slots=1),
+    "extra warm-up only with 2bw, for each boundary": dict(extra_warmup=(0, 1)),
+    "extrapolation only with 2bw": dict(schedule="gpipe", extrapolate=True),
+    "rounds only with gpipe": dict(gpipe_round=2),
+    "a round of more microbatches than a batch has": dict(schedule="gpipe", gpipe_round=9),
+    "pipedream with the distributed optimizer": dict(tied=False, schedule="pipedream", distributed_optimizer=True),
+    "pipedream with tied embeddings": dict(schedule="pipedream"),
+    "pipedream with fp16 and dynamic loss scale": dict(tied=False, precision="fp16", schedule="pipedream"),
+}
+LAYERS = "layers that the stages do not share"
+FURTHER = [
+    (LAYERS, dict(layers=3)),
+    (LAYERS, dict(first=5)),
+    (LAYERS, dict(last=7)),
+    (LAYERS, dict(first=12, last=12)),
+    (LAYERS, dict(first=13, last=13)),
+    (LAYERS, dict(first=11, last=11, depth=2, width=4)),
+    (LAYERS, dict(stages=(8, 7, 6, 4))),
+    (LAYERS, dict(stages=(12, 7, 5, 0))),
+    ("too few microbatches, or a part of a round", dict(microbatches=5, extra_warmup=(0, 2, 0))),
+    ("too few microbatches, or a part of a round", dict(virtual=2, schedule="megatron", microbatches=10)),
+    ("extra warm-up only with 2bw, for each boundary", dict(depth=1, width=8, extra_warmup=(1,))),
+    ("gradient slots only with 2bw", dict(gradient_slots=3)),
 ]
 
 
-@pytest.mark.parametrize("cause, words, arguments", CASES)
-def test_a_broken_rule_is_the_only_one_named_with_its_flag(cause, words, arguments):
-    found = violations(*arguments)
-    assert [violation.rule for violation in found] == [cause]
-    message = found[0].message
-    assert words in message and "--" in message and "\n" not in message and len(message) < 300
-    assert not is_legal(*arguments)
+def changed(changes: dict) -> tuple[Plan, Model, int, str, bool]:
+    """What `violations` takes, with these changes."""
+    on_plan, on_model = ({k: v for k, v in changes.items() if hasattr(x, k)} for x in (LEGAL, GPT))
+    runs_on = {"gpus": 16, "precision": "bf16", "bf16": True} | {k: v for k, v in changes.items() if k in RUNS_ON}
+    return replace(LEGAL, **on_plan), replace(GPT, **on_model), *(runs_on[name] for name in RUNS_ON)
 
 
-def test_every_rule_has_a_case_and_a_cause_of_its_own():
-    causes = [rule.cause for rule in FIELDS + RULES]
-    assert {*causes} > BUILDING | OURS
-    assert len(set(causes)) == len(causes) and set(causes) == {case.values[0] for case in CASES}
+RUNS_ON = ("gpus", "precision", "bf16")
 
 
-def test_all_broken_rules_are_told():
-    plan = replace(LEGAL, tensor=3, depth=5, microbatches=4, first=2, gradient_slots=0, sequence_parallel=True)
-    assert [violation.rule for violation in violations(plan, GPT, 64, bf16=False)] == [
-        "sizes do not use every GPU",
-        "heads not divisible by tensor size",
-        "feed-forward size not divisible by tensor size",
-        "sequence not divisible by tensor size",
-        "uneven split leaves no equal middle stages",
-        "too few microbatches for the schedule",
-        "bf16 not on this GPU",
-        "gradient slots only with 2bw",
-    ]
+@pytest.mark.parametrize("cause, changes", [*CASES.items(), *FURTHER])
+def test_a_broken_rule_is_the_only_one_named_with_its_flag(cause, changes):
+    assert {*RULES} == {*CASES} > BUILDING | OURS
+    found = violations(*changed(changes))
+    assert [violation.rule for violation in found] == [cause] and not is_legal(*changed(changes))
+    assert "--" in found[0].message and "\n" not in found[0].message
 
 
 @pytest.mark.parametrize(
@@ -403,25 +148,10 @@ def test_limits_are_legal(plan):
 
 # --- Megatron's parser and checks ------------------------------------------------------------------------------------
 
-RUN = [
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--train-iters",
-    "10",
-    "--lr",
-    "1e-4",
-    "--min-lr",
-    "1e-5",
-    "--eval-iters",
-    "0",
-    "--eval-interval",
-    "100",
-    "--num-workers",
-    "0",
-    "--device",
-    "cuda",
-]
+RUN = (
+    "--mock-data --tokenizer-type NullTokenizer --train-iters 10 --lr 1e-4 --min-lr 1e-5 "
+    "--eval-iters 0 --eval-interval 100 --num-workers 0 --device cuda"
+).split()
 
 
 @functools.cache
@@ -457,7 +187,6 @@ ACCEPTED_BUT_ILLEGAL = {
     "uneven split, no layers for the middle": (replace(LEGAL, first=12, last=12), GPT),
     "uneven split, fewer than none for the middle": (replace(LEGAL, first=13, last=13), GPT),
     "uneven split, two stages that do not add up": (replace(LEGAL, depth=2, width=4, first=11, last=11), GPT),
-    "uneven split of one stage": (replace(LEGAL, depth=1, width=8, first=12), GPT),
     "m < depth with 2bw": (replace(LEGAL, microbatches=3), GPT),
     "heads % tensor": (LEGAL, replace(GPT, heads=15, groups=15, head_size=64)),
     "query groups": (replace(LEGAL, tensor=4, width=1), replace(GPT, heads=24, groups=6, head_size=128)),
@@ -473,24 +202,12 @@ def test_what_megatrons_check_wrongly_accepts_is_illegal(plan, model):
     assert len(violations(plan, model, gpus)) == 1 and not is_legal(plan, model, gpus)
 
 
-def test_full_recompute_without_a_method_passes_megatrons_check_and_is_never_printed():
-    plan = replace(LEGAL, recompute="full")
-    argv = words_of(plan, GPT)
-    place = argv.index("--recompute-method")
-    assert argv[place + 1] == "uniform" and argv[place + 2 : place + 4] == ["--recompute-num-layers", "1"]
-    args = parsed(argv[:place] + argv[place + 4 :], 16, checked=False)
-    assert (args.recompute_granularity, args.recompute_method) == ("full", None)
-    with pytest.raises(ValueError, match="recompute_method must be"):
-        configuration(args)
-
-
 # --- round trip ------------------------------------------------------------------------------------------------------
 
 LLAMA, LLAMA70, BERT = PRESETS["llama-8b"], PRESETS["llama-70b"], PRESETS["bert-48"]
 UNTIED = replace(GPT, tied=False)
 QWEN = replace(LLAMA, name="qwen", layers=28, hidden=3584, heads=28, groups=4, ffn=18944, head_size=128, qkv_bias=True)
 WIDE = replace(GPT, name="wide heads", head_size=256)
-ONE_GROUP = replace(LLAMA, name="one group", groups=1)
 
 
 def case(model: Model, tensor: int, depth: int, width: int, microbatches: int, precision: str = "bf16", **fields):
@@ -502,23 +219,16 @@ def case(model: Model, tensor: int, depth: int, width: int, microbatches: int, p
 
 ROUND_TRIP = [
     case(GPT, 1, 1, 1, 1),
-    case(GPT, 1, 1, 8, 2, microbatch=4),
-    case(GPT, 1, 8, 8, 8),
     case(GPT, 1, 4, 2, 4, "fp16", gradient_slots=1),
     case(GPT, 2, 4, 2, 9, recompute="full"),
-    case(GPT, 2, 4, 2, 9, extra_warmup=(0, 1, 0)),
     case(GPT, 1, 4, 2, 10, extra_warmup=(2, 2, 2)),
     case(GPT, 1, 4, 2, 10, gradient_slots=1, extra_warmup=(1,)),
-    case(GPT, 1, 4, 2, 8, extra_warmup=(0, 0, 0)),
     case(GPT, 1, 4, 2, 8, extrapolate=True, distributed_optimizer=True),
     case(GPT, 1, 4, 2, 8, schedule="gpipe", gpipe_round=3),
     case(GPT, 2, 4, 2, 4, "fp32", recompute="selective"),
-    case(GPT, 2, 4, 2, 16, distributed_optimizer=True),
     case(GPT, 2, 4, 2, 16, pipeline_inside=True, gradient_slots=1, distributed_optimizer=True, recompute="full"),
     case(GPT, 1, 4, 1, 4, first=3),
-    case(GPT, 1, 4, 1, 4, last=9),
     case(GPT, 1, 4, 1, 8, first=5, last=7, microbatch=2),
-    case(GPT, 1, 2, 1, 8, first=11, last=13),
     case(GPT, 16, 3, 2, 12),
     case(WIDE, 2, 2, 2, 2),
     case(replace(GPT, name="odd sequence", sequence=511), 2, 2, 2, 2),
@@ -526,26 +236,15 @@ ROUND_TRIP = [
     case(LLAMA, 4, 2, 2, 8, first=15, pipeline_inside=True),
     case(LLAMA70, 8, 8, 4, 64, recompute="full", microbatch=2),
     case(QWEN, 4, 7, 1, 14, "fp16"),
-    case(ONE_GROUP, 8, 2, 1, 2),
-    case(BERT, 1, 8, 8, 8, "fp16"),
     case(BERT, 4, 16, 1, 16, recompute="full", sequence_parallel=False),
-    case(GPT, 1, 4, 2, 1, schedule="pipedream-flush"),
     case(GPT, 2, 4, 2, 7, "fp16", schedule="pipedream-flush", recompute="full", distributed_optimizer=True),
-    case(LLAMA, 2, 8, 2, 4, schedule="pipedream-flush", first=2, last=6),
-    case(GPT, 1, 4, 2, 8, schedule="gpipe"),
     case(GPT, 2, 2, 2, 1, "fp32", schedule="gpipe", distributed_optimizer=True, microbatch=8),
     case(LLAMA, 4, 2, 1, 3, schedule="gpipe", recompute="full", recompute_layers=16, pipeline_inside=True),
-    case(GPT, 1, 4, 2, 2, schedule="no-pipelining"),
     case(GPT, 4, 3, 2, 5, "fp16", schedule="no-pipelining", recompute="selective"),
-    case(UNTIED, 1, 4, 2, 1, schedule="pipedream"),
     case(UNTIED, 2, 4, 2, 2, "fp32", schedule="pipedream", recompute="full", first=9),
-    case(LLAMA, 2, 8, 1, 3, schedule="pipedream", pipeline_inside=True),
     case(GPT, 2, 1, 4, 3, schedule="pipedream"),
-    case(GPT, 1, 4, 2, 2, schedule="megatron"),
     case(GPT, 2, 4, 2, 8, "fp16", schedule="megatron", recompute="full", distributed_optimizer=True),
-    case(GPT, 1, 4, 2, 8, schedule="megatron", virtual=2),
     case(GPT, 2, 4, 2, 4, schedule="megatron", virtual=3, recompute="selective", pipeline_inside=True),
-    case(GPT, 1, 2, 1, 6, schedule="megatron", virtual=12, microbatch=2),
     case(GPT, 1, 4, 1, 8, schedule="megatron", virtual=2, first=4, last=8),
     case(LLAMA70, 8, 4, 2, 16, schedule="megatron", virtual=5, recompute="full", distributed_optimizer=True),
     case(BERT, 2, 4, 2, 8, schedule="megatron", virtual=6),
@@ -565,7 +264,6 @@ ROUND_TRIP = [
         numerics=("--use-precision-aware-optimizer", "--main-grads-dtype bf16", "--exp-avg-dtype fp8"),
     ),
     case(GPT, 1, 4, 2, 8, schedule="megatron", stages=(2, 9, 5, 8)),
-    case(LLAMA, 1, 1, 8, 1, "fp32", schedule="megatron", distributed_optimizer=True),
 ]
 
 
@@ -642,35 +340,9 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
     assert (config.kv_channels, config.gated_linear_unit) == (model.head_size, model.gated)
 
 
-def test_the_round_trip_covers_every_field():
-    plans, models, precisions = (Counter(param.values[i] for param in ROUND_TRIP) for i in range(3))
-    assert len(ROUND_TRIP) >= 40 and set(precisions) == {"bf16", "fp16", "fp32", "fp8"}
-    assert {plan.schedule for plan in plans} == set(SCHEDULE_NAMES) and {model.kind for model in models} == {
-        "gpt",
-        "bert",
-    }
-    for name, least in (
-        ("tensor", 4),
-        ("depth", 6),
-        ("virtual", 5),
-        ("recompute", 3),
-        ("gradient_slots", 2),
-        ("distributed_optimizer", 2),
-        ("pipeline_inside", 2),
-        ("sequence_parallel", 2),
-        ("first", 4),
-        ("last", 4),
-        ("extrapolate", 2),
-        ("gpipe_round", 2),
-        ("context", 3),
-        ("stages", 3),
-    ):
-        assert len({getattr(plan, name) for plan in plans}) >= least, name
-
-
 # Rules of this project's schedules.
 OURS = {
-    "too few microbatches for the schedule",
+    "too few microbatches, or a part of a round",
     "virtual stages only with Megatron's schedule",
     "pipedream with the distributed optimizer",
     "pipedream with tied embeddings",
@@ -678,9 +350,9 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("cause, words, arguments", [case for case in CASES if case.values[0] in OURS])
-def test_this_projects_checks_refuse_it_too(cause, words, arguments):
-    plan, model, gpus, precision, _ = arguments
+@pytest.mark.parametrize("cause", sorted(OURS))
+def test_this_projects_checks_refuse_it_too(cause):
+    plan, model, gpus, precision, _ = changed(CASES[cause])
     with pytest.raises(Stopped, match="--"):
         parsed(words_of(plan, model, precision), gpus)
 
@@ -789,9 +461,7 @@ BUILDING = {
     "keys and values not divisible by tensor size",
     "feed-forward size not divisible by tensor size",
     "sequence parallelism with one tensor rank",
-    "more stages than layers",
-    "layers not divisible by stages",
-    "uneven split leaves no equal middle stages",
+    "layers that the stages do not share",
     "layers of a stage not divisible by virtual stages",
 }
 
