@@ -1,19 +1,18 @@
 """Reads a Hugging Face config.json as a Model. Pure Python.
 
-Invariant: Megatron builds the same model from the Model's flags; a file for which it would not is refused: an entry has
-another type than the one below, in which each entry has the values that Megatron has.
+Invariant: Megatron builds the same model from the Model's flags; a file for which it would not is refused.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.models.model import LLAMA_LAYER, Model
-from megatron_2bw.models.reading import Count, Positive, content, described
+from megatron_2bw.models.reading import content, described
 
+# Entries by field of a Model.
 SIZES = {  # of BERT and of the Llama-like ones
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -21,156 +20,28 @@ SIZES = {  # of BERT and of the Llama-like ones
     "vocab": "vocab_size",
     "ffn": "intermediate_size",
 }
-Gelu = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"]
-Off, On = Literal[False], Literal[True]  # what Megatron has no flag for
-
-
-@dataclass
-class _Sizes:
-    num_hidden_layers: Count
-    hidden_size: Count
-    num_attention_heads: Count
-    vocab_size: Count
-    intermediate_size: Count
-    max_position_embeddings: Count
-
-    def sizes(self) -> dict[str, int]:
-        return {size: getattr(self, entry) for size, entry in SIZES.items()}
-
-
-@dataclass
-class _Gpt2:
-    n_layer: Count
-    n_embd: Count
-    n_head: Count
-    vocab_size: Count
-    n_positions: Count
-    n_inner: int = 0
-    tie_word_embeddings: bool = True
-    resid_pdrop: float = 0.1
-    layer_norm_epsilon: Positive = 1e-5
-    activation_function: Gelu = "gelu_new"
-    scale_attn_weights: On = True
-    scale_attn_by_inverse_layer_idx: Off = False
-    reorder_and_upcast_attn: Off = False
-    add_cross_attention: Off = False
-
-    def model(self, name: str, sequence: int | None) -> Model:
-        return Model(
-            name,
-            *(self.n_layer, self.n_embd, self.n_head, self.vocab_size),
-            sequence=sequence or self.n_positions,
-            ffn=self.n_inner,
-            tied=self.tie_word_embeddings,
-            dropout=self.resid_pdrop > 0,
-            norm_epsilon=self.layer_norm_epsilon,
-            gelu="exact" if self.activation_function == "gelu" else "tanh",
-        )
-
-
-@dataclass
-class _Bert(_Sizes):
-    hidden_act: Gelu = "gelu"
-    tie_word_embeddings: bool = True
-    hidden_dropout_prob: float = 0.1
-    layer_norm_eps: Positive = 1e-12
-
-    def model(self, name: str, sequence: int | None) -> Model:
-        return Model(
-            name,
-            **self.sizes(),
-            sequence=sequence or self.max_position_embeddings,
-            kind="bert",
-            tied=self.tie_word_embeddings,
-            gelu="exact" if self.hidden_act == "gelu" else "tanh",
-            dropout=self.hidden_dropout_prob > 0,
-            norm_epsilon=self.layer_norm_eps,
-        )
-
-
-@dataclass
-class _Rope:
-    """The scaling of rotary positions. Of Llama 3's only the factor has a flag; older files say `type`."""
-
-    rope_type: Literal["default", "llama3"] | None = None
-    type: Literal["default", "llama3"] = "default"
-    rope_theta: int = 0
-    factor: float = 0.0
-    low_freq_factor: float = 0.0
-    high_freq_factor: float = 0.0
-    original_max_position_embeddings: int = 0
-
-    def scaling(self) -> float:
-        """The factor of Llama 3's scaling; 0 without it. UserError if the others are not Megatron's."""
-        if (self.rope_type or self.type) == "default":
-            return 0.0
-        others = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
-        if others != (1, 4, 8192) or self.factor <= 0:
-            raise UserError(
-                "rope_scaling: Megatron has low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings "
-                f"8192 and a factor above 0, not {others} and {self.factor}"
-            )
-        return self.factor
-
-
-@dataclass
-class _Llama(_Sizes):
-    model_type: str
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    hidden_act: Literal["silu"] = "silu"
-    attention_bias: Off = False
-    mlp_bias: Off = False
-    sliding_window: int = 0
-    use_sliding_window: bool | None = None  # of Qwen, whose default is false
-    tie_word_embeddings: bool = False
-    rms_norm_eps: Positive = 1e-6
-    partial_rotary_factor: float = 1.0
-    rope_theta: int = 10000
-    rope_scaling: _Rope = field(default_factory=_Rope)
-    rope_parameters: _Rope = field(default_factory=_Rope)  # in newer files
-
-    def model(self, name: str, sequence: int | None) -> Model:
-        sequence = sequence or self.max_position_embeddings
-        slides = self.model_type == "mistral" if self.use_sliding_window is None else self.use_sliding_window
-        if slides and 0 < self.sliding_window < sequence:
-            raise UserError(
-                f"sliding_window: {self.sliding_window} is less than the sequence's {sequence} tokens, but Megatron "
-                f"attends to the whole sequence; give --seq-length {self.sliding_window} or less"
-            )
-        if self.partial_rotary_factor != 1:
-            raise UserError("partial_rotary_factor: it is not 1; Megatron's flags have no such model")
-        factor = self.rope_scaling.scaling() or self.rope_parameters.scaling()
-        return Model(
-            name,
-            **self.sizes(),
-            **LLAMA_LAYER,
-            sequence=sequence,
-            groups=self.num_key_value_heads,
-            head_size=self.head_dim,
-            rotary_base=self.rope_parameters.rope_theta or self.rope_scaling.rope_theta or self.rope_theta,
-            tied=self.tie_word_embeddings,
-            qkv_bias=self.model_type == "qwen2",
-            qk_norm=self.model_type == "qwen3",
-            norm_epsilon=self.rms_norm_eps,
-            rope_scaling=factor > 0,
-            rope_factor=factor or 8.0,
-        )
-
-
-_KINDS = {"gpt2": _Gpt2, "bert": _Bert, "megatron-bert": _Bert} | dict.fromkeys(
-    ("llama", "mistral", "qwen2", "qwen3"), _Llama
+_SHARED = SIZES | {"sequence": "max_position_embeddings", "tied": "tie_word_embeddings"}
+_BERT = _SHARED | {"norm_epsilon": "layer_norm_eps", "gelu": "hidden_act", "dropout": "hidden_dropout_prob"}
+_LLAMA = _SHARED | {"groups": "num_key_value_heads", "head_size": "head_dim", "norm_epsilon": "rms_norm_eps"}
+_GPT2 = dict(
+    layers="n_layer", hidden="n_embd", heads="n_head", vocab="vocab_size", sequence="n_positions", ffn="n_inner"
 )
-
-
-def _read(path: Path) -> Any:
-    config = content("--model", path)
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in _KINDS:
-        known = ", ".join(_KINDS)
-        raise UserError(f"--model {path}: model_type {kind!r} is not one of {known}; use these, or Megatron's flags")
-    given = {name: entry for name, entry in config.items() if entry is not None}
-    return described(_KINDS[kind], given, f"--model {path}")
+_GPT2 |= dict(gelu="activation_function", dropout="resid_pdrop", tied="tie_word_embeddings")
+_GPT2 |= dict(norm_epsilon="layer_norm_epsilon")
+NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
+# The entries of each kind, and what a missing one means.
+_KINDS = {
+    "gpt2": (_GPT2, dict(gelu="gelu_new")),
+    **dict.fromkeys(("bert", "megatron-bert"), (_BERT, dict(gelu="gelu", kind="bert", norm_epsilon=1e-12))),
+    **dict.fromkeys(("llama", "mistral", "qwen3"), (_LLAMA, dict(LLAMA_LAYER, tied=False, norm_epsilon=1e-6))),
+    "qwen2": (_LLAMA, dict(LLAMA_LAYER, tied=False, norm_epsilon=1e-6, qkv_bias=True)),
+}
+GELUS = {"gelu": "exact", **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "tanh")}
+# Entries of which Megatron has one value.
+FIXED = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "scale_attn_weights": True}
+FIXED |= dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"), False)
+# Megatron's scaling of rotary positions. Only the factor has a flag.
+SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
@@ -179,14 +50,62 @@ def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
     Raises UserError for what Megatron would build differently: other architectures, biases, activations, scalings of
     the rotary positions and windows of the attention.
     """
-    found = _read(path)
-    try:
-        return found.model(path.parent.name or str(path), sequence)
-    except UserError as error:
-        raise UserError(f"--model {path}: {error}") from None
+    kind, config = _read(path)
+    where, (names, meant) = f"--model {path}", _KINDS[kind]
+    missing = [names[field] for field in NEEDED if names[field] not in config]
+    if missing:
+        raise UserError(f"{where}: the entry {missing[0]} is missing")
+    found = meant | {field: config[entry] for field, entry in names.items() if entry in config}
+    found |= {"name": path.parent.name or str(path), "sequence": sequence or found["sequence"]}
+    _check(config, where, found["sequence"], "gelu" in meant)
+    if "gelu" in meant:
+        found |= {"gelu": GELUS[found["gelu"]], "dropout": bool(found.get("dropout", True))}
+    else:
+        found |= {"qk_norm": kind == "qwen3"} | _rotary(config, where)
+    return described(Model, found, where, names | {"rotary_base": "rope_theta", "rope_factor": "rope_scaling.factor"})
 
 
 def rotary_positions(path: Path) -> int:
     """The longest sequence of a config.json with rotary positions; 0 for other models."""
-    found = _read(path)
-    return found.max_position_embeddings if isinstance(found, _Llama) else 0
+    kind, config = _read(path)
+    return config.get("max_position_embeddings", 0) if _KINDS[kind][0] is _LLAMA else 0
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    """The model's kind, and the entries that are not null."""
+    config = content("--model", path)
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise UserError(f"--model {path}: model_type {kind!r} is not one of {known}; use these, or Megatron's flags")
+    return kind, {name: entry for name, entry in config.items() if entry is not None}
+
+
+def _check(config: dict[str, Any], where: str, sequence: int, gelu: bool) -> None:
+    """UserError for entries with which Megatron's model is another."""
+    fixed = [(name, (value,)) for name, value in FIXED.items()]
+    fixed += [(name, tuple(GELUS) if gelu else ("silu",)) for name in ("hidden_act", "activation_function")]
+    for name, values in fixed:
+        if config.get(name, values[0]) not in values:
+            known = " or ".join(map(str, values))
+            raise UserError(f"{where}: {name} must be {known}, which Megatron has, not {config[name]!r}")
+    window = config.get("sliding_window", sequence)
+    if window < sequence and config.get("use_sliding_window", config["model_type"] == "mistral"):
+        raise UserError(
+            f"{where}: sliding_window is {window}, less than the sequence's {sequence} tokens, but Megatron attends to "
+            f"the whole sequence; give --seq-length {window} or less"
+        )
+
+
+def _rotary(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Base and scaling of the rotary positions; newer files have `rope_parameters`."""
+    ropes = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    given = ropes[0] | ropes[1]
+    found = {"rotary_base": given.get("rope_theta") or config.get("rope_theta", 10000)}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "default":
+        return found
+    if kind != "llama3" or any(given.get(name) != value for name, value in SCALING.items()) or not given.get("factor"):
+        wanted = ", ".join(f"{name} {value}" for name, value in SCALING.items())
+        raise UserError(f"{where}: rope_scaling: Megatron has type llama3 with {wanted} and a factor, not {given}")
+    return found | {"rope_scaling": True, "rope_factor": given["factor"]}

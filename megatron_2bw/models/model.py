@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_2bw.errors import UserError
-from megatron_2bw.models.reading import Described
+from megatron_2bw.models.reading import Count, Described
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Model(Described):
     """
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int = 50257
-    sequence: int = 1024
+    layers: Count
+    hidden: Count
+    heads: Count
+    vocab: Count = 50257
+    sequence: Count = 1024
     kind: str = "gpt"
     ffn: int = 0
     groups: int = 0

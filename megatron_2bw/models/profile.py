@@ -19,8 +19,7 @@ from megatron_2bw.models.reading import Count, Described, Positive, content, des
 KIND = "megatron-2bw profile"
 # Flags by entry, for `fits`.
 SHAPE = {"gated": "--swiglu", "dropout": "--hidden-dropout"} | FLAGS
-MEASURED, ESTIMATED = "MEASURED", "ESTIMATED: not measured, the cluster's figure holds"
-BERT_OUTPUT = "MEASURED with GPT's output layer, without BERT's dense layer and norm before it"
+MEASURED = "MEASURED"
 
 
 @dataclass(frozen=True)
@@ -97,18 +96,9 @@ class Profile(Described):
                 return f"{SHAPE[name]}: the profile was measured with {here}, and {model.name} has {there}"
         return None
 
-    @property
-    def terms(self) -> dict[str, str]:
-        """MEASURED or ESTIMATED, by entry."""
-        always = dict.fromkeys(("blocks", "output", "optimizer_seconds_per_parameter"), MEASURED)
-        if self.architecture == "bert":
-            always["output"] = BERT_OUTPUT
-        links = {name: getattr(self, name) for name in ("inside", "between")}
-        return always | {name: MEASURED if link and link.measured else ESTIMATED for name, link in links.items()}
-
     def save(self, path: Path) -> None:
         """Write the profile as JSON, in one step. Raises OSError."""
-        write_json(path, {"kind": KIND, "terms": self.terms} | asdict(self))
+        write_json(path, {"kind": KIND} | asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -116,7 +106,7 @@ class Profile(Described):
         where, entries = f"--profile {path}", content("--profile", path)
         if not isinstance(entries, dict) or entries.pop("kind", None) != KIND:
             raise UserError(f"{where}: not a profile; `megatron-2bw-plan profile --json PATH` writes one")
-        entries.pop("terms", None)  # `terms` computes them
+        entries.pop("terms", None)  # of older files
         return described(cls, entries, where)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -31,10 +32,11 @@ def content(flag: str, path: Path) -> Any:
             raise UserError(f"{flag} {error}") from None
 
 
-def described[Kind](kind: type[Kind], entries: Any, where: str) -> Kind:
+def described[Kind](kind: type[Kind], entries: Any, where: str, names: Mapping[str, str] | None = None) -> Kind:
     """The dataclass that a mapping describes, its parts included. UserError begins with `where` and names the entry.
 
     Files outlast the version that wrote them, so a new field needs a default.
+    names: of the file's entries by field, where they differ
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -44,4 +46,5 @@ def described[Kind](kind: type[Kind], entries: Any, where: str) -> Kind:
         fault = error.errors()[0]
     words = {"missing": "it is missing", "unexpected_keyword_argument": "unknown; correct it or leave it out"}
     what = words.get(fault["type"]) or f"{fault['msg']}, not {fault['input']!r}"
-    raise UserError(f"{where}: {'.'.join(map(str, fault['loc']))}: {what}")
+    entry = ".".join((names or {}).get(str(name), str(name)) for name in fault["loc"])
+    raise UserError(f"{where}: {entry}: {what}")

@@ -416,7 +416,7 @@ def test_entries_of_a_configuration(config, model, written):
         (LLAMA3 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA3 | {"rope_parameters": LLAMA31_ROPE | {"factor": 0}}, "rope_scaling"),
         (LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"low_freq_factor": 2}}, "low_freq_factor"),
-        (LLAMA3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type"),
+        (LLAMA3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
         (LLAMA3 | {"rope_theta": 10000.5}, "rope_theta"),
         (LLAMA3 | {"hidden_size": "wide"}, "hidden_size"),
         ({name: value for name, value in LLAMA3.items() if name != "vocab_size"}, "vocab_size"),

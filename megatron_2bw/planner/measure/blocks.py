@@ -38,7 +38,7 @@ def measure_block(model: Model, precision: str, microbatches: Iterable[int], dev
 
     The layer is a middle stage with one layer, and the output layer a last stage without layers. Both are Megatron's
     GPTModel in its DistributedDataParallel, which accumulates gradients as in training. BERT's layers are Megatron's
-    local ones with a padding mask; its output layer is approximated by GPT's (see `Profile.terms`).
+    local ones with a padding mask; its output layer is approximated by GPT's.
     Every rank of the default process group must call it. Without one it measures this process alone.
     Microbatches that exceed the memory are omitted; UserError if the smallest one does.
     """

@@ -156,19 +156,10 @@ def _environment(plan: Plan) -> str:
     return "\n".join(f"export {name}=${{{name}:-1}}" for name in variables)
 
 
-# Splits into words as a shell and as megatron_2bw/slurm/flags.py. A NUL ends each word: a path may contain a newline.
-_SPLIT = r"""
-    split='
-import os, shlex, sys
-try:
-    words, status = shlex.split(sys.argv[1]), 0
-except ValueError as error:
-    words, status = [f"DATA_ARGS: {error}"], 2
-sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in words))
-sys.exit(status)'
-    mapfile -d '' -t data < <("${PYTHON:-python3}" -c "$split" "$DATA_ARGS")
-""".strip("\n")
-_WRONG_DATA = "${data[*]:-DATA_ARGS cannot be split into words}"
+# xargs splits into words as a shell does. A NUL ends each word.
+_SPLIT = """\
+    mapfile -d '' -t data < <(xargs printf '%s\\0' <<<"$DATA_ARGS" 2>/dev/null)"""
+_WRONG_DATA = "DATA_ARGS cannot be split into words: a quote does not end"
 
 
 def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> str:

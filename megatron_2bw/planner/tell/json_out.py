@@ -9,13 +9,11 @@ from typing import Any
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.tell import jobs, training
 from megatron_2bw.planner.tell.explain import CAVEAT, Result, terms
-from megatron_2bw.planner.tell.rejections import too_large
 
 
 def as_json(result: Result) -> dict[str, Any]:
     """The result in plain types: seconds, bytes, samples."""
     cost, search = result.cost, result.search
-    large, change = too_large(result)
     found = {
         "model": asdict(cost.model),
         "cluster": asdict(replace(cost.cluster, profile=None)) | {"profile": cost.cluster.profile is not None},
@@ -35,8 +33,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "cost": cost.method,
         "too_large": {
             "count": len(search.too_large),
-            "fastest": large and _estimate(cost, large),
-            "nearest": change and _estimate(cost, change),
+            "fastest": next((_estimate(cost, cost.estimate(plan)) for plan in search.too_large), None),
         },
         "evidence": {term: {"tag": tag, "source": source} for term, (tag, source) in terms(cost).items()},
         "caveat": CAVEAT,
