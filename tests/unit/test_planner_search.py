@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,8 +21,8 @@ from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.planner.find.search import Search, best
-from megatron_2bw.planner.find.space import PLANNED, Space
-from megatron_2bw.schedules import SCHEDULE_NAMES, Shape, TwoBW
+from megatron_2bw.planner.find.space import Space
+from megatron_2bw.schedules import Shape, TwoBW
 from megatron_2bw.timelines.simulator import iteration_time, simulate
 
 P3 = cluster.preset("p3.16xlarge", 1)
@@ -132,6 +131,8 @@ def everything(cost: Cost, space: Space, all_splits: bool = False) -> Iterator[P
             even = len(set(stages)) == 1
             if (not even and not space.uneven) or (schedule == "2bw" and slots not in space.gradient_slots):
                 continue
+            if virtual > 1 and "recompute_block" in kind:  # Megatron counts the layers of a chunk then
+                continue
             microbatches = space.batch // (microbatch * width)
             if virtual > 1:
                 microbatches = microbatches // depth * depth
@@ -229,7 +230,6 @@ def key(plan: Plan) -> tuple:
 
 SPACES = {
     "gpt-355m on 4 GPUs": (Cost(GPT, P3_HALF, "fp16"), Space(32, microbatch=(4,))),
-    "gpt-355m on 8 GPUs": (Cost(GPT, P3, "fp16"), Space(32, microbatch=(2,), recompute=("full",))),
     "gpt-355m that hardly fits": (
         Cost(GPT, replace(P3_HALF, device=replace(P3.device, memory_gib=6)), "fp16"),
         Space(32, microbatch=(2,), recompute=("none", "full"), distributed_optimizer=(True,)),
@@ -239,13 +239,8 @@ SPACES = {
         Cost(tiny(12, sequence=512), slow(6, 1, memory_gib=0.15), "bf16"),
         Space(48, ("gpipe", "megatron"), microbatch=(1, 2)),
     ),
-    "5 layers, 2 servers": (Cost(tiny(5), slow(2), "bf16"), Space(24, microbatch=(1, 2))),
     "4 layers, 2 servers of 3, an odd batch": (Cost(tiny(4), slow(2, 3), "bf16"), Space(17)),
     "6 layers, 4 servers": (Cost(tiny(6), slow(4), "bf16"), Space(16, microbatch=(1, 2), recompute=("none", "full"))),
-    "8 layers, 4 servers of one": (
-        Cost(tiny(8), slow(4, 1), "bf16"),
-        Space(11, ("2bw",), microbatch=(1, 2), recompute=("none", "full")),
-    ),
     "12 layers, 6 servers, batch and memory that allow few ahead": (
         Cost(tiny(12, hidden=512, sequence=256), slow(6, 1, memory_gib=0.4), "bf16"),
         Space(32, ("2bw",), microbatch=(1, 2, 4), uneven=False),
@@ -298,19 +293,6 @@ def test_the_search_is_an_enumeration_in_order(enumerated):
     assert {plan for _, plan in found} == {plan for _, plan in known}
 
 
-def test_the_spaces_have_plans_of_every_warmup():
-    """None, as much as hides all messages, and less where the batch or the memory do not allow that."""
-    kinds = Counter()
-    for name, (cost, space) in SPACES.items():
-        if name.startswith(("12 layers, 6", "6 layers, 2")):
-            for _, plan in Search(cost, space, distinct=False):
-                most = next(cost._warmups(plan), ()) if plan.depth > 1 else ()
-                less = "less" if plan.extra_warmup and plan.extra_warmup != most else ""
-                cause = "batch" if plan.depth + sum(most) > plan.microbatches else "memory"
-                kinds[name.partition(" ")[0], bool(plan.extra_warmup), less and cause] += 1
-    assert kinds["6", True, ""] and kinds["12", True, "batch"] and kinds["12", True, "memory"], kinds
-
-
 def test_the_search_finds_the_best_of_each_key(enumerated):
     cost, space, known = enumerated
     fastest: dict[tuple, float] = {}
@@ -358,23 +340,12 @@ def test_the_search_simulates_few_plans_for_the_first():
     assert search.examined < sum(1 for _ in Search(cost, space, distinct=False)) / 10
 
 
-def test_the_planned_schedules_are_all_but_pipedream():
-    assert {*PLANNED} == {*SCHEDULE_NAMES} - {"pipedream"}
-
-
-def test_nothing_fits():
-    cost = Cost(tiny(), slow(2, memory_gib=1e-3), "bf16")
-    search = Search(cost, Space(16))
-    assert list(search) == [] and search.too_large and not search.examined
-
-
 # --- all splits of the layers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "cost, space",
     [
-        pytest.param(Cost(tiny(5), slow(2), "bf16"), Space(24, microbatch=(1,)), id="5 layers, 2 servers"),
         pytest.param(Cost(tiny(6), slow(2), "bf16"), Space(16, microbatch=(2, 4)), id="6 layers, 2 servers"),
         pytest.param(
             Cost(tiny(7), slow(2), "bf16"), Space(24, microbatch=(1,), recompute=("none",)), id="7 layers, 2 servers"
@@ -653,35 +624,14 @@ def test_2bw_is_never_lighter_than_with_a_flush(case):
 @given(planned(st.just(("2bw", 2, 1)), rounds=12))
 def test_2bw_is_never_slower_than_with_a_flush(case):
     cost, plan = case
-    assume(cost.compute.layout(plan).data.servers == 1)  # else: test_2bw_with_replicas_on_several_servers
+    assume(cost.compute.layout(plan).data.servers == 1)  # else the reduction shares the network
     assert cost.seconds(plan) <= cost.seconds(with_flush(plan)) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("slots", [2, 1])
-def test_2bw_with_replicas_on_several_servers(slots):
-    """The reduction shares the network with the next batch's messages, and still both schedules move the same."""
-    of = tiny(4, hidden=2048, vocab=50000, sequence=512)
-    cost = Cost(of, replace(slow(4, 2), device=Device("fast", 1000, 300, 2000), between=Link(0.1, 50)), "bf16")
-    plan = Plan(1, 2, 4, 16, 16, gradient_slots=slots)
-    assert cost.seconds(plan) <= cost.seconds(with_flush(plan))
 
 
 @property_of(100)
 @given(planned(st.sampled_from([("2bw", 2, 1), ("2bw", 1, 1)]), rounds=8), st.integers(1, 4))
 def test_more_microbatches_never_slow_2bw_down(case, rounds):
-    """In whole rounds of d; one more can break the rhythm of slow messages (test_one_more_microbatch)."""
+    """In whole rounds of d; one more can break the rhythm of slow messages."""
     cost, plan = case
     more = replace(plan, microbatches=plan.microbatches + rounds * plan.depth)
     assert sample_seconds(cost, more) <= sample_seconds(cost, plan) * (1 + 1e-6)
-
-
-def test_one_more_microbatch():
-    """Over a slow boundary two stages exchange two microbatches in turn, and four of them with the updates between take
-    2.7 % longer a sample than three. It is the schedule's rhythm: many simulated iterations say the same."""
-    device = Device("any", 1000, tflops=300, memory_gb_s=200, layer_launch_us=1)
-    on = Cluster("any", 2, 2, device, Link(10, 5), Link(1, 50))
-    cost = Cost(tiny(6, hidden=2048, vocab=500, sequence=512, tied=False), on, "bf16")
-    three = Plan(2, 2, 1, 4, 3, gradient_slots=1, sequence_parallel=True)
-    four = replace(three, microbatches=4)
-    for seconds in (cost.seconds, lambda plan: simulated(cost, plan)):
-        assert seconds(four) / 4 == pytest.approx(1.027 * seconds(three) / 3, rel=1e-3)
