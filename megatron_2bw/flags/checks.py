@@ -6,15 +6,16 @@ says what to do, or None.
 
 from __future__ import annotations
 
-import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_2bw import sizes
 from megatron_2bw.checkpoints.folder import TRACKER, problem, same_folder, source
 from megatron_2bw.data import indexed
-from megatron_2bw.flags.rule import Args, Rule, asks, installed, task, value
+from megatron_2bw.flags.rule import Args, Rule, installed, line, task, value
+from megatron_2bw.start.torchrun import PLAIN_TORCH
 
 OLDEST_TORCH = "2.8"  # pyproject.toml says why
 
@@ -33,14 +34,11 @@ def transformer_engine(args: Args) -> str | None:
     """--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine on a GPU."""
     from megatron_2bw import cpu  # it imports torch
 
-    wanted = task(args) is not None and asks(args, "--transformer-impl transformer_engine") and not cpu.installed()
-    if not wanted or installed("transformer_engine"):
+    if task(args) is None or args.transformer_impl != "transformer_engine" or cpu.installed():
         return None
-    return (
-        "--transformer-impl transformer_engine (Megatron's default) needs Transformer Engine, which is not installed: "
-        "use --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-        "--no-masked-softmax-fusion --no-rope-fusion"
-    )
+    remedy = " ".join(PLAIN_TORCH)
+    line = f"(Megatron's default) needs Transformer Engine, which is not installed: use {remedy}"
+    return None if installed("transformer_engine") else f"--transformer-impl transformer_engine {line}"
 
 
 def default_tokenizer(task: str | None) -> str:
@@ -48,19 +46,30 @@ def default_tokenizer(task: str | None) -> str:
     return "BertWordPieceLowerCase" if task == "bert" else "GPT2BPETokenizer"
 
 
+_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+_OTHERS = ("--mock-data", "--data-args-path", "--per-split-data-args-path")
+
+
 def datasets(args: Args) -> Iterator[tuple[str, str]]:
-    """The flag and the prefix of each dataset whose files are in this file system."""
-    flags = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
-    blends = [(flag, value(args, flag) or []) for flag in flags]
+    """The flag and the prefix of each dataset in this file system: the words of the blends that are no weights."""
+    blends = [(flag, value(args, flag) or []) for flag in _DATA]
     if args.data_args_path:
         blends.append((f"--data-args-path {args.data_args_path}:", Path(args.data_args_path).read_text().split()))
     for flag, blend in blends:
-        yield from ((flag, word) for word in blend if os.path.isfile(f"{word}.idx") and os.path.isfile(f"{word}.bin"))
+        yield from ((flag, word) for word in blend if "://" not in word and not re.fullmatch(r"[\d.eE+-]+", word))
 
 
-def conversations(args: Args) -> str | None:
-    """--data-path must hold conversations with --sft-data, and none without: their tokens carry marks."""
-    for flag, prefix in datasets(args) if task(args) is not None else ():
+def data(args: Args) -> str | None:
+    """--data-path or --mock-data must be given, with files that are there; with --sft-data they hold conversations,
+    whose tokens carry marks, and without not."""
+    if task(args) is None:  # an entry script of the user's own may have datasets without flags
+        return None
+    if not any(value(args, flag) for flag in _DATA + _OTHERS):
+        return "--data-path is missing (or --mock-data)"
+    for flag, prefix in datasets(args):
+        for name in (f"{prefix}.idx", f"{prefix}.bin"):
+            if not os.path.isfile(name):
+                return f"{flag} {prefix}: there is no file {name}"
         if indexed.has_prompts(prefix) != args.sft_data:
             wrong = "no conversations" if args.sft_data else "conversations"
             remedy = "prepare it with scripts/preprocess_data.py --task sft, or leave --sft-data out"
@@ -76,15 +85,12 @@ def empty_share(args: Args) -> str | None:
     split = args.split or "969,30,1"
     shares = [float(share) for share in split.replace("/", ",").split(",")]
     count = indexed.documents if task(args) == "bert" else indexed.sequences
-    for flag, prefix in datasets(args) if math.isfinite(sum(shares)) and sum(shares) > 0 else ():
-        number = count(prefix)
+    for number, prefix in ((count(prefix), prefix) for flag, prefix in datasets(args) if flag == "--data-path"):
         edges = [round(sum(shares[:k]) / sum(shares) * number) for k in range(len(shares) + 1)]
         for name, share, start, end in zip(("training", "validation", "test"), shares, edges, edges[1:]):
-            if flag == "--data-path" and share and start == end:
-                return (
-                    f"--split {split} leaves no document of --data-path {prefix} for {name}, it has {number}: give "
-                    "that share 0 or more"
-                )
+            if share and start == end:
+                rest = f"leaves no document of --data-path {prefix} for {name}, it has {number}"
+                return f"--split {split} {rest}: give that share 0 or more"
     return None
 
 
@@ -102,9 +108,10 @@ def checkpoint(args: Args) -> str | None:
 
 
 CHECKS: tuple[Rule | sizes.Check, ...] = (
+    line("--lr is missing", lambda a: a.lr is None and not a.skip_train),
     sizes.microbatches,
     checkpoint,
-    conversations,
+    data,
     empty_share,
     transformer_engine,
 )

@@ -98,8 +98,10 @@ def parse(
     undo = guard.apply(patches.for_rehearsal(rehearsed)) if cpu.installed() else lambda: None
     try:
         args = parse_and_validate_args(extend, args_defaults={"tokenizer_type": default_tokenizer(early.task)})
-    except SystemExit as end:  # of Megatron's exit() after a line that says why, or of --help
-        sys.exit(1 if end.code is None else end.code)
+    except SystemExit as end:
+        if end.code is None:  # Megatron's exit() after a line on the screen
+            stop("Megatron ends the run in a line of its own: add --verbose to see it")
+        raise  # --help, or a line of this project
     except Exception as error:
         stop(explain(error))
     finally:

@@ -24,6 +24,7 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
 
 
 MISTAKEN = [
+    case("--lr", lr=None),
     case("--global-batch-size 2", "use --global-batch-size 4 or more", microbatches=1),
     case("--global-batch-size 6", "use --global-batch-size 8 or more", microbatches=3, two_bw_extra_warmup=2),
     case("--two-bw-exchange nccl", "--distributed-backend nccl", two_bw_exchange="nccl", distributed_backend="gloo"),

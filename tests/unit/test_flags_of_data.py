@@ -16,6 +16,12 @@ def with_data(*flags: object, bert: bool = False, **changes) -> list[str]:
     return [*[BERT] * bert, *words, *map(str, flags)]
 
 
+def test_data_must_be_given_and_there(tmp_path):
+    assert complaint(with_data(), 2).startswith("--data-path is missing")
+    assert complaint(with_data("--train-data-path", "no/such"), 2).startswith("--train-data-path no/such: ")
+    assert complaint(with_data("--data-path", "1.0", "msc://bucket/data"), 2) is None
+
+
 @pytest.mark.parametrize(
     "split, empty",
     [("98,1,1", "validation"), ("1,1,1", None), ("2/1/0", None), ("1,100,100", "training"), ("100", None)],

@@ -19,7 +19,6 @@ ALLOWED = """
 [exiting program at iteration 3] datetime: 2026-11-23 04:21:34.057739
 [before the start of training step] datetime: 2026-11-23 04:21:34.057739
 WARNING: could not find the metadata file out/latest_checkpointed_iteration.txt
-> typed several times, the last one counts: --train-iters 12, then 14
 > 2bw: starts from iteration 12 with both weight versions of the checkpoint
 > --two-bw-trace: wrote out/trace.json
 > CUDA_DEVICE_MAX_CONNECTIONS=1: in torch before 2.15
