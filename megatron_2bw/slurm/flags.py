@@ -33,13 +33,10 @@ def words(
 
     save: also the plan's --save-interval. UserError names the wrong variable.
     """
-    for flag, number in (("--servers", servers), ("--processes", processes)):
-        if number < 1:
-            raise UserError(f"{flag} {number}: it must be 1 or more")
     if precision and precision not in PRECISIONS:
         raise UserError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
     entry = _read(Path(plan)) if plan else None
-    found = _model(entry["model"], plan) if entry else _named(model, kind)
+    found = entry["model"] if entry else _named(model, kind)
     if found.kind != kind:
         raise UserError(f"{found.name} is a {found.kind.upper()}: submit pretrain_{found.kind}_2bw.sbatch")
     run, interval = training.flags("2bw"), training.save_interval(0)
@@ -66,13 +63,6 @@ def words(
     return [*found.flags(), *sizes, *run, *saves, *(own or mock_data(found))]
 
 
-def _model(entries: Any, plan: str) -> Model:
-    try:
-        return described(Model, entries, "model")
-    except UserError as error:
-        raise UserError(f"PLAN={plan}: {error}") from None
-
-
 def _named(name: str, kind: str) -> Model:
     found = PRESETS.get(name)
     if found is None:
@@ -85,19 +75,13 @@ def _named(name: str, kind: str) -> Model:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"PLAN={path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        sizes = [content["cluster"][name] for name in ("servers", "gpus_per_server")]
-        whole = all(type(size) is int for size in sizes) and content["model"] and content["precision"]
-        best = content["plans"][0]
-        whole = whole and best["flags"] and type(best.get("save_interval", 1)) is int
-        whole = whole and all(type(word) is str for word in best["flags"] + best.get("training", []))
-    except (TypeError, LookupError):
-        whole = False
-    if not whole:
-        raise UserError(f"PLAN={path} holds no plan; write it with megatron-2bw-plan ... --json {path}")
-    return content
+        if content["plans"][0]["flags"] and content["cluster"] and content["precision"]:
+            return content | {"model": described(Model, content["model"], f"PLAN={path}: model")}
+    except OSError as error:
+        raise UserError(f"PLAN={path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, LookupError):
+        pass
+    raise UserError(f"PLAN={path} holds no plan; write it with megatron-2bw-plan ... --json {path}")
 
 
 def default_plan(model: Model, ranks: int) -> Plan:

@@ -120,13 +120,13 @@ def read(path: Path) -> dict[str, Any]:
     """The file's content; empty if there is none. UserError if it is another file."""
     try:
         content = json.loads(Path(path).read_text())
+        if {"status", "reason", "time"} <= content.keys():
+            return content
     except FileNotFoundError:
         return {}
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or not {"status", "reason", "time"} <= content.keys():
-        raise UserError(f"{path}: not a status file of a job")
-    return content
+    except (ValueError, AttributeError):
+        pass
+    raise UserError(f"{path}: not a status file of a job")
 
 
 def write(path: Path, outcome: Outcome, **fields: Any) -> None:
@@ -209,15 +209,11 @@ def show(options: argparse.Namespace) -> int:
     for folder in options.logs:
         path = folder / "status.json" if folder.is_dir() else folder
         try:
-            content = read(path)
-            if not content and not folder.is_dir():
-                raise UserError(f"{folder}: no such file or folder")
-        except (UserError, OSError) as error:
+            if content := current(path):
+                print(f"{path.parent}: {content['status']}, {content['reason']} ({content['time']})")
+        except UserError as error:
             report("status.py", error)
             wrong = 1
-            continue
-        if content := current(path):
-            print(f"{path.parent}: {content['status']}, {content['reason']} ({content['time']})")
     return wrong
 
 
@@ -251,14 +247,6 @@ def slurm_state(job: str) -> str:
     return ""
 
 
-# How a start ended, in flags of `end` and `late`; those that are not here are switches.
-WAYS = {
-    "--exit-status": {"type": int, "default": 0},
-    "--refused": {"default": ""},
-    "--reason": {"default": "its time was over before it had saved and ended"},
-}
-
-
 def script(options: argparse.Namespace) -> int:
     print(Path(__file__).with_name(f"pretrain_{options.kind}_2bw.sbatch"))
     return 0
@@ -269,19 +257,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "status.py") -> int:
     parser = Parser(prog=prog, description=about, allow_abbrev=False)
     commands = parser.add_subparsers(required=True)
     ways = ("--signalled", "--cancelled", "--requeued")
-    for name, function, flags in (
-        ("start", begin, ()),
-        ("end", end, (*ways, "--exit-status", "--refused")),
-        ("late", late, (*ways, "--reason")),
-    ):
+    for name, function, flags in (("start", begin, ()), ("end", end, ways), ("late", late, ways)):
         command = commands.add_parser(name, help="of job.sh", allow_abbrev=False)
         command.set_defaults(function=function)
         command.add_argument("--file", type=Path, required=True)
         command.add_argument("--job", required=True)
         command.add_argument("--start", type=int, required=True)
         command.add_argument("--checkpoints", required=True)
-        for flag in flags:
-            command.add_argument(flag, **WAYS.get(flag, {"action": "store_true"}))
+        for flag in flags:  # how the start ended
+            command.add_argument(flag, action="store_true")
+        command.add_argument("--exit-status", type=int, default=0)
+        command.add_argument("--refused", default="")
+        command.add_argument("--reason", default="its time was over before it had saved and ended")
     command = commands.add_parser("show", help="the words of jobs")
     command.set_defaults(function=show)
     command.add_argument("logs", type=Path, nargs="+", metavar="DIR")
