@@ -37,16 +37,6 @@ def merged(defaults: Sequence[str], typed: Sequence[str]) -> list[str]:
     return [*split_by(defaults, {flag_of(word) for word in typed if word.startswith("--")})[1], *typed]
 
 
-def value(words: Iterable[str], flag: str) -> str | None:
-    """The flag's value; of a flag that is given several times the last counts."""
-    found = None
-    for name, *values in groups(words):
-        name, equals, given = name.partition("=")
-        if name == flag:
-            found = given if equals else next(iter(values), found)
-    return found
-
-
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words before and after the first --."""
     at = list(argv).index("--") if "--" in argv else len(argv)

@@ -34,7 +34,7 @@ def launch(task: str) -> None:
     name = task.rpartition(".")[2]
     if line := early.mistake(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))):
         stop(line)
-    screen.begin(sys.argv[1:])
+    screen.begin("--verbose" in sys.argv)
     if (line := shared_store(os.environ)) and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         stop(line)
     elif line:
@@ -58,8 +58,9 @@ def launch(task: str) -> None:
         runtime = install(args)
     except (guard.DriftError, UserError) as error:
         stop(str(error))
+    output = screen.settle(args.save or args.tensorboard_dir or args.two_bw_trace)
     if args.rank == 0:
-        print(f"> output: {screen.place()} has all that this rank prints (--verbose shows it)")
+        print(f"> output: {output} has all that this rank prints (--verbose shows it)")
     if args.exit_signal_handler:
         atexit.register(_end_loader_workers)
     module = importlib.import_module(task)

@@ -12,14 +12,10 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_2bw.words import value
-
-FOLDERS = ("--save", "--tensorboard-dir", "--two-bw-trace")  # the first one given holds the files
 SHOWN = re.compile(
     r"> (--[\w-]+|[\w.=-]+:|typed |rank \d|\d+ process)"  # of this project
     r"|(\[rank\d+\]: *)?([\w.-]+: (error:|rank \d)|[\w.]*(Error|Exception|Interrupt|Exit)\b|ERROR:|CRITICAL:)"
@@ -59,24 +55,39 @@ class _Stream:
             _record.flush()
 
 
-def begin(argv: Sequence[str]) -> None:
-    """From now on this rank prints so. argv: the run's flags"""
+def begin(verbose: bool) -> None:
+    """From now on this rank prints so; to a temporary file until `settle`."""
     global _record
-    given = next((found for flag in FOLDERS if (found := value(argv, flag)) and "://" not in found), None)
-    with suppress(OSError):  # the run reports later what is wrong with its folder
-        _record = given and _opened(Path(given, "output"))
-    _record = _record or _opened(Path(tempfile.mkdtemp(prefix="megatron_2bw_")))
+    _record = _opened(tempfile.mkstemp(f"_{_name()}", "megatron_2bw_")[1])
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         stream.flush()
         screen = os.dup(stream.fileno())
         os.dup2(_record.fileno(), number)  # what libraries in C++ print
-        setattr(sys, name, _Stream(screen, "--verbose" in argv))
+        setattr(sys, name, _Stream(screen, verbose))
 
 
-def _opened(folder: Path) -> TextIO:
-    folder.mkdir(parents=True, exist_ok=True)
-    return open(folder / f"rank-{os.environ.get('RANK', '0')}.txt", "a", buffering=1, errors="backslashreplace")
+def settle(folder: str | os.PathLike | None) -> str:
+    """Move to a file in the run's folder, if it has one; the file's name."""
+    global _record
+    if folder and "://" not in str(folder):
+        with suppress(OSError):  # the run reports later what is wrong with its folder
+            path = Path(folder, "output", _name())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary, _record = _record, _opened(path)
+            for number in (1, 2):
+                os.dup2(_record.fileno(), number)
+            _record.write(Path(temporary.name).read_text())
+            os.unlink(temporary.name)
+    return place()
+
+
+def _name() -> str:
+    return f"rank-{os.environ.get('RANK', '0')}.txt"
+
+
+def _opened(path: str | os.PathLike) -> TextIO:
+    return open(path, "a", buffering=1, errors="backslashreplace")
 
 
 def place() -> str:

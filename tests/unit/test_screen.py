@@ -49,12 +49,13 @@ def test_which_lines_the_screen_shows(line):
 PROGRAM = """
 import os, sys, warnings
 from megatron_2bw.start import screen
-screen.begin(sys.argv[1:])
+screen.begin('--verbose' in sys.argv)
 print("> initialized tensor model parallel with size 1")
 print(" iteration 1/ 2 ", end="")
 print("| lm loss: 4.5E+00 |", flush=True)
 os.system("echo of a library")
 warnings.warn("new")
+screen.settle(sys.argv[-1])
 raise ValueError("why")
 """
 
@@ -64,7 +65,7 @@ def ran(*argv: object, **options) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_goes_to_the_file_and_a_crash_shows_its_last_line(tmp_path):
-    ended = ran("--lr", 1, "--save", tmp_path, capture_output=True)
+    ended = ran(tmp_path, capture_output=True)
     assert (ended.stdout, ended.stderr) == (" iteration 1/ 2 | lm loss: 4.5E+00 |\n", "ValueError: why\n")
     text = (tmp_path / "output" / "rank-0.txt").read_text()
     for word in ("> initialized", "lm loss", "of a library", "UserWarning: new", "Traceback", "ValueError: why"):
@@ -72,15 +73,15 @@ def test_all_goes_to_the_file_and_a_crash_shows_its_last_line(tmp_path):
 
 
 def test_verbose_shows_all(tmp_path):
-    ended = ran("--verbose", f"--save={tmp_path}", capture_output=True)
+    ended = ran("--verbose", tmp_path, capture_output=True)
     assert "> initialized" in ended.stdout and "UserWarning: new" in ended.stderr and "Traceback" in ended.stderr
 
 
 def test_without_a_folder_that_can_be_made_the_file_is_temporary(tmp_path):
     (tmp_path / "file").touch()
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    ran("--save", tmp_path / "file", capture_output=True, env=environment)
-    assert len(list(tmp_path.glob("megatron_2bw_*/rank-0.txt"))) == 1
+    ended = ran(tmp_path / "file", capture_output=True, env=os.environ | {"TMPDIR": str(tmp_path)})
+    (path,) = tmp_path.glob("megatron_2bw_*rank-0.txt")
+    assert "Traceback" in path.read_text() and ended.stderr == "ValueError: why\n"
 
 
 @pytest.mark.parametrize("where", ["/dev/full", "a pipe"])
@@ -89,5 +90,5 @@ def test_a_screen_that_cannot_be_written_ends_no_run(where, tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     with open(where if where == "/dev/full" else writer, "w") as stdout:
-        ended = ran("--save", tmp_path, stdout=stdout, stderr=subprocess.PIPE)
+        ended = ran(tmp_path, stdout=stdout, stderr=subprocess.PIPE)
     assert ended.stderr.startswith("> screen: lines are lost: ") and ended.stderr.endswith("ValueError: why\n")

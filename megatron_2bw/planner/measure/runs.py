@@ -169,7 +169,7 @@ def _text(path: Path) -> str:
 
 def _arguments(log: str, path: Path) -> dict[str, str]:
     """Megatron's arguments by name: as the log has them, or the file that it names, also where its folder was moved."""
-    named = re.search(r"> output: (.+/rank-0\.txt) ", log)
+    named = re.search(r"> output: (.+\.txt) has all", log)
     places = (Path(named[1]), *sorted(path.parent.rglob("rank-0.txt"))) if named else ()
     for text in (log, *(_text(place) for place in places if place.is_file())):
         begun, ended = text.rfind("--- arguments ---"), text.rfind("--- end of arguments ---")
