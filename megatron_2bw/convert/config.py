@@ -7,13 +7,13 @@ need.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_2bw.convert.families import FAMILIES, Family
-from megatron_2bw.errors import UserError
+from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.files import read_yaml
 from megatron_2bw.models.hugging_face import SIZES, from_hugging_face
 from megatron_2bw.models.model import Model
 
@@ -62,7 +62,8 @@ def read(path: Path, sequence: int | None) -> Found:
 
     Raises UserError, with the entry and the reason, for what Megatron 0.19 cannot represent.
     """
-    config = _content(path)
+    with file_errors(str(path)):
+        config = read_yaml(path)
     kind = config.get("model_type")
     if kind == "bert":
         raise UserError(
@@ -71,8 +72,6 @@ def read(path: Path, sequence: int | None) -> Found:
         )
     if kind not in FAMILIES:
         raise UserError(f"{path}: model_type {kind!r} is not supported; those that are: {', '.join(FAMILIES)}")
-    if config.get("quantization_config"):
-        raise UserError(f"{path}: the entry 'quantization_config': import the model that is not quantized")
     names = config.get("architectures") or ARCHITECTURES[kind][:1]
     if names[0] not in ARCHITECTURES[kind]:
         raise UserError(
@@ -81,7 +80,9 @@ def read(path: Path, sequence: int | None) -> Found:
         )
     try:
         longest = from_hugging_face(path).sequence if kind in ("gpt2", "megatron-bert") else None
-        model = from_hugging_face(path, longest or sequence or _default_sequence(config))
+        model = from_hugging_face(
+            path, longest or sequence or min(config.get("max_position_embeddings", SEQUENCE), SEQUENCE)
+        )
     except UserError as error:
         raise UserError(str(error).removeprefix("--model ")) from None
     flags = model.flags()
@@ -100,23 +101,6 @@ def read(path: Path, sequence: int | None) -> Found:
 
 
 _DROPOUTS = (("resid_pdrop", "hidden_dropout_prob"), ("attn_pdrop", "attention_probs_dropout_prob"))
-
-
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file; give a folder of save_pretrained") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: it is no readable JSON file ({' '.join(str(error).split())})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: it must hold an object")
-    return content
-
-
-def _default_sequence(config: dict[str, Any]) -> int:
-    longest = config.get("max_position_embeddings")
-    return min(longest, SEQUENCE) if isinstance(longest, int) and longest > 0 else SEQUENCE
 
 
 def of_arguments(args: argparse.Namespace, like: Path | None) -> tuple[Found, dict[str, Any]]:
@@ -163,21 +147,14 @@ def of_arguments(args: argparse.Namespace, like: Path | None) -> tuple[Found, di
 def _kind(model: Model, args: argparse.Namespace) -> str:
     if getattr(args, "num_experts", None) or getattr(args, "multi_latent_attention", False):
         raise UserError("--num-experts, --multi-latent-attention: only dense models can be exported")
-    rope = "--position-embedding-type rope" if model.rotary else "--position-embedding-type learned_absolute"
-    wanted = {  # what goes with the positions
-        "--swiglu": model.gated,
-        "--normalization RMSNorm": model.rms_norm,
-        "--disable-bias-linear": not model.bias,
-    }
-    for flag, present in wanted.items():
-        if present != model.rotary:
-            raise UserError(f"{rope} {'with' if present else 'without'} {flag}: no model that can be exported has both")
+    if {model.gated, model.rms_norm, not model.bias} != {model.rotary} or (model.qk_norm and model.qkv_bias):
+        raise UserError(
+            "--position-embedding-type rope, --swiglu, --normalization RMSNorm and --disable-bias-linear: a model that "
+            "can be exported has all of them (with one of --qk-layernorm and --add-qkv-bias at most) or none"
+        )
     if model.rotary:
-        if model.qk_norm and model.qkv_bias:
-            raise UserError("--qk-layernorm with --add-qkv-bias: no model that can be exported has both")
         return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
-    plain = model.groups == model.heads and model.head_size * model.heads == model.hidden and not model.qk_norm
-    if not plain:
+    if model.groups != model.heads or model.head_size * model.heads != model.hidden or model.qk_norm:
         raise UserError("--group-query-attention, --kv-channels, --qk-layernorm: GPT-2 and MegatronBert have none")
     return "megatron-bert" if model.kind == "bert" else "gpt2"
 
@@ -193,7 +170,7 @@ def _same(model: Model, kind: str, head: bool, path: Path) -> tuple[Found, dict[
     kinds = other.kind == kind or {other.kind, kind} == llamas
     if not kinds or other.binary_head != head or replace(other.model, **apart) != replace(model, **apart):
         return None
-    return Found(other.kind, replace(model, vocab=other.model.vocab), head), _content(path)
+    return Found(other.kind, replace(model, vocab=other.model.vocab), head), read_yaml(path)
 
 
 def _config(found: Found) -> dict[str, Any]:

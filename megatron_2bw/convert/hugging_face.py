@@ -33,10 +33,7 @@ class Weights:
         self._files: dict[str, Path] = {}
         for path, names in _files(folder).items():
             with _errors(path), safe_open(path, "pt") as file:
-                held = set(file.keys())
-                for name in sorted(names or held):
-                    if name not in held:
-                        raise UserError(f"{path}: the tensor {name} is missing, which {INDEX} places there")
+                for name in sorted(names or file.keys()):
                     part = file.get_slice(name)
                     if part.get_dtype() not in DTYPES:
                         raise UserError(
@@ -59,22 +56,12 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     if not index.is_file():
         if (folder / SINGLE).is_file():
             return {folder / SINGLE: set()}
-        other = next(iter([*folder.glob("pytorch_model*"), *folder.glob("*.safetensors")]), None)
-        found = f"only {other.name}" if other else "no weights"
         raise UserError(
-            f"{folder}: there is {found}, but neither {INDEX} nor {SINGLE}: download the model again, or save it with "
-            "transformers' save_pretrained"
+            f"{folder}: there is neither {INDEX} nor {SINGLE}: save the model with transformers' save_pretrained"
         )
     files: dict[Path, set[str]] = {}
-    try:
-        places = json.loads(index.read_text())["weight_map"].items()
-        for name, file in places:
-            files.setdefault(folder / Path(file).name, set()).add(name)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{index}: it is no index of safetensors ({type(error).__name__}: {error})") from None
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise UserError(f"{folder}: {', '.join(missing)} is missing, which {INDEX} names: download the model again")
+    for name, file in json.loads(index.read_text())["weight_map"].items():
+        files.setdefault(folder / Path(file).name, set()).add(name)
     return files
 
 
@@ -83,7 +70,7 @@ def _errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: it is cut short or no file of safetensors ({error})") from None
+        raise UserError(f"{path}: it is missing, cut short or no file of safetensors ({error})") from None
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -6,7 +6,6 @@ serve a model, `megatron-2bw convert export` writes it for transformers and the 
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,15 +34,11 @@ def main(argv: Sequence[str], prog: str) -> int:
     options = parser.parse_args(argv)
     if not options.source.is_dir():
         usage_error(prog, f"{options.source}: there is no such folder")
-    if not 0 <= options.temperature < float("inf"):
-        usage_error(prog, f"--temperature {options.temperature}: it must be 0 or more")
     import torch
 
     from megatron_2bw import cpu
     from megatron_2bw.convert import megatron
 
-    if options.device == "cuda" and cpu.wanted("auto"):
-        usage_error(prog, "--device cuda: no GPU is visible to torch; use --device cpu")
     folder = megatron.find(options.source, options.ckpt_step)
     if on_cpu := cpu.wanted(options.device):
         megatron.use_cpu()
@@ -52,13 +47,15 @@ def main(argv: Sequence[str], prog: str) -> int:
             from megatron_2bw.mcore import patches
 
             guard.apply(patches.for_cpu())
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
     args = megatron.saved_arguments(folder)
     if getattr(args, "task", "gpt") != "gpt":
         raise UserError(f"{folder}: it is a BERT, which continues no text")
     args.bf16, args.fp16, args.params_dtype = False, False, torch.float32
     with megatron.whole_model(args, "cpu" if on_cpu else "cuda") as (model, entries):
         megatron.read_into(model.eval(), entries, megatron.Checkpoint(folder))
-        tokenizer = _tokenizer(args)
+        tokenizer = build_tokenizer(args)
         prompt = _tokens(tokenizer, options.prompt, args.padded_vocab_size)
         logits = lambda tokens: model(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], None)
         limit = min(args.seq_length, args.max_position_embeddings)
@@ -108,15 +105,6 @@ def generate(
 def printable(text: str) -> str:
     """`text` with escapes for what would control a terminal: all control characters but tabs and ends of lines."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]", lambda found: ascii(found[0])[1:-1], text)
-
-
-def _tokenizer(args: argparse.Namespace):
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-
-    try:
-        return build_tokenizer(args)
-    except Exception as error:  # of many kinds, by package
-        raise UserError(f"the checkpoint's tokenizer, {args.tokenizer_model or args.vocab_file}: {error}") from None
 
 
 def _tokens(tokenizer, prompt: str, vocabulary: int) -> list[int]:

@@ -135,41 +135,20 @@ def test_a_bert_with_one_head(folder):
 
 
 @pytest.mark.parametrize(
-    "changes, line",
+    "content, line",
     [
-        ({"model_type": "bert"}, "model_type 'bert' has its norms after each layer"),
-        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported; those that are: llama, "),
-        ({"model_type": None}, "model_type None is not supported"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "'architectures' is LlamaForSequenceClassification"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "the entry 'quantization_config'"),
-        ({"attention_bias": True}, "attention_bias is true"),
-        ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"hidden_act": "gelu"}, "the entry 'hidden_act' must be silu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "the entry 'rope_scaling' is of type 'yarn'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
-        ({"hidden_size": "8"}, "the entry 'hidden_size' must be a whole number"),
-        ({"num_key_value_heads": 3}, "--num-attention-heads 4 is not a multiple of --num-query-groups 3"),
-        ({"sliding_window": 8, "model_type": "mistral", "architectures": None}, "the entry 'sliding_window' is 8"),
+        (LLAMA | {"model_type": "bert"}, "model_type 'bert' has its norms after each layer"),
+        (LLAMA | {"model_type": "mixtral"}, "model_type 'mixtral' is not supported; those that are: llama, "),
+        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "'architectures' is LlamaForSequence"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act"),
+        (LLAMA | {"model_type": "mistral", "architectures": None, "sliding_window": 8}, "sliding_window"),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights"),
     ],
-    ids=lambda value: "" if isinstance(value, dict) else value[:40],
 )
-def test_what_megatron_cannot_represent(changes, line, folder):
+def test_what_megatron_cannot_represent(content, line, folder):
     with pytest.raises(UserError) as error:
-        config.read(folder(LLAMA | changes) / "config.json", None)
+        config.read(folder(content) / "config.json", None)
     assert line in str(error.value) and "config.json" in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "changes, line",
-    [
-        ({"scale_attn_weights": False}, "scale_attn_weights is false"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
-        ({"activation_function": "relu"}, "the entry 'activation_function' must be gelu or"),
-    ],
-)
-def test_a_gpt2_that_megatron_cannot_represent(changes, line, folder):
-    with pytest.raises(UserError, match=line):
-        config.read(folder(GPT2 | changes) / "config.json", None)
 
 
 def test_more_tokens_than_positions(folder):
@@ -232,7 +211,6 @@ NORM = "model.norm.weight"
             lambda held: held.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(8)}),
             "q_proj.bias has no place in Megatron's model",
         ),
-        (lambda held: held.update({"model.layers.1.mlp.up_proj.weight": torch.ones(12, 8)}), "has no place"),
     ],
 )
 def test_tensors_that_do_not_fit(change, line, folder):
@@ -241,29 +219,18 @@ def test_tensors_that_do_not_fit(change, line, folder):
     assert line in complaint(folder(LLAMA, held))
 
 
-def test_a_file_that_is_cut_short(folder):
-    file = folder(LLAMA) / "model.safetensors"
-    for size in (0, 5, 200, file.stat().st_size - 1):
-        whole = file.read_bytes()
-        file.write_bytes(whole[:size])
-        assert "is cut short or no file of safetensors" in complaint(file.parent)
-        file.write_bytes(whole)
-
-
-def test_files_that_are_missing(folder):
+def test_files_that_are_missing_or_cut_short(folder):
     path = folder(LLAMA)
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    assert "there is only pytorch_model.bin, but neither" in complaint(path)
-    (path / "pytorch_model.bin").unlink()
-    assert "there is no weights, but neither" in complaint(path)
-    index = path / hugging_face.INDEX
-    index.write_text(json.dumps({"weight_map": {NORM: "model-00002-of-00002.safetensors"}}))
-    assert "model-00002-of-00002.safetensors is missing, which model.safetensors.index.json names" in complaint(path)
-    save_file({"other": torch.ones(1)}, path / "model-00002-of-00002.safetensors")
-    assert f"the tensor {NORM} is missing, which model.safetensors.index.json places there" in complaint(path)
-    for text in ("{", "[]", '{"weight_map": 3}'):
-        index.write_text(text)
-        assert "is no index of safetensors" in complaint(path)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "cut short or no file of safetensors" in complaint(path)
+    file.unlink()
+    assert f"there is neither {hugging_face.INDEX} nor" in complaint(path)
+    weight_map = {NORM: "model-00002-of-00002.safetensors"}
+    (path / hugging_face.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert "model-00002-of-00002.safetensors: it is missing" in complaint(path)
+    save_file({"other": torch.ones(1)}, path / weight_map[NORM])
+    assert NORM in complaint(path)
 
 
 def test_large_models_have_several_files(tmp_path, monkeypatch):
@@ -356,12 +323,10 @@ def test_the_configuration_of_the_imported_model_is_kept(folder):
 @pytest.mark.parametrize(
     "changes, line",
     [
-        ({"swiglu": False}, "--position-embedding-type rope without --swiglu"),
-        ({"normalization": "LayerNorm"}, "--position-embedding-type rope without --normalization RMSNorm"),
-        ({"add_bias_linear": True}, "--position-embedding-type rope without --disable-bias-linear"),
-        (PLAIN | {"swiglu": True}, "--position-embedding-type learned_absolute with --swiglu"),
+        ({"swiglu": False}, "--position-embedding-type rope, --swiglu"),
+        (PLAIN | {"swiglu": True}, "--position-embedding-type rope, --swiglu"),
         (PLAIN | {"kv_channels": 4}, "GPT-2 and MegatronBert have none"),
-        ({"qk_layernorm": True, "add_qkv_bias": True}, "--qk-layernorm with --add-qkv-bias"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "--qk-layernorm and --add-qkv-bias"),
         ({"num_experts": 4}, "only dense models can be exported"),
     ],
 )
@@ -374,8 +339,7 @@ def test_models_that_transformers_does_not_have(changes, line):
     "words, line",
     [
         (["import", "no/such", "--save", "x"], "no/such: there is no such folder"),
-        (["import", ".", "--save", "x", "--seq-length", "-1"], "argument --seq-length: -1: expected a positive"),
-        (["import", "."], "the following arguments are required: --save"),
+        (["import", ".", "--save", "x", "--seq-length", "-1"], "argument --seq-length: -1: must be"),
         (["export", "no/such", "--out", "x"], "no/such: there is no such folder"),
         (["export", ".", "--out", "."], "--out .: it exists already"),
         (["exprot"], "exprot: give one of import, export"),
