@@ -34,7 +34,7 @@ def _refused(variable: str, why: str) -> Rule:
     def when(args: Args) -> bool:
         return _on(variable) and (_messages_over_nccl(args) or _late_step_over_nccl(args))
 
-    return Rule(f"{variable}=1", f"{why}; unset it, or give --distributed-backend gloo", "ours", when)
+    return Rule(f"{variable}=1", f"{why}; unset it", "ours", when)
 
 
 REFUSED: tuple[Rule, ...] = (

@@ -129,4 +129,4 @@ def settle(args: Args) -> str | None:
     for _, off in found:
         vars(args).update(off)
     flags = ", ".join(f"{rule.flag} ({rule.why})" for rule, _ in found)
-    return f"> without effect, or with less, in this run: {flags}" if found else None
+    return f"> {args.pipeline_schedule}: without effect, or with less: {flags}" if found else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 SHOWN = re.compile(
-    r"> (--[\w-]+|[\w.=-]+:|typed |rank \d|\d+ process)"  # of this project
+    r"> (--[\w-]+|[\w.=-]+:|rank \d|\d+ process)"  # of this project
     r"|(\[rank\d+\]: *)?([\w.-]+: (error:|rank \d)|[\w.]*(Error|Exception|Interrupt|Exit)\b|ERROR:|CRITICAL:)"
     r"|\s*(\[[^]]*\] *)?(iteration +\d+/|(saving|successfully \w+|loading) .*checkpoint)"  # of Megatron
     r"| *validation loss at|\[(exiting program|before the start of training step)|.*could not find the metadata file"

@@ -50,7 +50,6 @@ def test_variables_with_which_a_run_over_nccl_would_hang(name, stages, world, sc
     message = complaint(argv, world)
     assert (message is not None) == hangs
     assert not hangs or message.startswith(f"{name}=1 does not work with --pipeline-schedule {schedule}: ")
-    assert not hangs or message.endswith("; unset it, or give --distributed-backend gloo")
 
 
 @pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
