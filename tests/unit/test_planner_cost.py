@@ -26,20 +26,9 @@ from megatron_2bw.timelines.simulator import Times
 
 GPT = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
 # Round numbers: 10¹² operations and 10¹¹ bytes a second, one unit, and a host that takes no time.
-DEVICE = Device(
-    "round",
-    80,
-    2.0,
-    200,
-    tflops_fp32=1.0,
-    units=1,
-    gemm_efficiency=0.5,
-    memory_efficiency=0.5,
-    layer_launch_us=0.0,
-    collective_launch_us=0.0,
-    exchange_us=0.0,
-    step_us=0.0,
-)
+HOST = dict(layer_launch_us=0.0, collective_launch_us=0.0, exchange_us=0.0, step_us=0.0)
+SHARES = dict(gemm_efficiency=0.5, memory_efficiency=0.5)
+DEVICE = Device("round", 80, 2.0, 200, tflops_fp32=1.0, units=1, **SHARES, **HOST)
 CLUSTER = Cluster("round", 2, 8, DEVICE, Link(100, 10), Link(25, 50))
 PLAN = Plan(1, 4, 2, 2, 8)
 
@@ -75,26 +64,26 @@ def leaving(pipelines: list[list[int]], stage: int, per_server: int) -> int:
     return max(counts.values(), default=0)
 
 
-SIZES = [
-    sizes
-    for sizes in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8))
-    if sizes[0] * sizes[1] * sizes[2] <= 64
-]
+SIZES = [*itertools.product((1, 2, 4, 8), (1,), (1, 2, 4, 8, 16), (1, 2, 4, 8))]
+SIZES += itertools.product((1, 2), (2, 4), (1, 4), (1, 2, 4))
 
 
 @pytest.mark.parametrize("per_server", [1, 4, 8])
 @pytest.mark.parametrize("inside", ORDERS)
 def test_groups_and_boundaries_lie_as_in_megatrons_rank_order(inside, per_server):
-    for tensor, depth, width in SIZES:
-        made, place = groups(tensor, depth, width, inside), layout(tensor, depth, width, inside, per_server)
+    for tensor, context, depth, width in SIZES:
+        if tensor * context * depth * width > 64:
+            continue
+        made = groups(tensor, depth, width, inside, context)
+        place = layout(tensor, depth, width, inside, per_server, context)
         assert place.tensor == described(made["tp"], per_server), (tensor, depth, width)
         assert place.data == described(made["dp-cp"], per_server), (tensor, depth, width)
+        assert context == 1 or place.context == described(made["cp"], per_server)
         crossings = [leaving(made["pp"], stage, per_server) for stage in range(depth)]
         assert list(place.boundaries) == crossings, (tensor, depth, width)
-        ends = described([[ranks[0], ranks[-1]] for ranks in made["pp"]], per_server)
         if depth > 1:
-            assert (place.ends.size, place.ends.servers) == (2, ends.servers)
-            assert place.ends.sharers == ends.sharers, (tensor, depth, width)
+            ends = described([[ranks[0], ranks[-1]] for ranks in made["pp"]], per_server)
+            assert (place.ends.size, place.ends.servers, place.ends.sharers) == (2, ends.servers, ends.sharers)
 
 
 @pytest.mark.parametrize("per_server", [2, 3, 6])
@@ -107,31 +96,6 @@ def test_servers_that_sizes_do_not_divide(inside, per_server):
         made, place = groups(tensor, depth, width, inside), layout(tensor, depth, width, inside, per_server)
         assert list(place.boundaries) == [leaving(made["pp"], stage, per_server) for stage in range(depth)]
         assert place.data.servers == len({rank // per_server for rank in made["dp-cp"][0]})
-
-
-@pytest.mark.parametrize("per_server", [4, 8])
-@pytest.mark.parametrize("inside", ORDERS)
-def test_parts_of_a_sequence_lie_as_in_megatrons_rank_order(inside, per_server):
-    for tensor, context, depth, width in itertools.product((1, 2), (2, 4), (1, 4), (1, 2, 4)):
-        made = groups(tensor, depth, width, inside, context)
-        place = layout(tensor, depth, width, inside, per_server, context)
-        assert place.context == described(made["cp"], per_server) and place.tensor == described(made["tp"], per_server)
-        assert place.data == described(made["dp-cp"], per_server)
-        assert list(place.boundaries) == [leaving(made["pp"], stage, per_server) for stage in range(depth)]
-        if depth > 1:
-            ends = described([[ranks[0], ranks[-1]] for ranks in made["pp"]], per_server)
-            assert (place.ends.servers, place.ends.sharers) == (ends.servers, ends.sharers)
-
-
-def test_places_by_hand():
-    # Replicas of a stage are neighbours: 4 stages of 4 replicas on 2 servers of 8.
-    default = layout(1, 4, 4, False, 8)
-    assert default.data == Group(4, 1, 1) and default.boundaries == (0, 4, 0, 4) and default.ends == Group(2, 2, 4)
-    # A pipeline's stages are neighbours: two pipelines a server, so each replica exchange leaves it.
-    inside = layout(1, 4, 4, True, 8)
-    assert inside.data == Group(4, 2, 4) and inside.boundaries == (0, 0, 0, 0) and inside.ends == Group(2, 1, 1)
-    assert inside.data.in_server == 2
-    assert layout(8, 1, 2, False, 8).tensor == Group(8, 1, 1) and layout(16, 1, 1, False, 8).tensor == Group(16, 2, 1)
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
@@ -169,21 +133,16 @@ def test_a_ring_of_fewer_gpus_of_a_server_has_its_own_rate():
     assert all_reduce(mesh, Group(4, 2, 1), 8e9) > all_reduce(even, Group(4, 2, 1), 8e9)
 
 
-def nccl_errors(name: str, preset: str) -> list[float]:
-    """Predicted over measured, less one, of vTrain's all-reduces of 16 MB and more on 2, 4 and 8 GPUs."""
-    rows = [row for row in table("all_reduce.csv") if row["gpu"] == name and row["ranks"] in "248"]
-    cluster = clusters.preset(preset, 1)
-    return [
-        all_reduce(cluster, Group(int(row["ranks"]), 1, 1), float(row["bytes"])) / (float(row["us"]) * 1e-6) - 1
-        for row in rows
-        if float(row["bytes"]) >= 16e6
-    ]
-
-
 @pytest.mark.parametrize("name, preset", [("V100", "p3.16xlarge"), ("A100", "dgx-a100-80")])
 def test_the_presets_links_are_ncclss_of_two_four_and_eight_gpus(name, preset):
-    errors = nccl_errors(name, preset)
-    assert len(errors) == 12 and max(map(abs, errors)) < 0.2
+    """vTrain's all-reduces of 16 MB and more."""
+    rows = [row for row in table("all_reduce.csv") if row["gpu"] == name and row["ranks"] in "248"]
+    rows = [(int(row["ranks"]), float(row["bytes"]), float(row["us"]) * 1e-6) for row in rows]
+    large = [(Group(ranks, 1, 1), size, seconds) for ranks, size, seconds in rows if size >= 16e6]
+    assert len(large) == 12
+    assert all(
+        abs(all_reduce(clusters.preset(preset, 1), group, size) / seconds - 1) < 0.2 for group, size, seconds in large
+    )
 
 
 def test_rails():
@@ -215,15 +174,8 @@ LAST_BACKWARD = 2**15 * (3072 + 1024 + 4096 + 1024 + 4 * 1024)
 FILLED_BACK = 2 * FILL * (2**10 * (1024 + 1024 + 1024 + 4096) + 12 * 2**20)  # gradients of inputs and of weights
 
 
-def layer(
-    device: Device = DEVICE,
-    precision: str = "bf16",
-    flash: bool = True,
-    model: Model = GPT,
-    cluster: Cluster = CLUSTER,
-    **plan,
-) -> Work:
-    return Compute(model, replace(cluster, device=device), precision, flash).layer(replace(PLAN, **plan))
+def layer(device: Device = DEVICE, precision="bf16", flash=True, model: Model = GPT, **plan) -> Work:
+    return Compute(model, replace(CLUSTER, device=device), precision, flash).layer(replace(PLAN, **plan))
 
 
 def test_a_layers_roofline_by_hand():
@@ -280,26 +232,10 @@ def test_tensor_parallelism_divides_a_layer_and_adds_two_all_reduces_a_pass():
     assert across.tensor == pytest.approx(4 * all_reduce(CLUSTER, Group(16, 2, 1), 2 * 512 * 1024 * 2))
 
 
-PROFILE = Profile(
-    device="round",
-    precision="bf16",
-    architecture="gpt",
-    hidden=1024,
-    heads=16,
-    ffn=4096,
-    groups=16,
-    head_size=64,
-    sequence=512,
-    gated=False,
-    dropout=True,
-    vocab=50304,
-    blocks=(BlockTime(1, 1.0, 2.0), BlockTime(4, 2.5, 5.0)),
-    output=(BlockTime(2, 8.0, 12.0),),
-    optimizer_seconds_per_parameter=1e-9,
-    optimizer="Adam",
-    threads=1,
-    made_with="by hand",
-)
+SHAPE = dict(hidden=1024, heads=16, ffn=4096, groups=16, head_size=64, sequence=512)
+TIMES = dict(blocks=(BlockTime(1, 1.0, 2.0), BlockTime(4, 2.5, 5.0)), output=(BlockTime(2, 8.0, 12.0),))
+TIMES |= dict(optimizer_seconds_per_parameter=1e-9, optimizer="Adam", threads=1, made_with="by hand")
+PROFILE = Profile("round", "bf16", "gpt", **SHAPE, gated=False, dropout=True, vocab=50304, **TIMES)
 
 
 def test_a_measured_profile_is_used():
@@ -419,26 +355,15 @@ def random_plans() -> list[tuple[Plan, Cost]]:
         schedule = dice.choice(["2bw", "2bw", "pipedream-flush", "gpipe", "megatron", "no-pipelining"])
         virtual = dice.choice([1, 2]) if schedule == "megatron" and depth > 1 else 1
         microbatches = dice.choice([1, 2, 4]) * depth
-        plan = (
-            Plan(
-                tensor,
-                depth,
-                width,
-                dice.choice([1, 2, 4]),
-                microbatches,
-                dice.choice(RECOMPUTE),
-                schedule,
-                virtual,
-                dice.choice([1, 2]) if schedule == "2bw" else 2,
-                dice.random() < 0.5,
-                pipeline_inside=dice.random() < 0.5,
-                sequence_parallel=tensor > 1 and dice.random() < 0.5,
-            )
-            if width
-            else None
-        )
+        if not width:
+            continue
+        sizes = tensor, depth, width, dice.choice([1, 2, 4]), microbatches
+        slots = dice.choice([1, 2]) if schedule == "2bw" else 2
+        plan = Plan(*sizes, dice.choice(RECOMPUTE), schedule, virtual, slots, dice.random() < 0.5)
+        plan = replace(plan, pipeline_inside=dice.random() < 0.5)
+        plan = replace(plan, sequence_parallel=tensor > 1 and dice.random() < 0.5)
         cost = dice.choice(costs)
-        if plan and is_legal(plan, cost.model, 16, "fp16"):
+        if is_legal(plan, cost.model, 16, "fp16"):
             found.append((plan, cost))
     return found
 
@@ -491,13 +416,9 @@ def test_the_bubble_of_a_flush_by_hand():
 
 
 def test_where_the_time_goes_follows_the_links():
-    cost = Cost(GPT, CLUSTER, flash=True)
-    before = cost.estimate(replace(PLAN, schedule="pipedream-flush")).split
-    slow = (
-        Cost(GPT, replace(CLUSTER, inside=Link(0.1, 10)), flash=True)
-        .estimate(replace(PLAN, schedule="pipedream-flush"))
-        .split
-    )
+    plan, inside = replace(PLAN, schedule="pipedream-flush"), (CLUSTER.inside, Link(0.1, 10))
+    costs = [Cost(GPT, replace(CLUSTER, inside=link), flash=True) for link in inside]
+    before, slow = (cost.estimate(plan).split for cost in costs)
     assert (slow.compute, slow.bubble) == pytest.approx((before.compute, before.bubble))
     assert slow.data > 100 * before.data and slow.pipeline > 10 * before.pipeline
 
@@ -570,19 +491,14 @@ def test_what_the_margin_leaves_free_must_hold_the_communicators():
     heaviest, held = Cost(GPT, CLUSTER).memory.heaviest(plan), 3 * LINK + 2 * PAIR  # of the first stage, width 2
     for more, fits in ((-1e6, False), (1e6, True)):
         device = replace(DEVICE, memory_gib=(heaviest + held + more) / 2**30)
-        for margin in (0.0, 0.01, 0.1):
-            assert Cost(GPT, replace(CLUSTER, device=device), margin=margin).fits(plan) == fits
-        assert Cost(GPT, replace(CLUSTER, device=replace(device, name="cpu")), margin=0.0).fits(plan)  # over gloo
+        assert Cost(GPT, replace(CLUSTER, device=device), margin=0.01).fits(plan) == fits
 
 
-@pytest.mark.parametrize(
-    "optimizer, counted",
-    [("torch's AdamW", True), ("apex's FusedAdam", False), ("transformer_engine's FusedAdam", False)],
-)
-def test_torchs_adam_is_known_from_the_profile(optimizer, counted):
-    profile = replace(PROFILE, optimizer=f"Megatron's Float16OptimizerWithFloat16Params with {optimizer}")
-    for device, known in ((DEVICE, counted), (replace(DEVICE, name="cpu"), False)):
-        assert Cost(GPT, replace(CLUSTER, profile=profile, device=device)).memory.torch_adam == known
+def test_torchs_adam_is_known_from_the_profile():
+    for optimizer, device, counted in (("torch's", DEVICE, True), ("apex's", DEVICE, False), ("torch's", "cpu", False)):
+        device = replace(DEVICE, name=device) if device == "cpu" else device
+        profile = replace(PROFILE, optimizer=f"Megatron's Float16OptimizerWithFloat16Params with {optimizer} Adam")
+        assert Cost(GPT, replace(CLUSTER, profile=profile, device=device)).memory.torch_adam == counted
     assert not Cost(GPT, CLUSTER).memory.torch_adam
 
 
@@ -632,11 +548,6 @@ def test_each_round_of_gpipe_has_a_flush_in_the_closed_forms():
 def test_extra_warmup_in_the_closed_forms(extra, expected):
     """Each boundary adds 2 to the stage between them; one forward ahead hides up to 4, the slowest stage's time."""
     assert closed(replace(THREE, extra_warmup=extra), WORKS, 1.0, 0.0) == pytest.approx(6 * expected)
-
-
-def test_the_replicas_exchange_counts_once_a_batch():
-    seconds = [closed(replace(THREE, microbatches=m), WORKS, 0.0, 400.0) for m in (6, 60, 100, 200)]
-    assert seconds == pytest.approx([400.0, 400.0, 400.0, 800.0])
 
 
 def test_closed_recompute_is_four_thirds():
@@ -707,13 +618,6 @@ def test_the_ring_of_keys_and_values_takes_what_the_attention_does_not_hide():
     again = slow_links.compute.layer(replace(plan, recompute="full"))
     assert again.tensor == pytest.approx(waits + 3 * (sent - scores))
     assert parts(4, 0.01, 1, sequence=2**20).compute.layer(plan).tensor == 0  # scores grow with the square
-
-
-def test_the_flags_and_the_name_of_context_parallelism():
-    plan = Plan(2, 4, 2, 1, 8, context=2)
-    assert "--context-parallel-size 2" in " ".join(plan.flags()) and plan.name == "2bw t2 c2 d4 w2 b1"
-    assert plan.gpus == 32 and plan.global_batch == 16
-    assert "--context-parallel-size" not in Plan(2, 4, 2, 1, 8).flags()
 
 
 # --- different GPUs --------------------------------------------------------------------------------------------------

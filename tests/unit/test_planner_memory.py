@@ -102,35 +102,6 @@ def test_bytes_a_parameter(precision, whole, sharded, version, slot):
             assert sum(each.a_parameter(2, slots, d)) == pytest.approx(expected, rel=1e-15)
 
 
-@pytest.mark.parametrize(
-    "slots, distributed, expected", [(1, False, 20), (2, False, 24), (1, True, 8 + 12 / 4), (2, True, 12 + 12 / 4)]
-)
-def test_2bws_bytes_a_parameter_in_a_stage(slots, distributed, expected):
-    plan = Plan(2, 2, 4, 1, 8, gradient_slots=slots, distributed_optimizer=distributed)
-    memory = Memory(GPT, "bf16", False)
-    stage = memory.stage(plan, 1, 8)
-    parameters = 8 * GPT.layer_parameters(2) + GPT.output_parameters(2)
-    assert memory.parameters(plan, 1, 8) == parameters
-    assert stage.weights + stage.gradients + stage.optimizer == pytest.approx(expected * parameters, rel=1e-12)
-
-
-@pytest.mark.parametrize("precision", BYTES)
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("distributed", [False, True])
-def test_2bw_is_heavier_than_a_flush_by_one_version_and_perhaps_one_slot(slots, distributed, precision):
-    memory = Memory(GPT, precision, False)
-    flush = replace(FLUSH, distributed_optimizer=distributed)
-    plan = replace(flush, schedule="2bw", gradient_slots=slots)
-    each = BYTES[precision]
-    for stage in range(4):
-        parameters = memory.parameters(plan, stage, 4)
-        ours, theirs = memory.stage(plan, stage, 4), memory.stage(flush, stage, 4)
-        assert ours.weights - theirs.weights == each.weight * parameters
-        assert ours.gradients - theirs.gradients == each.gradient * parameters * (slots - 1)
-        same = ("optimizer", "activations", "logits", "buffers")
-        assert [getattr(ours, name) for name in same] == [getattr(theirs, name) for name in same]
-
-
 def test_extra_warmup_keeps_microbatches_and_messages_of_the_stages_before_the_boundary():
     memory, more = Memory(GPT, "bf16", False), replace(TWO_BW, extra_warmup=(0, 2, 0))
     kept, message = memory.layer(more)[0], 2 * 512 * 1024 * 2
@@ -156,22 +127,14 @@ def test_a_round_of_gpipe_keeps_its_microbatches():
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_extrapolation_takes_main_weights_once_more(distributed):
-    memory, plain = Memory(GPT, "bf16", False), replace(TWO_BW, distributed_optimizer=distributed)
-    for stage in range(4):
-        before, after = (memory.stage(replace(plain, extrapolate=flag), stage, 4) for flag in (False, True))
-        more = 4 * memory.parameters(plain, stage, 4) / (plain.width if distributed else 1)
-        assert after.optimizer - before.optimizer == near(more)
-        assert after.total - before.total == near(more)
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_torchs_adam_takes_four_bytes_a_parameter_during_a_late_step(distributed):
+def test_the_correction_and_torchs_adam_take_four_bytes_a_parameter_each(distributed):
     plan = replace(TWO_BW, distributed_optimizer=distributed)
     apex, torch = (Memory(GPT, "bf16", False, torch_adam) for torch_adam in (False, True))
     for stage in range(4):
-        more = 4 * apex.parameters(plan, stage, 4) / (plan.width if distributed else 1)
-        assert torch.stage(plan, stage, 4).buffers - apex.stage(plan, stage, 4).buffers == near(more)
+        more = near(4 * apex.parameters(plan, stage, 4) / (plan.width if distributed else 1))
+        before, after = (apex.stage(replace(plan, extrapolate=flag), stage, 4) for flag in (False, True))
+        assert after.optimizer - before.optimizer == more and after.total - before.total == more
+        assert torch.stage(plan, stage, 4).buffers - before.buffers == more  # during a late step
     assert torch.stages(FLUSH) == apex.stages(FLUSH)  # its step may take what the activations had
 
 
@@ -282,49 +245,29 @@ def test_microbatches_in_flight(schedule, expected):
     assert [(stage.activations - working) / (4 * kept) for stage in memory.stages(plan)] == expected
 
 
-INTERLEAVED = pytest.mark.parametrize(
-    "depth, virtual, microbatches", [(2, 2, 4), (4, 2, 8), (8, 2, 16), (4, 4, 4), (8, 4, 24)]
-)
-
-
-def interleaved(depth: int, virtual: int, microbatches: int) -> tuple[Plan, Memory]:
-    model = replace(GPT, layers=2 * depth * virtual, dropout=False)
-    return Plan(1, depth, 1, 1, microbatches, schedule="megatron", virtual=virtual), Memory(model, "bf16", False)
-
-
 def most_kept(plan: Plan, stage: int, chunks: set[int]) -> int:
     """Counted from the stage's actions: forwards of `chunks` that wait for their backwards, at most."""
     now, most = 0, 0
-    for kind, _, _, chunk in plan.pipeline.actions(Shape(plan.depth, plan.microbatches, 0, 1), stage, 0):
-        now += {F: 1, B: -1}.get(kind, 0) * (chunk in chunks)
+    for action in plan.pipeline.actions(Shape(plan.depth, plan.microbatches, 0, 1), stage, 0):
+        now += {F: 1, B: -1}.get(action.kind, 0) * (action.chunk in chunks)
         most = max(most, now)
     return most
 
 
-@INTERLEAVED
+@pytest.mark.parametrize("depth, virtual, microbatches", [(2, 2, 4), (4, 2, 8), (8, 2, 16), (4, 4, 4), (8, 4, 24)])
 def test_interleaved_stages_keep_what_their_lists_of_actions_keep(depth, virtual, microbatches):
-    plan, memory = interleaved(depth, virtual, microbatches)
-    layer, working = memory.layer(plan)
+    """The logits are those of the last chunk alone, the embedding's mask is the first one's."""
+    plan = Plan(1, depth, 1, 1, microbatches, schedule="megatron", virtual=virtual)
+    dropping = Memory(replace(GPT, layers=2 * depth * virtual), "bf16", False)
+    memory = Memory(replace(dropping.model, dropout=False), "bf16", False)
     chunks = [most_kept(plan, stage, set(range(virtual))) for stage in range(depth)]
+    layer, working = memory.layer(plan)
     assert [(stage.activations - working) / (2 * layer) for stage in memory.stages(plan)] == chunks
-
-
-@INTERLEAVED
-def test_interleaved_stages_keep_the_logits_of_the_last_chunk_alone(depth, virtual, microbatches):
-    plan, memory = interleaved(depth, virtual, microbatches)
-    kept = most_kept(plan, depth - 1, {virtual - 1})
-    tokens, v, h = 512, 50304, 1024
-    assert memory.stages(plan)[-1].logits == tokens * (v * (4 * kept + 2) + 4 * h * kept)
-
-
-@INTERLEAVED
-def test_interleaved_stages_keep_the_embeddings_mask_of_the_first_chunk_alone(depth, virtual, microbatches):
-    plan, memory = interleaved(depth, virtual, microbatches)
-    dropping = Memory(replace(memory.model, dropout=True), "bf16", False)
+    last, tokens, v, h = most_kept(plan, depth - 1, {virtual - 1}), 512, 50304, 1024
+    assert memory.stages(plan)[-1].logits == tokens * (v * (4 * last + 2) + 4 * h * last)
     layer, working = dropping.layer(plan)
-    chunks = most_kept(plan, 0, set(range(virtual)))
-    mask = dropping.stages(plan)[0].activations - working - chunks * 2 * layer
-    assert mask == near(most_kept(plan, 0, {0}) * 512 * 1024)
+    mask = dropping.stages(plan)[0].activations - working - chunks[0] * 2 * layer
+    assert mask == near(most_kept(plan, 0, {0}) * tokens * h)
 
 
 # --- all stages ------------------------------------------------------------------------------------------------------
@@ -342,20 +285,11 @@ def plans(draw) -> tuple[Plan, Model, str, bool]:
     virtual = draw(st.sampled_from([1, 1, 2, 4])) if schedule == "megatron" else 1
     microbatches = draw(st.integers(1, 5)) * depth if virtual > 1 else draw(st.integers(1, 40))
     uneven = (draw(st.integers(0, 6)), draw(st.integers(0, 6))) if draw(st.booleans()) else (0, 0)
-    plan = Plan(
-        tensor,
-        depth,
-        width,
-        draw(st.sampled_from([1, 2, 8])),
-        microbatches,
-        draw(st.sampled_from(RECOMPUTE)),
-        schedule,
-        virtual,
-        draw(st.sampled_from([1, 2])) if schedule == "2bw" else 2,
-        draw(st.booleans()) and schedule != "pipedream",
-        *uneven,
-        sequence_parallel=tensor > 1 and draw(st.booleans()),
-    )
+    sizes = tensor, depth, width, draw(st.sampled_from([1, 2, 8])), microbatches
+    slots, sharded = draw(st.sampled_from([1, 2])) if schedule == "2bw" else 2, draw(st.booleans())
+    recompute, divided = draw(st.sampled_from(RECOMPUTE)), tensor > 1 and draw(st.booleans())
+    plan = Plan(*sizes, recompute, schedule, virtual, slots, sharded and schedule != "pipedream", *uneven)
+    plan = replace(plan, sequence_parallel=divided)
     precision = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
     assume(
         is_legal(plan, model, plan.gpus)

@@ -15,22 +15,17 @@ import importlib.util
 import io
 import math
 import os
-import re
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.flags.own import whole
 from megatron_2bw.models.inputs import numbers
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.profile import MEASURED, BlockTime, Profile
-from megatron_2bw.planner.measure.links import WARM_UP, links_of_job, process_group
-
-TOO_LARGE = "can't allocate memory|Storage size calculation overflowed"  # torch's RuntimeError on a CPU
+from megatron_2bw.planner.measure.links import links_of_job, medians, on_all, process_group
 
 
 def measure_block(model: Model, precision: str, microbatches: Iterable[int], device: str, repeats: int = 10) -> Profile:
@@ -62,7 +57,8 @@ def measure_block(model: Model, precision: str, microbatches: Iterable[int], dev
                 output += _sweep("output layer", last, model, sizes, device, repeats)
                 del last
                 gc.collect()
-            sizes = _on_all([point.microbatch for point in blocks if point.tensor == 1])
+            mine = [point.microbatch for point in blocks if point.tensor == 1]
+            sizes = sorted(set(mine).intersection(*on_all(mine)))
     shape = {field.name: getattr(model, field.name) for field in fields(Profile) if hasattr(model, field.name)}
     return Profile(
         torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -83,15 +79,6 @@ def _splits(model: Model, ranks: int) -> list[int]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     whole = math.gcd(local, ranks, model.heads, model.groups, model.ffn, model.sequence)
     return [size for size in (1, 2, 4, 8) if whole % size == 0]
-
-
-def _on_all(sizes: list[int]) -> list[int]:
-    """The sizes that every rank has measured."""
-    import torch.distributed as dist
-
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, sizes)
-    return sorted(set(sizes).intersection(*found))
 
 
 @contextlib.contextmanager
@@ -197,10 +184,8 @@ def _sweep(name: str, stage: Any, model: Model, sizes: list[int], device: str, r
     points: list[BlockTime] = []
     for size in sizes:
         try:
-            forward, backward = _medians(_passes(stage, model, size, device), repeats, device)
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and not re.search(TOO_LARGE, str(error)):
-                raise
+            forward, backward = medians(_passes(stage, model, size, device), repeats, device)
+        except torch.OutOfMemoryError:
             print(f"{name}, microbatch {size}: does not fit the memory", flush=True)
             break
         tensor = stage.config.tensor_model_parallel_size
@@ -214,7 +199,7 @@ def _sweep(name: str, stage: Any, model: Model, sizes: list[int], device: str, r
 
 
 def _passes(stage: Any, model: Model, size: int, device: str) -> Callable[[Callable[[], None]], None]:
-    """A forward and a backward on `size` samples, for `_medians`."""
+    """A forward and a backward on `size` samples, for `medians`."""
     import torch
 
     with torch.device(device):
@@ -241,28 +226,6 @@ def _passes(stage: Any, model: Model, size: int, device: str) -> Callable[[Calla
     return passes
 
 
-def _medians(work: Callable[[Callable[[], None]], None], repeats: int, device: str) -> list[float]:
-    """Median seconds between the marks of `work`: events on the GPU, otherwise the clock."""
-    import torch
-
-    rounds: list[list[float]] = []
-    for _ in range(WARM_UP[device] + repeats):
-        marks: list[Any] = []
-
-        def mark(marks: list[Any] = marks) -> None:
-            marks.append(torch.cuda.Event(enable_timing=True) if device == "cuda" else time.perf_counter())
-            if device == "cuda":
-                marks[-1].record()
-
-        work(mark)
-        if device == "cuda":
-            torch.cuda.synchronize()
-            rounds.append([1e-3 * before.elapsed_time(after) for before, after in pairwise(marks)])
-        else:
-            rounds.append([after - before for before, after in pairwise(marks)])
-    return [statistics.median(part) for part in zip(*rounds[WARM_UP[device] :], strict=True)]
-
-
 def _time_optimizer(stage: Any, precision: str, device: str, repeats: int) -> tuple[float, str]:
     """(seconds a parameter, name) of a step of Megatron's Adam with clipping on the stage's parameters."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -286,7 +249,7 @@ def _time_optimizer(stage: Any, precision: str, device: str, repeats: int) -> tu
         optimizer.step()
         mark()
 
-    (seconds,) = _medians(step, repeats, device)
+    (seconds,) = medians(step, repeats, device)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = type(parts[0].optimizer)
     name = f"Megatron's {type(parts[0]).__name__} with {inner.__module__.split('.')[0]}'s {inner.__name__}"
@@ -304,7 +267,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     default = "default: fp32 on a CPU, bf16 on a GPU that has it, fp16 on others"
     add("--precision", choices=("fp32", "bf16", "fp16"), help=default)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--repeats", type=int, default=10, help="rounds; their median counts (default: 10)")
+    add("--repeats", type=whole(1), default=10, help="rounds; their median counts (default: 10)")
 
 
 def run(options: argparse.Namespace, model: Model) -> int:
@@ -315,12 +278,9 @@ def run(options: argparse.Namespace, model: Model) -> int:
     """
     first = os.environ.get("RANK", "0") == "0"
     try:
-        if options.repeats < 1:
-            raise UserError(f"--repeats must be positive, not {options.repeats}")
-        if first:
-            _check_path(options.json)
-        device = _device(options.device)
-        precision = options.precision or _precision(device)
+        with file_errors(f"--json {options.json}"):  # known before minutes of measuring
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+        device, precision = _place(options)
         quiet = contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO())
         with process_group(device), quiet:
             inside, between = links_of_job(device)
@@ -335,30 +295,16 @@ def run(options: argparse.Namespace, model: Model) -> int:
     return 0
 
 
-def _check_path(path: Path) -> None:
-    """UserError if the profile cannot be written: known before minutes of measuring."""
-    with file_errors(f"--json {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(f"--json {path}: no file can be written there")
-
-
-def _device(asked: str) -> str:
+def _place(options: argparse.Namespace) -> tuple[str, str]:
+    """(device, precision). UserError if no GPU is there."""
     import torch
 
     from megatron_2bw import cpu
 
-    if cpu.wanted(asked):
-        return "cpu"
+    if cpu.wanted(options.device):
+        return "cpu", options.precision or "fp32"
     if not torch.cuda.is_available():
         raise UserError("--device cuda: no GPU is visible to torch; use --device cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return "cuda"
-
-
-def _precision(device: str) -> str:
-    import torch
-
-    if device == "cpu":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return "cuda", options.precision or ("bf16" if has_bf16 else "fp16")

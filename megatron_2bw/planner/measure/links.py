@@ -11,6 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from megatron_2bw.models.cluster import Link
@@ -56,10 +58,7 @@ def measure_links(server: int, device: str, messages: tuple[int, ...] = MESSAGES
     between  the rate of one server: the sum over all ranks of a server, concurrently with those of another server
     server: the number of this rank's server (torchrun's GROUP_RANK).
     """
-    import torch.distributed as dist
-
-    servers: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(servers, server)
+    servers = on_all(server)
     ranks = {each: [rank for rank, its in enumerate(servers) if its == each] for each in sorted(set(servers))}
     largest = max(ranks.values(), key=len)
     inside = between = None
@@ -87,7 +86,7 @@ def _messages(pairs: list[tuple[int, int]], device: str, messages: tuple[int, ..
             latency = _one_way(peer, rank == low, 8, 50, device)
             spent = [_one_way(peer, rank == low, size, 5, device) for size in messages]
             mine = (latency, _rate(messages, spent, latency)) if rank == low else None
-    latencies, rates = zip(*_all(mine))
+    latencies, rates = zip(*on_all(mine))
     return statistics.median(latencies) * 1e6, sum(rates) * 1e-9
 
 
@@ -102,19 +101,17 @@ def _ring(ranks: list[int], latency_us: float, device: str, sizes: tuple[int, ..
     group, mine = dist.new_group(ranks), None
     dist.barrier()
     if dist.get_rank() in ranks:
-        spent = []
-        for size in sizes:
-            values = torch.zeros(size // 4, device=device)
-            spent.append(_median(lambda values=values: dist.all_reduce(values, group=group), 5, device))
+        tensors = [torch.zeros(size // 4, device=device) for size in sizes]
+        spent = [seconds(partial(dist.all_reduce, values, group=group), 5, device) for values in tensors]
         steps = 2 * (len(ranks) - 1)
         sent = [steps / len(ranks) * size for size in sizes]
         mine = _rate(sent, spent, steps * latency_us * 1e-6) if dist.get_rank() == ranks[0] else None
-    (rate,) = _all(mine)
+    (rate,) = on_all(mine)
     dist.destroy_process_group(group)
     return rate * 1e-9
 
 
-def _all[T](mine: T | None) -> list[T]:
+def on_all[T](mine: T | None) -> list[T]:
     """What the ranks measured, on all ranks."""
     import torch.distributed as dist
 
@@ -140,18 +137,31 @@ def _one_way(peer: int, leads: bool, size: int, rounds: int, device: str) -> flo
         for act in (dist.send, dist.recv) if leads else (dist.recv, dist.send):
             act(message, peer)
 
-    return _median(trip, rounds, device) / 2
+    return seconds(trip, rounds, device) / 2
 
 
-def _median(work: Callable[[], object], rounds: int, device: str) -> float:
-    """Median seconds of `work`, which communicates."""
+def seconds(work: Callable[[], object], rounds: int, device: str) -> float:
+    """Median seconds of `work`."""
+    return medians(lambda mark: (mark(), work(), mark()), rounds, device)[0]
+
+
+def medians(work: Callable[[Callable[[], None]], object], rounds: int, device: str) -> list[float]:
+    """Median seconds between the marks of `work`: events on the GPU, otherwise the clock."""
     import torch
 
-    spent = []
+    found: list[list[float]] = []
     for _ in range(WARM_UP[device] + rounds):
-        begun = time.perf_counter()
-        work()
+        marks: list[Any] = []
+
+        def mark(marks: list[Any] = marks) -> None:
+            marks.append(torch.cuda.Event(enable_timing=True) if device == "cuda" else time.perf_counter())
+            if device == "cuda":
+                marks[-1].record()
+
+        work(mark)
         if device == "cuda":
             torch.cuda.synchronize()
-        spent.append(time.perf_counter() - begun)
-    return statistics.median(spent[WARM_UP[device] :])
+            found.append([1e-3 * before.elapsed_time(after) for before, after in pairwise(marks)])
+        else:
+            found.append([after - before for before, after in pairwise(marks)])
+    return [statistics.median(part) for part in zip(*found[WARM_UP[device] :], strict=True)]

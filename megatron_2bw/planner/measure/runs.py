@@ -6,36 +6,27 @@ Invariant: a run has a legal plan and a positive time; UserError names the file,
 from __future__ import annotations
 
 import csv
-import io
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, file_errors
-from megatron_2bw.files import write_whole
+from megatron_2bw.files import write_csv
 from megatron_2bw.models import model as models
 from megatron_2bw.models import plan as plans
 from megatron_2bw.models.inputs import NUMERICS
 from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import RECOMPUTE, Plan
-from megatron_2bw.planner.find.legality import PRECISIONS, violations
+from megatron_2bw.models.plan import Plan
+from megatron_2bw.models.reading import Amount, Count, Described, Positive, described
+from megatron_2bw.planner.find.legality import violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.sizes import layout_stages
 
 COLUMNS = ("layers", "hidden", "heads", "sequence", "tensor", "depth", "width", "microbatch", "global_batch", "seconds")
-OPTIONAL = {"vocab": 50257, "recompute": "none", "schedule": "megatron", "virtual": 1, "precision": "bf16", "flash": 0}
-OPTIONAL |= {"kind": "gpt", "ffn": 0, "groups": 0, "head_size": 0, "gated": 0, "rms_norm": 0, "rotary": 0, "tied": 1}
-OPTIONAL |= {"bias": 1, "dropout": 1, "sequence_parallel": 0, "distributed_optimizer": 0, "pipeline_inside": 0}
-OPTIONAL |= {"first": 0, "last": 0, "gradient_slots": 2, "extra_warmup": "0", "extrapolate": 0, "gpipe_round": 0}
-OPTIONAL |= {"recompute_layers": 1, "overlap": 1, "memory_gib": 0, "context": 1, "stages": "", "recompute_block": 0}
-OPTIONAL |= {"recompute_modules": "", "numerics": ""}
-LISTS = ("recompute_modules", "numerics")  # words with semicolons between them
-SWITCHES = {f.name for kind in (Model, Plan) for f in fields(kind) if f.type == "bool"} | {"flash", "overlap"}
-REST = "more cells than the header has columns"
-WORDS = {"recompute": RECOMPUTE, "schedule": SCHEDULE_NAMES, "precision": PRECISIONS, "kind": ("gpt", "bert")}
 TORCH = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
 LAYOUT = "pipeline_model_parallel_layout"
 LOGS = ("*.log", "*.out", "*.txt")
@@ -56,17 +47,35 @@ class Run:
     precision: str = "bf16"
     flash: bool = False
     memory: float = 0.0
-    row: dict[str, object] = field(default_factory=dict, compare=False)
+    row: Mapping[str, object] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class _Row(Described):
+    """What a table's row holds apart from the model and the plan. overlap: of the reduction with the last backward."""
+
+    global_batch: Count
+    seconds: Positive
+    precision: str = "bf16"
+    flash: bool = False
+    overlap: bool = True
+    memory_gib: Amount = 0.0
+
+
+# The columns of a table, by what they describe.
+MODEL, PLAN, REST = ({entry.name: entry.type for entry in fields(kind)} for kind in (Model, Plan, _Row))
+OPTIONAL = [name for name in (MODEL | PLAN | REST) if name not in (*COLUMNS, "name", "microbatches")]
 
 
 def read(paths: Sequence[Path]) -> list[Run]:
-    """The runs of CSV files, of logs, and of the logs in folders."""
+    """The runs of CSV files, of logs, and of folders: their logs with Megatron's arguments, else their `output`."""
     found: list[Run] = []
     for path in paths:
         if path.is_dir():
-            logs = sorted({log for name in LOGS for log in path.rglob(name)})
-            logs = [log for log in logs if _arguments(_text(log), log)]
-            found += [read_log(log) for log in logs]
+            records = sorted({log.parent for log in path.rglob("rank-0.txt")})
+            logs = sorted({log for name in LOGS for log in path.rglob(name) if log.parent not in records})
+            logs = [log for log in logs if _arguments(_text(log), log)] or records
+            found += map(read_log, logs)
             if not logs:
                 raise UserError(f"{path}: no log with Megatron's arguments ({', '.join(LOGS)})")
         else:
@@ -74,82 +83,56 @@ def read(paths: Sequence[Path]) -> list[Run]:
     return found
 
 
-# --- CSV -------------------------------------------------------------------------------------------------------------
-
-
 def read_runs(path: Path) -> list[Run]:
     """Runs from a CSV file with COLUMNS and any of OPTIONAL. UserError names the wrong line and column."""
-    try:
-        with file_errors(str(path)), open(path, encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, restkey=REST))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: not a readable CSV file ({error})") from None
+    with file_errors(str(path)), open(path, encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
     if not rows:
         raise UserError(f"{path}: no rows; expected a header with {', '.join(COLUMNS)}")
-    missing, unknown = set(COLUMNS) - set(rows[0]), set(rows[0]) - set(COLUMNS) - set(OPTIONAL) - {REST}
+    missing, unknown = set(COLUMNS) - set(rows[0]), set(rows[0]) - {*COLUMNS, *OPTIONAL}
     if missing or unknown:
         what = f"the column {sorted(missing)[0]} is missing" if missing else f"unknown column {sorted(unknown)[0]}"
         raise UserError(f"{path}: {what} (known: {', '.join([*COLUMNS, *OPTIONAL])})")
     return [_run(row, f"{path}, line {line}") for line, row in enumerate(rows, 2)]
 
 
-def _run(row: dict[str, object], where: str) -> Run:
-    if row.get(REST):
-        raise UserError(f"{where}: {REST}")
-    values = {name: _value(row, name, where) for name in [*COLUMNS, *OPTIONAL]}
-    each = values["microbatch"] * values["width"]
-    if values["global_batch"] % each:
-        raise UserError(f"{where}: global_batch must be a multiple of microbatch × width, {each}")
-    values["microbatches"], values["gpipe_round"] = values["global_batch"] // each, values["gpipe_round"] or None
-    if not values["overlap"] and values["schedule"] == "megatron" and values["width"] > 1:
-        if values["virtual"] > 1:
-            raise UserError(f"{where}: interleaved stages are planned with --overlap-grad-reduce only")
-        values["schedule"] = "pipedream-flush"  # the same order of computation, and no overlap
+def _run(row: Mapping[str, Any], where: str) -> Run:
+    cells = {name: _typed(str(cell), PLAN.get(name, "")) for name, cell in row.items() if cell not in (None, "")}
+    rest = described(_Row, {name: cell for name, cell in cells.items() if name in REST}, where)
     try:
-        model = Model("run", **{f.name: values[f.name] for f in fields(Model) if f.name in values})
+        model = described(Model, {"name": "run"} | {name: cells[name] for name in MODEL if name in cells}, where)
+        cells = {"schedule": "megatron", "microbatches": 1} | cells
+        plan = described(Plan, {name: cells[name] for name in PLAN if name in cells}, where)
+        plan = plan.changed(microbatches=rest.global_batch // plan.global_batch, gpipe_round=plan.gpipe_round or None)
+        if plan.global_batch != rest.global_batch:
+            raise UserError(f"global_batch {rest.global_batch} is not a multiple of microbatch × width")
+        if plan.schedule not in SCHEDULE_NAMES:
+            raise UserError(f"schedule {plan.schedule} is not one of {', '.join(SCHEDULE_NAMES)}")
+        if not rest.overlap and plan.schedule == "megatron" and plan.width > 1:
+            if plan.virtual > 1:
+                raise UserError("interleaved stages are planned with --overlap-grad-reduce only")
+            plan = plan.changed(schedule="pipedream-flush")  # the same order of computation, and no overlap
+        if broken := violations(plan, model, plan.gpus, rest.precision):
+            raise UserError(broken[0].message)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    plan = Plan(**{f.name: values[f.name] for f in fields(Plan)})
-    broken = violations(plan, model, plan.gpus, values["precision"])
-    if broken:
-        raise UserError(f"{where}: {broken[0].message}")
-    return Run(model, plan, values["seconds"], values["precision"], values["flash"], values["memory_gib"], row)
+        raise UserError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
+    return Run(model, plan, rest.seconds, rest.precision, rest.flash, rest.memory_gib, row)
 
 
-def _value(row: dict[str, object], name: str, where: str):
-    cell = row.get(name)
-    text = str(OPTIONAL.get(name, "") if cell in (None, "") else cell).strip()
-    if name in WORDS:
-        if text not in WORDS[name]:
-            raise UserError(f"{where}: {name} is {text!r}, not one of {', '.join(WORDS[name])}")
-        return text
-    try:
-        if name in LISTS:
-            return tuple(word.strip() for word in text.split(";") if word.strip())
-        if name in ("extra_warmup", "stages"):  # numbers with blanks between them
-            numbers = tuple(int(word) for word in text.split())
-            return numbers if any(numbers) and min(numbers) >= 0 and max(numbers) < 1e12 else ()
-        number = float(text) if name in ("seconds", "memory_gib") else int(text)
-    except ValueError:
-        raise UserError(f"{where}: {name} is {text!r}, not a number") from None
-    if name in SWITCHES and number in (0, 1):
-        return bool(number)
-    least = 0 if OPTIONAL.get(name) == 0 else 1 if name != "seconds" else 1e-12
-    if name in SWITCHES or not least <= number < 1e12:
-        wanted = "0 or 1" if name in SWITCHES else "positive and below 1e12"
-        raise UserError(f"{where}: {name} must be {wanted}, not {text}")
-    return number
+def _typed(cell: str, kind: str) -> Any:
+    """A cell; a tuple's is a list: of numbers with blanks between them (zeros are none), or words with semicolons."""
+    if kind == "tuple[int, ...]":
+        return cell.split() if cell.strip("0 ") else []
+    return [word.strip() for word in cell.split(";")] if kind.startswith("tuple") else cell
 
 
 def write_predictions(runs: Sequence[Run], predicted: Sequence[float], path: Path) -> None:
     """Write the rows of `runs` with a column predicted_seconds."""
-    text, names = io.StringIO(), dict.fromkeys(name for run in runs for name in run.row)
-    writer = csv.DictWriter(text, [*names, "predicted_seconds"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(run.row | {"predicted_seconds": f"{seconds:.6g}"} for run, seconds in zip(runs, predicted))
+    empty = dict.fromkeys((name for run in runs for name in run.row), "")
+    rows = [empty | run.row | {"predicted_seconds": f"{seconds:.6g}"} for run, seconds in zip(runs, predicted)]
     with file_errors(f"--predictions {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text.getvalue())
+        write_csv(path, rows)
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------
@@ -157,14 +140,14 @@ def write_predictions(runs: Sequence[Run], predicted: Sequence[float], path: Pat
 # A row's column by Megatron's argument; a missing one, or None, leaves the column's default.
 ARGUMENTS = {argument: name for name, argument in (models.ARGUMENTS | plans.ARGUMENTS).items() if name != "groups"}
 ARGUMENTS |= {"overlap_grad_reduce": "overlap"}
-# What no plan can express, with the value that a plan has.
-UNPLANNED = {"num_experts": "None"}
 _ARGUMENT = re.compile(r"^(?:\[[^\]\n]*\]:? ?)? +(\w+) \.{3,} (.*?) *$", re.MULTILINE)
 
 
 def _text(path: Path) -> str:
+    """Of a log, or of all ranks of a run's `output`."""
     with file_errors(str(path)):
-        return path.read_text(errors="replace")
+        files = sorted(path.glob("rank-*.txt")) if path.is_dir() else [path]
+        return "\n".join(file.read_text(errors="replace") for file in files)
 
 
 def _arguments(log: str, path: Path) -> dict[str, str]:
@@ -179,15 +162,16 @@ def _arguments(log: str, path: Path) -> dict[str, str]:
 
 
 def read_log(path: Path) -> Run:
-    """The run of a log: the median time of its iterations in the steady state, and its peak memory."""
+    """The run of a log or of a run's `output`: the median time of its iterations in the steady state, its peak memory.
+
+    UserError if it has no arguments, or too few iterations.
+    """
     log = _text(path)
     given = _arguments(log, path)
     if not given:
-        remedy = "a run writes them to output/rank-0.txt, and prints them with --verbose"
-        raise UserError(f"{path}: no arguments of Megatron: {remedy}")
-    for name, planned in UNPLANNED.items():
-        if given.get(name, planned) != planned:
-            raise UserError(f"{path}: {name} is {given[name]}; the planner has plans with {planned} only")
+        raise UserError(f"{path}: no arguments of Megatron: give the run's --save folder, or run with --verbose")
+    if given.get("num_experts", "None") != "None":
+        raise UserError(f"{path}: num_experts is {given['num_experts']}; the planner plans dense models only")
     times = [line.milliseconds for line in run_log.training(log) if line.milliseconds][WARMUP_LINES:]
     if not times:
         raise UserError(f"{path}: fewer than {WARMUP_LINES + 1} lines of iterations")
@@ -197,12 +181,12 @@ def read_log(path: Path) -> Run:
         "kind": "bert" if "sop loss" in log else "gpt",
         "precision": _precision(given),
         "groups": given.get("num_query_groups", 0) if given.get("group_query_attention") == "True" else 0,
-        "tied": int(given.get("untie_embeddings_and_output_weights") != "True"),
-        "rms_norm": int(given.get("normalization") == "RMSNorm"),
-        "rotary": int(given.get("position_embedding_type") == "rope"),
-        "dropout": int(any(given.get(name) != "0.0" for name in ("attention_dropout", "hidden_dropout"))),
-        "flash": int(given.get("transformer_impl") != "local" and "unfused" not in given.get("attention_backend", "")),
-        "extrapolate": int(given.get("two_bw_correction", "none") != "none"),
+        "tied": given.get("untie_embeddings_and_output_weights") != "True",
+        "rms_norm": given.get("normalization") == "RMSNorm",
+        "rotary": given.get("position_embedding_type") == "rope",
+        "dropout": any(given.get(name) != "0.0" for name in ("attention_dropout", "hidden_dropout")),
+        "flash": given.get("transformer_impl") != "local" and "unfused" not in given.get("attention_backend", ""),
+        "extrapolate": given.get("two_bw_correction", "none") != "none",
         "stages": " ".join(str(stage.count("t")) for stage in layout_stages(_cell(given.get(LAYOUT, "")))),
         "recompute_modules": ";".join(re.findall(r"\w+", _cell(given.get("recompute_modules", "")))),
         "numerics": ";".join(_numerics(given)),
@@ -249,4 +233,4 @@ def _numerics(given: dict[str, str]) -> list[str]:
 
 def _cell(value: str) -> str:
     """An argument's value as a cell of a CSV file."""
-    return {"None": "", "True": "1", "False": "0"}.get(value, re.sub(r"[\[\](),]+", " ", value).strip())
+    return "" if value == "None" else re.sub(r"[\[\](),]+", " ", value).strip()
