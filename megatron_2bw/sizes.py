@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from megatron_2bw.flags.rule import OUT, Args, Condition, Rule, line, value
+from megatron_2bw.flags.rule import OUT, Args, Condition, Rule, asks, line, value
 from megatron_2bw.schedules import schedule_of
 
 Check = Callable[[Args], str | None]
@@ -45,21 +45,15 @@ TIES = Rule(
 )
 
 
-def idle(flag: str, default: object, need: str, met: Condition) -> Rule:
-    """An own flag that must have its default where `need` is not met."""
-    return line(
-        f"{flag} has no effect without {need}: leave it out", lambda s: value(s, flag) != default and not met(s)
-    )
+def idle(flag: str, default: object, need: str) -> Rule:
+    """An own flag that must have its default unless the arguments have `need`, another flag with one of its values."""
+    text = f"{flag} has no effect without {need}: leave it out"
+    return line(text, lambda s: value(s, flag) != default and not asks(s, need))
 
 
-def only(schedule: str, flag: str, default: object) -> Rule:
-    """An own flag that only `schedule` reads."""
-    return idle(flag, default, f"--pipeline-schedule {schedule}", lambda s: s.pipeline_schedule == schedule)
-
-
-SLOTS = only("2bw", "--two-bw-gradient-slots", 2)
-EXTRAPOLATES = only("2bw", "--two-bw-correction", "none")
-ROUND = only("gpipe", "--gpipe-round", None)
+SLOTS = idle("--two-bw-gradient-slots", 2, "--pipeline-schedule 2bw")
+EXTRAPOLATES = idle("--two-bw-correction", "none", "--pipeline-schedule 2bw")
+ROUND = idle("--gpipe-round", None, "--pipeline-schedule gpipe")
 
 
 def extra_warmup(s: Args) -> str | None:

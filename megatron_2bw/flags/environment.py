@@ -50,17 +50,13 @@ SET = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "4"}
 def prepare_cuda(early: Args) -> None:
     """Set the number of hardware queues. Call it before anything asks CUDA, which reads the variable when it starts."""
     if early.pipeline_schedule in SCHEDULES and early.tensor_model_parallel_size == early.context_parallel_size == 1:
-        _set("CUDA_DEVICE_MAX_CONNECTIONS")
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", SET["CUDA_DEVICE_MAX_CONNECTIONS"])
 
 
 def prepare_nccl(args: Args) -> None:
     """Bound the channels of a message. Call it before the first process group is made: NCCL reads the variable then."""
     if _messages_over_nccl(args) and args.context_parallel_size == 1:
-        _set("NCCL_MAX_P2P_NCHANNELS")
-
-
-def _set(name: str) -> None:
-    os.environ.setdefault(name, SET[name])
+        os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", SET["NCCL_MAX_P2P_NCHANNELS"])
 
 
 def warning(args: Args) -> str | None:

@@ -124,14 +124,6 @@ def _waits_for_timers(args: Args) -> bool:
     return max(args.two_bw_extra_warmup, default=0) > 1 and args.timing_log_level >= 2 and exchange(args) == "nccl"
 
 
-def _ours(args: Args) -> bool:
-    return args.pipeline_schedule != "megatron"
-
-
-def _extrapolates(args: Args) -> bool:
-    return args.two_bw_correction == "extrapolate"
-
-
 # A sample is one conversation, since Megatron's fused attention reads no mask that separates several; Megatron would
 # read tokens of 16 bits, by the size of the vocabulary, and indices that are not made.
 _NOT_OF_CONVERSATIONS = (
@@ -155,13 +147,13 @@ OWN: tuple[Rule | sizes.Check, ...] = (
         "--two-bw-exchange nccl needs --distributed-backend nccl",
         lambda a: a.two_bw_exchange == "nccl" and a.distributed_backend == "gloo",
     ),
-    sizes.idle("--two-bw-exchange", "auto", "a --pipeline-schedule of this project", _ours),
-    sizes.idle("--two-bw-trace", None, "a --pipeline-schedule of this project", _ours),
+    sizes.idle("--two-bw-exchange", "auto", f"--pipeline-schedule {' '.join(SCHEDULES)}"),
+    sizes.idle("--two-bw-trace", None, f"--pipeline-schedule {' '.join(SCHEDULES)}"),
     sizes.SLOTS,
-    sizes.only("2bw", "--two-bw-sync-iterations", 0),
+    sizes.idle("--two-bw-sync-iterations", 0, "--pipeline-schedule 2bw"),
     sizes.EXTRAPOLATES,
-    sizes.idle("--two-bw-correction-factor", "1", "--two-bw-correction extrapolate", _extrapolates),
-    sizes.idle("--two-bw-correction-gradient", 0, "--two-bw-correction extrapolate", _extrapolates),
+    sizes.idle("--two-bw-correction-factor", "1", "--two-bw-correction extrapolate"),
+    sizes.idle("--two-bw-correction-gradient", 0, "--two-bw-correction extrapolate"),
     line(
         "--two-bw-correction-gradient {given} must be between 0 and 10",
         lambda a: not 0 <= a.two_bw_correction_gradient <= 10,
