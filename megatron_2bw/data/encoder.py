@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 
@@ -31,13 +31,13 @@ class Arrays(NamedTuple):
 class Encoder:
     """Converts text to ids.
 
-    tokenizer  the JSON of the tokenizers library, or a tokenizer of transformers that is written in Python
+    tokenizer  the JSON of the tokenizers library
     forbidden  ids that are never text: if the tokenizer makes one of a text, it is removed and counted
     eod        ends each document of GPT; None for BERT, whose documents are sentences
     language   of the sentences, for BERT
     """
 
-    tokenizer: str | Any
+    tokenizer: str
     forbidden: frozenset[int]
     dtype: type[numpy.number]
     eod: int | None = None
@@ -46,9 +46,6 @@ class Encoder:
     @cached_property
     def _encode(self) -> Callable[[list[str]], list[list[int]]]:
         """Texts → the ids of each, without special tokens."""
-        if not isinstance(self.tokenizer, str):
-            words = dict(add_special_tokens=False, split_special_tokens=True, verbose=False)
-            return lambda texts: self.tokenizer(texts, **words)["input_ids"] if texts else []
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_str(self.tokenizer)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,18 +20,16 @@ _NEEDED = {"gpt": ("eod",), "sft": ("eod",), "bert": ("cls", "sep", "mask", "pad
 
 @dataclass(frozen=True)
 class Loaded:
-    """A tokenizer as Megatron sees it. `json`: of the tokenizers library, None for a tokenizer written in Python."""
+    """A tokenizer as Megatron sees it. `json`: of the tokenizers library."""
 
     tokenizer: Any  # of transformers
-    json: str | None
+    json: str
     vocab_size: int
     eod: int | None
     forbidden: frozenset[int]  # ids that text must not become
 
     def digest(self) -> str:
-        text = self.json or json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
-        text += str(self.tokenizer.chat_template or "")
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.json}{self.tokenizer.chat_template}".encode()).hexdigest()[:16]
 
 
 def load_tokenizer(name: str, task: str) -> Loaded:
@@ -64,13 +61,12 @@ def load_tokenizer(name: str, task: str) -> Loaded:
             "padding by 0; --train-tokenizer wordpiece makes one that does"
         )
     tokenizer = ours._tokenizer.tokenizer
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if task == "sft" and backend is None:
-        raise UserError(f"--tokenizer-model {name}: --task sft needs a fast tokenizer, a folder with a tokenizer.json")
+    if not tokenizer.is_fast:
+        raise UserError(f"--tokenizer-model {name}: it is written in Python; give one with a tokenizer.json")
     eod = found["eod"] if task == "gpt" else None
     size = max(ours.vocab_size, max(tokenizer.get_vocab().values()) + 1)
     forbidden = set(found.values()) - ({ours.unk} - {eod})  # a text may have the unknown token
-    return Loaded(tokenizer, backend and backend.to_str(), size, eod, frozenset(forbidden))
+    return Loaded(tokenizer, tokenizer.backend_tokenizer.to_str(), size, eod, frozenset(forbidden))
 
 
 def tokenizer_of(where: str, name: str | Path, vocab_size: int) -> Any:
@@ -112,18 +108,10 @@ def saved(name: str) -> bool:
 
 def open_dataset(name: str, config: str | None, split: str, key: str | None) -> Any:
     """One split of the dataset that `load` finds: its text column, or all of it if `key` is None."""
-    import datasets
-
     found = load(name, config, split=split)
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise UserError(f"--dataset-split {split}: {name} has {', '.join(found)}")
-        found = found[split]
-    if key is None:
-        return found
-    if key not in found.column_names:
-        raise UserError(f"--text-column {key}: {name} has {', '.join(found.column_names)}")
-    return found.select_columns([key])
+    with _one_line(f"--dataset {name}, --dataset-split {split}, --text-column {key}: "):
+        found = found[split] if isinstance(found, dict) else found
+        return found if key is None else found.select_columns([key])
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import struct
 
-import numpy
-
 _INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents and the end
 
 
@@ -22,11 +20,6 @@ def sequences(prefix: str) -> int:
 def documents(prefix: str) -> int:
     """The number of documents."""
     return _header(prefix)[2] - 1
-
-
-def lengths(prefix: str) -> numpy.memmap:
-    """The tokens of each sequence."""
-    return numpy.memmap(prefix + ".idx", "<i4", "r", _INDEX.size, (sequences(prefix),))
 
 
 def has_prompts(prefix: str) -> bool:

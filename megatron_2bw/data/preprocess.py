@@ -118,8 +118,8 @@ def run(options: Namespace, prefix: Path) -> tuple[str, Counter[str], float | No
     folder = prefix.with_name(prefix.name + ".unfinished")
     places = [prefix.with_name(prefix.name + end) for end in ("-tokenizer", ".bin", ".idx")]
     places = places[options.tokenizer_model is not None :]
-    moving = folder / "moving"  # the outputs in their places are of a call that was killed while it moved them
-    for place in filter(Path.exists, places if not moving.exists() else places[-1:]):
+    # With the folder, .bin and the tokenizer are of a call that was killed while it moved them.
+    for place in filter(Path.exists, places[-1:] if folder.exists() else places):
         raise UserError(f"--output-prefix {prefix}: {place} exists; remove it or give another prefix")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,6 @@ def run(options: Namespace, prefix: Path) -> tuple[str, Counter[str], float | No
                 if not any(folder.glob("tokens-*")):  # nothing is lost
                     shutil.rmtree(folder)
                 raise
-            moving.touch()
             for result, place in zip(made[-len(places) :], places, strict=True):
                 if place.is_dir():
                     shutil.rmtree(place)
@@ -156,13 +155,15 @@ def _work(options: Namespace, folder: Path) -> tuple[list[Path], Counter[str], f
         from megatron.core.datasets.indexed_dataset import DType
 
         dtype = DType.optimal_dtype(loaded.vocab_size)
-        encoder = Encoder(loaded.json or loaded.tokenizer, loaded.forbidden, dtype, loaded.eod, options.language)
+        encoder = Encoder(loaded.json, loaded.forbidden, dtype, loaded.eod, options.language)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core is enough
     parts = [part for source in sources for part in _tokenized(source, encoder, loaded.digest(), options, folder)]
     counts: Counter[str] = Counter()
     write(folder / "data", encoder.dtype, _drained(parts, counts))
     if not counts["documents"]:
         raise UserError(NO_DOCUMENTS)
+    if counts["bad"] and not options.skip_bad_documents:
+        raise UserError(f"{folder} holds work of a call with --skip-bad-documents: give the flag, or remove the folder")
     made = [tokenizer, folder / "data.bin", folder / "data.idx"]
     for path in made[1:]:
         with open(path, "rb") as file:
@@ -199,14 +200,13 @@ def _new_tokenizer(options: Namespace, sources: list[Source], folder: Path) -> P
     asked = [options.train_tokenizer, options.vocab_size, options.train_tokenizer_mb, options.cased, options.task]
     files = [(str(path), path.stat().st_mtime_ns) for path in (options.vocab_file, options.merge_file) if path]
     place = folder / f"tokenizer-{sources[0].digest(asked, files, [source.digest() for source in sources])}"
+    part = folder / "tokenizer.part"
     if not place.exists():
-        if options.vocab_file:
-            made = vocabulary.from_files(options.vocab_file, options.merge_file, options.task, options.cased)
-        else:
-            made = _trained(options, sources)
-        part = folder / "tokenizer.part"
         shutil.rmtree(part, ignore_errors=True)  # of a call that was killed
-        vocabulary.save(part, *made)
+        if options.vocab_file:
+            vocabulary.from_files(part, options.vocab_file, options.merge_file, options.cased)
+        else:
+            vocabulary.save(part, *_trained(options, sources))
         os.rename(part, place)
     return place
 

@@ -18,9 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy
-
-from megatron_2bw.data import indexed, vocabulary
+from megatron_2bw.data import vocabulary
 from megatron_2bw.data.encoder import LONGEST_SENTENCE
 from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.processes import exit_on_signals
@@ -110,7 +108,7 @@ def input_files(name: str, prefix: Path) -> list[str]:
     return found
 
 
-def report(task: str, prefix: Path, counts: Counter[str], seconds: float | None) -> None:
+def report(task: str, counts: Counter[str], seconds: float | None) -> None:
     """Print counts and speed on stderr."""
     say = lambda text: print(f"{PROG}: {text}", file=sys.stderr)
     for name, text in LEFT_OUT.items():
@@ -119,11 +117,7 @@ def report(task: str, prefix: Path, counts: Counter[str], seconds: float | None)
     if task == "bert" and counts["single"] + counts["long"] >= counts["documents"]:
         say("warning: no document is left for training with the binary head")
     if task == "sft":
-        half, most, all_of_them = numpy.quantile(indexed.lengths(str(prefix)), (0.5, 0.99, 1), method="higher")
-        say(
-            f"{counts['targets']:,} tokens are targets; of the conversations 50 % have {half:,} tokens or fewer, 99 % "
-            f"{most:,}, all {all_of_them:,}: training cuts those of more than --seq-length + 1"
-        )
+        say(f"{counts['targets']:,} tokens are targets")
     sentences = f"{counts['sequences']:,} sentences, " if task == "bert" else ""
     speed = f", {seconds:.1f} s, {counts['bytes'] / 1e6 / max(seconds, 1e-3):.2f} MB/s" if seconds else ""
     counted = f"{counts['documents']:,} documents, {sentences}{counts['tokens']:,} tokens"
@@ -149,7 +143,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
                 if not sys.stderr.isatty():
                     datasets.disable_progress_bars()
                 tokenizer, counts, seconds = run(options, prefix)
-                report(options.task, prefix, counts, seconds)
+                report(options.task, counts, seconds)
         except UserError as error:
             cli.error(str(error))
         words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]

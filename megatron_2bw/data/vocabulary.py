@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.errors import file_errors
 
 EOD = "<|endoftext|>"
 
@@ -89,22 +89,14 @@ def _bert_like(model: models.WordPiece, cased: bool) -> Tokenizer:
     return tokenizer
 
 
-def from_files(vocab: Path, merges: Path | None, task: str, cased: bool) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of BERT's vocab.txt, or of GPT-2's vocab.json and merges.txt, and its special tokens.
+def from_files(folder: Path, vocab: Path, merges: Path | None, cased: bool) -> None:
+    """Save the tokenizer of BERT's vocab.txt, or of GPT-2's vocab.json and merges.txt, as transformers has it."""
+    from transformers import BertTokenizer, GPT2Tokenizer
 
-    Raises UserError if a file cannot be read or lacks a special token that the task needs.
-    """
-    special = special_tokens(task, "wordpiece" if merges is None else "bpe")
-    with file_errors(f"--vocab-file {vocab}"):
-        if merges is None:
-            words = {word: number for number, word in enumerate(vocab.read_text("utf-8").splitlines())}
-            tokenizer = _bert_like(models.WordPiece(words, unk_token=BERT["unk_token"]), cased)
-        else:
-            tokenizer = _byte_level(models.BPE(*models.BPE.read_file(str(vocab), str(merges))))
-    if missing := [token for token in special.values() if tokenizer.token_to_id(token) is None]:
-        raise UserError(f"--vocab-file {vocab}: it has no {' '.join(missing)}, which --task {task} needs")
-    tokenizer.add_special_tokens(list(special.values()))
-    return tokenizer, special
+    with file_errors("--vocab-file or --merge-file"):
+        words = [path.read_text("utf-8") and str(path) for path in (vocab, merges) if path]
+    made = GPT2Tokenizer(*words) if merges else BertTokenizer(*words, do_lower_case=not cased)
+    made.save_pretrained(str(folder))
 
 
 def save(folder: Path, tokenizer: Tokenizer, special: dict[str, str]) -> None:
