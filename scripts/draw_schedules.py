@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from megatron_2bw.schedules import SCHEDULES
-from megatron_2bw.timelines.picture import draw
+from megatron_2bw.schedules import SCHEDULES, Shape
+from megatron_2bw.timelines.picture import draw_shapes
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -13,5 +13,6 @@ if __name__ == "__main__":
     parser.add_argument("--microbatches", type=int, default=4)
     options = parser.parse_args()
     names = ("2bw", "pipedream-flush", "gpipe")
-    draw([SCHEDULES[name] for name in names], options.stages, options.microbatches, 3, options.out)
+    shape = Shape(options.stages, options.microbatches, 0, 3)
+    draw_shapes([(SCHEDULES[name], shape) for name in names], options.out)
     print(f"wrote {options.out}")

@@ -36,8 +36,9 @@ from megatron_2bw.errors import Parser, UserError, names_of, run_program
 from megatron_2bw.files import write_csv, write_whole
 from megatron_2bw.models.cluster import PRESETS
 from megatron_2bw.models.cluster_file import named_cluster
+from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.start.torchrun import ROOT
-from megatron_2bw.timelines.paper_figures import FIGURES, draw_figure
+from megatron_2bw.timelines.picture import draw_shapes
 from megatron_2bw.words import split_flags
 from scripts import paper_figures
 from scripts.paper_data import PAPER, Panel, panels
@@ -46,6 +47,14 @@ from scripts.paper_picture import draw, draw_placement
 from scripts.slurm import sweep
 
 NAMES = tuple(PAPER["figures"])
+
+
+# Figures 1 to 3 are timelines of the lists that the runtime executes: stacked schedules, each with its shape.
+TIMELINES: dict[str, dict[str, Any]] = {
+    "1": {"panels": [("gpipe", Shape(4, 4, 0, 2)), ("pipedream", Shape(4, 1, 0, 16))], "until": 42},
+    "2": {"panels": [("2bw", Shape(4, 4, 0, 4))], "until": 39, "versions": True},
+    "3": {"panels": [("gpipe", Shape(2, 4, 0, 2)), ("pipedream-flush", Shape(2, 4, 0, 2))]},
+}
 
 
 def title(figure: str) -> str:
@@ -135,8 +144,9 @@ def judged(figure: str, found: list[Point], collected: Mapping[str, Any], out: P
 def picture(figure: str, found: list[Point], path: Path) -> bool:
     """Draw the figure; False if it has no picture."""
     spec = PAPER["figures"][figure]
-    if figure.isdigit() and int(figure) in FIGURES:
-        draw_figure(int(figure), path)
+    if figure in TIMELINES:
+        chosen = dict(TIMELINES[figure])
+        draw_shapes([(SCHEDULES[name], shape) for name, shape in chosen.pop("panels")], path, **chosen)
     elif figure == "4":
         draw_placement(path, 4, 2, 2)
     elif figure == "5" and (ROOT / PAPER["convergence"]["gpt"]).exists():

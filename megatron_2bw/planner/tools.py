@@ -15,7 +15,6 @@ from megatron_2bw.planner.measure import calibrate as calibration
 from megatron_2bw.planner.measure import runs as measured
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines import paper_figures
 from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
 from megatron_2bw.timelines.text import render
 
@@ -26,10 +25,9 @@ TIMES = {"forward": 1.0, "backward": 2.0, "transfer": 0.0, "reduce": 0.0, "step"
 def run_simulate(words: list[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Prints a schedule's timeline, and draws it.", allow_abbrev=False)
     add = parser.add_argument
-    add("--figure", type=int, choices=(1, 2, 3), help="of the paper, instead of the flags below")
-    add("--schedule", choices=[*SCHEDULES, INTERLEAVED], help="the schedule to simulate")
-    add("--stages", type=positive, help="the pipeline's depth")
-    add("--microbatches", type=positive, help="of a batch")
+    add("--schedule", required=True, choices=[*SCHEDULES, INTERLEAVED], help="the schedule to simulate")
+    add("--stages", required=True, type=positive, help="the pipeline's depth")
+    add("--microbatches", required=True, type=positive, help="of a batch")
     add("--iterations", type=positive, default=2)
     add("--virtual", type=positive, default=2, help=f"chunks per stage of {INTERLEAVED}")
     add("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
@@ -42,13 +40,6 @@ def run_simulate(words: list[str], prog: str) -> int:
     add("--columns", type=positive, default=140)
     add("--out", type=Path, metavar="FILE.png", help="also as a picture")
     options = parser.parse_args(words)
-    if options.figure:
-        paper_figures.print_figure(options.figure)
-        _draw(options.out, lambda: paper_figures.draw_figure(options.figure, options.out))
-        return 0
-    for name in ("schedule", "stages", "microbatches"):
-        if getattr(options, name) is None:
-            parser.error(f"--{name} is missing (or give --figure 1, 2 or 3)")
     _simulate(options, _schedule(options))
     return 0
 

@@ -18,14 +18,6 @@ UPDATE = "#b0b0b0"  # a stage's own time for an update
 ROW, HIGHEST = 0.30, 9.0  # inches of a stage's row, and of all rows together
 
 
-def draw(
-    schedules: list[Schedule], stages: int, microbatches: int, iterations: int, path: Path, times: Times = Times()
-) -> None:
-    """Write a picture (the kind by the ending of `path`) with the timelines stacked on one time axis."""
-    shape = Shape(stages, microbatches, 0, iterations)
-    draw_shapes([(schedule, shape) for schedule in schedules], path, times)
-
-
 def draw_shapes(
     panels: Sequence[tuple[Schedule, Shape]],
     path: Path,
@@ -33,7 +25,7 @@ def draw_shapes(
     until: float | None = None,
     versions: bool = False,
 ) -> None:
-    """Like `draw`, each schedule with its own shape.
+    """Write a picture (the kind by the ending of `path`) with the timelines stacked on one time axis.
 
     until     where the time axis ends; by default with the last action
     versions  write the weights W(v) below each microbatch

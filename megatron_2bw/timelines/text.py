@@ -28,19 +28,15 @@ class _Scale(NamedTuple):
         return round(time / self.unit * self.width)
 
 
-def render(
-    events: list[Event], stages: int, unit: float | None = None, columns: int = 160, versions: bool = False
-) -> str:
+def render(events: list[Event], stages: int, columns: int = 160, versions: bool = False) -> str:
     """The timeline of `events` (simulator.simulate) and a line with its length and the busy share of the stages.
 
-    unit      time of one step to the right; by default the largest step that divides the times of all actions, or
-              without one the shortest action
     columns   maximum length of a line; the rest is cut, and a line says so
     versions  write the weights W(v) of each action below its stage
     """
     chunked = any(event.action.chunk for event in events)
     work = [event for event in events if event.action.kind in FILL]
-    scale = _scale(work, unit, chunked)
+    scale = _scale(work, chunked)
     head = len(f"stage {stages - 1}  ")
     end = scale.column(makespan(events))
     room = max(columns - head, scale.width)
@@ -96,16 +92,15 @@ def _windows(events: list[Event]) -> list[tuple[float, float]]:
     return found
 
 
-def _scale(work: list[Event], unit: float | None, chunked: bool) -> _Scale:
-    """Wide enough for the label of every action of one unit or more, a backward's mark and a space."""
+def _scale(work: list[Event], chunked: bool) -> _Scale:
+    """The unit is the largest step that divides the times of all actions, or without one the shortest action. Wide
+    enough for the label of every action, a backward's mark and a space."""
     timed = [event for event in work if event.end > event.start]
-    spare = 0
-    if unit is None:
-        unit = min((event.end - event.start for event in timed), default=1.0)
-        parts = next((k for k in range(1, 5) if _divides(unit / k, timed)), None)
-        unit, spare = unit / (parts or 1), 0 if parts else 1  # a rounded place may cost one character
+    unit = min((event.end - event.start for event in timed), default=1.0)
+    parts = next((k for k in range(1, 5) if _divides(unit / k, timed)), None)
+    unit, spare = unit / (parts or 1), 0 if parts else 1  # a rounded place may cost one character
     needs = [
-        ceil((len(_label(event, chunked)) + (event.action.kind != F) + 1 + spare) / max(cells, 1))
+        ceil((len(_label(event, chunked)) + (event.action.kind != F) + 1 + spare) / cells)
         for event in timed
         if (cells := round((event.end - event.start) / unit, 6)) >= 1
     ]

@@ -87,17 +87,11 @@ def forget(directory: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a TraceWriter's file, even if the writer was killed. UserError if it holds something else."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+    """The events of a TraceWriter's file. The last line of a killed run may be cut off."""
     events = []
-    for number, line in enumerate(lines, 2):
-        try:
-            event = json.loads(line.rstrip(","))
-        except json.JSONDecodeError:  # cut off in the middle
-            if number <= len(lines):
-                raise UserError(f"{path}, line {number}: it is no event of --two-bw-trace") from None
-            break
-        events.append(event)
+    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+        with contextlib.suppress(json.JSONDecodeError):
+            events.append(json.loads(line.rstrip(",")))
     return events
 
 
@@ -105,21 +99,20 @@ def merge(directory: Path, batches: int = 4) -> list[Path]:
     """Write DIR/trace.json (all stages, opens in Perfetto) and, if a batch is whole, the last whole batches, `batches`
     at most, as DIR/timeline.png and DIR/timeline.html. Returns what was written.
 
-    Raises OSError, and UserError if a stage's file is missing or holds something else.
+    Raises OSError, and UserError if there is no stage's file.
     """
     events = _events(directory)
     written = [directory / "trace.json"]
     write_whole(written[0], json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    with _damaged(directory):
-        found = measured.last_batches([event for event in events if event["pid"] == 0], batches)
-        if found is not None:
-            from megatron_2bw.timelines.picture import draw_events
+    found = measured.last_batches([event for event in events if event["pid"] == 0], batches)
+    if found is not None:
+        from megatron_2bw.timelines.picture import draw_events
 
-            picture, page = directory / "timeline.png", directory / "timeline.html"
-            shown = [event for event in cut(found.events, found.begin) if event.start >= 0]
-            draw_events(shown, found.stages, found.microbatches, picture, found.title)
-            write_whole(page, measured.html(found))
-            written += [picture, page]
+        picture, page = directory / "timeline.png", directory / "timeline.html"
+        shown = [event for event in cut(found.events, found.begin) if event.start >= 0]
+        draw_events(shown, found.stages, found.microbatches, picture, found.title)
+        write_whole(page, measured.html(found))
+        written += [picture, page]
     return written
 
 
@@ -130,33 +123,24 @@ def _events(directory: Path) -> list[dict[str, Any]]:
     return [event for file in files for event in read(file)]
 
 
-@contextlib.contextmanager
-def _damaged(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UserError(f"{directory}: stage-*.json holds what is no event of --two-bw-trace ({error!r})") from None
-
-
 def summary(directory: Path) -> list[str]:
     """Lines: the time of an iteration, and how each stage spends its time, in the steady state.
 
     That is from the first batch's reduction to the last but one's: without the fill and the drain of the pipeline.
     Shares are means over the pipelines. Raises as `merge` does, and UserError without three batches.
     """
-    with _damaged(directory):
-        lanes: dict[tuple[int, int], list[dict[str, Any]]] = {}  # by stage and pipeline
-        for event in _events(directory):
-            if event["ph"] == "X":
-                lanes.setdefault((event["tid"], event["pid"]), []).append(event)
-        ends = [{e["args"]["batch"]: e["ts"] + e["dur"] for e in own if e["cat"] == "R"} for own in lanes.values()]
-        batches = sorted(set.intersection(*map(set, ends)))[:-1] if ends else []
-        if len(batches) < 2:
-            raise UserError(f"{directory}: --summary needs three batches that all stages have reduced")
-        spent: dict[int, Counter[str]] = {}
-        for ((stage, _), own), end in zip(lanes.items(), ends):
-            spent.setdefault(stage, Counter()).update(_spent(own, end[batches[0]], end[batches[-1]]))
-        times = [end[after] - end[before] for end in ends for before, after in pairwise(batches)]
+    lanes: dict[tuple[int, int], list[dict[str, Any]]] = {}  # by stage and pipeline
+    for event in _events(directory):
+        if event["ph"] == "X":
+            lanes.setdefault((event["tid"], event["pid"]), []).append(event)
+    ends = [{e["args"]["batch"]: e["ts"] + e["dur"] for e in own if e["cat"] == "R"} for own in lanes.values()]
+    batches = sorted(set.intersection(*map(set, ends)))[:-1] if ends else []
+    if len(batches) < 2:
+        raise UserError(f"{directory}: --summary needs three batches that all stages have reduced")
+    spent: dict[int, Counter[str]] = {}
+    for ((stage, _), own), end in zip(lanes.items(), ends):
+        spent.setdefault(stage, Counter()).update(_spent(own, end[batches[0]], end[batches[-1]]))
+    times = [end[after] - end[before] for end in ends for before, after in pairwise(batches)]
     rows = [
         f"batches {batches[1]} to {batches[-1]}, median time of an iteration: {statistics.median(times) / 1e3:.1f} ms"
     ]

@@ -164,7 +164,8 @@ def test_drawing_of_chunks_and_of_unequal_stages(tmp_path, figure):
 
 def test_figures_of_the_paper(tmp_path, capsys, figure):
     """Figure 2: microbatch 9 is the first on W(1), on every stage; the text and the picture both show it."""
-    assert run_simulate(["--figure", "2", "--out", str(tmp_path / "figure2.png")], "megatron-2bw simulate") == 0
+    words = "--schedule 2bw --stages 4 --microbatches 4 --iterations 4 --versions".split()
+    assert run_simulate([*words, "--out", str(tmp_path / "figure2.png")], "megatron-2bw simulate") == 0
     assert is_png(tmp_path / "figure2.png")
     texts = [text.get_text() for text in figure().axes[0].texts]
     pairs = {(number, weights) for number, weights in zip(texts[::2], texts[1::2])}

@@ -9,8 +9,6 @@ import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Action, Schedule, Shape, TwoBW, parse, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines import simulator
-from megatron_2bw.timelines.picture import draw
 from megatron_2bw.timelines.simulator import (
     Event,
     Times,
@@ -112,11 +110,6 @@ def test_deadlock_is_reported():
         simulate(Crossed(), Shape(2, 1, 0, 1))
 
 
-def test_draw(tmp_path):
-    draw([SCHEDULES["2bw"], SCHEDULES["gpipe"]], 3, 3, 2, tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").read_bytes()[:4] == b"\x89PNG"
-
-
 # --- times by stage --------------------------------------------------------------------------------------------------
 
 FLUSH, GPIPE = SCHEDULES["pipedream-flush"], SCHEDULES["gpipe"]
@@ -125,14 +118,6 @@ FLUSH, GPIPE = SCHEDULES["pipedream-flush"], SCHEDULES["gpipe"]
 def own(events: list[Event], stage: int, kinds: str = "FB") -> list[tuple[float, float]]:
     """(start, end) of a stage's actions of these kinds."""
     return [(event.start, event.end) for event in events if event.stage == stage and event.action.kind in kinds]
-
-
-def test_a_number_or_a_list_are_the_same_times():
-    every = Times([1, 1, 1], [2, 2, 2], transfer=[0.5] * 3, reduce=[1, 1, 1], overlap_cost=[0.25] * 3)
-    for schedule in SCHEDULES.values():
-        assert simulate(schedule, Shape(3, 4, 0, 3), every) == simulate(
-            schedule, Shape(3, 4, 0, 3), Times(1, 2, transfer=0.5, reduce=1, overlap_cost=0.25)
-        )
 
 
 @pytest.mark.parametrize("name", ["pipedream-flush", "gpipe"])
@@ -149,12 +134,6 @@ def test_gpipe_by_hand():
     events = simulate(GPIPE, Shape(2, 2, 0, 1), Times([2, 1], [1, 3]))
     assert own(events, 0) == [(0, 2), (2, 4), (8, 9), (11, 12)]
     assert own(events, 1) == [(2, 3), (4, 5), (5, 8), (8, 11)]
-
-
-def test_1f1b_by_hand():
-    events = simulate(FLUSH, Shape(2, 3, 0, 1), Times([1, 2], [3, 1]))
-    assert own(events, 0) == [(0, 1), (1, 2), (4, 7), (7, 8), (8, 11), (11, 14)]
-    assert own(events, 1) == [(1, 3), (3, 4), (4, 6), (6, 7), (8, 10), (10, 11)]
 
 
 @pytest.mark.parametrize("forward, backward", [([1, 3], [2, 1]), ([1, 4, 2], [3, 1, 3]), ([2, 1, 3, 1], [1, 4, 1, 2])])
@@ -175,13 +154,6 @@ def test_without_flush_the_busiest_stage_never_waits(name, forward, backward):
         assert iteration_time(SCHEDULES[name], len(forward), microbatches, times) == microbatches * busiest
 
 
-@pytest.mark.parametrize("stages, microbatches", [(2, 2), (2, 5), (3, 6), (4, 8)])
-def test_microbatches_rotate_over_slow_boundaries(stages, microbatches):
-    """d microbatches are in flight; each goes down and up, over d - 1 boundaries twice, in d periods."""
-    expected = microbatches * (stages * 3 + 2 * (stages - 1) * 0.5) / stages
-    assert iteration_time(SCHEDULES["2bw"], stages, microbatches, Times(1, 2, transfer=0.5)) == pytest.approx(expected)
-
-
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
@@ -196,13 +168,6 @@ def test_a_boundary_carries_both_directions_at_once():
     """With one in each direction all the time, 1F1B's two microbatches never wait for each other."""
     both = [iteration_time(SCHEDULES["2bw"], 2, 6, Times(1, 1, transfer=3, occupied=taken)) for taken in (0, 3)]
     assert both == [6 * 5, 6 * 5]
-
-
-def test_the_boundary_behind_a_stage():
-    times = Times(1, 1, transfer=[10, 100, 1000])
-    events = simulate(GPIPE, Shape(3, 1, 0, 1), times)
-    assert [own(events, stage, "F") for stage in range(3)] == [[(0, 1)], [(11, 12)], [(112, 113)]]
-    assert [own(events, stage, "B") for stage in range(3)] == [[(225, 226)], [(214, 215)], [(113, 114)]]
 
 
 def test_the_last_boundary_leads_from_the_last_stage_to_the_first():
@@ -389,19 +354,6 @@ def test_iteration_time_is_the_rate_of_many(schedule):
         assert iteration_time(*case) == pytest.approx(long_rate(*case), rel=1e-9 if exact else 0.02), case
 
 
-@pytest.mark.parametrize(
-    "name, stages, microbatches, times",
-    [
-        ("2bw", 2, 2, Times(1, 1, transfer=3, overlap_cost=[1, 0])),
-        ("2bw", 3, 4, Times(1, 2, transfer=4, reduce=4)),
-        ("pipedream", 4, 5, Times(1, 1, transfer=4, occupied=4)),
-    ],
-)
-def test_iteration_time_with_slow_messages(name, stages, microbatches, times):
-    case = SCHEDULES[name], stages, microbatches, times
-    assert iteration_time(*case) == pytest.approx(long_rate(*case), rel=0.01)
-
-
 @pytest.mark.parametrize("schedule", EVERY, ids=label)
 def test_a_long_iteration_is_extrapolated(schedule):
     for number in range(60):
@@ -437,17 +389,3 @@ def test_messages_add_themselves_to_2bw_unless_more_forwards_run_ahead(stages, s
     hidden = [iteration_time(TwoBW(2, (k,)), stages, microbatches, times) for k in (1, 2)]
     assert hidden[1] == pytest.approx(microbatches * cycle)
     assert (hidden[0] == pytest.approx(microbatches * cycle)) == (2 * share <= 1)
-
-
-def test_only_the_slow_boundary_needs_more_forwards_ahead():
-    times = Times(1, 2, transfer=[0.0, 1.5, 0.0, 0.0])
-    seconds = [iteration_time(TwoBW(2, extra), 4, 16, times) for extra in ((), (1, 0, 1), (0, 1, 0))]
-    assert seconds == pytest.approx([16 * 4.5, 16 * 4.5, 16 * 3])
-
-
-def test_the_turns_of_the_stages_change_no_event(monkeypatch):
-    shape, times = Shape(3, 5, 0, 4), Times([1, 1.3, 0.9], 2.1, transfer=0.4, occupied=0.2, reduce=0.3)
-    expected = {name: simulate(schedule, shape, times) for name, schedule in SCHEDULES.items()}
-    for actions in (1, 3, 1000):
-        monkeypatch.setattr(simulator, "AT_ONCE", actions)
-        assert {name: simulate(schedule, shape, times) for name, schedule in SCHEDULES.items()} == expected

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Shape, parse
@@ -66,27 +64,6 @@ def test_cut_says_so():
     assert max(map(len, rows(SCHEDULES["2bw"], Shape(4, 4, 0, 9))[:5])) == 160
 
 
-@pytest.mark.parametrize("name", ["gpipe", "2bw"])
-@pytest.mark.parametrize("columns", [13, 19, 24, 57, 80])
-def test_a_cut_row_is_the_start_of_the_whole_row(name, columns):
-    def drawn(columns):
-        times = Times(1.3, 2.1, overlap_cost=0.7)
-        return rows(SCHEDULES[name], Shape(3, 4, 0, 3), times, columns=columns, versions=True)[1:7]
-
-    whole, cut = drawn(1000), drawn(columns)
-    assert cut == [line[:columns].rstrip() if "W(v)" in line else line[:columns] for line in whole]
-
-
-def test_memory_is_for_the_characters_that_are_shown():
-    tracemalloc.start()
-    text = rows(SCHEDULES["2bw"], Shape(2, 2, 0, 2), Times(1, 1e9), columns=40)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2**20
-    assert text[1:3] == ["stage 0  1 2 ...........................", "stage 1  ..1 1bbbbbbbbbbbbbbbbbbbbbbbbbb"]
-    assert text[3].startswith("cut at 40 columns: time 0 to ")
-
-
 @pytest.mark.parametrize("scale", [1, 3, 0.013])
 def test_the_step_is_the_greatest_that_all_times_share(scale):
     plain = rows(SCHEDULES["2bw"], Shape(3, 3, 0, 3))
@@ -104,12 +81,6 @@ def test_times_without_a_common_step_keep_their_numbers_and_lengths():
         assert ["b" in word for word in words] == [
             e.action.kind == "B" for e in events if e.stage == stage and e.action.kind in "FB"
         ]
-
-
-def test_a_coarse_unit_squeezes():
-    """A backward, 2 long, fills one step of 3 characters; an action without room for its number shows its letter."""
-    text = rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1), unit=2)
-    assert text[:3] == ["time     0", "stage 0  1 f.....bb2bb|", "stage 1  ..ff1bb bb...|"]
 
 
 def test_a_backward_in_two_parts():

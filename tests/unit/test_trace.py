@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 
 import pytest
@@ -175,20 +174,6 @@ def test_an_earlier_run_is_forgotten(tmp_path):
     writer = TraceWriter(tmp_path, 0, pipeline=0)
     writer.write(records_of(0, Shape(1, 2, 0, 2))[:2])  # ended before its first reduction
     assert merge(tmp_path) == [tmp_path / "trace.json"]
-
-
-@pytest.mark.parametrize("harm", [b"\xff", b"{}", b'{"ph": "X"}', b"[1]", b"x" * 300])
-def test_a_file_that_is_damaged_in_its_middle(harm, tmp_path, monkeypatch, capsys):
-    """One line names the file; a file that ends in the middle of an event is that of a killed run."""
-    write(tmp_path, Shape(2, 3, 0, 3))
-    file = tmp_path / "stage-01-pipeline-0.json"
-    lines = file.read_bytes().splitlines()
-    file.write_bytes(b"\n".join([*lines[:-1], lines[-1][:20]]))
-    assert len(merge(tmp_path)) == 3
-    file.write_bytes(b"\n".join([*lines[:5], harm, *lines[5:]]))
-    monkeypatch.setattr(sys, "argv", ["trace", str(tmp_path)])
-    assert main() == 1
-    assert capsys.readouterr().err.startswith(f"megatron_2bw.timelines.trace: error: {tmp_path}")
 
 
 def test_no_files(tmp_path):
