@@ -6,7 +6,6 @@ Invariant: a wrong flag is answered before a rank starts, and the status is that
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import shlex
@@ -21,7 +20,7 @@ from megatron_2bw.flags import early
 from megatron_2bw.flags.own import whole
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.start.torchrun import PLAIN_TORCH, run_ranks, torchrun
-from megatron_2bw.words import expand_files, flag_of, groups, merged, split_by
+from megatron_2bw.words import expand_files, flag_of, merged, split_by
 
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 OWN = ("-h", "--help", "--nproc", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--dry-run")
@@ -91,14 +90,9 @@ def _of_file(path: Path, task: str, typed: Sequence[str]) -> tuple[list[str], in
     words: list[str] = []
     for name, value in content.items():
         flag = "--" + name.removeprefix("--").replace("_", "-")
-        values = [] if value is True else list(map(str, value if isinstance(value, list) else [value]))
-        if value is None or value is False or value == [] or isinstance(value, dict):
-            raise UserError(f"{path}: {name}: leave it out, or name the flag that switches it off")
-        if flag in OWN or any(word.startswith("@") for word in values):
-            raise UserError(f"{path}: {name}: give it on the command line")
-        if flag in words:
-            raise UserError(f"{path}: {name}: it is given twice")
-        words += [flag, *values]
+        if value is None or value is False or value == [] or flag in OWN:
+            raise UserError(f"{path}: {name}: leave it out, or give the flag on the command line")
+        words += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
     return words, None
 
 
@@ -108,8 +102,6 @@ def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str
         words = [str(word) for word in (*run["model"], *plan["flags"], *plan["training"])]
         data, save = list(map(str, run["data"])), ["--save-interval", str(plan["save_interval"])]
         gpus = plan["tensor"] * plan["depth"] * plan["width"]
-        if not isinstance(gpus, int) or gpus < 1:
-            raise TypeError
     except (KeyError, IndexError, TypeError):
         raise UserError(f"{path}: it is no plan of this release: make it again with megatron-2bw plan --json") from None
     if kind != task:
@@ -123,49 +115,32 @@ def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str
     return words, gpus
 
 
-def _hosts(prog: str, known: argparse.Namespace) -> tuple[int, int, str]:
-    """The number of hosts, the number of this one, and the first host's name."""
-    nnodes, rank, first = known.nnodes or 1, known.node_rank, known.master_addr
-    if "SLURM_STEP_ID" in os.environ and known.nnodes is None:
-        try:
-            nnodes, rank, first = _slurm_step(prog, rank, first)
-        except (KeyError, ValueError, IndexError, OSError, subprocess.SubprocessError) as error:
-            why = f"the Slurm step's variables are incomplete ({error!r})"
-            usage_error(prog, f"{why}: give --nnodes, --node-rank and --master-addr")
+def _hosts(prog: str, known: argparse.Namespace) -> tuple[int, list[str]]:
+    """The number of hosts, and torchrun's options for several, as typed or of the Slurm step."""
+    step = os.environ if "SLURM_STEP_ID" in os.environ and known.nnodes is None else {}
+    nnodes, rank, first = known.nnodes or int(step.get("SLURM_STEP_NUM_NODES", "1")), known.node_rank, known.master_addr
+    if step and step["SLURM_STEP_NUM_TASKS"] != str(nnodes):
+        usage_error(prog, "start one task on each node: srun --ntasks-per-node 1")
     if nnodes == 1:
-        if rank or first or known.master_port:
-            flag = "--node-rank" if rank else "--master-addr" if first else "--master-port"
-            usage_error(prog, f"{flag} needs --nnodes: add it, or leave it out")
-        return 1, 0, "127.0.0.1"
+        return 1, []
+    if step:
+        rank = int(step["SLURM_NODEID"]) if rank is None else rank
+        show = ["scontrol", "show", "hostnames", step["SLURM_STEP_NODELIST"]]
+        first = first or subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()[0]
     if rank is None or not first:
         usage_error(prog, "--nnodes needs --node-rank and --master-addr: add them")
-    if not rank < nnodes:
-        usage_error(prog, f"--node-rank {rank} must be below --nnodes {nnodes}")
-    return nnodes, rank, first
-
-
-def _slurm_step(prog: str, rank: int | None, first: str | None) -> tuple[int, int | None, str | None]:
-    nnodes = int(os.environ["SLURM_STEP_NUM_NODES"])
-    if int(os.environ["SLURM_STEP_NUM_TASKS"]) != nnodes:
-        usage_error(prog, "start one task on each node: srun --ntasks-per-node 1")
-    if nnodes > 1:
-        rank = int(os.environ["SLURM_NODEID"]) if rank is None else rank
-        if first is None:
-            show = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
-            first = subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()[0]
-    return nnodes, rank, first
+    place = f"--master-addr {first} --master-port {known.master_port or 29500}"
+    return nnodes, f"--nnodes {nnodes} --node-rank {rank} {place}".split()
 
 
 def _run(prog: str, known: argparse.Namespace, flags: list[str], gpus: int | None) -> int:
     """Start the ranks of this host and wait for them; their status."""
-    nnodes, node, first = _hosts(prog, known)
+    nnodes, several = _hosts(prog, known)
     nproc = known.nproc or (-(-gpus // nnodes) if gpus else _product(flags))
     flags = merged(_without_libraries(flags), flags)
     if line := early.mistake(flags, known.task, nproc * nnodes):
         usage_error(prog, line)
-    port = known.master_port or 29500
-    several = f"--nnodes {nnodes} --node-rank {node} --master-addr {first} --master-port {port}".split()
-    command = [*torchrun(nproc, known.task, *(several if nnodes > 1 else ())), *flags]
+    command = [*torchrun(nproc, known.task, *several), *flags]
     if known.dry_run:
         print(shlex.join(command))
         return 0
@@ -175,13 +150,13 @@ def _run(prog: str, known: argparse.Namespace, flags: list[str], gpus: int | Non
 
 def _product(flags: Sequence[str]) -> int:
     """Stages x tensor ranks x context ranks; a word that is no number is reported later."""
-    sizes: dict[str, int] = {}  # of a flag that is typed twice the last counts
-    for name, *values in groups(flags):
-        name, _, value = name.partition("=")
-        if name in SIZES:
-            with contextlib.suppress(ValueError):
-                sizes[name] = max(int(value or "".join(values)), 1)
-    return math.prod(sizes.values())
+    sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in SIZES:
+        sizes.add_argument(flag, type=int, default=1)
+    try:
+        return max(1, math.prod(vars(sizes.parse_known_args(flags)[0]).values()))
+    except argparse.ArgumentError:
+        return 1
 
 
 def _without_libraries(flags: Sequence[str]) -> list[str]:

@@ -18,8 +18,7 @@ from megatron.core.models.bert.bert_layer_specs import (
 )
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer.spec_utils import import_module
-from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_timers, get_tokenizer
+from megatron.training import get_args, get_timers
 from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_2bw.tasks import common
@@ -72,20 +71,16 @@ def forward_step(data_iterator, model):
     Returns the stage's output, [sequence, microbatch, hidden], or on the last stage the losses [microbatch, sequence]
     and the binary head's logits [microbatch, 2] or None; and the function that turns these into Megatron's loss triple.
     """
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, model.training, get_attr_wrapped_model(model, "vp_stage"))
-    timers("batch-generator").stop()
+    get_timers()("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, model.training)
+    get_timers()("batch-generator").stop()
     types = batch["types"] if get_args().bert_binary_head else None
     output = model(batch["text"], batch["padding_mask"], tokentype_ids=types, lm_labels=batch["labels"])
     return output, partial(loss, batch["loss_mask"], batch["is_random"])
 
 
-def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None) -> dict[str, torch.Tensor | None]:
-    """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the padding mask alone, else None.
-
-    vp_stage: the number of the model chunk on this rank, with Megatron's interleaved stages.
-    """
+def get_batch(data_iterator, training: bool = True) -> dict[str, torch.Tensor | None]:
+    """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the padding mask alone, else None."""
     args = get_args()
     ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()  # of any chunk, if stages are interleaved
     names = FIELDS if ends else FIELDS[:1]
@@ -93,9 +88,6 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     parts = None
     if mpu.get_tensor_model_parallel_rank() == 0:
         fields = next(data_iterator)
-        if training and not vp_stage:  # each chunk of a rank reads the same data
-            mask = fields["loss_mask"]
-            _DATA.check(fields["text"], fields["labels"] * mask, mask, args)  # labels are -1 where nothing is masked
         parts = [fields[name] for name in names] + [fields["is_random"].view(-1, 1)]
         parts = [part.cuda(non_blocking=True) for part in parts]
     if mpu.get_tensor_model_parallel_world_size() > 1:
@@ -116,7 +108,6 @@ def _from_first_tensor_rank(parts: list[torch.Tensor] | None, widths: list[int],
     return [part.contiguous() for part in message.split(widths, dim=1)]
 
 
-_DATA = common.DataCheck("look for documents without words")
 _LOSS = common.LossCheck()
 
 
@@ -143,30 +134,12 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None):
     """Training, validation and test datasets with at least `samples` samples each."""
     args = get_args()
     kind = MockBertDataset if args.mock_data else BERTMaskedWordPieceDataset
-    if not args.mock_data:
-        check_tokenizer(get_tokenizer(), args.tokenizer_type)
     # With --eval-iters 0 Megatron asks for 0 samples; this dataset would be empty, which Megatron's loader refuses.
     samples = [count if count is None else max(count, 1) for count in samples]
     return common.build_datasets(kind, samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, dataset_config(args))
 
 
 datasets_provider.is_distributed = True  # Megatron calls it on every rank
-
-
-def check_tokenizer(tokenizer, name: str) -> None:
-    """Raise ValueError, one line, if Megatron's dataset would fail with the tokenizer, or train on padding."""
-    for token in ("cls", "sep", "mask"):
-        try:
-            number = getattr(tokenizer, token)
-        except (AttributeError, NotImplementedError):
-            number = None
-        if number is None or number < 0:
-            raise ValueError(f"--tokenizer-type {name}: the tokenizer has no {token} token: give a WordPiece tokenizer")
-    if tokenizer.pad != 0:  # Megatron marks padding by its token's number, and reads 0 as masked
-        raise ValueError(
-            f"--tokenizer-type {name}: the padding token must be number 0 for Megatron's BERT dataset, not "
-            f"{tokenizer.pad}: use another tokenizer"
-        )
 
 
 def dataset_config(args) -> BERTMaskedWordPieceDatasetConfig:

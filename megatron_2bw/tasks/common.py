@@ -1,8 +1,7 @@
-"""What the tasks (gpt.py, bert.py) share: checks of the data and of the loss, options of the datasets.
+"""What the tasks (gpt.py, bert.py) share: the check of the loss, options of the datasets.
 
-Invariant: the data are checked on the host, before they go to the GPU. The check of the loss leaves the GPU a
-microbatch of work while the host waits, but for the last one of a batch (--no-check-for-nan-in-loss-and-grad disables
-it).
+Invariant: the check of the loss leaves the GPU a microbatch of work while the host waits, but for the last one of a
+batch (--no-check-for-nan-in-loss-and-grad disables it).
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_2bw.errors import UserError
-
-MASKED = 3  # consecutive batches with an all-zero loss mask before the run stops; a single one may be chance
 SPIKE = 10  # --check-for-spiky-loss reports a loss that is this many times the largest so far
 
 
@@ -35,40 +31,6 @@ def apply_dropped_flags(config: Any, args: Any) -> Any:
     if hasattr(config, "rope_scaling_factor"):
         config.rope_scaling_factor = args.rope_scaling_factor
     return config
-
-
-class DataCheck:
-    """Checks each microbatch on the host, without a wait for the GPU.
-
-    cause  why a whole batch may be masked in this task, and what to do
-    """
-
-    def __init__(self, cause: str) -> None:
-        self._cause = cause
-        self._seen = 0  # microbatches of the present batch
-        self._counts = False  # whether one of them had an unmasked token
-        self._masked = 0  # consecutive batches without one
-
-    def check(self, tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, args) -> None:
-        """Raise UserError at a token outside the vocabulary, and after MASKED batches without an unmasked token.
-
-        All three tensors are [microbatch, sequence], on the host.
-        """
-        for words in (tokens, labels):
-            low, high = (int(value) for value in torch.aminmax(words))
-            if low < 0 or high >= args.padded_vocab_size:
-                raise UserError(
-                    f"--data-path: the data holds the token {low if low < 0 else high}, but the vocabulary of "
-                    f"--tokenizer-type {args.tokenizer_type} ends at {args.padded_vocab_size - 1}: give the tokenizer "
-                    "that the data was prepared with"
-                )
-        self._counts |= bool(loss_mask.any())
-        self._seen += 1
-        if self._seen >= get_num_microbatches():
-            self._masked = 0 if self._counts else self._masked + 1
-            self._seen, self._counts = 0, False
-        if self._masked >= MASKED:
-            raise UserError(f"--data-path: no token of the last {MASKED} batches counts for the loss: {self._cause}")
 
 
 class LossCheck:

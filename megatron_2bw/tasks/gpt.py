@@ -34,11 +34,10 @@ def forward_step(data_iterator, model):
     Returns the stage's output, [sequence, microbatch, hidden], or on the last stage the losses
     [microbatch, sequence], and the function that turns the losses into Megatron's loss triple.
     """
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
+    get_timers()("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, model.training, vp_stage)
-    timers("batch-generator").stop()
+    get_timers()("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss, loss_mask)
 
@@ -56,8 +55,6 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         fields = next(data_iterator)
-        if training:
-            _DATA.check(fields["tokens"], fields["labels"], fields["loss_mask"], args)
         batch = {key: value.cuda(non_blocking=True) for key, value in fields.items()}
         batch.setdefault("attention_mask", None)
     batch = get_batch_on_this_tp_rank(
@@ -82,10 +79,6 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     return tuple(batch[key] for key in FIELDS)
 
 
-_DATA = common.DataCheck(
-    "leave --eod-mask-loss out, look for documents of nothing but end-of-document tokens, or with --sft-data raise "
-    "--seq-length, which cuts the targets off"
-)
 _LOSS = common.LossCheck()
 
 

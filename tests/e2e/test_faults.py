@@ -13,7 +13,6 @@ from megatron_2bw.checkpoints.folder import checkpoint_name, latest_iteration, p
 from megatron_2bw.local_ranks import WorldError
 from tests.distributed.training import command
 from tests.e2e.launcher import ROOT, end, forked, torchrun
-from tests.unit.command_lines import dataset
 
 HUNG = 120.0  # seconds after which a run counts as hung; it would hang for --distributed-timeout-minutes
 
@@ -101,15 +100,3 @@ def test_killed_ranks_are_started_again_and_nothing_is_lost(tmp_path):
     report = json.loads(path.read_text())
     assert (report["survived"], report["checkpoints_lost"], report["differences"], report["stopped"]) == (1, 0, 0, "")
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_data_that_cannot_be_trained_on(tmp_path):
-    """Nothing but end-of-document tokens, which do not count; tests/unit/test_gpt.py has other such data."""
-    prefix = dataset(tmp_path / "data", lengths=(400,) * 3)
-    prefix.with_suffix(".bin").write_bytes((126).to_bytes(4, "little") * 1200)
-    flags = command(1, 2, "2bw", "--eod-mask-loss", data_path=prefix, split="100,0,0")
-    with pytest.raises(WorldError) as failed:
-        forked(1, [word for word in flags if word != "--mock-data"])
-    told = str(failed.value)
-    assert "error: --data-path: no token of the last 3 batches counts for the loss: leave --eod-mask-loss out" in told
-    assert "Traceback" not in told

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron_2bw import run_log
-from megatron_2bw.local_ranks import WorldError
 from tests.distributed.training import command
 from tests.e2e.launcher import forked, torchrun
 
@@ -39,8 +36,3 @@ def test_megatrons_own_schedule_is_as_quiet_and_verbose_is_not():
     output = forked(2, command(2, 2, "2bw", "--verbose", **RUN | dict(save_interval=None)))
     for words in ("--- arguments ---", "Evaluating iter 1/2", "> compiling dataset"):
         assert words in output
-
-
-def test_an_error_is_printed():
-    with pytest.raises(WorldError, match=r"pretrain_gpt_2bw.py: error: .*--load"):
-        forked(2, command(2, 2, "2bw", load="/missing"))

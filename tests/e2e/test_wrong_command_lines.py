@@ -99,7 +99,7 @@ def test_two_ranks_under_torchrun(where, tmp_path):
     else:
         load = checkpoint(tmp_path / "model", num_layers=8)
         argv = command(2, 2, "2bw", ckpt_format="torch", load=load)
-        words = "num-layers value from checkpoint (8) is not equal"
+        words = "num_layers value from checkpoint (8) is not equal"
     ended = torchrun(2, GPT, argv, PET_REDIRECTS="3", PET_LOG_DIR=str(tmp_path), timeout=2 * LIMIT)
     logs = sorted(tmp_path.rglob("stderr.log"))
     assert len(logs) == 2

@@ -117,21 +117,3 @@ def test_mock_data_needs_some_words():
 
 
 # --- tokenizers and datasets ---------------------------------------------------------------------------------------
-
-
-def test_a_tokenizer_that_megatrons_dataset_can_use():
-    bert.check_tokenizer(SimpleNamespace(cls=2, sep=3, mask=4, pad=0), "HuggingFaceTokenizer")
-
-
-@pytest.mark.parametrize(
-    "tokens, expected",
-    [
-        (dict(cls=2, sep=3, mask=None, pad=0), "has no mask token"),
-        (dict(cls=-1, sep=3, mask=4, pad=0), "has no cls token"),
-        (dict(cls=2, mask=4, pad=0), "has no sep token"),
-        (dict(cls=0, sep=2, mask=4, pad=1), "padding token must be number 0 for Megatron's BERT dataset, not 1"),
-    ],
-)
-def test_a_tokenizer_that_it_cannot_use(tokens, expected):
-    with pytest.raises(ValueError, match=f"--tokenizer-type X: the .*{expected}"):
-        bert.check_tokenizer(SimpleNamespace(**tokens), "X")
