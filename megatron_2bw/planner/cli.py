@@ -112,7 +112,7 @@ def _parser(prog: str) -> Parser:
     add("--script", type=Path, metavar="FILE.sh", help="the best plan as a torchrun command")
     add("--sbatch", type=Path, metavar="FILE.sbatch", help="the best plan as a Slurm job")
     add("--trace", type=Path, metavar="FILE.json", help="the best plan's simulated timeline, for Perfetto")
-    add("--report", type=Path, metavar="DIR", help="a page with all plans, and pictures")
+    add("--report", type=Path, metavar="DIR", help="a page with all plans, and a picture")
     return parser
 
 

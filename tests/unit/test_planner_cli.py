@@ -383,15 +383,6 @@ def test_servers_of_different_gpus(call, write, tmp_path):
     refused(call(*one, "--servers 2"), "--servers")
 
 
-def test_a_described_cluster_plans_as_the_preset_that_it_is(plans, tmp_path):
-    described = tmp_path / "cluster.yaml"
-    to_yaml(replace(clusters.PRESETS["dgx-a100-80"], servers=2), described)
-    words = f"{TINY} --max-global-batch-size 16"
-    assert plans(words, "--cluster", described) == plans(words, "--cluster dgx-a100-80 --servers 2")
-    fewer = f"{words} --gpus-per-server 4 --servers 1"
-    assert plans(fewer, "--cluster", described) == plans(fewer, "--cluster dgx-a100-80")
-
-
 # --- simulate and calibrate ------------------------------------------------------------------------------------------
 
 SIMULATE = "simulate --schedule 2bw --stages 4 --microbatches 4"

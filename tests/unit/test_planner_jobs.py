@@ -19,7 +19,7 @@ from megatron_2bw.models.model import PRESETS
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.tell import jobs, training
-from megatron_2bw.planner.tell.jobs import SBATCH, by_flag, entry_script, write
+from megatron_2bw.planner.tell.jobs import SBATCH, by_flag, write
 from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 
 ROOT = Path(__file__).parents[2]
@@ -274,13 +274,6 @@ def test_the_comments_of_a_script_say_what_a_run_takes():
             comments = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
             assert all(" ".join(sentence.split()) in comments for sentence in training.about(cost, estimate))
             assert ("--two-bw-correction none" in comments) == (plan.schedule == "2bw")
-
-
-def test_each_kind_of_model_has_its_entry_script():
-    bert = PRESETS["bert-48"]
-    assert entry_script(bert) == "pretrain_bert_2bw.py" and entry_script(GPT) == "pretrain_gpt_2bw.py"
-    assert "entry=(-m pretrain_bert_2bw)\n" in torchrun_script(LINE, bert, P3, "fp16")
-    assert "run_job pretrain_bert_2bw.py " in sbatch_script(LINE, bert, P3, "fp16", "job")
 
 
 def test_a_script_is_written_whole_and_executable(tmp_path):

@@ -118,34 +118,6 @@ def test_a_broken_rule_is_the_only_one_named_with_its_flag(cause, changes):
     assert "--" in found[0].message and "\n" not in found[0].message
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        LEGAL,
-        replace(LEGAL, first=3),
-        replace(LEGAL, stages=(8, 7, 5, 4)),
-        replace(LEGAL, first=2, last=4),
-        replace(LEGAL, depth=2, width=4, first=5, last=19),
-        replace(LEGAL, depth=1, width=8),
-        replace(LEGAL, microbatches=4),
-        replace(LEGAL, gradient_slots=1),
-        replace(LEGAL, microbatches=7, extra_warmup=(1,)),
-        replace(LEGAL, microbatches=6, extra_warmup=(0, 2, 0)),
-        replace(LEGAL, schedule="pipedream-flush", microbatches=1),
-        replace(LEGAL, schedule="gpipe", gpipe_round=8),
-        replace(LEGAL, schedule="megatron", microbatches=3),
-        replace(LEGAL, schedule="megatron", virtual=3),
-        replace(LEGAL, schedule="megatron", virtual=2, first=4, last=8),
-        replace(LEGAL, tensor=16, depth=1, width=1),
-        replace(LEGAL, sequence_parallel=True),
-        replace(LEGAL, context=2, width=1),
-    ],
-    ids=str,
-)
-def test_limits_are_legal(plan):
-    assert violations(plan, GPT, 16) == [] and is_legal(plan, GPT, 16)
-
-
 # --- Megatron's parser and checks ------------------------------------------------------------------------------------
 
 RUN = (
@@ -176,30 +148,6 @@ def parsed(argv: list[str], gpus: int, checked: bool = True) -> argparse.Namespa
         check(args, stop)
     validate_args(args)
     return args
-
-
-# What Megatron's validate_args accepts and what fails later, or trains another model (plan, model).
-ACCEPTED_BUT_ILLEGAL = {
-    "virtual stages, m % depth != 0": (replace(LEGAL, schedule="megatron", virtual=3, microbatches=6), GPT),
-    "virtual stages, m < depth": (replace(LEGAL, schedule="megatron", virtual=3, microbatches=2), GPT),
-    "virtual stages do not divide the layers of a stage": (replace(LEGAL, schedule="megatron", virtual=4), GPT),
-    "uneven split, first = 5 of 24 on 4 stages": (replace(LEGAL, first=5), GPT),
-    "uneven split, no layers for the middle": (replace(LEGAL, first=12, last=12), GPT),
-    "uneven split, fewer than none for the middle": (replace(LEGAL, first=13, last=13), GPT),
-    "uneven split, two stages that do not add up": (replace(LEGAL, depth=2, width=4, first=11, last=11), GPT),
-    "m < depth with 2bw": (replace(LEGAL, microbatches=3), GPT),
-    "heads % tensor": (LEGAL, replace(GPT, heads=15, groups=15, head_size=64)),
-    "query groups": (replace(LEGAL, tensor=4, width=1), replace(GPT, heads=24, groups=6, head_size=128)),
-    "sequence % tensor": (replace(LEGAL, sequence_parallel=True), replace(GPT, sequence=511)),
-    "feed-forward % tensor": (LEGAL, replace(GPT, ffn=8193)),
-}
-
-
-@pytest.mark.parametrize("plan, model", ACCEPTED_BUT_ILLEGAL.values(), ids=ACCEPTED_BUT_ILLEGAL)
-def test_what_megatrons_check_wrongly_accepts_is_illegal(plan, model):
-    gpus = plan.gpus
-    assert parsed(words_of(plan, model), gpus, checked=False).data_parallel_size == plan.width
-    assert len(violations(plan, model, gpus)) == 1 and not is_legal(plan, model, gpus)
 
 
 # --- round trip ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from megatron_2bw import cpu
 from megatron_2bw.errors import UserError
 from megatron_2bw.models.hugging_face import from_hugging_face
 from megatron_2bw.models.inputs import add_model_flags, model_of
-from megatron_2bw.models.model import PRESETS, Model, preset
+from megatron_2bw.models.model import PRESETS, Model
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import Memory
 
@@ -247,19 +247,6 @@ def test_presets_have_the_size_of_their_name(name):
     # The paper names a BERT by the size of the GPT with its layers, though its vocabulary is smaller.
     rel = {"bert-355m": 0.055, "bert-2.2b": 0.04}.get(name, 0.03)
     assert PRESETS[name].parameters() == pytest.approx(named, rel=rel)
-
-
-def test_the_other_presets_are_bert_large_with_more_layers():
-    large, rest = PRESETS["bert-24"], {name: PRESETS[name] for name in ("bert-48", "bert-192")}
-    assert (large.layers, large.hidden, large.heads, large.kind) == (24, 1024, 16, "bert")
-    assert large.parameters() == pytest.approx(340e6, rel=0.03)
-    assert rest == {name: replace(large, name=name, layers=int(name[5:])) for name in rest}
-
-
-def test_a_preset_by_name():
-    assert preset("2.2b") is PRESETS["gpt-2.2b"] and preset("gpt-2.2b", 2048).sequence == 2048
-    with pytest.raises(UserError, match="^--model gpt-2b: not one of gpt-355m, .*, and no file of that name$"):
-        preset("gpt-2b")
 
 
 @pytest.mark.parametrize("name, count", [("0.6b", 596_049_920), ("8b", 8_190_735_360), ("32b", 32_762_123_264)])

@@ -1,4 +1,4 @@
-"""Pictures of plans (--report) and a trace of a plan's simulated timeline (--trace).
+"""A page and a picture of plans (--report), and a trace of a plan's simulated timeline (--trace).
 
 Invariant: every point and duration is a number of an Estimate or of the simulator. It imports matplotlib when it draws.
 """
@@ -15,7 +15,6 @@ from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.tell import report_page
 from megatron_2bw.schedules import REDUCE, SCHEDULE_NAMES, Shape
-from megatron_2bw.timelines.picture import draw_events
 from megatron_2bw.timelines.simulator import Event, Times, makespan, simulate
 from megatron_2bw.timelines.trace import of_events
 
@@ -25,32 +24,16 @@ MARKERS = dict(zip(RECOMPUTE, "o^s"))
 FORWARDS = 250_000  # of a timeline; a simulation and its file take seconds
 
 
-def timeline(cost: Cost, estimate: Estimate, path: Path) -> None:
-    """Draw the plan's first two batches, in seconds; of long batches only a window around the end of the first."""
-    plan = estimate.plan
-    events, begin, until, end = first_batches(cost, plan)
-    title = f"{plan.title}, {plan.microbatches} microbatches a batch: the first two batches, simulated"
-    if (begin, until) != (0.0, end):
-        title += f"\nONLY A WINDOW of {until - begin:.3g} s of their {end:.3g} s, around the end of the first batch"
-    title += f"\nin the steady state {estimate.seconds:.4g} s an iteration, {estimate.throughput:.4g} samples/s"
-    steps = not plan.pipeline.late_step
-    draw_events(events, plan.depth, plan.microbatches, path, title, span=(begin, until), steps=steps)
-
-
-def first_batches(cost: Cost, plan: Plan) -> tuple[list[Event], float, float, float]:
-    """Events of the first two batches and of a third that keeps the pipeline full, the shown window, and their end."""
-    times = cost.times(plan)
-    events = simulated(plan, times, 2 if plan.pipeline.flushes else 3)
-    end = makespan(events) if plan.pipeline.flushes else reduced(events, 1)
-    return events, *window(events, plan, times, end), end
-
-
-def _window(cost: Cost, plan: Plan) -> report_page.Window | None:
-    """What the page shows of a ranked plan; None if its timeline is too long."""
+def first_batches(cost: Cost, plan: Plan) -> report_page.Window | None:
+    """Events of the first two batches and of a third that keeps the pipeline full, and the shown part; None if they are
+    too many."""
     try:
-        return first_batches(cost, plan)[:3]
+        times = cost.times(plan)
+        events = simulated(plan, times, 2 if plan.pipeline.flushes else 3)
     except UserError:
         return None
+    end = makespan(events) if plan.pipeline.flushes else reduced(events, 1)
+    return events, *window(events, plan, times, end)
 
 
 def reduced(events: list[Event], batch: int) -> float:
@@ -63,8 +46,8 @@ def simulated(plan: Plan, times: Times, iterations: int) -> list[Event]:
     forwards = plan.depth * plan.microbatches * iterations
     if forwards > FORWARDS:
         raise UserError(
-            f"--max-global-batch-size: {plan.title} has {forwards} forwards in {iterations} iterations, and --trace "
-            f"and --report draw at most {FORWARDS}: give a smaller batch"
+            f"--max-global-batch-size: {plan.title} has {forwards} forwards in {iterations} iterations, and a trace "
+            f"has at most {FORWARDS}: give a smaller batch"
         )
     return simulate(plan.pipeline, Shape(plan.depth, plan.microbatches, 0, iterations), times)
 
@@ -116,21 +99,20 @@ def front(estimates: Sequence[Estimate], path: Path) -> None:
 
 
 def write_report(cost: Cost, estimates: Sequence[Estimate], cloud: Sequence[Estimate], folder: Path) -> list[Path]:
-    """Write index.html and the pictures to `folder`, which is created if it is missing; returns the files.
+    """Write index.html and front.png to `folder`, which is created if it is missing; returns the files.
 
-    estimates  ranked, the best first. The timeline shows the best
-    cloud      more plans for the front
+    estimates  ranked, the best first
+    cloud      more plans
     Raises UserError if `folder` cannot be written.
     """
     every = list({estimate.plan: estimate for estimate in (*cloud, *estimates)}.values())
     others = sorted((each for each in every if each not in estimates), key=lambda each: -each.throughput)
-    files = [folder / name for name in ("index.html", "front.png", "timeline.png")]
+    files = [folder / "index.html", folder / "front.png"]
     with file_errors(f"--report {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        windows = [_window(cost, estimate.plan) for estimate in estimates]
+        windows = [first_batches(cost, estimate.plan) for estimate in estimates]
         files[0].write_text(report_page.html(cost, estimates, others, windows), encoding="utf-8")
         front(every, files[1])
-        timeline(cost, estimates[0], files[2])
     return files
 
 
