@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from megatron_2bw.planner.measure import calibrate as calibration
 from megatron_2bw.planner.measure import runs as measured
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.timelines.picture import draw_shapes
 from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
 from megatron_2bw.timelines.text import render
 
@@ -40,7 +40,16 @@ def run_simulate(words: list[str], prog: str) -> int:
     add("--columns", type=positive, default=140)
     add("--out", type=Path, metavar="FILE.png", help="also as a picture")
     options = parser.parse_args(words)
-    _simulate(options, _schedule(options))
+    schedule, times = _schedule(options), Times(**{name: getattr(options, name) for name in TIMES})
+    stages, microbatches, versions = options.stages, options.microbatches, options.versions
+    shape = Shape(stages, microbatches, 0, options.iterations)
+    print(f"{options.schedule}, {stages} stages, {microbatches} microbatches a batch")
+    print(render(simulate(schedule, shape, times), stages, columns=options.columns, versions=versions))
+    print(f"an iteration takes {iteration_time(schedule, stages, microbatches, times):g}")
+    if options.out is not None:
+        with file_errors(f"--out {options.out}"):
+            draw_shapes([(schedule, shape)], options.out, times, versions=versions)
+        print(f"wrote {options.out}")
     return 0
 
 
@@ -54,25 +63,6 @@ def _schedule(options: argparse.Namespace) -> Schedule:
         wanted = f"{least} or more" if options.schedule != INTERLEAVED else f"a multiple of {options.stages}"
         raise UserError(f"--microbatches {options.microbatches}: {options.schedule} needs {wanted}")
     return schedule
-
-
-def _simulate(options: argparse.Namespace, schedule: Schedule) -> None:
-    from megatron_2bw.timelines.picture import draw_shapes
-
-    times = Times(**{name: getattr(options, name) for name in TIMES})
-    shape = Shape(options.stages, options.microbatches, 0, options.iterations)
-    print(f"{options.schedule}, {options.stages} stages, {options.microbatches} microbatches a batch")
-    print(render(simulate(schedule, shape, times), options.stages, columns=options.columns, versions=options.versions))
-    print(f"an iteration takes {iteration_time(schedule, options.stages, options.microbatches, times):g}")
-    _draw(options.out, lambda: draw_shapes([(schedule, shape)], options.out, times, versions=options.versions))
-
-
-def _draw(path: Path | None, draw: Callable[[], object]) -> None:
-    """Draw to `path` if it was given."""
-    if path is not None:
-        with file_errors(f"--out {path}"):
-            draw()
-        print(f"wrote {path}")
 
 
 def run_calibrate(words: list[str], prog: str) -> int:
