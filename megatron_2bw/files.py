@@ -65,20 +65,13 @@ def write_csv(path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]) -> Non
 
 
 def read_yaml(path: str | os.PathLike) -> Any:
-    """What a YAML or JSON file holds. Raises OSError, and UserError if it is neither or has a key twice."""
+    """What a YAML or JSON file holds. Raises OSError, and UserError if it is neither."""
     import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node, deep=False):
-            found = super().construct_mapping(node, deep)
-            if len(found) != len(node.value):
-                raise yaml.YAMLError(f"line {node.start_mark.line + 1}: a key is given twice")
-            return found
 
     try:
         text = Path(path).read_text("utf-8")
-        return json.loads(text) if Path(path).suffix == ".json" else yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return json.loads(text) if Path(path).suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw import cli
-from megatron_2bw.errors import UserError
-from megatron_2bw.files import read_yaml
 from megatron_2bw.planner import cli as planner
 from megatron_2bw.start import train
 from tests.distributed.training import TINY
@@ -108,7 +106,6 @@ def test_a_yaml_file_holds_megatrons_flags(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("lr: 1e-3\nlr: 2e-3\n", "a key is given twice"),
         ("bf16: false\n", "bf16: leave it out"),
         ("data-path: []\n", "data-path: leave it out"),
         ("nproc: 4\n", "nproc: leave it out"),
@@ -243,12 +240,3 @@ def test_sigterm_reaches_the_ranks(tmp_path):
     parent.terminate()
     assert parent.communicate(timeout=200)[1] == "" and parent.returncode == 143
     assert len(list(tmp_path.glob("saved*"))) == 2
-
-
-def test_yaml_without_surprises(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("a: 1\nb: [1, 2]\n")
-    assert read_yaml(path) == {"a": 1, "b": [1, 2]}
-    path.write_text("a: {b: 1, b: 2}")
-    with pytest.raises(UserError, match="twice"):
-        read_yaml(path)

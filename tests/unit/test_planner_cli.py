@@ -328,7 +328,6 @@ MIXED = changed(name=None, servers=None, gpu=None) | {
         (changed(profile="none.json"), "none.json"),
         (MIXED | {"groups": [{"servers": 0, "gpu": _FAST}]}, "groups.0.servers"),
         (MIXED | {"gpu": _FAST}, "gpu"),
-        ("servers: 2\nname: x\nservers: 4\n", "a key is given twice"),
         ("a: [1\nb: }", "cluster.yaml"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -35,14 +35,6 @@ def test_a_tree_is_stopped_with_its_sessions(patience):
     stop_tree(process)  # nothing left: no error
 
 
-def test_what_ignores_sigterm_is_killed():
-    script = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); {SLEEP}"
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    process.stdout.readline()
-    stop_tree(process, 0.1)
-    assert process.wait(5) == -signal.SIGKILL
-
-
 def test_a_child_whose_parent_has_ended_is_stopped_with_its_group():
     """The worker leads a group; its first child has ended and left a grandchild, which is now a child of init."""
     orphan = f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}])"
