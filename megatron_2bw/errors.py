@@ -33,7 +33,7 @@ def report(prog: str, error: object, remedy: str = "") -> None:
 
 def usage_error(prog: str, line: object) -> NoReturn:
     """Report the line and exit with status 2, as argparse does."""
-    report(prog, f"{line}an empty word" if str(line).endswith("unrecognized arguments: ") else line)
+    report(prog, line)
     sys.exit(2)
 
 

@@ -37,9 +37,3 @@ def test_a_wrong_command_line_ends_with_status_2(fail, capsys):
 def test_an_error_passes_between_processes():
     error = pickle.loads(pickle.dumps(UserError("why", reported_elsewhere=True)))
     assert str(error) == "why" and error.reported_elsewhere
-
-
-def test_an_empty_word_is_named(capsys):
-    with pytest.raises(SystemExit):
-        Parser(prog="prog.py").parse_args([""])
-    assert capsys.readouterr().err == "prog.py: error: unrecognized arguments: an empty word\n"
