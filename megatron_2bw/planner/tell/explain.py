@@ -119,41 +119,45 @@ PLAN_COLUMNS = "# schedule t d w b m g recompute optim. ranks layers batch sampl
 
 def table(result: Result) -> str:
     """The ranked plans: choices and throughput; then the causes of an iteration's time, and the memory."""
-    cost, plans, times = result.cost, [], []
-    for rank, estimate in enumerate(result.estimates, 1):
-        plan, split, each = estimate.plan, estimate.split, estimate.throughput / estimate.plan.gpus
-        sizes = (plan.depth, plan.width, plan.microbatch, plan.microbatches, f"{plan.accumulation:.1f}")
-        rates = (
-            f"{estimate.throughput:.1f}",
-            f"{each * cost.model.sequence:.0f}",
-            f"{each * cost.model.sample_flops() / 1e12:.1f}",
-        )
-        choices = (
+    cost, estimates, plans, times = result.cost, result.estimates, [], []
+    for rank, estimate in enumerate(estimates, 1):
+        plan, each = estimate.plan, estimate.throughput / estimate.plan.gpus
+        place = "1=" if rank <= result.ties > 1 else str(rank)
+        sizes = (plan.depth, plan.width, plan.microbatch, plan.microbatches)
+        words = (
+            f"{plan.accumulation:.1f}",
             plan.recompute_name,
             "sharded" if plan.distributed_optimizer else "whole",
             "pp-dp" if plan.pipeline_inside else "dp-pp",
             _layers(plan.layers_of(cost.model)),
+            str(plan.global_batch),
+            f"{estimate.throughput:.1f}",
+            f"{each * cost.model.sequence:.0f}",
+            f"{each * cost.model.sample_flops() / 1e12:.1f}",
         )
-        place = "1=" if rank <= result.ties > 1 else str(rank)
         tensor = str(plan.tensor) + f" c{plan.context}" * (plan.context > 1)
-        plans.append([place, plan.schedule_name, tensor, *map(str, sizes), *choices, str(plan.global_batch), *rates])
-        shares = (_percent(getattr(split, term) / estimate.seconds, 1) for term in TERMS)
+        plans.append([place, plan.schedule_name, tensor, *map(str, sizes), *words])
+        shares = (_percent(getattr(estimate.split, term) / estimate.seconds, 1) for term in TERMS)
         memory = (f"{size / GIB:.2f} GiB" for size in (estimate.heaviest, estimate.headroom))
         error = f"{1e3 * cost.cluster.device.error * estimate.seconds:.1f}"
         times.append([place, f"{1e3 * estimate.seconds:.1f} ms", error, *shares, *memory])
-    within = _percent(tie(cost.cluster.device.error))
+    notes = {
+        PARTS: any(estimate.plan.context > 1 for estimate in estimates),
+        f"1=: within {_percent(tie(cost.cluster.device.error))} of the fastest, a tie. {TIES}": result.ties > 1,
+        ONE_STAGE: any(e.plan.schedule == "2bw" and e.plan.depth == 1 for e in estimates),
+    }
     attention = "flash attention" if cost.memory.flash else "attention that keeps its scores"
+    tags = {tag: [term for term, found in terms(cost).items() if found[0] == tag] for tag in (MEASURED, ESTIMATED)}
+    tagged = "; ".join(f"{tag}: {', '.join(names)}" for tag, names in tags.items() if names)
     return "\n".join(
         [
             f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first, ties by simplicity (ESTIMATED)",
             f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}.",
             *aligned([PLAN_COLUMNS, *plans], {1, 8, 9, 10, 11}),
             *LEGEND,
-            *([PARTS] if any(e.plan.context > 1 for e in result.estimates) else []),
-            *([f"1=: within {within} of the fastest, a tie. {TIES}"] if result.ties > 1 else []),
-            *([ONE_STAGE] if any(e.plan.schedule == "2bw" and e.plan.depth == 1 for e in result.estimates) else []),
+            *(note for note, holds in notes.items() if holds),
             "",
-            f"Where an iteration's time goes, and memory ({_tags(cost)})",
+            f"Where an iteration's time goes, and memory ({tagged})",
             *aligned([["#", "iteration", "+- ms", *TERMS, "heaviest", "headroom"], *times], set()),
             "+-: of measured times nine of ten are within it (calibrate measures it on your runs).",
         ]
@@ -192,19 +196,15 @@ def wrapped(text: str, mark: str = "- ") -> str:
 
 def reason(result: Result) -> str:
     """Why the first plan is fastest: a comparison by term with the best of another shape and each other schedule."""
-    winner = result.estimates[0]
-    lines = [f"{winner.plan.title} is the fastest: {winner.throughput:.1f} samples/s ({ESTIMATED})."]
-    best = max(result.estimates, key=attrgetter("throughput"))
+    winner, best = result.estimates[0], max(result.estimates, key=attrgetter("throughput"))
+    first = f"{winner.plan.title} is the fastest: {winner.throughput:.1f} samples/s ({ESTIMATED})."
     if result.ties > 1 and best is not winner:
-        lines = [
-            wrapped(
-                f"{winner.plan.title} is first: {winner.throughput:.1f} samples/s ({ESTIMATED}). The fastest, "
-                f"{best.plan.title}, has {best.throughput:.1f}. The difference is within the error"
-                f"{'' if best.plan.pipeline.flushes else ' and the cost of its delay in convergence'}.",
-                "",
-            )
-        ]
-    lines += [wrapped(_against(winner, rival)) for rival in result.rivals]
+        first = (
+            f"{winner.plan.title} is first: {winner.throughput:.1f} samples/s ({ESTIMATED}). The fastest, "
+            f"{best.plan.title}, has {best.throughput:.1f}. The difference is within the error"
+            f"{'' if best.plan.pipeline.flushes else ' and the cost of its delay in convergence'}."
+        )
+    lines = [wrapped(first, ""), *(wrapped(_against(winner, rival)) for rival in result.rivals)]
     tried = {winner.plan.schedule, *(rival.plan.schedule for rival in result.rivals)}
     missing = [schedule for schedule in result.space.schedules if schedule not in tried]
     if missing:
@@ -266,31 +266,25 @@ def _listed(texts: list[str]) -> str:
 
 def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     """For each term MEASURED or ESTIMATED, and the source. A partly measured term is ESTIMATED."""
-    profile, device = cost.cluster.profile, cost.cluster.device
+    cluster, profile, device = cost.cluster, cost.cluster.profile, cost.cluster.device
     compute = (ESTIMATED, f"{device.name}, {device.calibration}")
     update = (ESTIMATED, f"{device.name}'s memory bandwidth")
     if profile is not None:
         rest = f"{ESTIMATED} from it: the embedding, selective recompute, tensor sizes above 1"
         compute = (MEASURED, f"profile of a layer and the output layer on {profile.device}; {rest}")
         update = (MEASURED, f"profile of the optimizer on {profile.device}; {device.step_us / 1e3:g} ms {ESTIMATED}")
-    links = [("inside servers", cost.cluster.inside)]
-    if cost.cluster.servers > 1:
-        links.append(("between servers", cost.cluster.between))
-    tag = MEASURED if all(link.measured for _, link in links) else ESTIMATED
-    tags = {True: MEASURED, False: ESTIMATED}
-    network = (tag, "; ".join(f"{where} {link} {tags[link.measured]}" for where, link in links))
-    memory = (
-        ESTIMATED,
-        f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free"
-        f"{'' if cost.given_margin is not None else ', and what NCCL takes'}",
+    links = {"inside servers": cluster.inside} | ({"between servers": cluster.between} if cluster.servers > 1 else {})
+    tags = {where: MEASURED if link.measured else ESTIMATED for where, link in links.items()}
+    found = "; ".join(f"{where} {link} {tags[where]}" for where, link in links.items())
+    network = (ESTIMATED if ESTIMATED in tags.values() else MEASURED, found)
+    memory = f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free"
+    memory += "" if cost.given_margin is not None else ", and what NCCL takes"
+    return (
+        {"compute": compute}
+        | dict.fromkeys(("tensor", "pipeline", "data"), network)
+        | {"update": update, "bubble": (ESTIMATED, "simulation of the schedule with the terms above")}
+        | {"memory": (ESTIMATED, memory)}
     )
-    found = {"compute": compute} | dict.fromkeys(("tensor", "pipeline", "data"), network) | {"update": update}
-    return found | {"bubble": (ESTIMATED, "simulation of the schedule with the terms above"), "memory": memory}
-
-
-def _tags(cost: Cost) -> str:
-    tags = {tag: [term for term, found in terms(cost).items() if found[0] == tag] for tag in (MEASURED, ESTIMATED)}
-    return "; ".join(f"{tag}: {', '.join(names)}" for tag, names in tags.items() if names)
 
 
 def evidence(cost: Cost) -> str:
