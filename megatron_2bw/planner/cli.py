@@ -112,7 +112,7 @@ def _parser(prog: str) -> Parser:
     add("--script", type=Path, metavar="FILE.sh", help="the best plan as a torchrun command")
     add("--sbatch", type=Path, metavar="FILE.sbatch", help="the best plan as a Slurm job")
     add("--trace", type=Path, metavar="FILE.json", help="the best plan's simulated timeline, for Perfetto")
-    add("--report", type=Path, metavar="DIR", help="a page with all plans, and a picture")
+    add("--report", type=Path, metavar="DIR", help="a page with all plans: timeline, memory, throughput by memory")
     return parser
 
 
@@ -190,7 +190,7 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
 
 
 def _cloud(result: explain.Result, each: int = 20) -> list[Estimate]:
-    """More plans for the pictures: the fastest of every schedule, in all variants."""
+    """More plans for the page: the fastest of every schedule, in all variants."""
     spaces = [replace(result.space, schedules=(schedule,)) for schedule in result.space.schedules]
     searches = [itertools.islice(Search(result.cost, space, distinct=False), each) for space in spaces]
     return [result.cost.estimate(plan) for search in searches for _, plan in search]
