@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import multiprocess
 import numpy
 import pyarrow
 
@@ -157,7 +158,10 @@ def _work(options: Namespace, folder: Path) -> tuple[list[Path], Counter[str], f
         dtype = DType.optimal_dtype(loaded.vocab_size)
         encoder = Encoder(loaded.json, loaded.forbidden, dtype, loaded.eod, options.language)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core is enough
-    parts = [part for source in sources for part in _tokenized(source, encoder, loaded.digest(), options, folder)]
+    try:
+        parts = [part for source in sources for part in _tokenized(source, encoder, loaded.digest(), options, folder)]
+    except multiprocess.TimeoutError as error:  # which `datasets` raises in the place of a signal's
+        raise error.__context__ or error from None
     counts: Counter[str] = Counter()
     write(folder / "data", encoder.dtype, _drained(parts, counts))
     if not counts["documents"]:

@@ -31,16 +31,17 @@ def start(*flags) -> subprocess.Popen:
     )
 
 
-def kill_in_the_middle(process: subprocess.Popen, folder) -> None:
-    """SIGKILL the command alone when parts are done; its workers must follow it."""
+def kill_in_the_middle(process: subprocess.Popen, folder, number: int) -> None:
+    """Send a signal to the command alone when parts are done; its workers must follow it."""
     try:
         give_up = time.monotonic() + 120
         while len(list(folder.glob("tokens-*.arrow"))) < 3:
             assert process.poll() is None and time.monotonic() < give_up, "it ended before it was killed"
             time.sleep(0.005)
         children = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        assert end(process, 60).returncode == -signal.SIGKILL
+        process.send_signal(number)
+        stopped = end(process, 60)
+        assert stopped.returncode == (-number if number == signal.SIGKILL else 128 + number), stopped.stderr
         assert not psutil.wait_procs(children, timeout=20)[1]
     finally:
         stop_tree(process)
@@ -62,7 +63,8 @@ def test_killed_and_continued(tmp_path, task):
     (tmp_path / "a.jsonl").write_bytes(lines * 12)
     flags = ["--task", task, *flags, "--output-prefix"]
     prefix, folder = tmp_path / "out", tmp_path / "out.unfinished"
-    kill_in_the_middle(start(*flags, prefix, "--workers", 2), folder)
+    number = signal.SIGKILL if task == "bert" else signal.SIGTERM
+    kill_in_the_middle(start(*flags, prefix, "--workers", 2), folder, number)
     assert not (tmp_path / "out.bin").exists() and not (tmp_path / "out.idx").exists()
     second = end(start(*flags, prefix, "--workers", 3), 150)
     assert second.returncode == 0 and "continuing the work" in second.stderr, second.stderr
