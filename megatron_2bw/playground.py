@@ -75,9 +75,8 @@ class Parameters:
     def read(cls, given: dict[str, Any]) -> Parameters:
         """The parameters of a JSON object. UserError names the one that is unknown or out of its range."""
         known = {each.name for each in fields(cls)}
-        for name in given:
-            if name not in known:
-                raise UserError(f"{name}: there is no such parameter")
+        if unknown := given.keys() - known:
+            raise UserError(f"{min(unknown)}: there is no such parameter")
         found = cls(**given)
         for name, (least, most) in LIMITS.items():
             if type(getattr(found, name)) is not int or not least <= getattr(found, name) <= most:
@@ -96,17 +95,15 @@ class Parameters:
         for name in ("forward", "backward", "transfer", "occupied", "reduce", "step"):
             count = {"forward": self.stages, "backward": self.stages, "transfer": self.stages - 1}.get(name, 0)
             given = getattr(self, name)
-            values = given if isinstance(given, list) and count else [given]
-            if isinstance(given, list) and len(values) != count:
+            if isinstance(given, list) and len(given) != count:
                 raise UserError(f"{name}: give one number, or {count}")
-            if not all(type(value) in (int, float) and 0 <= value <= LONGEST for value in values):
-                raise UserError(f"{name} must be a time from 0 to {LONGEST:g}")
-            found[name] = [float(value) for value in values] if isinstance(given, list) else float(given)
-        if self.occupied > 1:
-            raise UserError(f"occupied must be a share from 0 to 1, not {self.occupied:g}")
+            most = 1 if name == "occupied" else LONGEST
+            if not all(type(value) in (int, float) and 0 <= value <= most for value in _every(given)):
+                raise UserError(f"{name} must be from 0 to {most:g}")
+            found[name] = [float(value) for value in given] if isinstance(given, list) else float(given)
         if not any(_every(found["forward"])) or not any(_every(found["backward"])):
             raise UserError("forward and backward must not be 0 on all stages")
-        extra = self.extra_warmup if isinstance(self.extra_warmup, list) else [self.extra_warmup]
+        extra = _every(self.extra_warmup)
         if len(extra) not in (1, self.stages - 1) or not all(type(k) is int and 0 <= k <= 64 for k in extra):
             raise UserError(f"extra_warmup: give one whole number up to 64, or {self.stages - 1}")
         return found | {"extra_warmup": tuple(extra)}
@@ -144,8 +141,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     given = dict(request)
     asked = given.pop("ask", "timelines")
     more = {name: given.pop(name) for name in ("over", "at", "lists") if name in given}
-    if asked not in ASKED:
-        return {"error": f"ask: {asked} is not one of {', '.join(ASKED)}"}
     return _or_error(lambda: ASKED[asked](Parameters.read(given), **more))
 
 

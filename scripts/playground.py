@@ -28,7 +28,9 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "docs" / "playground"
 PYODIDE = "314.0.7"
 FILES = "pyodide.mjs pyodide.asm.mjs pyodide.asm.wasm python_stdlib.zip pyodide-lock.json".split()
-PACKAGE = ("*.py", "schedules/*.py", "timelines/*.py", "planner/**/*.py")  # what megatron_2bw.playground imports
+# What megatron_2bw.playground imports; of other packages one without any dependency.
+PACKAGE = ("*.py", "schedules/*.py", "timelines/*.py", "models/*.py", "planner/**/*.py")
+OTHER = Path(annotated_types.__file__)
 SIZES = [{"stages": d, "microbatches": m} for d in (2, 4, 8) for m in (4, 8, 16)]
 CURVES = [{"ask": "curve", "over": over} for over in ("microbatches", "transfer")]
 ASKED = ({"ask": "timelines"}, {"ask": "figures"}, *CURVES)
@@ -69,6 +71,7 @@ def archive(path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for module in sorted({module for pattern in PACKAGE for module in package.glob(pattern)}):
             file.write(module, module.relative_to(ROOT))
+        file.write(OTHER, OTHER.relative_to(OTHER.parents[1]))
 
 
 def pyodide() -> Path:
@@ -88,12 +91,7 @@ def pyodide() -> Path:
 
 def serve(folder: Path, port: int) -> None:
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    try:
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
-    except (OSError, OverflowError) as error:
-        line = getattr(error, "strerror", None) or "a port is a number from 0 to 65535"
-        raise UserError(f"--port {port}: {line}; give another with python scripts/playground.py --port N") from None
-    with server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
         print(f"http://localhost:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
 

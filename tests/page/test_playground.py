@@ -174,20 +174,6 @@ def test_why_a_stage_waits_by_pointer_and_by_keyboard(page, built):
 
 
 @in_browser
-def test_other_timelines_end_playback_and_the_reason_of_a_wait(page, built):
-    page.goto((built / "index.html").as_uri())
-    ready(page)
-    page.focus("canvas")
-    page.keyboard.press("ArrowRight")
-    assert page.inner_text(".why").startswith("2BW. Stage 0, F0@0")
-    page.fill("[aria-label=Playback]", "300")
-    page.click("button:text-is('Paper, Figure 3')")
-    ready(page)
-    assert page.inner_text(".why").startswith("Point at an action")
-    assert page.input_value("[aria-label=Playback]") == "1000"
-
-
-@in_browser
 def test_an_edited_list_is_judged(page, served):
     page.goto(served)
     ready(page)
@@ -204,31 +190,6 @@ def test_an_edited_list_is_judged(page, served):
     page.click("#edit button:text-is('Check')")
     page.wait_for_function("document.querySelector('#edit').textContent.includes('The lists pass')")
     page.wait_for_function("document.querySelectorAll('canvas').length === 3")
-
-
-@in_browser
-def test_what_is_typed_in_the_editor_stays_until_its_lists_change(page, built):
-    page.goto((built / "index.html").as_uri())
-    ready(page)
-    page.fill("#edit textarea", "F0@0")
-    page.click("button:text-is('Critical path')")
-    ready(page)
-    assert page.input_value("#edit textarea") == "F0@0"
-    page.click("button:text-is('8 stages, m = 8')")
-    ready(page)
-    assert page.input_value("#edit textarea").count("\n") == 7
-
-
-@in_browser
-def test_an_answer_to_an_edit_that_has_been_left_is_not_shown(page, served):
-    page.goto(served)
-    ready(page)
-    page.fill("#edit textarea", "F0@0")
-    page.click("#edit button:text-is('Check')")
-    page.click("button:text-is('2BW and 1F1B')")
-    with page.expect_download():  # Python answers in order, so it has answered the edit
-        page.click("#export button:text-is('Perfetto trace of 2BW')")
-    assert page.query_selector("#edit .wrong") is None
 
 
 @in_browser

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import runpy
-import socket
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw.errors import UserError
 from megatron_2bw.flags.early import mistake
 from megatron_2bw.models.model import preset
 from megatron_2bw.models.plan import Plan
@@ -20,6 +18,7 @@ from megatron_2bw.playground import SCHEDULES, answer
 from megatron_2bw.schedules import SCHEDULES as EXECUTED
 from megatron_2bw.schedules import Shape, TwoBW, parse
 from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
+from scripts.playground import archive
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")  # it makes the table of Megatron's flags
 
@@ -91,14 +90,15 @@ def test_no_command_line_is_shown_that_the_entry_script_refuses(name, given):
         assert ("in rounds of 4" in found["summary"]) == ("microbatches" not in given)
 
 
-def test_a_port_that_cannot_be_served(tmp_path):
-    serve = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "playground.py"))["serve"]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        for port in (taken.getsockname()[1], 70_000):
-            with pytest.raises(UserError, match=f"--port {port}: .*; give another"):
-                serve(tmp_path, port)
+def test_the_archive_needs_no_other_package(tmp_path):
+    """In Pyodide there is nothing else."""
+    archive(tmp_path / "package.zip")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'package.zip')!r}); from megatron_2bw.playground import answer"
+    )
+    code += "; print(answer({'ask': 'figures'})['figures']['2bw']['seconds'])"
+    run = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout == "24.0\n", run.stderr
 
 
 def test_a_depth_that_does_not_divide_the_layers_has_a_timeline_and_no_bytes():
@@ -208,20 +208,17 @@ def test_the_trace_has_all_actions():
 
 
 @pytest.mark.parametrize(
-    "given, line",
+    "given, name",
     [
-        ({"stages": 0}, "stages must be a whole number from 1 to 64, not 0"),
-        ({"depth": 4}, "depth: there is no such parameter"),
-        ({"forward": [1, 2]}, "forward: give one number, or 4"),
-        ({"forward": 0}, "forward and backward must not be 0 on all stages"),
-        ({"step": -1}, "step must be a time from 0 to 1e+06"),
-        ({"extra_warmup": [1, 2]}, "extra_warmup: give one whole number up to 64, or 3"),
-        ({"model": "gpt-5"}, "model: gpt-5 is not one of gpt-355m"),
-        ({"ask": "poem"}, "ask: poem is not one of timelines"),
+        ({"stages": 0}, "stages"),
+        ({"depth": 4}, "depth"),
+        ({"forward": [1, 2]}, "forward"),
+        ({"step": -1}, "step"),
+        ({"model": "gpt-5"}, "model"),
     ],
 )
-def test_a_wrong_request_is_answered_in_one_line(given, line):
-    assert answer(given)["error"].startswith(line) and "\n" not in answer(given)["error"]
+def test_a_wrong_request_is_answered_in_one_line(given, name):
+    assert answer(given)["error"].startswith(name) and "\n" not in answer(given)["error"]
 
 
 def test_a_schedule_that_cannot_run_has_a_reason_and_the_others_an_answer():
