@@ -19,6 +19,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import annotated_types
+
 from megatron_2bw import playground
 from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.files import write_whole
