@@ -186,6 +186,18 @@ def words(one: Config, folder: Path) -> list[str]:
 # --- what the rules say, and what must hold --------------------------------------------------------------------------
 
 
+def megatron_lacks(one: Config) -> str:
+    """What Megatron 0.19 finds wrong only when it builds the model or the optimizer, or when it saves; or nothing."""
+    optimizer, distributed = one.get("--optimizer"), "--use-distributed-optimizer" in one
+    if optimizer in ("muon", "lion", "soap") and "--fp16" in one or optimizer == "sgd" and distributed:
+        return "its optimizer has not both"
+    if optimizer == "soap" and one.get("--save") and one.get("--ckpt-format") != "torch":
+        return "the state of soap in this format"
+    own = [int(one[flag]) for flag in one if flag.endswith("-pipeline-num-layers") and one[flag]]
+    layers, stages = size(TINY | one, "--num-layers") - sum(own), size(one, STAGES) - len(own)
+    return "an uneven split" if own and (stages < 1 or layers < stages or layers % stages) else ""
+
+
 def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
     """For each draw the line that refuses one of its commands, or nothing."""
     from megatron.training import global_vars
@@ -196,6 +208,8 @@ def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
         raise SystemExit(line)
 
     def refusal(one: Config) -> str:
+        if lack := megatron_lacks(one):
+            return lack
         argv = words(without(one, "--load", "--tensorboard-dir"), folder)
         os.environ["WORLD_SIZE"], sys.argv[1:] = str(ranks(one)), [word for word in argv if word != BERT]
         try:

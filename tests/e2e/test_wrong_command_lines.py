@@ -28,7 +28,8 @@ def check(status: int, output: str, script: str, words: str, ranks: int = 1) -> 
     lines = output.splitlines()
     errors = [line for line in lines if "error:" in line]
     assert 1 <= len(errors) <= ranks and len(set(errors)) == 1, output[-3000:]
-    assert lines[-1].startswith(f"{script}: error: ") and words in lines[-1], output[-3000:]
+    last = lines[-1] if ranks == 1 else errors[0]
+    assert last.startswith(f"{script}: error: ") and words in last, output[-3000:]
     assert "Traceback" not in output and status > 0
 
 
