@@ -174,10 +174,9 @@ class MegatronStage:
                 config.grad_sync_func(self._call.model.parameters())
         if not config.calculate_per_token_loss:
             return None
-        tokens = self._batches[batch].tokens
-        if isinstance(tokens, int):  # not on the last stage; a copy of it from the host would wait for the GPU
-            return torch.full((), tokens, dtype=torch.int, device="cuda")
-        return tokens.to(torch.int, copy=True)
+        if self._index < self._shape.stages - 1:  # Megatron's zero is on the host; a copy of it would wait for the GPU
+            return torch.zeros((), dtype=torch.int, device="cuda")
+        return self._batches[batch].tokens.to(torch.int, copy=True)
 
     def finalize_grads(self, batch: int) -> None:
         """Data-parallel reduction, tied embeddings, token count: Megatron's own finalize function, at a flush."""
