@@ -95,7 +95,8 @@ def _find(module: str, name: str) -> Any:
 
 def apply(patches: Sequence[Patch]) -> Callable[[], None]:
     """Check all rows, then make all rebindings. Returns a function that undoes them. Raises DriftError."""
-    _check_version()
+    if not _installed().startswith(f"{SUPPORTED}."):
+        raise DriftError(f"megatron-core {_installed()} is installed, megatron_2bw needs {SUPPORTED}")
     originals = [patch.original() for patch in patches]
     for patch, original in zip(patches, originals):
         patch.put(patch.replace(original))
@@ -107,20 +108,12 @@ def apply(patches: Sequence[Patch]) -> Callable[[], None]:
     return undo
 
 
-def _version() -> tuple[int, ...]:
+def _installed() -> str:
     # `__version__` carries the git revision of whatever checkout holds the environment; VERSION does not.
     from megatron.core.package_info import VERSION
 
-    return VERSION
-
-
-def _check_version() -> None:
-    if ".".join(map(str, _version()[:2])) != SUPPORTED:
-        raise DriftError(
-            f"megatron-core {'.'.join(map(str, _version()[:3]))} is installed, megatron_2bw needs {SUPPORTED}"
-        )
+    return ".".join(map(str, VERSION[:3]))
 
 
 def _drift(what: str) -> DriftError:
-    found = ".".join(map(str, _version()[:3]))
-    return DriftError(f"{what}: megatron_2bw needs megatron-core {SUPPORTED} as released, found {found}")
+    return DriftError(f"{what}: megatron_2bw needs megatron-core {SUPPORTED} as released, found {_installed()}")

@@ -80,7 +80,8 @@ class GradientSlots:
         # Megatron's training step zeroes the buffer before an iteration; with one slot that is too early.
         ddp.zero_grad_buffer = lambda: None
 
-    def _slot(self, batch: int) -> Slot:
+    def gradients_of(self, batch: int) -> Slot:
+        """The slot of a batch."""
         return self._slots[(batch - self._first) % len(self._slots)]
 
     def bind(self, batch: int) -> None:
@@ -88,7 +89,7 @@ class GradientSlots:
 
         The forward too: kernels that accumulate the weight's gradient themselves note its main_grad there.
         """
-        slot = self._slot(batch)
+        slot = self.gradients_of(batch)
         if slot is not self._bound:
             for param, gradient in slot.main_grads.items():
                 param.main_grad = gradient
@@ -96,7 +97,7 @@ class GradientSlots:
 
     def begin_batch(self, batch: int) -> None:
         """Before the first backward of `batch`: Megatron's wrapper reduces its slot, which starts from zero."""
-        slot = self._slot(batch)
+        slot = self.gradients_of(batch)
         self._ddp.buffers, self._ddp.bucket_groups = slot.buffers, slot.bucket_groups
         self._ddp.param_to_bucket_group = slot.group_of
         self._zero()
@@ -109,10 +110,6 @@ class GradientSlots:
         grads = self._slots[0].main_grads
         places = [grads[param].view(-1).view(value.dtype)[: value.numel()] for param, value in zip(params, values)]
         return [place.view(value.shape).copy_(value) for place, value in zip(places, values)]
-
-    def gradients_of(self, batch: int) -> Slot:
-        """After the last backward of `batch`: the slot with its gradients."""
-        return self._slot(batch)
 
 
 def use_group(bucket_group: Any, group: dist.ProcessGroup) -> None:

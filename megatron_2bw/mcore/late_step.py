@@ -179,7 +179,7 @@ class LateStep(LateUpdate):
             part.grad_stats_parallel_group = self._groups.statistics
             part.config.timers = None  # they wait for the whole GPU; the trace shows more
             if hasattr(part, "start_param_sync_for_bucket_group_subset"):
-                part.start_param_sync_for_bucket_group_subset = self._proxies.gathering.gather
+                part.start_param_sync_for_bucket_group_subset = self._proxies.gather
         # When the training step calls these, another batch's gradients are under way.
         optimizer.zero_grad = lambda set_to_none=True: None
         optimizer.get_loss_scale = lambda: torch.tensor([self.scales.logged], device="cpu")

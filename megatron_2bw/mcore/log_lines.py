@@ -137,11 +137,11 @@ class LogLines:
             return
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
         if warm and retries > self._retries:
+            place = f"rank {dist.get_rank()}, before the end of iteration {values['iteration']}"
+            count = retries - self._retries
             print(
-                f"> rank {dist.get_rank()}, before the end of iteration {values['iteration']}: GPU memory ran out, "
-                f"allocator retries: {retries - self._retries}. A retry frees torch's cache, which waits for the whole "
-                "GPU and can hang the run: leave more memory free, or try "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                f"> {place}: GPU memory ran out, allocator retries: {count}. A retry waits for the whole GPU and can hang "
+                "the run: leave more of it free (docs/late_step.md#limits)",
                 flush=True,
             )
         self._retries = retries

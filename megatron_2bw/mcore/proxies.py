@@ -43,7 +43,10 @@ class Proxies:
         self._parts, self._stores, self.mains = parts, stores, mains or {}
         for part in parts:
             detach_shards(part)
-        self.gathering = ParamGather(ddp, group)
+        self._ddp, self._buffers = ddp, list(ddp.buffers)
+        self._groups = [copy.copy(bucket_group) for bucket_group in ddp.bucket_groups]
+        for bucket_group in self._groups:
+            use_group(bucket_group, group)
         self._proxies = {param: proxy_of(param) for param in stores.params}
         self._places = [
             (places, index)
@@ -79,7 +82,7 @@ class Proxies:
                 if hasattr(part, "model_param_gbuf_map"):
                     undo.enter_context(shards_of_proxies(part, self._proxies))
             if self._stores.buffer_data:
-                self.gathering.point_to(self._stores.buffer_data[target])
+                self._write_shards_to(self._stores.buffer_data[target])
             for (places, index), param in zip(self._places, originals):
                 places[index] = self._proxies[param]
             rename_keys(states, self._proxies)
@@ -90,28 +93,18 @@ class Proxies:
                 for (places, index), param in zip(self._places, originals):
                     places[index] = param
 
-
-class ParamGather:
-    """The distributed optimizer's parameter buffers, as they are written and gathered into a weight store."""
-
-    def __init__(self, ddp: Any, group: dist.ProcessGroup):
-        self._ddp, self._buffers = ddp, list(ddp.buffers)
-        self._groups = [copy.copy(bucket_group) for bucket_group in ddp.bucket_groups]
+    def gather(self) -> None:
+        """With the distributed optimizer: all-gather the shards of this rank and the others, into the weight store."""
         for bucket_group in self._groups:
-            use_group(bucket_group, group)
+            self._ddp._start_bucket_group_param_sync(bucket_group, force_sync=True)
 
-    def point_to(self, data: list[torch.Tensor]) -> None:
-        """Let the optimizer write its shards to `data`, one flat tensor a buffer."""
+    def _write_shards_to(self, data: list[torch.Tensor]) -> None:
+        """Let the distributed optimizer write its shards to `data`, one flat tensor a buffer."""
         for buffer, flat in zip(self._buffers, data):
             for bucket in buffer.buckets:
                 bucket.param_data = flat[bucket.offset : bucket.offset + bucket.param_data.numel()]
         for bucket_group in self._groups:
             bucket_group.cached_param_buffer_shard_list = [None] * len(bucket_group.buckets)
-
-    def gather(self) -> None:
-        """All-gather the shards of this rank and the others."""
-        for bucket_group in self._groups:
-            self._ddp._start_bucket_group_param_sync(bucket_group, force_sync=True)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ class StageClock:
         if self._writer is not None:
             defer(partial(self._writer.write, records))
         # Without evaluation, saving and the training loop itself.
-        return StageStats(_waited(records), _elapsed(records), torch.cuda.max_memory_allocated())
+        return StageStats(*_spent(records), torch.cuda.max_memory_allocated())
 
     def times(self) -> StageTimes:
         """As `stats_later`, where no step is late: at the end of a batch, when all stages have synchronised.
@@ -84,8 +84,7 @@ class StageClock:
         if self._writer is not None:
             self._writer.write(records)
         last = max(index for index, record in enumerate(records) if record.action.kind == B)
-        computing = records[: last + 1]
-        return StageTimes(_waited(computing), _elapsed(computing), end.end - records[last].end)
+        return StageTimes(*_spent(records[: last + 1]), end.end - records[last].end)
 
     def write_rest(self) -> None:
         """Write the rest of the trace."""
@@ -116,9 +115,6 @@ class Meeting:
         return stage_stats([(StageTimes(*times), memory) for *times, memory in rows])
 
 
-def _waited(records: Sequence[Record]) -> float:
-    return sum(record.start - record.asked for record in records)
-
-
-def _elapsed(records: Sequence[Record]) -> float:
-    return sum(record.end - record.asked for record in records)
+def _spent(records: Sequence[Record]) -> tuple[float, float]:
+    """Seconds waited, and in all."""
+    return sum(each.start - each.asked for each in records), sum(each.end - each.asked for each in records)

@@ -135,7 +135,7 @@ class WorkingCopy:
             copy()
         self._write_own(views)
         if self._stores.buffer_data:
-            self._proxies.gathering.gather()
+            self._proxies.gather()
 
     def _copy_working(self, part: Any) -> None:
         """Megatron's copy from main to model parameters, with W' as the main parameters."""
