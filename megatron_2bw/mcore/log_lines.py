@@ -140,8 +140,8 @@ class LogLines:
             place = f"rank {dist.get_rank()}, before the end of iteration {values['iteration']}"
             count = retries - self._retries
             print(
-                f"> {place}: GPU memory ran out, allocator retries: {count}. A retry waits for the whole GPU and can hang "
-                "the run: leave more of it free (docs/late_step.md#limits)",
+                f"> {place}: GPU memory ran out, allocator retries: {count}. A retry waits for the whole GPU and can "
+                "hang the run: leave more of it free (docs/late_step.md#limits)",
                 flush=True,
             )
         self._retries = retries

@@ -1,5 +1,6 @@
-"""Replacements for functions of Megatron that have faults which every user meets. Their first argument is the original,
-and that of a method has the object, `self`, as its second.
+"""Replacements for functions of Megatron and torch that have faults (docs/upstream.md).
+
+Their first argument is the original; that of a method has the object, `self`, as its second.
 """
 
 from __future__ import annotations
