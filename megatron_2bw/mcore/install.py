@@ -91,9 +91,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
         sync_iterations=own.sync_iterations(args),
         gpipe_round=args.gpipe_round,
     )
-    wants_exit = None
-    if schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins):
-        wants_exit = partial(_wants_exit, args)
+    asks = schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins)
     return MegatronRuntime(
         schedule,
         lambda: (args.curr_iteration, args.train_iters),
@@ -102,7 +100,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
             timed=args.timing_log_level >= 2,
             trace=args.two_bw_trace,
-            wants_exit=wants_exit,
+            wants_exit=partial(_wants_exit, args) if asks else None,
             correction=chosen,
             evaluates=args.eval_iters != 0,
         ),

@@ -1,4 +1,4 @@
-"""Every name of Megatron that this project rebinds, with the reason: for its schedules, for the CPU, and repairs.
+"""Every name of Megatron that this project rebinds, with the reason: for the schedules, for the CPU, and repairs.
 
 Rows only: `guard.py` checks and rebinds, `runtime.py`, `repairs.py` and `checkpoints/` hold the replacements.
 docs/upstream.md has each repair's fault, and how Megatron could mend it.
@@ -26,9 +26,6 @@ in_files = functools.partial(row, "megatron.training.checkpointing")
 in_sharded = functools.partial(row, f"{CORE}.optimizer.distrib_optimizer")
 in_wrapped = functools.partial(row, f"{CORE}.distributed.distributed_data_parallel")
 GROUPS = "tp_group pp_group dp_cp_group dp_group"
-
-
-# --- for the schedules --------------------------------------------------------------------------------------------
 
 
 def for_schedule(runtime: MegatronRuntime) -> list[Patch]:
@@ -64,6 +61,7 @@ def for_log(runtime: MegatronRuntime) -> list[Patch]:
 
 def for_late_step(runtime: MegatronRuntime) -> list[Patch]:
     """With a late step nothing in the training loop may wait for another stage."""
+    given = lambda value, group=None: value
     everywhere = "each stage has the value already; the reduction would make it wait for all others"
     reads, run = "it reads all weights", "model optimizer opt_param_scheduler"
     return [
@@ -72,8 +70,8 @@ def for_late_step(runtime: MegatronRuntime) -> list[Patch]:
             "learning rate and weight decay advance with the steps, which come later",
             runtime.make_scheduler,
         ),
-        in_loop("logical_and_across_model_parallel_group(input group)", everywhere, lambda original: _given),
-        in_loop("reduce_max_stat_across_model_parallel_group(stat group)", everywhere, lambda original: _given),
+        in_loop("logical_and_across_model_parallel_group(input group)", everywhere, lambda original: given),
+        in_loop("reduce_max_stat_across_model_parallel_group(stat group)", everywhere, lambda original: given),
         in_loop("calc_params_l2_norm(model force_create_fp32_copy)", reads, runtime.sync_first),
         in_loop("check_param_hashes_across_dp_replicas(model cross_check)", reads, runtime.sync_first),
         in_loop(
@@ -89,10 +87,6 @@ def for_late_step(runtime: MegatronRuntime) -> list[Patch]:
             runtime.decide_exit,
         ),
     ]
-
-
-def _given(value: Any, group: Any = None) -> Any:
-    return value
 
 
 def for_checkpoints(runtime: Any = None) -> list[Patch]:
@@ -134,9 +128,6 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
             ours.load,
         ),
     ]
-
-
-# --- for the CPU --------------------------------------------------------------------------------------------------
 
 
 def for_rehearsal(replace: Callable[[Callable], Callable]) -> list[Patch]:
@@ -186,9 +177,6 @@ def for_cpu() -> list[Patch]:
             lambda original: functools.wraps(original)(lambda self, persistent=False: original(self, False)),
         ),
     ]
-
-
-# --- repairs ------------------------------------------------------------------------------------------------------
 
 
 def repairs() -> list[Patch]:

@@ -26,6 +26,7 @@ class Proxies:
 
     A proxy's data lies in the store that is written, its main_grad in the full gradient slot.
 
+    of      the proxy of each parameter
     ddp     the model chunk in Megatron's DistributedDataParallel
     parts   Megatron's optimizers of the stage
     group   the process group over which the distributed optimizer gathers its shards
@@ -47,28 +48,24 @@ class Proxies:
         self._groups = [copy.copy(bucket_group) for bucket_group in ddp.bucket_groups]
         for bucket_group in self._groups:
             use_group(bucket_group, group)
-        self._proxies = {param: proxy_of(param) for param in stores.params}
+        self.of = {param: proxy_of(param) for param in stores.params}
         self._places = [
             (places, index)
             for part in parts
             for places in lists_of_parameters(part)
             for index, param in enumerate(places)
-            if isinstance(param, torch.nn.Parameter) and param in self._proxies
+            if isinstance(param, torch.nn.Parameter) and param in self.of
         ]
-        self.model = ProxyModel(ddp, self._proxies)
+        self.model = ProxyModel(ddp, self.of)
 
     def point_to(self, views: Sequence[torch.Tensor]) -> None:
         """Let the proxies be the parameters in a weight store, or their main parameters where there are some."""
         for param, view in zip(self._stores.params, views):
-            self._proxies[param].data = self.mains.get(param, view)
-
-    def of(self, param: torch.nn.Parameter) -> torch.Tensor:
-        """The proxy of a parameter."""
-        return self._proxies[param]
+            self.of[param].data = self.mains.get(param, view)
 
     def use_gradients(self, slot: Slot) -> None:
         """Let the proxies' gradients be those of a slot."""
-        for param, proxy in self._proxies.items():
+        for param, proxy in self.of.items():
             proxy.main_grad = slot.main_grads[param]
         self.model.scale_gradients = slot.scale_gradients
 
@@ -80,16 +77,16 @@ class Proxies:
         with contextlib.ExitStack() as undo:
             for part in self._parts:
                 if hasattr(part, "model_param_gbuf_map"):
-                    undo.enter_context(shards_of_proxies(part, self._proxies))
+                    undo.enter_context(shards_of_proxies(part, self.of))
             if self._stores.buffer_data:
                 self._write_shards_to(self._stores.buffer_data[target])
             for (places, index), param in zip(self._places, originals):
-                places[index] = self._proxies[param]
-            rename_keys(states, self._proxies)
+                places[index] = self.of[param]
+            rename_keys(states, self.of)
             try:
                 yield
             finally:
-                rename_keys(states, {proxy: param for param, proxy in self._proxies.items()})
+                rename_keys(states, {proxy: param for param, proxy in self.of.items()})
                 for (places, index), param in zip(self._places, originals):
                     places[index] = param
 

@@ -248,9 +248,7 @@ class MegatronRuntime:
             self._step_result = self._megatron_step()
             return bool(self._step_result[0])
 
-        def reduce(action) -> None:
-            self._stage.finalize_grads(action.batch)
-
+        reduce = lambda action: self._stage.finalize_grads(action.batch)
         if self.late is not None:
             return self.late
         return InPlaceUpdate(step, reduce) if self.stores is None else StashedUpdate(self.stores, step, reduce)

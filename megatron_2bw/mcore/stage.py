@@ -48,8 +48,7 @@ class Call:
         partly, shapes = self.config.num_microbatches_with_partial_activation_checkpoints, self.adjust_tensor_shapes_fn
         if partly or shapes or self.p2p_communicator or self.config.variable_seq_lengths:
             raise RuntimeError(
-                "num_microbatches_with_partial_activation_checkpoints, variable_seq_lengths, adjust_tensor_shapes_fn, "
-                "p2p_communicator: only --pipeline-schedule megatron supports them"
+                "several shapes of messages, recompute of some microbatches: only with Megatron's schedule"
             )
 
 

@@ -95,9 +95,7 @@ class StageClock:
 class Meeting:
     """Exchanges the stats of stages that have synchronised, over gloo: no kernel waits on the GPU for another stage.
 
-    times    of this stage since the last call
-    ranks    the pipeline's, first stage to last
-    timeout  of the exchange
+    times  of this stage since the last call; ranks: the pipeline's, first stage to last
     """
 
     def __init__(self, times: Callable[[], StageTimes], ranks: Sequence[int], timeout: timedelta | None = None):

@@ -89,7 +89,7 @@ class WorkingCopy:
             self._write_true(views)
         elif mine := [(param, view) for param, view in zip(self._stores.params, views) if param in mains]:
             # The step has written the others.
-            stepped = [self._proxies.of(param) for param, _ in mine]
+            stepped = [self._proxies.of[param] for param, _ in mine]
             self._correct([view for _, view in mine], [mains[param] for param, _ in mine], stepped)
         return result
 

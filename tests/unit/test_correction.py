@@ -40,10 +40,7 @@ class Proxies:
     """Of parameters whose optimizer is not in the test."""
 
     def __init__(self, stores: WeightStores):
-        self.mains = own_mains(stores)
-
-    def of(self, param: torch.nn.Parameter) -> torch.Tensor:
-        return param
+        self.mains, self.of = own_mains(stores), {param: param for param in stores.params}
 
 
 class Made(NamedTuple):
