@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import logging
 import os
 import resource
 import sys
@@ -104,40 +103,30 @@ def _properties(device=None) -> types.SimpleNamespace:
     )
 
 
-def _get_rng_state(device="cuda") -> torch.Tensor:
-    return torch.get_rng_state()
-
-
 _STREAM = _Stream()
 
 # The part of torch.cuda that Megatron 0.19 calls during training. Memory figures are those of the process.
+_NOTHING = "set_device set_stream synchronize empty_cache reset_peak_memory_stats".split()
 _TORCH_CUDA: dict[str, Any] = {
+    **{name: lambda device=None: None for name in _NOTHING},  # torch._dynamo wants a function for each
+    **dict.fromkeys(("memory_allocated", "memory_reserved", "device_memory_used"), _resident),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_resident),
+    "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM,
     "is_available": lambda: False,  # --device cpu on a GPU host: libraries that look for a GPU must not find one
     "current_device": lambda: 0,
     "device_count": lambda: 1,
-    "set_device": lambda device: None,
-    "synchronize": lambda device=None: None,
-    "empty_cache": lambda: None,
     "is_initialized": lambda: True,
     "Stream": _Stream,
     "Event": _Event,
-    "current_stream": lambda device=None: _STREAM,
-    "default_stream": lambda device=None: _STREAM,
-    "set_stream": lambda stream: None,
     "stream": lambda stream: contextlib.nullcontext(),
     "is_current_stream_capturing": lambda: False,
-    "memory_allocated": _resident,
-    "memory_reserved": _resident,
-    "max_memory_allocated": _peak_resident,
-    "max_memory_reserved": _peak_resident,
-    "reset_peak_memory_stats": lambda device=None: None,
     "memory_stats": _memory_stats,
-    "device_memory_used": _resident,
     "get_device_properties": _properties,
     "get_device_name": lambda device=None: "cpu",
     "get_device_capability": lambda device=None: (8, 0),
     "manual_seed": torch.manual_seed,
-    "get_rng_state": _get_rng_state,
+    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
     "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
 }
 
@@ -170,14 +159,6 @@ def _with_the_mode(original: Callable) -> Callable:
     return run
 
 
-_TRACKER_LOG = logging.getLogger("megatron.core.tensor_parallel.random")
-
-
-def _one_generator(record: logging.LogRecord) -> bool:
-    """Megatron's tracker warns at every dropout that the host's generator has moved: it is the device's here."""
-    return "CPU RNG state changed" not in str(record.msg)
-
-
 _installed: contextlib.ExitStack | None = None
 
 
@@ -189,13 +170,11 @@ def install() -> None:
     undo = contextlib.ExitStack()
     for name, answer in _TORCH_CUDA.items():
         _replace(undo, torch.cuda, name, answer)
-    _replace(undo, torch.cuda.random, "get_rng_state", _get_rng_state)
+    _replace(undo, torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)
     _replace(undo, torch.cuda.random, "device_count", lambda: 0)  # torch.manual_seed would seed the host's GPUs
     _replace(undo, torch.utils.data.DataLoader, "__init__", _with_own_generator(torch.utils.data.DataLoader.__init__))
     _replace(undo, torch.nn.Module, "cuda", lambda self, device=None: self)
     _replace(undo, torch.autograd, "_engine_run_backward", _with_the_mode(torch.autograd._engine_run_backward))
-    undo.callback(_TRACKER_LOG.removeFilter, _one_generator)
-    _TRACKER_LOG.addFilter(_one_generator)
     # Compiling small fusions with a C++ compiler costs minutes and gains nothing here; its import costs seconds.
     _replace(undo, torch, "compile", _uncompiled)
     undo.enter_context(_compiler_off())

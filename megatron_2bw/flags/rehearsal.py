@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.flags.rule import Args, installed
 
 # Megatron's flags as a host without CUDA needs them. Most have no flag that switches them on: no word about these.
@@ -35,15 +36,17 @@ ON_CPU: dict[str, Any] = {
 
 # Switched off: kernels, communicators, graphs, profilers and memory of GPUs, by the names of the arguments.
 _OFF = """
-tp_comm_overlap nccl_ub use_sharp nccl_communicator_config_path pipeline_model_parallel_comm_backend fake_process_group
-enable_cuda_graph external_cuda_graph optimizer_cuda_graph cuda_graph_modules cuda_graph_scope_deprecated
-use_megatron_fsdp use_torch_fsdp2 init_model_with_meta_device cpu_offloading_num_layers optimizer_cpu_offload
-fine_grained_activation_offloading record_memory_history log_device_memory_used log_energy empty_unused_memory_level
-gpu_sniff_test_interval te_rng_tracker use_te_activation_func use_transformer_engine_op_fuser fused_residual_rmsnorm
-use_kitchen_attention flash_attention_version symmetric_ar_type use_grouped_gemm_for_dense_mlp moe_grouped_gemm
-moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu save_activations_interval save_dgrads_interval
-use_precision_aware_optimizer fsdp_manual_registration
+tp_comm_overlap nccl_ub use_sharp nccl_communicator_config_path pipeline_model_parallel_comm_backend
+fake_process_group enable_cuda_graph external_cuda_graph optimizer_cuda_graph cuda_graph_modules cuda_graph_impl
+cuda_graph_scope_deprecated use_megatron_fsdp use_torch_fsdp2 init_model_with_meta_device cpu_offloading_num_layers
+optimizer_cpu_offload fine_grained_activation_offloading record_memory_history log_device_memory_used log_energy
+empty_unused_memory_level gpu_sniff_test_interval attention_backend te_rng_tracker use_te_activation_func
+use_transformer_engine_op_fuser fused_residual_rmsnorm use_kitchen_attention flash_attention_version symmetric_ar_type
+use_grouped_gemm_for_dense_mlp moe_grouped_gemm moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu
+save_activations_interval save_dgrads_interval use_precision_aware_optimizer fsdp_manual_registration
+defer_embedding_wgrad_compute fp8_param_gather fp4_param_gather
 """.split()
+_NO_LAYERS = ("multi_latent_attention", "experimental_attention_variant")  # Megatron has some for GPUs alone
 _QUANTISED = "fp8 fp4 te_precision_config_file kitchen_config_file kitchen_recipe_number".split()
 
 
@@ -51,6 +54,7 @@ def rehearse(args: Args, parser: argparse.ArgumentParser, argv: Sequence[str]) -
     """Replace what the CPU lacks in arguments that Megatron has parsed and not yet validated.
 
     Returns a line that lists the replacements of what was typed in `argv`, or is not Megatron's default; or None.
+    UserError if nothing computes the model there.
     """
     actions = {action.dest: action for action in parser._actions}
     words = {word.partition("=")[0] for word in argv}
@@ -63,6 +67,9 @@ def rehearse(args: Args, parser: argparse.ArgumentParser, argv: Sequence[str]) -
         if old != new and (old != default or words.intersection(actions[name].option_strings)):
             said.append((f"without {flag}" if new == default else f"{flag} {getattr(new, 'name', new)}") + what)
 
+    for name in _NO_LAYERS:
+        if getattr(args, name):
+            raise UserError(f"{actions[name].option_strings[0]} needs Transformer Engine on a GPU")
     for name, new in ON_CPU.items():
         put(name, new) if name in actions else setattr(args, name, new)
     for name in _OFF:
@@ -73,8 +80,6 @@ def rehearse(args: Args, parser: argparse.ArgumentParser, argv: Sequence[str]) -
             put(name, actions[name].default, f" (computed in {precision})")
     if args.profile and not args.use_pytorch_profiler:
         put("profile", False)
-    if getattr(args.attention_backend, "name", None) in ("flash", "fused"):
-        put("attention_backend", type(args.attention_backend)["unfused"])
     if args.two_bw_exchange == "nccl":
         put("two_bw_exchange", "gloo")
     if args.ckpt_format == "fsdp_dtensor":
@@ -86,6 +91,9 @@ def rehearse(args: Args, parser: argparse.ArgumentParser, argv: Sequence[str]) -
         put("context_parallel_size", 1, " (its ranks are data-parallel)")
         put("micro_batch_size", args.micro_batch_size // batch)
         args.cp_comm_type, args.hierarchical_context_parallel_sizes = ["p2p"], None
+        args.expert_tensor_parallel_size = args.num_experts and args.expert_tensor_parallel_size
+    if args.recompute_modules:
+        args.recompute_modules = [name for name in args.recompute_modules if name != "moe_act"]
     return f"> on the CPU: {', '.join(said)}" if said else None
 
 

@@ -1,0 +1,199 @@
+"""Real argument lists, scaled to tiny models: each starts as it is under both schedules and trains two iterations on
+the CPU, or is refused with one of the limits that are named here.
+
+`python -m tests.lists.test_lists` prints how many start, and which limits refused the others. With the git folder of a
+clone of Megatron-LM behind it, it looks at all functional tests of dense GPTs and BERTs there instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_2bw.local_ranks import run_world
+from tests.distributed.training import train
+
+# What 2bw does not do yet, and what Megatron does not do without Transformer Engine, by the flag that asks for it.
+ON_CPU = ["--multi-latent-attention", "--experimental-attention-variant"]
+LIMITS = {
+    "2bw": """--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --num-experts --fp8-format
+    --use-megatron-fsdp --use-torch-fsdp2 --rerun-mode --num-distributed-optimizer-instances --step-batch-size-schedule
+    --mtp-num-layers""".split()
+    + ON_CPU,
+    "megatron": [*ON_CPU, "--mtp-num-layers"],
+}
+# Places, data and services of whoever wrote a list; and numbers that go with the original sizes.
+LEFT_OUT = """--data-path --train-data-path --valid-data-path --test-data-path --vocab-file --merge-file
+--tokenizer-model --wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --tp-comm-overlap-cfg --train-samples
+--lr-decay-samples --lr-warmup-samples --lr-decay-iters --lr-warmup-iters
+--exit-interval --use-checkpoint-args --finetune --fim-data --fim-rate --fim-spm-rate""".split()
+ALWAYS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --train-iters 2 --num-workers 0 --device cpu"
+SMALL = {
+    "--hidden-size": 32,
+    "--num-attention-heads": 4,
+    "--num-query-groups": 2,
+    "--ffn-hidden-size": 64,
+    "--kv-channels": 8,
+    "--seq-length": 32,
+    "--max-position-embeddings": 32,
+    "--micro-batch-size": 1,
+    "--global-batch-size": 8,
+    "--eval-global-batch-size": 8,
+    "--make-vocab-size-divisible-by": 32,
+    "--num-layers": 8,
+    "--num-experts": 4,
+    "--expert-model-parallel-size": 1,
+    "--expert-tensor-parallel-size": 1,
+    "--num-layers-per-virtual-pipeline-stage": 1,
+    "--decoder-first-pipeline-num-layers": 3,
+    "--decoder-last-pipeline-num-layers": 5,
+    "--recompute-num-layers": 1,
+    "--pipeline-model-parallel-layout": "Et*4|t*4L",
+    "--lr-wsd-decay-iters": 1,
+    "--step-batch-size-schedule": "0:8 1B:16",
+    "--hierarchical-context-parallel-sizes": "1 2",
+    "--save-interval": 2,
+    "--save-retain-interval": 2,
+    "--eval-interval": 2,
+    "--eval-iters": 1,
+    "--log-interval": 1,
+}
+PLACES = ("--save", "--load", "--tensorboard-dir", "--data-cache-path")
+RANKS = ("--pipeline-model-parallel-size", "--context-parallel-size", "--tensor-model-parallel-size")
+
+
+def corpus() -> dict[str, list[str]]:
+    files = sorted(Path(__file__).parent.glob("*.yaml"))
+    return {name: shlex.split(text) for file in files for name, text in yaml.safe_load(file.read_text()).items()}
+
+
+def dense_functional_tests(git_folder: str, release: str = "core_v0.19.0") -> dict[str, list[str]]:
+    """The lists of Megatron-LM's functional tests of dense GPTs and BERTs, each once, but for other scripts' lists."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "--git-dir", git_folder, *words], capture_output=True, text=True, check=True
+        ).stdout
+
+    folder, found = "tests/functional_tests/test_cases", {}
+    for path in git("ls-tree", "-r", "--name-only", release, f"{folder}/gpt", f"{folder}/bert").split():
+        if path.endswith("/model_config.yaml") and "inference" not in path:
+            config = yaml.safe_load(git("show", f"{release}:{path}"))
+            words = []
+            for flag, given in (config.get("MODEL_ARGS") or config["BASE_MODEL_ARGS"]).items():
+                if given is not False:
+                    words += [
+                        flag,
+                        *([] if given is True else shlex.split(str(given).replace("${REPEAT}", "5").strip("[]"))),
+                    ]
+            if not {"--num-experts", "--perform-rl-step", "--export-kd-cfg"} & {*words}:
+                found.setdefault(tuple(words), path.removeprefix(f"{folder}/").removesuffix("/model_config.yaml"))
+    return {name: list(words) for words, name in found.items()}
+
+
+def scaled(words: list[str], folder: str) -> tuple[list[str], int]:
+    """The list for a tiny model that has its files in `folder`; and its number of processes, at most four."""
+    flags: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            flags[word] = values = []
+        else:
+            values.append(word)
+    sizes, left = {}, 4
+    for name in (name for name in RANKS if name in flags):
+        sizes[name] = min(int(flags[name][0]), 2, left)
+        left //= sizes[name]
+    ranks = math.prod(sizes.values()) * (2 if "--num-distributed-optimizer-instances" in flags else 1)
+    layers = {"--num-layers": 6} if "--account-for-embedding-in-pipeline-split" in flags else {}
+    places = {name: f"{folder}/{name.replace('load', 'save')[2:]}" for name in PLACES}
+    for name, given in (SMALL | layers | sizes | places).items():
+        if name in flags:
+            flags[name] = shlex.split(str(given)) if name != "--step-batch-size-schedule" else [given]
+    kept = [word for name, given in flags.items() if name not in LEFT_OUT for word in (name, *given)]
+    return [*kept, *ALWAYS.split()], ranks
+
+
+LISTS = corpus()
+
+
+def refusals(rank: int, lists: dict[str, list[str]]) -> dict[tuple[str, str], str | None]:
+    """What the real parser, the rules and Megatron's validation answer to each list; None if they accept it."""
+    from megatron.training.global_vars import unset_global_variables
+
+    from megatron_2bw.flags import early, parse
+
+    def stop(*lines: str):
+        raise InterruptedError(lines[0])
+
+    found: dict[tuple[str, str], str | None] = {}
+    for name in lists:
+        for schedule in LIMITS:
+            argv, ranks = scaled(lists[name], os.environ["WORLD_FOLDER"])
+            sys.argv[1:] = [*argv, "--pipeline-schedule", schedule]
+            os.environ["WORLD_SIZE"] = str(ranks)
+            task = "bert" if "bert" in name else "gpt"
+            unset_global_variables()
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    before = early.mistake(sys.argv[1:], task, ranks)
+                    parse.parse(parse.parse_early(sys.argv[1:], stop, task), stop)
+                found[name, schedule] = before
+            except InterruptedError as stopped:
+                found[name, schedule] = str(stopped)
+    return found
+
+
+@functools.cache
+def answers() -> dict[tuple[str, str], str | None]:
+    return run_world(1, refusals, LISTS)[0]
+
+
+def refused_flag(line: str) -> str:
+    return re.match(r"--[\w-]+|", line)[0]
+
+
+CASES = [(name, schedule) for name in LISTS for schedule in LIMITS]
+
+
+@pytest.mark.proof
+def test_each_list_starts_or_names_a_limit():
+    refused = {case: line for case, line in answers().items() if line}
+    assert {case: line for case, line in refused.items() if refused_flag(line) not in LIMITS[case[1]]} == {}
+
+
+@pytest.mark.parametrize("name, schedule", CASES)
+def test_lists_that_start_train(name, schedule, tmp_path):
+    if answers()[name, schedule]:
+        pytest.skip("refused with a limit")
+    argv, ranks = scaled(LISTS[name], str(tmp_path))
+    argv = ["pretrain_bert_2bw.py"] * ("bert" in name) + [*argv, "--pipeline-schedule", schedule]
+    runs = run_world(ranks, train, argv)
+    assert len(runs[-1].grad_norms) == 2
+    assert all(math.isfinite(loss) for loss in runs[-1].losses) and runs[-1].losses
+
+
+def main(git_folder: str = "") -> None:
+    lists = dense_functional_tests(git_folder) if git_folder else LISTS
+    (found,) = run_world(1, refusals, lists)
+    print(f"{len(lists)} lists")
+    for schedule in LIMITS:
+        lines = [line for (_, other), line in found.items() if other == schedule]
+        print(f"{schedule}: {lines.count(None)} start; refused by")
+        for flag, number in Counter(refused_flag(line) or line for line in lines if line).most_common():
+            print(f"  {number:3} {flag}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
