@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.errors import UserError
 from megatron_2bw.models import cluster as clusters
 from megatron_2bw.models.model import PRESETS
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.tell import jobs, training
-from megatron_2bw.planner.tell.jobs import SBATCH, by_flag, write
+from megatron_2bw.planner.tell.jobs import SBATCH
+from megatron_2bw.words import groups
 from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 
 ROOT = Path(__file__).parents[2]
@@ -38,16 +37,6 @@ CASES = [
     pytest.param(replace(SQUARE, schedule="pipedream-flush"), GPT, H100, "fp32", id="flush, tensor"),
     pytest.param(replace(SQUARE, recompute="selective"), LLAMA, H100, "bf16", id="llama"),
 ]
-
-
-def torchrun_script(plan, model, cluster, precision) -> str:
-    cost = Cost(model, cluster, precision)
-    return jobs.torchrun_script(cost, cost.estimate(plan))
-
-
-def sbatch_script(plan, model, cluster, precision, name) -> str:
-    cost = Cost(model, cluster, precision)
-    return jobs.sbatch_script(cost, cost.estimate(plan), name)
 
 
 def run(text: str, folder: Path, *flags: str, stub: str = STUB, **environment: str) -> subprocess.CompletedProcess:
@@ -92,15 +81,21 @@ SLURM = {
 }
 
 
-@pytest.mark.parametrize("plan, model, cluster, precision", CASES)
-@pytest.mark.parametrize("kind", ["run.sh", "job.sbatch"])
-def test_megatrons_parser_and_this_projects_checks_read_the_plan_from_the_script(
-    kind, plan, model, cluster, precision, tmp_path
-):
+KIND = pytest.mark.parametrize("kind", ["run.sh", "job.sbatch"])
+
+
+def written(kind: str, plan=LINE, model=GPT, cluster=P3, precision="fp16", name="job") -> tuple[str, dict[str, str]]:
+    """The script of a plan, and the environment in which it runs here."""
+    cost = Cost(model, cluster, precision)
     if kind == "run.sh":
-        text, variables = torchrun_script(plan, model, cluster, precision), NODE
-    else:
-        text, variables = sbatch_script(plan, model, cluster, precision, "job"), SLURM
+        return jobs.torchrun_script(cost, cost.estimate(plan)), NODE
+    return jobs.sbatch_script(cost, cost.estimate(plan), name), SLURM
+
+
+@pytest.mark.parametrize("plan, model, cluster, precision", CASES)
+@KIND
+def test_megatrons_parser_and_this_projects_checks_read_the_plan(kind, plan, model, cluster, precision, tmp_path):
+    text, variables = written(kind, plan, model, cluster, precision)
     _, (script, *words) = words_of(text, tmp_path, "--lr", "1e-3", **variables)
     assert script == ("pretrain_gpt_2bw" if kind == "run.sh" else f"{ROOT}/pretrain_gpt_2bw.py")
     args = parsed([*words, "--device", "cuda"], plan.gpus)
@@ -124,20 +119,14 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan_from_the_script
 
 
 @pytest.mark.parametrize("plan, model, cluster, precision", CASES)
-def test_bash_reads_the_scripts_and_each_flag_has_a_line(plan, model, cluster, precision, tmp_path):
-    for text in (
-        torchrun_script(plan, model, cluster, precision),
-        sbatch_script(plan, model, cluster, precision, "job"),
-    ):
-        path = tmp_path / "script"
-        path.write_text(text)
-        read = subprocess.run(["bash", "-n", path], capture_output=True, text=True, check=False)
-        assert read.returncode == 0 and not read.stderr, read.stderr
-        lines = text.splitlines()
-        assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in lines
-        assert max(map(len, lines)) <= 120
-        for flag in by_flag([*model.flags(), *plan.flags(precision), *training.flags(plan.schedule, 1e9)[:2]]):
-            assert lines.count(f"    {' '.join(flag)}") == 1, flag
+@KIND
+def test_each_flag_has_a_line(kind, plan, model, cluster, precision):
+    text, _ = written(kind, plan, model, cluster, precision)
+    lines = text.splitlines()
+    assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in lines
+    assert max(map(len, lines)) <= 120
+    for flag in groups([*model.flags(), *plan.flags(precision), *training.flags(plan.schedule, 1e9)[:2]]):
+        assert lines.count(f"    {' '.join(flag)}") == 1, flag
 
 
 def options(words: list[str]):
@@ -148,17 +137,17 @@ def options(words: list[str]):
 
 
 def test_torchrun_takes_the_options(tmp_path):
-    words, _ = words_of(torchrun_script(SQUARE, GPT, H100, "bf16"), tmp_path, **NODE)
+    words, _ = words_of(written("run.sh", SQUARE, GPT, H100, "bf16")[0], tmp_path, **NODE)
     seen = options(words)
     assert (seen.nnodes, seen.nproc_per_node, seen.node_rank) == ("2", "8", 1)
     assert (seen.master_addr, seen.master_port) == ("first", 29500)
-    words, _ = words_of(torchrun_script(LINE, GPT, P3, "fp16"), tmp_path, MASTER_PORT="1234")
+    words, _ = words_of(written("run.sh")[0], tmp_path, MASTER_PORT="1234")
     seen = options(words)
     assert (seen.nnodes, seen.node_rank, seen.master_addr, seen.master_port) == ("1", 0, "localhost", 1234)
 
 
 def test_torchrun_takes_the_options_of_the_job(tmp_path):
-    words, _ = words_of(sbatch_script(SQUARE, GPT, H100, "bf16", "job"), tmp_path, **SLURM)
+    words, _ = words_of(written("job.sbatch", SQUARE, GPT, H100, "bf16")[0], tmp_path, **SLURM)
     seen = options(words)
     assert (seen.nnodes, seen.nproc_per_node, seen.rdzv_backend, seen.rdzv_id) == ("2", "8", "c10d", "71234-0")
     assert seen.rdzv_endpoint == f"node-a:{20000 + 71234 % 10000}" and seen.max_restarts > 0
@@ -188,15 +177,13 @@ def test_only_a_torchrun_that_can_wait_is_given_the_seconds_to_save(waits, tmp_p
 @pytest.mark.parametrize("missing", NODE)
 def test_on_several_servers_each_must_know_its_number_and_the_first(missing, tmp_path):
     given = {name: value for name, value in NODE.items() if name != missing}
-    done = run(torchrun_script(SQUARE, GPT, H100, "bf16"), tmp_path, **given)
+    done = run(written("run.sh", SQUARE, GPT, H100, "bf16")[0], tmp_path, **given)
     assert done.returncode != 0 and missing in done.stderr and not (tmp_path / "words").exists()
 
 
-@pytest.mark.parametrize("kind", ["run.sh", "job.sbatch"])
+@KIND
 def test_data_args_are_split_as_by_a_shell(kind, tmp_path):
-    text, variables = torchrun_script(LINE, GPT, P3, "fp16"), {}
-    if kind == "job.sbatch":
-        text, variables = sbatch_script(LINE, GPT, P3, "fp16", "job"), SLURM
+    text, variables = written(kind)
     _, words = words_of(text, tmp_path, DATA_ARGS="--data-path 'my text' \n \"b c\" --x a\\ b ", **variables)
     assert words[-5:] == ["--data-path", "my text", "b c", "--x", "a b"] and "--mock-data" not in words
     assert "--mock-data" in words_of(text, tmp_path, DATA_ARGS=" \n", **variables)[1]
@@ -205,27 +192,23 @@ def test_data_args_are_split_as_by_a_shell(kind, tmp_path):
     assert done.returncode == 2 and not (tmp_path / "words").exists() and "DATA_ARGS" in done.stderr
 
 
-def test_the_callers_flags_come_last(tmp_path):
-    for text, variables in (
-        (torchrun_script(LINE, GPT, P3, "fp16"), {}),
-        (sbatch_script(LINE, GPT, P3, "fp16", "job"), SLURM),
-    ):
-        _, words = words_of(text, tmp_path, "--train-iters", "7", "--x", "two words", **variables)
-        assert words[-4:] == ["--train-iters", "7", "--x", "two words"]
+@KIND
+def test_the_callers_flags_come_last(kind, tmp_path):
+    text, variables = written(kind)
+    _, words = words_of(text, tmp_path, "--train-iters", "7", "--x", "two words", **variables)
+    assert words[-4:] == ["--train-iters", "7", "--x", "two words"]
 
 
-def test_one_queue_of_kernels_with_tensor_parallelism_alone(tmp_path):
-    for plan, cluster, expected in ((LINE, P3, ""), (SQUARE, H100, "1")):
-        for text, variables in (
-            (torchrun_script(plan, GPT, cluster, "bf16"), NODE),
-            (sbatch_script(plan, GPT, cluster, "bf16", "job"), SLURM),
-        ):
-            words_of(text, tmp_path, **variables)
-            assert (tmp_path / "connections").read_text().strip() == expected
+@KIND
+@pytest.mark.parametrize("plan, cluster, expected", [(LINE, P3, ""), (SQUARE, H100, "1")])
+def test_one_queue_of_kernels_with_tensor_parallelism_alone(kind, plan, cluster, expected, tmp_path):
+    text, variables = written(kind, plan, GPT, cluster, "bf16")
+    words_of(text, tmp_path, **variables)
+    assert (tmp_path / "connections").read_text().strip() == expected
 
 
 def test_slurm_reads_its_options_before_the_first_command():
-    text = sbatch_script(SQUARE, GPT, H100, "bf16", "my model/2")
+    text, _ = written("job.sbatch", SQUARE, GPT, H100, "bf16", "my model/2")
     lines = text.splitlines()
     asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
@@ -233,16 +216,16 @@ def test_slurm_reads_its_options_before_the_first_command():
     for option in ("--job-name=my-model-2", "--nodes=2", "--gpus-per-node=8", *SBATCH):
         assert option in asked
     host = replace(H100, device=replace(H100.device, name="cpu"))
-    assert "--gpus-per-node" not in sbatch_script(SQUARE, GPT, host, "fp32", "job")
+    assert "--gpus-per-node" not in written("job.sbatch", SQUARE, GPT, host, "fp32")[0]
 
 
 def test_a_clone_is_used_if_it_is_named(tmp_path):
-    _, words = words_of(torchrun_script(LINE, GPT, P3, "fp16"), tmp_path, MEGATRON_2BW="a clone")
+    _, words = words_of(written("run.sh")[0], tmp_path, MEGATRON_2BW="a clone")
     assert words[0] == "a clone/pretrain_gpt_2bw.py"
 
 
 def test_run_sh_saves_to_a_folder_that_is_named(tmp_path):
-    text = torchrun_script(LINE, GPT, P3, "fp16")
+    text = written("run.sh")[0]
     interval = training.save_interval(Cost(GPT, P3, "fp16").seconds(LINE))
     _, words = words_of(text, tmp_path, CHECKPOINTS="my folder")
     assert words[-6:] == ["--save", "my folder", "--load", "my folder", "--save-interval", f"{interval}"]
@@ -260,34 +243,16 @@ def test_run_sh_saves_to_a_folder_that_is_named(tmp_path):
     ids=["the plan's", "a flag", "a flag with =", "a variable"],
 )
 def test_a_job_saves_at_one_interval(flags, changes, interval, tmp_path):
-    _, words = words_of(sbatch_script(LINE, GPT, P3, "fp16", "job"), tmp_path, *flags, **SLURM | changes)
+    _, words = words_of(written("job.sbatch")[0], tmp_path, *flags, **SLURM | changes)
     given = [word for at, word in enumerate(" ".join(words).replace("=", " ").split()) if words]
     values = [after for word, after in zip(given, given[1:]) if word == "--save-interval"]
     assert values == [interval or str(training.save_interval(Cost(GPT, P3, "fp16").seconds(LINE)))]
 
 
-def test_the_comments_of_a_script_say_what_a_run_takes():
-    cost = Cost(GPT, P3, "fp16")
-    for plan in (LINE, replace(LINE, schedule="pipedream-flush", extrapolate=False)):
-        estimate = cost.estimate(plan)
-        for text in (jobs.torchrun_script(cost, estimate), jobs.sbatch_script(cost, estimate, "job")):
-            comments = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
-            assert all(" ".join(sentence.split()) in comments for sentence in training.about(cost, estimate))
-            assert ("--two-bw-correction none" in comments) == (plan.schedule == "2bw")
-
-
-def test_a_script_is_written_whole_and_executable(tmp_path):
-    path = tmp_path / "run.sh"
-    write(path, "text\n")
-    assert path.read_text() == "text\n" and stat.S_IMODE(path.stat().st_mode) == 0o755
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_that_is_there_stays(tmp_path):
-    path, link = tmp_path / "run.sh", tmp_path / "link"
-    path.write_text("mine")
-    link.symlink_to(tmp_path / "nowhere")
-    for there in (path, link, tmp_path):
-        with pytest.raises(UserError, match=r"^--sbatch .* exists; remove it or give another name$"):
-            write(there, "text", "--sbatch")
-    assert path.read_text() == "mine" and sorted(tmp_path.iterdir()) == [link, path]
+@KIND
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream-flush"])
+def test_the_comments_of_a_script_say_what_a_run_takes(kind, schedule):
+    plan, cost = replace(LINE, schedule=schedule, extrapolate=schedule == "2bw"), Cost(GPT, P3, "fp16")
+    comments = " ".join(line[2:] for line in written(kind, plan)[0].splitlines() if line.startswith("# "))
+    assert all(" ".join(sentence.split()) in comments for sentence in training.about(cost, cost.estimate(plan)))
+    assert ("--two-bw-correction none" in comments) == (schedule == "2bw")

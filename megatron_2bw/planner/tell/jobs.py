@@ -17,6 +17,7 @@ from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.tell import training
+from megatron_2bw.words import groups
 
 # Of every job script, also those of megatron_2bw/slurm. Slurm signals the script 120 s before the time limit.
 SBATCH = (
@@ -172,7 +173,7 @@ def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> str:
     }
     lines = []
     for name, words in arrays.items():
-        lines += [f"{name}=(", *(f"    {shlex.join(flag)}" for flag in by_flag(words)), ")"]
+        lines += [f"{name}=(", *(f"    {shlex.join(flag)}" for flag in groups(words)), ")"]
     lines += ["if [[ ${DATA_ARGS:-} == *[![:space:]]* ]]; then", _SPLIT, f"    wait $! || {refuse}", "fi"]
     return "\n".join(lines)
 
@@ -180,16 +181,6 @@ def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> str:
 def mock_data(model: Model) -> list[str]:
     """Flags of random tokens from the model's vocabulary."""
     return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
-
-
-def by_flag(words: list[str]) -> list[list[str]]:
-    """The words of a command line, grouped: each flag with its values."""
-    flags: list[list[str]] = []
-    for word in words:
-        if word.startswith("--"):
-            flags.append([])
-        flags[-1].append(word)
-    return flags
 
 
 def write(path: Path, text: str, flag: str = "--script") -> None:
