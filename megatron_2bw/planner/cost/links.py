@@ -6,7 +6,8 @@ Invariant: all concurrent messages that leave a server share its link.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_2bw.models.cluster import Cluster
@@ -40,6 +41,7 @@ class Layout:
     context        the group of one sequence's parts
     ends           the first and the last stage of one pipeline (tied embeddings)
     boundaries     concurrent messages that leave one server over the boundary behind each stage; 0 if all stay inside
+    servers        of the ranks of each stage
     """
 
     tensor: Group
@@ -47,6 +49,7 @@ class Layout:
     ends: Group
     boundaries: tuple[int, ...]
     context: Group
+    servers: tuple[tuple[int, ...], ...] = field(compare=False)
 
 
 @lru_cache(maxsize=4096)
@@ -63,35 +66,21 @@ def layout(
 
     # (pipeline, first part of its tensor group) of each replica of a stage
     replicas = [(pipeline, part) for pipeline in range(width) for part in range(0, each, tensor)]
-    boundaries = []
+    boundaries, servers = [], []
     for stage in range(depth):
-        leaving: dict[int, int] = {}
-        for replica in replicas:
-            source = server(stage, *replica)
-            if source != server((stage + 1) % depth, *replica):
-                leaving[source] = leaving.get(source, 0) + tensor
-        boundaries.append(min(max(leaving.values(), default=0), gpus_per_server))
+        places = [(server(stage, *replica), server((stage + 1) % depth, *replica)) for replica in replicas]
+        leaving = Counter(here for here, there in places if here != there)
+        boundaries.append(min(tensor * max(leaving.values(), default=0), gpus_per_server))
+        both = {server(stage, pipeline, part + end) for pipeline, part in replicas for end in (0, tensor - 1)}
+        servers.append(tuple(sorted(both)))
     on = min(gpus_per_server, each * depth * width)
-    tensors = [server(0, 0, part) for part in range(tensor)]
+    tensors, chunks = ([server(0, 0, part) for part in parts] for parts in (range(tensor), range(0, each, tensor)))
+    data = [server(0, *replica) for replica in replicas]
     apart = server(0, 0) != server(depth - 1, 0)
-    firsts = min(tensor * sum(server(0, *replica) == server(0, 0) for replica in replicas), gpus_per_server)
+    firsts = min(tensor * data.count(server(0, 0)), gpus_per_server)
     ends = Group(2, 2, firsts) if apart else Group(2, 1, 1)
-    data, chunks = (
-        [server(0, *replica) for replica in replicas],
-        [server(0, 0, part) for part in range(0, each, tensor)],
-    )
-    return Layout(_group(tensors, on), _group(data, on), ends, tuple(boundaries), _group(chunks, on))
-
-
-@lru_cache(maxsize=4096)
-def servers_of(
-    stage: int, tensor: int, depth: int, width: int, pipeline_inside: bool, gpus_per_server: int, context: int = 1
-) -> tuple[int, ...]:
-    """The servers of a stage's ranks."""
-    each = tensor * context
-    stage_stride, pipeline_stride = (each, each * depth) if pipeline_inside else (each * width, each)
-    firsts = [stage * stage_stride + pipeline * pipeline_stride for pipeline in range(width)]
-    return tuple(sorted({(first + part) // gpus_per_server for first in firsts for part in range(each)}))
+    groups = _group(tensors, on), _group(data, on), ends
+    return Layout(*groups, tuple(boundaries), _group(chunks, on), tuple(servers))
 
 
 def _group(servers: list[int], gpus_per_server: int) -> Group:

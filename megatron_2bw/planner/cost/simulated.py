@@ -17,7 +17,7 @@ from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import Plan, by_fields
 from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cost.compute import Compute, Work
-from megatron_2bw.planner.cost.links import all_reduce, half, message, servers_of
+from megatron_2bw.planner.cost.links import all_reduce, half, message
 from megatron_2bw.planner.cost.memory import (
     BYTES,
     CONTEXT,
@@ -231,11 +231,10 @@ class Cost:
 
     def device(self, plan: Plan, stage: int) -> Device:
         """The weakest GPU of a stage, on which its other replicas wait."""
-        devices, sizes = self.cluster.devices, (plan.tensor, plan.depth, plan.width)
+        devices = self.cluster.devices
         if not devices:
             return self.cluster.device
-        where = servers_of(stage, *sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
-        return _weakest(tuple(devices[server] for server in where))
+        return _weakest(tuple(devices[server] for server in self.compute.layout(plan).servers[stage]))
 
     def _computes(self, plan: Plan) -> list[Compute]:
         """Of each stage."""
