@@ -101,12 +101,12 @@ def _end_loader_workers() -> None:
 
 def _merge_trace(args, runtime) -> None:
     """With --two-bw-trace: after all stages have written their files, join and draw them."""
+    if args.two_bw_trace is None:
+        return
     import torch.distributed as dist
 
     from megatron_2bw.timelines import trace
 
-    if args.two_bw_trace is None:
-        return
     runtime.close_trace()
     if dist.is_initialized():
         dist.barrier()
