@@ -13,10 +13,8 @@ from unittest import mock
 from megatron_2bw import cpu
 from megatron_2bw.flags import early
 from megatron_2bw.flags.parse import check, parse_early, prepare
-from megatron_2bw.schedules import SCHEDULES
 from tests.distributed.training import BERT
 
-FLUSH = tuple(name for name, schedule in SCHEDULES.items() if schedule.flushes)
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -57,20 +55,16 @@ def complaint(argv: list[str], world: int) -> str | None:
 
     The check before torch is imported must answer the same line, or none where the rule needs more than it has.
     """
-    line = _complaint(argv, world)
+    line = None
+    try:
+        check(parse(argv, world), stop)
+    except Stopped as stopped:
+        line = str(stopped)
     if "cpu" in argv and cpu.installed():
         bert = argv[0] == BERT
         found = early.mistake(argv[bert:], "bert" if bert else "gpt", world)
         assert found in (None, line), f"the check before the imports answers something else: {found}, {line}"
     return line
-
-
-def _complaint(argv: list[str], world: int) -> str | None:
-    try:
-        check(parse(argv, world), stop)
-    except Stopped as stopped:
-        return str(stopped)
-    return None
 
 
 def dataset(prefix: Path, lengths: tuple[int, ...] = (5, 7, 3), code: int = 4, width: int = 4) -> Path:
