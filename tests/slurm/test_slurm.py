@@ -27,37 +27,13 @@ from tests.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[2]
 ITERATIONS = 40
-SHAPE = [
-    "--num-layers",
-    4,
-    "--hidden-size",
-    32,
-    "--num-attention-heads",
-    4,
-    "--seq-length",
-    16,
-    "--max-position-embeddings",
-    16,
-    "--vocab-size",
-    127,
-    "--num-workers",
-    0,
-]
-TINY = [
-    *SHAPE,
-    "--micro-batch-size",
-    2,
-    "--global-batch-size",
-    8,
-    "--train-iters",
-    ITERATIONS,
-    "--lr",
-    "1e-3",
-    "--eval-iters",
-    0,
-    "--log-interval",
-    1,
-]
+SHAPE = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --vocab-size 127 --num-workers 0
+""".split()
+TINY = (
+    f"--micro-batch-size 2 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 --eval-iters 0 --log-interval 1"
+)
 MODELS = {"gpt": "gpt-355m", "bert": "bert-24"}  # made tiny by the caller's flags, which win
 
 
@@ -109,16 +85,10 @@ class Job:
 
     def told(self) -> str:
         batch = self.folder / "batch.log"
-        return "\n".join(
-            [
-                json.dumps(self.status(), indent=1),
-                batch.read_text() if batch.exists() else "",
-                self.log(0)[-3000:],
-                self.log(1)[-3000:],
-                self.cluster.call("squeue"),
-                self.cluster.logs(),
-            ]
-        )
+        text = batch.read_text() if batch.exists() else ""
+        logs = [self.log(start)[-3000:] for start in (0, 1)]
+        queue = self.cluster.call("squeue")
+        return "\n".join([json.dumps(self.status(), indent=1), text, *logs, queue, self.cluster.logs()])
 
     def ranks(self) -> list[psutil.Process]:
         """The job's training processes."""
@@ -134,7 +104,7 @@ class Job:
         return found
 
 
-def submit(cluster: Cluster, folder: Path, kind: str, *options: str, flags: list = TINY, **environment: str) -> Job:
+def submit(cluster: Cluster, folder: Path, kind: str, *options: str, **environment: str) -> Job:
     """sbatch of the script for `kind` on both nodes, a rank each: a pipeline of two stages."""
     folder.mkdir()
     variables = {
@@ -145,17 +115,10 @@ def submit(cluster: Cluster, folder: Path, kind: str, *options: str, flags: list
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    number = cluster.call(
-        "sbatch",
-        "--parsable",
-        "--nodes=2",
-        f"--output={folder}/batch.log",
-        *options,
-        f"scripts/slurm/pretrain_{kind}_2bw.sbatch",
-        *flags,
-        cwd=ROOT,
-        **variables | environment,
-    )
+    words = ("--parsable", "--nodes=2", f"--output={folder}/batch.log", *options)
+    flags = [*SHAPE, *TINY.split(), "--train-iters", ITERATIONS]
+    script = f"scripts/slurm/pretrain_{kind}_2bw.sbatch"
+    number = cluster.call("sbatch", *words, script, *flags, cwd=ROOT, **variables | environment)
     return Job(cluster, folder, number)
 
 
@@ -228,24 +191,11 @@ def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_
     script, preamble = tmp_path / "job.sbatch", tmp_path / "preamble.sh"
     script.write_text(sbatch_script(cost, cost.estimate(Plan(1, 2, 1, 2, 4, extrapolate=True)), "tiny"))
     preamble.write_text("export FROM_PREAMBLE=$unset.yes\n")
-    number = slurm.call(
-        "sbatch",
-        "--parsable",
-        f"--output={tmp_path}/batch.log",
-        script,
-        "--log-interval",
-        1,
-        "--eval-iters",
-        0,
-        cwd=ROOT,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
-        LOGS=str(tmp_path / "logs"),
-        CHECKPOINTS=str(tmp_path / "checkpoints"),
-        PREAMBLE=str(preamble),
-        SRUN_ARGS="--label env 'IN_CONTAINER=so to speak'",
-        SBATCH_PARTITION="named",
-    )
+    variables = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PREAMBLE=str(preamble))
+    variables |= dict(LOGS=str(tmp_path / "logs"), CHECKPOINTS=str(tmp_path / "checkpoints"), SBATCH_PARTITION="named")
+    variables |= dict(SRUN_ARGS="--label env 'IN_CONTAINER=so to speak'")
+    words = ("--parsable", f"--output={tmp_path}/batch.log", script, "--log-interval", 1, "--eval-iters", 0)
+    number = slurm.call("sbatch", *words, cwd=ROOT, **variables)
     job = Job(slurm, tmp_path, number)
     job.wait("training", lambda: len(job.losses()) >= 3)
     assert job.status()["status"] == "running"
@@ -272,25 +222,9 @@ def test_a_sweep_measures_and_tells_what_does_not_fit(slurm, tmp_path):
             sys.executable, "scripts/slurm/sweep.py", command, "--out", out, *words, cwd=ROOT, MASTER_ADDR="127.0.0.1"
         )
 
-    own = [
-        "--model",
-        MODELS["gpt"],
-        "--cpu",
-        "--nodes",
-        2,
-        "--gpus-per-node",
-        1,
-        "--model-parallel-size",
-        2,
-        "--batch-sizes",
-        8,
-        "--micro-batch-size",
-        2,
-        "--precision",
-        "fp32",
-        "--train-iters",
-        8,
-    ]
+    text = f"""--model {MODELS["gpt"]} --cpu --nodes 2 --gpus-per-node 1 --model-parallel-size 2 --batch-sizes 8
+        --micro-batch-size 2 --precision fp32 --train-iters 8"""
+    own = text.split()
     sweep("submit", *own, "--systems", "GPipe,PipeDream-2BW", "--", *SHAPE)
     # More than a process can address: no machine tries to find that memory.
     sweep("submit", *own, "--systems", "PipeDream-Flush", "--", *SHAPE, "--ffn-hidden-size", 4 * 10**12)
@@ -307,11 +241,3 @@ def test_a_sweep_measures_and_tells_what_does_not_fit(slurm, tmp_path):
         assert float(rows[system]["samples_per_second"]) > 0 and rows[system]["iterations"] == "4"
     assert rows["PipeDream-Flush"]["samples_per_second"] == "" and "memory" in rows["PipeDream-Flush"]["reason"]
     assert (out / "sweep.png").stat().st_size > 1000
-
-
-def test_a_wrong_model_is_told_in_one_line(slurm, tmp_path):
-    job = submit(slurm, tmp_path / "job", "gpt", MODEL="gpt-9b")
-    job.wait("failed", lambda: job.status()["status"] == "failed", 30)
-    assert job.status()["reason"].startswith("MODEL=gpt-9b: not one of gpt-355m, ")
-    text = (job.folder / "batch.log").read_text()
-    assert text.startswith("gpt-2bw: error: MODEL=gpt-9b") and len(text.splitlines()) == 1
