@@ -44,7 +44,8 @@ empty_unused_memory_level gpu_sniff_test_interval attention_backend te_rng_track
 use_transformer_engine_op_fuser fused_residual_rmsnorm use_kitchen_attention flash_attention_version symmetric_ar_type
 use_grouped_gemm_for_dense_mlp moe_grouped_gemm moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu
 save_activations_interval save_dgrads_interval use_precision_aware_optimizer fsdp_manual_registration
-defer_embedding_wgrad_compute fp8_param_gather fp4_param_gather
+defer_embedding_wgrad_compute fp8_param_gather fp4_param_gather main_grads_dtype main_params_dtype exp_avg_dtype
+exp_avg_sq_dtype
 """.split()
 _NO_LAYERS = ("multi_latent_attention", "experimental_attention_variant")  # Megatron has some for GPUs alone
 _QUANTISED = "fp8 fp4 te_precision_config_file kitchen_config_file kitchen_recipe_number".split()
