@@ -5,13 +5,17 @@ Their first argument is the original; that of a method has the object, `self`, a
 
 from __future__ import annotations
 
+import functools
 import itertools
+import multiprocessing
 import queue
 from collections.abc import Callable
+from multiprocessing.managers import SyncManager
 from typing import Any
 
 from megatron_2bw.checkpoints import folder, unpickle
 from megatron_2bw.guard import around
+from megatron_2bw.processes import end_with_parent
 
 
 @around
@@ -83,10 +87,16 @@ def _unpadded(buffer) -> dict:
 
 
 def queue_in_process(get_results_queue: Callable) -> Callable:
-    """A save that is not asynchronous puts and gets in one process."""
+    """A save that is not asynchronous puts and gets in one process. The process of the others ends with its rank."""
     from megatron.training import get_args
 
-    return lambda mp_mode="spawn": get_results_queue(mp_mode) if get_args().async_save else queue.Queue()
+    @functools.cache
+    def of_a_process(mp_mode: str) -> Any:
+        manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
+        manager.start(end_with_parent)
+        return manager.Queue()
+
+    return lambda mp_mode="spawn": of_a_process(mp_mode) if get_args().async_save else queue.Queue()
 
 
 @around

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.mcore.repairs import queue_in_process
 from megatron_2bw.start import exits
 
 EFFECTS = [
@@ -102,3 +106,30 @@ def test_a_rank_that_cannot_leave_is_ended(tmp_path):
     )
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert run.returncode == -signal.SIGALRM and "ValueError: here" in run.stderr
+
+
+def saving_rank(numbers) -> None:
+    """A rank with an asynchronous save: it starts the process of its results and waits to be killed."""
+    import megatron.training
+
+    megatron.training.get_args = lambda: SimpleNamespace(async_save=True)
+    results = queue_in_process(pytest.fail)("fork")
+    results.put({"written": 1})
+    assert results.get_nowait() == {"written": 1}
+    numbers.put([child.pid for child in psutil.Process().children()])
+    signal.pause()
+
+
+def test_the_process_of_a_killed_ranks_results_ends():
+    context = multiprocessing.get_context("fork")
+    numbers = context.Queue()
+    process = context.Process(target=saving_rank, args=(numbers,))
+    process.start()
+    try:
+        (number,) = numbers.get(timeout=60)
+        child = psutil.Process(number)
+        assert child.is_running()
+    finally:
+        process.kill()
+        process.join()
+    assert psutil.wait_procs([child], timeout=20)[1] == []
