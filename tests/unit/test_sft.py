@@ -135,17 +135,11 @@ def test_a_template_that_rewrites_earlier_turns(tmp_path, capsys):
 
 WRONG = [
     ("{", "Expecting"),
-    ("[1]", "'list' object"),
     ({"text": "a"}, "it has the keys text: give messages, conversations, prompt and completion, or"),
-    ({"prompt": "a"}, "it has the keys prompt: give"),
-    ({"prompt": "a", "completion": 3}, "a text is int, not a string"),
     ({"prompt": "a", "completion": ""}, "no text of the assistant"),
     ({"prompt": "a </s>", "completion": "b"}, "a text spells out the special token </s>"),
     ({"prompt": "\ud800", "completion": "b"}, "surrogates"),
-    ({"instruction": ["a"], "output": "b"}, "list"),
-    ({"messages": "hello"}, "str"),
     ({"messages": [{"role": "user"}]}, "NoneType, not a string"),
-    ({"messages": [{"role": "user", "content": ["a"]}]}, "a text is list, not a string"),
     ({"messages": CHAT[:1]}, "no text of the assistant"),
     ({"conversations": [{"from": "tool", "value": "a"}]}, "'tool'"),
 ]
@@ -161,15 +155,13 @@ def test_a_bad_line_is_named_or_left_out(tmp_path, capsys, line, reason):
     assert status == 0 and "1 bad documents left out" in err and shown(tmp_path) == ["<s>1+1=⟦2</s>⟧"] * 2
 
 
-def test_a_refusal_of_the_template(tmp_path, capsys):
-    template = "{{ raise_exception('roles must alternate') }}"
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [("{{ raise_exception('roles must alternate') }}", "roles must alternate"), (None, "it has no chat template: ")],
+)
+def test_a_template_that_refuses_or_is_missing(tmp_path, capsys, template, line):
     status, _, err = prepare(tmp_path, capsys, template, {"messages": CHAT})
-    assert status == 2 and ": the chat template refuses it: roles must alternate" in err.splitlines()[-1]
-
-
-def test_a_tokenizer_without_a_chat_template(tmp_path, capsys):
-    status, _, err = prepare(tmp_path, capsys, None, {"messages": CHAT}, flags=["--skip-bad-documents"])
-    assert status == 2 and f"--tokenizer-model {tmp_path}/tokenizer: it has no chat template: " in err.splitlines()[-1]
+    assert status == 2 and line in err.splitlines()[-1]
 
 
 def test_parts_do_not_show_and_rows_are_as_lines(tmp_path, capsys, monkeypatch):
