@@ -53,10 +53,10 @@ TWO := -n 2 --dist worksteal
 
 test: install
 	$(PYTEST) $(TWO) tests/unit
-	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e tests/model
+	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e tests/model tests/lists
 
 test-rest: install
-	$(PYTEST) $(TWO) -m "not proof" tests/distributed tests/e2e tests/model
+	$(PYTEST) $(TWO) -m "not proof" tests/distributed tests/e2e tests/model tests/lists
 	$(PYTEST) --hypothesis-profile thousand tests/unit/test_plain_torch.py
 
 test-all: test test-rest
