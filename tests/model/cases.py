@@ -148,7 +148,7 @@ def one_gradient_slot() -> None:
     """Two batches have one slot."""
     from megatron_2bw.mcore.grad_buffers import GradientSlots
 
-    GradientSlots._slot = lambda self, batch: self._slots[0]
+    GradientSlots.gradients_of = lambda self, batch: self._slots[0]
 
 
 def no_wait_for_message() -> None:

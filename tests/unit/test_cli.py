@@ -45,7 +45,7 @@ def test_a_misspelt_command(typed, line, capsys):
     "argv",
     [[], ["doctor", "--help"], "simulate --schedule 2bw --stages 2 --microbatches 2".split(), ["train", "gpt", "--x"]],
 )
-def test_what_needs_no_large_package(argv):
+def test_what_needs_no_large_package(argv, on_the_cpu):  # which makes the table of Megatron's flags
     code = (
         "import sys; from megatron_2bw import cli\n"
         "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
