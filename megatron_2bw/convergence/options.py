@@ -123,7 +123,6 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="as the entry script's")
     gaps = "exit with 1 if a gap is larger; one, or one for each --lr"
     option("--max-gap", type=_numbers(float), metavar="PERCENT", help=gaps)
-    option("--max-gap-of", type=words, metavar="VARIANT,...", help="that --max-gap is for (default: all)")
     option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
     option("--no-defaults", action="store_true", help="only Megatron's flags after --, none of this script's own")
     option("--fresh", action="store_true", help="set earlier runs aside as runs.1, ... and run all of them")
@@ -185,9 +184,6 @@ def _limits(options: argparse.Namespace) -> dict[str, float]:
     limits = [float(limit) for limit in options.max_gap]
     if len(limits) not in (1, len(options.lr)):
         raise UserError(f"--max-gap {','.join(options.max_gap)}: give one number, or one for each --lr")
-    others = [label for label in options.variants if label != "vanilla"]
-    if wrong := [label for label in options.max_gap_of or () if label not in others]:
-        raise UserError(f"--max-gap-of {wrong[0]}: it is not one of {', '.join(others)}")
     return dict(zip(options.lr, limits * len(options.lr) if len(limits) == 1 else limits))
 
 

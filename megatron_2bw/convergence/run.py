@@ -15,6 +15,7 @@ compared with one of another command.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -40,6 +41,8 @@ from megatron_2bw.start.torchrun import ROOT, environment, start
 
 EVERY = 5.0  # seconds between two lines of a run
 POLL = 0.2  # seconds between two looks at the runs
+
+say = functools.partial(print, flush=True)
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -189,10 +192,6 @@ def finish(board: Board, job: Job, code: int) -> None:
     board.say(run, f"ended after {duration(job.seconds)}, {loss}")
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +248,7 @@ def judge(rows: Sequence[dict[str, Any]], options) -> int:
     """The exit code of --max-gap; prints a line for each variant above it, or one line if there is none."""
     if options.max_gap is None:
         return 0
-    of = options.max_gap_of or [label for label in options.variants if label != "vanilla"]
+    of = [label for label in options.variants if label != "vanilla"]
     lines = too_large(rows, options.max_gap, of, len(options.seeds))
     for line in lines:
         print(f"convergence.py: {line}", file=sys.stderr)

@@ -134,7 +134,7 @@ _NOT_OF_CONVERSATIONS = (
 
 def _of_text(args: Args) -> str | None:
     """--sft-data is for a GPT, and not with flags of plain text."""
-    if args.sft_data and task(args) == "bert":
+    if args.sft_data and task(args) != "gpt":
         return "--sft-data is a flag of pretrain_gpt_2bw.py: leave it out"
     for flag in _NOT_OF_CONVERSATIONS.split() if args.sft_data else ():
         if value(args, flag):

@@ -18,8 +18,12 @@ def _chunks(args: Args) -> bool:
     return layers is not None and args.num_layers != layers * args.pipeline_model_parallel_size
 
 
+def _emerging(args: Args) -> bool:
+    return args.optimizer not in ("adam", "sgd")
+
+
 def _whole_matrices(args: Args) -> bool:
-    sharded = args.use_distributed_optimizer and args.optimizer not in ("adam", "sgd")
+    sharded = args.use_distributed_optimizer and _emerging(args)
     return sharded or args.optimizer == "dist_muon" or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
@@ -80,6 +84,7 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--te-precision-config-file --kitchen-config-file", _QUANTISED),
         ("--kitchen-recipe-number", _QUANTISED, lambda a: value(a, "--kitchen-recipe-number") is not None),
         ("--fake-process-group", f"stages exchange real messages; {OUT}"),
+        ("--inprocess-restart", f"a schedule's groups and weights outlive the restart; {OUT}"),
         ("--fine-grained-activation-offloading --cpu-offloading-num-layers --optimizer-cpu-offload", _NOT_YET),
         ("--step-batch-size-schedule --rampup-batch-size", "a batch must keep its size; give --global-batch-size only"),
     ),
@@ -90,6 +95,7 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET),
         ("--use-precision-aware-optimizer", f"its kernel writes one weight store only; {OUT}"),
         ("--optimizer", f"whole matrices of each rank are not versioned yet; {_SHARDED}", _whole_matrices),
+        ("--perform-rl-step --mtp-num-layers", _NOT_YET),  # of scripts that have them
         ("--iterations-to-skip --result-rejected-tracker-filename", f"{_IN_FLIGHT}none can be skipped"),
         ("--phase-transition-iterations", f"{_IN_FLIGHT}they would be of the old phase"),
         ("--rerun-mode validate_results report_stats", f"{_IN_FLIGHT}use --rerun-mode disabled"),
@@ -98,7 +104,15 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--save-params-interval", f"the step of a batch ends in the next iteration; {OUT}"),
         ("--qk-clip", f"it changes weights that microbatches in flight still read; {OUT}"),
     ),
-    *rules("2bw", ("--muon-fp32-matmul-prec high", "TF32 would be on for the next batch too; use medium")),
+    *rules(
+        "2bw",
+        ("--muon-fp32-matmul-prec high", "TF32 would be on for the next batch too; use medium"),
+        (
+            "--loss-scale",
+            f"it divides only some gradients of --optimizer; {OUT}",
+            lambda a: a.loss_scale and _emerging(a),
+        ),
+    ),
     sizes.SCALES,
     sizes.TIES,
 )

@@ -292,7 +292,6 @@ def test_about_ten_validations_and_none_of_them_twice(iterations):
         (["--seeds", "1,1"], "--seeds"),
         (["--variants", "2bw"], "--variants"),
         (["--variant", "2bw=--x"], "--variant"),
-        (["--max-gap", "1", "--max-gap-of", "vanilla"], "--max-gap-of"),
         (["--max-gap", "1,2"], "--max-gap 1,2"),
         (["--", "--seed=1"], "--seed"),
         (["--no-defaults"], "--train-iters"),
@@ -388,7 +387,6 @@ def test_a_run_that_fails_leaves_the_others_alone(experiment, capsys):
         "convergence.py: bad at lr 3e-4: the gap is known for 0 of 1 seeds; runs are missing, or vanilla diverged\n"
     )
     assert "- bad lr 3e-4 seed 1234: exit code 1" in (experiment.out / "report.md").read_text()
-    assert experiment("--variant", "bad=--fail", "--max-gap", "5", "--max-gap-of", "2bw") == (1, 2)  # it is tried again
 
 
 def test_nothing_more_is_started_if_the_first_has_not_trained(experiment, capsys):
