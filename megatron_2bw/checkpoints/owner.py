@@ -29,7 +29,7 @@ def hold(folder: str | os.PathLike) -> None:
     file = Path(os.path.realpath(folder), OWNER)
     if "://" in str(folder) or file in _held:
         return
-    lock, here = FileLock(file, thread_local=False), socket.gethostname()
+    lock, here = FileLock(file, mode=0o666, thread_local=False, fallback_to_soft=False), socket.gethostname()
     with file_errors(f"--save {folder}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         run = file.read_text(errors="replace") if file.exists() else ""
@@ -39,7 +39,7 @@ def hold(folder: str | os.PathLike) -> None:
             who = file.read_text(errors="replace") or "another run"
             raise UserError(f"--save {folder}: {who} saves there: give each run its own folder") from None
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             print(f"> --save {folder}: no locks there ({error.strerror}): nothing keeps a second run out", flush=True)
             return

@@ -132,8 +132,8 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def gpus_of(slot: int, ranks: int, options) -> str | None:
-    """CUDA_VISIBLE_DEVICES of the slot-th of the concurrent runs, of the GPUs of this process; None to leave it."""
+def gpus_of(slot: int, ranks: int, most: int, options) -> str | None:
+    """CUDA_VISIBLE_DEVICES of the slot-th of the concurrent runs of at most `most` ranks; None to leave it."""
     if options.jobs == 1 or options.device == "cpu":
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -142,12 +142,14 @@ def gpus_of(slot: int, ranks: int, options) -> str | None:
 
         visible = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = visible.split(",")
-    return ",".join(gpus[(slot * ranks + rank) % len(gpus)] for rank in range(ranks)) if len(gpus) > ranks else None
+    return ",".join(gpus[(slot * most + rank) % len(gpus)] for rank in range(ranks)) if len(gpus) > ranks else None
 
 
 def train(board: Board, options, after: Callable[[], None]) -> None:
     """Run what is missing, `options.jobs` at a time; call `after` after each. Failures are on the board."""
+    ranks = lambda run: int(value(run.command, "--nproc-per-node"))
     waiting = [run for run in board.runs if run not in board.results]
+    most = max(map(ranks, waiting), default=1)
     jobs: dict[int, Job] = {}
     try:
         while waiting or jobs:
@@ -155,7 +157,7 @@ def train(board: Board, options, after: Callable[[], None]) -> None:
             if waiting and len(jobs) < options.jobs and all(job.iteration for job in jobs.values()):
                 slot = next(slot for slot in range(options.jobs) if slot not in jobs)
                 run = waiting.pop(0)
-                jobs[slot] = Job(run, gpus_of(slot, int(value(run.command, "--nproc-per-node")), options))
+                jobs[slot] = Job(run, gpus_of(slot, ranks(run), most, options))
                 board.say(run, "starts")
             for slot, job in list(jobs.items()):
                 code = job.process.poll()
@@ -169,7 +171,10 @@ def train(board: Board, options, after: Callable[[], None]) -> None:
                     if waiting and not jobs and len(board.failures) == 1 and not board.results and not job.iteration:
                         say("convergence.py: no other run is started, for the first has not trained")
                         waiting.clear()
-                    after()
+                    try:
+                        after()
+                    except OSError as error:  # the next report may succeed; the runs continue
+                        say(f"convergence.py: the report could not be written: {error}")
             time.sleep(POLL)
     finally:
         for job in jobs.values():

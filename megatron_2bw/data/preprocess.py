@@ -62,7 +62,7 @@ class Source:
         """What `take` makes of each document. A bad one raises UserError, or is counted with `skip_bad`."""
         column = "text" if self.form else self.key
         rows = batch[column] if column else [dict(zip(batch, row)) for row in zip(*batch.values())]
-        for number, row in zip(numbers, rows):
+        for row, number in zip(rows, numbers):
             try:
                 yield from [take(document, counts) for document in (self._read(row) if self.form else [row])]
             except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -162,6 +162,10 @@ def _work(options: Namespace, folder: Path) -> tuple[list[Path], Counter[str], f
         parts = [part for source in sources for part in _tokenized(source, encoder, loaded.digest(), options, folder)]
     except multiprocess.TimeoutError as error:  # which `datasets` raises in the place of a signal's
         raise error.__context__ or error from None
+    except UserError:
+        raise
+    except (RuntimeError, EOFError) as error:
+        raise ChildProcessError("a worker process was killed, perhaps for memory: fewer --workers need less") from error
     counts: Counter[str] = Counter()
     write(folder / "data", encoder.dtype, _drained(parts, counts))
     if not counts["documents"]:
@@ -242,8 +246,9 @@ def _sample(sources: list[Source], share: float) -> Iterator[str]:
         pieces = min(100, wanted) if wanted < count else 1
         for piece in range(pieces):
             start = count * piece // pieces
+            numbers = itertools.count(start)
             for batch in source.rows.select(range(start, min(start + wanted // pieces, count))).iter(100):
-                yield from source.documents(batch, itertools.count(start), Encoder.take, Counter())
+                yield from source.documents(batch, numbers, Encoder.take, Counter())
 
 
 def _tokenized(source: Source, encoder: Any, tokenizer: str, options: Namespace, folder: Path) -> Iterator[Any]:

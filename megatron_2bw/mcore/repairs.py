@@ -101,6 +101,8 @@ def queue_in_process(get_results_queue: Callable) -> Callable:
 
 @around
 def raise_cause(write_preloaded_data: Callable, *args: Any, **kwargs: Any) -> Any:
+    if multiprocessing.parent_process() is not None:  # of an asynchronous save
+        end_with_parent()
     output = write_preloaded_data(*args, **kwargs)
     if kwargs["results_queue"] is None and output is not None and isinstance(output[1], Exception):
         raise folder.root(output[1])  # caught by the caller, which passes its text on

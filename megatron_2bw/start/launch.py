@@ -34,7 +34,7 @@ def launch(task: str) -> None:
     name = task.rpartition(".")[2]
     if line := early.mistake(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))):
         stop(line)
-    screen.begin("--verbose" in sys.argv)
+    screen.begin(not {"--verbose", "-h", "--help"}.isdisjoint(sys.argv))
     if (line := shared_store(os.environ)) and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         stop(line)
     elif line:
@@ -76,7 +76,9 @@ def launch(task: str) -> None:
             )
         except SystemExit as end:  # Megatron exits so before the last iteration, and after errors that it prints
             if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
-                sys.exit(end.code or 1)
+                if not end.code:
+                    stop(f"Megatron ended the run: {output} has its line")
+                sys.exit(end.code)
             if end.code in (None, 0):
                 _merge_trace(args, runtime)
             raise

@@ -12,12 +12,13 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 SHOWN = re.compile(
-    r"> (--[\w-]+|[\w.=-]+:|rank \d|\d+ process)"  # of this project
+    r"> (--[\w-]+|[\w.=-]+:|on the CPU:|rank \d|\d+ process)"  # of this project
     r"|(\[rank\d+\]: *)?([\w.-]+: (error:|rank \d)|[\w.]*(Error|Exception|Interrupt|Exit)\b|ERROR:|CRITICAL:)"
     r"|\s*(\[[^]]*\] *)?(iteration +\d+/|(saving|successfully \w+|loading) .*checkpoint)"  # of Megatron
     r"| *validation loss at|\[(exiting program|before the start of training step)|.*could not find the metadata file"
@@ -43,12 +44,15 @@ class _Stream:
         *lines, self._begun[thread] = (self._begun.get(thread, "") + text).split("\n")
         if shown := "".join(f"{line}\n" for line in lines if self._verbose or SHOWN.match(line)):
             try:
-                os.write(self._screen, shown.encode())
+                os.write(self._screen, shown.encode(errors="backslashreplace"))
             except OSError as error:
                 if not self._lost:
                     self._lost = True
                     print(f"> screen: lines are lost: {error}", file=sys.stderr)
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def flush(self) -> None:
         with suppress(OSError):
@@ -77,7 +81,7 @@ def settle(folder: str | os.PathLike | None) -> str:
             temporary, _record = _record, _opened(path)
             for number in (1, 2):
                 os.dup2(_record.fileno(), number)
-            _record.write(Path(temporary.name).read_text())
+            _record.write(Path(temporary.name).read_text(errors="backslashreplace"))
             os.unlink(temporary.name)
     return place()
 
@@ -100,4 +104,5 @@ def record(error: BaseException) -> None:
     if _record is None or "--verbose" in sys.argv:
         traceback.print_exception(error)
     else:
-        traceback.print_exception(error, file=_record)
+        with suppress(OSError):
+            traceback.print_exception(error, file=_record)

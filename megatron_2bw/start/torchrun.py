@@ -45,7 +45,8 @@ def run_ranks(prog: str, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    os.environ.update(environment())
+    # The ranks get ten minutes for a save after SIGTERM; torchrun's default is half a minute.
+    os.environ.update({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"} | environment())
     logging.disable(logging.ERROR)  # torchrun's agent repeats what the ranks have reported
     options = parse_args(command[3:])
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # of nohup

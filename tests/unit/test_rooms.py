@@ -31,22 +31,22 @@ KNOWN: set[str] = set()
 # Lines of *.py at most; in docs lines of *.md.
 LINES = {
     "megatron_2bw/schedules megatron_2bw/core": 1794,
-    "megatron_2bw/mcore": 2345,
+    "megatron_2bw/mcore": 2347,
     "megatron_2bw/checkpoints": 742,
-    "megatron_2bw/flags megatron_2bw/sizes.py": 1306,
-    "megatron_2bw/start megatron_2bw/tasks": 1228,
+    "megatron_2bw/flags megatron_2bw/sizes.py": 1320,
+    "megatron_2bw/start megatron_2bw/tasks": 1236,
     "megatron_2bw/models": 1268,
     "megatron_2bw/planner": 3858,
     "megatron_2bw/timelines": 1161,
-    "megatron_2bw/data": 1133,
+    "megatron_2bw/data": 1138,
     "megatron_2bw/convert": 1089,
     "megatron_2bw/convergence": 1008,
     "megatron_2bw/slurm": 412,
     "megatron_2bw/gpu_check": 446,
     "megatron_2bw/*.py": 1579,  # without sizes.py
-    "megatron_2bw": 19369,
+    "megatron_2bw": 19398,
     "scripts bench": 4402,
-    "tests": 22186,
+    "tests": 22188,
     "docs/*.md": 2976,
 }
 
