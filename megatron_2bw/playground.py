@@ -127,7 +127,7 @@ class Parameters:
     @property
     def times(self) -> Times:
         # The link from the last stage to the first, which only interleaved stages use, is as slow as the slowest.
-        transfer = [*self.transfer, max(self.transfer)] if isinstance(self.transfer, list) else self.transfer
+        transfer = [*self.transfer, max(self.transfer, default=0)] if isinstance(self.transfer, list) else self.transfer
         occupied = [self.occupied * t for t in transfer] if isinstance(transfer, list) else self.occupied * transfer
         return Times(self.forward, self.backward, 0.0, transfer, occupied, 0.0, self.reduce, self.step)
 
