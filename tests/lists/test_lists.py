@@ -180,7 +180,7 @@ def test_lists_that_start_train(name, schedule, tmp_path):
         return  # refused, as the test above has checked
     argv, ranks = scaled(LISTS[name], str(tmp_path))
     argv = ["pretrain_bert_2bw.py"] * ("bert" in name) + [*argv, "--pipeline-schedule", schedule]
-    runs = run_world(ranks, train, argv)
+    runs = run_world(ranks, train, argv, timeout=280.0)  # an asynchronous save starts a process for each rank
     assert len(runs[-1].grad_norms) == 2
     assert all(math.isfinite(loss) for loss in runs[-1].losses) and runs[-1].losses
 
