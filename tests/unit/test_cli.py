@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw import cli
+from megatron_2bw.flags import early
 from megatron_2bw.planner import cli as planner
 from megatron_2bw.start import train
 from tests.distributed.training import TINY
+from tests.unit.test_early import megatrons
 
 FLAGS = [str(word) for pair in TINY.items() for word in pair]
 
@@ -45,7 +47,12 @@ def test_a_misspelt_command(typed, line, capsys):
     "argv",
     [[], ["doctor", "--help"], "simulate --schedule 2bw --stages 2 --microbatches 2".split(), ["train", "gpt", "--x"]],
 )
-def test_what_needs_no_large_package(argv, on_the_cpu):  # which makes the table of Megatron's flags
+def test_what_needs_no_large_package(argv, on_the_cpu, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    early.table.cache_clear()
+    early.remember(megatrons())
+    early.table.cache_clear()
+    assert early.table()
     code = (
         "import sys; from megatron_2bw import cli\n"
         "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"

@@ -46,7 +46,7 @@ LINES = {
     "megatron_2bw/*.py": 1579,  # without sizes.py
     "megatron_2bw": 19398,
     "scripts bench": 4402,
-    "tests": 22188,
+    "tests": 22195,
     "docs/*.md": 2976,
 }
 
