@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_2bw.errors import UserError
+from megatron_2bw.errors import UserError, file_errors
 
 
 def write_whole(
@@ -64,15 +64,17 @@ def write_csv(path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]) -> Non
     write_whole(path, text.getvalue())
 
 
-def read_yaml(path: str | os.PathLike) -> Any:
-    """What a YAML or JSON file holds. Raises OSError, and UserError if it is neither."""
+def read_yaml(path: Path, flag: str = "") -> Any:
+    """What a YAML or JSON file holds. UserError, which begins with the flag, if it is neither, or cannot be read."""
     import yaml
 
+    where = f"{flag} {path}".strip()
     try:
-        text = Path(path).read_text("utf-8")
-        return json.loads(text) if Path(path).suffix == ".json" else yaml.safe_load(text)
+        with file_errors(where):
+            text = path.read_text("utf-8")
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{where}: {' '.join(str(error).split())}") from None
 
 
 def finite(content: Any, write: Callable[[float], Any] = float) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.convert.families import FAMILIES, Family
-from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.errors import UserError
 from megatron_2bw.files import read_yaml
 from megatron_2bw.models.hugging_face import SIZES, from_hugging_face
 from megatron_2bw.models.model import Model
@@ -62,8 +62,7 @@ def read(path: Path, sequence: int | None) -> Found:
 
     Raises UserError, with the entry and the reason, for what Megatron 0.19 cannot represent.
     """
-    with file_errors(str(path)):
-        config = read_yaml(path)
+    config = read_yaml(path)
     kind = config.get("model_type")
     if kind == "bert":
         raise UserError(

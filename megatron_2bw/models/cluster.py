@@ -21,23 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Link(Described):
-    """The rate of one GPU (inside a server) or of one server's network (between servers), in one direction.
+    """The rate of one GPU (inside a server) or of one server's network (between servers), in one direction."""
 
-    gb_s        10⁹ bytes per second that messages reach, over all cards; inside a server, in a ring of all its GPUs
-    latency_us  of one message
-    rails       network cards of the server; one message uses one of them
-    measured    whether `megatron-2bw-plan profile` measured it
-    pair_gb_s, four_gb_s  inside a server, in a ring of 2, and of 3 or 4 of its GPUs; 0: as gb_s
-    message_gb_s  inside a server, of one message between two GPUs; 0: as in a ring of 2
-    """
-
-    gb_s: Positive
-    latency_us: Amount
-    rails: Count = 1
-    measured: bool = False
-    pair_gb_s: Amount = 0.0
-    four_gb_s: Amount = 0.0
-    message_gb_s: Amount = 0.0
+    gb_s: Positive  # 10⁹ bytes per second that messages reach, over all cards; in a server, in a ring of all its GPUs
+    latency_us: Amount  # of one message
+    rails: Count = 1  # network cards of the server; one message uses one of them
+    measured: bool = False  # by `megatron-2bw-plan profile`
+    pair_gb_s: Amount = 0.0  # inside a server, in a ring of 2 of its GPUs; 0: as gb_s
+    four_gb_s: Amount = 0.0  # in a ring of 3 or 4 of them; 0: as gb_s
+    message_gb_s: Amount = 0.0  # inside a server, of one message between two GPUs; 0: as in a ring of 2
 
     def rate(self, sharers: int, cards: int = 1) -> float:
         """Bytes per second of one of `sharers` concurrent messages, each over `cards` cards."""
@@ -60,63 +52,43 @@ class Link(Described):
 
 @dataclass(frozen=True)
 class Device(Described):
-    """One GPU.
-
-    memory_gib          capacity that the driver reports
-    tflops              peak of the matrix units in the 16-bit floats that the planner's precision uses
-    tflops_fp32         peak in 32-bit floats
-    memory_gb_s         memory bandwidth
-    units               streaming multiprocessors: half of them idle in the last round of a matrix product
-    gemm_efficiency     share of the peak that large matrix products reach
-    attention_efficiency  share of the peak that flash attention reaches, forward and backward; 0: as gemm_efficiency
-    memory_efficiency   share of the bandwidth that the other kernels reach
-    layer_launch_us     host time to launch one layer's forward; a shorter layer waits for the host
-    collective_launch_us  host time to launch one collective
-    exchange_us         host time of a blocking exchange between stages, in addition to the message's time
-    step_us             host time of an iteration outside its forwards and backwards
-    capability          CUDA's compute capability
-    calibration         source of the two shares; the host times are typical values until `calibrate` fits them
-    error               90 % of the predicted times differ from measured ones by a smaller share, on runs that chose no
-                        constant: of A100 vTrain's 109, of B200 12 of SimuMax, else assumed; `calibrate` measures it
-    kernel_us           time of a memory-bound kernel in addition to its bytes'; 0 where memory_efficiency includes it
-    """
+    """One GPU. The host's times are typical values until `calibrate` fits them."""
 
     name: str
-    memory_gib: Positive
-    tflops: Positive
-    memory_gb_s: Positive
-    tflops_fp32: Amount = 0.0
+    memory_gib: Positive  # capacity that the driver reports
+    tflops: Positive  # peak of the matrix units in the 16-bit floats that the planner's precision uses
+    memory_gb_s: Positive  # memory bandwidth
+    tflops_fp32: Amount = 0.0  # peak in 32-bit floats
     bf16: bool = True
     flash: bool = True
-    units: Count = 100
-    gemm_efficiency: Share = 0.6
-    attention_efficiency: Share = 0.0
-    memory_efficiency: Share = 0.8
-    layer_launch_us: Amount = 500.0
-    collective_launch_us: Amount = 60.0
-    exchange_us: Amount = 200.0
-    step_us: Amount = 5000.0
-    capability: Positive = 8.0
-    calibration: str = "not calibrated: typical values"
-    kernel_us: Amount = 0.0
+    units: Count = 100  # streaming multiprocessors: half of them idle in the last round of a matrix product
+    gemm_efficiency: Share = 0.6  # share of the peak that large matrix products reach
+    attention_efficiency: Share = 0.0  # that flash attention reaches, forward and backward; 0: as gemm_efficiency
+    memory_efficiency: Share = 0.8  # share of the bandwidth that the other kernels reach
+    layer_launch_us: Amount = 500.0  # of the host for one layer's forward; a shorter layer waits for the host
+    collective_launch_us: Amount = 60.0  # of the host for one collective
+    exchange_us: Amount = 200.0  # of the host for a blocking exchange between stages, beside the message's time
+    step_us: Amount = 5000.0  # of the host for an iteration outside its forwards and backwards
+    capability: Positive = 8.0  # CUDA's compute capability
+    calibration: str = "not calibrated: typical values"  # source of the shares of the peak
+    kernel_us: Amount = 0.0  # of a memory-bound kernel beside its bytes' time; 0 where memory_efficiency includes it
+    # 90 % of the predicted times differ from measured ones by a smaller share, on runs that chose no constant: of A100
+    # vTrain's 109, of B200 12 of SimuMax, else assumed; `calibrate` measures it.
     error: Share = 0.25
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`servers` servers with `gpus_per_server` GPUs each. `profile` holds measured times of blocks (profile.py).
-
-    devices   the GPUs of each server, in the order of ranks, if they differ; `device` is then the `weakest` of them
-    """
+    """`servers` servers with `gpus_per_server` GPUs each."""
 
     name: str
     servers: int
     gpus_per_server: int
-    device: Device
+    device: Device  # the `weakest` one if they differ
     inside: Link
     between: Link
-    profile: Profile | None = field(default=None, compare=False)
-    devices: tuple[Device, ...] = ()
+    profile: Profile | None = field(default=None, compare=False)  # measured times of blocks
+    devices: tuple[Device, ...] = ()  # the GPUs of each server, in the order of ranks, if they differ
 
     def part(self, servers: int, gpus_per_server: int) -> Cluster:
         """The first `servers` servers, with so many GPUs each."""

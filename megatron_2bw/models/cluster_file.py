@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import UserError, file_errors
-from megatron_2bw.files import write_whole
+from megatron_2bw.files import read_yaml, write_whole
 from megatron_2bw.models.cluster import GPUS, PRESETS, Cluster, Device, Link, preset
 from megatron_2bw.models.profile import Profile
-from megatron_2bw.models.reading import Count, Described, content, described
+from megatron_2bw.models.reading import Count, Described, described
 
 CPU_ERROR = 0.45  # ranks share cores and caches, which a profile does not show
 
@@ -47,7 +47,7 @@ def named_cluster(name: str) -> Cluster:
 def from_yaml(path: Path) -> Cluster:
     """The cluster of a YAML file, with its profile. UserError names the file and the wrong entry."""
     where = f"--cluster {path}"
-    file = described(_File, content("--cluster", path), where)
+    file = described(_File, read_yaml(path, "--cluster"), where)
     if bool(file.groups) == bool(file.gpu):
         raise UserError(f"{where}: give either gpu and servers, or groups")
     groups = file.groups or (_Group(file.servers, file.gpu),)
@@ -58,31 +58,25 @@ def from_yaml(path: Path) -> Cluster:
 
 
 def _device(gpu: str | dict[str, Any], where: str) -> Device:
-    """The GPU of a name or of a mapping. What a mapping leaves out of a known GPU is that one's, as its source says."""
+    """The GPU of a name or of a mapping. What a mapping leaves out of a known GPU is that one's."""
     if isinstance(gpu, str):
         if gpu not in GPUS:
             raise UserError(f"{where}: {gpu} is not one of {', '.join(GPUS)}; or describe it")
         return GPUS[gpu]
-    known = GPUS.get(str(gpu.get("name")))
-    defaults = asdict(known) if known else {"name": "gpu"} | ({"error": CPU_ERROR} if gpu.get("name") == "cpu" else {})
-    device = described(Device, defaults | gpu, where)
-    taken = [entry.name for entry in fields(Device) if entry.name not in gpu]
-    if known is None or not taken:
-        return device
-    return replace(device, calibration=f"{known.calibration}; of the known {known.name}: {', '.join(taken)}")
+    name = gpu.get("name", "gpu")
+    defaults = asdict(GPUS[name]) if name in GPUS else {"name": name} | ({"error": CPU_ERROR} if name == "cpu" else {})
+    return described(Device, defaults | gpu, where)
 
 
 def to_yaml(cluster: Cluster, path: Path) -> None:
     """Write a file from which `from_yaml` reads the same cluster, without its profile."""
     import yaml
 
-    entries = {name: entry for name, entry in asdict(replace(cluster, profile=None)).items() if name in _NAMES}
+    whole = asdict(replace(cluster, profile=None))
+    entries = {name: whole[name] for name in ("name", "gpus_per_server", "inside", "between")}
     kinds = itertools.groupby(cluster.devices or [cluster.device] * cluster.servers)
     groups = [{"servers": len([*same]), "gpu": asdict(device)} for device, same in kinds]
     entries |= {"groups": groups} if cluster.devices else groups[0]
     with file_errors(f"--out {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, yaml.safe_dump(entries, sort_keys=False))
-
-
-_NAMES = ("name", "gpus_per_server", "inside", "between")

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json as a Model. Pure Python.
+"""Reads a Hugging Face config.json as a Model; transformers fills in what the file leaves out.
 
 Invariant: Megatron builds the same model from the Model's flags; a file for which it would not is refused.
 """
@@ -9,103 +9,96 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import UserError
+from megatron_2bw.files import read_yaml
 from megatron_2bw.models.model import LLAMA_LAYER, Model
-from megatron_2bw.models.reading import content, described
+from megatron_2bw.models.reading import described
 
-# Entries by field of a Model.
-SIZES = {  # of BERT and of the Llama-like ones
+# Entries by field of a Model, of BERT and of the Llama-like ones.
+SIZES = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
     "vocab": "vocab_size",
     "ffn": "intermediate_size",
 }
-_SHARED = SIZES | {"sequence": "max_position_embeddings", "tied": "tie_word_embeddings"}
-_BERT = _SHARED | {"norm_epsilon": "layer_norm_eps", "gelu": "hidden_act", "dropout": "hidden_dropout_prob"}
-_LLAMA = _SHARED | {"groups": "num_key_value_heads", "head_size": "head_dim", "norm_epsilon": "rms_norm_eps"}
-_GPT2 = dict(
-    layers="n_layer", hidden="n_embd", heads="n_head", vocab="vocab_size", sequence="n_positions", ffn="n_inner"
-)
-_GPT2 |= dict(gelu="activation_function", dropout="resid_pdrop", tied="tie_word_embeddings")
-_GPT2 |= dict(norm_epsilon="layer_norm_epsilon")
-NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
-# The entries of each kind, and what a missing one means.
-_KINDS = {
-    "gpt2": (_GPT2, dict(gelu="gelu_new")),
-    **dict.fromkeys(("bert", "megatron-bert"), (_BERT, dict(gelu="gelu", kind="bert", norm_epsilon=1e-12))),
-    **dict.fromkeys(("llama", "mistral", "qwen3"), (_LLAMA, dict(LLAMA_LAYER, tied=False, norm_epsilon=1e-6))),
-    "qwen2": (_LLAMA, dict(LLAMA_LAYER, tied=False, norm_epsilon=1e-6, qkv_bias=True)),
-}
-GELUS = {"gelu": "exact", **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "tanh")}
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+KINDS = ("gpt2", "bert", "megatron-bert", *LLAMAS)
+GELUS = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
 # Entries of which Megatron has one value.
-FIXED = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "scale_attn_weights": True}
+FIXED = {"attention_bias": False, "mlp_bias": False, "scale_attn_weights": True}
 FIXED |= dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"), False)
 # Megatron's scaling of rotary positions. Only the factor has a flag.
 SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+# Tokens of a sequence, unless it is given. Rotary positions allow 32,768 to 131,072, but most of a pretraining has
+# shorter sequences: 4,096 for Llama 2 and Qwen3, 8,192 for Llama 3.
+LONGEST = 4096
 
 
 def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
     """The model that a Hugging Face config.json describes (GPT-2, BERT, MegatronBert, Llama, Mistral, Qwen2, Qwen3).
 
+    sequence: by default the learned positions; of rotary ones at most LONGEST
     Raises UserError for what Megatron would build differently: other architectures, biases, activations, scalings of
     the rotary positions and windows of the attention.
     """
-    kind, config = _read(path)
-    where, (names, meant) = f"--model {path}", _KINDS[kind]
-    missing = [names[field] for field in NEEDED if names[field] not in config]
-    if missing:
-        raise UserError(f"{where}: the entry {missing[0]} is missing")
-    found = meant | {field: config[entry] for field, entry in names.items() if entry in config}
-    found |= {"name": path.parent.name or str(path), "sequence": sequence or found["sequence"]}
-    _check(config, where, found["sequence"], "gelu" in meant)
-    if "gelu" in meant:
-        found |= {"gelu": GELUS[found["gelu"]], "dropout": bool(found.get("dropout", True))}
+    where, config = f"--model {path}", _read(path)
+    kind, llama = config.model_type, config.model_type in LLAMAS
+    positions = config.max_position_embeddings
+    found = {field: getattr(config, entry, None) for field, entry in SIZES.items()}
+    found |= {"name": path.parent.name or str(path), "tied": config.tie_word_embeddings}
+    found["sequence"] = sequence or (min(positions, LONGEST) if llama else positions)
+    _check(config, where, found["sequence"])
+    if llama:
+        found |= LLAMA_LAYER | _rotary(config, where) | {"qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
+        found |= {"groups": config.num_key_value_heads, "head_size": getattr(config, "head_dim", None) or 0}
+        found["norm_epsilon"] = config.rms_norm_eps
+    elif kind == "gpt2":
+        found |= {"ffn": config.n_inner or 0, "gelu": GELUS[config.activation_function]}
+        found |= {"norm_epsilon": config.layer_norm_epsilon, "dropout": bool(config.resid_pdrop)}
     else:
-        found |= {"qk_norm": kind == "qwen3"} | _rotary(config, where)
-    return described(Model, found, where, names | {"rotary_base": "rope_theta", "rope_factor": "rope_scaling.factor"})
+        found |= {"kind": "bert", "gelu": GELUS[config.hidden_act], "norm_epsilon": config.layer_norm_eps}
+        found["dropout"] = bool(config.hidden_dropout_prob)
+    return described(Model, found, where)
 
 
-def rotary_positions(path: Path) -> int:
-    """The longest sequence of a config.json with rotary positions; 0 for other models."""
-    kind, config = _read(path)
-    return config.get("max_position_embeddings", 0) if _KINDS[kind][0] is _LLAMA else 0
-
-
-def _read(path: Path) -> tuple[str, dict[str, Any]]:
-    """The model's kind, and the entries that are not null."""
-    config = content("--model", path)
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in _KINDS:
-        known = ", ".join(_KINDS)
+def _read(path: Path) -> Any:
+    """transformers' configuration of the file."""
+    entries = read_yaml(path, "--model")
+    kind = entries.get("model_type") if isinstance(entries, dict) else None
+    if kind not in KINDS:
+        known = ", ".join(KINDS)
         raise UserError(f"--model {path}: model_type {kind!r} is not one of {known}; use these, or Megatron's flags")
-    return kind, {name: entry for name, entry in config.items() if entry is not None}
+    from transformers import AutoConfig  # takes seconds
+
+    return AutoConfig.for_model(**{name: entry for name, entry in entries.items() if entry is not None})
 
 
-def _check(config: dict[str, Any], where: str, sequence: int, gelu: bool) -> None:
+def _check(config: Any, where: str, sequence: int) -> None:
     """UserError for entries with which Megatron's model is another."""
     fixed = [(name, (value,)) for name, value in FIXED.items()]
-    fixed += [(name, tuple(GELUS) if gelu else ("silu",)) for name in ("hidden_act", "activation_function")]
+    gelus = ("silu",) if config.model_type in LLAMAS else tuple(GELUS)
+    fixed += [(name, gelus) for name in ("hidden_act", "activation_function")]
     for name, values in fixed:
-        if config.get(name, values[0]) not in values:
+        if getattr(config, name, values[0]) not in values:
             known = " or ".join(map(str, values))
-            raise UserError(f"{where}: {name} must be {known}, which Megatron has, not {config[name]!r}")
-    window = config.get("sliding_window", sequence)
-    if window < sequence and config.get("use_sliding_window", config["model_type"] == "mistral"):
+            raise UserError(f"{where}: {name} must be {known}, which Megatron has, not {getattr(config, name)!r}")
+    window = getattr(config, "sliding_window", None) or sequence
+    if window < sequence and getattr(config, "use_sliding_window", True):
         raise UserError(
             f"{where}: sliding_window is {window}, less than the sequence's {sequence} tokens, but Megatron attends to "
             f"the whole sequence; give --seq-length {window} or less"
         )
 
 
-def _rotary(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Base and scaling of the rotary positions; newer files have `rope_parameters`."""
-    ropes = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-    given = ropes[0] | ropes[1]
-    found = {"rotary_base": given.get("rope_theta") or config.get("rope_theta", 10000)}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind == "default":
+def _rotary(config: Any, where: str) -> dict[str, Any]:
+    """Base and scaling of the rotary positions."""
+    given = {"partial_rotary_factor": 1} | config.rope_parameters
+    found = {"rotary_base": given["rope_theta"]}
+    if given["partial_rotary_factor"] != 1:
+        raise UserError(f"{where}: partial_rotary_factor must be 1, which Megatron has")
+    if given["rope_type"] == "default":
         return found
-    if kind != "llama3" or any(given.get(name) != value for name, value in SCALING.items()) or not given.get("factor"):
+    if given["rope_type"] != "llama3" or any(given.get(name) != value for name, value in SCALING.items()):
         wanted = ", ".join(f"{name} {value}" for name, value in SCALING.items())
-        raise UserError(f"{where}: rope_scaling: Megatron has type llama3 with {wanted} and a factor, not {given}")
+        raise UserError(f"{where}: rope_scaling: Megatron has type llama3 with {wanted}, not {given}")
     return found | {"rope_scaling": True, "rope_factor": given["factor"]}

@@ -1,4 +1,4 @@
-"""The model and the cluster that a command line describes: presets, files, or Megatron's flags. Pure Python."""
+"""The model and the cluster that a command line describes: presets, files, or Megatron's flags."""
 
 from __future__ import annotations
 
@@ -7,30 +7,18 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.models import model as models
 from megatron_2bw.models.cluster import Cluster
 from megatron_2bw.models.cluster_file import named_cluster
-from megatron_2bw.models.hugging_face import from_hugging_face, rotary_positions
+from megatron_2bw.models.hugging_face import from_hugging_face
 from megatron_2bw.models.model import Model, flag
 from megatron_2bw.models.plan import PRECISION_AWARE
 from megatron_2bw.models.profile import Profile
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
-SIZES = (*SHAPE, "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size")
-SWITCHES = (
-    "bert group_query_attention swiglu use_rope_scaling untie_embeddings_and_output_weights disable_bias_linear "
-    "add_qkv_bias qk_layernorm openai_gelu no_bias_gelu_fusion"
-).split()
-NUMBERS = {"rotary_base": 10000, "rope_scaling_factor": 8.0, "norm_epsilon": 1e-5}
-NUMBERS |= {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-CHOICES = {"normalization": ("LayerNorm", "RMSNorm"), "position_embedding_type": ("learned_absolute", "rope")}
-SAID = "max_position_embeddings", "padded_vocab_size", "tokenizer_type", "tokenizer_model"  # by other flags
-
-# Tokens of a sequence, unless --seq-length says more. A model's rotary positions allow 32,768 to 131,072, but most of a
-# pretraining has shorter sequences: 4,096 for Llama 2 and Qwen3, 8,192 for Llama 3.
-LONGEST = 4096
 
 
 def positive(text: str) -> int:
@@ -45,35 +33,44 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(positive(word) for word in text.split(","))
 
 
+# Megatron's flags of a model, by argument, and --bert.
+FLAGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys((*SHAPE, "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size"), {"type": positive}),
+    **dict.fromkeys((argument for argument, _ in models.SWITCHES.values()), {"action": "store_true"}),
+    **dict.fromkeys(("bert", "group_query_attention", "openai_gelu", "no_bias_gelu_fusion"), {"action": "store_true"}),
+    "normalization": {"choices": ("LayerNorm", "RMSNorm"), "default": "LayerNorm"},
+    "position_embedding_type": {"choices": ("learned_absolute", "rope"), "default": "learned_absolute"},
+    "rotary_base": {"type": int, "default": 10000},
+    "rope_scaling_factor": {"type": float, "default": 8.0},
+    "norm_epsilon": {"type": float, "default": 1e-5},
+    "attention_dropout": {"type": float, "default": 0.1},
+    "hidden_dropout": {"type": float, "default": 0.1},
+    # Other flags say it.
+    **dict.fromkeys(("max_position_embeddings", "padded_vocab_size", "tokenizer_type", "tokenizer_model"), {}),
+}
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model: a name, a file, or Megatron's flags")
     group.add_argument("--model", metavar="NAME|config.json", help=", ".join(models.PRESETS))
-    meaning = "as Megatron's"
-    for name in ("seq_length", *SIZES):
-        group.add_argument(flag(name), type=positive, help=meaning)
-    for name in SWITCHES:
-        group.add_argument(flag(name), action="store_true", help="a BERT, not a GPT" if name == "bert" else meaning)
-    for name, choices in CHOICES.items():
-        group.add_argument(flag(name), choices=choices, default=choices[0], help=meaning)
-    for name, default in NUMBERS.items():
-        group.add_argument(flag(name), type=type(default), default=default, help=meaning)
-    for name in SAID:
-        group.add_argument(flag(name), help=argparse.SUPPRESS)
+    group.add_argument("--seq-length", type=positive, help="as Megatron's")
+    for name, kind in FLAGS.items():
+        meaning = "a BERT, not a GPT" if name == "bert" else "as Megatron's" if kind else argparse.SUPPRESS
+        group.add_argument(flag(name), **kind, help=meaning)
 
 
 def model_of(options: argparse.Namespace) -> Model:
     """The model that the flags describe. UserError names the flag that is missing, or given twice."""
-    if options.model:
-        plain = argparse.ArgumentParser()
-        add_model_flags(plain)
-        for name, default in vars(plain.parse_args([])).items():
-            if name not in ("model", "seq_length") and getattr(options, name) != default:
-                raise UserError(f"{flag(name)}: --model {options.model} says it already; give one of them")
-        return _named_model(options.model, options.seq_length)
-    missing = [name for name in SHAPE if getattr(options, name) is None]
-    if missing:
-        raise UserError(f"give --model NAME, or Megatron's flags of a model ({flag(missing[0])} is missing)")
     given, bert = options, options.bert
+    if given.model:
+        for name, kind in FLAGS.items():
+            if getattr(given, name) not in (None, False, kind.get("default")):
+                raise UserError(f"{flag(name)}: --model {given.model} says it already; give one of them")
+        return _named_model(given.model, given.seq_length)
+    for name in SHAPE:
+        if getattr(given, name) is None:
+            raise UserError(f"give --model NAME, or Megatron's flags of a model ({flag(name)} is missing)")
+    switches = {field: getattr(given, argument) is value for field, (argument, value) in models.SWITCHES.items()}
     return Model(
         "bert" if bert else "gpt",
         *(getattr(given, name) for name in SHAPE),
@@ -84,19 +81,14 @@ def model_of(options: argparse.Namespace) -> Model:
         ffn=given.ffn_hidden_size or int(given.hidden_size * 8 / 3 / 64) * 64 * given.swiglu,
         groups=(given.num_query_groups or 1) if given.group_query_attention else 0,
         head_size=given.kv_channels or 0,
-        gated=given.swiglu,
         rms_norm=given.normalization == "RMSNorm",
         rotary=given.position_embedding_type == "rope",
         rotary_base=given.rotary_base,
-        tied=not given.untie_embeddings_and_output_weights,
-        bias=not given.disable_bias_linear,
         norm_epsilon=given.norm_epsilon,
-        rope_scaling=given.use_rope_scaling,
         rope_factor=given.rope_scaling_factor,
-        qk_norm=given.qk_layernorm,
         gelu="tanh" if given.openai_gelu else "exact" if given.no_bias_gelu_fusion else "",
-        qkv_bias=given.add_qkv_bias,
         dropout=given.attention_dropout > 0 or given.hidden_dropout > 0,
+        **switches,
     )
 
 
@@ -105,11 +97,10 @@ def _named_model(name: str, sequence: int | None) -> Model:
     path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
     if path.suffix != ".json" and not os.path.isfile(path):
         return models.preset(name, sequence)
-    if sequence is None and (longest := rotary_positions(path)) > LONGEST:
-        planned = f"planned are {LONGEST}. Give --seq-length for others"
-        print(f"--model {path} allows sequences of {longest} tokens; {planned}", file=sys.stderr)
-        sequence = LONGEST
-    return from_hugging_face(path, sequence)
+    model = from_hugging_face(path, sequence)
+    if sequence is None:
+        print(f"planned for sequences of {model.sequence} tokens: give --seq-length for others", file=sys.stderr)
+    return model
 
 
 # Megatron's flags for the floats of gradients, optimizer and loss, and their values.

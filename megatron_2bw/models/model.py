@@ -13,36 +13,26 @@ from megatron_2bw.models.reading import Count, Described
 
 @dataclass(frozen=True)
 class Model(Described):
-    """A GPT, BERT or Llama-like model.
-
-    layers, hidden, heads, ffn  as in Megatron's --num-layers, --hidden-size, --num-attention-heads, --ffn-hidden-size
-    vocab       tokens of the tokenizer, before Megatron pads them
-    sequence    tokens a sample
-    groups      query groups (grouped-query attention); `heads` without it
-    head_size   --kv-channels
-    gated       SwiGLU: the first linear layer of the MLP is twice as wide
-    tied        the output layer is the embedding
-    dropout     whether dropout masks are kept
-    """
+    """A GPT, BERT or Llama-like model. Sizes are in elements, as in Megatron's flags (ARGUMENTS)."""
 
     name: str
     layers: Count
     hidden: Count
     heads: Count
-    vocab: Count = 50257
-    sequence: Count = 1024
-    kind: str = "gpt"
-    ffn: int = 0
-    groups: int = 0
-    head_size: int = 0
-    gated: bool = False
+    vocab: Count = 50257  # tokens of the tokenizer, before Megatron pads them
+    sequence: Count = 1024  # tokens of a sample
+    kind: str = "gpt"  # or bert
+    ffn: int = 0  # 0: 4 x hidden
+    groups: int = 0  # of queries (grouped-query attention); 0: as many as heads
+    head_size: int = 0  # 0: hidden / heads
+    gated: bool = False  # SwiGLU: the first linear layer of the MLP is twice as wide
     rms_norm: bool = False
     rotary: bool = False
     rotary_base: int = 10000
-    tied: bool = True
+    tied: bool = True  # the output layer is the embedding
     bias: bool = True
     qkv_bias: bool = False
-    dropout: bool = True
+    dropout: bool = True  # whether dropout masks are kept
     norm_epsilon: float = 1e-5
     rope_scaling: bool = False  # rotary positions as in Llama 3.1
     rope_factor: float = 8.0  # of that scaling
@@ -50,17 +40,14 @@ class Model(Described):
     gelu: str = ""  # its form if it matters: "exact" or "tanh"; else what is faster on the host
 
     def __post_init__(self) -> None:
-        if not self.ffn:
-            object.__setattr__(self, "ffn", 4 * self.hidden)
-        if not self.groups:
-            object.__setattr__(self, "groups", self.heads)
-        if not self.head_size:
-            if self.hidden % self.heads:
-                raise UserError(
-                    f"--hidden-size {self.hidden} is not a multiple of --num-attention-heads {self.heads}; "
-                    "give --kv-channels if heads are meant to have another size"
-                )
-            object.__setattr__(self, "head_size", self.hidden // self.heads)
+        if not self.head_size and self.hidden % self.heads:
+            raise UserError(
+                f"--hidden-size {self.hidden} is not a multiple of --num-attention-heads {self.heads}; "
+                "give --kv-channels if heads are meant to have another size"
+            )
+        defaults = {"ffn": 4 * self.hidden, "groups": self.heads, "head_size": self.hidden // self.heads}
+        for name, default in defaults.items():
+            object.__setattr__(self, name, getattr(self, name) or default)
         if self.heads % self.groups:
             raise UserError(f"--num-attention-heads {self.heads} is not a multiple of --num-query-groups {self.groups}")
 
@@ -157,18 +144,13 @@ class Model(Described):
             (self.gated or self.ffn != 4 * self.hidden, f"--ffn-hidden-size {self.ffn}"),
             (self.head_size * self.heads != self.hidden, f"--kv-channels {self.head_size}"),
             (self.groups != self.heads, f"--group-query-attention --num-query-groups {self.groups}"),
-            (self.gated, "--swiglu"),
             (self.rms_norm, "--normalization RMSNorm"),
             (self.norm_epsilon != 1e-5, f"--norm-epsilon {self.norm_epsilon}"),
             (self.rotary, f"--position-embedding-type rope --rotary-base {self.rotary_base}"),
-            (self.rope_scaling, "--use-rope-scaling"),
+            *((getattr(self, field) is value, flag(argument)) for field, (argument, value) in SWITCHES.items()),
             (self.rope_scaling and self.rope_factor != 8, f"--rope-scaling-factor {self.rope_factor:g}"),
-            (self.qk_norm, "--qk-layernorm"),
             (self.gelu == "tanh", "--openai-gelu"),
             (self.gelu == "exact", "--no-bias-gelu-fusion"),
-            (not self.tied, "--untie-embeddings-and-output-weights"),
-            (not self.bias, "--disable-bias-linear"),
-            (self.qkv_bias and not self.bias, "--add-qkv-bias"),
             (not self.dropout, "--attention-dropout 0 --hidden-dropout 0"),
         )
 
@@ -188,6 +170,15 @@ ARGUMENTS = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_atte
 ARGUMENTS |= {"vocab": "vocab_size", "ffn": "ffn_hidden_size", "groups": "num_query_groups", "head_size": "kv_channels"}
 FLAGS = {field: flag(argument) for field, argument in ARGUMENTS.items()}
 ARGUMENTS |= {"gated": "swiglu", "bias": "add_bias_linear"}
+# The flags without a value, and what each means.
+SWITCHES = {
+    "gated": ("swiglu", True),
+    "rope_scaling": ("use_rope_scaling", True),
+    "qk_norm": ("qk_layernorm", True),
+    "qkv_bias": ("add_qkv_bias", True),
+    "tied": ("untie_embeddings_and_output_weights", False),
+    "bias": ("disable_bias_linear", False),
+}
 
 
 LLAMA_LAYER = dict(gated=True, rms_norm=True, rotary=True, bias=False, dropout=False)

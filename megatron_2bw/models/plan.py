@@ -38,54 +38,34 @@ MODULES = ("core_attn", "layernorm", "mlp")  # of a dense layer, for selective r
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration on all GPUs. Their number is tensor × context × depth × width.
+    """A configuration on all GPUs. Their number is tensor × context × depth × width."""
 
-    tensor, depth, width   tensor-parallel size, pipeline stages, data-parallel size
-    microbatch             samples of a microbatch
-    microbatches           of a batch and pipeline; the global batch is microbatch × microbatches × width
-    recompute              none, selective (core attention), full (all layers)
-    recompute_layers       of full: the layers of which only the first one's input is kept, --recompute-num-layers. With
-                           those of a stage only the stage's input is kept, as in the paper (section 4.1)
-    recompute_modules      of selective: --recompute-modules, if not the core attention alone
-    recompute_block        of full: only that many layers of each stage, --recompute-method block; 0: all layers
-    numerics               further flags of Megatron for the floats of gradients, optimizer and loss, with their values
-    schedule               of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved schedule
-    virtual                model chunks per stage
-    gradient_slots         2bw's gradient buffers
-    first, last            layers of the first and last stage if they differ from the others', else 0
-    sequence_parallel      divides along the sequence what tensor parallelism does not divide
-    pipeline_inside        rank order tp-pp-dp: the stages of a pipeline are neighbours. Otherwise Megatron's default
-                           order: the replicas of a stage are neighbours
-    extra_warmup           of 2bw: additional warm-up forwards, a number per boundary between stages or one for all
-    extrapolate            of 2bw: --two-bw-correction auto
-    gpipe_round            of gpipe: microbatches that it admits at a time; None: the whole batch
-    context                context-parallel size: the ranks that share a sequence
-    stages                 layers of each stage where `first` and `last` cannot express them, else ()
-    """
-
-    tensor: int
-    depth: int
-    width: int
-    microbatch: int
-    microbatches: int
-    recompute: str = "none"
-    schedule: str = "2bw"
-    virtual: int = 1
-    gradient_slots: int = 2
+    tensor: int  # tensor-parallel size
+    depth: int  # pipeline stages
+    width: int  # data-parallel size
+    microbatch: int  # samples
+    microbatches: int  # of a batch and pipeline; the global batch is microbatch × microbatches × width
+    recompute: str = "none"  # selective (core attention), full (all layers)
+    schedule: str = "2bw"  # of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved schedule
+    virtual: int = 1  # model chunks per stage
+    gradient_slots: int = 2  # 2bw's gradient buffers
     distributed_optimizer: bool = False
-    first: int = 0
-    last: int = 0
+    first: int = 0  # layers of the first stage if they differ from the others', else 0
+    last: int = 0  # of the last stage
+    # Rank order tp-pp-dp: the stages of a pipeline are neighbours. By default the replicas of a stage are.
     pipeline_inside: bool = False
-    sequence_parallel: bool = False
-    extra_warmup: tuple[int, ...] = ()
-    extrapolate: bool = False
-    gpipe_round: int | None = None
+    sequence_parallel: bool = False  # divides along the sequence what tensor parallelism does not divide
+    extra_warmup: tuple[int, ...] = ()  # of 2bw: additional warm-up forwards, a number per boundary, or one for all
+    extrapolate: bool = False  # of 2bw: --two-bw-correction auto
+    gpipe_round: int | None = None  # of gpipe: microbatches that it admits at a time; None: the whole batch
+    # Of full, --recompute-num-layers: the layers of which only the first one's input is kept; with all of a stage
+    # that is the stage's input, as in the paper (section 4.1).
     recompute_layers: int = 1
-    context: int = 1
-    stages: tuple[int, ...] = ()
-    recompute_modules: tuple[str, ...] = ()
-    recompute_block: int = 0
-    numerics: tuple[str, ...] = ()
+    context: int = 1  # ranks that share a sequence
+    stages: tuple[int, ...] = ()  # layers of each stage where `first` and `last` cannot express them
+    recompute_modules: tuple[str, ...] = ()  # of selective: --recompute-modules, if not the core attention alone
+    recompute_block: int = 0  # of full: only that many layers of each stage (--recompute-method block); 0: all
+    numerics: tuple[str, ...] = ()  # further flags of Megatron for the floats of gradients, optimizer and loss
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
@@ -174,15 +154,10 @@ class Plan:
 
     def layers_of(self, model: Model) -> list[int]:
         """Layers of each stage, in all its chunks together."""
-        if self.depth == 1:
-            return [model.layers]
-        if self.stages:
-            return [*self.stages]
-        if not self.first and not self.last:
-            return [model.layers // self.depth] * self.depth
-        uneven = [self.first, self.last]
-        middle = self.depth - sum(1 for layers in uneven if layers)
-        each = (model.layers - sum(uneven)) // middle if middle else 0
+        if self.stages or self.depth == 1:
+            return [*self.stages] or [model.layers]
+        middle = self.depth - bool(self.first) - bool(self.last)
+        each = (model.layers - self.first - self.last) // middle if middle else 0
         return [self.first or each, *[each] * (self.depth - 2), self.last or each]
 
     @property

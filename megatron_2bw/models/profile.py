@@ -11,13 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_2bw.errors import UserError
-from megatron_2bw.files import write_json
+from megatron_2bw.files import read_yaml, write_json
 from megatron_2bw.models.cluster import Link
 from megatron_2bw.models.model import FLAGS, Model
-from megatron_2bw.models.reading import Count, Described, Positive, content, described
+from megatron_2bw.models.reading import Count, Described, Positive, described
 
 KIND = "megatron-2bw profile"
-# Flags by entry, for `fits`.
 SHAPE = {"gated": "--swiglu", "dropout": "--hidden-dropout"} | FLAGS
 MEASURED = "MEASURED"
 
@@ -37,23 +36,11 @@ class BlockTime(Described):
 
 @dataclass(frozen=True)
 class Profile(Described):
-    """Measured times, the shape that they hold for, and the machine.
+    """Measured times, the layer's shape that they hold for (as in model.Model), and the machine."""
 
-    device, precision   the device's name; fp32, bf16 or fp16
-    architecture        gpt or bert, for the layer. The output layer is GPT's for both, without BERT's head before it
-    hidden … dropout    the layer's shape, as in model.Model
-    blocks              of one transformer layer, in ascending order of tensor-parallel ranks and microbatches
-    output              of final norm, output layer of `vocab` tokens and loss, in this order; no embedding
-    optimizer_seconds_per_parameter  of one step of `optimizer` on a layer, with gradient norm and casts to 16 bit.
-                        Below about 10⁵ parameters the calls take longer than the arithmetic
-    inside, between     links inside a server and between servers; None if the job had none
-    threads             of torch, on a CPU
-    made_with           versions, and the name of Megatron's layer implementation
-    """
-
-    device: str
-    precision: str
-    architecture: str
+    device: str  # its name
+    precision: str  # fp32, bf16 or fp16
+    architecture: str  # of the layer: gpt or bert. The output layer is GPT's for both, without BERT's head before it
     hidden: int
     heads: int
     ffn: int
@@ -62,15 +49,17 @@ class Profile(Described):
     sequence: int
     gated: bool
     dropout: bool
-    vocab: int
-    blocks: tuple[BlockTime, ...]
-    output: tuple[BlockTime, ...]
+    vocab: int  # of the output layer
+    blocks: tuple[BlockTime, ...]  # of one transformer layer, in ascending order of tensor-parallel ranks, microbatches
+    output: tuple[BlockTime, ...]  # of final norm, output layer and loss, in this order; no embedding
+    # Of one step of `optimizer` on a layer, with gradient norm and casts to 16 bit. Below about 10⁵ parameters the
+    # calls take longer than the arithmetic.
     optimizer_seconds_per_parameter: Positive
     optimizer: str
-    threads: int
-    made_with: str
-    inside: Link | None = None
-    between: Link | None = None
+    threads: int  # of torch, on a CPU
+    made_with: str  # versions, and the name of Megatron's layer implementation
+    inside: Link | None = None  # a server; None if the job had no such link
+    between: Link | None = None  # servers
 
     def layer(self, microbatch: float, tensor: int = 1) -> tuple[float, float]:
         """(forward, backward) seconds of one transformer layer. KeyError if no such number of ranks was measured."""
@@ -91,8 +80,6 @@ class Profile(Described):
         for name in ("hidden", "heads", "ffn", "groups", "head_size", "sequence", "gated", "dropout"):
             here, there = getattr(self, name), getattr(model, name)
             if here != there:
-                if isinstance(here, bool):
-                    here, there = ("on" if value else "off" for value in (here, there))
                 return f"{SHAPE[name]}: the profile was measured with {here}, and {model.name} has {there}"
         return None
 
@@ -103,7 +90,7 @@ class Profile(Described):
     @classmethod
     def load(cls, path: Path) -> Profile:
         """Read what `save` wrote. UserError names the wrong entry."""
-        where, entries = f"--profile {path}", content("--profile", path)
+        where, entries = f"--profile {path}", read_yaml(path, "--profile")
         if not isinstance(entries, dict) or entries.pop("kind", None) != KIND:
             raise UserError(f"{where}: not a profile; `megatron-2bw-plan profile --json PATH` writes one")
         entries.pop("terms", None)  # of older files
