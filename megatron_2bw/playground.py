@@ -36,36 +36,32 @@ SCHEDULES: dict[str, dict[str, str]] = {
 FORWARDS = 50_000  # of one timeline
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the curve
 SHARES = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1)  # of the curve: message by forward and backward
-LIMITS = {
-    "stages": (1, 64), "microbatches": (1, 512), "iterations": (1, 16), "gpipe_round": (1, 512), "chunks": (2, 16),
-    "sync_iterations": (0, 16), "microbatch": (1, 1024),
-}  # fmt: skip
-LONGEST = 1e6  # of a time
+# The least and the greatest value of each number. Times are real numbers, the others whole ones.
+TIMES = dict.fromkeys(("forward", "backward", "transfer", "reduce", "step"), (0, 1e6)) | {"occupied": (0, 1)}
+LIMITS = {"stages": (1, 64), "microbatches": (1, 512), "iterations": (1, 16), "extra_warmup": (0, 64)}
+LIMITS |= {"sync_iterations": (0, 16), "gpipe_round": (1, 512), "chunks": (2, 16), "microbatch": (1, 1024)} | TIMES
+CHOICES = {"schedules": SCHEDULES, "model": PRESETS, "precision": BYTES, "recompute": RECOMPUTE}
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a person can choose; times are in one unit, a number or one per stage (transfer: one per boundary).
-
-    occupied  the share of a message's time in which its link carries no other
-    model     a name of the planner; microbatch, precision and recompute are those of its memory
-    """
+    """What a person can choose. Times are in one unit."""
 
     schedules: list[str] = field(default_factory=lambda: ["2bw", "pipedream-flush"])
     stages: int = 4
     microbatches: int = 8
     iterations: int = 3
-    forward: Any = 1.0
-    backward: Any = 2.0
-    transfer: Any = 0.0
-    occupied: float = 1.0
+    forward: Any = 1.0  # a number, or one per stage
+    backward: Any = 2.0  # the same
+    transfer: Any = 0.0  # of a message: a number, or one per boundary between stages
+    occupied: float = 1.0  # the share of a message's time in which its link carries no other
     reduce: float = 0.0
     step: float = 0.0
-    extra_warmup: Any = 1
+    extra_warmup: Any = 1  # a number, or one per boundary
     sync_iterations: int = 2
     gpipe_round: int = 4
     chunks: int = 2
-    model: str = "gpt-2.2b"
+    model: str = "gpt-2.2b"  # a name of the planner; the next three are of its memory
     microbatch: int = 1
     precision: str = "bf16"
     recompute: str = "none"
@@ -74,39 +70,25 @@ class Parameters:
     @classmethod
     def read(cls, given: dict[str, Any]) -> Parameters:
         """The parameters of a JSON object. UserError names the one that is unknown or out of its range."""
-        known = {each.name for each in fields(cls)}
-        if unknown := given.keys() - known:
-            raise UserError(f"{min(unknown)}: there is no such parameter")
+        for name in given.keys() - {each.name for each in fields(cls)}:
+            raise UserError(f"{name}: there is no such parameter")
         found = cls(**given)
+        for name, choices in CHOICES.items():
+            if wrong := {value for value in _every(getattr(found, name)) if value not in choices}:
+                raise UserError(f"{name}: {min(wrong)} is not one of {', '.join(choices)}")
         for name, (least, most) in LIMITS.items():
-            if type(getattr(found, name)) is not int or not least <= getattr(found, name) <= most:
-                raise UserError(f"{name} must be a whole number from {least} to {most}, not {getattr(found, name)!r}")
-        for name, choices in (("model", PRESETS), ("precision", BYTES), ("recompute", RECOMPUTE)):
-            if getattr(found, name) not in choices:
-                raise UserError(f"{name}: {getattr(found, name)} is not one of {', '.join(choices)}")
-        for name in found.schedules:
-            if name not in SCHEDULES:
-                raise UserError(f"schedules: {name} is not one of {', '.join(SCHEDULES)}")
-        return replace(found, **found._lists())
-
-    def _lists(self) -> dict[str, Any]:
-        """The checked values of times and of the extra warm-up."""
-        found: dict[str, Any] = {}
-        for name in ("forward", "backward", "transfer", "occupied", "reduce", "step"):
-            count = {"forward": self.stages, "backward": self.stages, "transfer": self.stages - 1}.get(name, 0)
-            given = getattr(self, name)
-            if isinstance(given, list) and len(given) != count:
-                raise UserError(f"{name}: give one number, or {count}")
-            most = 1 if name == "occupied" else LONGEST
-            if not all(type(value) in (int, float) and 0 <= value <= most for value in _every(given)):
-                raise UserError(f"{name} must be from 0 to {most:g}")
-            found[name] = [float(value) for value in given] if isinstance(given, list) else float(given)
-        if not any(_every(found["forward"])) or not any(_every(found["backward"])):
-            raise UserError("forward and backward must not be 0 on all stages")
-        extra = _every(self.extra_warmup)
-        if len(extra) not in (1, self.stages - 1) or not all(type(k) is int and 0 <= k <= 64 for k in extra):
-            raise UserError(f"extra_warmup: give one whole number up to 64, or {self.stages - 1}")
-        return found | {"extra_warmup": tuple(extra)}
+            kinds, values = (int, float) if name in TIMES else (int,), _every(getattr(found, name))
+            if not all(type(value) in kinds and least <= value <= most for value in values):
+                raise UserError(f"{name} must be {'' if name in TIMES else 'whole, '}from {least} to {most:g}")
+        places = {"forward": found.stages, "backward": found.stages}
+        for name in LIMITS:
+            count = places.get(name, found.stages - 1 if name in ("transfer", "extra_warmup") else 1)
+            if isinstance(given.get(name), list) and len(given[name]) != count:
+                raise UserError(f"{name}: give one number" + (f", or {count}" if count > 1 else ""))
+        for name in places:
+            if not any(_every(getattr(found, name))):
+                raise UserError(f"{name} must not be 0 on all stages")
+        return replace(found, extra_warmup=tuple(_every(found.extra_warmup)))
 
     def plan(self, name: str) -> Plan:
         """The planner's plan of a schedule of the page, on one GPU a stage."""

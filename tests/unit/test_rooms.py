@@ -19,9 +19,10 @@ GROUND = {f"megatron_2bw.{name}" for name in ("errors", "files", "schedules")}
 PURE = {
     "schedules": set(),
     "core": {"torch", "megatron_2bw.schedules"},
-    "models": {"annotated_types", "argparse", "pydantic", "yaml", *GROUND},
+    "models": {"annotated_types", "argparse", "pydantic", "transformers", "yaml", *GROUND},
 }
-AT_IMPORT = {"planner": {"megatron", "torch", "wandb", "datasets", "transformers"}}  # not before they are used
+HEAVY = {"megatron", "torch", "wandb", "datasets", "transformers"}
+AT_IMPORT = {"models": HEAVY, "planner": HEAVY}  # not before they are used
 
 # The planner's drawers in order: each may import itself and those before it. Modules outside of them may import all.
 DRAWERS = ("cost", "find", "tell", "measure")
