@@ -1,8 +1,7 @@
-"""Rules about the sizes of a model, its batch and its pipeline: those that a schedule of this project adds, which the
-command line checks, and those of Megatron that the planner's search must know too.
+"""Rules about the sizes of a batch and its pipeline that a schedule of this project adds.
 
-Invariant: pure Python. A rule answers one line that names the flags, or None. It reads Megatron's names of the
-arguments, so it takes the command line's arguments or what planner/find/legality.py makes of a plan.
+Invariant: pure Python. A rule answers one line that names the flags, or None. (The planner's rules about a plan are in
+planner/find/legality.py.)
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from megatron_2bw.flags.rule import OUT, Args, Condition, Rule, asks, line, value
+from megatron_2bw.flags.rule import OUT, Args, Rule, asks, line, value
 from megatron_2bw.schedules import schedule_of
 
 Check = Callable[[Args], str | None]
@@ -103,55 +102,7 @@ def gpipe_round(s: Args) -> str | None:
     return f"--gpipe-round {s.gpipe_round} is more than the {number} microbatches of a pipeline's batch: give fewer"
 
 
-# --- the model -------------------------------------------------------------------------------------------------------
-
-
-def _divides(name: str, also: str = "", when: Condition = lambda s: True) -> Rule:
-    flag = f"--{name.replace('_', '-')} {{a.{name}}}"
-    text = f"--tensor-model-parallel-size {{given}}{also} does not divide {flag}: use a size that does"
-    return line(text, lambda s: getattr(s, name) % s.tensor_model_parallel_size and when(s))
-
-
-HEADS, FFN = _divides("num_attention_heads"), _divides("ffn_hidden_size")
-SEQUENCE = _divides("seq_length", " with --sequence-parallel", lambda s: s.sequence_parallel)
-# Fewer groups than ranks are allowed, but the columns of the linear layer of queries, keys and values must divide.
-GROUPS = line(
-    "--num-query-groups {given} is neither a multiple nor a divisor of --tensor-model-parallel-size "
-    "{a.tensor_model_parallel_size}: use a size for which it is",
-    lambda s: (
-        s.num_query_groups != s.num_attention_heads
-        and s.num_query_groups % s.tensor_model_parallel_size
-        and s.tensor_model_parallel_size % s.num_query_groups
-    ),
-)
-KEYS = line(
-    "--num-query-groups {given} x --kv-channels {a.kv_channels}: --tensor-model-parallel-size "
-    "{a.tensor_model_parallel_size} does not divide twice that, the columns of keys and values; use a smaller size",
-    lambda s: (
-        2 * s.num_query_groups * s.kv_channels % s.tensor_model_parallel_size
-        and not (s.num_attention_heads % s.tensor_model_parallel_size or GROUPS.when(s))
-    ),
-)
-# Megatron's arguments drop the flag with a warning, its configuration raises an error.
-SEQUENCE_RANKS = line(
-    "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it out",
-    lambda s: s.sequence_parallel and s.tensor_model_parallel_size == 1,
-)
-CONTEXT = line(
-    "--context-parallel-size {given} needs a --seq-length, now {a.seq_length}, that is a multiple of twice that, and "
-    "with --sequence-parallel of --tensor-model-parallel-size times that: use sizes for which it is",
-    lambda s: (
-        s.context_parallel_size > 1
-        and (
-            s.seq_length % (2 * s.context_parallel_size)
-            or (s.sequence_parallel and s.seq_length % (s.context_parallel_size * s.tensor_model_parallel_size))
-        )
-    ),
-)
-CHUNKS = line(
-    "--num-virtual-stages-per-pipeline-rank {given} needs --pipeline-model-parallel-size 2 or more: leave it out",
-    lambda s: s.num_virtual_stages_per_pipeline_rank and s.pipeline_model_parallel_size == 1,
-)
+# --- the layers ------------------------------------------------------------------------------------------------------
 
 
 def layout_stages(text: str) -> list[str]:
@@ -159,30 +110,3 @@ def layout_stages(text: str) -> list[str]:
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(pattern, lambda found: found[1] * int(found[2]), text.replace(",", ""))
     return text.split("|")
-
-
-def layout(s: Args) -> str | None:
-    """--pipeline-model-parallel-layout must have a stage for each of the pipeline, and all layers."""
-    stages, depth = layout_stages(s.pipeline_model_parallel_layout), s.pipeline_model_parallel_size
-    flag, layers = f"--pipeline-model-parallel-layout {s.pipeline_model_parallel_layout}", "".join(stages).count("t")
-    if layers != s.num_layers:
-        return f"{flag} has {layers} layers, but --num-layers is {s.num_layers}: give as many t"
-    if len(stages) == depth:
-        return None
-    return f"{flag} has {len(stages)} stages, but --pipeline-model-parallel-size is {depth}: give as many"
-
-
-def split(s: Args) -> str | None:
-    """--num-layers must divide evenly over the stages, but for a first or last one with layers of its own."""
-    flags = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
-    own = {flag: value(s, flag) for flag in flags if value(s, flag) is not None}
-    layers, stages = s.num_layers - sum(own.values()), s.pipeline_model_parallel_size - len(own)
-    if layers == 0 if stages == 0 else layers >= stages > 0 and layers % stages == 0:
-        return None
-    if own:
-        given = " and ".join(f"{flag} {number}" for flag, number in own.items())
-        return f"{given}: {stages} other stages cannot share the other {layers} of --num-layers {s.num_layers}"
-    return (
-        f"--num-layers {s.num_layers} cannot be split over --pipeline-model-parallel-size {stages}: use a multiple, "
-        "or --decoder-first-pipeline-num-layers for an uneven split"
-    )

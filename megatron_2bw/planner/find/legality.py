@@ -1,79 +1,37 @@
 """Whether a plan is one that Megatron 0.19 and this project's schedules run, and if not, why. Pure Python.
 
 Invariant: what is legal here trains; Megatron's own check of its arguments (validate_args) accepts much that fails, or
-builds another model, later. Each rule answers one line, which names the flags and says what to do; those that the
-command line shares stand in `megatron_2bw/sizes.py`.
+builds another model, later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import NamedTuple
 
-from megatron_2bw import sizes
-from megatron_2bw.flags.rule import installed, line
-from megatron_2bw.models import model as models
-from megatron_2bw.models import plan as plans
+from megatron_2bw.flags.rule import installed
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import PRECISION_AWARE, Plan
-from megatron_2bw.schedules import SCHEDULES
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
 
-@dataclass(frozen=True)
-class Violation:
-    """A broken rule: its cause, the same for every plan, and one line for this plan."""
+class Host(NamedTuple):
+    """What a plan is to run on: the number of GPUs, the precision, and whether the GPUs have bf16."""
 
-    rule: str
-    message: str
-
-
-def violations(plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf16: bool = True) -> list[Violation]:
-    """All rules that `plan` breaks; [] if it is legal. bf16: whether the GPUs have it."""
-    return [*_broken(plan, model, gpus, precision, bf16)]
+    gpus: int
+    precision: str = "bf16"
+    bf16: bool = True
 
 
-def is_legal(plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf16: bool = True) -> bool:
-    """Whether `violations` would be empty. It stops at the first, for a search that asks this of many plans."""
-    return next(_broken(plan, model, gpus, precision, bf16), None) is None
+def violations(plan: Plan, model: Model, *host: int | str | bool) -> Iterator[str]:
+    """The causes, of RULES, for which `plan` is illegal; none if it is legal. `host` is what Host has."""
+    on = Host(*host)
+    return (cause for cause, broken in RULES.items() if broken(plan, model, on))
 
 
-def _broken(plan: Plan, model: Model, gpus: int, precision: str, bf16: bool) -> Iterator[Violation]:
-    """By Megatron's names of the arguments, None where a flag is not given; and the plan and what it runs on."""
-    given = {argument: getattr(plan, field) for field, argument in plans.ARGUMENTS.items()}
-    given |= {argument: getattr(model, field) for field, argument in models.ARGUMENTS.items()}
-    given |= dict(
-        world_size=plan.gpus,
-        decoder_first_pipeline_num_layers=plan.first or None,
-        decoder_last_pipeline_num_layers=plan.last or None,
-        num_virtual_stages_per_pipeline_rank=plan.virtual if plan.virtual > 1 else None,
-        two_bw_correction="auto" if plan.extrapolate else "none",
-        untie_embeddings_and_output_weights=not model.tied,
-        pipeline_model_parallel_layout=plan.layout,
-        fp16=precision == "fp16",
-        fp8_format=precision == "fp8",
-        loss_scale=None,
-        use_precision_aware_optimizer=PRECISION_AWARE in plan.numerics,
-    )
-    case = SimpleNamespace(**given, plan=plan, model=model, gpus=gpus, precision=precision, has_bf16=bf16)
-    for cause, rule in RULES.items():
-        message = rule(case)
-        if message:
-            yield Violation(cause, message)
-
-
-def _all_gpus(s: SimpleNamespace) -> str | None:
-    # Megatron fills what it is given: with other sizes the data-parallel size, and the batch, would be others.
-    plan, gpus = s.plan, s.gpus
-    if plan.gpus == gpus:
-        return None
-    context = f"--context-parallel-size {plan.context} x " if plan.context > 1 else ""
-    return (
-        f"--tensor-model-parallel-size {plan.tensor} x {context}--pipeline-model-parallel-size {plan.depth} x "
-        f"{plan.width} pipelines need {plan.gpus} GPUs, but there are {gpus}: choose sizes whose product is {gpus}"
-    )
+def is_legal(plan: Plan, model: Model, *host: int | str | bool) -> bool:
+    return next(violations(plan, model, *host), None) is None
 
 
 def may_divide_sequences(model: Model) -> bool:
@@ -81,104 +39,71 @@ def may_divide_sequences(model: Model) -> bool:
     return model.kind != "bert" or installed("apex")
 
 
-def _split(s: SimpleNamespace) -> str | None:
-    """Megatron does not look at the sizes of the middle stages: none, or less than none, would pass."""
-    plan = s.plan
-    if plan.depth > s.num_layers:
-        return f"--pipeline-model-parallel-size {plan.depth} is more than --num-layers {s.num_layers}: use fewer stages"
-    if not plan.stages:
-        return sizes.split(s)
-    if plan.first or plan.last or plan.virtual > 1 or min(plan.stages) < 1 or plan.depth == 1:
-        return (
-            f"--pipeline-model-parallel-layout {plan.layout}: give each of several stages a layer, and neither "
-            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers nor virtual stages"
-        )
-    return sizes.layout(s)
+def _unshared(p: Plan, m: Model, on: Host) -> bool:
+    """Megatron does not look at the sizes of a layout's middle stages: none, or less than none, would pass."""
+    if p.stages:
+        ends = p.first or p.last or p.virtual > 1
+        return bool(ends) or not len(p.stages) == p.depth > 1 or min(p.stages) < 1 or sum(p.stages) != m.layers
+    own = [layers for layers in (p.first, p.last) if layers]
+    layers, stages = m.layers - sum(own), p.depth - len(own)
+    if stages == 0:
+        return layers != 0
+    return p.depth > m.layers or not layers >= stages > 0 or layers % stages != 0
 
 
-def _whole_chunks(s: SimpleNamespace) -> str | None:
-    plan = s.plan
-    if plan.virtual == 1 or _split(s) or all(number % plan.virtual == 0 for number in plan.layers_of(s.model)):
-        return None
-    return (
-        f"--num-virtual-stages-per-pipeline-rank {plan.virtual} does not divide the layers of a stage, with "
-        f"--num-layers {s.num_layers} and --pipeline-model-parallel-size {plan.depth}: use a number that does"
-    )
+def _few(p: Plan, m: Model, on: Host) -> bool:
+    # By default an interleaved chunk runs as many microbatches in a row as there are stages; fewer would make it wait
+    # for itself.
+    return bool(p.microbatches % p.depth) if p.virtual > 1 else p.microbatches < p.pipeline.min_microbatches(p.depth)
 
 
-def _enough(s: SimpleNamespace) -> str | None:
-    # By default a chunk runs as many microbatches in a row as there are stages; fewer would make it wait for itself.
-    plan = s.plan
-    if plan.virtual == 1:
-        return sizes.microbatches(s)
-    if plan.microbatches % plan.depth == 0:
-        return None
-    return (
-        f"--global-batch-size {plan.global_batch} gives {plan.microbatches} microbatches a pipeline: "
-        f"--num-virtual-stages-per-pipeline-rank {plan.virtual} needs a multiple of --pipeline-model-parallel-size "
-        f"{plan.depth}; use a multiple of --global-batch-size {plan.depth * plan.microbatch * plan.width}"
-    )
-
-
-def _slots(s: SimpleNamespace) -> str | None:
-    wrong = s.plan.gradient_slots not in (1, 2)
-    return f"--two-bw-gradient-slots {s.plan.gradient_slots}: use 1 or 2" if wrong else sizes.SLOTS.message(s)
-
-
-# By cause, which is the same for every plan, so that a search can count what it rejects. The rules that it breaks most
-# often come first.
-RULES: dict[str, Callable[[SimpleNamespace], str | None]] = {
-    "sizes do not use every GPU": _all_gpus,
-    "heads not divisible by tensor size": sizes.HEADS.message,
-    "query groups neither multiple nor divisor of tensor size": sizes.GROUPS.message,
-    "keys and values not divisible by tensor size": sizes.KEYS.message,
-    "feed-forward size not divisible by tensor size": sizes.FFN.message,
-    "sequence not divisible by tensor size": sizes.SEQUENCE.message,
-    "sequence parallelism with one tensor rank": sizes.SEQUENCE_RANKS.message,
-    "sequence parallelism of BERT without Apex": line(
-        "--sequence-parallel needs Apex for the norm of a BERT's head, and Apex is not installed: leave the flag out",
-        lambda s: s.sequence_parallel and not may_divide_sequences(s.model),
-    ).message,
-    "sequence not divisible by context size": sizes.CONTEXT.message,
-    "context parallelism of BERT": line(
-        "--context-parallel-size {given} does not work with BERT, whose sequences are not split: leave it out",
-        lambda s: s.context_parallel_size > 1 and s.model.kind == "bert",
-    ).message,
-    "layers that the stages do not share": _split,
-    "too few microbatches, or a part of a round": _enough,
-    "virtual stages only with Megatron's schedule": sizes.ONE_CHUNK.message,
-    "virtual stages with one pipeline stage": sizes.CHUNKS.message,
-    "layers of a stage not divisible by virtual stages": _whole_chunks,
-    "bf16 not on this GPU": line(
-        "--bf16: the GPU has no bfloat16; use --fp16 instead",
-        lambda s: not s.has_bf16 and s.precision in ("bf16", "fp8"),
-    ).message,
-    "fp8 only with Megatron's schedule": line(
-        "--fp8-format does not work with --pipeline-schedule {a.pipeline_schedule}: fp8 weights are not versioned",
-        lambda s: s.fp8_format and s.pipeline_schedule != "megatron",
-    ).message,
-    "widths that fp8 does not divide": line(
-        "--fp8-format needs widths that are multiples of 16 on each tensor-parallel rank: use fewer",
-        lambda s: (
-            s.fp8_format
-            and any(width / s.plan.tensor % 16 for width in (s.model.query_size, s.model.key_size, s.model.ffn))
-        ),
-    ).message,
-    "precision-aware optimizer with a schedule that has no flush": line(
-        f"{PRECISION_AWARE} does not work with --pipeline-schedule {{a.pipeline_schedule}}: its kernel writes one "
-        "weight store only",
-        lambda s: (
-            s.use_precision_aware_optimizer
-            and s.pipeline_schedule in SCHEDULES
-            and not SCHEDULES[s.pipeline_schedule].flushes
-        ),
-    ).message,
-    "gradient slots only with 2bw": _slots,
-    "extra warm-up only with 2bw, for each boundary": sizes.extra_warmup,
-    "extrapolation only with 2bw": sizes.EXTRAPOLATES.message,
-    "rounds only with gpipe": sizes.ROUND.message,
-    "a round of more microbatches than a batch has": sizes.gpipe_round,
-    "pipedream with the distributed optimizer": sizes.SHARDS.message,
-    "pipedream with tied embeddings": sizes.TIES.message,
-    "pipedream with fp16 and dynamic loss scale": sizes.SCALES.message,
+# Whether a plan breaks a rule, by the cause. The rules that a search breaks most often come first.
+RULES: dict[str, Callable[[Plan, Model, Host], object]] = {
+    "the sizes do not use every GPU": lambda p, m, on: p.gpus != on.gpus,
+    "--tensor-model-parallel-size does not divide --num-attention-heads": lambda p, m, on: m.heads % p.tensor,
+    # Fewer groups than ranks are allowed, but the columns of queries, keys and values must divide.
+    "--num-query-groups is neither a multiple nor a divisor of --tensor-model-parallel-size": lambda p, m, on: (
+        m.groups != m.heads and m.groups % p.tensor and p.tensor % m.groups
+    ),
+    "--tensor-model-parallel-size does not divide the columns of keys and values": lambda p, m, on: (
+        2 * m.key_size % p.tensor
+    ),
+    "--tensor-model-parallel-size does not divide --ffn-hidden-size": lambda p, m, on: m.ffn % p.tensor,
+    "--sequence-parallel, and --tensor-model-parallel-size does not divide --seq-length": lambda p, m, on: (
+        p.sequence_parallel and m.sequence % p.tensor
+    ),
+    "--sequence-parallel with one tensor rank": lambda p, m, on: p.sequence_parallel and p.tensor == 1,
+    "--sequence-parallel of a BERT without Apex": lambda p, m, on: p.sequence_parallel and not may_divide_sequences(m),
+    "--seq-length is no multiple of twice --context-parallel-size, or of it times the tensor ranks": lambda p, m, on: (
+        p.context > 1
+        and (m.sequence % (2 * p.context) or (p.sequence_parallel and m.sequence % (p.context * p.tensor)))
+    ),
+    "--context-parallel-size with a BERT": lambda p, m, on: p.context > 1 and m.kind == "bert",
+    "the stages do not share --num-layers": _unshared,
+    "--global-batch-size gives too few microbatches, or a part of a round of chunks": _few,
+    "virtual stages only with Megatron's schedule and several stages": lambda p, m, on: (
+        p.virtual > 1 and (p.schedule != "megatron" or p.depth == 1)
+    ),
+    "virtual stages do not divide the layers of a stage": lambda p, m, on: any(n % p.virtual for n in p.layers_of(m)),
+    "the GPU has no bf16: use --precision fp16": lambda p, m, on: not on.bf16 and on.precision in ("bf16", "fp8"),
+    "fp8 only with Megatron's schedule": lambda p, m, on: on.precision == "fp8" and p.schedule != "megatron",
+    "fp8 needs widths of multiples of 16 on each tensor rank": lambda p, m, on: (
+        on.precision == "fp8" and any(width / p.tensor % 16 for width in (m.query_size, m.key_size, m.ffn))
+    ),
+    f"{PRECISION_AWARE} with a schedule that has no flush": lambda p, m, on: (
+        PRECISION_AWARE in p.numerics and not p.pipeline.flushes
+    ),
+    "gradient slots, 1 or 2, only with 2bw": lambda p, m, on: (
+        p.gradient_slots not in ((1, 2) if p.schedule == "2bw" else (2,))
+    ),
+    "extra warm-up only with 2bw, one number or one for each boundary": lambda p, m, on: (
+        p.extra_warmup and (p.schedule != "2bw" or p.depth == 1 or len(p.extra_warmup) not in (1, p.depth - 1))
+    ),
+    "--two-bw-correction only with 2bw": lambda p, m, on: p.extrapolate and p.schedule != "2bw",
+    "--gpipe-round only with gpipe, of at most a batch's microbatches": lambda p, m, on: (
+        p.gpipe_round and (p.schedule != "gpipe" or p.gpipe_round > p.microbatches)
+    ),
+    "pipedream with the distributed optimizer": lambda p, m, on: p.schedule == "pipedream" and p.distributed_optimizer,
+    "pipedream with tied embeddings": lambda p, m, on: p.schedule == "pipedream" and p.depth > 1 and m.tied,
+    "pipedream with fp16 and dynamic loss scale": lambda p, m, on: p.schedule == "pipedream" and on.precision == "fp16",
 }

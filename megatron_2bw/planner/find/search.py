@@ -17,7 +17,7 @@ from megatron_2bw.models.plan import PRECISION_AWARE, Plan, by_fields
 from megatron_2bw.planner.cost.bounds import work_bound
 from megatron_2bw.planner.cost.compute import Work
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.legality import is_legal, may_divide_sequences, violations
+from megatron_2bw.planner.find.legality import may_divide_sequences, violations
 from megatron_2bw.planner.find.space import MORE_RECOMPUTES, Space
 
 WIDER = 2  # layers by which a stage may differ from its share, on clusters of different GPUs
@@ -26,8 +26,7 @@ WIDER = 2  # layers by which a stage may differ from its share, on clusters of d
 class Search:
     """An iterable of (seconds per sample, plan), fastest first.
 
-    rejected   legality's rule -> number of shapes (tensor, context, depth, microbatch) and plans that broke it
-    examples   legality's rule -> its line for the smallest microbatch that broke it: the smallest change
+    rejected   cause (legality.RULES) -> number of shapes (tensor, context, depth, microbatch) and plans that it forbids
     too_large  the plans that do not fit and whose bound is below the last plan yielded, lowest bound first
     examined   number of simulated plans
     distinct   whether to yield only the fastest plan of each (tensor, context, depth, width, schedule)
@@ -42,8 +41,6 @@ class Search:
 
     def _clear(self) -> None:
         self.rejected: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}
-        self._smallest: dict[str, int] = {}
         self.too_large: list[Plan] = []
         self.examined = 0
 
@@ -196,13 +193,10 @@ class Search:
 
     def _legal(self, plan: Plan) -> bool:
         """Whether the plan is legal. Counts the plans that are not."""
-        if is_legal(plan, *self._host):
-            return True
-        broken = violations(plan, *self._host)[0]
-        self.rejected[broken.rule] += 1
-        if plan.microbatch < self._smallest.get(broken.rule, plan.microbatch + 1):
-            self._smallest[broken.rule], self.examples[broken.rule] = plan.microbatch, broken.message
-        return False
+        for cause in violations(plan, *self._host):
+            self.rejected[cause] += 1
+            return False
+        return True
 
     def _recomputes(self, plan: Plan) -> Iterator[Plan]:
         for kind in self.space.recompute:

@@ -112,8 +112,8 @@ def _run(row: Mapping[str, Any], where: str) -> Run:
             if plan.virtual > 1:
                 raise UserError("interleaved stages are planned with --overlap-grad-reduce only")
             plan = plan.changed(schedule="pipedream-flush")  # the same order of computation, and no overlap
-        if broken := violations(plan, model, plan.gpus, rest.precision):
-            raise UserError(broken[0].message)
+        for cause in violations(plan, model, plan.gpus, rest.precision):
+            raise UserError(cause)
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
     return Run(model, plan, rest.seconds, rest.precision, rest.flash, rest.memory_gib, row)

@@ -29,7 +29,6 @@ def as_json(result: Result) -> dict[str, Any]:
         and {"servers": result.fewer[0].servers, "gpus_per_server": result.fewer[0].gpus_per_server}
         | _estimate(cost, result.fewer[1]),
         "rejected": dict(search.rejected),
-        "examples": dict(search.examples),
         "cost": cost.method,
         "too_large": {
             "count": len(search.too_large),

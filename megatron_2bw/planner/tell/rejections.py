@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,12 +19,9 @@ SHORTEST = 512  # tokens of a sequence that is proposed
 def rejections(result: Result) -> str:
     """The rejected plans by cause, and the fastest plan that does not fit."""
     cost, search = result.cost, result.search
-    lines = ["Illegal plans by cause, with the change that the smallest of them needs:"]
-    for cause, count in search.rejected.most_common():
-        lines.append(f"  {count:6}  {cause}")
-        example = search.examples.get(cause, "")
-        lines += textwrap.wrap(example, 118, initial_indent=" " * 10, subsequent_indent=" " * 10)
-    lines += [
+    lines = [
+        "Illegal plans by cause:",
+        *(f"  {count:6}  {cause}" for cause, count in search.rejected.most_common()),
         *["  none"] * (not search.rejected),
         f"Plans that need more than {cost.cluster.device.memory_gib:g} GiB ({ESTIMATED}) and may be faster than plans "
         f"of the table: {len(search.too_large)}",
@@ -44,8 +40,7 @@ def rejections(result: Result) -> str:
 def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
     """Why a search found no plan: the least memory that a plan needs, and the remedies (choices, memory, GPUs)."""
     if not search.too_large:
-        counted = search.rejected.most_common()
-        causes = [f"{cause} ({count}; {search.examples.get(cause, 'no other size')})" for cause, count in counted]
+        causes = [f"{cause} ({count})" for cause, count in search.rejected.most_common()]
         why = "; ".join(causes) or "the choices are empty"
         fewer = on_fewer(cost, space)
         part = f" Fewer GPUs have one: {part_flags(fewer[0].cluster)}, {fewer[2].title}." if fewer else ""
