@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.errors import file_errors
 
 
 def flag_of(word: str) -> str:
@@ -47,12 +47,6 @@ def expand_files(argv: Sequence[str]) -> list[str]:
     """`argv` with the words of a file in the place of each @file. UserError if it cannot be read."""
     expanded: list[str] = []
     for word in argv:
-        if not word.startswith("@"):
-            expanded.append(word)
-            continue
         with file_errors(word):
-            try:
-                expanded += shlex.split(Path(word[1:]).read_text())
-            except ValueError as error:  # no text, or a quote that does not end
-                raise UserError(f"{word}: {error}") from None
+            expanded += shlex.split(Path(word[1:]).read_text()) if word.startswith("@") else [word]
     return expanded

@@ -19,7 +19,6 @@ OK, NOTE, WRONG = "ok", "note", "WRONG"
 LACKING = {  # package: what its absence means
     "transformer_engine": "on GPUs give --transformer-impl local and the flags beside it in docs/quick_start.md",
     "apex": "on GPUs give --no-gradient-accumulation-fusion",
-    "wandb": "no --wandb-project",
     "tensorboard": "no --tensorboard-dir",
 }
 

@@ -27,18 +27,15 @@ def launch(task: str) -> None:
     The module defines `model_config(args)` or `model_provider`, `datasets_provider` and `forward_step` (see `gpt.py`
     and `bert.py`).
     """
+    name = task.rpartition(".")[2]
     try:
         sys.argv[1:] = expand_files(sys.argv[1:])
+        line = early.mistake(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))) or shared_store()
     except UserError as error:
-        stop(str(error))
-    name = task.rpartition(".")[2]
-    if line := early.mistake(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))):
+        line = str(error)
+    if line:
         stop(line)
     screen.begin(not {"--verbose", "-h", "--help"}.isdisjoint(sys.argv))
-    if (line := shared_store(os.environ)) and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-        stop(line)
-    elif line:
-        print(f"> {line}", flush=True)
     ours = parse.parse_early(sys.argv[1:], stop, name)
     from megatron_2bw import cpu  # it imports torch
 
@@ -75,17 +72,14 @@ def launch(task: str) -> None:
                 getattr(module, "model_provider", None),  # for a task without a configuration
             )
         except SystemExit as end:  # Megatron exits so before the last iteration, and after errors that it prints
+            if end.code:
+                raise
             if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
-                if not end.code:
-                    stop(f"Megatron ended the run: {output} has its line")
-                sys.exit(end.code)
-            if end.code in (None, 0):
-                _merge_trace(args, runtime)
-            raise
+                stop(f"Megatron ended the run: {output} has its line")
         _merge_trace(args, runtime)
     except Exception as error:
         if hasattr(args, "curr_iteration") or exits.is_peer_failure(error):  # training has begun
-            log = runtime.log if runtime is not None else None
+            log = getattr(runtime, "log", None)
             alone = args.timing_log_level == 0 and not args.log_energy  # else a line needs the other ranks
             exits.leave(error, log.flush if log is not None and alone else None)
         screen.record(error)
@@ -113,7 +107,4 @@ def _merge_trace(args, runtime) -> None:
     if dist.is_initialized():
         dist.barrier()
     if args.rank == 0 and any(args.two_bw_trace.glob("stage-*")):
-        try:
-            print(f"> --two-bw-trace: wrote {' and '.join(map(str, trace.merge(args.two_bw_trace)))}", flush=True)
-        except (OSError, UserError) as error:  # the run itself has ended well
-            print(f"> --two-bw-trace: the files of the stages are not joined: {error}", flush=True)
+        print(f"> --two-bw-trace: wrote {' and '.join(map(str, trace.merge(args.two_bw_trace)))}", flush=True)

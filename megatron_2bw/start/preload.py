@@ -1,12 +1,9 @@
 """What the server of local_ranks imports once: torch, Megatron and this project; each rank is forked from that.
 
-It also computes here what every rank would compute again with the same result. The CPU stands in for CUDA, unless
-MEGATRON_2BW_WORLD_DEVICE is cuda.
+The CPU stands in for CUDA, unless MEGATRON_2BW_WORLD_DEVICE is cuda.
 """
 
-import argparse
 import atexit
-import functools
 import gc
 import logging
 import os
@@ -27,10 +24,8 @@ else:
 import megatron.core.models.mimo.optimizer  # noqa: E402
 import megatron.core.tokenizers.text.models  # noqa: E402  (it imports transformers)
 import megatron.training.training  # noqa: E402, F401
-import torch._dynamo.trace_rules  # noqa: E402
+import torch._dynamo.trace_rules  # noqa: E402, F401  (init_process_group's)
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset  # noqa: E402
-from megatron.training.argument_utils import ArgumentGroupFactory  # noqa: E402
-from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
 import megatron_2bw.checkpoints.optimizer_state  # noqa: E402
 import megatron_2bw.checkpoints.state  # noqa: E402
@@ -40,20 +35,7 @@ import megatron_2bw.start.launch  # noqa: E402
 import megatron_2bw.tasks.bert  # noqa: E402
 import megatron_2bw.tasks.gpt  # noqa: E402, F401
 
-
-def cache_the_help() -> None:
-    """Megatron's parser takes its help from the sources of its classes, which it reads and parses each time."""
-    read = ArgumentGroupFactory._get_field_docstrings
-    read_once = functools.cache(lambda source: read(object.__new__(ArgumentGroupFactory), source))
-    ArgumentGroupFactory._get_field_docstrings = lambda self, source: read_once(source)
-    add_megatron_arguments(argparse.ArgumentParser())
-
-
-cache_the_help()
 MockGPTLowLevelDataset.size = 2000  # documents; building the index of 100,000 costs a second a run
-if cpu.installed():  # nothing is compiled then, yet what torch.compile has wrapped asks for this map
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
-    torch._dynamo.trace_rules.clear_lru_cache = lambda: None  # init_process_group's, for what is compiled
 gc.collect()
 gc.freeze()  # the ranks' collections then neither scan these objects nor copy their pages
 atexit.register(gc.unfreeze)

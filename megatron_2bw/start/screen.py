@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,7 +30,7 @@ class _Stream:
     """A standard stream: all text goes to the record, lines that SHOWN matches (verbose: all) also to the screen."""
 
     def __init__(self, screen: int, verbose: bool):
-        self._screen, self._verbose, self._lost = screen, verbose, False
+        self._screen, self._verbose = screen, verbose
         self._begun: dict[int, str] = {}  # the line that a thread has begun
 
     def __getattr__(self, name: str) -> Any:
@@ -43,16 +42,9 @@ class _Stream:
         thread = threading.get_ident()
         *lines, self._begun[thread] = (self._begun.get(thread, "") + text).split("\n")
         if shown := "".join(f"{line}\n" for line in lines if self._verbose or SHOWN.match(line)):
-            try:
+            with suppress(OSError):  # a full disk, or the reader of a pipe has ended
                 os.write(self._screen, shown.encode(errors="backslashreplace"))
-            except OSError as error:
-                if not self._lost:
-                    self._lost = True
-                    print(f"> screen: lines are lost: {error}", file=sys.stderr)
         return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        self.write("".join(lines))
 
     def flush(self) -> None:
         with suppress(OSError):

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,11 @@ def environment(**more: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", OWN_STORES: "1"} | os.environ | more
 
 
-def shared_store(variables: Mapping[str, str]) -> str | None:
-    """A line if torchrun may start these ranks again, but with the store of the first start, whose old addresses the
-    new ranks would wait for."""
-    if variables.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or variables["TORCHELASTIC_USE_AGENT_STORE"] == "False":
+def shared_store() -> str | None:
+    """A line if torchrun has started the ranks again, but with the store of the first start: they would wait for the
+    addresses in it."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not again or os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False":
         return None
     return f"torchrun: --max-restarts works only with {OWN_STORES}=1 in the environment and --rdzv-backend c10d"
 

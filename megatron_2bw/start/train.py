@@ -1,4 +1,4 @@
-"""megatron-2bw train, evaluate: the entry scripts from a plan, a YAML file and flags, on one host or on several.
+"""megatron-2bw train, evaluate: the entry scripts from a plan and flags, on one host or on several.
 
 Invariant: a wrong flag is answered before a rank starts, and the status is that of the first rank that failed.
 """
@@ -6,6 +6,7 @@ Invariant: a wrong flag is answered before a rank starts, and the status is that
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shlex
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import Parser, UserError, usage_error
-from megatron_2bw.files import read_yaml
 from megatron_2bw.flags import early
 from megatron_2bw.flags.own import whole
 from megatron_2bw.flags.rule import installed
@@ -24,7 +24,6 @@ from megatron_2bw.words import expand_files, flag_of, merged, split_by
 
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 OWN = ("-h", "--help", "--nproc", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--dry-run")
-DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL, of AMD
 DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
 
 EVALUATE = (
@@ -34,15 +33,14 @@ EVALUATE = (
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """megatron-2bw train gpt|bert [PLAN.json|RUN.yaml] [flags]."""
+    """megatron-2bw train gpt|bert [PLAN.json] [flags]."""
     meaning = (
-        "Trains a GPT or a BERT. Megatron's flags and this project's follow; they take precedence over the "
-        f"file's. Examples: {prog} gpt plan.json --train-iters 100 --mock-data | {prog} bert run.yaml | "
-        f"{prog} gpt --pipeline-schedule 2bw --pipeline-model-parallel-size 2 ..."
+        "Trains a GPT or a BERT. Megatron's flags and this project's follow, also in files of words (@FILE); they take "
+        f"precedence over the plan's. Examples: {prog} gpt plan.json --train-iters 100 --mock-data | {prog} bert "
+        f"@flags.txt | {prog} gpt --pipeline-schedule 2bw --pipeline-model-parallel-size 2 ..."
     )
-    help = "of megatron-2bw plan --json, or a YAML file of flags: `num-layers: 24`, `bf16: true`"
-    known, typed = _parsed(argv, prog, meaning, nargs="?", type=Path, metavar="PLAN.json|RUN.yaml", help=help)
-    words, gpus = _of_file(known.file, known.task, typed) if known.file else ([], None)
+    known, typed = _parsed(argv, prog, meaning, nargs="?", metavar="PLAN.json", help="of megatron-2bw plan --json")
+    words, gpus = _of_plan(known.file, known.task, typed) if known.file else ([], None)
     return _run(prog, known, merged(words, typed), gpus)
 
 
@@ -53,9 +51,7 @@ def evaluate(argv: Sequence[str], prog: str) -> int:
         f"follow. Example: {prog} gpt checkpoints --data-path my_text --split 90,5,5 --eval-iters 100"
     )
     known, typed = _parsed(argv, prog, meaning, metavar="CKPT", help="a run's --save")
-    if not known.file or "--load" in map(flag_of, typed):
-        usage_error(prog, "CKPT is the checkpoint to load: name its folder, and leave --load out")
-    return _run(prog, known, merged([*EVALUATE, "--load", known.file], typed), None)
+    return _run(prog, known, [*merged(EVALUATE, typed), "--load", known.file], None)
 
 
 def _parsed(argv: Sequence[str], prog: str, meaning: str, **file: Any) -> tuple[argparse.Namespace, list[str]]:
@@ -63,47 +59,42 @@ def _parsed(argv: Sequence[str], prog: str, meaning: str, **file: Any) -> tuple[
 
     file: of the argument after the task
     """
+    step = os.environ if "SLURM_STEP_ID" in os.environ else {}
     parser = Parser(prog=prog, description=meaning, allow_abbrev=False)
     parser.add_argument("task", choices=("gpt", "bert"))
     parser.add_argument("file", **file)
-    add = parser.add_argument_group("processes").add_argument
+    add = parser.add_argument_group("processes; by default the hosts are those of the Slurm step").add_argument
     ranks = "ranks on each host (default: of the plan, or stages x tensor ranks x context ranks)"
     add("--nproc", type=whole(1), metavar="N", help=ranks)
-    add("--nnodes", type=whole(1), metavar="N", help="hosts (default: of the Slurm step, or 1)")
-    add("--node-rank", type=whole(0), metavar="N", help="number of this host (default: of the Slurm step)")
-    add("--master-addr", metavar="HOST", help="the first host (default: of the Slurm step)")
-    add("--master-port", type=whole(1, 65535), metavar="N", help="of several hosts (default: 29500)")
+    add("--nnodes", type=whole(1), metavar="N", default=step.get("SLURM_STEP_NUM_NODES", "1"), help="hosts")
+    add("--node-rank", type=whole(0), metavar="N", default=step.get("SLURM_NODEID"), help="number of this host")
+    add("--master-addr", metavar="HOST", help="the first host")
+    add("--master-port", type=whole(1, 65535), metavar="N", default="29500", help="on it (default: %(default)s)")
     add("--dry-run", action="store_true", help="print torchrun's command, and start nothing")
     argv = expand_files(argv)
     head = next((at for at, word in enumerate(argv) if word.startswith("-")), len(argv))
     own, typed = split_by(argv[head:], OWN)
-    return parser.parse_intermixed_args([*argv[:head], *own]), typed
+    known = parser.parse_intermixed_args([*argv[:head], *own])
+    if known.nnodes > 1 and step:
+        if step["SLURM_STEP_NUM_TASKS"] != step["SLURM_STEP_NUM_NODES"]:
+            parser.error("start one task on each node: srun --ntasks-per-node 1")
+        show = ["scontrol", "show", "hostnames", step["SLURM_STEP_NODELIST"]]
+        known.master_addr = known.master_addr or subprocess.check_output(show, text=True).split()[0]
+    if known.nnodes > 1 and (known.node_rank is None or not known.master_addr):
+        parser.error("--nnodes needs --node-rank and --master-addr: add them")
+    return known, typed
 
 
-def _of_file(path: Path, task: str, typed: Sequence[str]) -> tuple[list[str], int | None]:
-    """The flags of a plan, or of a YAML file, and the plan's number of GPUs. UserError if it is neither."""
-    content = read_yaml(path)  # JSON is YAML
-    if isinstance(content, dict) and "plans" in content:
-        return _of_plan(path, content, task, typed)
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise UserError(f"{path}: it is neither a plan of megatron-2bw plan --json nor a YAML file of flags")
-    words: list[str] = []
-    for name, value in content.items():
-        flag = "--" + name.removeprefix("--").replace("_", "-")
-        if value is None or value is False or value == [] or flag in OWN:
-            raise UserError(f"{path}: {name}: leave it out, or give the flag on the command line")
-        words += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
-    return words, None
-
-
-def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str]) -> tuple[list[str], int | None]:
+def _of_plan(path: str, task: str, typed: Sequence[str]) -> tuple[list[str], int]:
+    """The flags of a plan, and its number of GPUs. UserError if it is none for this task."""
     try:
+        content = json.loads(Path(path).read_text())
         kind, run, plan = content["model"]["kind"], content["run"], content["plans"][0]
         words = [str(word) for word in (*run["model"], *plan["flags"], *plan["training"])]
         data, save = list(map(str, run["data"])), ["--save-interval", str(plan["save_interval"])]
         gpus = plan["tensor"] * plan["depth"] * plan["width"]
-    except (KeyError, IndexError, TypeError):
-        raise UserError(f"{path}: it is no plan of this release: make it again with megatron-2bw plan --json") from None
+    except (ValueError, LookupError, TypeError):
+        raise UserError(f"{path}: it is no plan of this release: make it with megatron-2bw plan --json") from None
     if kind != task:
         raise UserError(f"{path}: it is the plan of a {kind}: train {kind}")
     if "--save" in map(flag_of, typed):
@@ -115,55 +106,33 @@ def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str
     return words, gpus
 
 
-def _hosts(prog: str, known: argparse.Namespace) -> tuple[int, list[str]]:
-    """The number of hosts, and torchrun's options for several, as typed or of the Slurm step."""
-    step = os.environ if "SLURM_STEP_ID" in os.environ and known.nnodes is None else {}
-    nnodes, rank, first = known.nnodes or int(step.get("SLURM_STEP_NUM_NODES", "1")), known.node_rank, known.master_addr
-    if step and step["SLURM_STEP_NUM_TASKS"] != str(nnodes):
-        usage_error(prog, "start one task on each node: srun --ntasks-per-node 1")
-    if nnodes == 1:
-        return 1, []
-    if step:
-        rank = int(step["SLURM_NODEID"]) if rank is None else rank
-        show = ["scontrol", "show", "hostnames", step["SLURM_STEP_NODELIST"]]
-        first = first or subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()[0]
-    if rank is None or not first:
-        usage_error(prog, "--nnodes needs --node-rank and --master-addr: add them")
-    place = f"--master-addr {first} --master-port {known.master_port or 29500}"
-    return nnodes, f"--nnodes {nnodes} --node-rank {rank} {place}".split()
-
-
 def _run(prog: str, known: argparse.Namespace, flags: list[str], gpus: int | None) -> int:
     """Start the ranks of this host and wait for them; their status."""
-    nnodes, several = _hosts(prog, known)
-    nproc = known.nproc or (-(-gpus // nnodes) if gpus else _product(flags))
+    hosts = known.nnodes
+    nproc = known.nproc or (-(-gpus // hosts) if gpus else _product(prog, flags))
     flags = merged(_without_libraries(flags), flags)
-    if line := early.mistake(flags, known.task, nproc * nnodes):
+    if line := early.mistake(flags, known.task, nproc * hosts):
         usage_error(prog, line)
+    place = f"--nnodes {hosts} --node-rank {known.node_rank} --master-addr {known.master_addr}"
+    several = f"{place} --master-port {known.master_port}".split() if hosts > 1 else []
     command = [*torchrun(nproc, known.task, *several), *flags]
     if known.dry_run:
         print(shlex.join(command))
         return 0
-    print(f"> {nproc} process{'es' * (nproc > 1)} on this host" + f", {nnodes} hosts" * (nnodes > 1), flush=True)
+    print(f"> {nproc} process{'es' * (nproc > 1)} on this host" + f", {hosts} hosts" * (hosts > 1), flush=True)
     return run_ranks(prog, command)
 
 
-def _product(flags: Sequence[str]) -> int:
-    """Stages x tensor ranks x context ranks; a word that is no number is reported later."""
-    sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+def _product(prog: str, flags: Sequence[str]) -> int:
+    """Stages x tensor ranks x context ranks."""
+    sizes = Parser(prog=prog, add_help=False, allow_abbrev=False)
     for flag in SIZES:
-        sizes.add_argument(flag, type=int, default=1)
-    try:
-        return max(1, math.prod(vars(sizes.parse_known_args(flags)[0]).values()))
-    except argparse.ArgumentError:
-        return 1
+        sizes.add_argument(flag, type=whole(1), default=1)
+    return math.prod(vars(sizes.parse_known_args(flags)[0]).values())
 
 
 def _without_libraries(flags: Sequence[str]) -> list[str]:
-    """Flags for a GPU host without Transformer Engine or Apex, where their absence would end the run."""
-    if not any(map(os.path.exists, DRIVERS)) or any(word.startswith("--transformer-impl") for word in flags):
-        return []
-    if not installed("transformer_engine"):
-        print(f"> without Transformer Engine: {' '.join(PLAIN_TORCH)}", flush=True)
-        return PLAIN_TORCH
-    return [] if installed("apex") else ["--no-gradient-accumulation-fusion"]
+    """Flags for GPUs without Transformer Engine or Apex, where their absence would end the run; the CPU has neither."""
+    if installed("transformer_engine"):
+        return [] if installed("apex") else ["--no-gradient-accumulation-fusion"]
+    return [] if any(word.startswith("--transformer-impl") for word in flags) else PLAIN_TORCH

@@ -1,4 +1,4 @@
-"""BERT's loss by hand, its mock data, the tokenizers and datasets that it cannot be trained with."""
+"""BERT's loss by hand, and its mock data."""
 
 from __future__ import annotations
 
@@ -16,35 +16,27 @@ from megatron_2bw.tasks.mock_bert import CLS, MASK, PAD, SEP, WORDS, MockBertDat
 
 
 @pytest.fixture(autouse=True)
-def arguments(monkeypatch):
-    from megatron_2bw.tasks import common as pretraining
-
-    args = SimpleNamespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False)
-    monkeypatch.setattr(pretraining, "get_args", lambda: args)
-    monkeypatch.setattr(pretraining, "get_rerun_state_machine", lambda: None)
+def no_check(monkeypatch):
+    monkeypatch.setattr(bert.common, "check_loss", lambda total: None)
 
 
 LOSSES, MASKED_WORDS = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]), torch.tensor([[0, 1, 1], [1, 0, 0]])
 
 
-def test_the_loss_without_the_binary_head_is_that_of_the_masked_words():
+def test_the_loss_is_that_of_the_masked_words():
     total, tokens, reports = bert.loss(MASKED_WORDS, torch.tensor([0, 1]), (LOSSES, None))
     assert (float(total), int(tokens)) == (14.0, 3)
     assert {name: value.tolist() for name, value in reports.items()} == {"lm loss": [14.0, 3.0]}
 
 
-def test_the_binary_head_adds_its_mean_to_the_mean_of_the_words():
+@pytest.mark.parametrize(("mask", "words"), [(MASKED_WORDS, 14 / 3), (torch.zeros(2, 3), 0)])
+def test_the_binary_head_adds_its_mean_to_the_mean_of_the_words(mask, words):
+    """Also in a microbatch without masked words."""
     logits = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])  # probabilities 1/2 of sample 0's class, 1/4 of sample 1's
-    total, tokens, reports = bert.loss(MASKED_WORDS, torch.tensor([0, 1]), (LOSSES, logits))
+    total, tokens, reports = bert.loss(mask, torch.tensor([0, 1]), (LOSSES, logits))
     order = (math.log(2) + math.log(4)) / 2
-    assert float(total) / int(tokens) == pytest.approx(14 / 3 + order)
-    assert reports["lm loss"].tolist() == [14.0, 3.0]
+    assert float(total) / max(int(tokens), 1) == pytest.approx(words + order)
     assert reports["sop loss"].tolist() == pytest.approx([2 * order, 2.0])
-
-
-def test_a_microbatch_without_masked_words_still_trains_the_binary_head():
-    total, tokens, _ = bert.loss(torch.zeros(2, 3), torch.tensor([0, 1]), (LOSSES, torch.zeros(2, 2)))
-    assert int(tokens) == 0 and float(total) == pytest.approx(math.log(2))
 
 
 # --- mock data -----------------------------------------------------------------------------------------------------
@@ -99,21 +91,6 @@ def test_mock_samples_depend_on_seed_split_and_number_alone():
         return mock(**changes)[index]["text"].tolist()
 
     assert text(3) == text(3)
-    assert (
-        len(
-            {
-                tuple(text(*key[:1], **key[1]))
-                for key in ((3, {}), (4, {}), (3, dict(seed=8)), (3, dict(split=Split.valid)))
-            }
-        )
-        == 4
-    )
+    others = text(4), text(3, seed=8), text(3, split=Split.valid)
+    assert len({tuple(each) for each in (text(3), *others)}) == 4
     assert 0.3 < sum(mock()[i]["is_random"] for i in range(300)) / 300 < 0.7
-
-
-def test_mock_data_needs_some_words():
-    with pytest.raises(ValueError, match="--vocab-size 7: --mock-data needs 8 at least"):
-        mock(vocabulary=7)
-
-
-# --- tokenizers and datasets ---------------------------------------------------------------------------------------
