@@ -17,7 +17,14 @@ from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.memory import BYTES, Memory
 from megatron_2bw.planner.tell import jobs, training
 from megatron_2bw.schedules import Action, Schedule, ScheduleError, Shape, check_actions, parse, validate
-from megatron_2bw.timelines.simulator import Times, iteration_time, long_iteration_time, simulate, simulate_lists
+from megatron_2bw.timelines.simulator import (
+    Times,
+    iteration_time,
+    long_iteration_time,
+    scaled,
+    simulate,
+    simulate_lists,
+)
 from megatron_2bw.timelines.trace import of_events
 from megatron_2bw.timelines.waits import drawn
 
@@ -262,9 +269,7 @@ def trace(given: Parameters) -> dict[str, Any]:
     name = given.schedules[0]
     _check(given, name)
     events = simulate(given.schedule(name), given.shape, given.times)
-    return of_events(
-        [event._replace(start=event.start / 1e3, end=event.end / 1e3) for event in events], given.stages, name
-    )
+    return of_events(scaled(events, 1e-3), given.stages, name)
 
 
 ASKED: dict[str, Callable[..., dict[str, Any]]] = {

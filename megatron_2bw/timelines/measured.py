@@ -9,9 +9,9 @@ import statistics
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, PipeDreamFlush, Schedule, TwoBW, parse
+from megatron_2bw.schedules import REDUCE, STEP, B, F, PipeDreamFlush, Schedule, TwoBW
 from megatron_2bw.timelines.page import HERE, whole
-from megatron_2bw.timelines.simulator import Event, Times, by_stage, simulate_lists
+from megatron_2bw.timelines.simulator import Event, Times, by_stage, scaled, simulate_lists
 from megatron_2bw.timelines.waits import cut, drawn
 
 SMALL = 1e-3  # of the timeline's length; shorter waits are left out
@@ -19,43 +19,27 @@ Lists = list[list[Event]]
 
 
 class Batches(NamedTuple):
-    """The last whole batches of a run, and all of its actions. Times in seconds since the epoch.
-
-    begin   where the batches start
-    first   the first of the batches
-    waited  the wait before each action, by stage and action
-    """
+    """The last whole batches of a run, and all of its actions. Times in seconds since the epoch."""
 
     events: list[Event]
-    begin: float
-    first: int
+    stages: int
+    begin: float  # of the batches
+    first: int  # of the batches
     microbatches: int
-    waited: dict[tuple[int, Action], float]
     title: str
 
-    @property
-    def stages(self) -> int:
-        return 1 + max(event.stage for event in self.events)
 
-
-def last_batches(events: list[dict[str, Any]], batches: int) -> Batches | None:
+def last_batches(events: list[Event], batches: int) -> Batches | None:
     """The last `batches` batches, at most, that all stages of a pipeline have reduced; None if there is none."""
-    timed = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
-    reduces = [event for event in timed if event["cat"] == "R"]
-    if not reduces:
-        return None
-    stages = range(1 + max(event["tid"] for event in timed))
-    last = min(max((e["args"]["batch"] for e in reduces if e["tid"] == stage), default=-1) for stage in stages)
+    stages = 1 + max(event.stage for event in events)
+    reduces = [{e.action.batch: e.start for e in own if e.action.kind == REDUCE} for own in by_stage(events, stages)]
+    last = min(max(own, default=-1) for own in reduces)
     if last < 0:  # a stage's file ends before its first reduction
         return None
-    first = max(last - batches + 1, min(event["args"]["batch"] for event in reduces))
-    ends = {e["args"]["batch"]: e["ts"] for e in reduces if e["tid"] == 0}
-    begin = ends.get(first - 1, min(event["ts"] for event in timed))
-    made = [Event(e["tid"], parse(e["name"])[0], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in timed]
-    count = sum(e["cat"] == "B" and e["tid"] == 0 for e in timed)
-    microbatches = count // max(1, len(ends))
-    waited = {(own.stage, own.action): e["args"]["waited_ms"] / 1e3 for own, e in zip(made, timed)}
-    return Batches(made, begin / 1e6, first, max(microbatches, 1), waited, f"batches {first} to {last}")
+    first = max(last - batches + 1, min(min(own) for own in reduces))
+    begin = reduces[0].get(first - 1, min(event.start for event in events))
+    count = sum(event.action.kind == B and event.stage == 0 for event in events)
+    return Batches(events, stages, begin, first, max(count // len(reduces[0]), 1), f"batches {first} to {last}")
 
 
 def html(batches: Batches) -> str:
@@ -64,27 +48,23 @@ def html(batches: Batches) -> str:
 
 def timelines(batches: Batches) -> dict[str, Any]:
     """What the page shows: both timelines, in milliseconds, and the medians."""
-    events = [event._replace(start=1e3 * event.start, end=1e3 * event.end) for event in batches.events]
-    waited = {place: 1e3 * seconds for place, seconds in batches.waited.items()}
-    lists = by_stage(events, batches.stages)
+    events, stages = scaled(batches.events, 1e3), batches.stages
+    lists = by_stage(events, stages)
     schedule: Schedule = TwoBW() if has_late_step(lists) else PipeDreamFlush()  # for the rule of its step only
     times = medians(lists, schedule.late_step)
     found = simulate_lists(schedule, [[event.action for event in own] for own in lists], times, partial=True)
     before = (0, REDUCE, batches.first - 1)
     begin = next((e.start for e in found if (e.stage, e.action.kind, e.action.number) == before), 0.0)
     if schedule.late_step:  # a measured step begins where its stage begins to wait for it, as in a simulation
-        events = [
-            event._replace(start=event.start - waited[event.stage, event.action])
-            if event.action.kind == STEP
-            else event
-            for event in events
-        ]
-    measured = drawn(schedule, cut(events, 1e3 * batches.begin), batches.stages, times, small=SMALL, waited=waited)
+        events = [e._replace(start=e.asked) if e.action.kind == STEP else e for e in events]
     return {
         "title": batches.title,
         "microbatches": batches.microbatches,
         "medians": {"forward": times.forward, "backward": times.backward, "message": times.transfer},
-        "timelines": {"measured": measured, "simulated": drawn(schedule, cut(found, begin), batches.stages, times)},
+        "timelines": {
+            "measured": drawn(schedule, cut(events, 1e3 * batches.begin), stages, times, SMALL),
+            "simulated": drawn(schedule, cut(found, begin), stages, times),
+        },
     }
 
 
@@ -101,18 +81,19 @@ def medians(lists: Lists, late: bool) -> Times:
     The step of a schedule with a flush is the least time that a stage spends in R and S: the other stages wait in them.
     """
 
-    def median(stage: int, kinds: str) -> float:
-        return statistics.median([e.end - e.start for e in lists[stage] if e.action.kind in kinds] or [0.0])
+    def median(kind: str) -> list[float]:
+        """Of each stage."""
+        durations = [[e.end - e.start for e in own if e.action.kind == kind] for own in lists]
+        return [statistics.median(own or [0.0]) for own in durations]
 
-    stages = range(len(lists))
-    took = {kind: [median(stage, kind) for stage in stages] for kind in (F, B, REDUCE)}
     ends = {(e.stage, e.action.kind, e.action.number): e for own in lists for e in own}
 
     def least(kind: str, giver: int, taker: int) -> float:
-        pairs = [(e, ends.get((taker, kind, e.action.microbatch))) for e in lists[giver] if e.action.kind == kind]
+        pairs = [(e, ends.get((taker, kind, e.action.number))) for e in lists[giver] if e.action.kind == kind]
         return min((other.start - e.end for e, other in pairs if other), default=0.0)
 
-    transfer = [max(least(F, s, s + 1) + least(B, s + 1, s), 0.0) / 2 for s in stages[:-1]] + [0.0]
-    step = 0.0 if late else min(took[REDUCE][stage] + median(stage, STEP) for stage in stages)
-    overlap = took[REDUCE] if late else 0.0
-    return Times(took[F], took[B], transfer=transfer, step=step, joint_step=True, overlap_cost=overlap)
+    transfer = [max(least(F, s, s + 1) + least(B, s + 1, s), 0.0) / 2 for s in range(len(lists) - 1)] + [0.0]
+    reduce = median(REDUCE)
+    step = 0.0 if late else min(map(sum, zip(reduce, median(STEP))))
+    overlap = reduce if late else 0.0
+    return Times(median(F), median(B), transfer=transfer, step=step, joint_step=True, overlap_cost=overlap)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_2bw.files import new_figure, write_figure
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape, W
-from megatron_2bw.timelines.simulator import Event, PerStage, Times, makespan, simulate
-from megatron_2bw.timelines.text import busy_words
+from megatron_2bw.timelines.simulator import Event, PerStage, Times, by_stage, makespan, simulate
+from megatron_2bw.timelines.text import busy_words, label
 
 # One pair per batch, in turn; the backward is the darker of a pair.
 FORWARD = ("#9ecae1", "#fdd0a2", "#c7e9c0")
@@ -30,12 +31,10 @@ def draw_shapes(
     until     where the time axis ends; by default with the last action
     versions  write the weights W(v) below each microbatch
     """
-    tall = 1.5 if versions else 1.0
-    inches = sum(row_height(shape.stages) * shape.stages * tall + 0.55 for _, shape in panels)
-    figure = new_figure(13, 0.62 + inches)
-    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     timelines = [simulate(schedule, shape, times) for schedule, shape in panels]
     span = 0.0, until or max(map(makespan, timelines))
+    tall = 1.5 if versions else 1.0
+    figure, axes = _rows([shape.stages for _, shape in panels], tall)
     for axis, events, (schedule, shape) in zip(axes, timelines, panels):
         draw_rows(axis, events, shape, span=span, versions=versions, steps=not schedule.late_step)
         title = f"{schedule.name}: {schedule.summary} — {busy_words(events, shape.stages)}"
@@ -49,6 +48,13 @@ def draw_shapes(
     write_figure(path, figure)
 
 
+def _rows(stages: Sequence[int], tall: float = 1.0) -> tuple[Any, Any]:
+    """A figure with a timeline of so many stages below the other, and their axes."""
+    heights = [tall * min(ROW, HIGHEST / count) * count for count in stages]  # so that the picture fits a screen
+    figure = new_figure(13, 0.62 + sum(heights) + 0.55 * len(stages))
+    return figure, figure.subplots(len(stages), 1, sharex=True, squeeze=False)[:, 0]
+
+
 def _of(time: PerStage) -> str:
     """A duration, or the range of those of the stages."""
     if isinstance(time, (int, float)):
@@ -57,33 +63,13 @@ def _of(time: PerStage) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
-def draw_events(
-    events: list[Event],
-    stages: int,
-    microbatches: int,
-    path: Path,
-    title: str,
-    span: tuple[float, float] | None = None,
-    steps: bool = False,
-) -> None:
-    """Write a picture of one timeline, measured or simulated, with times in seconds; of the part in `span` if given.
-
-    steps  a stage computes during a STEP; otherwise it waits
-    """
-    figure = new_figure(13, 1.2 + row_height(stages) * stages)
-    axis = figure.subplots()
-    numbers = span is not None or microbatches * stages <= 64
-    draw_rows(axis, events, Shape(stages, microbatches), numbers, span, steps=steps)
+def draw_events(events: list[Event], stages: int, microbatches: int, path: Path, title: str) -> None:
+    """Write a picture of a measured timeline, with times in seconds."""
+    figure, (axis,) = _rows([stages])
+    draw_rows(axis, events, Shape(stages, microbatches), numbers=microbatches * stages <= 64)
     axis.set_title(title, loc="left", fontsize=10)
-    axis.set_xlabel(
-        "time (s); light: forward, dark: backward, colours: batches, black lines: weight updates (grey: their time)"
-    )
+    axis.set_xlabel("time (s); light: forward, dark: backward, colours: batches, black lines: weight updates")
     write_figure(path, figure)
-
-
-def row_height(stages: int) -> float:
-    """Inches; less for many stages, so that the picture fits a screen."""
-    return min(ROW, HIGHEST / stages)
 
 
 def draw_rows(
@@ -99,9 +85,7 @@ def draw_rows(
     begin, end = span or (min(event.start for event in events), max(event.end for event in events))
     events = [event for event in events if event.end >= begin and event.start <= end]
     chunks = 1 + max((event.action.chunk for event in events), default=0)
-    for stage in range(shape.stages):
-        row = shape.stages - 1 - stage
-        own = [event for event in events if event.stage == stage]
+    for row, own in enumerate(reversed(by_stage(events, shape.stages))):
         kinds = (REDUCE, STEP) if steps else (REDUCE,)
         updates = [event for event in own if event.action.kind in kinds and event.end > event.start]
         bars = [event for event in own if event.action.kind in (F, B, W)]
@@ -114,7 +98,7 @@ def draw_rows(
         for event, colour in zip(bars, colours) if numbers else ():
             points = (event.end - event.start) / (end - begin) * 12 * 72
             if begin <= event.start and event.end <= end * (1 + 1e-9):
-                _number(axis, event, row, points, chunks, _ink(colour), versions)
+                _number(axis, event, row, points, chunks, colour, versions)
     names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
     axis.set_yticks(range(shape.stages), names, fontsize=8 if shape.stages <= 32 else 5)
     axis.set_facecolor("#eeeeee")
@@ -140,19 +124,18 @@ def _colour(event: Event, shape: Shape, chunks: int) -> tuple[float, float, floa
     return tuple((1 - share) * part + share * to for part in plain)
 
 
-def _ink(colour: tuple[float, float, float]) -> str:
-    """The colour of readable numbers on the colour."""
-    red, green, blue = colour
-    return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.6 else "white"
-
-
-def _number(axis, event: Event, row: int, points: float, chunks: int, ink: str, versions: bool) -> None:
+def _number(axis, event: Event, row: int, points: float, chunks: int, colour: tuple, versions: bool) -> None:
     """Write the microbatch's number if a bar of that many points has room for it."""
-    text = str(event.action.microbatch + 1) + (chr(ord("A") + event.action.chunk) if chunks > 1 else "")
+    text = label(event, chunks > 1)
     if points < 4.4 * len(text) + 2:
         return
+    red, green, blue = colour
+    style = {
+        "ha": "center",
+        "va": "center",
+        "color": "white" if 0.21 * red + 0.72 * green + 0.07 * blue < 0.6 else "black",
+    }
     middle = (event.start + event.end) / 2
-    axis.text(middle, row + 0.14 * versions, text, ha="center", va="center", fontsize=6.5, color=ink)
+    axis.text(middle, row + 0.14 * versions, text, fontsize=6.5, **style)
     if versions and points >= 15:
-        text = f"W({event.action.version})"
-        axis.text(middle, row - 0.24, text, ha="center", va="center", fontsize=5.5, color=ink)
+        axis.text(middle, row - 0.24, f"W({event.action.version})", fontsize=5.5, **style)

@@ -8,7 +8,7 @@ all have reduced their gradients.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,34 +16,21 @@ from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule, Shape, 
 
 PerStage = float | Sequence[float]
 
-AT_ONCE = 256  # actions of a stage, before another stage's turn
-
 
 @dataclass(frozen=True)
 class Times:
-    """Durations in one unit; each a number, or one per stage (of all its chunks together).
+    """Durations in one unit; each a number, or one per stage (of all its chunks together)."""
 
-    forward, backward   t_f and t_b of one microbatch; in schedules with W, t_b of the inputs' part
-    weight              of the weights' part, in schedules with W
-    transfer            of a message over the boundary after the stage (the last stage's leads to the first)
-    occupied            the part of `transfer` in which the boundary carries no other message
-    sending             the part of a message's time in which its sender cannot compute
-    reduce              of the gradients over the stage's replicas
-    step                of the optimizer's step, after all stages have reduced
-    joint_step          stages that step alone still compare their norms after each batch, as Megatron's loop does
-    overlap_cost        what a step that overlaps the computation takes from the stage's own time
-    """
-
-    forward: PerStage = 1.0
-    backward: PerStage = 2.0
-    weight: PerStage = 0.0
-    transfer: PerStage = 0.0
-    occupied: PerStage = 0.0
-    sending: PerStage = 0.0
-    reduce: PerStage = 0.0
-    step: float = 0.0
-    joint_step: bool = False
-    overlap_cost: PerStage = 0.0
+    forward: PerStage = 1.0  # t_f of one microbatch
+    backward: PerStage = 2.0  # t_b of one microbatch; in schedules with W, of the inputs' part
+    weight: PerStage = 0.0  # of the weights' part, in schedules with W
+    transfer: PerStage = 0.0  # of a message over the boundary after the stage (the last stage's leads to the first)
+    occupied: PerStage = 0.0  # the part of `transfer` in which the boundary carries no other message
+    sending: PerStage = 0.0  # the part of a message's time in which its sender cannot compute
+    reduce: PerStage = 0.0  # of the gradients over the stage's replicas
+    step: float = 0.0  # of the optimizer's step, after all stages have reduced
+    joint_step: bool = False  # stages that step alone compare their norms after each batch, as Megatron's loop does
+    overlap_cost: PerStage = 0.0  # what a step that overlaps the computation takes from the stage's own time
 
     def of(self, name: str, stages: int) -> list[float]:
         """The field `name` as a list, one entry per stage."""
@@ -54,12 +41,14 @@ class Times:
 
 
 class Event(NamedTuple):
-    """An action in time."""
+    """An action in time, simulated or measured."""
 
     stage: int
     action: Action
     start: float
     end: float
+    asked: float = 0.0  # when the stage was free for it
+    sent: float = 0.0  # when its message left; later than `end` if it waited for its link
 
 
 def simulate(schedule: Schedule, shape: Shape, times: Times = Times()) -> list[Event]:
@@ -80,9 +69,9 @@ def simulate_lists(schedule: Schedule, lists: list[list[Action]], times: Times, 
 
     partial: the lists may end anywhere; the events up to there
     """
-    run = _Run(schedule, [prepared(own, stage, len(lists), schedule.chunks) for stage, own in enumerate(lists)], times)
-    run.play(partial)
-    return sorted(run.events, key=lambda event: (event.start, event.stage))
+    made = [prepared(own, stage, len(lists), schedule.chunks) for stage, own in enumerate(lists)]
+    events = _Run(schedule, made, times).play(partial)
+    return sorted(events, key=lambda event: (event.start, event.stage))
 
 
 def by_stage(events: Iterable[Event], stages: int) -> list[list[Event]]:
@@ -91,6 +80,11 @@ def by_stage(events: Iterable[Event], stages: int) -> list[list[Event]]:
     for event in events:
         rows[event.stage].append(event)
     return rows
+
+
+def scaled(events: Iterable[Event], factor: float) -> list[Event]:
+    """The events in another unit of time."""
+    return [Event(stage, action, *(factor * time for time in times)) for stage, action, *times in events]
 
 
 class Prepared(NamedTuple):
@@ -104,22 +98,17 @@ class Prepared(NamedTuple):
 
 def prepared(actions: list[Action], stage: int, stages: int, chunks: int) -> list[Prepared]:
     """The actions of a stage's list with their messages."""
-    last, made = chunks * stages - 1, []
+    parts, made = range(chunks * stages), []
     for action in actions:
-        part, x = action.chunk * stages + stage, action.number
-        if action.kind == F:
-            needs, gives = (F, part, x) if part else None, (F, part + 1, x) if part < last else None
-            made.append(Prepared(action, needs, gives, stage))
-        elif action.kind == B:
-            needs, gives = (B, part, x) if part < last else None, (B, part - 1, x) if part else None
-            made.append(Prepared(action, needs, gives, (stage - 1) % stages))
-        else:
-            made.append(Prepared(action, None, None, 0))
+        kind, part, onward = action.kind, action.chunk * stages + stage, {F: 1, B: -1}.get(action.kind)
+        needs = (kind, part, action.number) if onward and part - onward in parts else None
+        gives = (kind, part + onward, action.number) if onward and part + onward in parts else None
+        made.append(Prepared(action, needs, gives, stage if kind == F else (stage - 1) % stages))
     return made
 
 
 class _Run:
-    """The state of one simulation: the position of each stage in its list, and the arrival times of messages.
+    """One simulation. Each stage is a generator that yields the input that it waits for.
 
     `events` has all actions, or without `computed` only reductions and steps, of which each stage ends with one.
     """
@@ -130,89 +119,66 @@ class _Run:
         self.took = {
             kind: [time / schedule.chunks for time in times.of(name, self.stages)] for kind, name in kinds.items()
         }
-        self.transfer, self.occupied, self.sending, self.reduce, self.overlap_cost = (
-            times.of(name, self.stages) for name in ("transfer", "occupied", "sending", "reduce", "overlap_cost")
-        )
-        self.step, self.common = times.step, schedule.global_step or times.joint_step
-        self.position, self.free = [0] * self.stages, [0.0] * self.stages
-        self.arrived: dict[tuple[str, int, int], float] = {}
-        self.link_free = {F: [0.0] * self.stages, B: [0.0] * self.stages}
+        self.times, self.common = times, schedule.global_step or times.joint_step
+        self.arrived: dict[tuple[str, int, int], float] = {}  # messages
         self.reduced: dict[int, list[float]] = {}  # batch -> when each stage had its gradients
         self.waiting: dict[object, list[int]] = {}  # missing input -> the stages that wait for it
+        self.runnable = list(range(self.stages))
         self.events: list[Event] = []
 
-    def play(self, partial: bool = False) -> None:
-        runnable = list(range(self.stages))
-        while runnable:
-            stage = runnable.pop()
-            missing = self._advance(stage, runnable)
+    def play(self, partial: bool = False) -> list[Event]:
+        stages = [self._stage(stage) for stage in self.runnable]
+        while self.runnable:
+            stage = self.runnable.pop()
+            missing = next(stages[stage], None)
             if missing is not None:
                 self.waiting.setdefault(missing, []).append(stage)
-        stuck = [stage for stage in range(self.stages) if self.position[stage] < len(self.lists[stage])]
+        stuck = sorted(stage for own in self.waiting.values() for stage in own)
         if stuck and not partial:
             raise ValueError(f"{self.schedule.name} deadlocks: stages {stuck} wait for each other")
+        return self.events
 
-    def _advance(self, stage: int, runnable: list[int]) -> object | None:
-        """Time the stage's actions, at most AT_ONCE, until an input is missing; return its key, or None.
+    def _stage(self, stage: int) -> Iterator[object]:
+        """Times the stage's actions.
 
         A search of the planner spends most of its time here: hence the local names and the single function.
         """
-        lists, position, arrived, waiting = self.lists[stage], self.position[stage], self.arrived, self.waiting
-        free, took, append, computed = self.free[stage], self.took, self.events.append, self.computed
-        missing = None
-        for action, needs, gives, boundary in lists[position : position + AT_ONCE]:  # a copy, so not of a long rest
-            kind, start = action[0], free
+        times, stages, arrived, waiting, runnable = self.times, self.stages, self.arrived, self.waiting, self.runnable
+        transfer, occupied, sending = (times.of(name, stages) for name in ("transfer", "occupied", "sending"))
+        reduce, cost = times.of("reduce", stages)[stage], times.of("overlap_cost", stages)[stage]
+        took = {kind: each[stage] for kind, each in self.took.items()}
+        link_free, append, computed, free = {F: 0.0, B: 0.0}, self.events.append, self.computed, 0.0
+        for action, needs, gives, boundary in self.lists[stage]:
+            kind, asked, start = action[0], free, free
             if needs is not None:
-                came = arrived.get(needs)
-                if came is None:
-                    missing = needs
-                    break
-                if came > start:
-                    start = came
+                if needs not in arrived:
+                    yield needs
+                start = max(start, arrived[needs])
             if kind in took:
-                end = free = start + took[kind][stage]
+                sent = end = free = start + took[kind]
                 if gives is not None:
-                    link = self.link_free[kind]
-                    sent = link[boundary] if link[boundary] > end else end
-                    link[boundary] = sent + self.occupied[boundary]
-                    arrived[gives] = sent + self.transfer[boundary]
-                    free = end + self.sending[boundary]
+                    sent = max(end, link_free[kind])
+                    link_free[kind] = sent + occupied[boundary]
+                    arrived[gives] = sent + transfer[boundary]
+                    free = end + sending[boundary]
                     if gives in waiting:
                         runnable += waiting.pop(gives)
                 if computed:
-                    append(Event(stage, action, start, end))
+                    append(Event(stage, action, start, end, asked, sent))
+                continue
+            ends = self.reduced.setdefault(action.batch, [])
+            if kind == REDUCE:
+                ends.append(start + reduce)
+                if len(ends) == stages:
+                    runnable += waiting.pop((STEP, action.batch), [])
+                free = start + cost
             else:
-                begun = self._update(action, stage, start, runnable)
-                if begun is None:
-                    missing = (STEP, action.batch)
-                    break
-                start, end = begun
-                free = end
-                append(Event(stage, action, start, end))
-            position += 1
-        self.position[stage], self.free[stage] = position, free
-        if missing is None and position < len(lists):
-            runnable.append(stage)
-        return missing
-
-    def _update(self, action: Action, stage: int, free: float, runnable: list[int]) -> tuple[float, float] | None:
-        """(start, end) of a REDUCE or a STEP, or None while another stage has not reduced."""
-        batch = action.batch
-        if action.kind == REDUCE:
-            ends = self.reduced.setdefault(batch, [])
-            ends.append(free + self.reduce[stage])
-            if len(ends) == self.stages:
-                runnable += self.waiting.pop((STEP, batch), [])
-            return free, free + self.overlap_cost[stage]
-        if not self.common:
-            ready = free + self.reduce[stage] + self.step
-        elif len(self.reduced.get(batch, ())) == self.stages:
-            ready = max(self.reduced[batch]) + self.step
-        else:
-            return None
-        end = max(free, ready)
-        start = free if self.schedule.late_step else max(end - self.step, free)  # not before `free` by rounding
-        return start, end
+                if self.common and len(ends) < stages:
+                    yield STEP, action.batch
+                free = max(asked, (max(ends) if self.common else asked + reduce) + times.step)
+                if not self.schedule.late_step:
+                    start = max(free - times.step, asked)  # not before `asked` by rounding
+            append(Event(stage, action, start, free, asked, free))
 
 
 def makespan(events: list[Event]) -> float:
@@ -238,9 +204,7 @@ def iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Ti
 
 def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
     """The reductions and steps of `simulate`, in any order."""
-    run = _Run(schedule, _prepared_lists(schedule, shape), times, computed=False)
-    run.play()
-    return run.events
+    return _Run(schedule, _prepared_lists(schedule, shape), times, computed=False).play()
 
 
 @functools.lru_cache(64)

@@ -100,7 +100,7 @@ def _scale(work: list[Event], chunked: bool) -> _Scale:
     parts = next((k for k in range(1, 5) if _divides(unit / k, timed)), None)
     unit, spare = unit / (parts or 1), 0 if parts else 1  # a rounded place may cost one character
     needs = [
-        ceil((len(_label(event, chunked)) + (event.action.kind != F) + 1 + spare) / cells)
+        ceil((len(label(event, chunked)) + (event.action.kind != F) + 1 + spare) / cells)
         for event in timed
         if (cells := round((event.end - event.start) / unit, 6)) >= 1
     ]
@@ -112,7 +112,8 @@ def _divides(unit: float, events: list[Event]) -> bool:
     return all(abs(time - round(time)) < 1e-6 * max(time, 1) for time in times)
 
 
-def _label(event: Event, chunked: bool) -> str:
+def label(event: Event, chunked: bool) -> str:
+    """The microbatch's number, from 1, and its chunk's letter."""
     return str(event.action.microbatch + 1) + (chr(ord("A") + event.action.chunk) if chunked else "")
 
 
@@ -120,23 +121,28 @@ def _row(events: list[Event], scale: _Scale, columns: int, chunked: bool) -> str
     """The first `columns` characters of a stage's row."""
     row = ["."] * columns
     for event in events:
-        kind, first = event.action.kind, scale.column(event.start)
+        first = scale.column(event.start)
         length = scale.column(event.end) - first
-        if kind == REDUCE:
-            row[first : first + length] = UPDATE * min(length, columns - first)
-        elif kind in FILL and event.end > event.start:
-            length = max(length, 1)
-            label, fill = _label(event, chunked), FILL[kind]
-            marked = label + (fill if kind != F else "")
-            if length <= len(marked):  # no room for the number and a space
-                text = (fill.strip() or "f") * length
-            else:
-                text = label + fill * min(length - 1 - len(label), columns) + " "
-            row[first : first + length] = text[: columns - first]
+        if event.action.kind == REDUCE:
+            _put(row, first, UPDATE * length)
+        elif event.action.kind in FILL and event.end > event.start:
+            _put(row, first, _bar(event, max(length, 1), chunked))
     for event in events:
         if event.action.kind == STEP and 0 < scale.column(event.end) <= columns:
             row[scale.column(event.end) - 1] = "|"
     return "".join(row)
+
+
+def _bar(event: Event, length: int, chunked: bool) -> str:
+    """The characters of an action: its number, its kind's mark, and a space; without room for these, marks."""
+    number, fill = label(event, chunked), FILL[event.action.kind]
+    if length <= len(number + fill.strip()):
+        return (fill.strip() or "f") * length
+    return number + fill * (length - 1 - len(number)) + " "
+
+
+def _put(row: list[str], first: int, text: str) -> None:
+    row[first : first + len(text)] = text[: max(len(row) - first, 0)]
 
 
 def _versions(events: list[Event], scale: _Scale, columns: int) -> str:
@@ -144,7 +150,7 @@ def _versions(events: list[Event], scale: _Scale, columns: int) -> str:
     for event in events:
         text, first = str(event.action.version), scale.column(event.start)
         if event.action.kind in FILL and scale.column(event.end) - first > len(text):
-            row[first : first + len(text)] = text[: columns - first]
+            _put(row, first, text)
     return "".join(row).rstrip()
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.files import write_whole
-from megatron_2bw.schedules import Action, B, F, W
+from megatron_2bw.schedules import REDUCE, STEP, B, F, W, parse
 from megatron_2bw.timelines import measured
 from megatron_2bw.timelines.simulator import Event
 from megatron_2bw.timelines.waits import cut
@@ -36,48 +36,43 @@ class TraceWriter:
         path = directory / f"stage-{stage:02d}-pipeline-{pipeline}.json"
         self._file: TextIO | None = open(path, "w", encoding="utf-8")
         self._file.write("[\n")
-        self._emit(_name("process_name", f"pipeline {pipeline}", pipeline))
-        self._emit(_name("thread_name", f"stage {stage}", pipeline, tid=stage))
+        self._emit(*_names(f"pipeline {pipeline}", [stage], pipeline))
 
     def write(self, records: list[Record]) -> None:
         """Append; a full disk ends the trace with one line, but not the training."""
         if self._file is None:
             return
         try:
-            self._write(records)
+            self._emit(*(span for record in records for span in _spans(record, self.stage, self.pipeline)))
         except OSError as error:
             print(f"> --two-bw-trace: {self._file.name} ends here: {error}", file=sys.stderr, flush=True)
             self._file = None
 
-    def _write(self, records: list[Record]) -> None:
-        for record in records:
-            for event in _spans(record.action, record.asked, record.start, record.end, self.stage, self.pipeline):
-                self._emit(event)
+    def _emit(self, *events: dict[str, Any]) -> None:
+        self._file.write("".join(json.dumps(event) + ",\n" for event in events))
         self._file.flush()
 
-    def _emit(self, event: dict[str, Any]) -> None:
-        self._file.write(json.dumps(event) + ",\n")
+
+def _names(title: str, stages: Iterable[int], pipeline: int = 0) -> list[dict[str, Any]]:
+    """The events that name a pipeline and its stages."""
+    place = {"ph": "M", "pid": pipeline}
+    names = [{"name": "thread_name", **place, "tid": stage, "args": {"name": f"stage {stage}"}} for stage in stages]
+    return [{"name": "process_name", **place, "args": {"name": title}}, *names]
 
 
-def _name(of: str, name: str, pipeline: int, **stage: int) -> dict[str, Any]:
-    """The event that names a pipeline (`of` process_name) or a stage (thread_name)."""
-    return {"name": of, "ph": "M", "pid": pipeline, **stage, "args": {"name": name}}
-
-
-def _spans(
-    action: Action, asked: float, start: float, end: float, stage: int, pipeline: int = 0, **more: Any
-) -> Iterator[dict[str, Any]]:
-    """The events of an action, `more` in its arguments, and of the wait before it. Times in seconds."""
+def _spans(timed: Record | Event, stage: int, pipeline: int = 0, **more: Any) -> Iterator[dict[str, Any]]:
+    """The events of an action, `more` in its arguments, and of the wait before it. Its times are in seconds."""
 
     def span(name: str, kind: str, start: float, end: float) -> dict[str, Any]:
         place = {"name": name, "cat": kind, "ph": "X", "pid": pipeline, "tid": stage}
         return place | {"ts": start * 1e6, "dur": (end - start) * 1e6}
 
-    if start - asked > 1e-6:
-        yield span("wait", "wait", asked, start) | {"cname": "grey"}
-    kind, number, version, _ = action
-    args = {"kind": kind, "microbatch" if kind in (F, B, W) else "batch": number, "version": version, **more}
-    yield span(str(action), kind, start, end) | {"args": args | {"waited_ms": (start - asked) * 1e3}}
+    action, waited = timed.action, timed.start - timed.asked
+    if waited > 1e-6:
+        yield span("wait", "wait", timed.asked, timed.start) | {"cname": "grey"}
+    number = "microbatch" if action.kind in (F, B, W) else "batch"
+    args = {"kind": action.kind, number: action.number, "version": action.version, **more, "waited_ms": waited * 1e3}
+    yield span(str(action), action.kind, timed.start, timed.end) | {"args": args}
 
 
 def forget(directory: Path) -> None:
@@ -95,16 +90,28 @@ def read(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def timed(events: Iterable[dict[str, Any]]) -> list[Event]:
+    """The actions among a file's events, with their times in seconds since the epoch."""
+    found = []
+    for event in events:
+        if event["ph"] == "X" and event["cat"] != "wait":
+            start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            asked = start - event["args"]["waited_ms"] / 1e3
+            found.append(Event(event["tid"], parse(event["name"])[0], start, end, asked, end))
+    return found
+
+
 def merge(directory: Path, batches: int = 4) -> list[Path]:
     """Write DIR/trace.json (all stages, opens in Perfetto) and, if a batch is whole, the last whole batches, `batches`
     at most, as DIR/timeline.png and DIR/timeline.html. Returns what was written.
 
     Raises OSError, and UserError if there is no stage's file.
     """
-    events = _events(directory)
     written = [directory / "trace.json"]
-    write_whole(written[0], json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    found = measured.last_batches([event for event in events if event["pid"] == 0], batches)
+    everything = [event for own in _files(directory) for event in own]
+    write_whole(written[0], json.dumps({"traceEvents": everything, "displayTimeUnit": "ms"}))
+    first = timed(event for event in everything if event["pid"] == 0)
+    found = measured.last_batches(first, batches) if first else None
     if found is not None:
         from megatron_2bw.timelines.picture import draw_events
 
@@ -116,11 +123,12 @@ def merge(directory: Path, batches: int = 4) -> list[Path]:
     return written
 
 
-def _events(directory: Path) -> list[dict[str, Any]]:
+def _files(directory: Path) -> list[list[dict[str, Any]]]:
+    """The events of each stage of each pipeline."""
     files = sorted(directory.glob("stage-*-pipeline-*.json"))
     if not files:
         raise UserError(f"{directory}: there is no stage-*.json of --two-bw-trace")
-    return [event for file in files for event in read(file)]
+    return [read(file) for file in files]
 
 
 def summary(directory: Path) -> list[str]:
@@ -129,21 +137,16 @@ def summary(directory: Path) -> list[str]:
     That is from the first batch's reduction to the last but one's: without the fill and the drain of the pipeline.
     Shares are means over the pipelines. Raises as `merge` does, and UserError without three batches.
     """
-    lanes: dict[tuple[int, int], list[dict[str, Any]]] = {}  # by stage and pipeline
-    for event in _events(directory):
-        if event["ph"] == "X":
-            lanes.setdefault((event["tid"], event["pid"]), []).append(event)
-    ends = [{e["args"]["batch"]: e["ts"] + e["dur"] for e in own if e["cat"] == "R"} for own in lanes.values()]
-    batches = sorted(set.intersection(*map(set, ends)))[:-1] if ends else []
+    lanes = [timed(events) for events in _files(directory)]
+    ends = [{event.action.batch: event.end for event in own if event.action.kind == REDUCE} for own in lanes]
+    batches = sorted(set.intersection(*map(set, ends)))[:-1]
     if len(batches) < 2:
         raise UserError(f"{directory}: --summary needs three batches that all stages have reduced")
     spent: dict[int, Counter[str]] = {}
-    for ((stage, _), own), end in zip(lanes.items(), ends):
-        spent.setdefault(stage, Counter()).update(_spent(own, end[batches[0]], end[batches[-1]]))
-    times = [end[after] - end[before] for end in ends for before, after in pairwise(batches)]
-    rows = [
-        f"batches {batches[1]} to {batches[-1]}, median time of an iteration: {statistics.median(times) / 1e3:.1f} ms"
-    ]
+    for own, end in zip(lanes, ends):
+        spent.setdefault(own[0].stage, Counter()).update(_spent(own, end[batches[0]], end[batches[-1]]))
+    times = [1e3 * (end[after] - end[before]) for end in ends for before, after in pairwise(batches)]
+    rows = [f"batches {batches[1]} to {batches[-1]}, median time of an iteration: {statistics.median(times):.1f} ms"]
     rows.append("".join(f"{name:>15}" for name in ("stage", *COLUMNS.values(), "rest")))
     for stage, parts in sorted(spent.items()):
         shares = [parts[name] / parts["all"] for name in COLUMNS]
@@ -154,30 +157,25 @@ def summary(directory: Path) -> list[str]:
 COLUMNS = {"busy": "busy", "F": "wait before F", "B": "before B", "RS": "before R and S", "in RS": "in R and S"}
 
 
-def _spent(events: list[dict[str, Any]], begin: float, end: float) -> Counter[str]:
-    """Microseconds by COLUMNS that the events of a stage take between two times, and of "all" of it."""
-    spent, waited = Counter(all=end - begin), 0.0
+def _spent(events: list[Event], begin: float, end: float) -> Counter[str]:
+    """Seconds by COLUMNS that the events of a stage take between two times, and of "all" of it."""
+    spent = Counter(all=end - begin)
     for event in events:
-        if event["ts"] < begin or event["ts"] + event["dur"] > end:
-            continue
-        if event["cat"] == "wait":
-            waited = event["dur"]
-            continue
-        reduces = event["cat"] in "RS"
-        spent["RS" if reduces else event["cat"]] += waited
-        spent["in RS" if reduces else "busy"] += event["dur"]
-        waited = 0.0
+        if begin <= event.start and event.end <= end:
+            updates = event.action.kind in (REDUCE, STEP)
+            spent["RS" if updates else event.action.kind] += event.start - max(event.asked, begin)
+            spent["in RS" if updates else "busy"] += event.end - event.start
     return spent
 
 
 def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any]:
     """A simulated timeline, with times in seconds, in the form of a merged trace: waits are events too."""
-    found = [_name("process_name", f"pipeline: {title}", 0)]
-    found += [_name("thread_name", f"stage {stage}", 0, tid=stage) for stage in range(stages)]
+    found = _names(f"pipeline: {title}", range(stages))
     free = [0.0] * stages
-    for stage, action, start, end in events:
-        found += _spans(action, min(free[stage], start), start, end, stage, chunk=action.chunk)
-        free[stage] = end
+    for event in events:
+        since = event._replace(asked=min(free[event.stage], event.start))  # sending is a wait here
+        found += _spans(since, event.stage, chunk=event.action.chunk)
+        free[event.stage] = event.end
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 

@@ -200,7 +200,7 @@ def test_messages_are_taken_in_the_order_of_sending(schedule):
     times = Times([1, 2, 1.5], [2, 1, 3], transfer=[0.3, 1, 2], occupied=[0.3, 0.5, 1], sending=0.1)
     sent, taken = defaultdict(list), defaultdict(list)
     ends = {}
-    for stage, (kind, x, _, chunk), start, end in simulate(schedule, Shape(stages, 6, 0, 3), times):
+    for stage, (kind, x, _, chunk), start, end, *_ in simulate(schedule, Shape(stages, 6, 0, 3), times):
         part, onward = chunk * stages + stage, 1 if kind == "F" else -1
         if kind not in "FB":
             continue

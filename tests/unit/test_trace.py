@@ -13,7 +13,7 @@ from megatron_2bw.errors import UserError
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
 from megatron_2bw.timelines.measured import last_batches, timelines
 from megatron_2bw.timelines.simulator import Times, simulate
-from megatron_2bw.timelines.trace import TraceWriter, forget, main, merge, read, summary
+from megatron_2bw.timelines.trace import TraceWriter, forget, main, merge, read, summary, timed
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def test_the_simulated_run_of_the_page_is_the_measured_one_where_all_times_are_e
     late = SCHEDULES[schedule].late_step  # its step is not in the trace
     times = Times([1, 1.5, 1], [2, 2, 2.5], transfer=[0.5, 0.25, 0], step=0 if late else 0.75)
     write(tmp_path, Shape(3, 4, 0, 5), schedule, times=times)
-    found = timelines(last_batches([event for file in tmp_path.iterdir() for event in read(file)], 2))
+    found = timelines(last_batches([event for file in tmp_path.iterdir() for event in timed(read(file))], 2))
     measured, simulated = found["timelines"]["measured"], found["timelines"]["simulated"]
     assert measured["actions"] == simulated["actions"] and len(measured["actions"][0].split()) >= 2 * 2 * 4
     for own, other in ((measured, simulated), (simulated, measured)):
@@ -112,7 +112,7 @@ def test_without_a_batch_that_all_stages_have_reduced_there_is_no_timeline(stage
 
 def test_a_late_forward_is_in_the_measured_timeline_only(tmp_path):
     write(tmp_path, Shape(2, 4, 0, 4), "pipedream-flush")
-    batches = last_batches([event for file in tmp_path.iterdir() for event in read(file)], 4)
+    batches = last_batches([event for file in tmp_path.iterdir() for event in timed(read(file))], 4)
     slow = [event._replace(end=event.end + 0.5) if str(event.action) == "F15@3" else event for event in batches.events]
     found, before = timelines(batches._replace(events=slow)), timelines(batches)
     assert found["timelines"]["simulated"] == before["timelines"]["simulated"]
