@@ -16,7 +16,7 @@ from megatron_2bw.models.model import PRESETS, preset
 from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.memory import BYTES, Memory
 from megatron_2bw.planner.tell import jobs, training
-from megatron_2bw.schedules import Action, Schedule, ScheduleError, Shape, check_actions, parse, validate
+from megatron_2bw.schedules import Schedule, ScheduleError, Shape, check_actions, parse, validate
 from megatron_2bw.timelines.simulator import (
     Times,
     iteration_time,
@@ -105,9 +105,17 @@ class Parameters:
         own = {"megatron-interleaved": "megatron"}.get(name, "2bw" if name.startswith("2bw") else name)
         return Plan(1, self.stages, 1, self.microbatch, self.microbatches, self.recompute, schedule=own, **chosen)
 
-    def schedule(self, name: str) -> Schedule:
-        schedule = self.plan(name).pipeline
-        return replace(schedule, sync_iterations=self.sync_iterations) if name == "2bw-sync-start" else schedule
+    def schedule(self, name: str, steady: bool = False) -> Schedule:
+        """A schedule of the page, or as it is after its start. UserError or ScheduleError if these sizes exclude it."""
+        schedule, m = self.plan(name).pipeline, self.microbatches
+        if self.stages * m * self.iterations * schedule.chunks > FORWARDS:
+            raise UserError(f"more than {FORWARDS} forwards: give fewer microbatches, stages or iterations")
+        if name == "megatron-interleaved" and m % self.stages:
+            raise UserError(f"Megatron's interleaved schedule needs a multiple of {self.stages} microbatches")
+        if m < schedule.min_microbatches(self.stages):
+            validate(schedule, self.shape)  # raises
+        late = name != "2bw-sync-start" or steady
+        return schedule if late else replace(schedule, sync_iterations=self.sync_iterations)
 
     @property
     def shape(self) -> Shape:
@@ -121,52 +129,32 @@ class Parameters:
         return Times(self.forward, self.backward, 0.0, transfer, occupied, 0.0, self.reduce, self.step)
 
 
-def _every(time: Any) -> list[float]:
-    return time if isinstance(time, list) else [time]
+def _every(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request: its parameters, and "ask", one of ASKED. {"error": line} if it cannot be answered."""
+    """The answer to a request: its parameters, and "ask", one of EACH or of ASKED with its own options.
+
+    {"error": line} if it cannot be answered; of EACH also for a single schedule.
+    """
     given = dict(request)
     asked = given.pop("ask", "timelines")
     more = {name: given.pop(name) for name in ("over", "at", "lists") if name in given}
+    if asked in EACH:
+        return _or_error(lambda: _each(Parameters.read(given), asked))
     return _or_error(lambda: ASKED[asked](Parameters.read(given), **more))
 
 
-def _or_error(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _or_error(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     try:
-        return work()
-    except (UserError, ScheduleError) as error:
+        return work(*args)
+    except (UserError, ValueError) as error:
         return {"error": str(error).split("\n")[0]}
 
 
-def timelines(given: Parameters) -> dict[str, Any]:
-    """Each schedule's timeline; {"error": line} for one that cannot run."""
-    return {"timelines": {name: _guarded(_timeline, given, name) for name in given.schedules}}
-
-
-def figures(given: Parameters) -> dict[str, Any]:
-    """Each schedule's figures in the steady state, bytes and command line; {"error": line} for one that cannot run."""
-    return {"figures": {name: _guarded(_figures, given, name) for name in given.schedules}}
-
-
-def _guarded(work: Callable, given: Parameters, name: str) -> dict[str, Any]:
-    def checked() -> dict[str, Any]:
-        _check(given, name)
-        return work(given, name)
-
-    return _or_error(checked)
-
-
-def _check(given: Parameters, name: str) -> None:
-    """Raise UserError or ScheduleError if the schedule cannot run with these sizes."""
-    schedule, m = given.schedule(name), given.microbatches
-    if given.stages * m * given.iterations * schedule.chunks > FORWARDS:
-        raise UserError(f"more than {FORWARDS} forwards: give fewer microbatches, stages or iterations")
-    if name == "megatron-interleaved" and m % given.stages:
-        raise UserError(f"Megatron's interleaved schedule needs a multiple of {given.stages} microbatches")
-    if m < schedule.min_microbatches(given.stages):
-        validate(schedule, given.shape)  # raises
+def _each(given: Parameters, asked: str) -> dict[str, Any]:
+    return {asked: {name: _or_error(EACH[asked], given, name) for name in given.schedules}}
 
 
 def _timeline(given: Parameters, name: str) -> dict[str, Any]:
@@ -174,15 +162,10 @@ def _timeline(given: Parameters, name: str) -> dict[str, Any]:
     return drawn(schedule, simulate(schedule, given.shape, given.times), given.stages, given.times)
 
 
-def _steady(schedule: Schedule) -> Schedule:
-    """The schedule after its synchronous start."""
-    return replace(schedule, sync_iterations=0) if schedule.sync_iterations else schedule
-
-
 def _figures(given: Parameters, name: str) -> dict[str, Any]:
-    """in_flight counts microbatches of all chunks of a stage together."""
+    """Of the steady state, with bytes and command line; in_flight counts the microbatches of all chunks of a stage."""
     schedule, d, m, times, shape = given.schedule(name), given.stages, given.microbatches, given.times, given.shape
-    seconds = iteration_time(_steady(schedule), d, m, times)
+    seconds = iteration_time(given.schedule(name, steady=True), d, m, times)
     rounds = f", in rounds of {given.gpipe_round}" if name == "gpipe" and given.gpipe_round < m else ""
     busy = [m * (f + b) / seconds for f, b in zip(times.of("forward", d), times.of("backward", d))]
     return {
@@ -214,6 +197,11 @@ def _memory(given: Parameters, name: str) -> dict[str, Any]:
     return found | {"command": " ".join(words)}
 
 
+def _rate(given: Parameters, name: str) -> dict[str, float]:
+    m, schedule = given.microbatches, given.schedule(name, steady=True)
+    return {"rate": m / long_iteration_time(schedule, given.stages, m, given.times)}
+
+
 def curve(given: Parameters, over: str = "microbatches", at: int | None = None) -> dict[str, Any]:
     """Each schedule's throughput in the steady state over the microbatches, or over the time of a message.
 
@@ -221,40 +209,25 @@ def curve(given: Parameters, over: str = "microbatches", at: int | None = None) 
     """
     if over == "microbatches":
         points = {m: replace(given, microbatches=m) for m in MICROBATCHES}
-    elif over == "transfer":
+    else:
         whole = max(f + b for f, b in zip(*(given.times.of(name, given.stages) for name in ("forward", "backward"))))
         points = {share * whole: replace(given, transfer=share * whole) for share in SHARES}
-    else:
-        raise UserError(f"over: {over} is not one of microbatches, transfer")
     chosen = [*points.values()][slice(None) if at is None else slice(at, at + 1)]
-    rates = {name: [_guarded(_rate, point, name).get("rate") for point in chosen] for name in given.schedules}
+    rates = {name: [_or_error(_rate, point, name).get("rate") for point in chosen] for name in given.schedules}
     return {"over": over, "x": list(points), "curves": rates}
-
-
-def _rate(given: Parameters, name: str) -> dict[str, float]:
-    schedule = _steady(given.schedule(name))
-    return {"rate": given.microbatches / long_iteration_time(schedule, given.stages, given.microbatches, given.times)}
 
 
 def check(given: Parameters, lists: list[str]) -> dict[str, Any]:
     """The validator's answer to lists of actions, one text per stage, under the first schedule's rules.
 
-    {"timeline": ...} of lists that pass; else {"reason", "grid"}, and {"stage", "step"} of the fault where it has one.
+    {"timeline": ...} of lists that pass; else {"reason", "grid"}, and {"stage", "step"} of the fault.
     """
-    name = given.schedules[0]
-    schedule = given.schedule(name)
+    schedule = given.schedule(given.schedules[0])
     if schedule.chunks > 1:
         raise UserError("the validator does not cover schedules with model chunks")
-    if len(lists) != given.stages:
+    if len(lists) != given.stages or not all(map(str.strip, lists)):
         raise UserError(f"lists: give {given.stages}, one per stage")
-    actions: list[list[Action]] = []
-    for stage, text in enumerate(lists):
-        try:
-            actions.append(parse(text))
-        except ValueError as error:
-            return {"stage": stage, "step": None, "reason": str(error), "grid": ""}
-    if not all(actions):
-        return {"stage": actions.index([]), "step": None, "reason": "the list is empty", "grid": ""}
+    actions = [parse(text) for text in lists]
     try:
         check_actions(actions, schedule, given.shape)
     except ScheduleError as error:
@@ -266,12 +239,9 @@ def check(given: Parameters, lists: list[str]) -> dict[str, Any]:
 
 def trace(given: Parameters) -> dict[str, Any]:
     """The first schedule's timeline for Perfetto; the unit of the times counts as a millisecond."""
-    name = given.schedules[0]
-    _check(given, name)
-    events = simulate(given.schedule(name), given.shape, given.times)
-    return of_events(scaled(events, 1e-3), given.stages, name)
+    events = simulate(given.schedule(given.schedules[0]), given.shape, given.times)
+    return of_events(scaled(events, 1e-3), given.stages, given.schedules[0])
 
 
-ASKED: dict[str, Callable[..., dict[str, Any]]] = {
-    work.__name__: work for work in (timelines, figures, curve, check, trace)
-}
+EACH: dict[str, Callable[[Parameters, str], dict[str, Any]]] = {"timelines": _timeline, "figures": _figures}
+ASKED: dict[str, Callable[..., dict[str, Any]]] = {work.__name__: work for work in (curve, check, trace)}

@@ -184,7 +184,7 @@ def test_an_edited_list_is_checked_and_simulated():
     assert (fault["stage"], fault["reason"]) == (1, "4 microbatches in flight, at most 3 allowed")
     assert f">{parse(lists[1])[fault['step']]}<" in fault["grid"].splitlines()[2]
     lists[1] = "F0@0 X"
-    assert answer({**given, "lists": lists})["reason"].startswith("not an action: 'X'")
+    assert answer({**given, "lists": lists})["error"].startswith("not an action: 'X'")
 
 
 def test_the_curve_has_the_simulated_rates():
