@@ -16,8 +16,9 @@ from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import Memory
 from megatron_2bw.playground import SCHEDULES, answer
 from megatron_2bw.schedules import SCHEDULES as EXECUTED
-from megatron_2bw.schedules import Shape, TwoBW, parse
-from megatron_2bw.timelines.simulator import Times, iteration_time, simulate
+from megatron_2bw.schedules import Shape, TwoBW, parse, schedule_of
+from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.timelines.simulator import Times, by_stage, iteration_time, makespan, simulate
 from scripts.playground import archive
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")  # it makes the table of Megatron's flags
@@ -36,32 +37,25 @@ def test_a_timeline_is_the_simulators(name):
     found = of("timelines", name, **SLOW)
     times = Times([1, 1, 3, 1], 2, transfer=[0.5, 2, 0.5, 2], occupied=[0.5, 2, 0.5, 2], reduce=1, step=2)
     options = {
-        "gpipe": {"gpipe_round": 4},
-        "2bw-one-slot": {"gradient_slots": 1},
-        "2bw-extra-warmup": {"extra_warmup": (1,)},
+        "gpipe": schedule_of("gpipe", gpipe_round=4),
+        "2bw-one-slot": TwoBW(1),
+        "2bw-extra-warmup": TwoBW(extra_warmup=(1,)),
+        "2bw-sync-start": TwoBW(sync_iterations=2),
+        "megatron-interleaved": Interleaved(2),
     }
-    own = {"megatron-interleaved": "megatron"}.get(name, "2bw" if name[:3] == "2bw" else name)
-    virtual = {"virtual": 2} if own == "megatron" else {}
-    schedule = Plan(1, 4, 1, 1, 8, schedule=own, **virtual, **options.get(name, {})).pipeline
-    if name == "2bw-sync-start":
-        schedule = TwoBW(sync_iterations=2)
-    events = simulate(schedule, Shape(4, 8, 0, 3), times)
-    for stage in range(4):
-        mine = [event for event in events if event.stage == stage]
+    events = simulate((EXECUTED | options)[name], Shape(4, 8, 0, 3), times)
+    for stage, mine in enumerate(by_stage(events, 4)):
         assert parse(found["actions"][stage]) == [event.action for event in mine]
         assert found["starts"][stage] == [event.start for event in mine]
         assert found["ends"][stage] == [event.end for event in mine]
-    assert found["makespan"] == max(event.end for event in events)
+    assert found["makespan"] == makespan(events)
 
 
 @pytest.mark.parametrize("name", EXECUTED)
 def test_figures_are_those_of_simulator_and_planner(name):
     found = of("figures", name, gpipe_round=8, microbatch=4, recompute="full", precision="fp16")
-    schedule, plan = (
-        EXECUTED[name],
-        Plan(1, 4, 1, 4, 8, "full", schedule=name, gpipe_round=8 if name == "gpipe" else None),
-    )
-    seconds = iteration_time(schedule, 4, 8)
+    plan = Plan(1, 4, 1, 4, 8, "full", schedule=name, gpipe_round=8 if name == "gpipe" else None)
+    schedule, seconds = EXECUTED[name], iteration_time(EXECUTED[name], 4, 8)
     assert found["seconds"] == seconds and found["throughput"] == 8 / seconds
     assert found["bubble"] == pytest.approx(1 - 24 / seconds)
     assert found["in_flight"] == [schedule.max_in_flight(Shape(4, 8), stage) for stage in range(4)]

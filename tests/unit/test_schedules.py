@@ -54,20 +54,46 @@ def test_all_shapes_are_valid(name, first, iterations):
                 validate(schedule, Shape(stages, microbatches, first, first + iterations))
 
 
-def test_2bw_is_figure_2_of_the_paper():
-    """Two iterations of d = m = 4 on the first and the last stage, written out by hand from the paper's rule."""
-    shape = Shape(4, 4, 0, 3)
-    assert text(TWO_BW.actions(shape, 0, 0)) == "F0@0 F1@0 F2@0 F3@0 B0@0 F4@0 B1@0 F5@0 B2@0 F6@0 B3@0 R0@0"
-    assert text(TWO_BW.actions(shape, 0, 1)) == "F7@0 B4@0 S0@1 F8@1 B5@0 F9@1 B6@0 F10@1 B7@0 R1@1"
-    assert text(TWO_BW.actions(shape, 0, 2)) == "F11@1 B8@1 B9@1 B10@1 S1@2 B11@1 R2@2 S2@3"
-    assert text(TWO_BW.actions(shape, 2, 1)) == "F5@0 B4@0 F6@0 B5@0 F7@0 B6@0 S0@1 F8@1 B7@0 R1@1"
-    assert text(TWO_BW.actions(shape, 3, 1)) == "F4@0 B4@0 F5@0 B5@0 F6@0 B6@0 F7@0 S0@1 B7@0 R1@1"
+SMALL, LONG = Shape(2, 3, 0, 3), Shape(4, 4, 0, 3)
+SYNC, ROUNDS = (TwoBW(sync_iterations=3), Shape(2, 2, 0, 5)), (schedule_of("gpipe", gpipe_round=2), Shape(2, 5, 0, 2))
+PIPEDREAM = SCHEDULES["pipedream"], Shape(4, 1, 0, 6)
+BY_HAND = [  # schedule, shape, stage, iteration
+    # 2BW is figure 2 of the paper, written out from its rule.
+    (TWO_BW, LONG, 0, 0, "F0@0 F1@0 F2@0 F3@0 B0@0 F4@0 B1@0 F5@0 B2@0 F6@0 B3@0 R0@0"),
+    (TWO_BW, LONG, 0, 1, "F7@0 B4@0 S0@1 F8@1 B5@0 F9@1 B6@0 F10@1 B7@0 R1@1"),
+    (TWO_BW, LONG, 0, 2, "F11@1 B8@1 B9@1 B10@1 S1@2 B11@1 R2@2 S2@3"),
+    (TWO_BW, LONG, 2, 1, "F5@0 B4@0 F6@0 B5@0 F7@0 B6@0 S0@1 F8@1 B7@0 R1@1"),
+    (TWO_BW, LONG, 3, 1, "F4@0 B4@0 F5@0 B5@0 F6@0 B6@0 F7@0 S0@1 B7@0 R1@1"),
+    # With one gradient slot the step comes before the next gradients.
+    (TwoBW(1), LONG, 0, 1, "F7@0 S0@1 B4@0 F8@1 B5@0 F9@1 B6@0 F10@1 B7@0 R1@1"),
+    (TwoBW(1), LONG, 3, 1, "F4@0 S0@1 B4@0 F5@0 B5@0 F6@0 B6@0 F7@0 B7@0 R1@1"),
+    # A resumed run starts with a warm-up.
+    (TWO_BW, Shape(2, 2, 7, 9), 0, 7, "F14@6 F15@6 B14@6 F16@7 B15@6 R7@7"),
+    # One more forward ahead over the boundary: the early forwards begin one earlier, on the same W.
+    (TwoBW(extra_warmup=(1,)), SMALL, 0, 0, "F0@0 F1@0 F2@0 B0@0 F3@0 B1@0 F4@0 B2@0 R0@0"),
+    (TwoBW(extra_warmup=(1,)), SMALL, 0, 1, "F5@0 B3@0 S0@1 F6@1 B4@0 F7@1 B5@0 R1@1"),
+    (TwoBW(extra_warmup=(1,)), SMALL, 0, 2, "F8@1 B6@1 B7@1 S1@2 B8@1 R2@2 S2@3"),
+    # Batches 0, 1 and 2 run on their newest weights; batch 3 begins on W(2) while batch 2 runs backward.
+    (*SYNC, 0, 1, "F2@1 F3@1 B2@1 B3@1 R1@1 S1@2"),
+    (*SYNC, 0, 2, "F4@2 F5@2 B4@2 F6@2 B5@2 R2@2"),
+    (*SYNC, 0, 3, "F7@2 B6@2 S2@3 F8@3 B7@2 R3@3"),
+    (*SYNC, 1, 2, "F4@2 B4@2 F5@2 B5@2 R2@2"),
+    (SCHEDULES["gpipe"], SMALL, 0, 1, "F3@1 F4@1 F5@1 B3@1 B4@1 B5@1 R1@1 S1@2"),
+    (SCHEDULES["no-pipelining"], SMALL, 1, 0, "F0@0 B0@0 F1@0 B1@0 F2@0 B2@0 R0@0 S0@1"),
+    (SCHEDULES["pipedream-flush"], SMALL, 0, 0, "F0@0 F1@0 B0@0 F2@0 B1@0 B2@0 R0@0 S0@1"),
+    # Two microbatches at a time, five a batch: three rounds, the last of one; one reduction and one step.
+    (*ROUNDS, 0, 0, "F0@0 F1@0 B0@0 B1@0 F2@0 F3@0 B2@0 B3@0 F4@0 B4@0 R0@0 S0@1"),
+    (*ROUNDS, 1, 1, "F5@1 F6@1 B5@1 B6@1 F7@1 F8@1 B7@1 B8@1 F9@1 B9@1 R1@1 S1@2"),
+    # With m = 1 PipeDream is the paper's: each microbatch runs backward on the weights of its forward.
+    (*PIPEDREAM, 0, 0, "F0@0 F1@0 F2@0 F3@0 B0@0 R0@0 S0@1"),
+    (*PIPEDREAM, 0, 1, "F4@1 B1@0 R1@1 S1@2"),
+    (*PIPEDREAM, 3, 4, "F4@4 B4@4 R4@4 S4@5"),
+]
 
 
-def test_2bw_with_one_gradient_slot_steps_before_the_next_gradients():
-    shape = Shape(4, 4, 0, 3)
-    assert text(TwoBW(1).actions(shape, 0, 1)) == "F7@0 S0@1 B4@0 F8@1 B5@0 F9@1 B6@0 F10@1 B7@0 R1@1"
-    assert text(TwoBW(1).actions(shape, 3, 1)) == "F4@0 S0@1 B4@0 F5@0 B5@0 F6@0 B6@0 F7@0 B7@0 R1@1"
+@pytest.mark.parametrize("schedule, shape, stage, iteration, expected", BY_HAND)
+def test_lists_by_hand(schedule, shape, stage, iteration, expected):
+    assert text(schedule.actions(shape, stage, iteration)) == expected
 
 
 @pytest.mark.parametrize("gradient_slots", [1, 2])
@@ -110,25 +136,6 @@ def test_2bw_update_rule(stages, microbatches):
             assert steps == late + ([Action("S", 4, 5)] if iteration == 4 else [])
 
 
-def test_resumed_2bw_starts_with_a_warm_up():
-    shape = Shape(2, 2, 7, 9)
-    assert text(TWO_BW.actions(shape, 0, 7)) == "F14@6 F15@6 B14@6 F16@7 B15@6 R7@7"
-
-
-def test_gpipe_and_no_pipelining():
-    shape = Shape(2, 3, 0, 2)
-    assert text(SCHEDULES["gpipe"].actions(shape, 0, 1)) == "F3@1 F4@1 F5@1 B3@1 B4@1 B5@1 R1@1 S1@2"
-    assert text(SCHEDULES["no-pipelining"].actions(shape, 1, 0)) == "F0@0 B0@0 F1@0 B1@0 F2@0 B2@0 R0@0 S0@1"
-    assert text(SCHEDULES["pipedream-flush"].actions(shape, 0, 0)) == "F0@0 F1@0 B0@0 F2@0 B1@0 B2@0 R0@0 S0@1"
-
-
-def test_gpipe_in_rounds_by_hand():
-    """Two microbatches at a time, five a batch: three rounds, the last of one; one reduction and one step."""
-    schedule, shape = schedule_of("gpipe", gpipe_round=2), Shape(2, 5, 0, 2)
-    assert text(schedule.actions(shape, 0, 0)) == "F0@0 F1@0 B0@0 B1@0 F2@0 F3@0 B2@0 B3@0 F4@0 B4@0 R0@0 S0@1"
-    assert text(schedule.actions(shape, 1, 1)) == "F5@1 F6@1 B5@1 B6@1 F7@1 F8@1 B7@1 B8@1 F9@1 B9@1 R1@1 S1@2"
-
-
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 4, 7])
 def test_gpipe_in_rounds_is_valid_and_holds_a_round(stages, microbatches):
@@ -150,29 +157,21 @@ def test_gpipe_in_rounds_is_valid_and_holds_a_round(stages, microbatches):
     assert lists(schedule_of("gpipe", gpipe_round=1), shape) == lists(SCHEDULES["no-pipelining"], shape)
 
 
-def test_pipedream_with_one_microbatch_is_the_papers():
-    """m = 1: d - s versions on stage s, each microbatch backward on the weights of its forward."""
-    schedule, shape = SCHEDULES["pipedream"], Shape(4, 1, 0, 6)
-    assert [schedule.max_versions(shape, stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert text(schedule.actions(shape, 0, 0)) == "F0@0 F1@0 F2@0 F3@0 B0@0 R0@0 S0@1"
-    assert text(schedule.actions(shape, 0, 1)) == "F4@1 B1@0 R1@1 S1@2"
-    assert text(schedule.actions(shape, 3, 4)) == "F4@4 B4@4 R4@4 S4@5"
-
-
 @pytest.mark.parametrize(
     "name, versions, in_flight",
     [
-        ("2bw", 2, [4, 3, 2, 1]),
-        ("pipedream-flush", 1, [4, 3, 2, 1]),
-        ("gpipe", 1, [6] * 4),
-        ("no-pipelining", 1, [1] * 4),
+        ("2bw", [2] * 4, [4, 3, 2, 1]),
+        ("pipedream-flush", [1] * 4, [4, 3, 2, 1]),
+        ("gpipe", [1] * 4, [6] * 4),
+        ("no-pipelining", [1] * 4, [1] * 4),
     ],
 )
 def test_limits_are_reached(name, versions, in_flight):
     """One less and the validator objects."""
     shape, schedule = Shape(4, 6, 0, 3), SCHEDULES[name]
-    assert [schedule.max_versions(shape, stage) for stage in range(4)] == [versions] * 4
+    assert [schedule.max_versions(shape, stage) for stage in range(4)] == versions
     assert [schedule.max_in_flight(shape, stage) for stage in range(4)] == in_flight
+    assert [SCHEDULES["pipedream"].max_versions(Shape(4, 1, 0, 6), stage) for stage in range(4)] == [4, 3, 2, 1]
 
     class Tighter(type(schedule)):
         def max_in_flight(self, shape, stage):
@@ -255,18 +254,6 @@ def test_validator_compares_versions_between_stages():
         check_actions(rows, TWO_BW, shape)
 
 
-# --- extra warm-up ---------------------------------------------------------------------------------------------------
-
-
-def test_2bw_with_extra_warmup_by_hand():
-    """One more forward ahead over the boundary: the first stage's early forwards begin one earlier, on the same W."""
-    schedule, shape = TwoBW(extra_warmup=(1,)), Shape(2, 3, 0, 3)
-    assert text(schedule.actions(shape, 0, 0)) == "F0@0 F1@0 F2@0 B0@0 F3@0 B1@0 F4@0 B2@0 R0@0"
-    assert text(schedule.actions(shape, 0, 1)) == "F5@0 B3@0 S0@1 F6@1 B4@0 F7@1 B5@0 R1@1"
-    assert text(schedule.actions(shape, 1, 1)) == text(TwoBW().actions(shape, 1, 1))
-    assert text(schedule.actions(shape, 0, 2)) == "F8@1 B6@1 B7@1 S1@2 B8@1 R2@2 S2@3"
-
-
 @pytest.mark.parametrize("extra", [(1,), (2,), (0, 2, 0), (1, 0, 3), (0,)], ids=str)
 @pytest.mark.parametrize("gradient_slots", [1, 2])
 def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(extra, gradient_slots):
@@ -284,19 +271,6 @@ def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(extra, grad
             for batch in range(2, 5):
                 first_reader = min(place[a] for a in row if a.kind == "F" and a.version == batch + 1)
                 assert place[Action("R", batch, batch)] < place[Action("S", batch, batch + 1)] < first_reader
-
-
-# --- synchronous start -----------------------------------------------------------------------------------------------
-
-
-def test_2bw_with_a_synchronous_start_by_hand():
-    """Batches 0, 1 and 2 run on their newest weights; batch 3 begins on W(2) while batch 2 runs backward."""
-    schedule, shape = TwoBW(sync_iterations=3), Shape(2, 2, 0, 5)
-    assert text(schedule.actions(shape, 0, 0)) == "F0@0 F1@0 B0@0 B1@0 R0@0 S0@1"
-    assert text(schedule.actions(shape, 0, 1)) == "F2@1 F3@1 B2@1 B3@1 R1@1 S1@2"
-    assert text(schedule.actions(shape, 0, 2)) == "F4@2 F5@2 B4@2 F6@2 B5@2 R2@2"
-    assert text(schedule.actions(shape, 0, 3)) == "F7@2 B6@2 S2@3 F8@3 B7@2 R3@3"
-    assert text(schedule.actions(shape, 1, 2)) == "F4@2 B4@2 F5@2 B5@2 R2@2"
 
 
 @pytest.mark.parametrize("first", [0, 2, 3, 4])

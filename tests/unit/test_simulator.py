@@ -22,13 +22,6 @@ from megatron_2bw.timelines.simulator import (
 SHAPES = [(1, 1), (2, 2), (2, 5), (4, 4), (4, 9), (8, 8)]
 
 
-@pytest.mark.parametrize("stages, microbatches", SHAPES)
-@pytest.mark.parametrize("name", ["pipedream-flush", "gpipe"])
-def test_flush(name, stages, microbatches):
-    """(m + d - 1)(t_f + t_b): the bubble of d - 1 microbatches (paper, section 2)."""
-    assert iteration_time(SCHEDULES[name], stages, microbatches) == (microbatches + stages - 1) * 3
-
-
 @pytest.mark.parametrize(
     "stages, microbatches, size, rounds", [(4, 8, 4, 2), (4, 8, 3, 3), (2, 5, 1, 5), (8, 64, 16, 4)]
 )
@@ -39,20 +32,9 @@ def test_gpipe_in_rounds(stages, microbatches, size, rounds):
 
 
 @pytest.mark.parametrize("stages, microbatches", SHAPES)
-def test_no_pipelining(stages, microbatches):
-    assert iteration_time(SCHEDULES["no-pipelining"], stages, microbatches) == microbatches * stages * 3
-
-
-@pytest.mark.parametrize("stages, microbatches", SHAPES)
 def test_2bw_has_no_bubble(stages, microbatches):
     """m(t_f + t_b), with m = d too: the step's quantities are there before it is due (docs/design.md, rule 5)."""
     assert iteration_time(SCHEDULES["2bw"], stages, microbatches) == microbatches * 3
-
-
-@pytest.mark.parametrize("stages, microbatches", [(2, 2), (2, 5), (4, 4), (4, 9), (8, 8)])
-def test_one_gradient_slot_waits(stages, microbatches):
-    """m(t_f + t_b) + (d - 1)t_b - t_f: the last stage waits for the first one's last backward, one forward later."""
-    assert iteration_time(TwoBW(1), stages, microbatches) == microbatches * 3 + (stages - 1) * 2 - 1
 
 
 @pytest.mark.parametrize("stages, microbatches", [(2, 2), (4, 4), (8, 8)])
@@ -68,22 +50,11 @@ def test_a_step_at_the_batch_boundary_would_wait(stages, microbatches):
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-def test_pipedream_has_no_bubble(stages):
-    """Its stages step alone, so nothing waits once the pipeline is full."""
-    assert iteration_time(SCHEDULES["pipedream"], stages, 2 * stages) == 2 * stages * 3
-
-
-@pytest.mark.parametrize("stages", [2, 4, 8])
 def test_pipedream_in_megatrons_loop(stages):
     """The loop compares the stages' norms after each batch, which costs (d - 1)t_b; measured so by
     bench/planner_emulated.py."""
     times = Times(joint_step=True)
     assert iteration_time(SCHEDULES["pipedream"], stages, stages, times) == 3 * stages + 2 * (stages - 1)
-
-
-def test_transfers_and_steps_take_time():
-    schedule, times = SCHEDULES["pipedream-flush"], Times(1, 2, transfer=0.5, step=4)
-    assert iteration_time(schedule, 2, 1, times) == 2 * 3 + 2 * 0.5 + 4
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -121,22 +92,20 @@ def own(events: list[Event], stage: int, kinds: str = "FB") -> list[tuple[float,
 
 
 @pytest.mark.parametrize("name", ["pipedream-flush", "gpipe"])
-@pytest.mark.parametrize("forward, backward", [([1, 3], [2, 4]), ([1, 1, 2], [1, 3, 3]), ([2, 1, 4, 5], [1, 2, 2, 3])])
+@pytest.mark.parametrize(
+    "forward, backward",
+    [([1], [2]), ([1] * 8, [2] * 8), ([1, 3], [2, 4]), ([1, 1, 2], [1, 3, 3]), ([2, 1, 4, 5], [1, 2, 2, 3])],
+)
 def test_flush_with_the_slowest_stage_last(name, forward, backward):
-    """The first microbatch comes down, the last stage works without a pause, the last gradient goes up."""
+    """The first microbatch comes down, the last stage works without a pause, the last gradient goes up. Of equal times
+    that is (m + d - 1)(t_f + t_b): the bubble of d - 1 microbatches (paper, section 2)."""
     down_and_up = sum(forward[:-1]) + sum(backward[:-1])
     for microbatches in (1, 4, 9):
         expected = down_and_up + microbatches * (forward[-1] + backward[-1])
         assert iteration_time(SCHEDULES[name], len(forward), microbatches, Times(forward, backward)) == expected
 
 
-def test_gpipe_by_hand():
-    events = simulate(GPIPE, Shape(2, 2, 0, 1), Times([2, 1], [1, 3]))
-    assert own(events, 0) == [(0, 2), (2, 4), (8, 9), (11, 12)]
-    assert own(events, 1) == [(2, 3), (4, 5), (5, 8), (8, 11)]
-
-
-@pytest.mark.parametrize("forward, backward", [([1, 3], [2, 1]), ([1, 4, 2], [3, 1, 3]), ([2, 1, 3, 1], [1, 4, 1, 2])])
+@pytest.mark.parametrize("forward, backward", [([1], [2]), ([1, 4, 2], [3, 1, 3]), ([2, 1, 3, 1], [1, 4, 1, 2])])
 def test_no_pipelining_adds_everything_up(forward, backward):
     """m times all stages' work and both ways over each boundary; the last boundary, back to stage 0, is not used."""
     boundaries = [0.5 * (stage + 1) for stage in range(len(forward))]
@@ -146,7 +115,9 @@ def test_no_pipelining_adds_everything_up(forward, backward):
 
 
 @pytest.mark.parametrize("name", ["2bw", "pipedream"])
-@pytest.mark.parametrize("forward, backward", [([1, 3], [2, 4]), ([5, 1, 1], [1, 1, 3]), ([1, 2, 1, 1], [2, 4, 1, 3])])
+@pytest.mark.parametrize(
+    "forward, backward", [([1] * 8, [2] * 8), ([5, 1, 1], [1, 1, 3]), ([1, 2, 1, 1], [2, 4, 1, 3])]
+)
 def test_without_flush_the_busiest_stage_never_waits(name, forward, backward):
     for microbatches in (len(forward), 2 * len(forward) + 1):
         busiest = max(f + b for f, b in zip(forward, backward))
@@ -249,9 +220,10 @@ def test_a_late_step_costs_what_exceeds_its_window(stages, microbatches):
 
 @pytest.mark.parametrize("stages, microbatches", [(2, 2), (2, 5), (3, 7), (4, 8)])
 def test_one_gradient_slot_waits_for_reduce_and_step(stages, microbatches):
-    """As test_one_gradient_slot_waits, and all of both."""
+    """m(t_f + t_b) + (d - 1)t_b - t_f: the last stage waits for the first one's last backward, one forward later;
+    and for all of both."""
     alone = microbatches * 3 + (stages - 1) * 2 - 1
-    for reduce, step in [(1, 0), (0, 2), (3, 0.5)]:
+    for reduce, step in [(0, 0), (1, 0), (0, 2), (3, 0.5)]:
         times = Times(1, 2, reduce=reduce, step=step)
         assert iteration_time(TwoBW(1), stages, microbatches, times) == alone + reduce + step
 

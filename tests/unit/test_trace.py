@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -136,7 +138,9 @@ def test_the_summary_is_of_the_steady_state(schedule, busy, seconds, tmp_path, c
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_the_summary_of_two_batches_is_one_line(tmp_path):
+def test_what_there_is_no_picture_and_no_summary_of(tmp_path):
+    with pytest.raises(UserError, match="no stage-"):
+        merge(tmp_path)
     write(tmp_path, Shape(2, 2, 0, 2))
     with pytest.raises(UserError, match="--summary needs three batches"):
         summary(tmp_path)
@@ -154,13 +158,7 @@ def test_a_run_that_was_killed_leaves_what_it_had_written(tmp_path):
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, capsys):
     writer = TraceWriter(tmp_path, 0, pipeline=0)
 
-    class Full:
-        name = "trace"
-
-        def write(self, text):
-            raise OSError("No space left on device")
-
-    writer._file = Full()
+    writer._file = SimpleNamespace(name="trace", write=mock.Mock(side_effect=OSError("No space left on device")))
     for _ in range(2):
         writer.write(records_of(0, Shape(1, 1, 0, 2)))
     assert capsys.readouterr().err == "> --two-bw-trace: trace ends here: No space left on device\n"
@@ -174,8 +172,3 @@ def test_an_earlier_run_is_forgotten(tmp_path):
     writer = TraceWriter(tmp_path, 0, pipeline=0)
     writer.write(records_of(0, Shape(1, 2, 0, 2))[:2])  # ended before its first reduction
     assert merge(tmp_path) == [tmp_path / "trace.json"]
-
-
-def test_no_files(tmp_path):
-    with pytest.raises(UserError, match="no stage-"):
-        merge(tmp_path)
