@@ -7,19 +7,20 @@ Invariant: nothing of torch changes on a host with CUDA unless the CPU was asked
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
 import resource
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
 import torch.utils.data
 from torch.overrides import TorchFunctionMode
+
+from megatron_2bw.guard import around
 
 CPU = torch.device("cpu")
 
@@ -48,31 +49,19 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, int) and not isinstance(device, bool)
+    return type(device) is int or (isinstance(device, (str, torch.device)) and str(device).startswith("cuda"))
 
 
 class _Stream(torch.cpu.Stream):
     """A stream that has always caught up: CPU work is done when the call returns."""
 
     def __init__(self, *args, **kwargs):
-        self.device, self.cuda_stream, self.stream_id = CPU, id(self), 0
+        self.cuda_stream = id(self)
 
     def synchronize(self): ...
 
-    def query(self) -> bool:
-        return True
-
     def record_event(self, event=None):
         return event or _Event()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc): ...
 
 
 class _Event(torch.cpu.Event):
@@ -131,32 +120,24 @@ _TORCH_CUDA: dict[str, Any] = {
 }
 
 
-def _with_own_generator(original: Callable) -> Callable:
+@around
+def _own_generator(init: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """For DataLoader.__init__: seeds of its workers must not come from the generator that dropout draws from here.
 
     Only the first tensor-parallel rank makes loaders; the others' dropout would no longer be the same.
     """
-
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        kwargs.setdefault("generator", torch.Generator().manual_seed(torch.initial_seed()))
-        original(self, *args, **kwargs)
-
-    return __init__
+    kwargs.setdefault("generator", torch.Generator().manual_seed(torch.initial_seed()))
+    init(self, *args, **kwargs)
 
 
-def _with_the_mode(original: Callable) -> Callable:
+@around
+def _in_the_mode(run_backward: Callable, *args: Any, **kwargs: Any) -> Any:
     """For the engine of torch.autograd.backward: a mode is off in what it calls, here in all functions of a backward.
 
     A backward inside another one comes this way, such as that of a full recompute.
     """
-
-    @functools.wraps(original)
-    def run(*args, **kwargs):
-        with _CudaMeansCpu():
-            return original(*args, **kwargs)
-
-    return run
+    with _CudaMeansCpu():
+        return run_backward(*args, **kwargs)
 
 
 _installed: contextlib.ExitStack | None = None
@@ -172,16 +153,13 @@ def install() -> None:
         _replace(undo, torch.cuda, name, answer)
     _replace(undo, torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)
     _replace(undo, torch.cuda.random, "device_count", lambda: 0)  # torch.manual_seed would seed the host's GPUs
-    _replace(undo, torch.utils.data.DataLoader, "__init__", _with_own_generator(torch.utils.data.DataLoader.__init__))
+    _replace(undo, torch.utils.data.DataLoader, "__init__", _own_generator(torch.utils.data.DataLoader.__init__))
     _replace(undo, torch.nn.Module, "cuda", lambda self, device=None: self)
-    _replace(undo, torch.autograd, "_engine_run_backward", _with_the_mode(torch.autograd._engine_run_backward))
+    _replace(undo, torch.autograd, "_engine_run_backward", _in_the_mode(torch.autograd._engine_run_backward))
     # Compiling small fusions with a C++ compiler costs minutes and gains nothing here; its import costs seconds.
     _replace(undo, torch, "compile", _uncompiled)
-    undo.enter_context(_compiler_off())
     # Below compute capability 10 Megatron wants this of tensor-parallel GPU runs; no kernel queue exists here.
-    if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        undo.callback(os.environ.pop, "CUDA_DEVICE_MAX_CONNECTIONS", None)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     without_triton()
     undo.enter_context(_CudaMeansCpu())
     _installed = undo
@@ -207,20 +185,9 @@ def installed() -> bool:
     return _installed is not None
 
 
-@contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """For a new thread of a process that maps CUDA to the CPU: torch keeps function modes and settings per thread."""
-    if not installed():
-        yield
-        return
-    with _CudaMeansCpu(), _compiler_off():
-        yield
-
-
-def _compiler_off() -> contextlib.AbstractContextManager:
-    """For what has gone through torch.compile before `install`: the compiler does nothing in this thread."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo.config.patch(disable=True) if dynamo is not None else contextlib.nullcontext()
+def answering() -> contextlib.AbstractContextManager:
+    """For a new thread of a process that maps CUDA to the CPU: torch keeps function modes per thread."""
+    return _CudaMeansCpu() if installed() else contextlib.nullcontext()
 
 
 def _uncompiled(model: Callable | None = None, **options) -> Callable:
@@ -231,8 +198,3 @@ def _uncompiled(model: Callable | None = None, **options) -> Callable:
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
     undo.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
-
-
-def set_tracker_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    """Stands in for tensor_parallel.random._set_cuda_rng_state: the CPU's generator is the only one."""
-    torch.set_rng_state(new_state)

@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_2bw import cpu
+import torch
+
 from megatron_2bw.checkpoints import folder
 from megatron_2bw.flags import rehearsal
 from megatron_2bw.guard import Patch, row
@@ -162,7 +163,7 @@ def for_cpu() -> list[Patch]:
             f"{CORE}.tensor_parallel.random",
             "_set_cuda_rng_state(new_state device graph_safe)",
             "it writes a CUDA generator that does not exist",
-            lambda original: cpu.set_tracker_rng_state,
+            lambda original: lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
         ),
         row(
             "megatron.training.initialize",
