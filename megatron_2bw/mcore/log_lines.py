@@ -135,16 +135,14 @@ class LogLines:
         warm = self._calls > WARM_UP + 1  # the first iteration that posts receives early needs their memory
         if warm and not _has_line(values):
             return
-        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-        if warm and retries > self._retries:
-            place = f"rank {dist.get_rank()}, before the end of iteration {values['iteration']}"
-            count = retries - self._retries
+        count, self._retries = self._retries, torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        if warm and self._retries > count:
             print(
-                f"> {place}: GPU memory ran out, allocator retries: {count}. A retry waits for the whole GPU and can "
-                "hang the run: leave more of it free (docs/late_step.md#limits)",
+                f"> rank {dist.get_rank()}, before the end of iteration {values['iteration']}: GPU memory ran out, "
+                f"allocator retries: {self._retries - count}. A retry waits for the whole GPU and can hang the run: "
+                "leave more of it free (docs/late_step.md#limits)",
                 flush=True,
             )
-        self._retries = retries
 
     def line(self, text: str) -> str:
         """What Megatron prints; if it is an iteration's line, with this project's part."""
@@ -152,18 +150,16 @@ class LogLines:
 
     def _describe(self, iteration: int) -> str:
         """The part of the line on the stages, which also goes to TensorBoard and Weights & Biases."""
-        shares, memory = [], []
-        for stage in zip(*self._stages):
-            shares.append(sum(report.waited for report in stage) / max(sum(r.elapsed for r in stage), 1e-9))
-            memory.append(stage[-1].memory / 2**30)
+        stages = list(zip(*self._stages))
+        shares = [sum(each.waited for each in own) / max(sum(each.elapsed for each in own), 1e-9) for own in stages]
+        memory = [own[-1].memory / 2**30 for own in stages]
         self._stages.clear()
         mean, most, progress = sum(shares) / len(shares), max(shares), self._progress(iteration)
         scalars = {"bubble/mean": mean, "bubble/max": most} | progress
         scalars |= {f"bubble/stage {stage}": share for stage, share in enumerate(shares)}
         scalars |= {f"peak memory (GiB)/stage {stage}": value for stage, value in enumerate(memory)}
-        if (writer := get_tensorboard_writer()) is not None:
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, iteration)
+        for name, value in scalars.items() if (writer := get_tensorboard_writer()) is not None else ():
+            writer.add_scalar(name, value, iteration)
         if (wandb := get_wandb_writer()) is not None:
             wandb.log(scalars, iteration)
         each = " ".join(f"{value:.2f}" for value in memory)

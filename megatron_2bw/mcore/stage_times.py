@@ -107,8 +107,7 @@ class Meeting:
         self._own.append(self._times())
         if not exchange:
             return ()
-        own = map(sum, zip(*self._own))
-        rows = gather([*own, torch.cuda.max_memory_allocated()], self._group)
+        rows = gather([*map(sum, zip(*self._own)), torch.cuda.max_memory_allocated()], self._group)
         self._own.clear()
         return stage_stats([(StageTimes(*times), memory) for *times, memory in rows])
 
