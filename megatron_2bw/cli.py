@@ -31,25 +31,15 @@ COMMANDS = {  # name: (module:function, what it does)
 EXAMPLES = """
   megatron-2bw plan --model config.json --cluster p3.16xlarge --max-global-batch-size 512 --json plan.json
   megatron-2bw preprocess --task gpt --input text.txt --output-prefix text --train-tokenizer bpe --vocab-size 8000
-  megatron-2bw train gpt plan.json --data-path text
+  megatron-2bw train gpt plan.json --data-path text --save checkpoints
   megatron-2bw evaluate gpt checkpoints --data-path text --split 90,5,5
   megatron-2bw sample checkpoints --prompt 'The pipeline'
-  megatron-2bw convert import HF_DIR --save checkpoints
-  megatron-2bw simulate --schedule 2bw --stages 4 --microbatches 8
-  megatron-2bw trace DIR
-  megatron-2bw convergence NAME --lr 3e-4,3e-3 --seeds 1,2,3
-  megatron-2bw slurm script gpt
-  megatron-2bw demo
-  megatron-2bw gpu-check
-  megatron-2bw doctor
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words else "--help"
-    if name == "help" and words:
-        name, words = words[0], ["--help"]
     if name in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -60,10 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(COMPLETION % " ".join(COMMANDS), end="")
         return 0
     if name not in COMMANDS:
-        usage_error(
-            "megatron-2bw",
-            f"{name or repr(name)} is not a command{did_you_mean(name, COMMANDS)}: see megatron-2bw --help",
-        )
+        line = f"{name} is not a command{did_you_mean(name, COMMANDS)}: see megatron-2bw --help"
+        usage_error("megatron-2bw", line)
     exit_on_signals()
     prog = f"megatron-2bw {name}"
     module, _, function = COMMANDS[name][0].partition(":")

@@ -74,20 +74,12 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(","))
 
 
-def numbers_of(text: str) -> tuple[str, ...]:
-    """A comma-separated list of different whole numbers from 1 on, as words, for argparse."""
-    if wrong := [word for word in words(text) if not word.isdecimal() or not int(word)]:
-        raise argparse.ArgumentTypeError(f"{wrong[0] or 'an empty word'} is not a whole number from 1 on")
-    return tuple(dict.fromkeys(str(int(word)) for word in words(text)))
-
-
 def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """A comma-separated list of known names, for argparse."""
 
     def parse(text: str) -> tuple[str, ...]:
-        for name in words(text):
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name or 'an empty word'} is not one of {', '.join(known)}")
+        if unknown := [name for name in words(text) if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of {', '.join(known)}")
         return words(text)
 
     return parse

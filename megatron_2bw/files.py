@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import itertools
@@ -24,8 +23,7 @@ def write_whole(
 
     content: what to write, or a function that writes it to the open file
     sync: the content is on the disk before the file is replaced, so that it also survives a power failure.
-    The temporary file lies in the same folder. It is removed if writing fails. Raises OSError, which names `path`.
-    Devices and pipes, such as /dev/stdout, are written in place: root could replace them.
+    Raises OSError, which names `path`. Devices and pipes, such as /dev/stdout, are written in place.
     """
     path = Path(path)
     in_place = path.exists() and (not path.is_file() or path.parent == Path("/dev"))
@@ -43,9 +41,8 @@ def write_whole(
             os.replace(temporary, path)
     except BaseException as error:
         if not in_place:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-        if isinstance(error, OSError) and error.filename in (None, temporary, str(temporary)):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
             error.filename = str(path)
         raise
 

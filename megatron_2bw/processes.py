@@ -18,10 +18,7 @@ PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends.
-
-    The kernel sends no signal for a parent that has ended before the call. A process of multiprocessing then ends here.
-    """
+    """Let the kernel kill this process when the thread that started it ends; here, if the parent has ended already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
@@ -62,8 +59,7 @@ def stop_tree(process: subprocess.Popen | psutil.Process, patience: float = 0.0)
         deadline = time.monotonic() + seconds
         while (members := [member for member in members if _runs(member)]) and time.monotonic() < deadline:
             time.sleep(0.02)
-    with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
-        process.wait(5)
+    process.wait(5)
 
 
 def _runs(process: psutil.Process) -> bool:

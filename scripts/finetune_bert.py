@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, read_library
-from megatron_2bw.errors import UserError, numbers_of, run_program
+from megatron_2bw.errors import UserError, run_program, words
 from megatron_2bw.files import write_json
 from megatron_2bw.start.torchrun import ROOT
 from scripts.paper_data import PAPER
@@ -212,7 +212,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("--model", type=Path, required=True, metavar="DIR", help="a MegatronBert of transformers, with a tokenizer")
     option("--dataset", metavar="NAME|DIR", help="of the Hub, or a folder of SPLIT.jsonl (default: the task's)")
     option("--out", type=Path, metavar="DIR", help="default: out/finetune/TASK-MODEL")
-    option("--seeds", type=numbers_of, default=("1",), metavar="N,...", help="default: 1")
+    option("--seeds", type=words, default=("1",), metavar="N,...", help="default: 1")
     option("--batch", type=int, metavar="N", help="examples of an update, of all processes (default: the task's)")
     spec = TASKS[parser.parse_known_args(argv)[0].task]
     parser.set_defaults(batch=spec["batch"], save_total_limit=1, logging_steps=50, disable_tqdm=True, **spec["train"])

@@ -158,8 +158,9 @@ class LogLines:
         scalars = {"bubble/mean": mean, "bubble/max": most} | progress
         scalars |= {f"bubble/stage {stage}": share for stage, share in enumerate(shares)}
         scalars |= {f"peak memory (GiB)/stage {stage}": value for stage, value in enumerate(memory)}
-        for name, value in scalars.items() if (writer := get_tensorboard_writer()) is not None else ():
-            writer.add_scalar(name, value, iteration)
+        if (writer := get_tensorboard_writer()) is not None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, iteration)
         if (wandb := get_wandb_writer()) is not None:
             wandb.log(scalars, iteration)
         each = " ".join(f"{value:.2f}" for value in memory)
