@@ -116,7 +116,6 @@ class World:
         self.limit = limit
         self.kind, self.stream, self.target, self.comms, self.queue, self.text = [], [], [], [], [], []
         self.names: list[str] = []  # of the streams, with their ranks
-        self.names_of_queues: list[str] = []
         self.masks: list[int] = []  # of the operations of each stream
         self.rank_mask = [0] * len(threads)
         self.members: dict[tuple, int] = defaultdict(int)  # operation of NCCL or gloo -> its ranks' bits
@@ -185,7 +184,7 @@ class World:
         key = rank, self._alias.get((rank, name), name)
         if key not in self._streams:
             self._streams[key] = len(self._streams)
-            self.names.append(f"{key[1]}")
+            self.names.append(key[1])
             self.masks.append(0)
         return self._streams[key]
 
@@ -241,14 +240,11 @@ class World:
     def _operation(self, rank: int, kind: str, stream: int, values: list) -> int:
         name = self.names[stream]
         queue = (rank, name if self._queue_of is None else self._queue_of(rank, name))
-        if queue not in self._queues:
-            self._queues[queue] = len(self._queues)
-            self.names_of_queues.append(f"{queue[1]}")
         text = values[1][0] if kind == "C" else "" if kind in "RW" else str(values[-1])
         target = self._bit(rank, "event", values[1]) if kind in "RW" else 0
         op = target if kind == "R" else self._new()
         self.kind[op], self.stream[op], self.target[op] = KINDS[kind], stream, target
-        self.queue[op], self.text[op] = self._queues[queue], text
+        self.queue[op], self.text[op] = self._queues.setdefault(queue, len(self._queues)), text
         if kind == "C":
             self.comms[op] = tuple(values[1])
             self.members[self.comms[op]] |= 1 << op
@@ -375,25 +371,19 @@ class World:
     # Reporting
 
     def grid(self, state) -> str:
-        """Who waits for what, a row a thread and a row a hardware queue."""
-        at, queues, started, done, snaps = state
+        """Who waits for what: a row a thread, and a row a hardware queue."""
+        at, queues, started, done, _ = state
         rows = []
         for thread, code in enumerate(self.code):
-            what = "is through"
-            if at[thread] < len(code):
-                step = code[at[thread]]
-                what = f"{step.label:12} {VERBS[step.kind]} {step.text}"
+            step = code[at[thread]] if at[thread] < len(code) else None
+            what = f"{step.label:12} {VERBS[step.kind]} {step.text}" if step else "is through"
             rows.append(f"rank {self.ranks[thread]}  {self.thread_names[thread]:9}  {what}")
         for number, queue in enumerate(queues):
             if queue:
-                op = queue[0]
-                mask = started & ~done & self.masks[self.stream[op]]
-                held = ", ".join(self.text[b] for b in bits_of(mask) if self.kind[b] == C) or "an event"
-                head = f"{self.names[self.stream[op]]}: {'KRWC'[self.kind[op]]} {self.text[op]}"
-                rank, name = self.ranks[next(iter(self.users[number]))], f"queue {self.names_of_queues[number]}"
-                rows.append(f"rank {rank}  {name:9}  {head} waits for {held}; {len(queue) - 1} behind")
-        halves = [bit for bit in bits_of(started & ~done) if self.kind[bit] == C]
-        running = [f"{self.text[bit]} ({self.names[self.stream[bit]]})" for bit in halves]
+                rank, stream = self.ranks[next(iter(self.users[number]))], self.names[self.stream[queue[0]]]
+                what = f"{'KRWC'[self.kind[queue[0]]]} {self.text[queue[0]]}; {len(queue) - 1} behind"
+                rows.append(f"rank {rank}  {'a queue':9}  {stream}: {what}")
+        running = [self.text[bit] for bit in bits_of(started & ~done) if self.kind[bit] == C]
         return "\n".join([*sorted(rows), "started, without all ranks: " + ", ".join(running)])
 
 

@@ -90,12 +90,7 @@ def test_without_waits_after_collectives_one_queue_deadlocks(name):
     programs = cases.programs_of(name, cases.without_waits)
     assert deadlocks(programs) > 0
     assert deadlocks(programs, queue_of=None) == 0
-
-
-@pytest.mark.proof
-def test_without_waits_few_queues_deadlock():
-    programs = cases.programs_of("tied", cases.without_waits)
-    assert any(deadlocks(programs, queue_of=mapping(2, seed)) for seed in range(8))
+    assert name != "tied" or any(deadlocks(programs, queue_of=mapping(2, seed)) for seed in range(8))
 
 
 @pytest.mark.proof
