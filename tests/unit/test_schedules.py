@@ -118,24 +118,6 @@ def test_2bw_keeps_its_windows(stages, microbatches, gradient_slots):
                 assert (between.count("F"), between.count("B")) == expected
 
 
-@pytest.mark.parametrize("stages, microbatches", [(1, 1), (2, 2), (4, 5), (8, 8)])
-def test_2bw_update_rule(stages, microbatches):
-    """Every microbatch of batch j on W(max(j-1, 0)), on every stage; delay 1; w in flight at an iteration's end."""
-    shape = Shape(stages, microbatches, 0, 5)
-    for stage in range(stages):
-        in_flight = 0
-        for iteration in range(5):
-            actions = TWO_BW.actions(shape, stage, iteration)
-            for action in actions:
-                if action.kind in "FB":
-                    assert action.version == max(action.microbatch // microbatches - 1, 0)
-                    in_flight += 1 if action.kind == "F" else -1
-            assert in_flight == (shape.warmup(stage) if iteration < 4 else 0)
-            steps = [action for action in actions if action.kind == "S"]
-            late = [] if iteration == 0 else [Action("S", iteration - 1, iteration)]
-            assert steps == late + ([Action("S", 4, 5)] if iteration == 4 else [])
-
-
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 4, 7])
 def test_gpipe_in_rounds_is_valid_and_holds_a_round(stages, microbatches):

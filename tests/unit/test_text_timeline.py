@@ -6,7 +6,7 @@ import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Shape, parse
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines.simulator import Event, Times, iteration_time, simulate
+from megatron_2bw.timelines.simulator import Event, Times, by_stage, iteration_time, simulate
 from megatron_2bw.timelines.text import busy, render
 
 
@@ -73,14 +73,11 @@ def test_the_step_is_the_greatest_that_all_times_share(scale):
 def test_times_without_a_common_step_keep_their_numbers_and_lengths():
     times = Times([0.0131, 0.0122], [0.0271, 0.0253], transfer=0.0007)
     events = simulate(SCHEDULES["pipedream-flush"], Shape(2, 3, 0, 1), times)
-    for stage, row in enumerate(render(events, 2).splitlines()[1:3]):
+    for row, own in zip(render(events, 2).splitlines()[1:3], by_stage(events, 2)):
         words = row.replace("|", " ").replace(".", " ").split()[2:]
-        assert [word.rstrip("b") for word in words] == [
-            str(e.action.microbatch + 1) for e in events if e.stage == stage and e.action.kind in "FB"
-        ]
-        assert ["b" in word for word in words] == [
-            e.action.kind == "B" for e in events if e.stage == stage and e.action.kind in "FB"
-        ]
+        work = [event.action for event in own if event.action.kind in "FB"]
+        assert [word.rstrip("b") for word in words] == [str(action.microbatch + 1) for action in work]
+        assert ["b" in word for word in words] == [action.kind == "B" for action in work]
 
 
 def test_a_backward_in_two_parts():

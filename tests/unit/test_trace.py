@@ -62,11 +62,10 @@ def test_files_hold_every_action_and_every_wait(tmp_path):
     write(tmp_path, shape)
     for stage in range(3):
         events = read(tmp_path / f"stage-{stage:02d}-pipeline-0.json")
-        found = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["cat"] != "wait"]
         expected = records_of(stage, shape)
-        assert [name for name, _, _ in found] == [str(record.action) for record in expected]
-        assert [ts for _, ts, _ in found] == pytest.approx([1e6 * record.start for record in expected])
-        assert [end for _, _, end in found] == pytest.approx([1e6 * record.end for record in expected])
+        assert [event.action for event in timed(events)] == [record.action for record in expected]
+        for event, record in zip(timed(events), expected):
+            assert (event.asked, event.start, event.end) == pytest.approx((record.asked, record.start, record.end))
         waits = [event["dur"] for event in events if event.get("cat") == "wait"]
         assert sum(waits) == pytest.approx(1e6 * sum(record.start - record.asked for record in expected))
 
