@@ -30,10 +30,8 @@ def relay(rank: int, pipeline: list[int], staged: bool, messages: int) -> list[f
     """Activations go down the pipeline, each stage adds 1; the last stage sends them back as gradients."""
     neighbours = connected(rank, pipeline, staged)
     new = lambda: torch.empty(3, 2)
-    if neighbours.activations_in is not None:
-        neighbours.activations_in.announce(messages, new)
-    if neighbours.gradients_in is not None:
-        neighbours.gradients_in.announce(messages, new)
+    for receiver in filter(None, (neighbours.activations_in, neighbours.gradients_in)):
+        receiver.announce(messages, new)
     for k in range(messages):
         value = (
             torch.full((3, 2), float(k)) if neighbours.activations_in is None else neighbours.activations_in.receive()
@@ -60,25 +58,6 @@ def test_messages_arrive_in_order(pipeline, staged):
     seen = run_world(len(pipeline), relay, pipeline, staged, 20)
     for rank in pipeline[:-1]:
         assert seen[rank] == [float(k + len(pipeline)) for k in range(20)]
-
-
-def two_pipelines(rank: int) -> float:
-    """Ranks 0 and 2, 1 and 3 form pipelines of their own, as with width 2."""
-    pipeline = [rank % 2, rank % 2 + 2]
-    neighbours = connected(rank, pipeline, staged=False)
-    if rank < 2:
-        neighbours.activations_out.send(torch.full((1,), float(rank)))
-        neighbours.flush()
-        value = float(rank)
-    else:
-        neighbours.activations_in.announce(1, lambda: torch.empty(1))
-        value = neighbours.activations_in.receive().item()
-    dist.barrier()
-    return value
-
-
-def test_pipelines_side_by_side():
-    assert run_world(4, two_pipelines) == [0.0, 1.0, 0.0, 1.0]
 
 
 def received_ahead(rank: int, depth: int) -> bool:

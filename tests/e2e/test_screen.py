@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_2bw import run_log
 from tests.distributed.training import command
-from tests.e2e.launcher import forked, torchrun
+from tests.e2e.launcher import torchrun
 
 RUN = dict(train_iters=12, eval_interval=6, eval_iters=2, save_interval=6)
 
@@ -28,11 +28,3 @@ def test_what_twelve_iterations_print(tmp_path):
     first, last = (path.read_text() for path in paths)
     assert f"  train_iters {'.' * 37} 12" in first and "FutureWarning" in first + last
     assert list(run_log.training(last)) == list(run_log.training(output))
-
-
-def test_megatrons_own_schedule_is_as_quiet_and_verbose_is_not():
-    output = forked(2, command(2, 2, "megatron", **RUN | dict(save_interval=None)))
-    assert len(output.splitlines()) <= 25 and len(list(run_log.training(output))) == 12, output
-    output = forked(2, command(2, 2, "2bw", "--verbose", **RUN | dict(save_interval=None)))
-    for words in ("--- arguments ---", "Evaluating iter 1/2", "> compiling dataset"):
-        assert words in output

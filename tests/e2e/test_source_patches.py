@@ -39,21 +39,11 @@ pretrain(config, gpt.datasets_provider, ModelType.encoder_or_decoder, gpt.forwar
 """
 
 # On a host without CUDA `pretrain_gpt_2bw.py` sets these; an entry script of a checkout is given them.
-CPU_FLAGS = (
-    "--distributed-backend",
-    "gloo",
-    "--transformer-impl",
-    "local",
-    "--use-cpu-initialization",
-    "--no-gradient-accumulation-fusion",
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
-    "--no-rope-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-dropout-fusion",
-    "--rerun-mode",
-    "disabled",
-)
+CPU_FLAGS = """
+    --distributed-backend gloo --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
+    --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+    --rerun-mode disabled
+""".split()
 
 
 @pytest.fixture(scope="module")
