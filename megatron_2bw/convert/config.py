@@ -14,10 +14,10 @@ from typing import Any
 from megatron_2bw.convert.families import FAMILIES, Family
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import read_yaml
-from megatron_2bw.models.hugging_face import SIZES, from_hugging_face
+from megatron_2bw.models.hugging_face import LONGEST, SIZES, from_hugging_face
+from megatron_2bw.models.inputs import model_of
 from megatron_2bw.models.model import Model
 
-SEQUENCE = 4096  # tokens a sample at most, if --seq-length is not given
 ARCHITECTURES = {  # those with the heads that Megatron trains, the first is written
     "llama": ("LlamaForCausalLM",),
     "mistral": ("MistralForCausalLM",),
@@ -78,17 +78,15 @@ def read(path: Path, sequence: int | None) -> Found:
             f"{' or '.join(ARCHITECTURES[kind])}"
         )
     try:
-        longest = from_hugging_face(path).sequence if kind in ("gpt2", "megatron-bert") else None
-        model = from_hugging_face(
-            path, longest or sequence or min(config.get("max_position_embeddings", SEQUENCE), SEQUENCE)
-        )
+        learned = kind in ("gpt2", "megatron-bert")
+        model = from_hugging_face(path, None if learned else sequence)
     except UserError as error:
         raise UserError(str(error).removeprefix("--model ")) from None
     flags = model.flags()
-    if longest:
-        if sequence and sequence > longest:
-            raise UserError(f"--seq-length {sequence}: the model has only {longest} positions")
-        flags[flags.index("--seq-length") + 1] = str(sequence or min(longest, SEQUENCE))
+    if learned:
+        if sequence and sequence > model.sequence:
+            raise UserError(f"--seq-length {sequence}: the model has only {model.sequence} positions")
+        flags[flags.index("--seq-length") + 1] = str(sequence or min(model.sequence, LONGEST))
     for flag, entry in (("--hidden-dropout", _DROPOUTS[0]), ("--attention-dropout", _DROPOUTS[1])):
         rate = next((config[name] for name in entry if name in config), None)
         if model.dropout and rate is not None and rate != 0.1:
@@ -109,28 +107,14 @@ def of_arguments(args: argparse.Namespace, like: Path | None) -> tuple[Found, di
     none of the families has.
     """
     bert = getattr(args, "task", "gpt") == "bert"
-    model = Model(
-        "exported",
-        args.num_layers,
-        args.hidden_size,
-        args.num_attention_heads,
-        vocab=args.vocab_size or args.padded_vocab_size,
-        sequence=args.max_position_embeddings,
-        kind="bert" if bert else "gpt",
-        ffn=args.ffn_hidden_size,
-        groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        head_size=args.kv_channels,
-        gated=args.swiglu,
-        rms_norm=args.normalization == "RMSNorm",
-        rotary=args.position_embedding_type == "rope",
-        rotary_base=args.rotary_base,
-        tied=not args.untie_embeddings_and_output_weights,
-        bias=args.add_bias_linear,
-        qkv_bias=args.add_qkv_bias and not args.add_bias_linear,
-        norm_epsilon=args.layernorm_epsilon,
-        rope_scaling=args.use_rope_scaling,
-        rope_factor=args.rope_scaling_factor if args.use_rope_scaling else 8.0,
-        qk_norm=args.qk_layernorm,
+    names = dict(model=None, bert=bert, seq_length=args.max_position_embeddings, norm_epsilon=args.layernorm_epsilon)
+    off = dict(disable_bias_linear=not args.add_bias_linear, no_bias_gelu_fusion=not args.bias_gelu_fusion)
+    model = model_of(argparse.Namespace(**vars(args) | names | off))
+    model = replace(
+        model,
+        name="exported",
+        qkv_bias=model.qkv_bias and not model.bias,
+        rope_factor=model.rope_factor if model.rope_scaling else 8.0,
         gelu="" if args.swiglu else "tanh" if args.openai_gelu or args.bias_gelu_fusion else "exact",
     )
     kind = _kind(model, args)

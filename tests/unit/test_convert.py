@@ -248,6 +248,8 @@ def test_large_models_have_several_files(tmp_path, monkeypatch):
 
 
 ARGS = dict(
+    attention_dropout=0.1,
+    hidden_dropout=0.1,
     num_layers=1,
     hidden_size=8,
     num_attention_heads=4,
