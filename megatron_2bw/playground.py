@@ -28,17 +28,18 @@ from megatron_2bw.timelines.simulator import (
 from megatron_2bw.timelines.trace import of_events
 from megatron_2bw.timelines.waits import drawn
 
-# The schedules of the page: fields of Plan, with the names of parameters for their values.
-SCHEDULES: dict[str, dict[str, str]] = {
-    "2bw": {},
-    "2bw-extra-warmup": {"extra_warmup": "extra_warmup"},
-    "2bw-one-slot": {"gradient_slots": "one"},
-    "2bw-sync-start": {},
-    "pipedream-flush": {},
-    "gpipe": {"gpipe_round": "gpipe_round"},
-    "no-pipelining": {},
-    "pipedream": {},
-    "megatron-interleaved": {"virtual": "chunks"},
+# The schedules of the page, as fields of a Plan.
+SCHEDULES: dict[str, Callable[[Parameters], dict[str, Any]]] = {
+    "2bw": lambda given: {},
+    "2bw-extra-warmup": lambda given: {"extra_warmup": given.extra_warmup},
+    "2bw-one-slot": lambda given: {"gradient_slots": 1},
+    "2bw-sync-start": lambda given: {},  # but for its start
+    "pipedream-flush": lambda given: {"schedule": "pipedream-flush"},
+    # A round of more microbatches is the whole batch, and the runtime refuses it.
+    "gpipe": lambda given: {"schedule": "gpipe", "gpipe_round": min(given.gpipe_round, given.microbatches)},
+    "no-pipelining": lambda given: {"schedule": "no-pipelining"},
+    "pipedream": lambda given: {"schedule": "pipedream"},
+    "megatron-interleaved": lambda given: {"schedule": "megatron", "virtual": given.chunks},
 }
 FORWARDS = 50_000  # of one timeline
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the curve
@@ -72,7 +73,6 @@ class Parameters:
     microbatch: int = 1
     precision: str = "bf16"
     recompute: str = "none"
-    one = 1
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> Parameters:
@@ -99,11 +99,8 @@ class Parameters:
 
     def plan(self, name: str) -> Plan:
         """The planner's plan of a schedule of the page, on one GPU a stage."""
-        chosen = {option: getattr(self, parameter) for option, parameter in SCHEDULES[name].items()}
-        if name == "gpipe":  # a round of more microbatches is the whole batch, and the runtime refuses it
-            chosen["gpipe_round"] = min(self.gpipe_round, self.microbatches)
-        own = {"megatron-interleaved": "megatron"}.get(name, "2bw" if name.startswith("2bw") else name)
-        return Plan(1, self.stages, 1, self.microbatch, self.microbatches, self.recompute, schedule=own, **chosen)
+        chosen = SCHEDULES[name](self)
+        return Plan(1, self.stages, 1, self.microbatch, self.microbatches, self.recompute, **chosen)
 
     def schedule(self, name: str, steady: bool = False) -> Schedule:
         """A schedule of the page, or as it is after its start. UserError or ScheduleError if these sizes exclude it."""

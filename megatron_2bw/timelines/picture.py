@@ -15,6 +15,7 @@ from megatron_2bw.timelines.text import busy_words, label
 FORWARD = ("#9ecae1", "#fdd0a2", "#c7e9c0")
 BACKWARD = ("#4292c6", "#fd8d3c", "#41ab5d")
 WEIGHT = ("#08519c", "#a63603", "#006d2c")
+DARK = {BACKWARD[0], BACKWARD[2], *WEIGHT}  # with white numbers
 UPDATE = "#b0b0b0"  # a stage's own time for an update
 ROW, HIGHEST = 0.30, 9.0  # inches of a stage's row, and of all rows together
 
@@ -89,9 +90,10 @@ def draw_rows(
         kinds = (REDUCE, STEP) if steps else (REDUCE,)
         updates = [event for event in own if event.action.kind in kinds and event.end > event.start]
         bars = [event for event in own if event.action.kind in (F, B, W)]
-        colours = [_colour(event, shape, chunks) for event in bars]
+        colours = [_colour(event, shape) for event in bars]
+        shades = [(colour, 1 - event.action.chunk / chunks / 2) for event, colour in zip(bars, colours)]
         axis.broken_barh(_spans(updates), (row - 0.2, 0.4), facecolors=UPDATE)
-        axis.broken_barh(_spans(bars), (row - 0.43, 0.86), facecolors=colours, edgecolors="white", linewidths=0.6)
+        axis.broken_barh(_spans(bars), (row - 0.43, 0.86), facecolors=shades, edgecolors="white", linewidths=0.6)
         for event in own:
             if event.action.kind == STEP and begin < event.end <= end:
                 axis.plot([event.end, event.end], [row - 0.45, row + 0.45], color="black", linewidth=1.6)
@@ -112,30 +114,17 @@ def _spans(events: list[Event]) -> list[tuple[float, float]]:
     return [(event.start, event.end - event.start) for event in events]
 
 
-def _colour(event: Event, shape: Shape, chunks: int) -> tuple[float, float, float]:
-    """By batch and kind; later chunks have lighter forwards and darker backwards."""
-    from matplotlib.colors import to_rgb
-
-    kind, microbatch, _, chunk = event.action
-    colours = {F: FORWARD, B: BACKWARD, W: WEIGHT}[kind]
-    plain = to_rgb(colours[shape.batch(microbatch) % len(colours)])
-    share = 0.5 * chunk / max(chunks - 1, 1)
-    to = 1.0 if kind == F else 0.0
-    return tuple((1 - share) * part + share * to for part in plain)
+def _colour(event: Event, shape: Shape) -> str:
+    """By batch and kind; those of later chunks are drawn lighter."""
+    colours = {F: FORWARD, B: BACKWARD, W: WEIGHT}[event.action.kind]
+    return colours[shape.batch(event.action.microbatch) % len(colours)]
 
 
-def _number(axis, event: Event, row: int, points: float, chunks: int, colour: tuple, versions: bool) -> None:
+def _number(axis, event: Event, row: int, points: float, chunks: int, colour: str, versions: bool) -> None:
     """Write the microbatch's number if a bar of that many points has room for it."""
-    text = label(event, chunks > 1)
-    if points < 4.4 * len(text) + 2:
-        return
-    red, green, blue = colour
-    style = {
-        "ha": "center",
-        "va": "center",
-        "color": "white" if 0.21 * red + 0.72 * green + 0.07 * blue < 0.6 else "black",
-    }
-    middle = (event.start + event.end) / 2
-    axis.text(middle, row + 0.14 * versions, text, fontsize=6.5, **style)
-    if versions and points >= 15:
-        axis.text(middle, row - 0.24, f"W({event.action.version})", fontsize=5.5, **style)
+    text, middle = label(event, chunks > 1), (event.start + event.end) / 2
+    style = {"ha": "center", "va": "center", "color": "white" if colour in DARK else "black"}
+    if points >= 4.4 * len(text) + 2:
+        axis.text(middle, row + 0.14 * versions, text, fontsize=6.5, **style)
+        if versions and points >= 15:
+            axis.text(middle, row - 0.24, f"W({event.action.version})", fontsize=5.5, **style)
