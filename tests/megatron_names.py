@@ -70,6 +70,8 @@ NAMES = {
     "megatron.training.async_utils:": "_async_calls_queue",
     f"{CORE}.dist_checkpointing.mapping:ShardedTensor": "key data",
     "megatron.training.dist_signal_handler:DistributedSignalHandler": "_signal_received",
+    "megatron.training.arguments:": "parse_args(extra_args_provider ignore_unknown_args) validate_args(args defaults)",
+    "megatron.training.global_vars:": "set_global_variables(args build_tokenizer)",
     f"{LOOP}:": "_TRAIN_START_TIME num_floating_point_operations(args batch_size seqlen_squared_sum_in_batch "
     "total_real_tokens_in_batch)",
 }

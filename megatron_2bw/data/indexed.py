@@ -12,13 +12,8 @@ def _header(prefix: str) -> tuple[int, int, int]:
         return _INDEX.unpack(file.read(_INDEX.size))[2:]
 
 
-def sequences(prefix: str) -> int:
-    """The number of sequences; --split divides them."""
-    return _header(prefix)[1]
-
-
 def documents(prefix: str) -> int:
-    """The number of documents."""
+    """The number of documents; --split divides them."""
     return _header(prefix)[2] - 1
 
 

@@ -96,25 +96,6 @@ def _only_lion(args: Args) -> bool:
     return args.optimizer == "muon" and args.muon_scalar_optimizer == "lion"
 
 
-def warning(found: Correction | None, args: Args) -> str | None:
-    """A line for the user whose correction has too little momentum, or None.
-
-    Where gradients are independent noise, the working copy is sqrt(1 - 2 decay factor + factor^2) updates away from the
-    weights that they change, and without a correction they are taken one update away (docs/convergence.md).
-    """
-    if found is None or args.two_bw_correction != "extrapolate":
-        return None
-    decay = getattr(args, DECAYS.get(args.optimizer, ""), 1.0)
-    if decay >= max(found.factor, found.last or 0.0) / 2:
-        return None
-    flag = "--" + DECAYS[args.optimizer].replace("_", "-")
-    return (
-        f"WARNING: --two-bw-correction extrapolate with {flag} {decay:g}: one update says little about the next, and "
-        "where gradients are mostly noise this is worse than no correction. Give --two-bw-correction auto, which "
-        "adapts to the momentum (docs/convergence.md)"
-    )
-
-
 def note(found: Correction | None, args: Args) -> str | None:
     """A line on the correction of a run of 2bw: what `auto` stands for, or that there is none. None: nothing to say."""
     if args.pipeline_schedule != "2bw":

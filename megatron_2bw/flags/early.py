@@ -22,11 +22,8 @@ from typing import Any, NoReturn
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_json
-from megatron_2bw.flags.checks import checkpoint, torch_version, transformer_engine
-from megatron_2bw.flags.parse import prepare, rules
-from megatron_2bw.flags.rule import Rule
+from megatron_2bw.flags.parse import QUICK, prepare
 
-LATER = (torch_version, transformer_engine, checkpoint)  # they import torch, or read a whole checkpoint
 KINDS = {"int": int, "float": float, "str": str, "other": str}  # other: what a function of Megatron's parses
 
 
@@ -41,10 +38,9 @@ def mistake(argv: Sequence[str], task: str, world: int) -> str | None:
     except UserError as error:
         return str(error)
     args.world_size = world
-    whole = not (args.use_checkpoint_args or args.yaml_cfg)  # these two bring other arguments
-    for rule in [rule for rule in rules() if rule not in LATER and whole]:
-        with contextlib.suppress(Exception):  # it may rely on what one of LATER has found to be right
-            if line := rule.message(args) if isinstance(rule, Rule) else rule(args):
+    for rule in QUICK if not args.use_checkpoint_args else ():  # which brings other arguments
+        with contextlib.suppress(Exception):  # of a size that Megatron refuses
+            if line := rule(args):
                 return line
     return None
 

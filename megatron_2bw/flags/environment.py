@@ -1,4 +1,4 @@
-"""Environment variables of CUDA, NCCL and torch: those that a run refuses or warns of, and those that it sets.
+"""Environment variables of CUDA, NCCL and torch: those that a run refuses, and those that it sets.
 
 Invariant: a variable that the user has set keeps its value.
 """
@@ -7,8 +7,18 @@ from __future__ import annotations
 
 import os
 
-from megatron_2bw.flags.rule import Args, Rule
+from megatron_2bw.flags.rule import Args
 from megatron_2bw.schedules import SCHEDULES
+
+# With these a run over NCCL hangs, and why.
+REFUSED = {
+    "CUDA_LAUNCH_BLOCKING": "each launch would wait for messages that depend on later launches of this rank",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "NCCL would have to see one order of launches, but two threads launch",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor that is freed would wait for posted receives",
+}
+
+# What a run sets if the user has not; docs/flags.md says why. Neither value has been measured on a GPU.
+SET = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "4"}
 
 
 def exchange(args: Args) -> str:
@@ -20,31 +30,15 @@ def _messages_over_nccl(args: Args) -> bool:
     return args.pipeline_schedule in SCHEDULES and args.pipeline_model_parallel_size > 1 and exchange(args) == "nccl"
 
 
-def _late_step_over_nccl(args: Args) -> bool:
+def refusal(args: Args) -> str | None:
+    """The line of the first variable with which the run would hang, or None."""
     schedule = SCHEDULES.get(args.pipeline_schedule)
-    late = schedule is not None and schedule.late_step
-    return late and args.world_size > 1 and args.distributed_backend == "nccl"
-
-
-def _on(name: str) -> bool:
-    return os.environ.get(name, "").strip().lower() not in ("", "0", "n", "no", "f", "false")
-
-
-def _refused(variable: str, why: str) -> Rule:
-    def when(args: Args) -> bool:
-        return _on(variable) and (_messages_over_nccl(args) or _late_step_over_nccl(args))
-
-    return Rule(f"{variable}=1", f"{why}; unset it", "ours", when)
-
-
-REFUSED: tuple[Rule, ...] = (
-    _refused("CUDA_LAUNCH_BLOCKING", "each launch would wait for messages that depend on later launches of this rank"),
-    _refused("NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL would have to see one order of launches, but two threads launch"),
-    _refused("PYTORCH_NO_CUDA_MEMORY_CACHING", "each tensor that is freed would wait for posted receives"),
-)
-
-# What a run sets if the user has not; docs/flags.md says why. Neither value has been measured on a GPU.
-SET = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "4"}
+    late = schedule is not None and schedule.late_step and args.world_size > 1 and args.distributed_backend == "nccl"
+    for name, why in REFUSED.items():
+        on = os.environ.get(name, "").strip().lower() not in ("", "0", "n", "no", "f", "false")
+        if on and (late or _messages_over_nccl(args)):
+            return f"{name}=1 does not work with --pipeline-schedule {args.pipeline_schedule}: {why}; unset it"
+    return None
 
 
 def prepare_cuda(early: Args) -> None:
@@ -57,14 +51,3 @@ def prepare_nccl(args: Args) -> None:
     """Bound the channels of a message. Call it before the first process group is made: NCCL reads the variable then."""
     if _messages_over_nccl(args) and args.context_parallel_size == 1:
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", SET["NCCL_MAX_P2P_NCHANNELS"])
-
-
-def warning(args: Args) -> str | None:
-    """A line about a variable that slows a run down, or None."""
-    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
-        if _on(name) and _messages_over_nccl(args):
-            return (
-                f"> {name}=1: in torch before 2.15 each stage's CPU waits for each message, so its GPU runs out of "
-                "work; unset it"
-            )
-    return None

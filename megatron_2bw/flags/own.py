@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_2bw import sizes
 from megatron_2bw.flags import correction
 from megatron_2bw.flags.environment import exchange
-from megatron_2bw.flags.rule import Args, Rule, line, task, value
-from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
+from megatron_2bw.flags.rule import Args, asks, task, value
+from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, schedule_of
 
 
 def schedule_name(text: str) -> str:
@@ -111,19 +110,25 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--two-bw-correction-gradient", type=float, default=0.0, metavar="TIMES", help=text)
     text = "microbatches that gpipe admits at a time (default: the whole batch)"
     add("--gpipe-round", type=whole(1), metavar="N", help=text)
-    text = (
-        "--data-path holds conversations (scripts/preprocess_data.py --task sft); only their targets count in the loss"
-    )
+    text = "--data-path holds conversations (preprocess --task sft); only their targets count in the loss"
     add("--sft-data", action="store_true", help=text)
     add("--two-bw-trace", type=Path, metavar="DIR", help="record when every action of every stage ran and waited")
     return parser
 
 
-def _waits_for_timers(args: Args) -> bool:
-    # The timers wait for the GPU, so receives are posted when they are asked for; then stages wait for each other.
-    return max(args.two_bw_extra_warmup, default=0) > 1 and args.timing_log_level >= 2 and exchange(args) == "nccl"
-
-
+_SCHEDULES = f"--pipeline-schedule {' '.join(SCHEDULES)}"
+# A flag must have its default without another flag, with one of the values.
+_NEEDS = {
+    "--two-bw-exchange": ("auto", _SCHEDULES),
+    "--two-bw-trace": (None, _SCHEDULES),
+    "--two-bw-gradient-slots": (2, "--pipeline-schedule 2bw"),
+    "--two-bw-extra-warmup": ((), "--pipeline-schedule 2bw"),
+    "--two-bw-sync-iterations": (0, "--pipeline-schedule 2bw"),
+    "--two-bw-correction": ("none", "--pipeline-schedule 2bw"),
+    "--two-bw-correction-factor": ("1", "--two-bw-correction extrapolate"),
+    "--two-bw-correction-gradient": (0, "--two-bw-correction extrapolate"),
+    "--gpipe-round": (None, "--pipeline-schedule gpipe"),
+}
 # A sample is one conversation, since Megatron's fused attention reads no mask that separates several; Megatron would
 # read tokens of 16 bits, by the size of the vocabulary, and indices that are not made.
 _NOT_OF_CONVERSATIONS = (
@@ -132,42 +137,49 @@ _NOT_OF_CONVERSATIONS = (
 )
 
 
-def _of_text(args: Args) -> str | None:
-    """--sft-data is for a GPT, and not with flags of plain text."""
+def mistake(args: Args) -> str | None:
+    """The line of the first own flag that the arguments do not go together with, or None."""
+    return next(_mistakes(args), None)
+
+
+def _mistakes(args: Args) -> Iterator[str]:
+    if args.lr is None and not args.skip_train:
+        yield "--lr is missing"  # Megatron has a TypeError without a flag's name
+    for flag, (default, need) in _NEEDS.items():
+        if value(args, flag) != default and not asks(args, need):
+            yield f"{flag} has no effect without {need}: leave it out"
+    if args.two_bw_exchange == "nccl" and args.distributed_backend == "gloo":
+        yield "--two-bw-exchange nccl needs --distributed-backend nccl"
+    if not 0 <= args.two_bw_correction_gradient <= 10:
+        yield f"--two-bw-correction-gradient {args.two_bw_correction_gradient} must be between 0 and 10"
     if args.sft_data and task(args) != "gpt":
-        return "--sft-data is a flag of pretrain_gpt_2bw.py: leave it out"
+        yield "--sft-data is a flag of pretrain_gpt_2bw.py: leave it out"
     for flag in _NOT_OF_CONVERSATIONS.split() if args.sft_data else ():
         if value(args, flag):
-            return f"{flag} does not work with --sft-data: leave it out"
-    return None
+            yield f"{flag} does not work with --sft-data: leave it out"
+    yield from _of_the_batch(args)
 
 
-OWN: tuple[Rule | sizes.Check, ...] = (
-    line(
-        "--two-bw-exchange nccl needs --distributed-backend nccl",
-        lambda a: a.two_bw_exchange == "nccl" and a.distributed_backend == "gloo",
-    ),
-    sizes.idle("--two-bw-exchange", "auto", f"--pipeline-schedule {' '.join(SCHEDULES)}"),
-    sizes.idle("--two-bw-trace", None, f"--pipeline-schedule {' '.join(SCHEDULES)}"),
-    sizes.SLOTS,
-    sizes.idle("--two-bw-sync-iterations", 0, "--pipeline-schedule 2bw"),
-    sizes.EXTRAPOLATES,
-    sizes.idle("--two-bw-correction-factor", "1", "--two-bw-correction extrapolate"),
-    sizes.idle("--two-bw-correction-gradient", 0, "--two-bw-correction extrapolate"),
-    line(
-        "--two-bw-correction-gradient {given} must be between 0 and 10",
-        lambda a: not 0 <= a.two_bw_correction_gradient <= 10,
-    ),
-    line(
-        "--two-bw-correction-gradient has no effect with --muon-scalar-optimizer lion: leave it out",
-        lambda a: a.two_bw_correction_gradient and "muon" in a.optimizer and a.muon_scalar_optimizer == "lion",
-    ),
-    _of_text,
-    sizes.extra_warmup,
-    sizes.ROUND,
-    sizes.gpipe_round,
-    line(
-        "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0",
-        _waits_for_timers,
-    ),
-)
+def _of_the_batch(args: Args) -> Iterator[str]:
+    """2bw needs a microbatch for each stage, and more with --two-bw-extra-warmup; --gpipe-round must fit the batch."""
+    stages, extra = args.pipeline_model_parallel_size, args.two_bw_extra_warmup
+    if len(extra) not in (0, 1, stages - 1) or (extra and stages == 1):
+        given = ",".join(map(str, extra))
+        yield f"--two-bw-extra-warmup {given}: give one number or {stages - 1}; with one stage leave it out"
+    # The timers wait for the GPU, so receives are posted when they are asked for; then stages wait for each other.
+    if max(extra, default=0) > 1 and args.timing_log_level >= 2 and exchange(args) == "nccl":
+        yield "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0"
+    ranks = stages * args.tensor_model_parallel_size * args.context_parallel_size
+    replica = (args.micro_batch_size or 0) * (args.world_size // ranks)  # samples of one microbatch on each pipeline
+    if not replica:
+        return  # Megatron says so
+    size = args.global_batch_size or replica
+    schedule = schedule_of(args.pipeline_schedule, gradient_slots=args.two_bw_gradient_slots, extra_warmup=extra)
+    if schedule is not None and (needed := schedule.min_microbatches(stages)) > size // replica:
+        yield (
+            f"--global-batch-size {size} gives each pipeline {size // replica} of the microbatches, but "
+            f"--pipeline-schedule {schedule.name} needs {needed} with its stages and --two-bw-extra-warmup: "
+            f"use --global-batch-size {needed * replica} or more"
+        )
+    if args.gpipe_round and args.gpipe_round > size // replica:
+        yield f"--gpipe-round {args.gpipe_round} is more than the {size // replica} microbatches of a pipeline's batch"

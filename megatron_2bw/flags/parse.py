@@ -1,8 +1,7 @@
 """From argv to checked arguments: this project's flags first, then Megatron's, then every rule.
 
-Invariant: every rule is looked at before training starts (`unsupported.py`, `checks.py`, `own.py`, `environment.py`, in
-this order), and the first that is broken ends the run with its line. Megatron's own validation follows; its error is
-the line then.
+Invariant: every rule is looked at before training starts, first those that need no torch (QUICK, as in `early.py`), and
+the first that is broken ends the run with its line. Megatron's own validation follows; its error is the line then.
 """
 
 from __future__ import annotations
@@ -12,19 +11,20 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_folder
 from megatron_2bw.errors import did_you_mean
-from megatron_2bw.flags import environment, unsupported
-from megatron_2bw.flags.checks import CHECKS, checkpoint, default_tokenizer, torch_version
+from megatron_2bw.flags import checks, environment, own, unsupported
 from megatron_2bw.flags.correction import BETA1
-from megatron_2bw.flags.own import OWN, add_flags
-from megatron_2bw.flags.rule import Rule, installed
+from megatron_2bw.flags.own import add_flags
+from megatron_2bw.flags.rule import installed
 
 Stop = Callable[[str], NoReturn]
+
+QUICK = (unsupported.refusal, checks.data, own.mistake, environment.refusal)
 
 
 def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Namespace:
@@ -38,8 +38,6 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
     environment.prepare_cuda(early)
     from megatron_2bw import cpu  # it imports torch
 
-    if message := torch_version():  # before Megatron is imported, which may fail with it
-        stop(message)
     if early.device == "cuda" and cpu.wanted("auto"):
         stop("--device cuda: no GPU is visible to torch; use --device cpu")
     return early
@@ -52,63 +50,58 @@ def parse(
 
     Calls `stop` with one line if anything is wrong. The first rank calls `read` with Megatron's own parser.
     """
-    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training import arguments, checkpointing
+    from megatron.training.global_vars import set_global_variables
 
     from megatron_2bw import cpu, guard
     from megatron_2bw.flags.rehearsal import rehearse
     from megatron_2bw.mcore import patches
 
-    first = os.environ.get("RANK", "0") == "0"
     parsers: list[argparse.ArgumentParser] = []
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if first:
+        if os.environ.get("RANK", "0") == "0":
             read(parser)
         parsers.append(prepare(parser, early, stop))
-        parse_args = parser.parse_args
-
-        def parse_and_check() -> argparse.Namespace:
-            args = parse_args()
-            args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            if not args.use_checkpoint_args:
-                check(args, stop)
-                return args
-            guard.apply(patches.for_reading())
-            if fault := checkpoint(args):
-                stop(fault)
-            if same_folder(args.load, args.save):  # Megatron reads the arguments before it loads
-                if first:
-                    owner.hold(args.save)
-                    restore_old(args.save)
-                else:
-                    await_restored(args.save)
-            return args
-
-        parser.parse_args = parse_and_check
         return parser
 
-    def rehearsed(validate: Callable[..., None]) -> Callable[..., None]:
-        def call(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-            if (line := rehearse(args, parsers[0], sys.argv[1:])) and first:
-                print(line, flush=True)
-            validate(args, defaults)
-
-        return call
-
-    undo = guard.apply(patches.for_rehearsal(rehearsed)) if cpu.installed() else lambda: None
     try:
-        args = parse_and_validate_args(extend, args_defaults={"tokenizer_type": default_tokenizer(early.task)})
+        guard.apply(patches.for_reading())
+        args = arguments.parse_args(extend)
+        if args.use_checkpoint_args:
+            _prepare_folder(args, stop)
+            checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            checkpointing.load_args_from_checkpoint(args)
+        check(args, stop)
+        if cpu.installed() and (line := rehearse(args, parsers[0], sys.argv[1:])) and args.rank == 0:
+            print(line, flush=True)
+        arguments.validate_args(args, {"tokenizer_type": default_tokenizer(early.task)})
+        set_global_variables(args)
     except SystemExit as end:
         if end.code is None:  # Megatron's exit() after a line on the screen
             stop("Megatron ends the run in a line of its own: add --verbose to see it")
         raise  # --help, or a line of this project
     except Exception as error:
         stop(explain(error))
-    finally:
-        undo()
-    if args.use_checkpoint_args:
-        check(args, stop)  # the checkpoint has brought the model's arguments, and what they ask for
     return args
+
+
+def _prepare_folder(args: argparse.Namespace, stop: Stop) -> None:
+    """For --use-checkpoint-args: Megatron reads the arguments before it loads."""
+    if fault := checks.checkpoint(args):
+        stop(fault)
+    if not same_folder(args.load, args.save):
+        return
+    if args.rank == 0:
+        owner.hold(args.save)
+        restore_old(args.save)
+    else:
+        await_restored(args.save)
+
+
+def default_tokenizer(task: str | None) -> str:
+    """Megatron's --tokenizer-type for a task, if none is given."""
+    return "BertWordPieceLowerCase" if task == "bert" else "GPT2BPETokenizer"
 
 
 def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: Stop) -> argparse.ArgumentParser:
@@ -119,10 +112,15 @@ def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: St
         stop(message + did_you_mean(unknown[1], parser._option_string_actions) if unknown else message)
 
     add_flags(parser).set_defaults(**_defaults(early))
+    parser._option_string_actions["--yaml-cfg"].type = _not_from_yaml
     for action in parser._actions:  # --help of Megatron 0.19 fails at per cent signs in its texts
         action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
     parser.error = error
     return parser
+
+
+def _not_from_yaml(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError("it would drop the flags of the command line; give Megatron's flags instead")
 
 
 def _defaults(early: argparse.Namespace) -> dict[str, Any]:
@@ -139,17 +137,11 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     return defaults
 
 
-def rules() -> Iterator[Rule | Callable[[argparse.Namespace], str | None]]:
-    """All rules, in the order in which a run looks at them."""
-    yield from (torch_version, *unsupported.UNSUPPORTED, *CHECKS, *OWN, *environment.REFUSED)
-
-
 def check(args: argparse.Namespace, stop: Stop) -> None:
     """Stop with one line at the first flag that cannot be honoured, and at the first mistake; report what a schedule
     does without."""
-    for rule in rules():
-        message = rule.message(args) if isinstance(rule, Rule) else rule(args)
-        if message:
+    for rule in (*QUICK, checks.checkpoint, checks.transformer_engine):
+        if message := rule(args):
             stop(message)
     if (message := unsupported.settle(args)) and os.environ.get("RANK", "0") == "0":
         print(message, flush=True)

@@ -2,15 +2,28 @@
 
 All others start as with Megatron's own scripts; its own errors report what it cannot do. Invariant: a flag without
 which the run would compute something else is refused by name, and one that a schedule does without harmlessly is named
-in one line of the log. `sizes.py` holds the rows that the planner shares.
+in one line of the log.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
-from megatron_2bw import sizes
-from megatron_2bw.flags.rule import OUT, Args, Rule, rules, value
+from megatron_2bw.flags.rule import Args, Rule, value
+
+
+def layout_stages(text: str) -> list[str]:
+    """The layers of each stage in Megatron's notation, such as ["Ett", "tt", "tL"] of "Ett|t*2|tL"."""
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text.replace(",", ""))
+    return text.split("|")
+
+
+def _chunked_layout(args: Args) -> bool:
+    layout = args.pipeline_model_parallel_layout
+    return bool(layout) and len(layout_stages(layout)) != args.pipeline_model_parallel_size
 
 
 def _chunks(args: Args) -> bool:
@@ -27,29 +40,46 @@ def _whole_matrices(args: Args) -> bool:
     return sharded or args.optimizer == "dist_muon" or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
-def _has_barriers(args: Args) -> bool:
-    return args.timing_log_level and args.barrier_with_L1_time
+# What asks for a feature, where it is not any true value of the flag, or one of the values of the rule.
+_ASKS: dict[str, Callable[[Args], object]] = {
+    "--num-layers-per-virtual-pipeline-stage": _chunks,
+    "--num-virtual-stages-per-pipeline-rank": lambda a: (a.num_virtual_stages_per_pipeline_rank or 1) > 1,
+    "--pipeline-model-parallel-layout": _chunked_layout,
+    "--context-parallel-size": lambda a: a.context_parallel_size > 1,
+    "--num-distributed-optimizer-instances": lambda a: a.num_distributed_optimizer_instances > 1,
+    "--tensor-parallel-num-weight-shards": lambda a: (  # Megatron sets it to the tensor-parallel size
+        (a.tensor_parallel_num_weight_shards or 0) > a.tensor_model_parallel_size
+    ),
+    "--fp8-format": lambda a: a.fp8,
+    "--fp4-format": lambda a: a.fp4,
+    "--kitchen-recipe-number": lambda a: value(a, "--kitchen-recipe-number") is not None,
+    "--optimizer": _whole_matrices,
+    "--loss-scale": lambda a: a.loss_scale and _emerging(a),
+    "--fp16": lambda a: a.fp16 and a.loss_scale is None,
+    "--untie-embeddings-and-output-weights": lambda a: (
+        a.pipeline_model_parallel_size > 1 and not a.untie_embeddings_and_output_weights
+    ),
+    "--timing-log-level": lambda a: a.timing_log_level and a.barrier_with_L1_time,
+    "--use-nccl-ub": lambda a: a.nccl_ub,
+    "--error-injection-rate": lambda a: a.error_injection_rate and a.rerun_mode == "disabled",
+}
 
-
-def _injects(args: Args) -> bool:
-    return args.error_injection_rate and args.rerun_mode == "disabled"
-
-
+OUT = "leave the flag out"
+_ONE_CHUNK = f"interleaved stages are not supported, a stage is one model chunk; {OUT}"
 _GRAPHS = f"a graph fixes the addresses of the weights, which change; {OUT}"
 _SHARDS = f"sharded parameters are not supported; {OUT}"
-_QUANTISED = f"quantised weights are not versioned yet; {OUT}"
-_SHARDED = "leave --use-distributed-optimizer out (muon for dist_muon)"
+_WHOLE = "leave --use-distributed-optimizer out (muon for dist_muon)"
+_ALONE = "each stage clips and steps alone, so tied embeddings would drift apart"
 _NOT_YET = f"it is not supported yet; {OUT}"
 _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration ends; "
 _MIXED = f"{_IN_FLIGHT}what is written would mix batches"
 
-UNSUPPORTED: tuple[Rule, ...] = (
+# By the scope of rule.py: flags, with the values that are meant, and why.
+_REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     # Megatron's own scripts have these, or others of its scripts do. Without a rule a run would train without them, and
     # nothing would say so: packed sequences would attend to each other, a hybrid model would be a GPT, each rank would
     # take a BERT's whole sequence for its part of it, and a BERT would have no positions.
-    *rules(
-        "script",
-        ("--yaml-cfg", "it would drop the flags of the command line; give Megatron's flags instead"),
+    "script": (
         ("--hybrid-layer-pattern --hybrid-override-pattern", "hybrid models are not supported; train a GPT or a BERT"),
         ("--perform-rl-step", f"only pretraining of GPT and BERT is supported; {OUT}"),
         ("--sft", "it packs sequences, whose borders the forward step does not pass; use --sft-data"),
@@ -60,41 +90,29 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--mtp-num-layers", f"the last stage reads no tokens; {OUT}"),
         ("--inprocess-restart", "the script does not start again in its processes; use torchrun --max-restarts"),
     ),
-    *rules(
-        "bert",
-        ("--context-parallel-size", f"sequences are not split; {OUT}", lambda a: a.context_parallel_size > 1),
+    "bert": (
+        ("--context-parallel-size", f"sequences are not split; {OUT}"),
         ("--position-embedding-type yarn mrope relative none", "it has learned_absolute and rope"),
     ),
-    Rule("--num-layers-per-virtual-pipeline-stage", sizes.ONE_CHUNK.why, when=_chunks),
-    sizes.ONE_CHUNK,
-    sizes.CHUNKED_LAYOUT,
-    *rules(
-        "ours",
-        ("--cuda-graph-impl local transformer_engine full_iteration", _GRAPHS),
-        ("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph", _GRAPHS),
-        ("--use-megatron-fsdp --use-torch-fsdp2", _SHARDS),
-        (  # Megatron sets it to the tensor-parallel size if it is not given
-            "--tensor-parallel-num-weight-shards",
-            _SHARDS,
-            lambda a: (a.tensor_parallel_num_weight_shards or 0) > a.tensor_model_parallel_size,
-        ),
+    "ours": (
+        ("--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank", _ONE_CHUNK),
+        ("--pipeline-model-parallel-layout", f"it must have as many stages as there are: {_ONE_CHUNK}"),
+        ("--cuda-graph-impl local transformer_engine full_iteration --enable-cuda-graph", _GRAPHS),
+        ("--external-cuda-graph --optimizer-cuda-graph", _GRAPHS),
+        ("--use-megatron-fsdp --use-torch-fsdp2 --tensor-parallel-num-weight-shards", _SHARDS),
         ("--num-experts", "mixture of experts is not supported yet; train a dense model"),
-        ("--fp8-format", "fp8 weights are not versioned yet; use --bf16", lambda a: a.fp8),
-        ("--fp4-format", "fp4 weights are not versioned yet; use --bf16", lambda a: a.fp4),
-        ("--te-precision-config-file --kitchen-config-file", _QUANTISED),
-        ("--kitchen-recipe-number", _QUANTISED, lambda a: value(a, "--kitchen-recipe-number") is not None),
+        ("--fp8-format --fp4-format", "quantised weights are not versioned yet; use --bf16"),
+        ("--te-precision-config-file --kitchen-config-file --kitchen-recipe-number", _NOT_YET),
         ("--fake-process-group", f"stages exchange real messages; {OUT}"),
         ("--inprocess-restart", f"a schedule's groups and weights outlive the restart; {OUT}"),
         ("--fine-grained-activation-offloading --cpu-offloading-num-layers --optimizer-cpu-offload", _NOT_YET),
         ("--step-batch-size-schedule --rampup-batch-size", "a batch must keep its size; give --global-batch-size only"),
     ),
-    sizes.SHARDS,
-    *rules(
-        "no flush",
-        ("--num-distributed-optimizer-instances", _NOT_YET, lambda a: a.num_distributed_optimizer_instances > 1),
+    "no flush": (
+        ("--num-distributed-optimizer-instances", _NOT_YET),
         ("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET),
         ("--use-precision-aware-optimizer", f"its kernel writes one weight store only; {OUT}"),
-        ("--optimizer", f"whole matrices of each rank are not versioned yet; {_SHARDED}", _whole_matrices),
+        ("--optimizer", f"whole matrices of each rank are not versioned yet; {_WHOLE}"),
         ("--perform-rl-step --mtp-num-layers", _NOT_YET),  # of scripts that have them
         ("--iterations-to-skip --result-rejected-tracker-filename", f"{_IN_FLIGHT}none can be skipped"),
         ("--phase-transition-iterations", f"{_IN_FLIGHT}they would be of the old phase"),
@@ -104,37 +122,44 @@ UNSUPPORTED: tuple[Rule, ...] = (
         ("--save-params-interval", f"the step of a batch ends in the next iteration; {OUT}"),
         ("--qk-clip", f"it changes weights that microbatches in flight still read; {OUT}"),
     ),
-    *rules(
-        "2bw",
+    "2bw": (
         ("--muon-fp32-matmul-prec high", "TF32 would be on for the next batch too; use medium"),
-        (
-            "--loss-scale",
-            f"it divides only some gradients of --optimizer; {OUT}",
-            lambda a: a.loss_scale and _emerging(a),
-        ),
+        ("--loss-scale", f"it divides only some gradients of --optimizer; {OUT}"),
     ),
-    sizes.SCALES,
-    sizes.TIES,
+    "pipedream": (
+        ("--use-distributed-optimizer", f"its shards have one version; {OUT}"),
+        ("--fp16", "each stage would scale the loss by itself; add --loss-scale N, or use --bf16"),
+        ("--untie-embeddings-and-output-weights", f"it must be given: {_ALONE}"),
+    ),
+}
+UNSUPPORTED = tuple(
+    Rule(flag, why, scope, _ASKS.get(flag))
+    for scope, rows in _REFUSED.items()
+    for flags, why in rows
+    for flag in re.split(" (?=--)", flags)
 )
 
-# What changes nothing under a schedule, or is done there in another way: where, the flag and why, the arguments without
-# it, and when, if not whenever the flag has a true value.
-_ROWS: tuple[tuple, ...] = (
+# What changes nothing under a schedule, or is done there in another way: the scope, the flag and why, and the arguments
+# without it.
+_IDLE: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("script", "--log-straggler", "the forward step feeds no detector", {"log_straggler": False}),
-    ("2bw", "--timing-log-level", "no barriers", {"barrier_with_L1_time": False}, _has_barriers),
+    ("2bw", "--timing-log-level", "no barriers", {"barrier_with_L1_time": False}),
     ("2bw", "--overlap-param-gather", "the late step gathers", {"overlap_param_gather": False}),
-    ("2bw", "--use-nccl-ub", "weights and gradients have stores", {"nccl_ub": False}, lambda a: a.nccl_ub),
+    ("2bw", "--use-nccl-ub", "weights and gradients have stores", {"nccl_ub": False}),
     ("2bw", "--use-sharp", "the late step has groups of its own", {}),
     ("ours", "--defer-embedding-wgrad-compute", "a backward is whole", {"defer_embedding_wgrad_compute": False}),
     ("ours", "--pipeline-model-parallel-comm-backend", "stages exchange by themselves", {}),
     ("ours", "--use-ring-exchange-p2p", "stages exchange by themselves", {"use_ring_exchange_p2p": False}),
     ("ours", "--nccl-communicator-config-path", "not for the schedule's own groups", {}),
     ("ours", "--high-priority-stream-groups", "not for the schedule's own groups", {}),
-    ("ours", "--error-injection-rate", "no iteration is run again", {}, _injects),
+    ("ours", "--error-injection-rate", "no iteration is run again", {}),
 )
-WITHOUT: tuple[tuple[Rule, dict[str, Any]], ...] = tuple(
-    (Rule(flag, why, scope, *when), off) for scope, flag, why, off, *when in _ROWS
-)
+WITHOUT = tuple((Rule(flag, why, scope, _ASKS.get(flag)), off) for scope, flag, why, off in _IDLE)
+
+
+def refusal(args: Args) -> str | None:
+    """The line of the first rule that the arguments break, or None."""
+    return next(filter(None, (rule.line(args) for rule in UNSUPPORTED)), None)
 
 
 def settle(args: Args) -> str | None:

@@ -71,7 +71,7 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
 
 def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
-    from megatron_2bw.flags import correction, environment, own
+    from megatron_2bw.flags import correction, own
     from megatron_2bw.mcore.late_step import Options
     from megatron_2bw.mcore.runtime import MegatronRuntime
     from megatron_2bw.schedules import schedule_of
@@ -80,8 +80,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
     chosen = correction.correction(args)
-    lines = (correction.warning(chosen, args), correction.note(chosen, args))
-    for line in (*lines, own.short_warmup(args), environment.warning(args)):
+    for line in (correction.note(chosen, args), own.short_warmup(args)):
         if args.rank == 0 and line:
             print(line, flush=True)
     schedule = schedule_of(

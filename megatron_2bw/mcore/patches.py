@@ -7,7 +7,6 @@ docs/upstream.md has each repair's fault, and how Megatron could mend it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,18 +127,6 @@ def for_checkpoints(runtime: Any = None) -> list[Patch]:
             "the schedule resumes from what is loaded; without Apex each parameter needs a step counter of its own",
             ours.load,
         ),
-    ]
-
-
-def for_rehearsal(replace: Callable[[Callable], Callable]) -> list[Patch]:
-    """On the CPU, before Megatron parses its arguments."""
-    return [
-        row(
-            "megatron.training.arguments",
-            "validate_args(args defaults)",
-            "what a checkpoint brings is there, and nothing has been derived from it yet",
-            replace,
-        )
     ]
 
 

@@ -12,9 +12,9 @@ import psutil
 
 from megatron_2bw import __version__
 from megatron_2bw.errors import Parser
-from megatron_2bw.flags.checks import OLDEST_TORCH
 from megatron_2bw.flags.rule import installed
 
+OLDEST_TORCH = "2.8"  # pyproject.toml says why
 OK, NOTE, WRONG = "ok", "note", "WRONG"
 LACKING = {  # package: what its absence means
     "transformer_engine": "on GPUs give --transformer-impl local and the flags beside it in docs/quick_start.md",

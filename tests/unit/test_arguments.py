@@ -1,16 +1,16 @@
-"""This project's own flags: wrong values and combinations are answered with the flag, right ones are accepted.
-
-`MISTAKEN` is used by the end-to-end test too.
-"""
+"""Own flags, data and checkpoints: a mistake is answered in one line with its flag; what is right is accepted."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron_2bw import cpu
+from megatron_2bw.flags import checks
+from megatron_2bw.flags.parse import explain, parse_early
+from megatron_2bw.flags.rule import installed
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from tests.distributed.training import BERT, command
-from tests.unit.command_lines import UNTIED, complaint
+from tests.unit.command_lines import UNTIED, Stopped, complaint, dataset, parse, parser_of, stop
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -23,34 +23,30 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
     return pytest.param(argv, stages, flag, words, id=f"{flag} {schedule} {changes}")
 
 
-MISTAKEN = [
-    case("--lr", lr=None),
-    case("--global-batch-size 2", "use --global-batch-size 4 or more", microbatches=1),
-    case("--global-batch-size 6", "use --global-batch-size 8 or more", microbatches=3, two_bw_extra_warmup=2),
-    case("--two-bw-exchange nccl", "--distributed-backend nccl", two_bw_exchange="nccl", distributed_backend="gloo"),
-    case("--two-bw-exchange", schedule="megatron", two_bw_exchange="gloo"),
-    case("--two-bw-trace", schedule="megatron", two_bw_trace="folder"),
-    case("--two-bw-gradient-slots", schedule="gpipe", two_bw_gradient_slots=1),
-    case("argument --two-bw-gradient-slots", two_bw_gradient_slots=3),
-    case("--two-bw-sync-iterations", schedule="pipedream-flush", two_bw_sync_iterations=3),
-    case("argument --two-bw-sync-iterations", two_bw_sync_iterations="1.5%"),
-    case("--two-bw-correction", schedule="megatron", two_bw_correction="auto"),
-    case("--two-bw-correction-factor", two_bw_correction_factor=0.5),
-    case("argument --two-bw-correction-factor", **ADDS, two_bw_correction_factor="1:sine:0"),
-    case("--two-bw-correction-gradient", two_bw_correction="auto", two_bw_correction_gradient=1),
-    case("--two-bw-correction-gradient", **ADDS, two_bw_correction_gradient="nan"),
-    case("--two-bw-extra-warmup", schedule="gpipe", two_bw_extra_warmup=1),
-    case("--two-bw-extra-warmup", stages=1, two_bw_extra_warmup=1),
-    case("--two-bw-extra-warmup", microbatches=8, two_bw_extra_warmup="1,1"),
-    case("argument --two-bw-extra-warmup", two_bw_extra_warmup="1,-1"),
-    case("--gpipe-round", gpipe_round=2),
-    case("argument --gpipe-round", schedule="gpipe", gpipe_round=0),
-    case("--gpipe-round 4", schedule="gpipe", microbatches=3, gpipe_round=4),
-    case("argument --pipeline-schedule", "3bw", schedule="3bw"),
-]
-
-
-@pytest.mark.parametrize("argv, world, flag, words", MISTAKEN)
+@pytest.mark.parametrize(
+    "argv, world, flag, words",
+    [
+        case("--lr", lr=None),
+        case("--global-batch-size 2", "use --global-batch-size 4 or more", microbatches=1),
+        case("--global-batch-size 6", "use --global-batch-size 8 or more", microbatches=3, two_bw_extra_warmup=2),
+        case("--two-bw-exchange nccl", "backend nccl", two_bw_exchange="nccl", distributed_backend="gloo"),
+        case("--two-bw-gradient-slots", schedule="gpipe", two_bw_gradient_slots=1),
+        case("argument --two-bw-gradient-slots", two_bw_gradient_slots=3),
+        case("argument --two-bw-sync-iterations", two_bw_sync_iterations="1.5%"),
+        case("--two-bw-correction", schedule="megatron", two_bw_correction="auto"),
+        case("--two-bw-correction-factor", two_bw_correction_factor=0.5),
+        case("argument --two-bw-correction-factor", **ADDS, two_bw_correction_factor="1:sine:0"),
+        case("--two-bw-correction-gradient", **ADDS, two_bw_correction_gradient="nan"),
+        case("--two-bw-extra-warmup", stages=1, two_bw_extra_warmup=1),
+        case("--two-bw-extra-warmup", microbatches=8, two_bw_extra_warmup="1,1"),
+        case("argument --two-bw-extra-warmup", two_bw_extra_warmup="1,-1"),
+        case("argument --gpipe-round", schedule="gpipe", gpipe_round=0),
+        case("--gpipe-round 4", schedule="gpipe", microbatches=3, gpipe_round=4),
+        case("argument --pipeline-schedule", "3bw", schedule="3bw"),
+        case("argument --lr: invalid float value: 'fast'", lr="fast"),
+        case("unrecognized arguments: --pipeline-schedle 2bw (did you mean --pipeline-s", pipeline_schedle="2bw"),
+    ],
+)
 def test_a_mistake_is_answered_with_its_flag(argv, world, flag, words):
     message = complaint(argv, world)
     assert message is not None and message.startswith(flag) and words in message and "\n" not in message
@@ -59,16 +55,13 @@ def test_a_mistake_is_answered_with_its_flag(argv, world, flag, words):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--two-bw-sync-iterations", "1000"],
-        ["--two-bw-correction", "auto", "--two-bw-sync-iterations", "20%"],
-        ["--two-bw-correction", "extrapolate", "--two-bw-correction-gradient", "2"],
-        ["--two-bw-correction", "extrapolate", "--two-bw-correction-factor", "1.5:cosine:0.9"],
-        ["--two-bw-gradient-slots", "1", "--two-bw-trace", "folder", "--two-bw-exchange", "gloo"],
+        "--two-bw-correction auto --two-bw-sync-iterations 20%",
+        "--two-bw-correction extrapolate --two-bw-correction-factor 1.5:cosine:0.9 --two-bw-correction-gradient 2",
+        "--two-bw-gradient-slots 1 --two-bw-trace folder --two-bw-exchange gloo --two-bw-sync-iterations 1000",
     ],
-    ids=" ".join,
 )
 def test_flags_of_2bw_are_accepted(flags):
-    assert complaint(command(2, 2, "2bw", *flags), 2) is None
+    assert complaint(command(2, 2, "2bw", *flags.split()), 2) is None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
@@ -102,3 +95,91 @@ def test_timers_that_wait_for_the_gpu_allow_one_more_forward_ahead(extra, level,
     changes = dict(two_bw_extra_warmup=extra, timing_log_level=level, distributed_backend=backend)
     message = complaint(command(2, 6, "2bw", transformer_impl="local", **changes), 2)
     assert message is None if fits else message.startswith("--two-bw-extra-warmup")
+
+
+# --- data, checkpoints, packages -------------------------------------------------------------------------------------
+
+
+def with_data(*flags: object, bert: bool = False, **changes) -> list[str]:
+    words = [word for word in command(2, 2, **changes) if word != "--mock-data"]
+    return [*[BERT] * bert, *words, *map(str, flags)]
+
+
+def test_data_must_be_given_and_there(tmp_path):
+    assert complaint(with_data(), 2).startswith("--data-path is missing")
+    assert complaint(with_data("--train-data-path", "no/such"), 2).startswith("--train-data-path no/such: ")
+    assert complaint(with_data("--data-path", "1.0", "msc://bucket/data"), 2) is None
+    one, two = dataset(tmp_path / "one"), tmp_path / "list"
+    two.write_text(f"0.5 {one} 0.5 {one}")
+    assert complaint(with_data("--data-args-path", two, "--valid-data-path", one), 2) is None
+    assert complaint(with_data("--data-args-path", two, "--sft-data"), 2).startswith(f"--data-args-path {one}: ")
+
+
+@pytest.mark.parametrize(
+    "split, empty", [("98,1,1", True), ("1,1,1", False), ("2/1/0", False), ("1,100,100", True), ("100", False)]
+)
+@pytest.mark.parametrize("bert", [False, True])
+def test_a_split_that_leaves_a_share_without_documents(split, empty, bert, tmp_path):
+    """Megatron 0.19 would look for its first token for ever."""
+    data = dataset(tmp_path / "data")  # three documents
+    message = complaint(with_data("--data-path", "0.5", data, bert=bert, split=split), 2)
+    assert message.startswith(f"--split {split}") if empty else message is None
+
+
+def test_a_checkpoint_that_is_cut_short_is_found_before_training(tmp_path):
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    for changes in ({}, {"save": tmp_path, "save_interval": 2}, {"ckpt_step": 2}):
+        assert complaint(command(2, 2, load=tmp_path, **changes), 2).startswith(f"--load {tmp_path}: ")
+
+
+def test_a_gpu_host_without_transformer_engine_has_a_line_with_what_to_type(monkeypatch):
+    monkeypatch.setattr(checks, "installed", lambda package: False)
+    argv = command(2, 2, transformer_impl="transformer_engine")
+    assert complaint(argv, 2) is None
+    monkeypatch.setattr(cpu, "installed", lambda: False)
+    message = complaint(argv, 2)
+    assert message.startswith("--transformer-impl transformer_engine") and "--transformer-impl local" in message
+    monkeypatch.setattr(checks, "installed", lambda package: True)
+    assert complaint(argv, 2) is None
+
+
+@pytest.mark.parametrize("modules, real", [((), False), (("apex",), False), (("apex", "amp_C"), True)])
+def test_apex_is_nvidias(modules, real, tmp_path, monkeypatch):
+    """The registry has another package of the name."""
+    for module in modules:
+        (tmp_path / f"{module}.py").write_text("raise ImportError('it is only looked for')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed("apex") == real
+
+
+# --- Megatron's errors and argparse's --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--fp16-lm-cross-entropy", "lm cross entropy in fp16"),  # the assertion's text
+        ("--weight-decay-incr-style linear", "args.start_weight_decay is not None (AssertionError in arguments"),
+        ("--overlap-param-gather", "--overlap-param-gather only supported with"),
+    ],
+)
+def test_megatrons_assertion_is_a_line(flags, expected):
+    from megatron.training.arguments import validate_args
+
+    args = parse(command(2, 2, "gpipe", *flags.split()), 2)
+    args.rank = 0
+    with pytest.raises(AssertionError) as raised:
+        validate_args(args)
+    assert explain(raised.value).startswith(expected)
+
+
+def test_help_can_be_printed():
+    text = parser_of("2bw", "bert").format_help()
+    assert "--pipeline-schedule" in text and "--bert-no-binary-head" in text
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-schedule 3bw", "--two-bw-extra-warmup 1,x", "--device cuda"])
+def test_flags_of_this_project_are_checked_before_megatron_is_imported(flags):
+    with pytest.raises(Stopped, match=flags.split()[0]):  # the CPU answers for CUDA here
+        parse_early(flags.split(), stop)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_2bw.core.weights import WeightStores
-from megatron_2bw.flags.correction import Correction, correction, factor, note, parse, warning
+from megatron_2bw.flags.correction import Correction, correction, factor, note, parse
 from megatron_2bw.flags.own import short_warmup, sync_iterations
 from megatron_2bw.mcore.working_copy import WorkingCopy, add_gradients, own_mains, resume_note
 from megatron_2bw.portions import portions
@@ -121,24 +121,6 @@ def test_the_log_of_a_resumed_run_whose_first_weights_differ(then, now, text):
 @pytest.mark.parametrize("text", ["1", "0.5 and gradient 2", "1.5:cosine:0.9 and gradient 0.25", "0:linear:2"])
 def test_the_text_of_a_correction_in_a_checkpoint(text):
     assert str(parse(text)) == text
-
-
-@pytest.mark.parametrize(
-    "named, expected",
-    [
-        (dict(optimizer="adam", adam_beta1=0.49), "--adam-beta1 0.49"),
-        (dict(optimizer="sgd", sgd_momentum=0.0), "--sgd-momentum 0"),
-        (dict(optimizer="adam", adam_beta1=0.5), None),
-        (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction_factor="0.6"), None),
-        (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction_factor="0.6:linear:1"), "--adam-beta1 0.3"),
-        (dict(optimizer="adam", adam_beta1=0.3, two_bw_correction="auto"), None),
-    ],
-)
-def test_too_little_momentum_is_told(named, expected):
-    args = dict(two_bw_correction="extrapolate", two_bw_correction_factor="1", two_bw_correction_gradient=0.0)
-    args = Namespace(**args | named)
-    line = warning(correction(args), args)
-    assert (line is None) if expected is None else (expected in line and "\n" not in line)
 
 
 @pytest.mark.parametrize(

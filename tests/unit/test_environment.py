@@ -1,4 +1,4 @@
-"""Environment variables of CUDA, NCCL and torch that a run refuses, warns of, or sets."""
+"""Environment variables of CUDA, NCCL and torch that a run refuses, or sets."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from megatron_2bw import cpu
 from megatron_2bw.flags import checks, environment
 from megatron_2bw.flags.parse import parse_early
 from tests.distributed.training import command
-from tests.unit.command_lines import complaint, parse, stop
+from tests.unit.command_lines import complaint, stop
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
-NAMES = ("CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 
-
-@pytest.fixture
-def on_gpus(monkeypatch):
-    """The checks of a GPU host, with no variable set."""
-    for name in (*NAMES, *environment.SET):
+@pytest.fixture(autouse=True)
+def none_set(monkeypatch):
+    for name in (*environment.REFUSED, *environment.SET):
         monkeypatch.setenv(name, "")  # restored at the end even where a check sets it
         monkeypatch.delenv(name)
-    return monkeypatch
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "stages, world, schedule, flags, hangs",
     [
@@ -41,50 +36,38 @@ def on_gpus(monkeypatch):
         (2, 2, "2bw", {"distributed_backend": "gloo"}, False),
     ],
 )
-def test_variables_with_which_a_run_over_nccl_would_hang(name, stages, world, schedule, flags, hangs, on_gpus):
+def test_variables_with_which_a_run_over_nccl_would_hang(stages, world, schedule, flags, hangs, monkeypatch):
     argv = command(stages, 2, schedule, **{"distributed_backend": "nccl"} | flags)
-    for text in ("", "0"):
-        on_gpus.setenv(name, text)
+    for name in environment.REFUSED:
+        monkeypatch.setenv(name, "0")
         assert complaint(argv, world) is None
-    on_gpus.setenv(name, "1")
-    message = complaint(argv, world)
-    assert (message is not None) == hangs
-    assert not hangs or message.startswith(f"{name}=1 does not work with --pipeline-schedule {schedule}: ")
-
-
-@pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
-def test_a_warning_where_the_cpu_would_wait_for_each_message(name, monkeypatch):
-    over_nccl = parse(command(2, 2, "2bw", distributed_backend="nccl"), 2)
-    assert environment.warning(over_nccl) is None
-    monkeypatch.setenv(name, "1")
-    assert environment.warning(over_nccl).startswith(f"> {name}=1: ")
-    for schedule, backend in (("2bw", "gloo"), ("megatron", "nccl")):
-        argv = command(2, 2, schedule, distributed_backend=backend)
-        assert environment.warning(parse(argv, 2)) is None
+        monkeypatch.setenv(name, "1")
+        message = complaint(argv, world)
+        assert message.startswith(f"{name}=1 does not work with ") if hangs else message is None
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        (["--pipeline-schedule", "2bw"], "32"),
-        (["--pipeline-schedule", "gpipe", "--tensor-model-parallel-size", "1"], "32"),
-        (["--pipeline-schedule", "2bw", "--tensor-model-parallel-size", "2"], None),
-        (["--pipeline-schedule", "2bw", "--context-parallel-size=2"], None),
-        (["--pipeline-schedule", "megatron"], None),
-        ([], None),
+        ("--pipeline-schedule 2bw", "32"),
+        ("--pipeline-schedule gpipe --tensor-model-parallel-size 1", "32"),
+        ("--pipeline-schedule 2bw --tensor-model-parallel-size 2", None),
+        ("--pipeline-schedule 2bw --context-parallel-size=2", None),
+        ("", None),
     ],
 )
-def test_a_hardware_queue_for_each_stream(flags, expected, on_gpus):
-    parse_early(flags, stop)
+def test_a_hardware_queue_for_each_stream(flags, expected):
+    parse_early(flags.split(), stop)
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
-    on_gpus.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    parse_early(flags, stop)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    parse_early(flags.split(), stop)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
-def test_the_queues_are_set_before_anything_asks_cuda(on_gpus):
+def test_the_queues_are_set_before_anything_asks_cuda(monkeypatch):
     seen = []
-    on_gpus.setattr(cpu, "wanted", lambda device: seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+    monkeypatch.setattr(cpu, "wanted", lambda device: seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
     parse_early(["--pipeline-schedule", "2bw", "--device", "cuda"], stop)
     assert seen == ["32"]
 
@@ -101,11 +84,10 @@ def test_the_queues_are_set_before_anything_asks_cuda(on_gpus):
         ("megatron", 2, {}, None),
     ],
 )
-def test_a_bound_on_the_channels_of_a_message(schedule, stages, flags, expected, on_gpus):
-    on_gpus.setattr(checks, "installed", lambda package: True)
+def test_a_bound_on_the_channels_of_a_message(schedule, stages, flags, expected, monkeypatch):
+    monkeypatch.setattr(checks, "installed", lambda package: True)
     argv = command(stages, 2, schedule, **{"distributed_backend": "nccl"} | flags)
-    assert complaint(argv, 4 if "context_parallel_size" in flags else stages) is None
-    assert os.environ.get("NCCL_MAX_P2P_NCHANNELS") == expected
-    on_gpus.setenv("NCCL_MAX_P2P_NCHANNELS", "16")
-    assert complaint(argv, 4 if "context_parallel_size" in flags else stages) is None
-    assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == "16"
+    world = 4 if "context_parallel_size" in flags else stages
+    assert complaint(argv, world) is None and os.environ.get("NCCL_MAX_P2P_NCHANNELS") == expected
+    os.environ["NCCL_MAX_P2P_NCHANNELS"] = "16"
+    assert complaint(argv, world) is None and os.environ["NCCL_MAX_P2P_NCHANNELS"] == "16"

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from megatron_2bw import cpu
 from megatron_2bw.flags import checks
 from megatron_2bw.flags.parse import check, parse_early, prepare
+from megatron_2bw.flags.unsupported import layout_stages
 from megatron_2bw.models.model import PRESETS, Model
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.find.legality import RULES, is_legal, violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
-from megatron_2bw.sizes import layout_stages
 
 
 class Stopped(Exception):

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_csv
+from megatron_2bw.flags.unsupported import layout_stages
 from megatron_2bw.models import model as models
 from megatron_2bw.models import plan as plans
 from megatron_2bw.models.inputs import NUMERICS
@@ -24,7 +25,6 @@ from megatron_2bw.models.plan import Plan
 from megatron_2bw.models.reading import Amount, Count, Described, Positive, described
 from megatron_2bw.planner.find.legality import violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
-from megatron_2bw.sizes import layout_stages
 
 COLUMNS = ("layers", "hidden", "heads", "sequence", "tensor", "depth", "width", "microbatch", "global_batch", "seconds")
 TORCH = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
