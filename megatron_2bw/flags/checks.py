@@ -57,7 +57,8 @@ def data(args: Args) -> str | None:
         except OSError as error:
             return f"{flag} {prefix}: {error.filename}: {error.strerror}"
         if conversations != args.sft_data:
-            return f"{flag} {prefix}: --sft-data is for conversations (preprocess --task sft), and for nothing else"
+            remedy = "conversations: train a GPT with --sft-data" if conversations else "text: leave --sft-data out"
+            return f"{flag} {prefix}: it holds {remedy}"
         edges = [round(sum(shares[:k]) / sum(shares) * number) for k in range(len(shares) + 1)]
         if flag == "--data-path" and any(share and a == b for share, a, b in zip(shares, edges, edges[1:])):
             return f"--split {split}: a share has none of the {number} documents of --data-path: give it 0 or more"
