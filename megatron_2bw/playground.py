@@ -48,6 +48,7 @@ SHARES = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1)  # of the c
 TIMES = dict.fromkeys(("forward", "backward", "transfer", "reduce", "step"), (0, 1e6)) | {"occupied": (0, 1)}
 LIMITS = {"stages": (1, 64), "microbatches": (1, 512), "iterations": (1, 16), "extra_warmup": (0, 64)}
 LIMITS |= {"sync_iterations": (0, 16), "gpipe_round": (1, 512), "chunks": (2, 16), "microbatch": (1, 1024)} | TIMES
+PLACES = {"forward": 0, "backward": 0, "transfer": 1, "extra_warmup": 1}  # one a stage but for so many
 CHOICES = {"schedules": SCHEDULES, "model": PRESETS, "precision": BYTES, "recompute": RECOMPUTE}
 
 
@@ -84,17 +85,13 @@ class Parameters:
             if wrong := {value for value in _every(getattr(found, name)) if value not in choices}:
                 raise UserError(f"{name}: {min(wrong)} is not one of {', '.join(choices)}")
         for name, (least, most) in LIMITS.items():
-            kinds, values = (int, float) if name in TIMES else (int,), _every(getattr(found, name))
-            if not all(type(value) in kinds and least <= value <= most for value in values):
-                raise UserError(f"{name} must be {'' if name in TIMES else 'whole, '}from {least} to {most:g}")
-        places = {"forward": found.stages, "backward": found.stages}
-        for name in LIMITS:
-            count = places.get(name, found.stages - 1 if name in ("transfer", "extra_warmup") else 1)
-            if isinstance(given.get(name), list) and len(given[name]) != count:
-                raise UserError(f"{name}: give one number" + (f", or {count}" if count > 1 else ""))
-        for name in places:
-            if not any(_every(getattr(found, name))):
-                raise UserError(f"{name} must not be 0 on all stages")
+            values, count = _every(getattr(found, name)), found.stages - PLACES[name] if name in PLACES else 1
+            kinds = (int, float) if name in TIMES else (int,)
+            if len(values) not in (1, count) or not all(type(x) in kinds and least <= x <= most for x in values):
+                several = f", or {count}" if count > 1 else ""
+                raise UserError(f"{name}: give one {kinds[-1].__name__} from {least} to {most:g}{several}")
+        if not any(_every(found.forward)) or not any(_every(found.backward)):
+            raise UserError("forward and backward must not be 0 on all stages")
         return replace(found, extra_warmup=tuple(_every(found.extra_warmup)))
 
     def plan(self, name: str) -> Plan:
