@@ -28,28 +28,12 @@ SHARDED = "--use-distributed-optimizer"
 class FusedAdam(torch.optim.Optimizer):
     """One step counter for each group, in the group; a parameter's state is its moments, made at its first step."""
 
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        bias_correction=True,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        adam_w_mode=True,
-        weight_decay=0.0,
-        amsgrad=False,
-        set_grad_none=True,
-        capturable=False,
-        master_weights=False,
-    ):
-        assert not (amsgrad or capturable or master_weights), "not of this stand-in"
-        super().__init__(
-            params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
-        )
-        self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
+    def __init__(self, params, lr, betas, eps, weight_decay=0.0, adam_w_mode=True, capturable=False):
+        assert not capturable, "not of this stand-in"
+        super().__init__(params, dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.adam_w_mode = adam_w_mode
 
     def zero_grad(self) -> None:
-        assert self.set_grad_none
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.local_ranks import WorldError, run_world
-from tests.distributed.compare import UNTIED, assert_same_runs, run_pipeline
+from tests.distributed.compare import assert_same_runs, run_pipeline
 from tests.distributed.test_late_step import poison
 from tests.distributed.training import BERT, Run, command, train
 
@@ -371,16 +371,6 @@ def test_a_run_counted_in_samples_goes_on(tmp_path):
     samples = dict(train_iters=None, train_samples=36, lr_warmup_iters=None, lr_warmup_samples=12)
     whole, rest = interrupted(tmp_path, 2, command(2, 3, "2bw", **samples, **DROPOUT))
     assert_goes_on(whole, rest)
-
-
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_evaluation_leaves_dropout_as_it_is(schedule, saved):
-    """Evaluation every iteration, with microbatches in flight: all losses and weights are those of a run without."""
-    argv = [schedule if word == "2bw" else word for word in [*saved.argv, UNTIED]]
-    evaluated = [*argv, "--eval-iters", "2", "--eval-interval", "1"]
-    runs, plain = (run_pipeline(words, 2) for words in (evaluated, [*argv, "--eval-iters", "2"]))
-    assert runs[-1].losses == plain[-1].losses and len(runs[-1].losses) == 6
-    assert_same_runs(runs, plain, exact=True)
 
 
 def test_a_folder_that_another_run_saves_to(tmp_path):

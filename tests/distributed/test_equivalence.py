@@ -126,9 +126,9 @@ def test_recompute_with_dropout(recompute):
 
 @pytest.mark.proof
 def test_evaluation_leaves_the_pipeline_as_it_is():
-    """Evaluation runs while microbatches and a received message wait; training goes on as without it."""
-    evaluated = two_stages(UNTIED, eval_interval=2, eval_iters=2)
-    assert_same_runs(evaluated, two_stages(UNTIED), exact=True)
+    """Evaluation runs while microbatches and a received message wait; training goes on as without it, dropout too."""
+    evaluated = two_stages(UNTIED, eval_interval=1, eval_iters=2, **DROPOUT)
+    assert_same_runs(evaluated, two_stages(UNTIED, **DROPOUT), exact=True)
 
 
 @pytest.mark.proof("fp32-pipedream-flush", "fp32-gpipe", "fp32-no-pipelining")

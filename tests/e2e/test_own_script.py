@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -12,20 +10,16 @@ import pytest
 
 from megatron_2bw import run_log
 from tests.distributed.training import command
-from tests.e2e.launcher import ROOT, torchrun
+from tests.e2e.launcher import torchrun
 from tests.e2e.test_source_patches import CPU_FLAGS
+from tests.unit.test_wheel import build_wheel
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     """A folder with the unpacked wheel, and the script."""
     folder = tmp_path_factory.mktemp("own")
-    source = folder / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "out", "build", "tests", "docs", "bench"))
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=120)
-    (wheel,) = folder.glob("megatron_2bw-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(build_wheel(folder)) as archive:
         archive.extractall(folder / "site")
     shutil.copy(Path(__file__).with_name("own_script.py"), folder / "train.py")
     return folder
