@@ -74,15 +74,13 @@ def read_yaml(path: Path, flag: str = "") -> Any:
         raise UserError(f"{where}: {' '.join(str(error).split())}") from None
 
 
-def finite(content: Any, write: Callable[[float], Any] = float) -> Any:
-    """The content with None for the numbers that JSON does not have, and `write` of the other floats."""
+def finite(content: Any) -> Any:
+    """The content with None for the numbers that JSON does not have."""
     if isinstance(content, dict):
-        return {key: finite(entry, write) for key, entry in content.items()}
+        return {key: finite(entry) for key, entry in content.items()}
     if isinstance(content, (list, tuple)):
-        return [finite(entry, write) for entry in content]
-    if isinstance(content, float):
-        return write(content) if math.isfinite(content) else None
-    return content
+        return [finite(entry) for entry in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def new_figure(width: float, height: float) -> Any:

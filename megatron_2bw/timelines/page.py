@@ -49,12 +49,8 @@ def whole(page: Path, data: dict[str, Any]) -> str:
 
 
 def script_json(content: Any) -> str:
-    """JSON without blanks that can stand in a <script>; fractions have ten digits, and whole numbers none of them."""
-    return json.dumps(finite(content, _short), separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _short(number: float) -> int | float:
-    return int(number) if number.is_integer() else float(f"{number:.10g}")
+    """JSON without blanks that can stand in a <script>."""
+    return json.dumps(finite(content), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _reached(name: str, text: Any) -> dict[str, str]:
