@@ -2,19 +2,18 @@
 
     megatron-2bw demo [--schedule NAME] [--iterations N] [--out DIR]
 
-Invariant: summary.json and loss.png in DIR are those of a run that ended well, and each of them is whole or absent.
+Invariant: loss.png in DIR is that of a run that ended well.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 from megatron_2bw import run_log
 from megatron_2bw.data.corpus import build_corpus
 from megatron_2bw.errors import Parser, file_errors, run_program
-from megatron_2bw.files import new_figure, write_figure, write_json
+from megatron_2bw.files import new_figure, write_figure
 from megatron_2bw.flags.own import whole
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, run_ranks, torchrun
@@ -64,16 +63,16 @@ def pick_device() -> str:
     return "cuda" if torch.cuda.device_count() >= STAGES else "cpu"
 
 
-def draw(path: Path, training: list[tuple[int, float]], summary: dict) -> None:
+def draw(path: Path, schedule: str, training: list[tuple[int, float]], validation: float) -> None:
     """The training loss over the iterations, the validation loss marked at their end, as a PNG picture."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     axes.plot(*zip(*training), color="#1f5fa8", linewidth=1.8, label="training loss")
-    label = f"validation loss {summary['validation_loss']:.2f}"
-    axes.plot(summary["iterations"], summary["validation_loss"], "o", color="#d1495b", clip_on=False, label=label)
+    label = f"validation loss {validation:.2f}"
+    axes.plot(training[-1][0], validation, "o", color="#d1495b", clip_on=False, label=label)
     sizes = f"{STAGES} stages, {MICROBATCHES} microbatches"
-    axes.set_title(f"GPT of 3.4 million parameters: {summary['schedule']}, {sizes}", fontsize=11)
-    axes.set(xlabel="iteration", ylabel="loss (nats per token)", xlim=(0, summary["iterations"]))
+    axes.set_title(f"GPT of 3.4 million parameters: {schedule}, {sizes}", fontsize=11)
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)", xlim=(0, training[-1][0]))
     axes.grid(linewidth=0.5, alpha=0.4)
     axes.legend(frameon=False)
     write_figure(path, figure)
@@ -85,29 +84,19 @@ def run(options: argparse.Namespace, prog: str) -> int:
     log = out / "output" / f"rank-{STAGES - 1}.txt"  # the last stage prints the losses
     with file_errors(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
-        for old in (out / "summary.json", out / "loss.png", log):
+        for old in (out / "loss.png", log):
             old.unlink(missing_ok=True)
     print(f"demo: {schedule}, {STAGES} stages on {STAGES} processes ({device}), {iterations} iterations", flush=True)
-    command, begun = training_command(schedule, iterations, build_corpus().flags(), device, out), time.monotonic()
-    if status := run_ranks(prog, command):
+    if status := run_ranks(prog, training_command(schedule, iterations, build_corpus().flags(), device, out)):
         return status
     text = log.read_text()
     training = [(line.iteration, line.loss) for line in run_log.training(text) if line.loss is not None]
-    summary = {
-        "schedule": schedule,
-        "stages": STAGES,
-        "microbatches": MICROBATCHES,
-        "iterations": iterations,
-        "first_loss": (first := training[0][1]),
-        "last_loss": (last := training[-1][1]),
-        "validation_loss": [line.loss for line in run_log.validations(text)][-1],
-        "seconds": round(time.monotonic() - begun, 1),
-    }
-    draw(out / "loss.png", training, summary)
-    write_json(out / "summary.json", summary, indent=2)
+    *_, validation = run_log.validations(text)
+    draw(out / "loss.png", schedule, training, validation.loss)
+    first, last = training[0][1], training[-1][1]
     print(f"\nloss             {first:.3f}, after {iterations} iterations {last:.3f} ({last / first - 1:+.0%})")
-    print(f"validation loss  {summary['validation_loss']:.3f}")
-    print(f"files            {out}/: summary.json, loss.png, {log.relative_to(out)}")
+    print(f"validation loss  {validation.loss:.3f}")
+    print(f"files            {out}/: loss.png, {log.relative_to(out)}")
     return 0
 
 

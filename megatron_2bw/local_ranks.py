@@ -25,8 +25,6 @@ from megatron_2bw.processes import free_port
 
 MEGATRON = "megatron_2bw.start.preload"
 
-LATE = "the world ran out of time"
-
 # A rank that calls itself another host passes NCCL's test for two ranks on one GPU: the test compares host and GPU
 # (init.cc of NCCL 2.28 and 2.30). Messages then go through sockets.
 SHARED_GPU = {
@@ -65,16 +63,13 @@ def run_world(size: int, function: Callable, *args, timeout: float = 120.0, prel
         for process in ranks:
             process.start()
         try:
-            failed = _wait(ranks, time.monotonic() + timeout)
+            _wait(ranks, time.monotonic() + timeout)
+        except WorldError as error:
+            raise type(error)("\n".join([str(error), *(_log_end(folder, rank) for rank in range(size))])) from None
         finally:
             for process in ranks:
-                if process.is_alive():
-                    process.kill()
+                process.kill()
                 process.join()
-        if failed:
-            raise (WorldTimeout if failed == LATE else WorldError)(
-                f"{failed}\n" + "\n".join(_log_end(folder, rank) for rank in range(size))
-            )
         return [torch.load(Path(folder, f"result{rank}.pt"), "cpu", weights_only=False) for rank in range(size)]
 
 
@@ -90,19 +85,18 @@ def own_output() -> str:
     return Path(os.environ["WORLD_FOLDER"], f"log{os.environ['RANK']}").read_text()
 
 
-def _wait(ranks: list, deadline: float) -> str | None:
-    """Wait for all ranks; what went wrong, or None."""
+def _wait(ranks: list, deadline: float) -> None:
+    """Wait for all ranks. WorldError if one fails."""
     running = {process.sentinel: process for process in ranks}
     while running:
         ended = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
         if not ended:
-            return LATE
+            raise WorldTimeout("the world ran out of time")
         for sentinel in ended:
             running.pop(sentinel).join()
         for rank, process in enumerate(ranks):
-            if process.exitcode not in (None, 0):
-                return f"rank {rank} ended with exit code {process.exitcode}"
-    return None
+            if process.exitcode:
+                raise WorldError(f"rank {rank} ended with exit code {process.exitcode}")
 
 
 def _rank_main(rank: int, size: int, port: int, folder: str, preload: str, function: Callable, args: tuple) -> None:

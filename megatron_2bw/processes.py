@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 
@@ -32,40 +31,31 @@ def exit_on_signals() -> None:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
-def stop_tree(process: subprocess.Popen | psutil.Process, patience: float = 0.0) -> None:
-    """Stop a process and all its descendants: SIGTERM, and after `patience` seconds, or at once, SIGKILL.
+def stop_tree(process: subprocess.Popen, patience: float = 0.0) -> None:
+    """Stop a process and all its descendants: it gets SIGTERM, and what is left after `patience` seconds SIGKILL.
 
     By process id, and by the groups that the tree has made: torchrun's ranks lead groups of their own, and a group
-    also holds the processes whose parents have ended. Waits for the process.
+    also holds the processes whose parents have ended. Waits for all of them.
     """
-    if isinstance(process, subprocess.Popen) and process.poll() is not None:
+    if process.poll() is not None:
         return
-    members = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        leader = psutil.Process(process.pid)
-        members = [leader, *leader.children(recursive=True)]
-    for number, seconds in [(signal.SIGTERM, patience)] * (patience > 0) + [(signal.SIGKILL, 5.0)]:
-        groups = set()
-        for member in members:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                group = os.getpgid(member.pid)
-                if group == os.getpgrp():
-                    member.send_signal(number)  # refuses an id that another process has by now
-                elif member.is_running():
-                    groups.add(group)
-        for group in groups:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, number)
-        deadline = time.monotonic() + seconds
-        while (members := [member for member in members if _runs(member)]) and time.monotonic() < deadline:
-            time.sleep(0.02)
-    process.wait(5)
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    tree, groups = psutil.Process(process.pid).children(recursive=True), set()
+    for pid in (process.pid, *(member.pid for member in tree)):
+        with contextlib.suppress(ProcessLookupError):
+            groups.add(os.getpgid(pid))
+    if patience:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+    process.kill()
+    for member in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()  # refuses an id that another process has by now
+    for group in groups - {os.getpgrp()}:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(tree, 5)
 
 
 def free_port() -> int:

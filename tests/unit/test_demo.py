@@ -19,7 +19,7 @@ def test_a_wrong_option_is_one_line(capsys):
 
 
 def test_results_of_an_earlier_run_go_before_a_run_that_may_fail(tmp_path, monkeypatch):
-    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "loss.png").touch()
     monkeypatch.setattr(demo, "build_corpus", lambda: demo.argparse.Namespace(flags=list))
     monkeypatch.setattr(demo, "run_ranks", lambda prog, command: 3)
     assert demo.main(["--out", str(tmp_path)]) == 3
