@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from dataclasses import dataclass, replace
 
 from megatron_2bw.flags.rule import Args
@@ -55,17 +56,12 @@ def parse(text: str) -> Correction:
 
     Raises ArgumentTypeError. For a correction that `str` has written, it returns the same.
     """
-    course, _, gradient = text.partition(" and gradient ")
-    words = course.split(":")
-    try:
-        numbers = [float(word) for word in words[::2]]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or len(words) != 2 * len(numbers) - 1 or not {*words[1::2]} <= {*SHAPES}:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number such as 1, or a schedule such as 1.5:cosine:0.9")
-    if not all(0 <= number <= 2 for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 2")
-    return Correction(numbers[0], float(gradient or 0), *words[1:2], *numbers[1:])
+    number = r"([\d.][\d.e-]*)"
+    found = re.fullmatch(rf"{number}(?::({'|'.join(SHAPES)}):{number})?(?: and gradient {number})?", text)
+    if found is None or not all(float(factor or 0) <= 2 for factor in found.group(1, 3)):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number from 0 to 2, or a schedule such as 1.5:cosine:0.9")
+    first, shape, last, gradient = found.groups()
+    return Correction(float(first), float(gradient or 0), shape or "linear", last and float(last))
 
 
 def factor(text: str) -> str:
@@ -88,12 +84,8 @@ def recommended(args: Args) -> Correction:
     decay = getattr(args, DECAYS.get(args.optimizer, ""), LEAST_MOMENTUM)
     if decay < LEAST_MOMENTUM:
         return Correction(decay)
-    return Correction(1.5, 0.0 if _only_lion(args) else 2.0)
-
-
-def _only_lion(args: Args) -> bool:
-    """Whether no parameter is stepped by an optimizer whose gradient's part is known: Muon and Lion."""
-    return args.optimizer == "muon" and args.muon_scalar_optimizer == "lion"
+    unknown = args.optimizer == "muon" and args.muon_scalar_optimizer == "lion"  # no optimizer has a gradient's part
+    return Correction(1.5, 0.0 if unknown else 2.0)
 
 
 def note(found: Correction | None, args: Args) -> str | None:
@@ -101,13 +93,10 @@ def note(found: Correction | None, args: Args) -> str | None:
     if args.pipeline_schedule != "2bw":
         return None
     if found is not None and args.two_bw_correction == "auto":
-        adam = args.optimizer == "adam"
-        return (
-            f"> 2bw: --two-bw-correction auto: factor {found.factor:g} and gradient {found.gradient:g}"
-            + f", --adam-beta1 {args.adam_beta1:g}" * adam
-            + f" ({BETA1} bears higher learning rates)" * (adam and args.adam_beta1 < BETA1)
-        )
-    if args.two_bw_correction == "none" and args.two_bw_sync_iterations == 0:
+        line = f"> 2bw: --two-bw-correction auto: factor {found.factor:g} and gradient {found.gradient:g}"
+        low = f" ({BETA1} bears higher learning rates)" * (args.adam_beta1 < BETA1)
+        return line + f", --adam-beta1 {args.adam_beta1:g}{low}" * (args.optimizer == "adam")
+    if found is None and args.two_bw_sync_iterations == 0:
         return (
             "> 2bw: every gradient is late by one update, which raises the loss. --two-bw-correction auto recovers "
             "most of it (docs/convergence.md)"

@@ -32,9 +32,9 @@ def mistake(argv: Sequence[str], task: str, world: int) -> str | None:
     if not table() or {"-h", "--help"} & {*argv}:
         return None
     try:
-        args = parser_of(task, "2bw").parse_args(argv)  # all schedules but Megatron's own have the same defaults
-        if args.pipeline_schedule == "megatron":
-            args = parser_of(task, "megatron").parse_args(argv)
+        args = parser_of(task, "megatron").parse_args(argv)
+        if args.pipeline_schedule != "megatron":
+            args = parser_of(task, "2bw").parse_args(argv)  # whose defaults all others have
     except UserError as error:
         return str(error)
     args.world_size = world
@@ -53,12 +53,9 @@ def parser_of(task: str, schedule: str) -> argparse.ArgumentParser:
         raise UserError(line)
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.register("action", "optional", argparse.BooleanOptionalAction)
     for names, options in table():
-        if "type" in options:
-            options = options | {"type": KINDS[options["type"]]}
-        elif options["action"] == "optional":
-            options = options | {"action": argparse.BooleanOptionalAction}
-        parser.add_argument(*names, **options)
+        parser.add_argument(*names, **options | ({"type": KINDS[options["type"]]} if "type" in options else {}))
     return prepare(parser, argparse.Namespace(task=task, pipeline_schedule=schedule), stop)
 
 

@@ -21,13 +21,6 @@ def schedule_name(text: str) -> str:
     return {"1f1b": "pipedream-flush"}.get(text.lower(), text.lower())
 
 
-def extra_warmup(text: str) -> tuple[int, ...]:
-    """The value of --two-bw-extra-warmup: whole numbers, none of them negative, with commas between."""
-    if not all(word.isdecimal() for word in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers of 0 or more, with commas between")
-    return tuple(int(word) for word in text.split(","))
-
-
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
     """A parser of a flag's value: a whole number from `least` to `most`."""
     bounds = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
@@ -40,12 +33,14 @@ def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
     return parse
 
 
+def extra_warmup(text: str) -> tuple[int, ...]:
+    """The value of --two-bw-extra-warmup: whole numbers with commas between."""
+    return tuple(map(whole(0), text.split(",")))
+
+
 def whole_or_share(text: str) -> int | str:
     """The value of --two-bw-sync-iterations: a whole number, or a share of the run's iterations such as `20%`."""
-    number = text.removesuffix("%")
-    if not number.isdecimal() or (number != text and int(number) > 100):
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of 0 or more, or a share such as 20%")
-    return int(text) if number == text else text
+    return f"{whole(0, 100)(text[:-1])}%" if text.endswith("%") else whole(0)(text)
 
 
 def sync_iterations(args: Args) -> int:

@@ -75,7 +75,8 @@ def parse(
         check(args, stop)
         if cpu.installed() and (line := rehearse(args, parsers[0], sys.argv[1:])) and args.rank == 0:
             print(line, flush=True)
-        arguments.validate_args(args, {"tokenizer_type": default_tokenizer(early.task)})
+        tokenizer = "BertWordPieceLowerCase" if early.task == "bert" else "GPT2BPETokenizer"
+        arguments.validate_args(args, {"tokenizer_type": tokenizer})
         set_global_variables(args)
     except SystemExit as end:
         if end.code is None:  # Megatron's exit() after a line on the screen
@@ -97,11 +98,6 @@ def _prepare_folder(args: argparse.Namespace, stop: Stop) -> None:
         restore_old(args.save)
     else:
         await_restored(args.save)
-
-
-def default_tokenizer(task: str | None) -> str:
-    """Megatron's --tokenizer-type for a task, if none is given."""
-    return "BertWordPieceLowerCase" if task == "bert" else "GPT2BPETokenizer"
 
 
 def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: Stop) -> argparse.ArgumentParser:
