@@ -173,14 +173,12 @@ def problem(
     checkpoint, aside = Path(folder, which), Path(folder, ASIDE + which)
     others = [str(number) for number in saved_iterations(folder) if checkpoint_name(number) != which][-5:]
     remedy = f"load another with --ckpt-step N, whole ones are {', '.join(others)}" if others else "there is no other"
-    if not (text.isdecimal() or text == "release"):
-        return f"{TRACKER} says {text[:40]!r}, which is no iteration: {remedy}"
-    if aside.is_dir():
+    if aside.is_dir() and which:
         if not ours:
             return f"{which} is being saved again, or a run was killed during that: a run with it as --save repairs it"
         checkpoint = aside
-    if not checkpoint.is_dir():
-        return f"there is no {which}: {remedy}"
+    if not which or not checkpoint.is_dir():
+        return f"there is no {which[:40] or f'iteration in {TRACKER}'}: {remedy}"
     damage = None if kind in ("torch_dcp", "fsdp_dtensor") else _damage(checkpoint)  # these write no file last
     return damage and f"{which} {damage}: {remedy}"
 
@@ -192,9 +190,7 @@ def _damage(checkpoint: Path) -> str | None:
         bad = [path for path in older if not zipfile.is_zipfile(path)]
         return f"is damaged ({bad[0].relative_to(checkpoint)} is cut short or no file of torch)" if bad else None
     try:
-        backend = json.loads(Path(checkpoint, "metadata.json").read_text())["sharded_backend"]
-        if backend not in ("torch_dist", "torch_dcp", "fsdp_dtensor"):
-            return f"is of another kind (sharded_backend {backend!r}); Megatron 0.19 reads torch_dist"
+        json.loads(Path(checkpoint, "metadata.json").read_text())
         with open(checkpoint / ".metadata", "rb") as file:
             places = read_metadata(file).storage_data.values()
     except Refused as error:

@@ -110,29 +110,23 @@ class Checkpoints:
             "loss_scale": None if values["args"].no_save_optim else run.loss_scale,
             "factor": str(run.correction) if run.correction and schedule.reads_late(values["iteration"]) else None,
             **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
-        }
-        state[KEY] |= {
-            name: _named(name, model, state["model"], each, sharded) for name, each in copies.items() if each
+            **{name: _named(name, model, state["model"], each, sharded) for name, each in copies.items() if each},
         }
 
     @around
     def random_state(self, get_rng_state: Callable, *args: Any, **kwargs: Any) -> Any:
         """get_rng_state: as it was before the microbatches in flight."""
-        before = contextlib.nullcontext() if self._runtime is None else self._runtime.random_state_before_flight()
-        with before:
+        with contextlib.nullcontext() if self._runtime is None else self._runtime.random_state_before_flight():
             return get_rng_state(*args, **kwargs)
 
     @around
     def read(self, load: Callable, *args: Any, **kwargs: Any) -> tuple:
         """_load_base_checkpoint: first the head, then all that `collect` has planned."""
         result = load(*args, **kwargs)
-        state = result[0]
-        if state is None:
-            return result
-        list_groups(state.get("optimizer"))
-        own = dict(state.pop(KEY, None) or {})
-        self._tensors = {name: own.pop(name, None) or {} for name in COPIES}
-        self._saved = own
+        if (state := result[0]) is not None:
+            list_groups(state.get("optimizer"))
+            self._saved = dict(state.pop(KEY, None) or {})
+            self._tensors = {name: self._saved.pop(name, None) or {} for name in COPIES}
         return result
 
     @around
@@ -251,23 +245,19 @@ def _check_loadable(state: dict) -> None:
 
 @contextlib.contextmanager
 def _write_errors() -> Iterator[None]:
+    """Report a checkpoint that cannot be written."""
     try:
         yield
-    except (OSError, CheckpointException) as error:
-        raise save_error(error) from error
-    except RuntimeError as error:
-        if "PytorchStreamWriter" not in str(error):
+    except (OSError, CheckpointException, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
             raise
-        raise save_error(root(error)) from error
-
-
-def save_error(error: Exception) -> UserError:
-    """The report of a checkpoint that cannot be written."""
-    folder = get_args().save
-    good = latest_iteration(folder)
-    rest = "there is no older one here" if good is None else f"the last good one is that of iteration {good}"
-    elsewhere = isinstance(error, CheckpointException) and not error.failures  # torch gives the first rank the causes
-    return UserError(f"--save {folder}: the checkpoint could not be written: {_causes(error)}; {rest}", elsewhere)
+        folder = get_args().save
+        good = latest_iteration(folder)
+        rest = "there is no older one here" if good is None else f"the last good one is that of iteration {good}"
+        cause = _causes(root(error) if isinstance(error, RuntimeError) else error)
+        elsewhere = isinstance(error, CheckpointException) and not error.failures  # the first rank has the causes
+        line = f"--save {folder}: the checkpoint could not be written: {cause}; {rest}"
+        raise UserError(line, elsewhere) from error
 
 
 def _causes(error: BaseException) -> str:

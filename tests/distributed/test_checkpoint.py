@@ -18,8 +18,9 @@ from tests.distributed.test_late_step import poison
 from tests.distributed.training import BERT, Run, command, train
 
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
-RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+ASYNCHRONOUS = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
+SHARDED, EVALUATED = "--use-distributed-optimizer", "--eval-interval 1 --eval-iters 1"
 SAVED = 3
 
 
@@ -42,60 +43,29 @@ def assert_goes_on(whole: list[Run], rest: list[Run]) -> None:
             assert torch.equal(after.weights[name], weight), name
 
 
+# Stages, microbatches, width and flags.
 CASES = {
-    "one stage": (1, command(1, 2, "2bw", **DROPOUT)),
-    "four stages, bf16, recompute": (4, command(4, 4, "2bw", "--bf16", *RECOMPUTE, **DROPOUT)),
-    "bf16, distributed optimizer, recompute": (
-        4,
-        command(
-            2,
-            2,
-            "2bw",
-            "--bf16",
-            "--use-distributed-optimizer",
-            "--overlap-grad-reduce",
-            "--recompute-activations",
-            width=2,
-            **DROPOUT,
-        ),
-    ),
-    "fp32, distributed optimizer, fully reshardable": (
-        2,
-        command(2, 2, "2bw", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", **DROPOUT),
-    ),
-    "tensor parallel": (4, command(2, 2, "2bw", tensor_model_parallel_size=2, **DROPOUT)),
-    "torch format": (2, command(2, 2, "2bw", "--bf16", ckpt_format="torch", **DROPOUT)),
-    "torch format, distributed optimizer": (
-        4,
-        command(2, 2, "2bw", "--bf16", "--use-distributed-optimizer", width=2, ckpt_format="torch", **DROPOUT),
-    ),
-    "asynchronous, with evaluations": (
-        2,
-        command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **DROPOUT),
-    ),
-    "asynchronous, distributed optimizer": (
-        2,
-        command(2, 3, "2bw", "--bf16", "--use-distributed-optimizer", *ASYNCHRONOUS, **DROPOUT),
-    ),
-    "sgd, one gradient slot": (
-        2,
-        command(
-            2, 2, "2bw", optimizer="sgd", sgd_momentum=0.9, lr=0.1, min_lr=0.01, two_bw_gradient_slots=1, **DROPOUT
-        ),
-    ),
-    "extra warm-up, with evaluations": (
-        2,
-        command(2, 4, "2bw", "--bf16", two_bw_extra_warmup=2, eval_interval=1, eval_iters=1, **DROPOUT),
-    ),
-    "pipedream-flush": (2, command(2, 2, "pipedream-flush", **DROPOUT)),
+    "one stage": (1, 2, 1, ""),
+    "four stages, bf16, recompute": (4, 4, 1, f"--bf16 {RECOMPUTE}"),
+    "bf16, distributed optimizer": (2, 2, 2, f"--bf16 {SHARDED} --overlap-grad-reduce --recompute-activations"),
+    "fully reshardable": (2, 2, 1, f"{SHARDED} --dist-ckpt-optim-fully-reshardable"),
+    "tensor parallel": (2, 2, 1, "--tensor-model-parallel-size 2"),
+    "torch format": (2, 2, 1, "--bf16 --ckpt-format torch"),
+    "torch format, distributed optimizer": (2, 2, 2, f"--bf16 {SHARDED} --ckpt-format torch"),
+    "asynchronous, with evaluations": (2, 3, 1, f"--bf16 {ASYNCHRONOUS} {EVALUATED}"),
+    "asynchronous, distributed optimizer": (2, 3, 1, f"--bf16 {SHARDED} {ASYNCHRONOUS}"),
+    "sgd, one gradient slot": (2, 2, 1, "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --two-bw-gradient-slots 1"),
+    "extra warm-up, with evaluations": (2, 4, 1, f"--bf16 --two-bw-extra-warmup 2 {EVALUATED}"),
+    "pipedream-flush": (2, 2, 1, "--pipeline-schedule pipedream-flush"),
 }
 
 
 @pytest.mark.proof("four stages, bf16, recompute", "asynchronous, with evaluations")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
-    ranks, argv = CASES[name]
-    assert_goes_on(*interrupted(tmp_path, ranks, argv))
+    stages, microbatches, width, flags = CASES[name]
+    argv = command(stages, microbatches, "2bw", *flags.split(), width=width, **DROPOUT)
+    assert_goes_on(*interrupted(tmp_path, stages * width * (1 + ("--tensor-model-parallel-size" in argv)), argv))
 
 
 LLAMA = ("--swiglu", "--group-query-attention", "--disable-bias-linear")
@@ -148,7 +118,7 @@ def watch_and_poison(model, optimizer) -> None:
 
 
 @pytest.mark.proof("more0")
-@pytest.mark.parametrize("more", [(), ("--use-distributed-optimizer",)])
+@pytest.mark.parametrize("more", [(), (SHARDED,)])
 def test_dynamic_loss_scale(more, tmp_path):
     """The step before the save is skipped: the next batch has the scale of before, the one after it half of it."""
     argv = command(4, 4, "2bw", "--fp16", *more, initial_loss_scale=4096, hysteresis=1, **DROPOUT)
@@ -162,11 +132,7 @@ def skip_all(model, optimizer) -> None:
     poison(0, model, optimizer, tuple(range(SAVED)))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [(), ("--use-distributed-optimizer",), ("--use-distributed-optimizer", "--ckpt-format", "torch")],
-    ids=lambda more: " ".join(more),
-)
+@pytest.mark.parametrize("more", [(), (SHARDED,), (SHARDED, "--ckpt-format", "torch")], ids=lambda more: " ".join(more))
 def test_saved_before_the_first_step(more, tmp_path):
     """fp16 runs begin with skipped steps: the optimizer has no state yet."""
     argv = command(2, 2, "2bw", "--fp16", *more, initial_loss_scale=4096, hysteresis=1, **DROPOUT)
@@ -190,8 +156,8 @@ def test_what_no_run_could_load_is_not_saved(tmp_path):
     assert not list(tmp_path.glob("iter_*")) and not (tmp_path / "latest_checkpointed_iteration.txt").exists()
 
 
-RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 EXTRAPOLATE = ("--two-bw-correction", "extrapolate")
+RESHARDABLE = (SHARDED, "--dist-ckpt-optim-fully-reshardable")
 
 
 def layout(stages: str) -> dict:
@@ -199,26 +165,19 @@ def layout(stages: str) -> dict:
     return dict(stages=stages.count("|") + 1, pipeline_model_parallel_layout=stages)
 
 
+# The flags of all runs; and where each other run starts, with its sizes.
+SIZES = {
+    "stages 2 4 1": ((), [(2, dict(stages=4)), (4, dict(stages=1))]),
+    "tensor ranks 1 2": (RESHARDABLE, [(2, dict(stages=2, tensor_model_parallel_size=2))]),
+    "pipelines 1 2": ((SHARDED,), [(2, dict(stages=2, width=2))]),
+    "extrapolated, stages 2 4 1": (EXTRAPOLATE, [(2, dict(stages=4)), (4, dict(stages=1))]),
+    "extrapolated, sharded": ((*RESHARDABLE, *EXTRAPOLATE), [(2, dict(stages=1, width=2))]),
+    "layouts": ((), [(2, layout("Et*2|t|tL")), (4, layout("Et|t|t*2L"))]),
+}
+
+
 @pytest.mark.proof("stages 2 4 1")
-@pytest.mark.parametrize(
-    "flags, resumed",
-    [
-        ((), [(2, dict(stages=4)), (4, dict(stages=1))]),
-        (RESHARDABLE, [(2, dict(stages=2, tensor_model_parallel_size=2))]),
-        (("--use-distributed-optimizer",), [(2, dict(stages=2, width=2))]),
-        (EXTRAPOLATE, [(2, dict(stages=4)), (4, dict(stages=1))]),
-        ((*RESHARDABLE, *EXTRAPOLATE), [(2, dict(stages=1, width=2))]),
-        ((), [(2, layout("Et*2|t|tL")), (4, layout("Et|t|t*2L"))]),
-    ],
-    ids=[
-        "stages 2 4 1",
-        "tensor ranks 1 2",
-        "pipelines 1 2",
-        "extrapolated, stages 2 4 1",
-        "extrapolated, sharded",
-        "layouts",
-    ],
-)
+@pytest.mark.parametrize("flags, resumed", SIZES.values(), ids=SIZES)
 def test_other_sizes(flags, resumed, tmp_path):
     """Sums are rounded in another order, nothing else."""
 

@@ -100,19 +100,9 @@ def test_a_kill_while_the_new_one_is_named(moment, tmp_path, monkeypatch):
     assert value(tmp_path, 4) == (1.0 if moment == "rename" else 2.0) and latest_iteration(tmp_path) == 4
 
 
-@pytest.mark.parametrize(
-    "one, other, expected",
-    [
-        ("a", "./a/", True),
-        ("/proc/self/cwd", ".", True),
-        ("a", "b", False),
-        ("a", None, False),
-        (None, None, False),
-        ("msc://a", "msc://a", False),
-    ],
-)
-def test_one_folder(one, other, expected):
-    assert same_folder(one, other) == expected
+def test_one_folder():
+    assert same_folder("a", "./a/") and same_folder("/proc/self/cwd", ".")
+    assert not any(same_folder(*two) for two in (("a", "b"), ("a", None), (None, None), ("msc://a", "msc://a")))
 
 
 def overwrite_for_ever(folder: Path, go) -> None:
@@ -164,10 +154,6 @@ DAMAGES = {
         lambda c: (c / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.filesystem\nos\n."),
         "is refused (.metadata names torch.distributed.checkpoint.filesystem.os, ",
     ),
-    "of another kind": (
-        lambda c: (c / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
-        "is of another kind (sharded_backend 'zarr')",
-    ),
 }
 
 
@@ -207,16 +193,10 @@ def test_a_file_of_torch_that_is_cut_short(tmp_path):
     assert problem(tmp_path).endswith("there is no other")
 
 
-@pytest.mark.parametrize("text", ["", "12a"])
-def test_a_tracker_that_names_nothing(text, tmp_path):
+@pytest.mark.parametrize("text", ["", "12a", "8"])
+def test_a_tracker_that_names_no_checkpoint(text, tmp_path):
     distributed(tmp_path, 2)
     (tmp_path / TRACKER).write_text(text)
-    assert f"{TRACKER} says {text!r}, which is no iteration" in problem(tmp_path)
-    assert latest_iteration(tmp_path) is None
-
-
-def test_a_checkpoint_that_is_not_there(tmp_path):
-    distributed(tmp_path, 2)
-    (tmp_path / TRACKER).write_text("8")
-    assert problem(tmp_path) == "there is no iter_0000008: load another with --ckpt-step N, whole ones are 2"
+    assert problem(tmp_path).endswith(": load another with --ckpt-step N, whole ones are 2")
+    assert latest_iteration(tmp_path) == (8 if text == "8" else None)
     assert problem(tmp_path, step=7).startswith("there is no iter_0000007")
