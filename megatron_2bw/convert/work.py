@@ -20,7 +20,6 @@ from tqdm import tqdm
 from megatron_2bw.convert import config as configs
 from megatron_2bw.convert import hugging_face, megatron
 from megatron_2bw.convert.families import Family, to_hugging_face, to_megatron
-from megatron_2bw.data.hub import tokenizer_of
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_json, write_whole
 from megatron_2bw.models.model import Model
@@ -104,7 +103,12 @@ def _tokenizer_flags(folder: Path | None, model: Model) -> list[str]:
     """UserError if the tokenizer has tokens that the model has not."""
     if folder is None:
         return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
-    tokenizer_of(str(folder), folder, model.vocab)
+    from transformers import AutoTokenizer
+
+    largest = max(AutoTokenizer.from_pretrained(folder).get_vocab().values())
+    if largest >= model.vocab:
+        ends = f"the vocabulary of config.json ends at {model.vocab - 1}: give the model's own tokenizer"
+        raise UserError(f"{folder}: the tokenizer has the token {largest}, but {ends}")
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
 
 

@@ -8,13 +8,12 @@ negative. A token is a target if its last character is the assistant's.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from functools import cached_property
 from typing import Any
 
 import numpy
 
-from megatron_2bw.data.encoder import Arrays
+from megatron_2bw.data.encoder import Document
 from megatron_2bw.errors import UserError
 
 _ALPACA = (
@@ -30,22 +29,18 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for
 class Conversations:
     """The encoder of --task sft. `tokenizer`: a fast one of transformers; `name`: for --tokenizer-model."""
 
+    dtype = numpy.int32
+
     def __init__(self, tokenizer: Any, name: str):
         self._tokenizer, self._name = tokenizer, name
 
-    dtype = numpy.int32
-
     @staticmethod
-    def arrays(encoded: list[numpy.ndarray], counts: Counter[str]) -> Arrays:
-        """The conversations, each of which is a document."""
-        tokens = numpy.concatenate([numpy.zeros(0, numpy.int32), *encoded])
-        count = len(encoded)
-        counts.update(documents=count, sequences=count, tokens=len(tokens), targets=int((tokens >= 0).sum()))
-        lengths = numpy.array(list(map(len, encoded)), numpy.int32)
-        return Arrays(tokens, lengths, numpy.arange(1, count + 1, dtype=numpy.int32))
+    def encode(taken: list[numpy.ndarray]) -> list[Document]:
+        """Each conversation is a document of one sequence."""
+        return [(words, [len(words)]) for words in taken]
 
-    def take(self, record: dict, counts: Counter[str]) -> numpy.ndarray:
-        """The stored sequence of a record. ValueError for a bad one, UserError for an unfit tokenizer."""
+    def take(self, record: dict) -> tuple[int, numpy.ndarray]:
+        """The bytes and the stored sequence of a record. ValueError for a bad one, UserError for an unfit tokenizer."""
         messages = _messages(record)
         if messages is None:
             prompt, completion = _plain(record)
@@ -54,7 +49,6 @@ class Conversations:
         else:
             self._check(*(message.get("content") for message in messages))
             text, spans = self._rendered(messages, record.get("tools"))
-        counts["bytes"] += len(text.encode())
         # A chat template has the special tokens already; a plain text gets those that it would get at inference.
         found = self._tokenizer(
             text, add_special_tokens=messages is None, return_offsets_mapping=True, truncation=False, verbose=False
@@ -69,7 +63,7 @@ class Conversations:
                 ids, target = [*ids, self._tokenizer.eos_token_id], [*target, True]
             target[-1] = True
         words = numpy.array(ids, numpy.int32)
-        return numpy.where(target, words, ~words)
+        return len(text.encode()), numpy.where(target, words, ~words)
 
     @cached_property
     def _special(self) -> re.Pattern:
@@ -92,32 +86,25 @@ class Conversations:
         except ValueError:
             remedy = "give a chat model's, or put a chat_template.jinja into its folder"
             raise UserError(f"--tokenizer-model {self._name}: it has no chat template: {remedy}") from None
+        marked = bool(_MARKED.search(template))
+        words = dict(tools=tools, chat_template=template, return_assistant_tokens_mask=marked)
 
         def render(count: int, prompts: bool = False) -> tuple[str, list[tuple[int, int]]]:
+            own = words | {"add_generation_prompt": prompts} | self._tokenizer.special_tokens_map
             try:
-                texts, spans = render_jinja_template(
-                    [messages[:count]],
-                    tools=tools,
-                    chat_template=template,
-                    return_assistant_tokens_mask=marked,
-                    add_generation_prompt=prompts,
-                    **self._tokenizer.special_tokens_map,
-                )
+                texts, spans = render_jinja_template([messages[:count]], **own)
             except Exception as error:  # of jinja2, or of the template's own code
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise ValueError(f"the chat template refuses it: {reason}") from error
+                raise ValueError(f"the chat template refuses it: {str(error) or type(error).__name__}") from error
             return texts[0], spans[0] if marked else []
 
-        marked = bool(_MARKED.search(template))
         text, spans = render(len(messages))
         for number, message in enumerate(messages):
             if message.get("role") == "assistant" and not marked:
                 start, end = render(number, prompts=True)[0], render(number + 1)[0]
                 if not (text.startswith(end) and end.startswith(start)):
-                    raise ValueError(
-                        f"the chat template renders messages 1 to {number + 1} in another way when others follow: put "
-                        "{% generation %} and {% endgeneration %} around the assistant's text in the template"
-                    )
+                    remedy = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
+                    begin = f"the chat template renders messages 1 to {number + 1} in another way when others follow"
+                    raise ValueError(f"{begin}: {remedy}")
                 spans.append((len(start), len(end)))
         return text, spans
 

@@ -14,79 +14,65 @@ import os
 import shlex
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_2bw.data import vocabulary
-from megatron_2bw.data.encoder import LONGEST_SENTENCE
 from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.processes import exit_on_signals
 
 PROG = "preprocess_data.py"
-LEFT_OUT = {  # by the name of its count
-    "empty": "empty documents left out",
-    "bad": "bad documents left out",
-    "spelled": "tokens left out where the text spells out a special token",
-    "single": "documents of one sentence: passed over with the binary head, trained on with --bert-no-binary-head",
-    "long": f"documents with a sentence of more than {LONGEST_SENTENCE} tokens: "
-    "Megatron's BERT dataset passes over them",
-}
 
 
 def parser(prog: str = PROG) -> argparse.ArgumentParser:
     cli = Parser(prog, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
-    add = cli.add_argument_group("output").add_argument
+    option = cli.add_argument
     tasks = "gpt: documents; bert: sentences; sft: conversations"
-    add("--task", choices=("gpt", "bert", "sft"), required=True, help=tasks)
-    add("--output-prefix", required=True, metavar="PREFIX", help="of the .bin and .idx; --data-path takes it")
-    group = cli.add_argument_group("input")
-    add = group.add_mutually_exclusive_group(required=True).add_argument
-    add("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
+    option("--task", choices=("gpt", "bert", "sft"), required=True, help=tasks)
+    option("--output-prefix", required=True, metavar="PREFIX", help="of the .bin and .idx; --data-path takes it")
+    option("--workers", type=int, metavar="N", help="processes (default: the cores that the job may use)")
+
+    option, either = _group(cli, "input")
+    either("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
     dataset = "of save_to_disk, of data files (parquet, csv, …), or a name on the Hub"
-    add("--dataset", metavar="FOLDER|NAME", help=dataset)
-    add = group.add_argument
+    either("--dataset", metavar="FOLDER|NAME", help=dataset)
     form = "auto (default): jsonl by .jsonl, .json, .ndjson"
-    add("--input-format", choices=("auto", "text", "jsonl"), default="auto", help=form)
+    option("--input-format", choices=("auto", "text", "jsonl"), default="auto", help=form)
     units = "a document of a text file (default: file)"
-    add("--text-documents", choices=("file", "blank-lines", "lines"), default="file", help=units)
-    add("--dataset-config", metavar="NAME", help="as in load_dataset")
-    add("--dataset-split", metavar="NAME", default="train", help="default: train")
+    option("--text-documents", choices=("file", "blank-lines", "lines"), default="file", help=units)
+    option("--dataset-config", metavar="NAME", help="as in load_dataset")
+    option("--dataset-split", metavar="NAME", default="train", help="default: train")
     key = "key or column of the text (default: text)"
-    add("--json-keys", "--text-column", dest="key", default="text", metavar="NAME", help=key)
+    option("--json-keys", "--text-column", dest="key", default="text", metavar="NAME", help=key)
     skip = "count and skip documents that are not text, which are errors otherwise"
-    add("--skip-bad-documents", action="store_true", help=skip)
-    group = cli.add_argument_group("tokenizer")
-    add = group.add_mutually_exclusive_group(required=True).add_argument
-    add("--tokenizer-model", metavar="FOLDER|NAME", help="any Hugging Face tokenizer")
-    add("--vocab-file", type=Path, metavar="FILE", help="BERT's vocab.txt; vocab.json with --merge-file")
-    add("--train-tokenizer", choices=("bpe", "wordpiece"), help="on the input; bpe is byte-level")
-    add = group.add_argument
-    add("--merge-file", type=Path, metavar="FILE", help="GPT-2's merges.txt")
-    add("--vocab-size", type=int, metavar="N", help="of the trained tokenizer, with its special tokens")
+    option("--skip-bad-documents", action="store_true", help=skip)
+    option("--language", metavar="CODE", default="en", help="of the sentences, for bert: en (default), de, zh, …")
+
+    option, either = _group(cli, "tokenizer")
+    either("--tokenizer-model", metavar="FOLDER|NAME", help="any Hugging Face tokenizer")
+    either("--vocab-file", type=Path, metavar="FILE", help="BERT's vocab.txt; vocab.json with --merge-file")
+    either("--train-tokenizer", choices=("bpe", "wordpiece"), help="on the input; bpe is byte-level")
+    option("--merge-file", type=Path, metavar="FILE", help="GPT-2's merges.txt")
+    option("--vocab-size", type=int, metavar="N", help="of the trained tokenizer, with its special tokens")
     sample = "text sampled evenly from the input (default: %(default)g)"
-    add("--train-tokenizer-mb", type=float, default=200.0, metavar="MB", help=sample)
-    add("--cased", action="store_true", help="WordPiece keeps capital letters and accents")
-    add = cli.add_argument
-    add("--language", metavar="CODE", default="en", help="of the sentences, for bert: en (default), de, zh, …")
-    add("--workers", type=int, metavar="N", help="processes (default: the cores that the job may use)")
+    option("--train-tokenizer-mb", type=float, default=200.0, metavar="MB", help=sample)
+    option("--cased", action="store_true", help="WordPiece keeps capital letters and accents")
     return cli
+
+
+def _group(cli: argparse.ArgumentParser, name: str) -> tuple[Callable, Callable]:
+    """Two functions that add an option to a new group: any, and one of those of which one must be given."""
+    group = cli.add_argument_group(name)
+    return group.add_argument, group.add_mutually_exclusive_group(required=True).add_argument
 
 
 def check(options: argparse.Namespace) -> Path:
     """Refuse what cannot work; sets `files` and `workers`. Returns the prefix. Raises UserError."""
     if options.task == "sft" and not options.tokenizer_model:
         raise UserError("--task sft: it needs --tokenizer-model, the tokenizer of the model that is finetuned")
-    if kind := options.train_tokenizer:
-        least = vocabulary.smallest(kind, vocabulary.special_tokens(options.task, kind))
-        if options.vocab_size is None:
-            raise UserError("--train-tokenizer: give --vocab-size, for example 32000")
-        if options.vocab_size < least:
-            raise UserError(f"--vocab-size {options.vocab_size}: must be at least {least}")
+    if options.train_tokenizer and options.vocab_size is None:
+        raise UserError("--train-tokenizer: give --vocab-size, for example 32000")
     options.workers = options.workers or len(os.sched_getaffinity(0))
     prefix = Path(options.output_prefix).expanduser().absolute()
-    if prefix.is_dir():
-        raise UserError(f"--output-prefix {options.output_prefix}: a folder; add the name that the files begin with")
     options.files = [file for name in options.input or () for file in input_files(name, prefix)]
     name = options.tokenizer_model
     if name and Path(name).expanduser().is_dir():
@@ -108,22 +94,6 @@ def input_files(name: str, prefix: Path) -> list[str]:
     return found
 
 
-def report(task: str, counts: Counter[str], seconds: float | None) -> None:
-    """Print counts and speed on stderr."""
-    say = lambda text: print(f"{PROG}: {text}", file=sys.stderr)
-    for name, text in LEFT_OUT.items():
-        if counts[name]:
-            say(f"{counts[name]:,} {text}")
-    if task == "bert" and counts["single"] + counts["long"] >= counts["documents"]:
-        say("warning: no document is left for training with the binary head")
-    if task == "sft":
-        say(f"{counts['targets']:,} tokens are targets")
-    sentences = f"{counts['sequences']:,} sentences, " if task == "bert" else ""
-    speed = f", {seconds:.1f} s, {counts['bytes'] / 1e6 / max(seconds, 1e-3):.2f} MB/s" if seconds else ""
-    counted = f"{counts['documents']:,} documents, {sentences}{counts['tokens']:,} tokens"
-    say(f"{counted}, {counts['bytes'] / 1e6:,.1f} MB of text{speed}")
-
-
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """The exit status: 0, 2 for wrong input, 1 for interrupted work, 128 + n for signal n."""
     cli = parser(prog)
@@ -142,8 +112,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
 
                 if not sys.stderr.isatty():
                     datasets.disable_progress_bars()
-                tokenizer, counts, seconds = run(options, prefix)
-                report(options.task, counts, seconds)
+                tokenizer = run(options, prefix)
         except UserError as error:
             cli.error(str(error))
         words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]

@@ -31,26 +31,14 @@ def special_tokens(task: str, kind: str) -> dict[str, str]:
     return GPT if kind == "bpe" else GPT | {"unk_token": BERT["unk_token"]}
 
 
-def smallest(kind: str, special: dict[str, str]) -> int:
-    """The minimum vocabulary: every byte and a merge for BPE, some letters for WordPiece."""
-    return len(special) + (256 + 1 if kind == "bpe" else 32)
-
-
 def train_bpe(texts: Iterable[str], vocab_size: int, special: list[str]) -> Tokenizer:
     """A byte-level BPE tokenizer: lossless, so decoding restores the text."""
-    tokenizer = _byte_level(models.BPE())
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=letters, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _byte_level(model: models.BPE) -> Tokenizer:
-    tokenizer = Tokenizer(model)
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    words = dict(special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, **words)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
