@@ -107,8 +107,7 @@ def test_megatron_loads_the_tokenizer(corpus, tokenizer, megatron_tokenizer):
     assert loaded.detokenize(loaded.tokenize(SAMPLE)) == SAMPLE
 
 
-@pytest.mark.parametrize(("vocab_size", "max_bytes"), [(256, BYTES), (VOCAB, 1000)])
-def test_what_the_text_does_not_give(vocab_size, max_bytes, tmp_path):
-    with pytest.raises(UserError, match=f"not {vocab_size}"):
-        build_corpus(tmp_path, vocab_size, max_bytes)
+def test_what_the_text_does_not_give(tmp_path):
+    with pytest.raises(UserError, match="not 256"):
+        build_corpus(tmp_path, 256, BYTES)
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
