@@ -14,7 +14,7 @@ from typing import Any
 from megatron_2bw.convert.families import FAMILIES, Family
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import read_yaml
-from megatron_2bw.models.hugging_face import LONGEST, SIZES, from_hugging_face
+from megatron_2bw.models.hugging_face import LONGEST, SCALING, SIZES, from_hugging_face
 from megatron_2bw.models.inputs import model_of
 from megatron_2bw.models.model import Model
 
@@ -162,33 +162,19 @@ def _config(found: Found) -> dict[str, Any]:
     model = found.model
     ends = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=model.tied)
     gelu = "gelu_new" if model.gelu == "tanh" else "gelu"
-    if found.kind == "gpt2":
-        fields: dict[str, Any] = dict(
-            vocab_size=model.vocab,
-            n_layer=model.layers,
-            n_embd=model.hidden,
-            n_head=model.heads,
-            n_inner=model.ffn,
-            n_positions=model.sequence,
-            layer_norm_epsilon=model.norm_epsilon,
-            activation_function=gelu,
-        )
-    else:
-        fields = {entry: getattr(model, field) for field, entry in SIZES.items()}
-        fields["max_position_embeddings"] = model.sequence
+    fields: dict[str, Any] = {entry: getattr(model, field) for field, entry in SIZES.items()}
+    fields["max_position_embeddings"] = model.sequence
     if model.rotary:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
         if model.rope_scaling:
-            rope |= {"rope_type": "llama3", "factor": model.rope_factor, "low_freq_factor": 1.0}
-            rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        fields |= dict(
-            num_key_value_heads=model.groups,
-            head_dim=model.head_size,
-            rms_norm_eps=model.norm_epsilon,
-            rope_parameters=rope,
-        )
-    elif found.kind == "megatron-bert":
-        fields |= dict(layer_norm_eps=model.norm_epsilon, hidden_act=gelu)
+            rope |= {"rope_type": "llama3", "factor": model.rope_factor} | SCALING
+        fields |= {"num_key_value_heads": model.groups, "head_dim": model.head_size, "rope_parameters": rope}
+        fields["rms_norm_eps"] = model.norm_epsilon
+    elif found.kind == "gpt2":
+        fields["n_inner"] = fields.pop("intermediate_size")
+        fields |= {"layer_norm_epsilon": model.norm_epsilon, "activation_function": gelu}
+    else:
+        fields |= {"layer_norm_eps": model.norm_epsilon, "hidden_act": gelu}
     config = AutoConfig.for_model(found.kind, **fields, **ends)
     names = ARCHITECTURES[found.kind]
     config.architectures = [names[1 if found.zero_types else 0]]

@@ -28,7 +28,7 @@ GELUS = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu
 FIXED = {"attention_bias": False, "mlp_bias": False, "scale_attn_weights": True}
 FIXED |= dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"), False)
 # Megatron's scaling of rotary positions. Only the factor has a flag.
-SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Tokens of a sequence, unless it is given. Rotary positions allow 32,768 to 131,072, but most of a pretraining has
 # shorter sequences: 4,096 for Llama 2 and Qwen3, 8,192 for Llama 3.
 LONGEST = 4096
