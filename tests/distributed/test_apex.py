@@ -17,7 +17,8 @@ from tests.distributed.compare import UNTIED, assert_same, assert_same_runs, run
 from tests.distributed.reference import Rule, reference
 from tests.distributed.test_checkpoint import DROPOUT, SAVED, assert_goes_on
 from tests.distributed.test_equivalence import NO_BIAS
-from tests.distributed.test_late_step import FP16, POISONED, UNCLIPPED, poison
+from tests.distributed.test_late_step import FP16, UNCLIPPED
+from tests.distributed.test_update_rule import POISONED, poison
 from tests.distributed.training import Run, command, train
 
 pytestmark = pytest.mark.cpu
@@ -115,7 +116,9 @@ def test_the_gradient_term_is_exact():
 
 def test_a_skipped_step_does_not_count():
     """The bias correction knows the step of its group alone."""
-    runs = run_world(2, train_with_apex, command(2, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), functools.partial(poison, 1))
+    runs = run_world(
+        2, train_with_apex, command(2, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), functools.partial(poison, stage=1)
+    )
     rule = Rule(4, poison=POISONED)
     (expected,) = run_world(1, reference_with_apex, command(1, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), rule)
     assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0]] * 2 == [expected.skipped] * 2

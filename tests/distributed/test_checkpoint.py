@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.compare import assert_same_runs, run_pipeline
-from tests.distributed.test_late_step import poison
+from tests.distributed.test_update_rule import poison
 from tests.distributed.training import BERT, Run, command, train
 
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
@@ -114,7 +114,7 @@ def keep_scales(run: Run, model) -> None:
 
 def watch_and_poison(model, optimizer) -> None:
     watch_scales(model, optimizer)
-    poison(1, model, optimizer, (SAVED - 1,))
+    poison(model, optimizer, 1, (SAVED - 1,))
 
 
 @pytest.mark.proof("more0")
@@ -129,7 +129,7 @@ def test_dynamic_loss_scale(more, tmp_path):
 
 
 def skip_all(model, optimizer) -> None:
-    poison(0, model, optimizer, tuple(range(SAVED)))
+    poison(model, optimizer, 0, tuple(range(SAVED)))
 
 
 @pytest.mark.parametrize("more", [(), (SHARDED,), (SHARDED, "--ckpt-format", "torch")], ids=lambda more: " ".join(more))

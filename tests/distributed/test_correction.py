@@ -175,16 +175,9 @@ def test_one_plan_for_all_saves(tmp_path):
 def test_dynamic_loss_scale_after_a_resume(more, tmp_path):
     """The step before the save is skipped."""
     argv = command(2, 2, "2bw", "--fp16", initial_loss_scale=4096, hysteresis=1, **EXTRAPOLATE, **DROPOUT, **more)
-    whole, rest = interrupted(tmp_path, 2, argv, functools.partial(poison_batch, SAVED - 1))
+    whole, rest = interrupted(tmp_path, 2, argv, functools.partial(poison, poisoned=(SAVED - 1,)))
     assert whole[0].skipped == [0, 0, 1, 0, 0, 0]
     assert_goes_on(whole, rest)
-
-
-def poison_batch(batch: int, model, optimizer) -> None:
-    from tests.distributed import test_update_rule
-
-    test_update_rule.POISONED = batch
-    poison(model, optimizer)
 
 
 def evaluated(rank: int, argv: list[str]) -> Run:

@@ -15,10 +15,10 @@ import torch
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.compare import UNTIED, assert_same, assert_same_runs, reference_run, run_pipeline, run_reference
 from tests.distributed.reference import Rule, reference
+from tests.distributed.test_update_rule import POISONED, poison
 from tests.distributed.training import Run, command, train
 from tests.session import once_a_session
 
-POISONED = 3
 FP16 = ("--fp16",)
 SCALE = dict(initial_loss_scale=4096, hysteresis=1)
 
@@ -34,22 +34,6 @@ def test_clipping_that_bites_in_some_iterations_only():
     assert runs[0].iterations == runs[1].iterations == [1, 2, 3, 4, 5, 6]
 
 
-def poison(stage: int, model, optimizer, poisoned: tuple[int, ...] = (POISONED,)) -> None:
-    """Put an inf into the gradients of one stage in some batches, before the statistics are taken."""
-    from megatron.core import mpu
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.utils import get_model_config
-
-    batches = iter(range(1000))
-
-    def finalize(chunks, *args, **kwargs):
-        finalize_model_grads(chunks, *args, **kwargs)
-        if next(batches) in poisoned and mpu.get_pipeline_model_parallel_rank() == stage:
-            next(iter(chunks[0].parameters())).main_grad.view(-1)[0] = float("inf")
-
-    get_model_config(model[0]).finalize_model_grads_func = finalize
-
-
 UNCLIPPED = SCALE | dict(clip_grad=0)  # so that no sum over four stages is rounded in another order
 
 
@@ -61,7 +45,7 @@ def poisoned_reference() -> Run:
 @pytest.mark.parametrize("stages, stage", [(2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
 def test_an_inf_in_any_one_stage_skips_the_step_of_all(stages, stage):
     argv = command(stages, 4, "2bw", UNTIED, *FP16, **UNCLIPPED)
-    runs, expected = run_pipeline(argv, stages, functools.partial(poison, stage)), poisoned_reference()
+    runs, expected = run_pipeline(argv, stages, functools.partial(poison, stage=stage)), poisoned_reference()
     assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0]] * stages == [expected.skipped] * stages
     assert runs[0].scales == expected.scales == [4096.0] * 3 + [2048.0] * 3
     assert_same(runs, expected, exact=True)
@@ -111,7 +95,7 @@ def test_evaluation_changes_nothing_even_after_an_inf():
     """It settles steps early; the loss scale and the learning rate of a batch do not depend on that."""
     argv = command(2, 2, "2bw", *FP16, **SCALE)
     evaluated = command(2, 2, "2bw", *FP16, **SCALE | dict(eval_interval=1, eval_iters=1))
-    runs, expected = (run_pipeline(words, 2, functools.partial(poison, 0)) for words in (evaluated, argv))
+    runs, expected = (run_pipeline(words, 2, poison) for words in (evaluated, argv))
     assert runs[0].skipped == [0, 0, 0, 1, 0, 0]
     assert_same_runs(runs, expected, exact=True)
     assert runs[0].scales == expected[0].scales and runs[0].grad_norms == expected[0].grad_norms
