@@ -2,9 +2,7 @@
 
     python scripts/paper.py                                          # all of it: out/paper/report.md
     python scripts/paper.py --figure 6,8 --skip-measurements
-    python scripts/paper.py --figure 6 --cluster mine.yaml           # prints the Slurm jobs that measure it
-    python scripts/paper.py --figure 6 --cluster mine.yaml --submit
-    python scripts/paper.py --figure 6 --cluster mine.yaml --collect
+    python scripts/paper.py --figure 6 --collect out/figure6         # with what scripts/slurm/sweep.py measured
 
 Each figure gets a page, a picture and a table (CSV) in --out; report.md joins all pages. The predictions are those of
 the planner's cost model. What is measured here comes from benchmarks on this machine, a few minutes in all, or with
@@ -23,7 +21,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,14 +32,11 @@ from bench.tables import table
 from megatron_2bw.convergence import plot as convergence_plot
 from megatron_2bw.errors import Parser, UserError, names_of, run_program
 from megatron_2bw.files import write_csv, write_whole
-from megatron_2bw.models.cluster import PRESETS
-from megatron_2bw.models.cluster_file import named_cluster
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.start.torchrun import ROOT
 from megatron_2bw.timelines.picture import draw_shapes
-from megatron_2bw.words import split_flags
 from scripts import paper_figures
-from scripts.paper_data import PAPER, Panel, panels
+from scripts.paper_data import PAPER, panels
 from scripts.paper_figures import Claim, Point
 from scripts.paper_picture import draw, draw_placement
 from scripts.slurm import sweep
@@ -199,14 +194,14 @@ def page(figure: str, found: list[Point], rows: list[Claim], drawn: bool) -> str
     return f"## {title(figure)}: {spec['title']}\n\n" + "\n\n".join(parts) + "\n"
 
 
-def write_figure(figure: str, own: Sequence[Panel], options: argparse.Namespace) -> tuple[str, list[Claim]]:
+def write_figure(figure: str, options: argparse.Namespace) -> tuple[str, list[Claim]]:
     """Write the figure's picture, table and page to --out. Returns the page and its claims."""
-    collected = {}
-    if options.collect and (own or figure == "11"):
-        jobs = jobs_folder(options.out, figure)
-        collected = {row["run"]: row for row in sweep.rows(jobs, options.warm_up)}
+    collected, own = {}, panels(figure)
+    if options.collect:
+        collected = {row["run"]: row for row in sweep.rows(options.collect, options.warm_up)}
         if not collected:
-            raise UserError(f"--collect: nothing was submitted for figure {figure} to {jobs}")
+            raise UserError(f"--collect {options.collect}: nothing was submitted to it")
+        own = list(dict.fromkeys(run.panel for run, _, _ in sweep.stored(options.collect)))
     found = paper_figures.largest_models(collected) if figure == "11" else []
     if "panel" in PAPER["figures"][figure] and figure != "11":
         found = paper_figures.points(figure, own, collected)
@@ -224,86 +219,27 @@ def write_figure(figure: str, own: Sequence[Panel], options: argparse.Namespace)
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def jobs_folder(out: Path, figure: str) -> Path:
-    return out / "jobs" / f"figure{figure}"
-
-
-def panels_on(figure: str, name: str) -> list[Panel]:
-    """The figure's panels with as many GPUs of the cluster `name`; those for which it is too small are left out."""
-    own = paper_figures.largest_panels() if figure == "11" and name else panels(figure)
-    if not name:
-        return own
-    cluster = named_cluster(name)
-    each, where = cluster.gpus_per_server, name if name in PRESETS else str(Path(name).resolve())
-    fitting = [panel for panel in own if name in PRESETS or panel.gpus <= cluster.gpus]
-    for panel in (panel for panel in own if panel not in fitting):
-        line = f"paper.py: {panel.figure} is left out: it needs {panel.gpus} GPUs, {name} has {cluster.gpus}"
-        print(line, file=sys.stderr)
-    if own and not fitting:
-        raise UserError(f"--cluster {name}: it has {cluster.gpus} GPUs, fewer than any run of figure {figure}")
-    return [
-        replace(panel, cluster=where, servers=math.ceil(panel.gpus / each), gpus_per_server=min(each, panel.gpus))
-        for panel in fitting
-    ]
-
-
-def submit(figure: str, own: list[Panel], options: argparse.Namespace) -> None:
-    """Submit or print the jobs of these panels, which take the place of those that sweep.py reads for a figure."""
-    words = ["submit", "--figure", "6", "--out", str(jobs_folder(options.out, figure)), f"--sbatch={options.sbatch}"]
-    chosen = sweep.parse([*words, *([] if options.submit else ["--dry-run"]), "--", *options.flags])
-    chosen.panels = own
-    sweep.submit(chosen)
-
-
-def parse_jobs(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse with the flags of a command that prints or submits Slurm jobs, too."""
-    option = parser.add_argument
-    option("--cluster", default="", metavar="NAME|FILE.yaml", help="of the planner: print the Slurm jobs for it")
-    option("--submit", action="store_true", help="submit the jobs")
-    option("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
-    options = parser.parse_args(words)
-    if options.submit and not options.cluster:
-        parser.error("--submit: give --cluster NAME|FILE.yaml, whose servers the jobs use")
-    return options
-
-
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    words, flags = split_flags(words)
     parser = Parser(prog="paper.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    option = parser.add_argument
+    option, folder = parser.add_argument, lambda text: Path(text).resolve()
     option("--figure", type=names_of(NAMES), default=NAMES, metavar="NAME,...", help=f"of {', '.join(NAMES)} (all)")
-    option("--out", type=lambda text: Path(text).resolve(), default=ROOT / "out" / "paper", metavar="DIR")
+    option("--out", type=folder, default=ROOT / "out" / "paper", metavar="DIR")
     option("--skip-measurements", action="store_true", help="take the recorded results of the benchmarks")
-    option("--collect", action="store_true", help="add what the jobs measured to the tables")
+    option("--collect", type=folder, metavar="DIR", help="add what a figure's jobs measured (scripts/slurm/sweep.py)")
     option("--warm-up", type=int, default=10, metavar="N", help="with --collect: iterations not counted (10)")
-    options = parse_jobs(parser, words)
-    options.flags = flags
-    jobs = bool(options.cluster) and not options.collect
-    if options.submit and options.collect:
-        parser.error("--collect: it comes after --submit; give one of them")
-    if jobs and options.figure == NAMES:
-        parser.error("--cluster: give --figure, whose jobs it prints or submits")
-    if (flags or options.sbatch) and not jobs:
-        parser.error(f"{flags[0] if flags else '--sbatch'}: it is for jobs; give --cluster")
-    options.jobs, options.figure = jobs, tuple(options.figure)
+    options = parser.parse_args(words)
+    if options.collect and len(options.figure) > 1:
+        parser.error("--collect: give the --figure whose jobs are in it")
     return options
 
 
 def run(options: argparse.Namespace) -> int:
     texts, claims = [], []
     for figure in options.figure:
-        own = panels_on(figure, options.cluster)
-        if options.jobs:
-            if not own:
-                raise UserError(f"--figure {figure}: nothing of it is trained, so there are no jobs")
-            submit(figure, own, options)
-            continue
-        text, rows = write_figure(figure, own, options)
+        text, rows = write_figure(figure, options)
         print(f"{title(figure)}: {sum(row.holds is True for row in rows)} of {len(rows)} claims hold", flush=True)
         texts.append(text)
         claims += rows
-    if options.jobs:
-        return 0
     if options.figure == NAMES:
         write_whole(options.out / "report.md", "\n".join([head(claims), *texts]))
     pages = ["report.md"] if options.figure == NAMES else [f"figure{figure}.md" for figure in options.figure]

@@ -1,39 +1,44 @@
-"""Measures the paper's figures (scripts/paper.yaml) on a Slurm cluster: jobs, then a CSV and bars.
+"""Measures the paper's figures (scripts/paper.yaml) on a Slurm cluster: jobs, then a table of their speeds.
 
 Invariant: every submitted run has a row, with the word of its status file.
 
     python scripts/slurm/sweep.py submit --figure 6 --out out/figure6 --dry-run     # what it would submit
     python scripts/slurm/sweep.py submit --figure 6 --out out/figure6               # again: what has failed
     python scripts/slurm/sweep.py status --out out/figure6
-    python scripts/slurm/sweep.py collect --out out/figure6                         # sweep.csv and sweep.png
+    python scripts/slurm/sweep.py collect --out out/figure6                         # sweep.csv
+    python scripts/paper.py --figure 6 --collect out/figure6                        # beside the paper's values
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.tables import table
 from megatron_2bw import run_log
 from megatron_2bw.errors import Parser, UserError, names_of, run_program
 from megatron_2bw.files import set_aside, write_csv, write_json
+from megatron_2bw.models import cluster
+from megatron_2bw.models.cluster_file import named_cluster
 from megatron_2bw.models.inputs import numbers
 from megatron_2bw.models.model import PRESETS
 from megatron_2bw.slurm import status
 from megatron_2bw.start.torchrun import ROOT
 from megatron_2bw.words import split_flags
 from scripts.paper_data import PAPER, SYSTEMS, Panel, Run, grid, panels
-from scripts.paper_picture import draw
+from scripts.paper_figures import largest_panels
 
 AGAIN = ("failed", "timeout")  # out of memory is a result
 UNCORRECTED = ("--two-bw-correction", "none")  # as in the paper
@@ -43,10 +48,20 @@ COLUMNS = """
 """.split()
 
 
-def job(name: str, nodes: int, log: str | Path, options: argparse.Namespace, *flags: str) -> list[str]:
-    """The beginning of a command of sbatch. options: with --sbatch, whose flags come last."""
-    head = ["sbatch", "--parsable", f"--job-name={name}", f"--nodes={nodes}", *flags, f"--output={log}"]
-    return [*head, *shlex.split(options.sbatch)]
+def on_cluster(own: Sequence[Panel], name: str) -> list[Panel]:
+    """The panels with as many GPUs of the planner's cluster `name`; those for which it is too small are left out."""
+    servers, where = named_cluster(name), name if name in cluster.PRESETS else str(Path(name).resolve())
+    fitting = [panel for panel in own if name in cluster.PRESETS or panel.gpus <= servers.gpus]
+    for panel in (panel for panel in own if panel not in fitting):
+        line = f"sweep.py: {panel.figure} is left out: it needs {panel.gpus} GPUs, {name} has {servers.gpus}"
+        print(line, file=sys.stderr)
+    if not fitting:
+        raise UserError(f"--cluster {name}: it has {servers.gpus} GPUs, fewer than any of the runs")
+    each = servers.gpus_per_server
+    return [
+        replace(panel, cluster=where, servers=math.ceil(panel.gpus / each), gpus_per_server=min(each, panel.gpus))
+        for panel in fitting
+    ]
 
 
 def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
@@ -63,90 +78,76 @@ def sbatch(run: Run, folder: Path, options: argparse.Namespace) -> tuple[dict[st
         "MEGATRON_2BW": str(ROOT),
         "LOGS": str(folder),
     }
-    head = [] if options.cpu else [f"--gpus-per-node={panel.gpus_per_server}"]
+    head = ["sbatch", "--parsable", f"--job-name={run.name}", f"--nodes={panel.servers}"]
+    head += [] if options.cpu else [f"--gpus-per-node={panel.gpus_per_server}"]
     training = ["--train-iters", str(whole or options.train_iters), "--lr", PAPER["training"]["lr"]]
     if whole:
-        prefix = options.out / f"{PAPER['data']['name']}-{kind}"
-        variables["DATA_ARGS"] = shlex.join(["--data-path", str(prefix), *PAPER["data"][kind]["flags"].split()])
+        data = ["--data-path", str(data_prefix(options.out, kind)), *PAPER["data"][kind]["flags"].split()]
+        variables["DATA_ARGS"] = shlex.join(data)
         training += PAPER["training"]["flags"].split()
     else:
-        head += [f"--time={options.minutes}", "--no-requeue"]
+        head += ["--time=15", "--no-requeue"]
         training += ["--eval-iters", "0", "--log-interval", "1"]
-    head = job(run.name, panel.servers, folder / "batch.log", options, *head)
+    head += [f"--output={folder / 'batch.log'}", *shlex.split(options.sbatch)]  # what the user gives comes last
     script = str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch")
     flags = [*run.plan.flags(precision), *UNCORRECTED, *training, *panel.flags, *options.flags]
     return variables, [*head, script, *flags]
 
 
-def preparation(out: Path, kind: str, options: argparse.Namespace) -> list[str]:
-    """The command of the job that prepares the data of whole trainings, once."""
-    data = PAPER["data"]
-    words = f"--task {kind} --dataset {data['dataset']} {data[kind]['prepare']}".split()
-    script = [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), *words]
-    prepare = shlex.join([*script, "--output-prefix", str(out / f"{data['name']}-{kind}")])
-    name = f"{data['name']}-{kind}"
-    return [*job(name, 1, out / f"{name}.log", options, "--exclusive"), f"--wrap={prepare}"]
+def data_prefix(out: Path, kind: str) -> Path:
+    return out / f"{PAPER['data']['name']}-{kind}"
 
 
-def wanted(folder: Path, again: Sequence[str]) -> bool:
-    """Whether to submit a run: it has no job yet, or ended with one of the words `again`."""
+def preparations(runs: Sequence[Run], out: Path) -> list[str]:
+    """The commands that make the data of whole trainings which are not there yet."""
+    kinds, data = sorted({PRESETS[run.panel.model].kind for run in runs if run.panel.iterations}), PAPER["data"]
+    return [
+        f"python scripts/preprocess_data.py --task {kind} --dataset {data['dataset']} {data[kind]['prepare']} "
+        f"--output-prefix {shlex.quote(str(data_prefix(out, kind)))}"
+        for kind in kinds
+        if not data_prefix(out, kind).with_suffix(".idx").exists()
+    ]
+
+
+def wanted(folder: Path) -> bool:
+    """Whether to submit a run: it has no job yet, or its job has failed."""
     if not (folder / "run.json").exists():  # an earlier call ended before sbatch returned a job
         return True
-    word = status.read(folder / "status.json").get("status")
-    return word is None or word in again
+    return status.read(folder / "status.json").get("status") in (None, *AGAIN)
 
 
 def submit(options: argparse.Namespace) -> int:
     """Submit the runs that are missing or have failed; run.json in a run's folder records its job."""
-    runs = grid(options.panels, options.systems, options.micro_batch_size)
+    own = on_cluster(options.panels, options.cluster) if options.cluster else options.panels
     if not options.dry_run:
         _refresh(options.out)
-    runs = [run for run in runs if wanted(options.out / run.name, options.again)]
-    after = prepare(runs, options)
+    runs = [run for run in grid(own, options.systems, options.micro_batch_size) if wanted(options.out / run.name)]
+    first = preparations(runs, options.out)
+    if first and not options.dry_run:
+        raise UserError(f"the trainings need data; prepare it first: {' && '.join(first)}")
+    for line in first:
+        print(line)
     for number, run in enumerate(runs, 1):
         folder = options.out / run.name
         variables, command = sbatch(run, folder, options)
-        command[2:2] = after.get(PRESETS[run.panel.model].kind, []) if run.panel.iterations else []
         if options.dry_run:
             print(" ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command))
             continue
         set_aside(folder)
         status.write(folder / "status.json", status.Outcome("pending", "submitted"))
-        try:
-            job = queue(command, run.name, variables)
-        except UserError as error:
-            status.write(folder / "status.json", status.Outcome("failed", str(error)[:300]))
-            raise
+        # A terminal's Ctrl-C does not reach sbatch.
+        environment = dict(cwd=ROOT, env=os.environ | variables, start_new_session=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **environment)
+        if done.returncode:
+            why = f"sbatch does not take {run.name}: {' '.join(done.stderr.split())}"
+            status.write(folder / "status.json", status.Outcome("failed", why[:300]))
+            raise UserError(why)
+        job = done.stdout.strip().split(";")[0]
         write_json(folder / "run.json", {"run": asdict(run), "job": job})
         print(f"{number}/{len(runs)} {run.name}: job {job}", flush=True)
     if not options.dry_run:
         print(f"submitted {len(runs)} runs; python scripts/slurm/sweep.py status --out {options.out}")
     return 0
-
-
-def prepare(runs: Sequence[Run], options: argparse.Namespace) -> dict[str, list[str]]:
-    """Submit the preparation of the data that whole trainings read and that is missing. Kind -> sbatch's dependency."""
-    after = {}
-    for kind in sorted({PRESETS[run.panel.model].kind for run in runs if run.panel.iterations}):
-        command = preparation(options.out, kind, options)
-        if (options.out / f"{PAPER['data']['name']}-{kind}.idx").exists():
-            continue
-        if options.dry_run:
-            print(shlex.join(command))
-            after[kind] = [f"--dependency=afterok:JOB_OF_{kind.upper()}"]
-            continue
-        options.out.mkdir(parents=True, exist_ok=True)
-        after[kind] = [f"--dependency=afterok:{queue(command, 'the preparation of the data')}"]
-    return after
-
-
-def queue(command: Sequence[str], what: str, variables: Mapping[str, str] = {}) -> str:
-    """Submit a job. Returns its number. A terminal's Ctrl-C does not reach sbatch."""
-    options = dict(cwd=ROOT, env=os.environ | variables, start_new_session=True)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    if done.returncode:
-        raise UserError(f"sbatch does not take {what}: {' '.join(done.stderr.split())}")
-    return done.stdout.strip().split(";")[0]
 
 
 def stored(out: Path) -> list[tuple[Run, str, Path]]:
@@ -210,31 +211,19 @@ def measured(text: str, warm_up: int) -> dict[str, Any]:
     return speed | {"validation_loss": losses[-1] if losses else ""}
 
 
-def bars(entries: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[tuple[str, int], float | str]]:
-    """Panel (figure, model, GPUs) -> (system, batch) -> samples a second of the fastest microbatch, or the word."""
-    found: dict[tuple[str, str, int], dict[tuple[str, int], float | str]] = {}
-    for entry in entries:
-        panel = found.setdefault((entry["figure"], entry["model"], entry["gpus"]), {})
-        key, speed = (entry["system"], entry["batch"]), entry["samples_per_second"] or entry["status"]
-        best = panel.get(key)
-        if best is None or isinstance(speed, float) and (isinstance(best, str) or speed > best):
-            panel[key] = speed
-    return found
-
-
 def collect(options: argparse.Namespace) -> int:
+    """Write sweep.csv, and print each system's fastest microbatch, or the word of its run."""
     entries = rows(options.out, options.warm_up)
     if not entries:
         raise UserError(f"--out {options.out}: nothing was submitted to it")
     write_csv(options.out / "sweep.csv", entries)
-    fastest = bars(entries)
-    titles = {f"{name}  {model}, {gpus} GPUs".strip(): values for (name, model, gpus), values in fastest.items()}
-    draw(titles, options.out / "sweep.png", "samples / s", "global batch size")
-    for (name, model, gpus), values in fastest.items():
-        for (system, batch), value in values.items():
-            speed = f"{value:.3f} samples/s" if isinstance(value, float) else value
-            print(f"{name} {model} on {gpus} GPUs, batch {batch}, {system}: {speed}")
-    print(f"wrote {options.out}/sweep.csv ({len(entries)} runs) and sweep.png")
+    fastest: dict[tuple, dict[str, Any]] = {}
+    for entry in sorted(entries, key=lambda entry: entry["samples_per_second"] or 0.0):
+        names = ("figure", "model", "gpus", "batch", "system")
+        fastest[tuple(entry[name] for name in names)] = entry
+    shown = ("figure", "model", "gpus", "batch", "system", "microbatch", "samples_per_second", "status")
+    print(table([{name: fastest[key][name] for name in shown} for key in sorted(fastest)]))
+    print(f"wrote {options.out}/sweep.csv ({len(entries)} runs)")
     return 0
 
 
@@ -252,7 +241,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             _add_submit_flags(command)
     options = parser.parse_args(words)
     if options.function is submit:
-        _check_submit(options, parser)
+        _choose_panels(options, parser)
     elif flags:
         parser.error(f"{flags[0]}: Megatron's flags go with submit")
     return options
@@ -262,9 +251,8 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.epilog = "Words after -- are Megatron's flags for every run."
     trained = [name for name, figure in PAPER["figures"].items() if "runs" in figure]
     option = command.add_argument
-    option("--figure", choices=trained, help="of the paper (scripts/paper.yaml)")
-    meaning = "of the figure, if it has several (of 6 and 7, a: one server; b, c: eight)"
-    option("--panel", type=names_of(("a", "b", "c")), default="a,b,c", metavar="a,...", help=meaning)
+    option("--figure", choices=[*trained, "11"], help="of the paper (scripts/paper.yaml)")
+    option("--cluster", metavar="NAME|FILE.yaml", help="of the planner: the figure's GPUs on its servers")
     option("--model", choices=PRESETS, metavar="NAME", help="instead of a figure, with the next four")
     option("--nodes", type=int, help="servers of a job")
     option("--gpus-per-node", type=int, help="with --cpu: processes")
@@ -276,21 +264,15 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     option("--micro-batch-size", type=numbers, default=(), metavar="N,...", help=meaning)
     option("--precision", choices=("bf16", "fp16", "fp32"), default="fp16", help="default: the paper's")
     option("--train-iters", type=int, default=30)
-    option("--minutes", type=int, default=15, help="time limit of a job")
     option("--cpu", action="store_true", help="the nodes have no GPUs")
-    option("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me"')
-    meaning = f"default: {','.join(AGAIN)}"
-    option("--again", type=names_of(status.WORDS), default=AGAIN, metavar="WORD,...", help=meaning)
+    option("--sbatch", default="", metavar="OPTIONS", help='such as "--partition=gpu --account=me --time=30"')
     option("--dry-run", action="store_true", help="print the commands")
 
 
-def _check_submit(options: argparse.Namespace, parser: Parser) -> None:
-    """Set `panels`."""
+def _choose_panels(options: argparse.Namespace, parser: Parser) -> None:
     own = (options.model, options.nodes, options.gpus_per_node, options.model_parallel_size, options.batch_sizes)
     if options.figure:
-        found = panels(options.figure)
-        lettered = [panel for panel in found if panel.figure[-1] in options.panel]
-        options.panels = lettered if len({panel.figure for panel in found}) > 1 and lettered else found
+        options.panels = largest_panels() if options.figure == "11" else panels(options.figure)
         if options.batch_sizes:
             options.panels = [replace(panel, batches=options.batch_sizes) for panel in options.panels]
     elif not all(own):

@@ -240,4 +240,3 @@ def test_a_sweep_measures_and_tells_what_does_not_fit(slurm, tmp_path):
     for system in ("GPipe", "PipeDream-2BW"):
         assert float(rows[system]["samples_per_second"]) > 0 and rows[system]["iterations"] == "4"
     assert rows["PipeDream-Flush"]["samples_per_second"] == "" and "memory" in rows["PipeDream-Flush"]["reason"]
-    assert (out / "sweep.png").stat().st_size > 1000

@@ -1,52 +1,25 @@
-"""The sweep of Figures 6 and 7 without Slurm: its grid, its commands, what it reads from logs, the CSV and the bars."""
+"""The sweep of the paper's figures without Slurm: its commands, what it reads from logs, the tables of both scripts."""
 
 from __future__ import annotations
 
 import csv
-import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_2bw.models.model import PRESETS
 from megatron_2bw.slurm import status
 from megatron_2bw.slurm.status import Outcome
-from scripts.paper_data import SYSTEMS, Panel, Run, grid, panels
-from scripts.paper_picture import draw
+from scripts import paper
+from scripts.paper_data import PAPER, SYSTEMS, Panel, grid, panels
 from scripts.slurm import sweep
 from scripts.slurm.sweep import measured
-
-PANELS = panels("6") + panels("7")
 
 OWN = """
     --model gpt-355m --nodes 1 --gpus-per-node 8 --model-parallel-size 8 --batch-sizes 64 --micro-batch-size 2,4
 """.split()
-
-
-def test_the_figures_are_the_papers():
-    """8-deep for 2.2 billion parameters on 8 and 64 GPUs, 16-deep for 3.8 on 64; two batches each (section 5.2)."""
-    shapes = {panel.figure: (panel.model, panel.servers * panel.gpus_per_server, panel.parallel) for panel in PANELS}
-    for figure, kind in (("6", "gpt"), ("7", "bert")):
-        assert shapes[f"{figure}a"] == (f"{kind}-2.2b", 8, 8)
-        assert shapes[f"{figure}b"] == (f"{kind}-2.2b", 64, 8) and shapes[f"{figure}c"] == (f"{kind}-3.8b", 64, 16)
-    assert all(len(panel.batches) == 2 and PRESETS[panel.model].sequence == 512 for panel in PANELS)
-
-
-def test_every_run_is_legal():
-    for run in grid(PANELS, tuple(SYSTEMS), (1, 2, 4, 8)):
-        plan, model = run.plan, PRESETS[run.panel.model]
-        heads = dict(run.panel.shape).get("heads", model.heads)
-        assert plan.global_batch == run.batch and plan.gpus == run.panel.servers * run.panel.gpus_per_server
-        assert model.layers % plan.depth == 0 and heads % plan.tensor == 0 and model.hidden % heads == 0, run.name
-        assert (plan.tensor, plan.depth) in ((1, run.panel.parallel), (run.panel.parallel, 1))
-        assert plan.recompute == "full" and (plan.schedule != "2bw" or plan.microbatches >= plan.depth)
-
-
-def test_a_figure_has_all_systems_batches_and_microbatches():
-    runs = grid([panel for panel in PANELS if panel.figure == "6a"], tuple(SYSTEMS), (1, 2, 4, 8))
-    assert len(runs) == 2 * len(SYSTEMS) * 4 == len({run.name for run in runs})
 
 
 def test_what_does_not_divide_or_does_not_fill_the_stages_is_left_out():
@@ -69,37 +42,64 @@ def sbatch(tmp_path, monkeypatch) -> Path:
     return tmp_path / "called"
 
 
-def call(*words: object, monkeypatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, words)])
-    return sweep.main()
+@pytest.fixture
+def call(monkeypatch):
+    def main(*words: object, program=sweep) -> int:
+        monkeypatch.setattr(sys, "argv", ["program", *map(str, words)])
+        return program.main()
+
+    return main
 
 
-def test_a_dry_run_prints_what_a_shell_can_run(tmp_path, monkeypatch, capsys):
-    words = (
-        "--figure",
-        7,
-        "--panel",
-        "c",
-        "--out",
-        tmp_path / "o",
-        "--dry-run",
-        "--sbatch",
-        "--partition=gpu --account=me",
-    )
-    assert call("submit", *words, "--", "--data-path", "a b", monkeypatch=monkeypatch) == 0
+def test_a_dry_run_prints_what_a_shell_can_run(tmp_path, call, capsys):
+    words = ("--figure", 7, "--out", tmp_path / "o", "--dry-run", "--sbatch", "--partition=gpu --account=me")
+    assert call("submit", *words, "--", "--data-path", "a b") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(grid(panels("7")[2:])) == 58 and not (tmp_path / "o").exists()
-    for line in lines:
+    assert len(lines) == len(grid(panels("7"))) and not (tmp_path / "o").exists()
+    subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=True)
+    for line in lines[-58:]:  # 3.8 billion parameters on 64 GPUs
         assert line.startswith("MODEL=bert-3.8b PLAN='' PRECISION=fp16 CHECKPOINTS=none ") and " RESTARTS=0 " in line
         assert "--nodes=8 --gpus-per-node=8" in line and "--partition=gpu --account=me" in line
         assert line.index("--pipeline-schedule ") < line.index("--two-bw-correction none")
         assert line.endswith("--num-attention-heads 32 --data-path 'a b'") and "pretrain_bert_2bw.sbatch" in line
 
 
-def test_it_submits_each_run_once_and_again_what_has_failed(tmp_path, monkeypatch, sbatch):
+def test_whole_trainings_have_the_papers_settings_and_need_data(tmp_path, call, capsys):
+    words = ("submit", "--figure", 5, "--out", tmp_path)
+    assert call(*words) == 1
+    assert f"preprocess_data.py --task gpt --dataset {PAPER['data']['dataset']}" in capsys.readouterr().err
+    assert call(*words, "--dry-run") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "pretrain_gpt_2bw.sbatch" in line]
+    assert len(lines) == 3 and sorted(line.count("--train-iters 240000") for line in lines) == [0, 0, 1]
+    for line in lines:
+        assert f"--lr {PAPER['training']['lr']} {PAPER['training']['flags'].strip()}" in line
+        assert f"--data-path {tmp_path}/openwebtext-gpt " in line and "/checkpoints " in line
+        assert "--time=" not in line and "--no-requeue" not in line
+    assert call("submit", "--figure", "table1", "--out", tmp_path, "--dry-run") == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "PRECISION=fp32" in line and line.endswith("--seq-length 128 --max-position-embeddings 128")
+
+
+CLUSTER = "servers: {}\ngpus_per_server: 4\ngpu: V100-16GB\ninside: {{gb_s: 130, latency_us: 5}}\n"
+CLUSTER += "between: {{gb_s: 2.5, latency_us: 50}}\n"
+
+
+def test_jobs_for_ones_own_cluster(tmp_path, call, capsys):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(CLUSTER.format(2))
+    words = ("submit", "--figure", 6, "--cluster", mine, "--out", tmp_path / "out", "--dry-run")
+    assert call(*words) == 0
+    out, err = capsys.readouterr()
+    left, jobs = err.splitlines(), out.splitlines()
+    assert len(left) == 2 and "6b is left out: it needs 64 GPUs" in left[0]
+    assert len(jobs) == len(grid([panels("6")[0]])) and all("--nodes=2 --gpus-per-node=4" in line for line in jobs)
+    mine.write_text(CLUSTER.format(1))
+    assert call(*words) == 1 and "it has 4 GPUs" in capsys.readouterr().err
+
+
+def test_it_submits_each_run_once_and_again_what_has_failed(tmp_path, call, sbatch):
     out = tmp_path / "out"
-    submit = ("submit", *OWN, "--out", out)
-    assert call(*submit, monkeypatch=monkeypatch) == 0
+    assert call("submit", *OWN, "--out", out) == 0
     first = sbatch.read_text().splitlines()
     assert len(first) == len(SYSTEMS) * 2 and all(line.startswith(f"gpt-355m none {out}/own-") for line in first)
     runs = sweep.stored(out)
@@ -109,22 +109,20 @@ def test_it_submits_each_run_once_and_again_what_has_failed(tmp_path, monkeypatc
     for word, (_, _, folder) in zip(("failed", "timeout", "out of memory", "completed", "running"), runs):
         status.write(folder / "status.json", Outcome(word, "x"))
         (folder / "start-0-node-0-a.log").write_text("old")
-    assert call(*submit, monkeypatch=monkeypatch) == 0
+    assert call("submit", *OWN, "--out", out) == 0
     again = sbatch.read_text().splitlines()[len(first) :]
     assert {line.split()[2] for line in again} == {str(folder) for _, _, folder in runs[:2]} and len(again) == 2
     for _, _, folder in runs[:2]:  # the earlier try lies aside, whole
         assert (folder.with_name(f"{folder.name}.1") / "start-0-node-0-a.log").read_text() == "old"
         assert not list(folder.glob("*.log")) and status.read(folder / "status.json")["status"] == "pending"
-    assert call(*submit, "--again", "out of memory", monkeypatch=monkeypatch) == 0
-    assert len(sbatch.read_text().splitlines()) == len(first) + 3
     assert len(sweep.stored(out)) == len(first)
 
 
-def test_a_run_that_sbatch_refuses_is_failed(tmp_path, monkeypatch, sbatch, capsys):
+def test_a_run_that_sbatch_refuses_is_failed(tmp_path, call, sbatch, capsys):
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: no such\n partition' >&2\nexit 1\n")
-    assert call("submit", *OWN, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 1
+    assert call("submit", *OWN, "--out", tmp_path / "out") == 1
     error = capsys.readouterr().err
-    assert error.startswith("sweep.py: error: sbatch does not take own-") and error.count("\n") == 1
+    assert "sbatch does not take own-" in error and error.count("\n") == 1
     (path,) = (tmp_path / "out").glob("*/status.json")
     assert status.read(path)["status"] == "failed"
 
@@ -148,77 +146,47 @@ def test_the_speed_is_that_after_the_warm_up():
     }
     assert measured(log(500, 200, every=5), 5)["iterations"] == 5  # a line stands for all since the one before
     assert measured(log(500, 200), 2) == measured("", 0) == {}
-    assert measured(log(500.0).replace("peak memory", "no memory"), 0)["peak_memory_gib"] == ""
     cut_off = " iteration 9/ 30 | elapsed time per iteration (ms): 100.0 | learning rate: 1.0"
     assert measured(log(500.0) + cut_off, 0) == measured(log(500.0), 0)
 
 
-def write_run(out: Path, run: Run, word: str, text: str = "") -> None:
-    folder = out / run.name
-    status.write(folder / "status.json", Outcome(word, f"because {word}"))
-    (folder / "start-0-node-1-a.log").write_text(text)
-    panel = vars(run.panel)
-    (folder / "run.json").write_text(json.dumps({"job": "7", "run": vars(run) | {"panel": panel}}))
-
-
-def test_the_table_has_a_row_for_every_run_and_the_bars_the_fastest(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(status, "slurm_state", lambda job: "RUNNING")
-    panel = Panel("6a", "gpt-2.2b", 1, 8, 8, (64, 256))
-    write_run(tmp_path, Run(panel, "PipeDream-2BW", 64, 1), "completed", log(900, 200, 200))
-    write_run(tmp_path, Run(panel, "PipeDream-2BW", 64, 2), "completed", log(900, 100, 100))
-    write_run(tmp_path, Run(panel, "PipeDream-2BW", 64, 4), "out of memory", log(900, 1, 1))
-    write_run(tmp_path, Run(panel, "GPipe", 64, 1), "out of memory")
-    write_run(tmp_path, Run(panel, "GPipe", 256, 1), "running", log(900, 1))
-    write_run(tmp_path, Run(Panel("6b", "gpt-2.2b", 8, 8, 8, (512,)), "tensor MP", 512, 1), "failed")
-    assert call("collect", "--out", tmp_path, "--warm-up", 1, monkeypatch=monkeypatch) == 0
-    with open(tmp_path / "sweep.csv", newline="") as file:
+def test_the_jobs_of_a_figure_stand_in_both_tables(tmp_path, call, sbatch, capsys):
+    """A row for every run; of several microbatches the fastest counts, and a word stands where nothing was measured."""
+    out = tmp_path / "figure8"
+    assert call("submit", "--figure", 8, "--cluster", "p3.16xlarge", "--out", out) == 0
+    for run, _, folder in sweep.stored(out):
+        fits = (run.system, run.panel.model) != ("GPipe", "gpt-2.2b")
+        status.write(folder / "status.json", Outcome("completed" if fits else "out of memory", "because"))
+        (folder / "start-0-node-0-a.log").write_text(log(900, 100, 100, batch=run.batch))
+    capsys.readouterr()
+    assert call("collect", "--out", out, "--warm-up", 1) == 0
+    with open(out / "sweep.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == sweep.COLUMNS and len(rows) == 6
-    found = {(row["system"], row["batch"], row["microbatch"]): row for row in rows}
-    assert found["PipeDream-2BW", "64", "2"]["samples_per_second"] == "640.0"
-    assert found["PipeDream-2BW", "64", "4"]["samples_per_second"] == ""  # what ends early has no speed
-    memory = found["GPipe", "64", "1"]
-    assert (memory["status"], memory["reason"], memory["gpus"]) == ("out of memory", "because out of memory", "8")
-    assert found["tensor MP", "512", "1"]["tensor"] == "8" and found["tensor MP", "512", "1"]["width"] == "8"
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG") and not list(tmp_path.glob("*.part"))
+    assert list(rows[0]) == sweep.COLUMNS and len(rows) == len(grid(panels("8")))
+    speeds = {(row["model"], row["system"], row["batch"]): row["samples_per_second"] for row in rows}
+    assert speeds["gpt-2.2b", "PipeDream-2BW", "64"] == "640.0" and speeds["gpt-2.2b", "GPipe", "64"] == ""
     said = capsys.readouterr().out
-    assert "6a gpt-2.2b on 8 GPUs, batch 64, PipeDream-2BW: 640.000 samples/s" in said and "(6 runs)" in said
-    assert "batch 256, GPipe: running" in said and "batch 512, tensor MP: failed" in said
-
-
-def test_bars_are_drawn_with_words_where_nothing_was_measured(tmp_path, monkeypatch):
-    import matplotlib.axes
-
-    texts, heights = [], []
-    monkeypatch.setattr(matplotlib.axes.Axes, "text", lambda self, x, y, text, **_: texts.append(text.strip()))
-    monkeypatch.setattr(matplotlib.axes.Axes, "bar", lambda self, x, y, *words, **_: heights.extend(y))
-    draw(
-        {"6a": {("GPipe", 64): "out of memory", ("PipeDream-2BW", 64): 12.5}},
-        tmp_path / "a.png",
-        "samples / s",
-        "batch",
-    )
-    assert heights == [0, 12.5] and texts == ["OOM", "12.5"]
+    assert "| 64 | PipeDream-2BW | 640.0 | completed |" in said and "| GPipe |  | out of memory |" in said
+    words = ("--figure", 8, "--collect", out, "--warm-up", 1, "--skip-measurements", "--out", tmp_path / "paper")
+    assert call(*words, program=paper) == 0
+    with open(tmp_path / "paper" / "figure8.csv", newline="") as file:
+        found = {(row["figure"], row["series"], row["x"]): row["measured"] for row in csv.DictReader(file)}
+    assert found["8a", "GPipe", "64"] == "out of memory" and found["8a", "PipeDream-2BW", "256"] == "3.5"
+    assert "| 3.5 |" in (tmp_path / "paper" / "figure8.md").read_text()
 
 
 @pytest.mark.parametrize(
     "words, flag",
     [([], "--figure"), ([*OWN, "--systems", "GPipe,x"], "--systems"), ([*OWN, "--batch-sizes", "7"], "--batch-sizes")],
 )
-def test_wrong_flags_are_told_in_one_line(words, flag, tmp_path, monkeypatch, capsys):
+def test_wrong_flags_are_told_in_one_line(words, flag, tmp_path, call, capsys):
     with pytest.raises(SystemExit) as end:
-        call("submit", "--out", tmp_path / "out", *words, monkeypatch=monkeypatch)
+        call("submit", "--out", tmp_path / "out", *words)
     error = capsys.readouterr().err
     assert end.value.code == 2 and flag in error and error.count("\n") == 1
 
 
-def test_without_slurm_and_without_runs_it_says_so(tmp_path, monkeypatch, capsys):
+def test_without_slurm_and_without_runs_it_says_so(tmp_path, monkeypatch, call, capsys):
+    assert call("collect", "--out", tmp_path) == 1 and "nothing was submitted" in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert call("submit", *OWN, "--out", tmp_path, monkeypatch=monkeypatch) == 1
-    assert "sbatch" in capsys.readouterr().err
-    assert call("collect", "--out", tmp_path, monkeypatch=monkeypatch) == 1
-    assert "nothing was submitted to it" in capsys.readouterr().err
-    write_run(tmp_path, Run(PANELS[0], "GPipe", 64, 1), "running")
-    assert call("status", "--out", tmp_path, monkeypatch=monkeypatch) == 1
-    error = capsys.readouterr().err
-    assert "scontrol is not installed" in error and error.count("\n") == 1
+    assert call("submit", *OWN, "--out", tmp_path) == 1 and "sbatch" in capsys.readouterr().err
