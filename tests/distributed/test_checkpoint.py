@@ -63,9 +63,12 @@ CASES = {
 @pytest.mark.proof("four stages, bf16, recompute", "asynchronous, with evaluations")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
-    stages, microbatches, width, flags = CASES[name]
+    check_resumed(tmp_path, *CASES[name])
+
+
+def check_resumed(folder: Path, stages: int, microbatches: int, width: int, flags: str) -> None:
     argv = command(stages, microbatches, "2bw", *flags.split(), width=width, **DROPOUT)
-    assert_goes_on(*interrupted(tmp_path, stages * width * (1 + ("--tensor-model-parallel-size" in argv)), argv))
+    assert_goes_on(*interrupted(folder, stages * width * (1 + ("--tensor-model-parallel-size" in argv)), argv))
 
 
 LLAMA = ("--swiglu", "--group-query-attention", "--disable-bias-linear")

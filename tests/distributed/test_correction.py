@@ -15,7 +15,16 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.compare import SGD, UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference
-from tests.distributed.test_checkpoint import ASYNCHRONOUS, DROPOUT, SAVED, assert_goes_on, interrupted
+from tests.distributed.test_checkpoint import (
+    ASYNCHRONOUS,
+    DROPOUT,
+    EVALUATED,
+    SAVED,
+    SHARDED,
+    assert_goes_on,
+    check_resumed,
+    interrupted,
+)
 from tests.distributed.test_late_step import OVERLAP
 from tests.distributed.test_update_rule import POISONED, poison
 from tests.distributed.training import Run, command, train
@@ -126,29 +135,21 @@ def test_a_skipped_step_with_the_distributed_optimizer_and_evaluations():
         assert torch.equal(value, runs[1].weights[name]), "the replicas have drifted apart"
 
 
+BY_1, BY_AUTO = "--two-bw-correction extrapolate", "--two-bw-correction auto"
 CASES = {
-    "fp32, tied": (2, command(2, 2, "2bw", **EXTRAPOLATE, **DROPOUT)),
-    "bf16, distributed optimizer": (
-        4,
-        command(
-            2, 2, "2bw", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", width=2, **AUTO, **DROPOUT
-        ),
-    ),
-    "asynchronous, with evaluations": (
-        2,
-        command(2, 3, "2bw", "--bf16", *ASYNCHRONOUS, eval_interval=1, eval_iters=1, **AUTO, **DROPOUT),
-    ),
-    "in the synchronous start": (2, command(2, 2, "2bw", two_bw_sync_iterations=5, **EXTRAPOLATE, **DROPOUT)),
-    "torch format": (2, command(2, 2, "2bw", "--bf16", ckpt_format="torch", **AUTO, **DROPOUT)),
-    "at its end": (2, command(2, 2, "2bw", two_bw_sync_iterations=SAVED, **EXTRAPOLATE, **DROPOUT)),
+    "fp32, tied": (2, 2, 1, BY_1),
+    "bf16, distributed optimizer": (2, 2, 2, f"--bf16 {SHARDED} --overlap-grad-reduce {BY_AUTO}"),
+    "asynchronous, with evaluations": (2, 3, 1, f"--bf16 {ASYNCHRONOUS} {EVALUATED} {BY_AUTO}"),
+    "in the synchronous start": (2, 2, 1, f"--two-bw-sync-iterations 5 {BY_1}"),
+    "torch format": (2, 2, 1, f"--bf16 --ckpt-format torch {BY_AUTO}"),
+    "at its end": (2, 2, 1, f"--two-bw-sync-iterations {SAVED} {BY_1}"),
 }
 
 
 @pytest.mark.proof("fp32, tied")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
-    ranks, argv = CASES[name]
-    assert_goes_on(*interrupted(tmp_path, ranks, argv))
+    check_resumed(tmp_path, *CASES[name])
 
 
 def test_a_longer_synchronous_start_than_at_the_save(tmp_path):

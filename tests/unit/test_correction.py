@@ -1,107 +1,20 @@
-"""The working copy by hand: what a step writes to the weight store, and that main parameters stay the true ones."""
+"""What the flags of a correction stand for, the lines about it, and the gradient term by hand.
+
+What a step makes of it is held to the reference in tests/distributed/test_correction.py.
+"""
 
 from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from typing import NamedTuple
 
 import pytest
 import torch
 
-from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.flags.correction import Correction, correction, factor, note, parse
 from megatron_2bw.flags.own import short_warmup, sync_iterations
-from megatron_2bw.mcore.working_copy import WorkingCopy, add_gradients, own_mains, resume_note
+from megatron_2bw.mcore.working_copy import add_gradients, resume_note
 from megatron_2bw.portions import portions
-
-
-class MixedPrecision:
-    """As much of Megatron's Float16OptimizerWithFloat16Params as the correction meets, with a step of its own."""
-
-    optimizer = object()
-
-    def __init__(self, stores: WeightStores):
-        self.stores, self.target = stores, 0
-        self.fp32_from_float16_groups = [[p.detach().float() for p in stores.params if p.dtype != torch.float32]]
-
-    def _copy_main_params_to_model_params(self) -> None:
-        low = [view for view in self.stores.views(self.target) if view.dtype != torch.float32]
-        for view, main in zip(low, self.fp32_from_float16_groups[0]):
-            view.copy_(main)
-
-    def step(self, *updates: float) -> None:
-        for main, update in zip(self.fp32_from_float16_groups[0], updates):
-            main.sub_(update)
-        self._copy_main_params_to_model_params()
-
-
-class Proxies:
-    """Of parameters whose optimizer is not in the test."""
-
-    def __init__(self, stores: WeightStores):
-        self.mains, self.of = own_mains(stores), {param: param for param in stores.params}
-
-
-class Made(NamedTuple):
-    """A stage with one parameter of 16 bits and one of 32, whose steps subtract `update`."""
-
-    stores: WeightStores
-    part: MixedPrecision
-    proxies: Proxies
-    copy: WorkingCopy
-
-    def step(self, correction: Correction, update: float = 0.5, stepped: bool = True) -> list[list[float]]:
-        """What is in the store then."""
-        self.part.target = self.stores.reserve({self.stores.newest})
-        views = self.stores.views(self.part.target)
-
-        def megatron_step() -> tuple:
-            for main in self.proxies.mains.values() if stepped else ():  # in place, as Megatron's optimizer
-                main.sub_(update)
-            if stepped:
-                self.part.step(update)
-            return (stepped,)
-
-        self.copy.step(megatron_step, views, correction)
-        self.stores.commit(self.part.target, True)
-        return [view.tolist() for view in views]
-
-
-@pytest.fixture
-def made() -> Made:
-    low, full = torch.nn.Parameter(torch.tensor([1.0, 2.0]).bfloat16()), torch.nn.Parameter(torch.tensor([4.0]))
-    stores = WeightStores([low, full], 2)
-    stores.start(0)
-    part, proxies = MixedPrecision(stores), Proxies(stores)
-    return Made(stores, part, proxies, WorkingCopy([part], stores, None, proxies, takes_gradients=False))
-
-
-@pytest.mark.parametrize(
-    "factor, low, full", [(1.0, [0.0, 1.0], [3.0]), (0.5, [0.25, 1.25], [3.25]), (0.0, [0.5, 1.5], [3.5])]
-)
-def test_the_store_is_ahead_by_the_factor_of_the_update_and_the_main_parameters_are_not(factor, low, full, made):
-    assert made.step(Correction(factor)) == [low, full]
-    (main,) = made.part.fp32_from_float16_groups[0]
-    (own,) = made.proxies.mains.values()
-    assert main.tolist() == [0.5, 1.5] and own.tolist() == [3.5]
-
-
-def test_the_next_update_starts_from_the_true_weights(made):
-    made.step(Correction(1.0))
-    assert made.step(Correction(1.0), update=-1.0) == [[2.5, 3.5], [5.5]]
-
-
-def test_a_skipped_step_leaves_the_true_weights_in_the_store(made):
-    made.step(Correction(1.0))
-    assert made.step(Correction(1.0), stepped=False) == [[0.5, 1.5], [3.5]]
-    assert made.step(Correction(1.0))[0] == [-0.5, 0.5], "nothing is left of the skipped one"
-
-
-def test_the_update_is_taken_in_fp32(made):
-    """An update that bf16 weights do not show is there twice over."""
-    (first, _), _ = made.step(Correction(1.0), update=2.0**-9 * 1.5)
-    assert first == torch.tensor(1 - 2.0**-8 * 1.5).bfloat16() != torch.tensor(1 - 2.0**-9 * 1.5).bfloat16()
 
 
 @pytest.mark.parametrize(
