@@ -1,4 +1,4 @@
-"""What the flags of a correction stand for, the lines about it, and the gradient term by hand.
+"""What the flags of a correction stand for, and the lines about it.
 
 What a step makes of it is held to the reference in tests/distributed/test_correction.py.
 """
@@ -13,17 +13,15 @@ import torch
 
 from megatron_2bw.flags.correction import Correction, correction, factor, note, parse
 from megatron_2bw.flags.own import short_warmup, sync_iterations
-from megatron_2bw.mcore.working_copy import add_gradients, resume_note
+from megatron_2bw.mcore.working_copy import resume_note
 from megatron_2bw.portions import portions
 
 
 @pytest.mark.parametrize(
     "then, now, text",
     [
-        (None, None, ""),
         (parse("0.5"), Correction(0.5), ""),
         (None, Correction(1.0), ": not corrected at first, corrected by 1 from then on"),
-        (Correction(1.0), None, ": corrected by 1 at first, not corrected from then on"),
         (Correction(1.0), Correction(1.0, 2), ": corrected by 1 at first, corrected by 1 and gradient 2 from then on"),
     ],
 )
@@ -58,7 +56,6 @@ def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, sta
     [
         ({}, " 20 iterations"),
         (dict(lr_warmup_iters=100), None),
-        (dict(lr_warmup_iters=0, lr_warmup_fraction=0.01), " 5 iterations"),
         (dict(lr_warmup_iters=0, lr_warmup_fraction=0.2, lr_decay_iters=100), " 20 iterations"),
         (dict(lr_warmup_iters=0, lr_warmup_samples=792), " 99 iterations"),
         (dict(train_iters=None, train_samples=1592), None),  # 199 iterations
@@ -75,6 +72,9 @@ def test_a_short_warmup_has_a_line(given, said):
     assert (line is None) if said is None else (line.startswith("WARNING: ") and said in line and "\n" not in line)
 
 
+BY_HAND = dict(two_bw_correction="extrapolate")
+
+
 @pytest.mark.parametrize(
     "given, expected",
     [
@@ -82,15 +82,9 @@ def test_a_short_warmup_has_a_line(given, said):
         (dict(two_bw_correction="auto"), Correction(1.5, 2.0)),
         (dict(two_bw_correction="auto", adam_beta1=0.5), Correction(0.5)),
         (dict(two_bw_correction="auto", optimizer="muon", muon_scalar_optimizer="lion"), Correction(1.5)),
-        (dict(two_bw_correction="extrapolate"), Correction(1.0)),
-        (
-            dict(two_bw_correction="extrapolate", two_bw_correction_factor="1.5:cosine:0.9"),
-            Correction(1.5, 0.0, "cosine", 0.9),
-        ),
-        (
-            dict(two_bw_correction="extrapolate", two_bw_correction_factor="0.5", two_bw_correction_gradient=3.0),
-            Correction(0.5, 3.0),
-        ),
+        (BY_HAND, Correction(1.0)),
+        (BY_HAND | dict(two_bw_correction_factor="1.5:cosine:0.9"), Correction(1.5, 0.0, "cosine", 0.9)),
+        (BY_HAND | dict(two_bw_correction_factor="0.5", two_bw_correction_gradient=3.0), Correction(0.5, 3.0)),
     ],
 )
 def test_what_the_flags_stand_for(given, expected):
@@ -112,27 +106,6 @@ def test_schedules_of_the_factor():
 def test_a_wrong_factor_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be"):
         factor(text)
-
-
-@pytest.mark.parametrize("make, part", [(torch.optim.AdamW, 0.1), (torch.optim.SGD, 1.0)])
-def test_the_gradient_term_is_the_last_gradients_part_of_the_update(make, part):
-    options = dict(betas=(0.9, 0.95), weight_decay=0.0) if part < 1 else dict(momentum=0.9)
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(2, 2))]
-    optimizer = make(params, lr=0.5, **options)
-    for _ in range(3):
-        for param in params:
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-    group = optimizer.param_groups[0]
-    working = [torch.zeros_like(param) for param in params]
-    add_gradients(optimizer, group, params, working, 1.0)
-    for param, found in zip(params, working):
-        below = 1.0
-        if part < 1:
-            state = optimizer.state[param]
-            below = (state["exp_avg_sq"] / (1 - 0.95**3)).sqrt() + 1e-8
-        torch.testing.assert_close(found, -0.5 * part * param.grad / below)
 
 
 def test_denominators_exist_for_a_few_elements_at_a_time():
