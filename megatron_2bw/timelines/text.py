@@ -43,10 +43,9 @@ def render(events: list[Event], stages: int, columns: int = 160, versions: bool 
     length = min(end, room)
     lines = [("time".ljust(head) + _ruler(scale, length)).rstrip()]
     for stage, own in enumerate(by_stage(events, stages)):
-        shown = [event for event in own if scale.column(event.start) <= length]
-        lines.append(f"stage {stage}".ljust(head) + _row(shown, scale, length, chunked))
+        lines.append(f"stage {stage}".ljust(head) + _row(own, scale, end, chunked)[:length])
         if versions:
-            lines.append(("   W(v)".ljust(head) + _versions(shown, scale, length)).rstrip())
+            lines.append(("   W(v)".ljust(head) + _versions(own, scale, end)[:length]).rstrip())
     if end > room:
         shown = room / scale.width * scale.unit
         lines.append(f"cut at {columns} columns: time 0 to {shown:.4g} of {makespan(events):.4g} is shown")
@@ -118,17 +117,16 @@ def label(event: Event, chunked: bool) -> str:
 
 
 def _row(events: list[Event], scale: _Scale, columns: int, chunked: bool) -> str:
-    """The first `columns` characters of a stage's row."""
     row = ["."] * columns
     for event in events:
-        first = scale.column(event.start)
-        length = scale.column(event.end) - first
+        first, last = scale.column(event.start), scale.column(event.end)
         if event.action.kind == REDUCE:
-            _put(row, first, UPDATE * length)
+            row[first:last] = UPDATE * (last - first)
         elif event.action.kind in FILL and event.end > event.start:
-            _put(row, first, _bar(event, max(length, 1), chunked))
+            bar = _bar(event, max(last - first, 1), chunked)
+            row[first : first + len(bar)] = bar
     for event in events:
-        if event.action.kind == STEP and 0 < scale.column(event.end) <= columns:
+        if event.action.kind == STEP and scale.column(event.end):
             row[scale.column(event.end) - 1] = "|"
     return "".join(row)
 
@@ -141,17 +139,13 @@ def _bar(event: Event, length: int, chunked: bool) -> str:
     return number + fill * (length - 1 - len(number)) + " "
 
 
-def _put(row: list[str], first: int, text: str) -> None:
-    row[first : first + len(text)] = text[: max(len(row) - first, 0)]
-
-
 def _versions(events: list[Event], scale: _Scale, columns: int) -> str:
     row = [" "] * columns
     for event in events:
         text, first = str(event.action.version), scale.column(event.start)
         if event.action.kind in FILL and scale.column(event.end) - first > len(text):
-            _put(row, first, text)
-    return "".join(row).rstrip()
+            row[first : first + len(text)] = text
+    return "".join(row)
 
 
 def _ruler(scale: _Scale, length: int) -> str:
