@@ -26,26 +26,24 @@ LACKING = {  # package: what its absence means
 def main(argv: Sequence[str], prog: str) -> int:
     """Print a table; the status is 1 if something keeps every run from starting."""
     Parser(prog=prog, description="What is installed, and what it means for a run.").parse_args(argv)
-    rows = [*_software(), *_machine()]
+    rows = list(_rows())
     for verdict, name, found, meaning in rows:
         print(f"{verdict:<6}{name:<20}{found:<24}{meaning}".rstrip())
     return int(any(row[0] == WRONG for row in rows))
 
 
-def _software() -> Iterator[tuple[str, str, str, str]]:
-    found = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}  # pip has seen to them
+def _rows() -> Iterator[tuple[str, str, str, str]]:
+    import torch
+    from torch.torch_version import TorchVersion
+
     yield OK, "megatron_2bw", __version__, f"Python {platform.python_version()}"
-    old = tuple(map(int, found["torch"].split(".")[:2])) < tuple(map(int, OLDEST_TORCH.split(".")))
-    yield WRONG if old else OK, "torch", found["torch"], f"install {OLDEST_TORCH} or newer" if old else ""
-    other = not found["megatron-core"].startswith("0.19.")
-    yield WRONG if other else OK, "megatron-core", found["megatron-core"], "install 0.19" if other else ""
+    old = TorchVersion(torch.__version__) < OLDEST_TORCH
+    yield WRONG if old else OK, "torch", torch.__version__, f"install {OLDEST_TORCH} or newer" if old else ""
+    megatron = importlib.metadata.version("megatron-core")
+    other = not megatron.startswith("0.19.")
+    yield WRONG if other else OK, "megatron-core", megatron, "install 0.19" if other else ""
     for name, meaning in LACKING.items():
         yield (OK, name, "yes", "") if installed(name) else (NOTE, name, "-", meaning)
-
-
-def _machine() -> Iterator[tuple[str, str, str, str]]:
-    import torch
-
     yield OK, "processor cores", str(len(os.sched_getaffinity(0))), ""
     yield OK, "memory available", f"{psutil.virtual_memory().available / 2**30:.0f} GiB", ""
     shared = shutil.disk_usage("/dev/shm").total / 2**30
