@@ -141,8 +141,9 @@ datasets_provider.is_distributed = True  # Megatron calls it on every rank
 
 def dataset_config(args) -> BERTMaskedWordPieceDatasetConfig:
     """Megatron's dataset configuration from its own flags."""
-    return BERTMaskedWordPieceDatasetConfig(
-        **common.dataset_options(args),
+    return common.dataset_config(
+        BERTMaskedWordPieceDatasetConfig,
+        args,
         masking_probability=args.mask_prob,
         short_sequence_probability=args.short_seq_prob,
         masking_max_ngram=MASKED_WORDS,

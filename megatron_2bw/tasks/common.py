@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -61,16 +62,11 @@ def micro_batch_size(args, training: bool) -> int:
     return args.micro_batch_size if training else args.eval_micro_batch_size or args.micro_batch_size
 
 
-def same_names(args, names: str) -> dict[str, Any]:
-    """The arguments that a configuration of Megatron has under the same names."""
-    return {name: getattr(args, name) for name in names.split()}
-
-
-def dataset_options(args) -> dict[str, Any]:
-    """The options that Megatron's GPT and BERT dataset configurations share, from its own flags."""
+def dataset_config(kind: type, args: Any, **more: Any) -> Any:
+    """Megatron's configuration of a `kind` of datasets, whose fields have the names of its flags, or are in `more`."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    same = "split multiple_validation_sets full_validation num_dataset_builder_threads mid_level_dataset_surplus"
-    return same_names(args, f"{same} allow_ambiguous_pad_tokens") | dict(
+    same = {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
+    own = dict(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
@@ -78,6 +74,7 @@ def dataset_options(args) -> dict[str, Any]:
         path_to_cache=args.data_cache_path,
         tokenizer=get_tokenizer(),
     )
+    return kind(**same | own | more)
 
 
 def build_datasets(kind: type, samples: list[int], builds: Callable[[], bool], config: Any) -> list[Any]:

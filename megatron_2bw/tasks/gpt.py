@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import mpu
@@ -102,16 +103,13 @@ datasets_provider.is_distributed = True  # Megatron calls it on every rank
 def dataset_config(args) -> GPTDatasetConfig:
     """Megatron's dataset configuration from its own flags."""
     sequences = args.per_dataset_sequences_path
-    same = "mmap_bin_files reset_position_ids reset_attention_mask eod_mask_loss object_storage_cache_path"
-    options = common.dataset_options(args) | common.same_names(args, same)
-    options |= dict(
+    options: dict[str, Any] = dict(
         create_attention_mask=args.create_attention_mask_in_dataloader,
         fast_cache_load=args.dataloader_fast_cache_load,
         sequences_per_dataset=None if sequences is None else json.loads(Path(sequences).read_text()),
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
     )
     if not args.fim_data:
-        return GPTDatasetConfig(**options)
+        return common.dataset_config(GPTDatasetConfig, args, **options)
     tokens = {name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")}
-    same = "fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix"
-    return GPTFIMDatasetConfig(**options, **common.same_names(args, same), fim_extra_tokens=tokens)
+    return common.dataset_config(GPTFIMDatasetConfig, args, fim_extra_tokens=tokens, **options)
