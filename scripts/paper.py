@@ -91,7 +91,7 @@ def measured_here(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
 def judge_losses(spec: Mapping[str, Any], row: Claim, collected: Mapping[str, Mapping[str, Any]]) -> None:
     """Figure 5, in the paper's statistic: the gap in perplexity, and the iterations that it stands for.
 
-    Measured here: the recorded runs of scripts/convergence.py --paper.
+    Measured here: the recorded runs (docs/convergence.md).
     """
     real = {(entry["figure"], entry["schedule"]): entry["validation_loss"] for entry in collected.values()}
     two, one = (real.get(pair) for pair in ((spec["two_bw"], "2bw"), (spec["vanilla"], "pipedream-flush")))

@@ -1,4 +1,4 @@
-"""The paper's experiments (paper.yaml) as runs, for paper.py, the sweep, convergence.py and the planner's checks.
+"""The paper's experiments (paper.yaml) as runs, for paper.py, the sweep and the planner's checks.
 
 Invariant: each run's plan is legal, uses all GPUs of its panel, and has the panel's global batch.
 """

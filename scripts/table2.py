@@ -32,7 +32,7 @@ from megatron_2bw.words import split_flags
 from scripts.paper_data import PAPER
 
 VALUES, TASKS = PAPER["figures"]["table2"]["values"], (*PAPER["finetuning"], "wikitext")
-LABELS = ("vanilla", "vanilla-90", *VARIANTS[1:])
+LABELS = ("vanilla", "vanilla-90", *[*VARIANTS][1:])
 
 
 def models(text: str) -> list[tuple[str, Path]]:

@@ -18,15 +18,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, Corpus, build_corpus, read_library
+from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, DEFAULT_VOCAB_SIZE, Corpus, build_corpus, read_library
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, words
 from megatron_2bw.files import write_whole
 from megatron_2bw.flags.own import whole
-from megatron_2bw.start.torchrun import PLAIN_TORCH, ROOT, log_interval, torchrun
+from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, torchrun
 from megatron_2bw.words import flag_of, split_flags
 
 DESCRIPTION = "Trains one configuration with and without 2BW's late gradients."
@@ -35,7 +32,7 @@ BATCH = {"gpt": 4, "bert": 16}  # sequences; a BERT learns from 15 % of their to
 
 MODEL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0".split()
 GPT = "--position-embedding-type rope --untie-embeddings-and-output-weights".split()
-OPTIMIZER = "--adam-beta2 0.95 --clip-grad 1.0 --weight-decay 0.1".split()
+OPTIMIZER = "--lr-decay-style cosine --adam-beta2 0.95 --clip-grad 1.0 --weight-decay 0.1".split()
 EVALUATION = "--eval-iters 25".split()
 SPLIT = "--split 90,10,0".split()
 
@@ -45,15 +42,11 @@ OWN = "--lr --seed --device --pipeline-model-parallel-size --pipeline-schedule -
 SPLIT_DATA = ("--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path")
 OWN_DATA = ("--data-path", "--data-args-path", "--mock-data", "--tokenizer-type", *SPLIT_DATA)
 COMMON = ("--train-iters", "--seed", "--device", "--pipeline-model-parallel-size", "--save", "--load")
-CORRECTIONS = {  # the variants of 2bw, and their flags against the gradient delay
-    "2bw": "",
-    "2bw+auto": "--two-bw-correction auto",
-    "2bw+sync": "--two-bw-sync-iterations 20%",
-    "2bw+extrapolate": "--two-bw-correction extrapolate",
-    "2bw+both": "--two-bw-sync-iterations 20% --two-bw-correction extrapolate",
+VARIANTS = {
+    "vanilla": "--pipeline-schedule pipedream-flush",
+    "2bw": "--pipeline-schedule 2bw",
+    "2bw+auto": "--pipeline-schedule 2bw --two-bw-correction auto",
 }
-VARIANTS = ("vanilla", *CORRECTIONS)
-VANILLA = ("pipedream-flush", "megatron")
 
 
 @dataclass(frozen=True)
@@ -109,14 +102,12 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
     option = parser.add_argument
     option("name", metavar="NAME", help="of the experiment: the folder in out/convergence")
     option("--task", choices=("gpt", "bert"), default="gpt", help="default: %(default)s")
-    option("--vanilla", choices=VANILLA, default=VANILLA[0], help="to compare with (default: %(default)s)")
     names = f"of {', '.join(VARIANTS)}"
-    option("--variants", type=names_of(VARIANTS), default=("vanilla", "2bw"), metavar="NAME,...", help=names)
+    option("--variants", type=names_of([*VARIANTS]), default=("vanilla", "2bw"), metavar="NAME,...", help=names)
     labelled = '2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable'
     option("--variant", action="append", default=[], metavar="LABEL=FLAGS", help=labelled)
     option("--seeds", type=_numbers(int), default=("1234",), metavar="N,...", help="default: 1234")
-    option("--lr", type=_numbers(float), metavar="RATE,...", help="learning rates (default: 3e-4; with --paper 1e-4)")
-    option("--paper", action="store_true", help="Adam, warm-up and linear decay as in the paper (scripts/paper.yaml)")
+    option("--lr", type=_numbers(float), default=("3e-4",), metavar="RATE,...", help="learning rates (default: 3e-4)")
     option("--stages", type=whole(1), default=1, metavar="D", help="default: 1; the losses do not depend on it")
     option("--width", type=whole(1), default=1, metavar="W", help="data-parallel size of every run (default: 1)")
     option("--jobs", type=whole(1), default=1, metavar="J", help="concurrent runs (default: 1)")
@@ -125,17 +116,12 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
     option("--max-gap", type=_numbers(float), metavar="PERCENT", help=gaps)
     option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
     option("--no-defaults", action="store_true", help="only Megatron's flags after --, none of this script's own")
-    option("--fresh", action="store_true", help="set earlier runs aside as runs.1, ... and run all of them")
-    option("--report-only", action="store_true", help="run nothing; report on what is there")
     options = parser.parse_args(own)
-    lasting = [word for word in own if word not in ("--fresh", "--report-only")]
-    again = ["python", "scripts/convergence.py", *lasting, *(["--", *flags] if flags else [])]
-    options.flags, options.again = flags, shlex.join(again)
+    options.flags, options.again = flags, shlex.join(["megatron-2bw", "convergence", *argv])
     options.out = (options.out or Path("out") / "convergence" / options.name).absolute()
     try:
         if flag := given(flags, *OWN):
             raise UserError(f"{flag}: it is set before the --, or by --variant; leave it out after the --")
-        options.lr = options.lr or (_paper()["lr"] if options.paper else "3e-4",)
         options.iterations = _number(flags, "--train-iters", None if options.no_defaults else ITERATIONS)
         processes(options, flags)  # are they numbers?
         options.variants = variants(options)
@@ -146,27 +132,15 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
 
 
 def _numbers(kind: type) -> Callable[[str], tuple[str, ...]]:
-    """A type of argparse: several different numbers of `kind`, as they are typed."""
+    """A type of argparse: several numbers of `kind`, as they are typed."""
 
     def parsed(text: str) -> tuple[str, ...]:
-        found = words(text)
         try:
-            values = [kind(word) for word in found]
+            return tuple(word for word in words(text) if kind(word) or True)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text}: give numbers with commas between them") from None
-        if kind is int and (min(values) < 1 or len(set(values)) < len(values)):
-            raise argparse.ArgumentTypeError(f"{text}: give different numbers from 1 on")
-        return found
 
     return parsed
-
-
-def _paper() -> dict[str, Any]:
-    """The paper's training. UserError in a wheel, which has no scripts/paper.yaml."""
-    path = ROOT / "scripts" / "paper.yaml"
-    if not path.exists():
-        raise UserError("--paper: scripts/paper.yaml comes with a clone, not with the wheel")
-    return yaml.safe_load(path.read_text())["training"]
 
 
 def _number(flags: Sequence[str], flag: str, default: int | None) -> int:
@@ -188,21 +162,16 @@ def _limits(options: argparse.Namespace) -> dict[str, float]:
 
 
 def variants(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Label to flags of all variants. Raises UserError."""
-    if "vanilla" not in options.variants:
-        raise UserError("--variants: vanilla must be one of them, the others are compared with it")
-    found = {"vanilla": ["--pipeline-schedule", options.vanilla]}
-    for label in options.variants:
-        if label != "vanilla":
-            found[label] = ["--pipeline-schedule", "2bw", *CORRECTIONS[label].split()]
+    """Label to flags of all variants, vanilla first. Raises UserError."""
+    found = {label: VARIANTS[label].split() for label in ("vanilla", *options.variants)}
     for text in options.variant:
-        label, equals, flags = text.partition("=")
-        if not equals or not re.fullmatch(r"\w[\w.+-]*", label) or label in VARIANTS or label in found:
-            raise UserError(f'--variant "{text}": give LABEL=FLAGS, with a label that no other variant has')
+        label, _, flags = text.partition("=")
         own = shlex.split(flags)
+        if not re.fullmatch(r"\w[\w.+-]*", label) or not own or label in found:
+            raise UserError(f'--variant "{text}": give LABEL=FLAGS, with a label that no other variant has')
         if flag := given(own, *COMMON):
             raise UserError(f'--variant "{text}": {flag} must be the same for all')
-        found[label] = own if given(own, "--pipeline-schedule") else ["--pipeline-schedule", "2bw", *own]
+        found[label] = own if given(own, "--pipeline-schedule") else [*VARIANTS["2bw"].split(), *own]
     return found
 
 
@@ -240,15 +209,12 @@ def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
         "--log-interval": log_interval(options.iterations),
         "--eval-interval": eval_interval(options.iterations),
     }
-    if not options.paper and not given(flags, "--lr-warmup-fraction", "--lr-warmup-samples"):
+    if not given(flags, "--lr-warmup-fraction", "--lr-warmup-samples"):
         sizes["--lr-warmup-iters"] = min(WARM_UP, options.iterations // 2)
     words = [str(word) for pair in sizes.items() for word in pair]
     model = [*MODEL, *(GPT if options.task == "gpt" else [])]
-    recipe = ["--lr-decay-style", "cosine", *OPTIMIZER]
-    if options.paper:
-        recipe = _paper()["flags"].split()
     split = [] if given(flags, *SPLIT_DATA) else SPLIT  # Megatron takes one of them
-    return [*words, *model, *PLAIN_TORCH, *recipe, *split, *EVALUATION]
+    return [*words, *model, *PLAIN_TORCH, *OPTIMIZER, *split, *EVALUATION]
 
 
 def command(options: argparse.Namespace, data: Sequence[str], variant: str, lr: str, seed: str, folder: Path) -> tuple:
@@ -294,7 +260,7 @@ def sentences(corpus: Corpus) -> list[str]:
                 write_whole(text, "".join(lines))
         command = [sys.executable, "-m", "megatron_2bw.cli", "preprocess", "--task", "bert"]
         command += ["--input", str(text), "--output-prefix", str(prefix)]
-        command += ["--train-tokenizer", "wordpiece", "--vocab-size", str(corpus.vocab_size)]
+        command += ["--train-tokenizer", "wordpiece", "--vocab-size", str(DEFAULT_VOCAB_SIZE)]
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
             raise UserError(f"--task bert: no data in {prefix.parent}, see above")
     return ["--data-path", str(prefix), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]

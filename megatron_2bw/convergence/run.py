@@ -1,7 +1,7 @@
 """Trains one configuration with and without 2BW's late gradients, from the same weights on the same batches.
 
-    python scripts/convergence.py NAME --lr 3e-4,3e-3 --seeds 1234,1235,1236
-    python scripts/convergence.py NAME --variants vanilla,2bw,2bw+sync --max-gap 1 -- --num-layers 8 --train-iters 3000
+    megatron-2bw convergence NAME --lr 3e-4,3e-3 --seeds 1234,1235,1236
+    megatron-2bw convergence NAME --variants vanilla,2bw+auto --max-gap 1 -- --num-layers 8 --train-iters 3000
 
 Every run uses the entry script and has a folder of its own in out/convergence/NAME/runs, with its log. Words after --
 are Megatron's flags for all runs and override the defaults: a GPT of 5.3 million parameters on the built-in corpus.
@@ -62,7 +62,7 @@ def result_of(run: Run) -> dict[str, Any] | None:
         path = run.folder / name
         content = json.loads(path.read_text()) if path.exists() else None
         if content and portable(content["command"]) != portable(run.command):
-            remedy = "give another NAME, or --fresh, which sets all runs aside and begins again"
+            remedy = "give another NAME, or remove the folder"
             raise UserError(f"{run.folder} holds a run of other flags; {remedy}")
         return content
 
@@ -214,7 +214,7 @@ def report(board: Board, options) -> list[dict[str, Any]]:
         | {"command": portable(run.command)}
         for run in board.runs
     ]
-    names = ("name", "again", "task", "vanilla", "iterations", "stages", "width", "variants")
+    names = ("name", "again", "task", "iterations", "stages", "width", "variants")
     content = {name: getattr(options, name) for name in names}
     content |= {"learning_rates": options.lr, "seeds": seeds, "flags": options.flags, "summary": rows, "runs": runs}
     write_json(options.out / "runs.json", content, indent=None)
@@ -274,16 +274,13 @@ def work(options) -> int:
 
 
 def _work(options) -> int:
-    if options.fresh:
-        set_aside(options.out / "runs")
     board = Board(grid(options, built_in(options)), options.iterations)
     for run in board.runs:
         if result := result_of(run):
             board.results[run] = result
     runs = f"{len(board.runs)} runs of {options.iterations} iterations"
     say(f"convergence.py: {runs}, {len(board.results)} of them are there; {options.out}")
-    if not options.report_only:
-        train(board, options, lambda: report(board, options))
+    train(board, options, lambda: report(board, options))
     rows = report(board, options)
     say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
     return max(judge(rows, options), 1 if board.failures else 0)

@@ -81,7 +81,7 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
     assert gap == pytest.approx(100 * (row["validation_loss"]["mean"] / base["validation_loss"]["mean"] - 1)) != 0
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "runs", "runs.json", "curves.png", "report.md"}
 
-    assert convergence.main(words(tmp_path, "--max-gap", f"{gap - 1}", "--report-only")) == 1
+    assert convergence.main(words(tmp_path, "--max-gap", f"{gap - 1}")) == 1
     err = capsys.readouterr().err
     assert err.startswith("convergence.py: 2bw at lr 1e-2: the gap ") and err.count("\n") == 1
 

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from megatron_2bw.convergence import options as convergence_options
 from megatron_2bw.models.model import PRESETS
 from scripts import paper, paper_figures
 from scripts.paper_data import PAPER, SYSTEMS, grid, panels
@@ -41,14 +40,6 @@ def test_every_run_is_legal_and_has_a_name_of_its_own(figure):
         assert (plan.gpus, plan.global_batch) == (run.panel.gpus, run.batch), run.name
         assert model.layers % plan.depth == 0 and shape.get("heads", model.heads) % plan.tensor == 0
         assert plan.schedule != "2bw" or plan.microbatches >= plan.depth
-
-
-def test_convergence_reads_the_papers_settings():
-    chosen = convergence_options.parse(["name", "--paper", "--", "--train-iters", "100"])
-    assert chosen.lr == (PAPER["training"]["lr"],)
-    words = convergence_options.defaults(chosen, chosen.flags)
-    assert set(PAPER["training"]["flags"].split()) <= set(words)
-    assert not {"cosine", "--lr-warmup-iters"} & set(words)
 
 
 def at(series: str, batch: int, predicted: float | str, **more: object) -> Point:

@@ -80,14 +80,14 @@ def result(out: Path, name: str, task: str, *accuracies: float) -> None:
 def test_the_table_has_the_papers_values_beside_ours(tmp_path):
     result(tmp_path, "vanilla", "race", 80.0, 81.0)
     result(tmp_path, "vanilla.2", "race", 79.0)  # another pretraining of the same kind
-    result(tmp_path, "2bw+both", "choice", 78.5)
+    result(tmp_path, "2bw+auto", "choice", 78.5)
     assert table2.main(["--out", str(tmp_path)]) == 0
     lines = [line.strip("| ").split(" | ") for line in (tmp_path / "table2.md").read_text().splitlines()]
     assert lines[2:] == [
         ["RACE, accuracy in %", "vanilla", "80.00 ± 1.00 (3)", "80.06"],
         ["RACE, accuracy in %", "vanilla-90", "–", "79.3"],
         ["RACE, accuracy in %", "2bw", "–", "79.48"],
-        ["CHOICE, accuracy in %", "2bw+both", "78.50 (1)", "–"],
+        ["CHOICE, accuracy in %", "2bw+auto", "78.50 (1)", "–"],
     ]
     rows = json.loads((tmp_path / "table2.json").read_text())["rows"]
     assert rows[0]["label"] == "vanilla" and rows[0]["runs"]["vanilla.2 seed 1"] == 79.0
