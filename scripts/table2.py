@@ -24,7 +24,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_2bw.convergence.options import VARIANTS
 from megatron_2bw.errors import Parser, UserError, names_of, run_program, words
 from megatron_2bw.files import write_json, write_whole
 from megatron_2bw.start.torchrun import ROOT, torchrun
@@ -32,14 +31,13 @@ from megatron_2bw.words import split_flags
 from scripts.paper_data import PAPER
 
 VALUES, TASKS = PAPER["figures"]["table2"]["values"], (*PAPER["finetuning"], "wikitext")
-LABELS = ("vanilla", "vanilla-90", *[*VARIANTS][1:])
 
 
 def models(text: str) -> list[tuple[str, Path]]:
     """LABEL=DIR,... or LABEL.N=DIR,... as (name, folder), for argparse."""
     pairs = [word.partition("=") for word in words(text)]
-    if wrong := [name for name, _, folder in pairs if name.split(".")[0] not in LABELS or not folder]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]}: give LABEL=DIR, LABEL of {', '.join(LABELS)}")
+    if wrong := [name for name, _, folder in pairs if not folder]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]}: give LABEL=DIR")
     return [(name, Path(folder).resolve()) for name, _, folder in pairs]
 
 
@@ -98,7 +96,7 @@ def collect(out: Path) -> list[dict[str, Any]]:
         found.setdefault(("wikitext", path.stem.split(".")[0]), {})[path.stem] = content["word_perplexity"]
     rows = []
     for task in [task for task in TASKS if any(key[0] == task for key in found)]:
-        for label in LABELS:
+        for label in dict.fromkeys([*VALUES.get(task, ()), *sorted(key[1] for key in found if key[0] == task)]):
             runs, paper_value = found.get((task, label), {}), VALUES.get(task, {}).get(label)
             if runs or paper_value is not None:
                 spread = {"mean": statistics.fmean(runs.values())} if runs else {}
@@ -143,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, flags = split_flags(sys.argv[1:] if argv is None else argv)
     parser = Parser(prog="table2.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     option = parser.add_argument
-    option("--models", type=models, default=[], metavar="LABEL=DIR,...", help=f"BERTs; LABEL of {', '.join(LABELS)}")
+    option("--models", type=models, default=[], metavar="LABEL=DIR,...", help="BERTs")
     option("--gpt", type=models, default=[], metavar="LABEL=DIR,...", help="GPTs, for the perplexity")
     option(
         "--tasks", type=names_of(TASKS[:-1]), default=("mnli", "race"), metavar="NAME,...", help="of mnli,race,choice"
