@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,11 @@ def whole(page: Path, data: dict[str, Any]) -> str:
     def text(name: str) -> str:
         return next(place / name for place in (page.parent, HERE) if (place / name).is_file()).read_text("utf-8")
 
-    def style(match: re.Match[str]) -> str:
-        return f"<style>\n{text(match[1])}</style>"
-
-    def modules(match: re.Match[str]) -> str:
-        urls = {}
-        for name, source in _reached(match[1], text).items():
-            urls[f"page/{name}"] = f"data:text/javascript;base64,{base64.b64encode(source.encode()).decode()}"
-        return (
-            f'<script type="importmap">{json.dumps({"imports": urls})}</script>\n'
-            f'    <script type="module">import "page/{match[1]}";</script>'
-        )
-
-    def filled(match: re.Match[str]) -> str:
-        return match[1] + script_json(data[match[2]]) + "</script>"
-
     html = page.read_text("utf-8")
-    html = re.sub(r'<link rel="stylesheet" href="([\w.]+)" />', style, html)
-    html = re.sub(r'<script type="module" src="([\w.]+)"></script>', modules, html)
-    return re.sub(r'(<script type="application/json" id="(\w+)">)\s*null\s*</script>', filled, html)
+    html = re.sub(r'<link rel="stylesheet" href="([\w.]+)" />', lambda it: f"<style>\n{text(it[1])}</style>", html)
+    html = re.sub(r'<script type="module" src="([\w.]+)"></script>', lambda it: _modules(it[1], text), html)
+    empty = r'(<script type="application/json" id="(\w+)">)\s*null\s*</script>'
+    return re.sub(empty, lambda it: f"{it[1]}{script_json(data[it[2]])}</script>", html)
 
 
 def script_json(content: Any) -> str:
@@ -53,13 +40,17 @@ def script_json(content: Any) -> str:
     return json.dumps(finite(content), separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _reached(name: str, text: Any) -> dict[str, str]:
-    """The sources of a module and of all that it imports, with the names of the import map."""
-    found: dict[str, str] = {}
-    missing = [name]
+def _modules(first: str, text: Callable[[str], str]) -> str:
+    """The module `first` and all that it imports, and a script that starts it."""
+    urls: dict[str, str] = {}
+    missing = [first]
     while missing:
         name = missing.pop()
         source = text(name)
-        found[name] = _IMPORT.sub(r'\1 "page/\2"', source)
-        missing += [match[2] for match in _IMPORT.finditer(source) if match[2] not in found]
-    return found
+        inside = _IMPORT.sub(r'\1 "page/\2"', source).encode()
+        urls[f"page/{name}"] = f"data:text/javascript;base64,{base64.b64encode(inside).decode()}"
+        missing += [match[2] for match in _IMPORT.finditer(source) if f"page/{match[2]}" not in urls]
+    return (
+        f'<script type="importmap">{json.dumps({"imports": urls})}</script>\n'
+        f'    <script type="module">import "page/{first}";</script>'
+    )
