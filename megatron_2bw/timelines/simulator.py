@@ -69,8 +69,7 @@ def simulate_lists(schedule: Schedule, lists: list[list[Action]], times: Times, 
 
     partial: the lists may end anywhere; the events up to there
     """
-    made = [prepared(own, stage, len(lists), schedule.chunks) for stage, own in enumerate(lists)]
-    events = _Run(schedule, made, times).play(partial)
+    events = _Run(schedule, prepared(lists, schedule.chunks), times).play(partial)
     return sorted(events, key=lambda event: (event.start, event.stage))
 
 
@@ -96,15 +95,17 @@ class Prepared(NamedTuple):
     boundary: int
 
 
-def prepared(actions: list[Action], stage: int, stages: int, chunks: int) -> list[Prepared]:
-    """The actions of a stage's list with their messages."""
-    parts, made = range(chunks * stages), []
-    for action in actions:
+def prepared(lists: list[list[Action]], chunks: int) -> list[list[Prepared]]:
+    """The actions of each stage's list with their messages."""
+    stages, parts = len(lists), range(chunks * len(lists))
+
+    def of(action: Action, stage: int) -> Prepared:
         kind, part, onward = action.kind, action.chunk * stages + stage, {F: 1, B: -1}.get(action.kind)
         needs = (kind, part, action.number) if onward and part - onward in parts else None
         gives = (kind, part + onward, action.number) if onward and part + onward in parts else None
-        made.append(Prepared(action, needs, gives, stage if kind == F else (stage - 1) % stages))
-    return made
+        return Prepared(action, needs, gives, stage if kind == F else (stage - 1) % stages)
+
+    return [[of(action, stage) for action in own] for stage, own in enumerate(lists)]
 
 
 class _Run:
@@ -209,8 +210,7 @@ def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
 
 @functools.lru_cache(64)
 def _prepared_lists(schedule: Schedule, shape: Shape) -> list[list[Prepared]]:
-    lists = _lists(schedule, shape)
-    return [prepared(own, stage, shape.stages, schedule.chunks) for stage, own in enumerate(lists)]
+    return prepared(_lists(schedule, shape), schedule.chunks)
 
 
 def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, times: Times = Times()) -> float:

@@ -61,10 +61,7 @@ class Waits:
     def __init__(self, schedule: Schedule, events: list[Event], stages: int, times: Times, small: float):
         self.schedule, self.lists = schedule, by_stage(events, stages)
         self._small = small * makespan(events)
-        self._made = [
-            prepared([event.action for event in own], stage, stages, schedule.chunks)
-            for stage, own in enumerate(self.lists)
-        ]
+        self._made = prepared([[event.action for event in own] for own in self.lists], schedule.chunks)
         places = [(stage, at) for stage, own in enumerate(self.lists) for at in range(len(own))]
         self._giver = {self._made[stage][at].gives: (stage, at) for stage, at in places if self._made[stage][at].gives}
         reduce = times.of("reduce", stages)
