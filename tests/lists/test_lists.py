@@ -1,9 +1,8 @@
 """Real argument lists, scaled to tiny models: each starts as it is under both schedules and trains two iterations on
 the CPU, or is refused with one of the limits that are named here.
 
-The test trains so many of them that each flag is met; `python -m tests.lists.test_lists train` trains all. Without the
-word it prints how many start, and which limits refused the others; with the git folder of a clone of Megatron-LM, how
-many of all functional tests of dense GPTs and BERTs there.
+The test trains so many of them that each flag is met; `python -m tests.lists.test_lists` prints how many start, and
+which limits refused the others, and with the word `train` behind it trains all.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -82,30 +80,6 @@ def corpus() -> dict[str, list[str]]:
     return {name: shlex.split(text) for file in files for name, text in yaml.safe_load(file.read_text()).items()}
 
 
-def dense_functional_tests(git_folder: str, release: str = "core_v0.19.0") -> dict[str, list[str]]:
-    """The lists of Megatron-LM's functional tests of dense GPTs and BERTs, each once, but for other scripts' lists."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "--git-dir", git_folder, *words], capture_output=True, text=True, check=True
-        ).stdout
-
-    folder, found = "tests/functional_tests/test_cases", {}
-    for path in git("ls-tree", "-r", "--name-only", release, f"{folder}/gpt", f"{folder}/bert").split():
-        if path.endswith("/model_config.yaml") and "inference" not in path:
-            config = yaml.safe_load(git("show", f"{release}:{path}"))
-            words = []
-            for flag, given in (config.get("MODEL_ARGS") or config["BASE_MODEL_ARGS"]).items():
-                if given is not False:
-                    words += [
-                        flag,
-                        *([] if given is True else shlex.split(str(given).replace("${REPEAT}", "5").strip("[]"))),
-                    ]
-            if not {"--num-experts", "--perform-rl-step", "--export-kd-cfg"} & {*words}:
-                found.setdefault(tuple(words), path.removeprefix(f"{folder}/").removesuffix("/model_config.yaml"))
-    return {name: list(words) for words, name in found.items()}
-
-
 def scaled(words: list[str], folder: str) -> tuple[list[str], int]:
     """The list for a tiny model that has its files in `folder`; and its number of processes, at most four."""
     flags: dict[str, list[str]] = {}
@@ -132,7 +106,7 @@ def scaled(words: list[str], folder: str) -> tuple[list[str], int]:
 LISTS = corpus()
 
 
-def refusals(rank: int, lists: dict[str, list[str]]) -> dict[tuple[str, str], str | None]:
+def refusals(rank: int) -> dict[tuple[str, str], str | None]:
     """What the real parser, the rules and Megatron's validation answer to each list; None if they accept it."""
     from megatron.training.global_vars import unset_global_variables
 
@@ -142,9 +116,9 @@ def refusals(rank: int, lists: dict[str, list[str]]) -> dict[tuple[str, str], st
         raise InterruptedError(lines[0])
 
     found: dict[tuple[str, str], str | None] = {}
-    for name in lists:
+    for name in LISTS:
         for schedule in LIMITS:
-            argv, ranks = scaled(lists[name], os.environ["WORLD_FOLDER"])
+            argv, ranks = scaled(LISTS[name], os.environ["WORLD_FOLDER"])
             sys.argv[1:] = [*argv, "--pipeline-schedule", schedule]
             os.environ["WORLD_SIZE"] = str(ranks)
             task = "bert" if "bert" in name else "gpt"
@@ -161,7 +135,7 @@ def refusals(rank: int, lists: dict[str, list[str]]) -> dict[tuple[str, str], st
 
 @functools.cache
 def answers() -> dict[tuple[str, str], str | None]:
-    return run_world(1, refusals, LISTS)[0]
+    return run_world(1, refusals)[0]
 
 
 def refused_flag(line: str) -> str:
@@ -200,9 +174,8 @@ def test_lists_that_start_train(name, schedule, tmp_path):
 
 
 def main(what: str = "") -> None:
-    lists = LISTS if what in ("", "train") else dense_functional_tests(what)
-    (found,) = run_world(1, refusals, lists)
-    print(f"{len(lists)} lists")
+    found = answers()
+    print(f"{len(LISTS)} lists")
     for schedule in LIMITS:
         lines = [line for (_, other), line in found.items() if other == schedule]
         print(f"{schedule}: {lines.count(None)} start; refused by")

@@ -8,9 +8,8 @@ from megatron_2bw import cpu
 from megatron_2bw.flags import checks
 from megatron_2bw.flags.parse import explain, parse_early
 from megatron_2bw.flags.rule import installed
-from megatron_2bw.schedules import SCHEDULE_NAMES
 from tests.distributed.training import BERT, command
-from tests.unit.command_lines import UNTIED, Stopped, complaint, dataset, parse, parser_of, stop
+from tests.unit.command_lines import Stopped, complaint, dataset, parse, parser_of, stop
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -64,14 +63,6 @@ def test_flags_of_2bw_are_accepted(flags):
     assert complaint(command(2, 2, "2bw", *flags.split()), 2) is None
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
-@pytest.mark.parametrize("stages, width, tensor", [(1, 1, 1), (1, 2, 2), (2, 3, 1), (4, 1, 2)])
-def test_all_shapes_of_the_world_are_accepted(schedule, stages, width, tensor):
-    argv = command(stages, 4, schedule, UNTIED, width=width, tensor_model_parallel_size=tensor)
-    assert complaint(argv, stages * width * tensor) is None
-    assert complaint([BERT, *argv], stages * width * tensor) is None
-
-
 @pytest.mark.parametrize(
     "stages, width, micro, batch, needed",
     [(2, 1, 2, 2, 4), (4, 1, 2, 6, 8), (4, 3, 2, 18, 24), (2, 2, 1, None, 4), (4, 1, 5, 5, 20)],
@@ -83,7 +74,7 @@ def test_too_few_microbatches_says_which_batch_would_do(stages, width, micro, ba
 
     assert answer(batch).endswith(f"use --global-batch-size {needed} or more")
     assert answer(needed) is None
-    assert answer(batch, "pipedream-flush") is None
+    assert answer(batch, "pipedream-flush") is None is answer(batch, "megatron")
 
 
 @pytest.mark.parametrize(
