@@ -111,7 +111,6 @@ def _parser(prog: str) -> Parser:
     add("--json", type=Path, metavar="FILE", help="all printed figures, and more")
     add("--script", type=Path, metavar="FILE.sh", help="the best plan as a torchrun command")
     add("--sbatch", type=Path, metavar="FILE.sbatch", help="the best plan as a Slurm job")
-    add("--trace", type=Path, metavar="FILE.json", help="the best plan's simulated timeline, for Perfetto")
     add("--report", type=Path, metavar="DIR", help="a page with all plans: timeline, memory, throughput by memory")
     return parser
 
@@ -176,15 +175,13 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
         jobs.write(options.script, jobs.torchrun_script(cost, best), "--script")
     if options.sbatch:
         jobs.write(options.sbatch, jobs.sbatch_script(cost, best, cost.model.name), "--sbatch")
-    if options.trace:
-        report.chrome_trace(cost, best, options.trace)
     if options.report:
         report.write_report(cost, result.estimates, _cloud(result), options.report)
     if options.json:
         with file_errors(f"--json {options.json}"):
             options.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(options.json, json_out.as_json(result))
-    for path in (options.script, options.sbatch, options.trace, options.report, options.json):
+    for path in (options.script, options.sbatch, options.report, options.json):
         if path:
             print(f"wrote {path}", file=sys.stderr)
 

@@ -93,28 +93,6 @@ def test_the_page_of_a_report_has_each_plan_once_and_the_simulated_timeline(tmp_
     assert "src=" not in re.sub(r'id="report">.*?</script>', "", html, flags=re.DOTALL)  # one file
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.title)
-def test_trace_sums_to_the_simulated_times(tmp_path, plan):
-    path, times = tmp_path / "trace.json", COST.times(plan)
-    report.chrome_trace(COST, COST.estimate(plan), path, iterations=2)
-    events = json.loads(path.read_text())["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
-    assert names[0].startswith("pipeline: ") and names[1:] == [f"stage {stage}" for stage in range(plan.depth)]
-    ends = simulate(plan.pipeline, Shape(plan.depth, plan.microbatches, 0, 2), times)
-    for stage in range(plan.depth):
-        own = [event for event in events if event["ph"] == "X" and event["tid"] == stage]
-        for before, after in zip(own, own[1:]):
-            assert after["ts"] == pytest.approx(before["ts"] + before["dur"], abs=2)  # waits of 1 us are left out
-        assert sum(event["dur"] for event in own) == pytest.approx(
-            1e6 * max(event.end for event in ends if event.stage == stage), rel=1e-4
-        )
-        for kind, name in (("F", "forward"), ("B", "backward")):
-            durations = [event["dur"] for event in own if event["cat"] == kind]
-            assert len(durations) == 2 * plan.microbatches * plan.virtual
-            assert sum(durations) == pytest.approx(2e6 * plan.microbatches * times.of(name, plan.depth)[stage])
-    assert [*tmp_path.iterdir()] == [path]
-
-
 def test_drawing_of_chunks_and_of_unequal_stages(tmp_path, figure):
     """Each chunk has its own colour and letter; stages have their own lengths; a shorter timeline keeps the axis."""
     times = Times([2.0, 4.0], [4.0, 4.0])

@@ -157,9 +157,6 @@ def _environment(plan: Plan) -> str:
     return "\n".join(f"export {name}=${{{name}:-1}}" for name in variables)
 
 
-# xargs splits into words as a shell does. A NUL ends each word.
-_SPLIT = """\
-    mapfile -d '' -t data < <(xargs printf '%s\\0' <<<"$DATA_ARGS" 2>/dev/null)"""
 _WRONG_DATA = "DATA_ARGS cannot be split into words: a quote does not end"
 
 
@@ -174,8 +171,8 @@ def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> str:
     lines = []
     for name, words in arrays.items():
         lines += [f"{name}=(", *(f"    {shlex.join(flag)}" for flag in groups(words)), ")"]
-    lines += ["if [[ ${DATA_ARGS:-} == *[![:space:]]* ]]; then", _SPLIT, f"    wait $! || {refuse}", "fi"]
-    return "\n".join(lines)
+    given = '[[ ${DATA_ARGS:-} != *[![:space:]]* ]] || eval "data=($DATA_ARGS)"'
+    return "\n".join([*lines, f"{given} 2>/dev/null || {refuse}"])
 
 
 def mock_data(model: Model) -> list[str]:

@@ -1,5 +1,4 @@
 """index.html of --report: all plans in a table, throughput by memory; timeline, memory, time and flags of a chosen one.
-And a trace of a plan's simulated timeline (--trace).
 
 Invariant: each number is of an Estimate or of the simulator; the browser draws them with timelines/page.
 """
@@ -11,15 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.errors import UserError, file_errors
-from megatron_2bw.files import write_json, write_whole
+from megatron_2bw.errors import file_errors
+from megatron_2bw.files import write_whole
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.schedules import REDUCE, Shape
 from megatron_2bw.timelines.page import whole
-from megatron_2bw.timelines.simulator import Event, Times, makespan, simulate
-from megatron_2bw.timelines.trace import of_events
+from megatron_2bw.timelines.simulator import Event, makespan, simulate
 from megatron_2bw.timelines.waits import cut, drawn
 
 PAGE = Path(__file__).parent / "page" / "report.html"
@@ -62,10 +60,9 @@ def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:
 
 def _timeline(cost: Cost, plan: Plan) -> dict[str, Any] | None:
     """What the page shows of a ranked plan; None if its timeline is too long."""
-    try:
-        events, begin, until = first_batches(cost, plan)
-    except UserError:
+    if (3 - plan.pipeline.flushes) * plan.depth * plan.microbatches > FORWARDS:
         return None
+    events, begin, until = first_batches(cost, plan)
     return {
         "begin": _short(begin),
         "shown": drawn(plan.pipeline, cut(events, begin, until), plan.depth, cost.times(plan)),
@@ -80,7 +77,7 @@ def first_batches(cost: Cost, plan: Plan) -> tuple[list[Event], float, float]:
     """Events of the first two batches and of a third that keeps the pipeline full, and the part that is shown, at most
     the time to drain and fill the pipeline, and some microbatches more, around the end of the first batch."""
     times = cost.times(plan)
-    events = simulated(plan, times, 2 if plan.pipeline.flushes else 3)
+    events = simulate(plan.pipeline, Shape(plan.depth, plan.microbatches, 0, 3 - plan.pipeline.flushes), times)
     end = makespan(events) if plan.pipeline.flushes else _reduced(events, 1)
     slot = max(f + b for f, b in zip(times.of("forward", plan.depth), times.of("backward", plan.depth)))
     half = (plan.depth + 12) * slot
@@ -93,26 +90,3 @@ def first_batches(cost: Cost, plan: Plan) -> tuple[list[Event], float, float]:
 def _reduced(events: list[Event], batch: int) -> float:
     """The time at which all stages have started the reduction of `batch`."""
     return max(event.end for event in events if event.action.kind == REDUCE and event.action.batch == batch)
-
-
-def simulated(plan: Plan, times: Times, iterations: int) -> list[Event]:
-    """The plan's timeline. UserError if that would take minutes."""
-    forwards = plan.depth * plan.microbatches * iterations
-    if forwards > FORWARDS:
-        raise UserError(
-            f"--max-global-batch-size: {plan.title} has {forwards} forwards in {iterations} iterations, and a trace "
-            f"has at most {FORWARDS}: give a smaller batch"
-        )
-    return simulate(plan.pipeline, Shape(plan.depth, plan.microbatches, 0, iterations), times)
-
-
-def chrome_trace(cost: Cost, estimate: Estimate, path: Path, iterations: int = 2) -> None:
-    """Write the plan's simulated timeline for Perfetto: a process for the pipeline, a thread per stage, microseconds.
-
-    Events have the form of --two-bw-trace (timelines/trace.py). Waits between them are events too. The file is written
-    in one step. Raises UserError if it cannot be written.
-    """
-    plan = estimate.plan
-    events = simulated(plan, cost.times(plan), iterations)
-    with file_errors(f"--trace {path}"):
-        write_json(path, of_events(events, plan.depth, f"{plan.title} (simulated)"), indent=None)
