@@ -171,8 +171,8 @@ def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> str:
     lines = []
     for name, words in arrays.items():
         lines += [f"{name}=(", *(f"    {shlex.join(flag)}" for flag in groups(words)), ")"]
-    given = '[[ ${DATA_ARGS:-} != *[![:space:]]* ]] || eval "data=($DATA_ARGS)"'
-    return "\n".join([*lines, f"{given} 2>/dev/null || {refuse}"])
+    split = '[[ ${DATA_ARGS:-} != *[![:space:]]* ]] || eval "data=($DATA_ARGS)" 2>/dev/null'
+    return "\n".join([*lines, f"{split} ||", f"    {refuse}"])
 
 
 def mock_data(model: Model) -> list[str]:
