@@ -205,7 +205,6 @@ def test_the_trace_has_all_actions():
     "given, name",
     [
         ({"stages": 0}, "stages"),
-        ({"depth": 4}, "depth"),
         ({"forward": [1, 2]}, "forward"),
         ({"step": -1}, "step"),
         ({"model": "gpt-5"}, "model"),
