@@ -361,7 +361,6 @@ def test_tokenizer_without_what_bert_needs_is_refused(tmp_path, source, capsys):
 
 WRONG = [  # flags that are added or changed ({} is a folder), what the line has
     ("--input {}/none", "--input {}/none"),
-    ("--input {}/blank.txt --tokenizer-model {}/made", "the input holds no documents"),
     ("--tokenizer-model nobody/nothing", "nobody/nothing: cannot be loaded"),
     ("--dataset nobody/nothing", "nobody/nothing"),
     ("--train-tokenizer bpe --vocab-size 60000", "--vocab-size 60000"),
@@ -377,8 +376,6 @@ def test_wrong_input_is_one_line(tmp_path, source, capsys, monkeypatch, flags, l
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "blank.txt").write_text(" \n")
-    vocabulary.save(tmp_path / "made", vocabulary.train_bpe(TEXTS, 300, [vocabulary.EOD]), vocabulary.GPT)
     before = sorted(tmp_path.rglob("*"))
     words = flags.replace("{}", str(tmp_path)).split()
     words += ["--input", source] * ("--input" not in words and "--dataset" not in words)
