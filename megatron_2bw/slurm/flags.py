@@ -8,18 +8,15 @@ Invariant: the numbers are megatron_2bw.planner's; what does not fit the allocat
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
 
 from megatron_2bw.errors import Parser, UserError, usage_error
 from megatron_2bw.models.model import PRESETS, Model
 from megatron_2bw.models.plan import Plan
-from megatron_2bw.models.reading import described
 from megatron_2bw.planner.tell import training
 from megatron_2bw.planner.tell.jobs import mock_data
 
@@ -33,55 +30,50 @@ def words(
 
     save: also the plan's --save-interval. UserError names the wrong variable.
     """
-    if precision and precision not in PRECISIONS:
+    if precision not in ("", *PRECISIONS):
         raise UserError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
-    entry = _read(Path(plan)) if plan else None
-    found = entry["model"] if entry else _named(model, kind)
-    if found.kind != kind:
-        raise UserError(f"{found.name} is a {found.kind.upper()}: submit pretrain_{found.kind}_2bw.sbatch")
-    run, interval = training.flags("2bw"), training.save_interval(0)
-    if entry is None:
-        sizes = default_plan(found, servers * processes).flags(precision)
-    elif model and model != found.name:
-        raise UserError(f"MODEL={model}: PLAN={plan} is for {found.name}; give one of them")
-    elif precision and precision != entry["precision"]:
-        raise UserError(f"PRECISION={precision}: PLAN={plan} is for {entry['precision']}; plan with --precision")
+    if plan:
+        found = _planned(plan, kind, model, servers, processes, precision)
     else:
-        best, cluster = entry["plans"][0], entry["cluster"]
-        if (cluster["servers"], cluster["gpus_per_server"]) != (servers, processes):
-            wanted = "{servers} nodes with {gpus_per_server} GPUs each".format(**cluster)
-            flags = "--nodes={servers} --gpus-per-node={gpus_per_server}".format(**cluster)
-            job = f"the job has {servers} with {processes}: give sbatch {flags}, or plan for these"
-            raise UserError(f"PLAN={plan} is for {wanted}, {job}")
-        sizes, run = best["flags"], best.get("training", training.flags(""))  # older files have none
-        interval = best.get("save_interval", interval)
+        chosen = _named(model, kind)
+        sizes = [*default_plan(chosen, servers * processes).flags(precision), *training.flags("2bw")]
+        found = [*chosen.flags(), *sizes], mock_data(chosen), training.save_interval(0)
+    flags, mock, interval = found
     try:
         own = shlex.split(data)
     except ValueError as error:
         raise UserError(f"DATA_ARGS={' '.join(data.split())}: {error}") from None
-    saves = ["--save-interval", str(interval)] if save else []
-    return [*found.flags(), *sizes, *run, *saves, *(own or mock_data(found))]
+    return [*flags, *(["--save-interval", str(interval)] if save else []), *(own or mock)]
+
+
+def _planned(
+    plan: str, kind: str, model: str, servers: int, processes: int, precision: str
+) -> tuple[list[str], list[str], int]:
+    """(model, plan and training; mock data; --save-interval) of the first plan of a file."""
+    try:
+        content = json.loads(Path(plan).read_text())
+        name, of, cluster = content["model"]["name"], content["model"]["kind"], content["cluster"]
+        best, run, wanted = content["plans"][0], content["run"], (cluster["servers"], cluster["gpus_per_server"])
+        flags = [*run["model"], *best["flags"], *best["training"]], run["data"], best["save_interval"]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        remedy = "write it with megatron-2bw plan ... --json"
+        raise UserError(f"PLAN={plan} holds no plan ({type(error).__name__}: {error}); {remedy}") from None
+    if of != kind:
+        raise UserError(f"PLAN={plan} is for {name}, a {of.upper()}: submit pretrain_{of}_2bw.sbatch")
+    if model not in ("", name) or precision not in ("", content["precision"]):
+        raise UserError(f"PLAN={plan} is for {name} in {content['precision']}: leave out MODEL and PRECISION")
+    if wanted != (servers, processes):
+        nodes = "{} nodes with {} GPUs each, the job has {} with {}".format(*wanted, servers, processes)
+        raise UserError(f"PLAN={plan} is for {nodes}: give sbatch --nodes={wanted[0]} --gpus-per-node={wanted[1]}")
+    return flags
 
 
 def _named(name: str, kind: str) -> Model:
-    found = PRESETS.get(name)
-    if found is None:
-        names = ", ".join(model.name for model in PRESETS.values() if model.kind == kind)
-        what = f"MODEL={name}: not one of" if name else "give MODEL or PLAN=plan.json; MODEL is one of"
-        raise UserError(f"{what} {names}")
-    return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-        if content["plans"][0]["flags"] and content["cluster"] and content["precision"]:
-            return content | {"model": described(Model, content["model"], f"PLAN={path}: model")}
-    except OSError as error:
-        raise UserError(f"PLAN={path} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, LookupError):
-        pass
-    raise UserError(f"PLAN={path} holds no plan; write it with megatron-2bw-plan ... --json {path}")
+    """UserError for a name that is none of this kind."""
+    if name in PRESETS and PRESETS[name].kind == kind:
+        return PRESETS[name]
+    names = ", ".join(model.name for model in PRESETS.values() if model.kind == kind)
+    raise UserError(f"MODEL={name}: give MODEL or PLAN=plan.json; MODEL is one of {names}")
 
 
 def default_plan(model: Model, ranks: int) -> Plan:
@@ -98,7 +90,7 @@ def main() -> int:
     option = parser.add_argument
     option("--kind", required=True, choices=("gpt", "bert"))
     option("--model", default="", help="of the planner's presets")
-    option("--plan", default="", metavar="FILE.json", help="what megatron-2bw-plan --json wrote")
+    option("--plan", default="", metavar="FILE.json", help="what megatron-2bw plan --json wrote")
     option("--servers", type=int, required=True)
     option("--processes", type=int, required=True, help="a server")
     option("--data", default="", metavar="FLAGS", help="instead of the mock data")
@@ -113,15 +105,10 @@ def main() -> int:
     except UserError as error:
         if not quoted:
             usage_error("flags.py", error)
-        _print(str(error))
+        print(error)
         return 2
-    _print(shlex.join(found) if quoted else "\n".join(found))
+    print(shlex.join(found) if quoted else "\n".join(found))
     return 0
-
-
-def _print(text: str) -> None:
-    """Print it, although a path may hold bytes that are not UTF-8."""
-    sys.stdout.buffer.write(os.fsencode(text + "\n"))
 
 
 if __name__ == "__main__":

@@ -117,16 +117,8 @@ def of_slurm(state: str, file: dict[str, Any]) -> Outcome | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file's content; empty if there is none. UserError if it is another file."""
-    try:
-        content = json.loads(Path(path).read_text())
-        if {"status", "reason", "time"} <= content.keys():
-            return content
-    except FileNotFoundError:
-        return {}
-    except (ValueError, AttributeError):
-        pass
-    raise UserError(f"{path}: not a status file of a job")
+    """The file's content; empty if there is none."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def write(path: Path, outcome: Outcome, **fields: Any) -> None:
@@ -193,28 +185,19 @@ def end(options: argparse.Namespace) -> int:
 
 def late(options: argparse.Namespace) -> int:
     """Slurm is about to kill a start that has not ended: write the word that is right if it does."""
+    outcome = ("failed", "cancelled") if options.cancelled else ("timeout", options.reason)
     if options.requeued:
-        outcome = Outcome("pending", "Slurm has queued it again")
-    elif options.cancelled:
-        outcome = Outcome("failed", "cancelled")
-    else:
-        outcome = Outcome("timeout", options.reason)
-    write(options.file, outcome, job=options.job)
+        outcome = "pending", "Slurm has queued it again"
+    write(options.file, Outcome(*outcome), job=options.job)
     return 0
 
 
 def show(options: argparse.Namespace) -> int:
-    """A line for each job; for anything else a line on stderr, and status 1."""
-    wrong = 0
+    """A line for each folder with a status file."""
     for folder in options.logs:
-        path = folder / "status.json" if folder.is_dir() else folder
-        try:
-            if content := current(path):
-                print(f"{path.parent}: {content['status']}, {content['reason']} ({content['time']})")
-        except UserError as error:
-            report("status.py", error)
-            wrong = 1
-    return wrong
+        if content := current(folder / "status.json"):
+            print(f"{folder}: {content['status']}, {content['reason']} ({content['time']})")
+    return 0
 
 
 def current(path: Path, job: str = "") -> dict[str, Any]:
@@ -223,12 +206,9 @@ def current(path: Path, job: str = "") -> dict[str, Any]:
     job = job or content.get("job", "")  # a run that a sweep has just submitted does not name one yet
     if content.get("status") in OPEN and job:
         state = slurm_state(job)
-        content = read(path)  # a job that ended meanwhile wrote it before Slurm knew
-        outcome = of_slurm(state, content)
-        if outcome:
+        if outcome := of_slurm(state, read(path)):  # a job that ended meanwhile wrote it before Slurm knew
             write(path, outcome)
-            content = read(path)
-    return content
+    return read(path)
 
 
 def slurm_state(job: str) -> str:
