@@ -75,31 +75,29 @@ class Kill:
 
 
 class Job:
-    """The job, a torchrun per server, and its output lines with the seconds since its start."""
+    """The job, and its output lines with the seconds since its start."""
 
-    def __init__(self, argv: list[str], ranks: int, servers: int, restarts: int):
+    def __init__(self, argv: list[str], ranks: int, restarts: int):
         self.begin = time.monotonic()
         self.lines: list[tuple[float, str]] = []
         self._log, self._line = tempfile.NamedTemporaryFile("r", errors="replace"), ""
-        words = f"--nnodes {servers} --rdzv-backend c10d --rdzv-id faults --rdzv-endpoint 127.0.0.1:{free_port()}"
+        words = f"--rdzv-backend c10d --rdzv-id faults --rdzv-endpoint 127.0.0.1:{free_port()}"
         words += f" --local-addr 127.0.0.1 --max-restarts {restarts} --monitor-interval 0.1"
-        command = [*torchrun(ranks // servers, "gpt", *words.split()), *argv]
         with open(self._log.name, "a") as log:
-            self.servers = [start(command, log, cwd=ROOT) for _ in range(servers)]
+            self.server = start([*torchrun(ranks, "gpt", *words.split()), *argv], log, cwd=ROOT)
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_error) -> None:
-        for server in self.servers:
-            stop_tree(server)
+        stop_tree(self.server)
         self._log.close()
 
     def next(self, timeout: float = PATIENCE) -> str | None:
         """The next line, None at the end; TimeoutError if none comes."""
         deadline = time.monotonic() + timeout
         while not self._line.endswith("\n"):
-            ended = all(server.poll() is not None for server in self.servers)
+            ended = self.server.poll() is not None
             if new := self._log.readline():
                 self._line += new
             elif ended:
@@ -113,10 +111,10 @@ class Job:
         return line
 
     def finish(self) -> int:
-        """Wait for the end; 0 if all servers ended well."""
+        """Wait for the end; the status."""
         while self.next() is not None:
             pass
-        return max(abs(server.wait(PATIENCE)) for server in self.servers)
+        return self.server.wait(PATIENCE)
 
     def text(self) -> list[str]:
         return [line for _, line in self.lines]
@@ -132,8 +130,7 @@ class Job:
     def ranks(self) -> dict[int, psutil.Process]:
         """The living ranks, by number."""
         found = {}
-        servers = [psutil.Process(server.pid) for server in self.servers if server.poll() is None]
-        for child in [child for server in servers for child in server.children()]:
+        for child in psutil.Process(self.server.pid).children() if self.server.poll() is None else ():
             try:
                 if child.status() != psutil.STATUS_ZOMBIE and torchrun(1)[-1] in child.cmdline():
                     found[int(child.environ()["RANK"])] = child
@@ -204,42 +201,26 @@ def disturb(job: Job, folder: Path, ranks: int, kills: int, draw: random.Random)
 # --- what is compared ---------------------------------------------------------------------------------------------
 
 
-def runs_of(lines: list[str]) -> list[list[tuple[int, str]]]:
-    """Iterations and losses as printed, by start of the job."""
-    attempts: list[list[tuple[int, str]]] = []
+def losses_of(lines: list[str]) -> list[tuple[str, str]]:
+    """(iteration, loss as printed) of all lines but each start's second, which is a mean of two (run_log)."""
+    found, place = [], 0
     for line in lines:
-        if STARTED in line:
-            attempts.append([])
+        place *= STARTED not in line
         for record in run_log.training([line]):
-            attempts[-1].append((record.iteration, record.fields.get("lm loss", NO_STEP)))
-    return attempts
+            place += 1
+            if place != 2:
+                found.append((f"iteration {record.iteration}", record.fields.get("lm loss", NO_STEP)))
+    return found
 
 
 def different_losses(found: list[str], undisturbed: list[str]) -> list[str]:
-    """The printed losses that differ from those of the undisturbed run.
-
-    The second line after a start is the mean of two iterations (run_log): it must be that mean to its last digit.
-    """
-    (expected,) = runs_of(undisturbed)
-    texts = dict(expected)
-    losses = {iteration: float(text) for iteration, text in expected}
-    losses[2] = 2 * losses[2] - losses[1]  # neither is skipped
+    """The printed losses that differ from those of the undisturbed run, or that nobody has printed."""
     wrong = []
-    for attempt in runs_of(found):
-        for place, (iteration, text) in enumerate(attempt):
-            if place == 1 or iteration == 2:
-                pair = (losses[iteration - 1], losses[iteration]) if place == 1 else (losses[iteration],)
-                counted = [loss for loss in pair if loss]
-                same = abs(float(text) - sum(counted) / max(1, len(counted))) <= 4e-6 * abs(float(text))
-            else:
-                same = text == texts[iteration]
-            if not same:
-                wrong.append(f"iteration {iteration}: lm loss {text}")
-    validation, seen = dict(validations_of(undisturbed)), validations_of(found)
-    wrong += [f"{name}: validation loss {text}" for name, text in seen if validation.get(name) != text]
-    unseen = texts.keys() - {iteration for attempt in runs_of(found) for iteration, _ in attempt}
-    wrong += [f"iteration {iteration} was never printed" for iteration in sorted(unseen)]
-    return wrong + [f"{name}: no validation loss" for name in sorted(validation.keys() - {name for name, _ in seen})]
+    for kind, of in (("lm loss", losses_of), ("validation loss", validations_of)):
+        expected, seen = dict(of(undisturbed)), of(found)
+        wrong += [f"{name}: {kind} {text}" for name, text in seen if expected.get(name, text) != text]
+        wrong += [f"{name}: no {kind}" for name in expected if name not in dict(seen)]
+    return wrong
 
 
 def validations_of(lines: list[str]) -> list[tuple[str, str]]:
@@ -278,13 +259,13 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             --vocab-size 127 --seed 7 {FORMATS[options.format]}"""
         return gpt_flags(4, 32, 4, 16, text, "--save", folder / name, "--load", folder / name)
 
-    with Job(argv("peace"), ranks, options.servers, restarts=0) as undisturbed:
+    with Job(argv("peace"), ranks, restarts=0) as undisturbed:
         status = undisturbed.finish()
     calm = undisturbed.text()
     if status:
         raise WorldError("the undisturbed run failed:\n" + "\n".join(calm[-40:]))
     print(f"undisturbed: {iterations} iterations in {time.monotonic() - begin:.0f} s", flush=True)
-    with Job(argv("disturbed"), ranks, options.servers, restarts=kills + 5) as job:
+    with Job(argv("disturbed"), ranks, restarts=kills + 5) as job:
         done, stopped = disturb(job, folder / "disturbed", ranks, kills, random.Random(options.seed))
     wrong = []
     if not stopped:
@@ -293,7 +274,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         found, expected = (tensors(folder / name / last) for name in ("disturbed", "peace"))
         wrong += sorted(found.keys() ^ expected.keys())
         wrong += [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
-        wrong += [f"status {server.returncode}" for server in job.servers if server.returncode]
+        wrong += [f"status {job.server.returncode}"] * bool(job.server.returncode)
     for text in wrong:
         print(f"differs: {text}", flush=True)
     latest = [each.latest or 0 for each in done]
@@ -341,14 +322,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--iterations", type=int, help="of the whole run (default: 5 per kill)")
     parser.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
-    parser.add_argument("--servers", type=int, default=1, help="torchruns that share the ranks, as on several servers")
     parser.add_argument("--format", choices=FORMATS, default="torch_dist", help="of the checkpoints")
     options = parser.parse_args()
-    if options.ranks < 2 or options.ranks % options.servers or options.kills < 1:
-        parser.error("--ranks must be 2 or more and a multiple of --servers, and --kills 1 or more")
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(options, Path(folder))
-    write_result(options.json, report | {"servers": options.servers, "format": options.format}, draw(report))
+    write_result(options.json, report | {"format": options.format}, draw(report))
     line = "kills survived {survived} {hit}, checkpoints lost {checkpoints_lost}, differences {differences}"
     stopped = f"; the run did not finish: {report['stopped']}" if report["stopped"] else ""
     print(f"{line.format(**report)}, {report['seconds']:.0f} s{stopped}")

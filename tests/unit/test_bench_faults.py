@@ -29,8 +29,7 @@ def resumed(*lines: str) -> list[str]:
 
 def test_no_difference():
     assert different_losses(PEACE, PEACE) == []
-    # From 2: line 4 is the mean of 3 and the skipped 4. From 3: line 4 shows nothing, line 5 the mean of 5 alone.
-    rest = resumed(line(3, "3.600000E+00"), line(4, "3.600000E+00"), *PEACE[5:7])
+    rest = resumed(line(3, "3.600000E+00"), line(4, "3.600000E+00"), *PEACE[5:7])  # line 4 is a mean
     rest += [START, line(4, None), line(5, "3.200000E+00"), line(6, "3.000000E+00")]
     assert different_losses(rest, PEACE) == []
 
@@ -38,17 +37,11 @@ def test_no_difference():
 def test_differences():
     assert different_losses(resumed(line(3, "3.600001E+00"), *PEACE[4:]), PEACE) == [
         "iteration 3: lm loss 3.600001E+00",
-        "iteration 4: lm loss 0.000000E+00",
+        "iteration 4: no lm loss",
     ]
     rest = [*PEACE[:5], PEACE[5].replace("3.500000", "3.500001"), *PEACE[6:]]
     assert different_losses(rest, PEACE) == ["iteration 4: validation loss 3.500001E+00"]
-    assert different_losses(PEACE[:-1], PEACE) == ["iteration 6 was never printed"]
-    assert different_losses(resumed(line(5, "3.200000E+00"), line(6, "3.000000E+00")), PEACE) == [
-        "iteration 6: lm loss 3.000000E+00",
-        "iteration 3 was never printed",
-        "iteration 4 was never printed",
-        "iteration 4: no validation loss",
-    ]
+    assert different_losses(PEACE[:-1], PEACE) == ["iteration 6: no lm loss"]
 
 
 def test_the_moment_that_was_hit():
