@@ -7,6 +7,7 @@ touched, and every process that it started is ended by its id.
 from __future__ import annotations
 
 import getpass
+import contextlib
 import os
 import secrets
 import shutil
@@ -83,7 +84,8 @@ class Cluster:
                 stop_tree(daemon)
                 daemon.wait()
         for process in self._strays():  # a slurmstepd is no child of its slurmd any more
-            stop_tree(process)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def call(self, *words: object, cwd: Path | None = None, **environment: str) -> str:
         """What a command of Slurm prints. AssertionError with its stderr if it fails."""
