@@ -6,8 +6,8 @@ touched, and every process that it started is ended by its id.
 
 from __future__ import annotations
 
-import getpass
 import contextlib
+import getpass
 import os
 import secrets
 import shutil
