@@ -6,26 +6,21 @@ script of it has the schedules. `python -m megatron_2bw.timelines.trace DIR` joi
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from megatron.core.optimizer import get_megatron_optimizer as megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_schedule
+from megatron.training import get_args
 
 from megatron_2bw.mcore import add_flags, check, install  # noqa: F401  (the patched source imports the first two)
 
-_runtimes: list[Any] = []  # the one runtime of this process, made when it is first asked for
 
-
-def _runtime():
-    """The runtime of --pipeline-schedule, or None for Megatron's own schedule."""
-    from megatron.training import get_args
-
+@functools.cache
+def _runtime() -> Any:
+    """The one runtime of this process, made when it is first asked for; None for Megatron's own schedule."""
     args = get_args()
-    if args.pipeline_schedule == "megatron":
-        return None
-    if not _runtimes:
-        _runtimes.append(install(args, hooks=False))
-    return _runtimes[0]
+    return None if args.pipeline_schedule == "megatron" else install(args, hooks=False)
 
 
 def get_forward_backward_func(*args, **kwargs):
