@@ -27,7 +27,7 @@ from megatron_2bw.models.model import Model
 FLAGS, TOKENIZER = "model_flags.txt", "tokenizer"
 
 
-def import_model(options: argparse.Namespace, prog: str) -> int:
+def import_model(options: argparse.Namespace) -> int:
     """Write a checkpoint, the model's flags and its tokenizer. Memory: that of one parameter, twice."""
     found = configs.read(options.source / "config.json", options.seq_length)
     weights = hugging_face.Weights(options.source)
@@ -62,7 +62,7 @@ def import_model(options: argparse.Namespace, prog: str) -> int:
     return 0
 
 
-def export_model(options: argparse.Namespace, prog: str) -> int:
+def export_model(options: argparse.Namespace) -> int:
     """Write the weights of a checkpoint, with 2BW the newest, as a folder that transformers' AutoModel loads."""
     folder = megatron.find(options.source, options.ckpt_step)
     megatron.use_cpu()

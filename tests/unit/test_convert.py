@@ -272,7 +272,7 @@ def test_models_that_transformers_does_not_have(changes, line):
         (["import", ".", "--save", "x", "--seq-length", "-1"], "argument --seq-length: -1: must be"),
         (["export", "no/such", "--out", "x"], "no/such: there is no such folder"),
         (["export", ".", "--out", "."], "--out .: it exists already"),
-        (["exprot"], "exprot: give one of import, export"),
+        (["exprot"], "'exprot'"),
     ],
 )
 def test_wrong_words(words, line, capsys):
