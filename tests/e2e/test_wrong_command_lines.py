@@ -64,11 +64,6 @@ def test_the_last_line_names_the_flag(name):
     run(*CASES[name])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="--device cuda is right here")
-def test_a_device_that_is_not_there():
-    run(GPT, command(2, 2, device="cuda"), "--device cuda: no GPU is visible")
-
-
 @pytest.mark.parametrize("how", ["cut short", "not finished"])
 def test_a_damaged_checkpoint(how, tmp_path):
     harm, words = DAMAGES[how]

@@ -41,12 +41,6 @@ def test_the_table_has_megatrons_defaults(task, schedule):
     assert expected == {name: found[name] for name in expected}
 
 
-@pytest.mark.parametrize("given, beta1", [([], 0.95), (["--adam-beta1", "0.9"], 0.9)])
-def test_auto_brings_a_beta1_that_the_user_can_change(given, beta1):
-    own = argparse.Namespace(task="gpt", pipeline_schedule="2bw", two_bw_correction="auto")
-    assert prepare(megatrons(), own, stop).parse_args(given).adam_beta1 == beta1
-
-
 def test_the_first_use_writes_the_table(tmp_path, monkeypatch):
     """Not where it cannot, and again after a package was installed."""
     monkeypatch.setattr(early, "table", early.table.__wrapped__)

@@ -50,26 +50,22 @@ def test_variables_with_which_a_run_over_nccl_would_hang(stages, world, schedule
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ("--pipeline-schedule 2bw", "32"),
+        ("--pipeline-schedule 2bw --device cuda", "32"),
         ("--pipeline-schedule gpipe --tensor-model-parallel-size 1", "32"),
         ("--pipeline-schedule 2bw --tensor-model-parallel-size 2", None),
         ("--pipeline-schedule 2bw --context-parallel-size=2", None),
-        ("", None),
+        ("--device cuda", None),
     ],
 )
-def test_a_hardware_queue_for_each_stream(flags, expected):
+def test_a_hardware_queue_for_each_stream(flags, expected, monkeypatch):
+    """Set before anything asks CUDA."""
+    seen: list[str | None] = []
+    monkeypatch.setattr(cpu, "wanted", lambda device: seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
     parse_early(flags.split(), stop)
-    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected and set(seen) <= {expected}
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     parse_early(flags.split(), stop)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
-
-
-def test_the_queues_are_set_before_anything_asks_cuda(monkeypatch):
-    seen = []
-    monkeypatch.setattr(cpu, "wanted", lambda device: seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
-    parse_early(["--pipeline-schedule", "2bw", "--device", "cuda"], stop)
-    assert seen == ["32"]
 
 
 @pytest.mark.parametrize(
