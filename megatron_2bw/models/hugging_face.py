@@ -25,8 +25,8 @@ LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 KINDS = ("gpt2", "bert", "megatron-bert", *LLAMAS)
 GELUS = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
 # Entries of which Megatron has one value.
-FIXED = {"attention_bias": False, "mlp_bias": False, "scale_attn_weights": True}
-FIXED |= dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"), False)
+OFF = ("attention_bias", "mlp_bias", "scale_attn_by_inverse_layer_idx", "add_cross_attention")
+FIXED = {"scale_attn_weights": (True,)} | dict.fromkeys(OFF, (False,))
 # Megatron's scaling of rotary positions. Only the factor has a flag.
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Tokens of a sequence, unless it is given. Rotary positions allow 32,768 to 131,072, but most of a pretraining has
@@ -75,10 +75,8 @@ def _read(path: Path) -> Any:
 
 def _check(config: Any, where: str, sequence: int) -> None:
     """UserError for entries with which Megatron's model is another."""
-    fixed = [(name, (value,)) for name, value in FIXED.items()]
     gelus = ("silu",) if config.model_type in LLAMAS else tuple(GELUS)
-    fixed += [(name, gelus) for name in ("hidden_act", "activation_function")]
-    for name, values in fixed:
+    for name, values in (FIXED | {"hidden_act": gelus, "activation_function": gelus}).items():
         if getattr(config, name, values[0]) not in values:
             known = " or ".join(map(str, values))
             raise UserError(f"{where}: {name} must be {known}, which Megatron has, not {getattr(config, name)!r}")

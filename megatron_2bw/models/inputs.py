@@ -142,11 +142,9 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     for name, given in (("servers", options.servers), ("profile", profile)):
         if given and cluster.devices:
             raise UserError(f"{flag(name)}: --cluster {options.cluster} has groups of different GPUs; leave it out")
-    cluster = replace(cluster, servers=servers, gpus_per_server=per_server, profile=profile)
-    if profile and profile.inside:
-        cluster = replace(cluster, inside=profile.inside)
-    if options.link:
-        return replace(cluster, between=options.link)
-    if profile and profile.between:
-        return replace(cluster, between=replace(profile.between, rails=cluster.between.rails))
-    return cluster
+    inside, between = cluster.inside, cluster.between
+    if profile:
+        inside = profile.inside or inside
+        between = replace(profile.between, rails=between.rails) if profile.between else between
+    links = {"inside": inside, "between": options.link or between}
+    return replace(cluster, servers=servers, gpus_per_server=per_server, profile=profile, **links)
