@@ -1,4 +1,4 @@
-"""megatron-2bw train, evaluate: the entry scripts from a plan and flags, on one host or on several.
+"""megatron-2bw train, evaluate: the entry scripts from a plan, a YAML file and flags, on one host or on several.
 
 Invariant: a wrong flag is answered before a rank starts, and the status is that of the first rank that failed.
 """
@@ -6,7 +6,6 @@ Invariant: a wrong flag is answered before a rank starts, and the status is that
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shlex
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.errors import Parser, UserError, usage_error
+from megatron_2bw.files import read_yaml
 from megatron_2bw.flags import early
 from megatron_2bw.flags.own import whole
 from megatron_2bw.flags.rule import installed
@@ -24,6 +24,7 @@ from megatron_2bw.words import expand_files, flag_of, merged, split_by
 
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 OWN = ("-h", "--help", "--nproc", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--dry-run")
+FILE = "of megatron-2bw plan --json, or a YAML file of flags: `num-layers: 24`, `bf16: true`"
 DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
 
 EVALUATE = (
@@ -33,14 +34,14 @@ EVALUATE = (
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """megatron-2bw train gpt|bert [PLAN.json] [flags]."""
+    """megatron-2bw train gpt|bert [PLAN.json|RUN.yaml] [flags]."""
     meaning = (
         "Trains a GPT or a BERT. Megatron's flags and this project's follow, also in files of words (@FILE); they take "
-        f"precedence over the plan's. Examples: {prog} gpt plan.json --train-iters 100 --mock-data | {prog} bert "
-        f"@flags.txt | {prog} gpt --pipeline-schedule 2bw --pipeline-model-parallel-size 2 ..."
+        f"precedence over the file's. Examples: {prog} gpt plan.json --train-iters 100 --mock-data | {prog} bert "
+        f"run.yaml | {prog} gpt --pipeline-schedule 2bw --pipeline-model-parallel-size 2 ..."
     )
-    known, typed = _parsed(argv, prog, meaning, nargs="?", metavar="PLAN.json", help="of megatron-2bw plan --json")
-    words, gpus = _of_plan(known.file, known.task, typed) if known.file else ([], None)
+    known, typed = _parsed(argv, prog, meaning, nargs="?", metavar="PLAN.json|RUN.yaml", help=FILE)
+    words, gpus = _of_file(Path(known.file), known.task, typed) if known.file else ([], None)
     return _run(prog, known, merged(words, typed), gpus)
 
 
@@ -85,15 +86,29 @@ def _parsed(argv: Sequence[str], prog: str, meaning: str, **file: Any) -> tuple[
     return known, typed
 
 
-def _of_plan(path: str, task: str, typed: Sequence[str]) -> tuple[list[str], int]:
-    """The flags of a plan, and its number of GPUs. UserError if it is none for this task."""
+def _of_file(path: Path, task: str, typed: Sequence[str]) -> tuple[list[str], int | None]:
+    """The flags of a plan and its number of GPUs, or the flags of a YAML file. UserError if it is neither."""
+    content = read_yaml(path)  # JSON is YAML
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: it is neither a plan of megatron-2bw plan --json nor a YAML file of flags")
+    if "plans" in content:
+        return _of_plan(path, content, task, typed)
+    words: list[str] = []
+    for name, value in content.items():
+        if value is None or value is False:
+            raise UserError(f"{path}: {name}: leave it out, or give the flag on the command line")
+        flag = "--" + str(name).removeprefix("--").replace("_", "-")
+        words += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
+    return words, None
+
+
+def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str]) -> tuple[list[str], int]:
     try:
-        content = json.loads(Path(path).read_text())
         kind, run, plan = content["model"]["kind"], content["run"], content["plans"][0]
         words = [str(word) for word in (*run["model"], *plan["flags"], *plan["training"])]
         data, save = list(map(str, run["data"])), ["--save-interval", str(plan["save_interval"])]
         gpus = plan["tensor"] * plan["depth"] * plan["width"]
-    except (ValueError, LookupError, TypeError):
+    except (LookupError, TypeError):
         raise UserError(f"{path}: it is no plan of this release: make it with megatron-2bw plan --json") from None
     if kind != task:
         raise UserError(f"{path}: it is the plan of a {kind}: train {kind}")

@@ -108,6 +108,9 @@ def _from_first_tensor_rank(parts: list[torch.Tensor] | None, widths: list[int],
     return [part.contiguous() for part in message.split(widths, dim=1)]
 
 
+_LOSS = common.LossCheck()
+
+
 def loss(loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]):
     """Megatron's loss triple: a sum over the masked tokens, their number, and the reports of both losses.
 
@@ -123,7 +126,7 @@ def loss(loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.T
         samples = torch.full_like(tokens, is_random.numel())
         reports["sop loss"] = common.report(binary * samples, samples)
         total = total + binary * tokens.clamp(min=1)
-    common.check_loss(total)
+    _LOSS.check(total)
     return total, tokens, reports
 
 

@@ -1,4 +1,8 @@
-"""What the tasks (gpt.py, bert.py) share: the check of the loss, options of the datasets."""
+"""What the tasks (gpt.py, bert.py) share: the check of the loss, options of the datasets.
+
+Invariant: the check of the loss leaves the GPU a microbatch of work while the host waits, but for the last one of a
+batch (--no-check-for-nan-in-loss-and-grad disables it).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -27,23 +32,50 @@ def apply_dropped_flags(config: Any, args: Any) -> Any:
     return config
 
 
-def check_loss(total: torch.Tensor) -> None:
-    """Stop on NaN or inf, report spikes, as Megatron's flags ask and its own entry scripts do.
+class LossCheck:
+    """Stops on NaN or inf, reports spikes, as Megatron's flags ask.
 
-    `total` is the loss of a microbatch, a scalar. RuntimeError of Megatron's, which names the iteration.
+    A loss is looked at when the next microbatch's forward is launched, so that the GPU has work while the host waits.
+    That of a batch's last microbatch is looked at once: Megatron checks the gradients next, and would name them.
     """
-    args, machine = get_args(), get_rerun_state_machine()
-    # Megatron 0.19's number is one more than that of the log's next line; messages add one to either.
-    if args.rerun_mode == "disabled" and hasattr(args, "curr_iteration"):  # not with --skip-train
-        machine.current_iteration = args.curr_iteration
-    checks: list[tuple[Callable, str, bool]] = []
-    if args.check_for_nan_in_loss_and_grad:
-        wrong = (torch.isnan, "NaN"), (torch.isinf, "Inf")
-        checks += [(test, f"found {name} in local forward loss calculation", True) for test, name in wrong]
-    if args.check_for_spiky_loss:
-        checks.append((partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss"), "Spiky loss", False))
-    for test, message, fatal in checks:
-        machine.validate_result(total, rejection_func=test, message=message, tolerance=0.0, fatal=fatal)
+
+    def __init__(self) -> None:
+        self._seen = 0  # microbatches of the present batch
+        self._unread: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
+
+    def check(self, total: torch.Tensor) -> None:
+        """`total` is the loss of a microbatch, a scalar. RuntimeError of Megatron's, which names the iteration."""
+        args, machine = get_args(), get_rerun_state_machine()
+        if args.check_for_nan_in_loss_and_grad and args.rerun_mode == "disabled":
+            # Megatron 0.19's number is one more than that of the log's next line; messages add one to either.
+            if hasattr(args, "curr_iteration"):  # not with --skip-train
+                machine.current_iteration = args.curr_iteration
+            self._read()
+            finite = torch.isfinite(total.detach()).to("cpu", non_blocking=True)  # into pinned memory
+            copied = torch.cuda.Event()
+            copied.record()
+            self._unread = total.detach(), finite, copied
+            self._seen = (self._seen + total.requires_grad) % get_num_microbatches()
+            if not total.requires_grad or self._seen == 0:  # in an evaluation, or the last one
+                self._read()
+        elif args.check_for_nan_in_loss_and_grad:  # the rerun machine keeps a record of each loss
+            _stop_at_nan(total)
+        if args.check_for_spiky_loss:
+            spiky = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
+            machine.validate_result(total, rejection_func=spiky, message="Spiky loss", tolerance=0.0, fatal=False)
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            (total, finite, copied), self._unread = self._unread, None
+            copied.synchronize()
+            if not finite:
+                _stop_at_nan(total)
+
+
+def _stop_at_nan(total: torch.Tensor) -> None:
+    for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        words = dict(message=f"found {name} in local forward loss calculation", tolerance=0.0, fatal=True)
+        get_rerun_state_machine().validate_result(total, rejection_func=rejected, **words)
 
 
 def masked_sum(losses: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,10 +80,13 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     return tuple(batch[key] for key in FIELDS)
 
 
+_LOSS = common.LossCheck()
+
+
 def loss(loss_mask: torch.Tensor, losses: torch.Tensor):
     """Megatron's loss triple: the summed loss of the unmasked tokens, their number, and the report of both."""
     total, tokens = common.masked_sum(losses, loss_mask)
-    common.check_loss(total)
+    _LOSS.check(total)
     return total, tokens, {"lm loss": common.report(total, tokens)}
 
 

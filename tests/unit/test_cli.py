@@ -1,4 +1,4 @@
-"""megatron-2bw: its commands, and what `train` and `evaluate` make of a plan and flags."""
+"""megatron-2bw: its commands, and what `train` and `evaluate` make of a plan, a YAML file and flags."""
 
 from __future__ import annotations
 
@@ -100,8 +100,16 @@ def test_a_plan_is_a_whole_command(plan, capsys):
     assert flags.count("--lr") == 1 and flags[flags.index("--lr") + 1] == "1e-3"
 
 
-@pytest.mark.parametrize("text", ["lr: 1", "[]", '{"plans": [{"flags": []}]}'])
-def test_a_file_that_is_no_plan(text, tmp_path, capsys):
+def test_a_yaml_file_holds_megatrons_flags(tmp_path, capsys):
+    lines = [f"{name.removeprefix('--').replace('-', '_')}: {json.dumps(value)}" for name, value in TINY.items()]
+    (tmp_path / "run.yaml").write_text("\n".join([*lines, "mock-data: true", "pipeline-schedule: 2BW"]))
+    flags = dry(["train", "gpt", str(tmp_path / "run.yaml"), "--seed=3"], capsys)
+    assert "--mock-data" in flags and "--seed=3" in flags and "--seed" not in flags
+    assert flags[flags.index("--hidden-size") + 1] == "32"
+
+
+@pytest.mark.parametrize("text", ["bf16: false", "[]", "lr: [", '{"plans": [{"flags": []}]}'])
+def test_a_file_that_is_neither(text, tmp_path, capsys):
     path = tmp_path / "run.json"
     path.write_text(text)
     status, _, lines = ended(["train", "gpt", str(path)], capsys)
