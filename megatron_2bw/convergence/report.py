@@ -37,7 +37,7 @@ Results = Mapping[tuple[str, str, int], dict[str, Any]]  # of (lr, variant, seed
 
 
 def parse_log(text: str) -> dict[str, Any]:
-    """{"training": Points, "validation": Points, "seconds_per_iteration": median or None} of a run's attempts.
+    """{"training": Points, "validation": Points} of a run's attempts.
 
     A training loss is the mean of the iterations since the point before. The next line's mean includes an attempt's
     first line. An attempt's losses replace those of the attempt before. A line without a loss gives nan. Where all
@@ -45,7 +45,6 @@ def parse_log(text: str) -> dict[str, Any]:
     """
     training: Points = []
     validation: dict[int, float] = {}
-    times = []
     for attempt in text.split(STARTED):
         lines = list(run_log.training(attempt))
         if lines:
@@ -54,7 +53,6 @@ def parse_log(text: str) -> dict[str, Any]:
             validation = {iteration: loss for iteration, loss in validation.items() if iteration < begin}
             last = begin - 1
         for line in lines[1:]:
-            times.append(line.milliseconds)
             if line.skipped < line.iteration - last:
                 training.append([line.iteration, number(line.loss)])
             elif training:
@@ -62,10 +60,7 @@ def parse_log(text: str) -> dict[str, Any]:
             last = line.iteration
         tried = (line for line in run_log.validations(attempt) if line.dataset != "test set")
         validation |= {line.iteration: line.loss for line in tried if line.loss is not None}
-    times = [milliseconds for milliseconds in times if milliseconds is not None]
-    seconds = statistics.median(times) / 1e3 if times else None
-    points = [list(pair) for pair in validation.items()]
-    return {"training": training, "validation": points, "seconds_per_iteration": seconds}
+    return {"training": training, "validation": [list(pair) for pair in validation.items()]}
 
 
 def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
@@ -189,7 +184,6 @@ def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], ite
     whole = curves and len(curves) == len(own)  # else only some seeds have curves
     of_means = lag(*map(mean, zip(*curves.values())), window) if whole else math.nan
     ends = [points[-1][0] for pair in curves.values() for points in pair if points]
-    seconds = [result["seconds_per_iteration"] for result in own.values() if result["seconds_per_iteration"]]
     return {
         "lr": lr,
         "variant": variant,
@@ -199,7 +193,6 @@ def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], ite
         "gap_percent": spread(gaps),
         "lag_iterations": spread({s: lag(*pair, window) for s, pair in curves.items()}) | {"of_means": of_means},
         "lag_limit": min(ends, default=iterations) - window,
-        "seconds_per_iteration": statistics.median(seconds) if seconds else math.nan,
     }
 
 
@@ -227,9 +220,9 @@ def too_large(rows: Sequence[dict[str, Any]], limits: Mapping[str, float], of: S
 # --- for people -----------------------------------------------------------------------------------------------------
 
 
-def markdown(title: str, facts: Sequence[str], rows: Sequence[dict[str, Any]], troubles: Sequence[str]) -> str:
+def markdown(facts: Sequence[str], rows: Sequence[dict[str, Any]], troubles: Sequence[str]) -> str:
     """report.md: what was run, a table for each learning rate, the picture."""
-    lines = [f"# {title}", "", *facts, ""]
+    lines = [*facts, ""]
     for lr in dict.fromkeys(row["lr"] for row in rows):
         lines += [f"## Learning rate {lr}", "", f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS[1:])]
         lines += [_row(row) for row in rows if row["lr"] == lr] + [""]
@@ -239,7 +232,7 @@ def markdown(title: str, facts: Sequence[str], rows: Sequence[dict[str, Any]], t
     return "\n".join([*lines, *picture, *EXPLANATION]) + "\n"
 
 
-COLUMNS = ("variant", "final validation loss", "gap, %", "lag, iterations", "s/iteration")
+COLUMNS = ("variant", "final validation loss", "gap, %", "lag, iterations")
 EXPLANATION = """\
 Means over the seeds ± sample standard deviation. Gap: validation loss above vanilla's of the same seed, that is with
 the same initial weights, batches and validation samples. Lag: the end less the iteration at which vanilla's training
@@ -253,8 +246,7 @@ def _row(row: dict[str, Any]) -> str:
         gap = shown(row["gap_percent"], "{:+.2f}")
         lags = row["lag_iterations"] | {"mean": row["lag_iterations"]["of_means"]}
         behind = ("≥ " if lags["mean"] >= row["lag_limit"] - 0.5 else "") + shown(lags, "{:.0f}")
-    seconds = "–" if math.isnan(row["seconds_per_iteration"]) else f"{row['seconds_per_iteration']:.3g}"
-    return f"| {' | '.join((row['variant'], shown(row['validation_loss'], '{:.4f}'), gap, behind, seconds))} |"
+    return f"| {' | '.join((row['variant'], shown(row['validation_loss'], '{:.4f}'), gap, behind))} |"
 
 
 def shown(figure: dict[str, Any], form: str) -> str:

@@ -9,7 +9,7 @@ runs.json, curves.png and report.md are rewritten after each run. If the script 
 is missing; with --save-interval N after -- a run continues from its checkpoint. A run that fails does not stop the
 others; if the very first run does not train, no other is started.
 
-Invariant: result.json in a run's folder holds the run's command and the result of a run that ended normally; no run is
+Invariant: result.json in a run's folder is of a run that ended normally, with the last command in its log; no run is
 compared with one of another command.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from megatron_2bw import run_log
-from megatron_2bw.convergence.options import Run, built_in, defaults, grid, parse, takes_corpus, value
+from megatron_2bw.convergence.options import Run, built_in, defaults, grid, parse, takes_corpus
 from megatron_2bw.convergence.plot import draw
 from megatron_2bw.convergence.report import STARTED, markdown, number, outcome, summarize, too_large
 from megatron_2bw.errors import UserError, file_errors, run_program
@@ -57,18 +57,13 @@ def portable(words: Sequence[str]) -> list[str]:
 
 def result_of(run: Run) -> dict[str, Any] | None:
     """The stored result. Raises UserError if it, or the checkpoints to continue from, are of another command."""
-
-    def stored(name: str) -> dict[str, Any] | None:
-        path = run.folder / name
-        content = json.loads(path.read_text()) if path.exists() else None
-        if content and portable(content["command"]) != portable(run.command):
-            remedy = "give another NAME, or remove the folder"
-            raise UserError(f"{run.folder} holds a run of other flags; {remedy}")
-        return content
-
-    if (result := stored("result.json")) is None and run.checkpoints.exists():
-        stored("command.json")
-    return result
+    path = run.folder / "result.json"
+    if not path.exists() and not run.checkpoints.exists():
+        return None
+    started = run.log.read_text(errors="replace").rpartition(STARTED)[2].partition("\n")[0]
+    if portable(shlex.split(started)) != portable(run.command):
+        raise UserError(f"{run.folder} holds a run of other flags: give another NAME, or remove it")
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -77,23 +72,21 @@ def result_of(run: Run) -> dict[str, Any] | None:
 class Job:
     """A run's process, which writes the log."""
 
-    def __init__(self, run: Run, gpus: str | None):
+    def __init__(self, run: Run, gpus: dict[str, str]):
         run.folder.mkdir(parents=True, exist_ok=True)
-        write_json(run.folder / "command.json", {"command": run.command}, indent=None)
         if not run.checkpoints.exists():  # it starts again, perhaps with other flags
             set_aside(run.log)
-        self.run, self.iteration, self.loss, self.reported = run, 0, math.nan, 0.0
+        self.run, self.iteration, self.loss, self.said = run, 0, math.nan, 0.0
         self._begun = time.monotonic()
         with open(run.log, "a") as log:
             log.write(f"\n{STARTED} {shlex.join(run.command)}\n")
             log.flush()
             self._size = log.tell()
-            more = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-            self.process = start(run.command, log, env=environment(**more))
+            self.process = start(run.command, log, env=environment(**gpus))
 
     @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._begun
+    def seconds(self) -> int:
+        return round(time.monotonic() - self._begun)
 
     def read(self) -> bool:
         """Read the log if it has grown. Returns whether it reports a new iteration."""
@@ -119,82 +112,65 @@ class Board:
         say(f"[{self.runs.index(run) + 1}/{len(self.runs)}] {run.title}: {text}")
 
     def progress(self, job: Job) -> None:
-        """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512, 2:10 elapsed, about 10:50 left"""
-        left = job.seconds * (self.iterations / max(job.iteration, 1) - 1)
-        times = f"{duration(job.seconds)} elapsed, about {duration(left)} left"
-        self.say(job.run, f"iteration {job.iteration}/{self.iterations}, loss {job.loss:.3f}, {times}")
+        """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512, 130 s"""
+        if job.read() and (time.monotonic() - job.said >= EVERY or job.iteration == self.iterations):
+            job.said = time.monotonic()
+            self.say(job.run, f"iteration {job.iteration}/{self.iterations}, loss {job.loss:.3f}, {job.seconds} s")
+
+    def finish(self, job: Job, code: int) -> None:
+        """Store a run's result, or report why there is none."""
+        run = job.run
+        stop_tree(job.process, 5)
+        try:
+            result = outcome(run.log.read_text(errors="replace"), code, self.iterations)
+        except UserError as error:
+            self.failures[run] = str(error)
+            self.say(run, f"failed, {error} (log: {run.log})")
+            return
+        write_json(run.folder / "result.json", {"seconds": job.seconds} | result, None)
+        self.results[run] = result
+        loss = "diverged" if result["diverged"] else f"validation loss {result['validation'][-1][1]:.4f}"
+        self.say(run, f"ended after {job.seconds} s, {loss}")
 
 
-def duration(seconds: float) -> str:
-    """2:10, 1:02:00"""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def gpus_of(slot: int, ranks: int, most: int, options) -> str | None:
-    """CUDA_VISIBLE_DEVICES of the slot-th of the concurrent runs of at most `most` ranks; None to leave it."""
+def gpus_of(slot: int, options) -> dict[str, str]:
+    """The environment of the slot-th of the concurrent runs, which share the GPUs."""
     if options.jobs == 1 or options.device == "cpu":
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        import torch
+        return {}
+    import torch
 
-        visible = ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = visible.split(",")
-    return ",".join(gpus[(slot * most + rank) % len(gpus)] for rank in range(ranks)) if len(gpus) > ranks else None
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    own = (visible[(slot * options.ranks + rank) % len(visible)] for rank in range(options.ranks))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if count > options.ranks else {}
 
 
-def train(board: Board, options, after: Callable[[], None]) -> None:
+def train(board: Board, options, after: Callable[[], object]) -> None:
     """Run what is missing, `options.jobs` at a time; call `after` after each. Failures are on the board."""
-    ranks = lambda run: int(value(run.command, "--nproc-per-node"))
     waiting = [run for run in board.runs if run not in board.results]
-    most = max(map(ranks, waiting), default=1)
     jobs: dict[int, Job] = {}
     try:
         while waiting or jobs:
             # The next starts when the others train: runs with the same seed write the same index of the data.
             if waiting and len(jobs) < options.jobs and all(job.iteration for job in jobs.values()):
                 slot = next(slot for slot in range(options.jobs) if slot not in jobs)
-                run = waiting.pop(0)
-                jobs[slot] = Job(run, gpus_of(slot, ranks(run), most, options))
-                board.say(run, "starts")
+                jobs[slot] = Job(waiting.pop(0), gpus_of(slot, options))
+                board.say(jobs[slot].run, "starts")
             for slot, job in list(jobs.items()):
                 code = job.process.poll()
-                if job.read() and (time.monotonic() - job.reported >= EVERY or job.iteration == board.iterations):
-                    job.reported = time.monotonic()
-                    board.progress(job)
+                board.progress(job)
                 if code is not None:
                     del jobs[slot]
-                    finish(board, job, code)
+                    board.finish(job, code)
                     # No other run trains or has trained: the cause is one that all runs share.
                     if waiting and not jobs and len(board.failures) == 1 and not board.results and not job.iteration:
                         say("convergence.py: no other run is started, for the first has not trained")
                         waiting.clear()
-                    try:
-                        after()
-                    except OSError as error:  # the next report may succeed; the runs continue
-                        say(f"convergence.py: the report could not be written: {error}")
+                    after()
             time.sleep(POLL)
     finally:
         for job in jobs.values():
             stop_tree(job.process, 5)
-
-
-def finish(board: Board, job: Job, code: int) -> None:
-    """Store a run's result, or report why there is none."""
-    run = job.run
-    stop_tree(job.process, 5)
-    try:
-        result = outcome(run.log.read_text(errors="replace"), code, board.iterations)
-    except UserError as error:
-        board.failures[run] = str(error)
-        board.say(run, f"failed, {error} (log: {run.log})")
-        return
-    write_json(run.folder / "result.json", {"command": run.command, "seconds": round(job.seconds, 1)} | result, None)
-    board.results[run] = result
-    loss = "diverged" if result["diverged"] else f"validation loss {result['validation'][-1][1]:.4f}"
-    board.say(run, f"ended after {duration(job.seconds)}, {loss}")
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------
@@ -214,31 +190,28 @@ def report(board: Board, options) -> list[dict[str, Any]]:
         | {"command": portable(run.command)}
         for run in board.runs
     ]
-    names = ("name", "again", "task", "iterations", "stages", "width", "variants")
+    names = ("name", "again", "task", "iterations", "ranks", "variants")
     content = {name: getattr(options, name) for name in names}
     content |= {"learning_rates": options.lr, "seeds": seeds, "flags": options.flags, "summary": rows, "runs": runs}
     write_json(options.out / "runs.json", content, indent=None)
     if results:
         draw(content, options.out / "curves.png")
-    else:
-        (options.out / "curves.png").unlink(missing_ok=True)  # of runs that were set aside
-    text = markdown(f"Convergence: {options.name}", facts(board, options), rows, troubles(board))
-    write_whole(options.out / "report.md", text)
+    write_whole(options.out / "report.md", markdown(facts(board, options), rows, troubles(board)))
     return rows
 
 
 def facts(board: Board, options) -> list[str]:
     """What was run, for report.md."""
-    seeds = f"{'seeds' if len(options.seeds) > 1 else 'seed'} {', '.join(options.seeds)}"
-    sizes = f"{options.iterations} iterations, {options.stages} stage(s) × width {options.width}"
+    corpus = ", the built-in corpus and its tokenizer" if takes_corpus(options) else ""
     return [
-        f"{options.task.upper()}, {sizes}, {seeds}; {len(board.results)} of {len(board.runs)} runs have ended. The "
-        "command that repeats or continues them:",
+        f"# Convergence: {options.name}",
+        "",
+        f"{options.task.upper()}, {options.iterations} iterations, seeds {', '.join(options.seeds)}; "
+        f"{len(board.results)} of {len(board.runs)} runs have ended. The command that repeats or continues them:",
         "",
         f"    {options.again}",
         "",
-        f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`"
-        + (", the built-in corpus and its tokenizer" if takes_corpus(options) else ""),
+        f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`{corpus}",
         *(f"- **{label}**: `{shlex.join(flags)}`" for label, flags in options.variants.items()),
     ]
 
@@ -251,39 +224,32 @@ def troubles(board: Board) -> list[str]:
 
 def judge(rows: Sequence[dict[str, Any]], options) -> int:
     """The exit code of --max-gap; prints a line for each variant above it, or one line if there is none."""
-    if options.max_gap is None:
-        return 0
     of = [label for label in options.variants if label != "vanilla"]
-    lines = too_large(rows, options.max_gap, of, len(options.seeds))
+    lines = too_large(rows, options.limits, of, len(options.seeds))
     for line in lines:
         print(f"convergence.py: {line}", file=sys.stderr)
-    if not lines:
-        limits = ",".join(f"{options.max_gap[lr]:g}" for lr in options.lr)
-        say(f"convergence.py: --max-gap {limits} holds for {', '.join(of)} at lr {', '.join(options.lr)}")
+    if options.limits and not lines:
+        say(f"convergence.py: --max-gap {','.join(options.max_gap)} holds for {', '.join(of)}")
     return 1 if lines else 0
 
 
 def work(options) -> int:
     with file_errors(f"--out {options.out}"):
         options.out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(options.out / ".lock", blocking=False)
     try:
-        with FileLock(options.out / ".lock", blocking=False):
-            return _work(options)
+        lock.acquire()
     except Timeout:
         raise UserError(f"{options.out} is in use by another convergence.py") from None
-
-
-def _work(options) -> int:
-    board = Board(grid(options, built_in(options)), options.iterations)
-    for run in board.runs:
-        if result := result_of(run):
-            board.results[run] = result
-    runs = f"{len(board.runs)} runs of {options.iterations} iterations"
-    say(f"convergence.py: {runs}, {len(board.results)} of them are there; {options.out}")
-    train(board, options, lambda: report(board, options))
-    rows = report(board, options)
-    say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
-    return max(judge(rows, options), 1 if board.failures else 0)
+    with lock:
+        board = Board(grid(options, built_in(options)), options.iterations)
+        board.results |= {run: result for run in board.runs if (result := result_of(run))}
+        runs = f"{len(board.runs)} runs of {options.iterations} iterations"
+        say(f"convergence.py: {runs}, {len(board.results)} of them are there; {options.out}")
+        train(board, options, lambda: report(board, options))
+        rows = report(board, options)
+        say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
+        return max(judge(rows, options), 1 if board.failures else 0)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "convergence.py") -> int:
