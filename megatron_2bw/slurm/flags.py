@@ -1,4 +1,4 @@
-"""Megatron's flags of a Slurm job, one word per line: of a model by name, or of a plan file of the planner.
+"""Megatron's flags of a Slurm job, as a shell quotes them: of a model by name, or of a plan file of the planner.
 
 Invariant: the numbers are megatron_2bw.planner's; what does not fit the allocation ends with one line and status 2.
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
 
-from megatron_2bw.errors import Parser, UserError, usage_error
+from megatron_2bw.errors import Parser, UserError
 from megatron_2bw.models.model import PRESETS, Model
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.tell import training
@@ -86,6 +86,7 @@ def default_plan(model: Model, ranks: int) -> Plan:
 
 
 def main() -> int:
+    """For job.sh: an error line comes on stdout."""
     parser = Parser(prog="flags.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     option = parser.add_argument
     option("--kind", required=True, choices=("gpt", "bert"))
@@ -96,19 +97,13 @@ def main() -> int:
     option("--data", default="", metavar="FLAGS", help="instead of the mock data")
     option("--precision", default="", metavar="|".join(PRECISIONS))
     option("--save", action="store_true", help="the job saves checkpoints: also --save-interval")
-    quoted = "for job.sh: the words as a shell quotes them; an error line on stdout"
-    option("--quoted", action="store_true", help=quoted)
-    options = vars(parser.parse_args())
-    quoted = options.pop("quoted")
+    status = 0
     try:
-        found = words(**options)
+        text = shlex.join(words(**vars(parser.parse_args())))
     except UserError as error:
-        if not quoted:
-            usage_error("flags.py", error)
-        print(error)
-        return 2
-    print(shlex.join(found) if quoted else "\n".join(found))
-    return 0
+        text, status = str(error), 2
+    print(text)
+    return status
 
 
 if __name__ == "__main__":

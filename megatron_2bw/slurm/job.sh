@@ -140,7 +140,7 @@ train() {
     fi
     [[ $CHECKPOINTS == none || -n ${SAVE_INTERVAL:-} ]] || save=(--save)
     # Bash loses the status of a process substitution now and then; words as a shell quotes them need none.
-    quoted=$("$JOB_PYTHON" "$MEGATRON_2BW/megatron_2bw/slurm/flags.py" --quoted --kind "$kind" \
+    quoted=$("$JOB_PYTHON" "$MEGATRON_2BW/megatron_2bw/slurm/flags.py" --kind "$kind" \
         --model "${MODEL:-}" --plan "${PLAN:-}" --precision "${PRECISION:-}" --data="${DATA_ARGS:-}" \
         --servers "$SLURM_JOB_NUM_NODES" --processes "$PROCESSES_PER_NODE" "${save[@]}") ||
         fail "${quoted:-flags.py has failed; what it says is above}"

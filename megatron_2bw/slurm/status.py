@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
 
 from megatron_2bw import run_log
-from megatron_2bw.errors import Parser, UserError, report, run_program
+from megatron_2bw.errors import Parser, report, run_program
 from megatron_2bw.files import write_json
 
 WORDS = ("pending", "running", "completed", "out of memory", "timeout", "failed")
 OPEN = ("pending", "running")
 ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")  # of Slurm's words
+DIED = {"OUT_OF_MEMORY": "out of memory", "TIMEOUT": "timeout", "DEADLINE": "timeout"}  # other words of Slurm: failed
 IDLE_STARTS = 3  # consecutive starts without a saved iteration after which a job is not queued again
 TAIL = 2**20  # bytes at the end of a log that are searched
 KILLED = 128 + 9  # exit status after SIGKILL, which the kernel sends when memory is short
@@ -42,28 +43,17 @@ MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known when a start has ended.
+    """What is known when a start has ended."""
 
-    exit_status  of srun
-    text         the logs of this start
-    signalled    Slurm asked the job to end: its time limit is near, or it is preempted
-    cancelled    Slurm ends the job for another reason: a user or an administrator cancelled it
-    requeued     Slurm ended the job and queued it again: preempted without a grace time, scontrol requeue
-    saved        iteration of the newest checkpoint, 0 without one
-    before       the same, when this start began
-    idle         consecutive starts before this one that saved nothing
-    keeps        the job saves checkpoints
-    """
-
-    exit_status: int
-    text: str = ""
-    signalled: bool = False
-    cancelled: bool = False
-    requeued: bool = False
-    saved: int = 0
-    before: int = 0
-    idle: int = 0
-    keeps: bool = True
+    exit_status: int  # of srun
+    text: str = ""  # the logs of this start
+    signalled: bool = False  # Slurm asked the job to end: its time limit is near, or it is preempted
+    cancelled: bool = False  # a user or an administrator cancelled it
+    requeued: bool = False  # Slurm ended it and queued it again: preempted without a grace time, scontrol requeue
+    saved: int = 0  # iteration of the newest checkpoint, 0 without one
+    before: int = 0  # the same, when this start began
+    idle: int = 0  # consecutive starts before this one that saved nothing
+    keeps: bool = True  # the job saves checkpoints
 
 
 class Outcome(NamedTuple):
@@ -102,18 +92,6 @@ def decide(facts: Facts) -> Outcome:
 def _line(text: str, pattern: re.Pattern[str]) -> str:
     """The first line with the pattern."""
     return next((line.strip()[:300] for line in text.splitlines() if pattern.search(line)), "")
-
-
-def of_slurm(state: str, file: dict[str, Any]) -> Outcome | None:
-    """The outcome of a job whose file is still open; None if the file is right.
-
-    state: Slurm's word for the job, empty if Slurm no longer knows the job.
-    """
-    word = state.split()[0].rstrip("+") if state else ""
-    if file["status"] not in OPEN or word in ALIVE:
-        return None
-    known = {"OUT_OF_MEMORY": "out of memory", "TIMEOUT": "timeout", "DEADLINE": "timeout"}
-    return Outcome(known.get(word, "failed"), f"Slurm: {word}" if word else "Slurm does not know the job any more")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -193,7 +171,7 @@ def late(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """A line for each folder with a status file."""
+    """A line for each job; what is no folder of a job has none."""
     for folder in options.logs:
         if content := current(folder / "status.json"):
             print(f"{folder}: {content['status']}, {content['reason']} ({content['time']})")
@@ -205,55 +183,48 @@ def current(path: Path, job: str = "") -> dict[str, Any]:
     content = read(path)
     job = job or content.get("job", "")  # a run that a sweep has just submitted does not name one yet
     if content.get("status") in OPEN and job:
-        state = slurm_state(job)
-        if outcome := of_slurm(state, read(path)):  # a job that ended meanwhile wrote it before Slurm knew
-            write(path, outcome)
+        state = slurm_state(job).rstrip("+")
+        content = read(path)  # a job that ended meanwhile wrote it before Slurm knew
+        if content["status"] in OPEN and state not in ALIVE:
+            reason = f"Slurm: {state}" if state else "Slurm does not know the job any more"
+            write(path, Outcome(DIED.get(state, "failed"), reason))
     return read(path)
 
 
 def slurm_state(job: str) -> str:
     """Slurm's word for a job: from its controller, which forgets after minutes, or from its accounting."""
-    for command, pattern in (
-        (["scontrol", "--oneliner", "show", "job", job], r"JobState=(\w+)"),
-        (["sacct", "--allocations", "--noheader", "--parsable2", "--format=State", "--jobs", job], r"(\w+)"),
+    for command in (
+        ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job],
+        ["sacct", "--allocations", "--noheader", "--parsable2", "--format=State", "--jobs", job],
     ):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        except FileNotFoundError:
-            raise UserError(f"{command[0]} is not installed: run this on a host of the Slurm cluster") from None
-        found = re.search(pattern, done.stdout)
-        if done.returncode == 0 and found:
-            return found[1]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if found := done.stdout.split():
+            return found[0]
     return ""
-
-
-def script(options: argparse.Namespace) -> int:
-    print(Path(__file__).with_name(f"pretrain_{options.kind}_2bw.sbatch"))
-    return 0
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "status.py") -> int:
     about = "The states of Slurm jobs, from their status files; and the script that sbatch submits."
     parser = Parser(prog=prog, description=about, allow_abbrev=False)
     commands = parser.add_subparsers(required=True)
-    ways = ("--signalled", "--cancelled", "--requeued")
-    for name, function, flags in (("start", begin, ()), ("end", end, ways), ("late", late, ways)):
+    for name, function in (("start", begin), ("end", end), ("late", late)):
         command = commands.add_parser(name, help="of job.sh", allow_abbrev=False)
         command.set_defaults(function=function)
-        command.add_argument("--file", type=Path, required=True)
-        command.add_argument("--job", required=True)
-        command.add_argument("--start", type=int, required=True)
-        command.add_argument("--checkpoints", required=True)
-        for flag in flags:  # how the start ended
-            command.add_argument(flag, action="store_true")
-        command.add_argument("--exit-status", type=int, default=0)
-        command.add_argument("--refused", default="")
-        command.add_argument("--reason", default="its time was over before it had saved and ended")
+        option = command.add_argument
+        option("--file", type=Path, required=True)
+        option("--job", required=True)
+        option("--start", type=int, required=True)
+        option("--checkpoints", required=True)
+        for flag in ("--signalled", "--cancelled", "--requeued"):  # how the start ended
+            option(flag, action="store_true")
+        option("--exit-status", type=int, default=0)
+        option("--refused", default="")
+        option("--reason", default="its time was over before it had saved and ended")
     command = commands.add_parser("show", help="the words of jobs")
     command.set_defaults(function=show)
     command.add_argument("logs", type=Path, nargs="+", metavar="DIR")
     command = commands.add_parser("script", help="the path of the script that sbatch submits")
-    command.set_defaults(function=script)
+    command.set_defaults(function=lambda own: print(Path(__file__).with_name(f"pretrain_{own.kind}_2bw.sbatch")))
     command.add_argument("kind", choices=("gpt", "bert"))
     options = parser.parse_args(argv)
     return run_program(prog, lambda: options.function(options))
