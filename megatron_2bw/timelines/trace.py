@@ -171,11 +171,7 @@ def _spent(events: list[Event], begin: float, end: float) -> Counter[str]:
 def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any]:
     """A simulated timeline, with times in seconds, in the form of a merged trace: waits are events too."""
     found = _names(f"pipeline: {title}", range(stages))
-    free = [0.0] * stages
-    for event in events:
-        since = event._replace(asked=min(free[event.stage], event.start))  # sending is a wait here
-        found += _spans(since, event.stage, chunk=event.action.chunk)
-        free[event.stage] = event.end
+    found += [span for event in events for span in _spans(event, event.stage, chunk=event.action.chunk)]
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
