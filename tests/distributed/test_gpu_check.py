@@ -59,7 +59,8 @@ def test_rows_on_the_cpu(tmp_path):
 def test_planted_faults_are_in_the_table(tmp_path):
     """The ranks of a row that hangs print where their threads are, and the next row runs."""
     faults = {"wrong weights": wrong_store, "stuck": stuck, "killed": killed, "quiet": rows.delays}
-    each = [row(partial(planted, fault=fault), name, 60.0) for name, fault in faults.items()]
+    limits = {"stuck": 25.0}  # seconds, of which the ranks' traces take ten
+    each = [row(partial(planted, fault=fault), name, limits.get(name, 90.0)) for name, fault in faults.items()]
     status, found = go(tmp_path / "r.json", *each)
     assert status == 1 and [entry["result"] for entry in found.values()] == [FAILED, HANGS, FAILED, OK]
     assert "losses differ by" in found["wrong weights"]["why"]

@@ -14,7 +14,6 @@ import pytest
 from megatron_2bw.processes import stop_tree
 from tests.e2e.launcher import ROOT, end
 from tests.unit.test_preprocess import bert_samples, check_bert_samples, files_of, main, prose, written
-from tests.unit.test_sft import CHATML, tokenizer
 
 TEXTS = prose(300)
 SMALL = "import sys; from megatron_2bw.data import preprocess, preprocess_cli; preprocess.PART_BYTES = 100_000"
@@ -31,11 +30,11 @@ def start(*flags) -> subprocess.Popen:
     )
 
 
-def kill_in_the_middle(process: subprocess.Popen, folder, number: int) -> None:
-    """Send a signal to the command alone when parts are done; its workers must follow it."""
+def kill_in_the_middle(process: subprocess.Popen, folder, parts: int, number: int) -> None:
+    """Send a signal to the command alone when so many parts are done; its workers must follow it."""
     try:
         give_up = time.monotonic() + 120
-        while len(list(folder.glob("tokens-*.arrow"))) < 3:
+        while len(list(folder.glob("tokens-*.arrow"))) < parts:
             assert process.poll() is None and time.monotonic() < give_up, "it ended before it was killed"
             time.sleep(0.005)
         children = psutil.Process(process.pid).children(recursive=True)
@@ -48,32 +47,23 @@ def kill_in_the_middle(process: subprocess.Popen, folder, number: int) -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("task", ["bert", "sft"])
-def test_killed_and_continued(tmp_path, task):
-    """BERT from plain and compressed JSON lines, with a tokenizer trained on the spot; conversations."""
-    if task == "bert":
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-        (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines * 4))
-        flags = ["--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]
-        flags += ["--train-tokenizer", "wordpiece", "--vocab-size", 80]
-    else:
-        turns = [{"messages": [{"role": role, "content": text} for role in ("user", "assistant")]} for text in TEXTS]
-        lines = "".join(json.dumps(each) + "\n" for each in turns).encode()
-        flags = ["--input", tmp_path / "a.jsonl", "--tokenizer-model", tokenizer(tmp_path / "tokenizer", CHATML)]
+def test_killed_and_continued(tmp_path):
+    """BERT from plain and compressed JSON lines, with a tokenizer trained on the spot."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     (tmp_path / "a.jsonl").write_bytes(lines * 12)
-    flags = ["--task", task, *flags, "--output-prefix"]
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines * 4))
+    flags = ["--task", "bert", "--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]
+    flags += ["--train-tokenizer", "wordpiece", "--vocab-size", 80, "--output-prefix"]
     prefix, folder = tmp_path / "out", tmp_path / "out.unfinished"
-    number = signal.SIGKILL if task == "bert" else signal.SIGTERM
-    kill_in_the_middle(start(*flags, prefix, "--workers", 2), folder, number)
+    kill_in_the_middle(start(*flags, prefix, "--workers", 2), folder, 2, signal.SIGTERM)
+    kill_in_the_middle(start(*flags, prefix, "--workers", 2), folder, 5, signal.SIGKILL)
     assert not (tmp_path / "out.bin").exists() and not (tmp_path / "out.idx").exists()
-    second = end(start(*flags, prefix, "--workers", 3), 150)
-    assert second.returncode == 0 and "continuing the work" in second.stderr, second.stderr
-    made = tmp_path / ("out-tokenizer" if task == "bert" else "tokenizer")
+    last = end(start(*flags, prefix, "--workers", 3), 150)
+    assert last.returncode == 0 and "continuing the work" in last.stderr, last.stderr
+    made = tmp_path / "out-tokenizer"
     model = f"--data-path {prefix} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {made}"
-    assert second.stdout == model + " --sft-data" * (task == "sft") + "\n" and not folder.exists()
+    assert last.stdout == model + "\n" and not folder.exists()
     assert main(*flags, tmp_path / "whole") == 0
-    more = ["-tokenizer/tokenizer.json"] * (task == "bert")
-    assert files_of(prefix, *more) == files_of(tmp_path / "whole", *more)
-    if task == "bert":
-        assert len(written(prefix)[0]) == 16 * len(TEXTS)
-        check_bert_samples(bert_samples(prefix, made, binary_head=True))
+    more = "-tokenizer/tokenizer.json"
+    assert files_of(prefix, more) == files_of(tmp_path / "whole", more) and len(written(prefix)[0]) == 16 * len(TEXTS)
+    check_bert_samples(bert_samples(prefix, made, binary_head=True))
