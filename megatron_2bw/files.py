@@ -11,18 +11,18 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_2bw.errors import UserError, file_errors
 
 
 def write_whole(
-    path: str | os.PathLike, content: str | bytes | Callable[[BinaryIO], object], sync: bool = False
+    path: str | os.PathLike, content: str | bytes, sync: bool = False, before: Callable[[], object] | None = None
 ) -> None:
     """Replace the file `path` in one step; its folder must exist. Text is written as UTF-8.
 
-    content: what to write, or a function that writes it to the open file
     sync: the content is on the disk before the file is replaced, so that it also survives a power failure.
+    before: called when the content is written, before the file is replaced
     Raises OSError, which names `path`. Devices and pipes, such as /dev/stdout, are written in place.
     """
     path = Path(path)
@@ -30,13 +30,12 @@ def write_whole(
     temporary = path if in_place else path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with open(temporary, "wb") as file:
-            if callable(content):
-                content(file)
-            else:
-                file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content.encode() if isinstance(content, str) else content)
             if sync and not in_place:
                 file.flush()
                 os.fsync(file.fileno())
+        if before is not None:
+            before()
         if not in_place:
             os.replace(temporary, path)
     except BaseException as error:

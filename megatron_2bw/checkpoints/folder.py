@@ -19,7 +19,7 @@ import uuid
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_2bw.files import write_whole
 
@@ -62,14 +62,11 @@ class _Tracker(io.StringIO):
         self.close()
         if kind is not None:
             return
-        write_whole(self._path, partial(self._write, text))
+        write_whole(self._path, text, sync=True, before=partial(self._replace_old, text))
         _delete_leftovers(self._path.parent)
 
-    def _write(self, text: str, file: BinaryIO) -> None:
-        """Before the tracker is replaced: its new content is on the disk, then the old checkpoint loses precedence."""
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    def _replace_old(self, text: str) -> None:
+        """The new tracker is on the disk: the old checkpoint loses precedence."""
         if text.strip().isdecimal():
             aside = self._path.with_name(ASIDE + checkpoint_name(int(text)))
             if aside.is_dir():

@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from megatron_2bw.errors import UserError, report
@@ -73,18 +72,17 @@ def leave(error: Exception, flush: Callable[[], None] | None = None) -> NoReturn
     sys.exit(1)
 
 
-def stop(*lines: str) -> NoReturn:
+def stop(line: str) -> NoReturn:
     """End this rank with status 2; the first rank of a job reports why.
 
     torchrun then stops the others. A rank that still runs after PATIENCE has an error of its own and reports it.
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(PATIENCE)
-    for line in lines:
-        report(program(), line)
+    report(program(), line)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends with a report, and quotes this in it
-        text = "\n".join(f"{program()}: error: {line}" for line in lines)
-        write_json(Path(file), {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}})
+        text = f"{program()}: error: {line}"
+        write_json(file, {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}})
     sys.exit(2)
 
 

@@ -9,11 +9,12 @@ import pytest
 from megatron_2bw.files import set_aside, write_json, write_whole
 
 
-@pytest.mark.parametrize("content", ["grüße\n", "grüße\n".encode(), lambda file: file.write("grüße\n".encode())])
+@pytest.mark.parametrize("content", ["grüße\n", "grüße\n".encode()])
 def test_a_file_is_replaced(content, tmp_path):
-    path = tmp_path / "a.txt"
+    path, seen = tmp_path / "a.txt", []
     path.write_text("old")
-    write_whole(path, content)
+    write_whole(path, content, before=lambda: seen.append(path.read_text()))
+    assert seen == ["old"]
     assert path.read_text() == "grüße\n"
     assert os.listdir(tmp_path) == ["a.txt"]
 
