@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from megatron_2bw.gpu_check import rows, runner
 from megatron_2bw.gpu_check.rows import Failed, Observed, Row
 from megatron_2bw.gpu_check.runner import FAILED, OK, SKIPPED
 from megatron_2bw.local_ranks import on_gpu
-from megatron_2bw.start.torchrun import ROOT
 
 
 def row(run, name="one", seconds=5.0, needs=()) -> Row:
@@ -76,23 +73,3 @@ def test_ranks_share_gpus():
     assert [each["LOCAL_RANK"] for each in shared] == ["0", "1", "0", "1"]
     assert len({each["NCCL_HOSTID"] for each in shared}) == 4
     assert not any(name.startswith("NCCL") for name in on_gpu(1, 2, 2))
-
-
-TRAINS = "tests/distributed/test_update_rule.py"
-
-
-def test_the_tests_of_a_gpu_end_in_one_line_without_one():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cuda", TRAINS]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode and run.stderr.strip() == "ERROR: --device cuda: torch finds no GPU here"
-
-
-def test_the_tests_of_a_gpu_have_its_flags():
-    """The command lines of tests/distributed, in a process that pytest --device cuda would start."""
-    code = "from tests.distributed.training import command; print(*command(2, 4))"
-    words = {}
-    for device in ("cpu", "cuda"):
-        run = [sys.executable, "-c", f"import os; os.environ['MEGATRON_2BW_WORLD_DEVICE'] = {device!r}; {code}"]
-        words[device] = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-        assert words[device][words[device].index("--device") + 1] == device
-    assert {*words["cuda"]} - {*words["cpu"]} >= {"cuda", "--transformer-impl", "--no-rope-fusion"}
