@@ -13,7 +13,7 @@ import pytest
 
 from megatron_2bw.processes import stop_tree
 from tests.e2e.launcher import ROOT, end
-from tests.unit.test_preprocess import bert_samples, check_bert_samples, files_of, main, prose, written
+from tests.unit.test_preprocess import files_of, main, prose, written
 
 TEXTS = prose(300)
 SMALL = "import sys; from megatron_2bw.data import preprocess, preprocess_cli; preprocess.PART_BYTES = 100_000"
@@ -66,4 +66,3 @@ def test_killed_and_continued(tmp_path):
     assert main(*flags, tmp_path / "whole") == 0
     more = "-tokenizer/tokenizer.json"
     assert files_of(prefix, more) == files_of(tmp_path / "whole", more) and len(written(prefix)[0]) == 16 * len(TEXTS)
-    check_bert_samples(bert_samples(prefix, made, binary_head=True))

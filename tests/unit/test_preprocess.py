@@ -121,21 +121,13 @@ def test_large_vocabulary_is_written_in_32_bits_and_parts_do_not_show(
     assert status == 0 and files_of(tmp_path / "cut") == files_of(tmp_path / "whole"), err
 
 
-@pytest.fixture(scope="module")
-def bert_data(tmp_path_factory, source):
-    """A WordPiece dataset with the tokenizer of a vocab.txt, and the tokenizer's folder."""
-    root = tmp_path_factory.mktemp("bert")
+def test_vocabulary_files_make_the_tokenizer_that_wrote_them(tmp_path, source):
     vocab = vocabulary.train_wordpiece(lambda: TEXTS, 200, vocabulary.BERT).get_vocab()
-    (root / "vocab.txt").write_text("".join(word + "\n" for word in sorted(vocab, key=vocab.get)))
-    flags = ["--task", "bert", "--input", source, "--output-prefix", root / "b", "--vocab-file", root / "vocab.txt"]
-    assert main(*flags) == 0
-    return root / "b", root / "b-tokenizer"
-
-
-def test_vocabulary_files_make_the_tokenizer_that_wrote_them(tmp_path, bert_data):
-    prefix, folder = bert_data
-    words = [line.rstrip("\n") for line in open(folder.parent / "vocab.txt")]
-    tokenizer = hugging_face(folder)
+    words = sorted(vocab, key=vocab.get)
+    (tmp_path / "vocab.txt").write_text("".join(word + "\n" for word in words))
+    flags = ["--task", "bert", "--input", source, "--output-prefix", tmp_path / "b", "--vocab-file"]
+    assert main(*flags, tmp_path / "vocab.txt") == 0
+    tokenizer = hugging_face(tmp_path / "b-tokenizer")
     assert [tokenizer.convert_ids_to_tokens(i) for i in range(len(words))] == words
     assert tokenizer.tokenize("STAGE") == tokenizer.tokenize("stage")
     pair = tokenizer("stage", "model", return_token_type_ids=True)
@@ -256,59 +248,6 @@ def test_nothing_is_overwritten_and_a_second_call_is_refused(tmp_path, source, c
     with FileLock(tmp_path / "out.unfinished" / "lock"):
         status, out, err = call(capsys, *flags, "--vocab-size", 300)
     assert status == 2 and "another call is writing it" in err
-
-
-def bert_samples(prefix, folder, binary_head: bool) -> list[dict]:
-    """All samples of an epoch of Megatron's BERT dataset, with the tokenizer that Megatron builds."""
-    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.core.datasets.utils import Split
-    from megatron.core.tokenizers import MegatronTokenizer
-
-    tokenizer = MegatronTokenizer.from_pretrained(str(folder), {"library": "huggingface"})
-    config = BERTMaskedWordPieceDatasetConfig(
-        random_seed=1,
-        sequence_length=64,
-        blend=([str(prefix)], None),
-        split="1,0,0",
-        tokenizer=tokenizer,
-        masking_probability=0.15,
-        short_sequence_probability=0.1,
-        masking_max_ngram=3,
-        masking_do_full_word=True,
-        masking_do_permutation=False,
-        masking_use_longer_ngrams=False,
-        masking_use_geometric_distribution=False,
-        classification_head=binary_head,
-        path_to_cache=str(folder.parent / f"cache-{binary_head}"),
-    )
-    data = IndexedDataset(str(prefix))
-    documents = np.arange(len(data.document_indices) - 1, dtype=np.int32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.get_rank", lambda: 0)
-        dataset = BERTMaskedWordPieceDataset(data, str(prefix), documents, 1, Split.train, config)  # a whole epoch
-    return [dataset[i] for i in range(len(dataset))]
-
-
-def check_bert_samples(samples: list[dict]) -> None:
-    """[CLS] A [SEP] B [SEP], padded by 0; also where Megatron replaced a word by a special token."""
-    for sample in samples:
-        text = np.where(sample["loss_mask"] == 1, sample["labels"], sample["text"])
-        length = np.flatnonzero(text)[-1] + 1
-        assert text[0] == 2 and text[length - 1] == 3
-        assert (text[:length] == 3).sum() == 1 + sample["types"].max()
-        assert np.isin(text[1:length], [0, 2, 4]).sum() == 0 and not sample["text"][length:].any()
-        assert not sample["padding_mask"][length:].any()
-
-
-def test_megatrons_bert_dataset(bert_data):
-    documents = len([text for text in TEXTS if text.strip()])
-    single = sum(len(document) == 1 for document in written(bert_data[0])[0])
-    pairs = bert_samples(*bert_data, binary_head=True)
-    check_bert_samples(pairs)
-    alone = bert_samples(*bert_data, binary_head=False)
-    assert len(pairs) >= documents - single and len(alone) >= documents
-    assert {sample["types"].max() for sample in alone} == {0}
 
 
 @pytest.mark.parametrize("form", ["saved", "splits", "files"])
