@@ -15,7 +15,6 @@ from megatron_2bw.models.cluster import Cluster
 from megatron_2bw.models.cluster_file import named_cluster
 from megatron_2bw.models.hugging_face import from_hugging_face
 from megatron_2bw.models.model import Model, flag
-from megatron_2bw.models.plan import PRECISION_AWARE
 from megatron_2bw.models.profile import Profile
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
@@ -101,35 +100,6 @@ def _named_model(name: str, sequence: int | None) -> Model:
     if sequence is None:
         print(f"planned for sequences of {model.sequence} tokens: give --seq-length for others", file=sys.stderr)
     return model
-
-
-# Megatron's flags for the floats of gradients, optimizer and loss, and their values.
-NUMERICS = {
-    "--grad-reduce-in-bf16": (),
-    PRECISION_AWARE: (),
-    "--main-grads-dtype": ("fp32", "bf16"),
-    "--main-params-dtype": ("fp32", "fp16"),
-    "--exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
-    "--exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
-    "--cross-entropy-loss-fusion": (),
-}
-
-
-def add_numerics_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("floats, of all plans")
-    for name, values in NUMERICS.items():
-        kind = {"choices": values, "default": values[0]} if values else {"action": "store_true"}
-        group.add_argument(name, help="as Megatron's", **kind)
-
-
-def numerics_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """The flags of NUMERICS that were given, with their values. UserError names one that Megatron would not take."""
-    given = {name: getattr(options, name[2:].replace("-", "_")) for name in NUMERICS}
-    chosen = [name for name, values in NUMERICS.items() if given[name] not in (False, *values[:1])]
-    alone = [name for name in chosen if NUMERICS[name]]
-    if alone and not given[PRECISION_AWARE]:
-        raise UserError(f"{alone[0]} needs {PRECISION_AWARE}: add it, or leave {alone[0]} out")
-    return tuple(f"{name} {given[name]}" if NUMERICS[name] else name for name in chosen)
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

@@ -13,7 +13,6 @@ from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 
 RECOMPUTE = ("none", "selective", "full")
-PRECISION_AWARE = "--use-precision-aware-optimizer"
 ARGUMENTS = {  # Megatron's, by field
     "tensor": "tensor_model_parallel_size",
     "depth": "pipeline_model_parallel_size",
@@ -65,7 +64,7 @@ class Plan:
     stages: tuple[int, ...] = ()  # layers of each stage where `first` and `last` cannot express them
     recompute_modules: tuple[str, ...] = ()  # of selective: --recompute-modules, if not the core attention alone
     recompute_block: int = 0  # of full: only that many layers of each stage (--recompute-method block); 0: all
-    numerics: tuple[str, ...] = ()  # further flags of Megatron for the floats of gradients, optimizer and loss
+    grad_reduce_in_bf16: bool = False  # gradients are reduced and kept in 16 bits
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
@@ -199,9 +198,8 @@ class Plan:
             (overlaps, "--overlap-grad-reduce"),
             (overlaps and self.distributed_optimizer, "--overlap-param-gather"),
             (self.pipeline_inside, "--use-tp-pp-dp-mapping"),
-            (precision == "fp8", "--bf16 --fp8-format hybrid"),
             (precision in ("bf16", "fp16"), f"--{precision}"),
-            (self.numerics, " ".join(self.numerics)),
+            (self.grad_reduce_in_bf16, "--grad-reduce-in-bf16"),
         )
 
 

@@ -32,7 +32,6 @@ from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, repor
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.words import expand_files
 
-FP8_FROM = 8.9  # the first GPUs with fp8, by compute capability
 COSTS = {"simulation": Cost, "closed-form": ClosedForm}
 EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
@@ -62,7 +61,6 @@ def _parser(prog: str) -> Parser:
     description = f"The fastest configuration that fits. Example: {EXAMPLE}"
     parser = Parser(prog=prog, description=description, epilog=others, allow_abbrev=False)
     inputs.add_model_flags(parser)
-    inputs.add_numerics_flags(parser)
     add = parser.add_argument_group("cluster").add_argument
     add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
     add("--servers", type=inputs.positive, help="default: of the YAML file, or 1")
@@ -100,6 +98,7 @@ def _parser(prog: str) -> Parser:
     add = parser.add_argument_group("cost and memory").add_argument
     default = "default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs"
     add("--precision", choices=PRECISIONS, help=default)
+    add("--grad-reduce-in-bf16", action="store_true", help="of all plans, as Megatron's")
     add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
     margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
     add("--memory-margin", type=float, metavar="SHARE", help=margin)
@@ -123,15 +122,13 @@ def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
     precision = options.precision or (profile.precision if profile else precision)
     if profile and (fault := profile.fits(model, precision)):
         raise UserError(f"--profile: {fault}; measure this model")
-    if precision == "fp8" and (on_cpu or cluster.device.capability < FP8_FROM):
-        raise UserError(f"--precision fp8: not available on {cluster.device.name}; use another")
     flash = False if on_cpu else {None: None, "flash": True, "core": False}[options.attention]
     cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin)
     if max(options.context or (1,)) > 1 and not cost.memory.flash:
         raise UserError("--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out")
     chosen = {field.name: getattr(options, field.name) for field in fields(Space) if hasattr(options, field.name)}
     chosen |= {"sequence_parallel": options.sequence_parallel and not on_cpu, "context": options.context or (1,)}
-    return cost, Space(**chosen, numerics=inputs.numerics_of(options))
+    return cost, Space(**chosen)
 
 
 def planned(options: argparse.Namespace) -> explain.Result | None:

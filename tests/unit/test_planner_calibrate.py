@@ -301,21 +301,16 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
 
 
 def test_the_log_of_a_run_with_what_a_plan_has_on_request(tmp_path):
-    """A layout, context parallelism, modules or some layers again, and the floats of the optimizer."""
+    """A layout, context parallelism, modules or some layers again, gradients in 16 bits."""
     ends = dict(decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
     names = dict(pipeline_model_parallel_layout="Et*4|t*3|t*2|tL", context_parallel_size=2)
     run = read_log(log(tmp_path / "a.log", **ends, **names))
     assert run.plan.stages == (4, 3, 2, 1) and run.plan.context == 2 and run.plan.gpus == 16
     block = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
-    run = read_log(log(tmp_path / "b.log", **block, grad_reduce_in_bf16=True, exp_avg_dtype="torch.bfloat16"))
-    assert (run.plan.recompute_block, run.plan.recompute_layers) == (2, 1)
-    assert run.plan.numerics == ("--grad-reduce-in-bf16",)
-    floats = dict(use_precision_aware_optimizer=True, exp_avg_dtype="torch.bfloat16", exp_avg_sq_dtype="torch.float32")
-    plain = dict(two_bw_gradient_slots=2, two_bw_correction="none", two_bw_extra_warmup="()", fp8="hybrid")
+    plan = read_log(log(tmp_path / "b.log", **block, grad_reduce_in_bf16=True)).plan
+    assert (plan.recompute_block, plan.recompute_layers, plan.grad_reduce_in_bf16) == (2, 1, True)
     modules = dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
-    run = read_log(log(tmp_path / "c.log", pipeline_schedule="megatron", **plain, **modules, **floats))
-    assert run.plan.numerics == ("--use-precision-aware-optimizer", "--exp-avg-dtype bf16") and run.precision == "fp8"
-    assert run.plan.recompute_modules == ("core_attn", "mlp")
+    assert read_log(log(tmp_path / "c.log", **modules)).plan.recompute_modules == ("core_attn", "mlp")
 
 
 def test_the_records_of_all_ranks_are_a_run(tmp_path):

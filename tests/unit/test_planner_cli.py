@@ -276,7 +276,6 @@ P3 = "--cluster p3.16xlarge --max-global-batch-size 64"
         (f"{MODEL} {P3} --servers 2 --link 100", "--link"),
         (f"{MODEL} {P3} --gpus-per-server 9", "--gpus-per-server"),
         (f"{MODEL} {P3} --micro-batch-size 1,x", "--micro-batch-size"),
-        (f"{MODEL} {P3} --precision fp8", "--precision"),
         (f"{MODEL} {P3} --profile none.json", "--profile none.json"),
         (f"{MODEL} {P3} --context-parallel-size 2", "--context-parallel-size"),
         ("simulate --schedule 2bw --stages 4 --microbatches 3", "--microbatches"),

@@ -78,9 +78,6 @@ CASES = [
     ("virtual stages only", dict(virtual=2, depth=1, schedule="megatron")),
     ("virtual stages do not divide", dict(virtual=4, schedule="megatron")),
     ("the GPU has no bf16", dict(bf16=False)),
-    ("fp8 only with Megatron's schedule", dict(precision="fp8")),
-    ("fp8 needs widths", dict(ffn=8200, schedule="megatron", precision="fp8")),
-    ("--use-precision-aware-optimizer with", dict(numerics=("--use-precision-aware-optimizer",))),
     ("gradient slots, 1 or 2, only", dict(schedule="gpipe", gradient_slots=1)),
     ("extra warm-up only", dict(extra_warmup=(0, 1))),
     ("extra warm-up only", dict(depth=1, extra_warmup=(1,))),
@@ -191,15 +188,7 @@ ROUND_TRIP = [
     case(GPT, 1, 4, 2, 8, recompute="selective", recompute_modules=("core_attn", "mlp")),
     case(GPT, 2, 4, 2, 8, schedule="megatron", recompute="selective", recompute_modules=("layernorm",)),
     case(GPT, 1, 4, 2, 8, recompute="full", recompute_block=5),
-    case(LLAMA, 2, 4, 2, 8, "fp8", schedule="megatron"),
-    case(GPT, 1, 4, 2, 8, numerics=("--grad-reduce-in-bf16", "--cross-entropy-loss-fusion")),
-    case(
-        GPT,
-        *(1, 4, 2, 8),
-        schedule="megatron",
-        distributed_optimizer=True,
-        numerics=("--use-precision-aware-optimizer", "--main-grads-dtype bf16", "--exp-avg-dtype fp8"),
-    ),
+    case(GPT, 1, 4, 2, 8, grad_reduce_in_bf16=True),
     case(GPT, 1, 4, 2, 8, schedule="megatron", stages=(2, 9, 5, 8)),
 ]
 
@@ -259,13 +248,9 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "use_distributed_optimizer": plan.distributed_optimizer,
         "use_tp_pp_dp_mapping": plan.pipeline_inside,
         "fp16": precision == "fp16",
-        "bf16": precision in ("bf16", "fp8"),
-        "fp8": "hybrid" if precision == "fp8" else None,
-        "grad_reduce_in_bf16": "--grad-reduce-in-bf16" in plan.numerics,
-        "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in plan.numerics,
-        "use_precision_aware_optimizer": "--use-precision-aware-optimizer" in plan.numerics,
-        "accumulate_allreduce_grads_in_fp32": precision in ("bf16", "fp8")
-        and not {"--grad-reduce-in-bf16", "--main-grads-dtype bf16"} & {*plan.numerics},
+        "bf16": precision == "bf16",
+        "grad_reduce_in_bf16": plan.grad_reduce_in_bf16,
+        "accumulate_allreduce_grads_in_fp32": precision == "bf16" and not plan.grad_reduce_in_bf16,
         "untie_embeddings_and_output_weights": not model.tied,
         "seq_length": model.sequence,
     } | dict(zip(("recompute_granularity", "recompute_method", "recompute_num_layers"), recompute[plan.recompute]))

@@ -375,39 +375,7 @@ def test_some_layers_of_a_stage_are_computed_again():
     assert kept[3] == memory.stage(plan, 0, 4).activations
 
 
-# --- floats of gradients and optimizer --------------------------------------------------------------------------------
-
-AWARE = "--use-precision-aware-optimizer"
-
-
-@pytest.mark.parametrize(
-    "numerics, expected",
-    [
-        ((), (2, 4, 12)),
-        (("--grad-reduce-in-bf16",), (2, 2, 16)),  # a step copies them into 32 bits
-        ((AWARE,), (2, 4, 10)),  # of the main weights 16 bits that the weights lack
-        ((AWARE, "--main-grads-dtype bf16"), (2, 2, 10)),
-        ((AWARE, "--main-grads-dtype bf16", "--exp-avg-dtype bf16", "--exp-avg-sq-dtype bf16"), (2, 2, 6)),
-        ((AWARE, "--exp-avg-dtype fp8", "--exp-avg-sq-dtype fp16"), (2, 4, 5)),
-        (("--cross-entropy-loss-fusion",), (2, 4, 12)),
-    ],
-)
-def test_bytes_of_a_parameter(numerics, expected):
-    """(weights, gradients, optimizer); with the distributed optimizer its part only is divided."""
-    assert bytes_of("bf16", numerics).a_parameter(1, 1, 1) == expected
-    assert bytes_of("bf16", numerics).a_parameter(1, 1, 4) == (*expected[:2], expected[2] / 4)
-    memory = Memory(Model("gpt", 8, 1024, 16, vocab=50304, sequence=512), "bf16", flash=True)
-    plan = Plan(1, 2, 4, 2, 8, schedule="megatron", distributed_optimizer=True, numerics=numerics)
-    stage = memory.stage(plan, 0, 4)
-    assert stage.gradients / stage.weights == expected[1] / 2
-    assert stage.optimizer / stage.weights == pytest.approx(expected[2] / 2 / 4)
-
-
-def test_fp8_keeps_the_inputs_of_matrices_in_a_byte_and_copies_of_the_matrices():
-    model = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512, dropout=False)
-    plan = Plan(1, 2, 4, 2, 8, schedule="megatron")
-    kept = {name: Memory(model, name, flash=True).layer(plan)[0] for name in ("bf16", "fp8")}
-    tokens = 2 * 512  # two norms' outputs and the MLP's second input lose a byte; the attention's output gets a copy
-    assert kept["bf16"] - kept["fp8"] == tokens * (2 * 1024 + 4096 - 1024)
-    buffers = [Memory(model, name, flash=True).stage(plan, 0, 4).buffers for name in ("bf16", "fp8")]
-    assert buffers[1] - buffers[0] == 2 * 4 * model.matrix_parameters()
+def test_gradients_in_16_bits():
+    """(weights, gradients, optimizer): a step copies them into 32 bits."""
+    assert bytes_of("bf16").a_parameter(1, 1, 1) == (2, 4, 12)
+    assert bytes_of("bf16", True).a_parameter(1, 1, 4) == (2, 2, 16 / 4)

@@ -50,7 +50,6 @@ class Compute:
         peak = device.tflops_fp32 if precision == "fp32" else device.tflops
         self.peak = (peak or device.tflops) * 1e12
         self.flops = self.peak * device.gemm_efficiency
-        self.layer_flops = self.flops * (FP8_GAIN if precision == "fp8" else 1)
         self.bytes = device.memory_gb_s * 1e9 * device.memory_efficiency
         self.launch = device.layer_launch_us * 1e-6
         self.collective_launch = device.collective_launch_us * 1e-6
@@ -134,7 +133,7 @@ class Compute:
         """Seconds of a matrix product that sums over `inner`. In the last round of its tiles half of the units idle,
         and each tile takes the time of FILL more sums to fill and to empty the pipeline of its unit."""
         last = TILE * self.cluster.device.units * inner
-        return (2 * rows * columns * (inner + FILL) + last) / self.layer_flops
+        return (2 * rows * columns * (inner + FILL) + last) / self.flops
 
     def _attention(self, microbatch: float, tensor: int) -> float:
         """Seconds of the forward of the scores and of their product with the values. Flash attention omits the half
@@ -178,18 +177,15 @@ class Compute:
         logits = plan.samples * self.model.sequence * self.model.padded_vocab(plan.tensor) / plan.tensor
         seconds = self.model.output_flops(plan.samples, plan.tensor) / self.flops
         traffic = LOGIT_TRAFFIC * logits / self.bytes
-        if "--cross-entropy-loss-fusion" in plan.numerics:
-            traffic *= FUSED_TRAFFIC
         forward = max(seconds + traffic, self.launch)
         return Work(forward, max(2 * seconds + traffic, self.launch))
 
-    def update(self, parameters: float, shards: int, saved: float = 0.0) -> float:
-        """The optimizer's step on one GPU: it reads and writes gradients, two moments and main weights, `saved` bytes a
-        parameter fewer than 32-bit ones have."""
+    def update(self, parameters: float, shards: int) -> float:
+        """The optimizer's step on one GPU: it reads and writes gradients, two moments and main weights."""
         if self.measured:
             seconds = parameters / shards * self.cluster.profile.optimizer_seconds_per_parameter
         else:
-            seconds = parameters * ((UPDATE_TRAFFIC - 2 * saved) / shards + 6) / self.bytes
+            seconds = parameters * (UPDATE_TRAFFIC / shards + 6) / self.bytes
         return seconds + self.cluster.device.step_us * 1e-6
 
 
@@ -204,11 +200,6 @@ KERNELS = 7
 TILE, FILL = 256 * 128, 200
 # Bytes moved for each logit: a write and a read of 16 bits, a write and a read of the 32-bit exponential, and sums.
 LOGIT_TRAFFIC = 16
-# With --cross-entropy-loss-fusion: its kernels read and write 22 bytes a logit, the separate ones 38 (counted).
-FUSED_TRAFFIC = 22 / 38
-# The rate of a layer's matrix products in 8 bits by that in 16: the peak is twice as high, and four fifths of the share
-# are reached. Assumed, not measured.
-FP8_GAIN = 1.6
 # Bytes moved for each parameter of an Adam step on 32-bit main weights: gradient 4, moments 16, weights 8.
 UPDATE_TRAFFIC = 28
 # Host time of a backward in forwards: twice as many kernels, but launched from C++ instead of Python.

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import MODULES, PRECISION_AWARE, Plan, by_fields
+from megatron_2bw.models.plan import MODULES, Plan, by_fields
 from megatron_2bw.schedules import B, F, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
 
 GIB = 2**30
-ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # bytes; with fp8 only matrix products have inputs of one
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 
 
 @dataclass(frozen=True)
@@ -41,27 +41,12 @@ class Bytes:
         return self.weight * versions, self.gradient * slots, optimizer
 
 
-BYTES = {"bf16": Bytes(2, 4, 4, 0), "fp16": Bytes(2, 2, 4, 4), "fp32": Bytes(4, 4, 0, 0), "fp8": Bytes(2, 4, 4, 0)}
-_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+BYTES = {"bf16": Bytes(2, 4, 4, 0), "fp16": Bytes(2, 2, 4, 4), "fp32": Bytes(4, 4, 0, 0)}
 
 
-@lru_cache
-def bytes_of(precision: str, numerics: tuple[str, ...] = ()) -> Bytes:
-    """BYTES with the plan's `numerics`.
-
-    Gradients in 16 bits are copied into 32 for the step, unless the precision-aware optimizer takes them as they are.
-    Of 32-bit main weights that optimizer keeps only the half which 16-bit weights lack (store_param_remainders).
-    """
-    each, given = BYTES[precision], dict(words.partition(" ")[::2] for words in numerics)
-    if "--grad-reduce-in-bf16" in given:
-        each = replace(each, gradient=2, copy=4)
-    if PRECISION_AWARE not in given:
-        return each
-    if given.get("--main-grads-dtype") == "bf16":
-        each = replace(each, gradient=2, copy=0)
-    main = 2 if each.weight == 2 else _SIZES[given.get("--main-params-dtype", "fp32")]
-    moments = sum(_SIZES[given.get(flag, "fp32")] for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype"))
-    return replace(each, main=main, moments=moments)
+def bytes_of(precision: str, grad_reduce_in_bf16: bool = False) -> Bytes:
+    """BYTES; gradients in 16 bits are copied into 32 for the step."""
+    return replace(BYTES[precision], gradient=2, copy=4) if grad_reduce_in_bf16 else BYTES[precision]
 
 
 ROOTS = 4  # bytes a parameter of torch's Adam on a GPU: the square roots of all second moments, during its step
@@ -138,8 +123,6 @@ def layer_activations(
     tokens, element, mask = microbatch * model.sequence, ELEMENT[precision], int(model.dropout)
     whole = tokens * model.hidden * (4 * element + 2 * mask)  # inputs of two norms and two linear layers, two masks
     attention = element * (2 * model.query_size + 2 * model.key_size)  # Q, K, V, and the projection's input
-    if precision == "fp8":  # the norms' outputs in one byte; of the attention's output a copy in one byte
-        whole, attention = whole - 2 * tokens * model.hidden, attention + model.query_size
     scores = score_activations(model, microbatch, tensor, flash, precision)
     mlp = mlp_activations(model, microbatch, tensor, precision)
     return whole / (tensor if sequence_parallel else 1) + tokens * attention / tensor + mlp + scores
@@ -147,8 +130,7 @@ def layer_activations(
 
 def mlp_activations(model: Model, microbatch: float, tensor: int, precision: str) -> float:
     """The part inside the MLP: inputs of its activation function and of its second matrix."""
-    each = ELEMENT[precision] * (3 if model.gated else 2) - (precision == "fp8")  # of the second, one byte in fp8
-    return each * microbatch * model.sequence * model.ffn / tensor
+    return ELEMENT[precision] * (3 if model.gated else 2) * microbatch * model.sequence * model.ffn / tensor
 
 
 def score_activations(model: Model, microbatch: float, tensor: int, flash: bool, precision: str) -> float:
@@ -205,14 +187,14 @@ class Memory:
             buffers += ROOTS * parameters / shards_of(plan)
         if self.engine:
             buffers += self.element * self.model.matrix_parameters() / plan.tensor
-        if self.precision == "fp8":  # the matrices and their transposes, in one byte each
-            buffers += 2 * layers * self.model.matrix_parameters() / plan.tensor
         return StageMemory(*(size * parameters for size in each), activations, logits, buffers)
 
     def a_parameter(self, plan: Plan, versions: int) -> tuple[float, float, float]:
         """Bytes of (weights, gradients, optimizer)."""
         slots = plan.gradient_slots if plan.pipeline.late_step else 1
-        return bytes_of(self.precision, plan.numerics).a_parameter(versions, slots, shards_of(plan), plan.extrapolate)
+        return bytes_of(self.precision, plan.grad_reduce_in_bf16).a_parameter(
+            versions, slots, shards_of(plan), plan.extrapolate
+        )
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
         """Parameters on one GPU of the stage."""

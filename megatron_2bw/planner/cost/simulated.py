@@ -19,7 +19,6 @@ from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cost.compute import Compute, Work
 from megatron_2bw.planner.cost.links import all_reduce, half, message
 from megatron_2bw.planner.cost.memory import (
-    BYTES,
     CONTEXT,
     ELEMENT,
     FRAGMENTS,
@@ -46,7 +45,12 @@ EXACT = 1e-3
 # The fields of a plan on which the work of its stages and its messages depend.
 STAGES = (
     "tensor context depth width microbatch recompute recompute_modules recompute_block sequence_parallel "
-    "pipeline_inside first last stages numerics"
+    "pipeline_inside first last stages"
+).split()
+
+# Those on which its step depends.
+STEP = (
+    "tensor context depth width pipeline_inside distributed_optimizer first last stages grad_reduce_in_bf16"
 ).split()
 
 
@@ -348,17 +352,17 @@ class Cost:
         layers = plan.layers_of(self.model)
         return [self.memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
 
-    @by_fields(*"tensor context depth width pipeline_inside distributed_optimizer first last stages numerics".split())
+    @by_fields(*STEP)
     def _step(self, plan: Plan) -> _Step:
-        place, size, counts = self.compute.layout(plan), bytes_of(self.precision, plan.numerics), self._parameters(plan)
-        saved = BYTES[self.precision].moments + BYTES[self.precision].main - size.moments - size.main
+        place, counts = self.compute.layout(plan), self._parameters(plan)
+        size = bytes_of(self.precision, plan.grad_reduce_in_bf16)
         collective = half if plan.distributed_optimizer else all_reduce
         words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * size.gradient
         shared = self.model.tied and plan.depth > 1
         return _Step(
             [collective(self.cluster, place.data, count * size.gradient) for count in counts],
             all_reduce(self.cluster, place.ends, words) if shared else 0.0,
-            [compute.update(count, shards_of(plan), saved) for compute, count in zip(self._computes(plan), counts)],
+            [compute.update(count, shards_of(plan)) for compute, count in zip(self._computes(plan), counts)],
             half(self.cluster, place.data, max(counts) * size.weight) if plan.distributed_optimizer else 0.0,
         )
 

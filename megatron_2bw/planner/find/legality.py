@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import PRECISION_AWARE, Plan
+from megatron_2bw.models.plan import Plan
 
-PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
+PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 class Host(NamedTuple):
@@ -85,14 +85,7 @@ RULES: dict[str, Callable[[Plan, Model, Host], object]] = {
         p.virtual > 1 and (p.schedule != "megatron" or p.depth == 1)
     ),
     "virtual stages do not divide the layers of a stage": lambda p, m, on: any(n % p.virtual for n in p.layers_of(m)),
-    "the GPU has no bf16: use --precision fp16": lambda p, m, on: not on.bf16 and on.precision in ("bf16", "fp8"),
-    "fp8 only with Megatron's schedule": lambda p, m, on: on.precision == "fp8" and p.schedule != "megatron",
-    "fp8 needs widths of multiples of 16 on each tensor rank": lambda p, m, on: (
-        on.precision == "fp8" and any(width / p.tensor % 16 for width in (m.query_size, m.key_size, m.ffn))
-    ),
-    f"{PRECISION_AWARE} with a schedule that has no flush": lambda p, m, on: (
-        PRECISION_AWARE in p.numerics and not p.pipeline.flushes
-    ),
+    "the GPU has no bf16: use --precision fp16": lambda p, m, on: not on.bf16 and on.precision == "bf16",
     "gradient slots, 1 or 2, only with 2bw": lambda p, m, on: (
         p.gradient_slots not in ((1, 2) if p.schedule == "2bw" else (2,))
     ),

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_2bw.models.plan import PRECISION_AWARE, Plan, by_fields
+from megatron_2bw.models.plan import Plan, by_fields
 from megatron_2bw.planner.cost.bounds import work_bound
 from megatron_2bw.planner.cost.compute import Work
 from megatron_2bw.planner.cost.simulated import Cost
@@ -187,7 +187,7 @@ class Search:
             last=splits[0][1],
             sequence_parallel=divided,
             context=context,
-            numerics=self.space.numerics,
+            grad_reduce_in_bf16=self.space.grad_reduce_in_bf16,
         )
         return plan if self._legal(plan) else None
 
@@ -316,8 +316,6 @@ class Search:
 
     def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
         choices = self.space.distributed_optimizer
-        if PRECISION_AWARE in plan.numerics:
-            return tuple(choice for choice in choices if choice)
         if plan.replicas == 1:
             return choices[:1]
         return tuple(choice for choice in choices if not (choice and plan.schedule == "pipedream"))

@@ -28,7 +28,7 @@ class Space:
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
     extrapolate   2bw with --two-bw-correction auto
     context       context-parallel sizes; only 1 by default
-    numerics      of all plans
+    grad_reduce_in_bf16  of all plans
     """
 
     batch: int
@@ -46,4 +46,4 @@ class Space:
     extra_warmup: bool = True
     extrapolate: bool = False
     context: tuple[int, ...] | None = (1,)
-    numerics: tuple[str, ...] = ()
+    grad_reduce_in_bf16: bool = False

@@ -19,7 +19,6 @@ from megatron_2bw.files import write_csv
 from megatron_2bw.flags.unsupported import layout_stages
 from megatron_2bw.models import model as models
 from megatron_2bw.models import plan as plans
-from megatron_2bw.models.inputs import NUMERICS
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.models.reading import Amount, Count, Described, Positive, described
@@ -27,7 +26,6 @@ from megatron_2bw.planner.find.legality import violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
 COLUMNS = ("layers", "hidden", "heads", "sequence", "tensor", "depth", "width", "microbatch", "global_batch", "seconds")
-TORCH = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
 LAYOUT = "pipeline_model_parallel_layout"
 LOGS = ("*.log", "*.out", "*.txt")
 WARMUP_LINES = 3  # of a log: the first includes loading, the second the first, the third the first late step
@@ -179,7 +177,7 @@ def read_log(path: Path) -> Run:
     row |= {
         "seconds": statistics.median(times) / 1e3,
         "kind": "bert" if "sop loss" in log else "gpt",
-        "precision": _precision(given),
+        "precision": next((name for name in ("bf16", "fp16") if given.get(name) == "True"), "fp32"),
         "groups": given.get("num_query_groups", 0) if given.get("group_query_attention") == "True" else 0,
         "tied": given.get("untie_embeddings_and_output_weights") != "True",
         "rms_norm": given.get("normalization") == "RMSNorm",
@@ -189,7 +187,7 @@ def read_log(path: Path) -> Run:
         "extrapolate": given.get("two_bw_correction", "none") != "none",
         "stages": " ".join(str(stage.count("t")) for stage in layout_stages(_cell(given.get(LAYOUT, "")))),
         "recompute_modules": ";".join(re.findall(r"\w+", _cell(given.get("recompute_modules", "")))),
-        "numerics": ";".join(_numerics(given)),
+        "grad_reduce_in_bf16": given.get("grad_reduce_in_bf16") == "True",
     }
     block = given.get("recompute_method") == "block"
     row["recompute_block" if block else "recompute_layers"] = _cell(given.get("recompute_num_layers", "")) or 1
@@ -210,25 +208,6 @@ def _memory(log: str, plan: Plan) -> float:
     ranks = {int(rank): float(mebibytes) / 1024 for rank, mebibytes in re.findall(line, log)}
     whole = len(ours[-1]) == plan.depth if ours else len(ranks) == plan.tensor * plan.context * plan.depth
     return max(ours[-1] if ours else ranks.values()) if whole else 0.0
-
-
-def _precision(given: dict[str, str]) -> str:
-    if given.get("fp8", "None") not in ("None", "False"):
-        return "fp8"
-    return next((name for name in ("bf16", "fp16") if given.get(name) == "True"), "fp32")
-
-
-def _numerics(given: dict[str, str]) -> list[str]:
-    """The plan's `numerics` of a run's arguments, whose floats have torch's names."""
-    found = []
-    for name, values in NUMERICS.items():
-        value = given.get(name[2:].replace("-", "_"), "")
-        if not values and value == "True":
-            found.append(name)
-        kind = TORCH.get(value, value)
-        if kind in values[1:] and given.get("use_precision_aware_optimizer") == "True":
-            found.append(f"{name} {kind}")
-    return found
 
 
 def _cell(value: str) -> str:

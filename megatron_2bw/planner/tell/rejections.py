@@ -53,7 +53,7 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
         f"{cost.allowed(smallest) / GIB:.2f} GiB of {device.memory_gib:g} GiB are allowed."
     )
     remedies = [f"GPUs of {math.ceil(10 * cost.gpu_bytes(smallest) / GIB) / 10:g} GiB or more"]
-    every = Space(space.batch, context=space.context, numerics=space.numerics)
+    every = Space(space.batch, context=space.context, grad_reduce_in_bf16=space.grad_reduce_in_bf16)
     other = _fitting(cost, replace(every, extrapolate=space.extrapolate)) or _fitting(cost, every)
     if other is not None:
         flags = " ".join(other.flags(cost.precision))

@@ -43,7 +43,7 @@ def flags(schedule: str, seconds: float = 0.0) -> list[str]:
 def checkpoint_bytes(cost: Cost, plan: Plan) -> float:
     """Bytes of a checkpoint: weights, main weights, Adam's moments; of 2bw also the shadow weights and, with
     extrapolation, the working copy."""
-    each, copies = bytes_of(cost.precision, plan.numerics), 1 + plan.pipeline.late_step + plan.extrapolate
+    each, copies = bytes_of(cost.precision, plan.grad_reduce_in_bf16), 1 + plan.pipeline.late_step + plan.extrapolate
     return cost.model.parameters() * (copies * ELEMENT[cost.precision] + each.main + each.moments)
 
 
