@@ -13,13 +13,13 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from megatron_2bw.convergence.report import Points, Results, mean, percent, places, smooth
+from megatron_2bw.convergence.report import mean, percent, places, smooth
 from megatron_2bw.files import new_figure, write_figure
 
 COLOURS = ("#525252", "#d94801", "#2171b5", "#238b45", "#6a51a3", "#c51b8a", "#a6761d", "#17becf")  # vanilla first
@@ -55,6 +55,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     content  what runs.json holds, of one run at least
     """
     results = {(run["lr"], run["variant"], run["seed"]): run for run in content["runs"] if "training" in run}
+    good = {key: run for key, run in results.items() if not run["diverged"]}
     variants, seeds, iterations = (content[key] for key in ("variants", "seeds", "iterations"))
     rates = [lr for lr in content["learning_rates"] if any(key[0] == lr for key in results)]
     figure = new_figure(max(6.4, 4.8 * len(rates)), 6.6 + 0.2 * len(variants) / len(rates))
@@ -63,13 +64,14 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
         upper, lower = grid[:, place]
         title = f"learning rate {lr}"
         for variant, colour in zip(variants, itertools.cycle(COLOURS)):
-            runs = [pair for seed in seeds if (pair := _pair(results, lr, variant, seed))]
-            gone = sum(results.get((lr, variant, seed), {}).get("diverged", False) for seed in seeds)
-            if gone:
+            runs, base = ({seed: good.get((lr, each, seed)) for seed in seeds} for each in (variant, "vanilla"))
+            if gone := sum((lr, variant, seed) in results and not runs[seed] for seed in seeds):
                 title += f"\n{variant}: {gone} of {len(seeds)} diverged"
-            _losses(upper, [own for own, _ in runs], iterations, colour, name(variant, variants[variant]))
+            own = [(run,) for run in runs.values() if run]
+            _curves(upper, own, iterations / 50, lambda loss: loss, colour, name(variant, variants[variant]))
             if variant != "vanilla":
-                _differences(lower, runs, iterations, colour)
+                pairs = [(runs[seed], base[seed]) for seed in seeds if runs[seed] and base[seed]]
+                _curves(lower, pairs, iterations / 20, percent, colour)
         lower.axhline(0, color=COLOURS[0], linewidth=1.5)
         lower.set_yscale("symlog", linthresh=1)  # linear to 1 %: the beginning is far off, the end is what matters
         least, most = lower.get_ylim()
@@ -88,51 +90,27 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     write_figure(path, figure)
 
 
-def _pair(results: Results, lr: str, variant: str, seed: int) -> tuple[dict, dict | None] | None:
-    """A run that has not diverged, and vanilla's with the same seed if there is one that has not either."""
-    own, base = (results.get((lr, name, seed)) for name in (variant, "vanilla"))
-    if own is None or own["diverged"]:
-        return None
-    return own, None if base is None or base["diverged"] else base
-
-
-def _losses(axes, runs: Sequence[dict], iterations: int, colour: str, label: str) -> None:
-    if not runs:
+def _curves(
+    axes: Any, groups: Sequence[tuple[dict, ...]], window: float, value: Callable, colour: str, label: str | None = None
+) -> None:
+    """`value` of the losses of the runs of each group: of smoothed training losses, and points of validations."""
+    if not groups:
         axes.plot([], [], color=colour, label=label)
         return
-    window = max(1.0, iterations / 50)
-    at = places(min(run["training"][-1][0] for run in runs), window)
-    _band(axes, at, [smooth(run["training"], at, window) for run in runs], colour, label)
-    _points(axes, [run["validation"] for run in runs], colour)
-
-
-def _differences(axes, runs: Sequence[tuple[dict, dict | None]], iterations: int, colour: str) -> None:
-    runs = [(own, base) for own, base in runs if base is not None]
-    if not runs:
-        return
-    window = max(1.0, iterations / 20)
-    at = places(min(run["training"][-1][0] for pair in runs for run in pair), window)
-    curves = [[smooth(run["training"], at, window) for run in pair] for pair in runs]
-    _band(axes, at, [percent(own, base) for own, base in curves], colour, None)
-    gaps = []
-    for own, base in runs:
-        losses = dict(base["validation"])
-        both = [(iteration, loss) for iteration, loss in own["validation"] if iteration in losses]
-        gaps.append([[iteration, percent(loss, losses[iteration])] for iteration, loss in both])
-    _points(axes, gaps, colour)
-
-
-def _band(axes, at: numpy.ndarray, curves: Sequence[numpy.ndarray], colour: str, label: str | None) -> None:
+    window = max(1.0, window)
+    at = places(min(run["training"][-1][0] for runs in groups for run in runs), window)
+    curves = [value(*(smooth(run["training"], at, window) for run in runs)) for runs in groups]
     axes.plot(at, numpy.mean(curves, axis=0), color=colour, linewidth=1.5, label=label)
     if len(curves) > 1:
         low, high = numpy.min(curves, axis=0), numpy.max(curves, axis=0)
         axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-
-
-def _points(axes, runs: Sequence[Points], colour: str) -> None:
-    """The means over the runs at the iterations that all of them have."""
-    at, losses = zip(*mean(runs) or [(math.nan, math.nan)])
-    axes.plot(at, losses, "o", color=colour, markersize=3.5, clip_on=False, zorder=3)
+    points = []
+    for runs in groups:
+        losses = [dict(run["validation"]) for run in runs]
+        ends = [end for end in losses[0] if all(end in each for each in losses)]
+        points.append([[end, value(*(each[end] for each in losses))] for end in ends])
+    ends, means = zip(*mean(points) or [(math.nan, math.nan)])  # at the iterations that all of them have
+    axes.plot(ends, means, "o", color=colour, markersize=3.5, clip_on=False, zorder=3)
 
 
 if __name__ == "__main__":

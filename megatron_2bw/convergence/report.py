@@ -215,14 +215,12 @@ def too_large(rows: Sequence[dict[str, Any]], limits: Mapping[str, float], seeds
 # --- for people -----------------------------------------------------------------------------------------------------
 
 
-def markdown(facts: Sequence[str], rows: Sequence[dict[str, Any]], troubles: Sequence[str]) -> str:
+def markdown(facts: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
     """report.md: what was run, a table for each learning rate, the picture."""
     lines = [*facts, ""]
     for lr in dict.fromkeys(row["lr"] for row in rows):
         lines += [f"## Learning rate {lr}", "", f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS[1:])]
         lines += [_row(row) for row in rows if row["lr"] == lr] + [""]
-    if troubles:
-        lines += ["## What went wrong", "", *(f"- {trouble}" for trouble in troubles), ""]
     picture = ["![training and validation losses](curves.png)", ""] if rows else []
     return "\n".join([*lines, *picture, *EXPLANATION]) + "\n"
 

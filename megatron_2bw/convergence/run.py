@@ -196,7 +196,7 @@ def report(board: Board, options) -> list[dict[str, Any]]:
     write_json(options.out / "runs.json", content, indent=None)
     if results:
         draw(content, options.out / "curves.png")
-    write_whole(options.out / "report.md", markdown(facts(board, options), rows, troubles(board)))
+    write_whole(options.out / "report.md", markdown(facts(board, options), rows))
     return rows
 
 
@@ -213,13 +213,8 @@ def facts(board: Board, options) -> list[str]:
         "",
         f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`{corpus}",
         *(f"- **{label}**: `{shlex.join(flags)}`" for label, flags in options.variants.items()),
+        *(f"- {run.title}: failed, {why}" for run, why in board.failures.items()),
     ]
-
-
-def troubles(board: Board) -> list[str]:
-    gone = {run: result.get("iteration", 0) for run, result in board.results.items() if result["diverged"]}
-    lines = [f"{run.title}: diverged by iteration {iteration}" for run, iteration in gone.items()]
-    return lines + [f"{run.title}: {why}" for run, why in board.failures.items()]
 
 
 def work(options) -> int:
