@@ -68,6 +68,10 @@ def table(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def integers(row: dict[str, str], *names: str) -> list[int]:
+    return [int(row[name]) for name in names]
+
+
 def shape_of(row: dict[str, str], name: str, **more: int) -> model.Model:
     """The model of a row of a published table."""
     hidden = row.get("hidden") or row["hidden_size"]

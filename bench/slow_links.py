@@ -4,9 +4,9 @@
 
 The servers are two network namespaces, joined by a veth whose rate `tc tbf` limits (bench/servers.py). A process on
 each, pinned to its own core, trains the same GPT with the same global batch through the code path of
-pretrain_gpt_2bw.py: tensor parallel, data parallel, and pipelines. The rate changes during the run, after a number of
-iterations; --settle iterations after each change are left out. iteration_ms is the median of the others, from end to
-end on server 0; sent_mb is the count of a server's interface in the median iteration, in the direction with more;
+pretrain_gpt_2bw.py: tensor parallel, data parallel, and pipelines, each once at every rate. iteration_ms is the median
+of the iterations in the steady state, from end to end on server 0; sent_mb is the count of a server's interface in the
+median iteration, in the direction with more;
 theory_mb is what the method has to send. slowdown compares with the same method on the unlimited link. simulated_ms is
 the simulator's time, from the same schedule's iteration on the unlimited link and the measured time of a message.
 2bw-ahead is 2bw with --two-bw-extra-warmup 1.
@@ -19,11 +19,12 @@ Writes the JSON and a picture of the same name. Linux, root, iproute2; a core fo
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,16 +99,7 @@ class Link:
     byte_us: float
 
 
-Ends = list[tuple[float, int]]  # (seconds, bytes sent) at the end of each iteration
 Row = dict[str, Any]
-
-
-@dataclass
-class Observed:
-    """The ends of each rank's iterations, and the stages' bubbles by iteration."""
-
-    ends: list[Ends]
-    bubbles: dict[int, tuple[float, ...]]
 
 
 def options() -> argparse.Namespace:
@@ -120,7 +112,6 @@ def options() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--microbatches", type=int, default=8, help="in a global batch")
     parser.add_argument("--iterations", type=int, default=3, help="measured at each rate")
-    parser.add_argument("--settle", type=int, default=1, help="iterations left out after a change of the rate")
     parser.add_argument("--sleep-ms", type=rates, default=(0.0, 0.0), metavar="F,B", help=pair)
     chosen = parser.parse_args()
     if not all(1 <= rate <= 4000 for rate in chosen.rates):
@@ -139,55 +130,46 @@ def command(model: Model, variant: str, iterations: int) -> list[str]:
     return gpt_flags(model.layers, model.hidden, model.heads, model.sequence, text)
 
 
-# --- a run ----------------------------------------------------------------------------------------------------------
-
-
-def watch(servers: Servers, model: Model, variant: str, rates: list[str], chosen: argparse.Namespace) -> Observed:
-    """One training run of `variant` over all rates, one after the other."""
-    settle, iterations = chosen.settle, chosen.iterations
-    sleep = [milliseconds / 1e3 * (2 if variant == "data" else 1) for milliseconds in chosen.sleep_ms]
-    count = 2 + len(rates) * (settle + iterations) + 1  # the first two load code, the last one empties a pipeline
-    changes = {first_of(number, settle, iterations) - settle: megabits(rate) for number, rate in enumerate(rates)}
-    at_least = sum(model.theory(variant) * 8 / (limit * 1e6) for limit in changes.values() if limit)
-    servers.limit(None)
-    timeout = 300 + (settle + iterations) * (60 * len(rates) + 5 * at_least)
-    arguments = (servers, command(model, variant, count), sleep, changes | {count - 1: None})
-    results = run_world(2, run, *arguments, timeout=timeout)
-    return Observed([ends for ends, _ in results], bubbles("\n".join(text for _, text in results)))
-
-
-def run(
-    rank: int, servers: Servers, argv: list[str], sleep: list[float], rates: Mapping[int, float | None]
-) -> tuple[Ends, str]:
-    """Train on server `rank`, on a core of its own; each microbatch's forward and backward also sleep. The ends of the
-    iterations, and the output.
-
-    rates: Mbit/s of the link, by the number of iterations before the change; None: no limit
-    """
+def run(rank: int, servers: Servers, argv: list[str], sleep: list[float]) -> tuple[list[float], list[int], str]:
+    """Train on server `rank`, on a core of its own; each microbatch's forward and backward also sleep. The seconds and
+    the bytes sent at the ends of the iterations, and the output."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=INTERFACE)
     sent: list[int] = []
-
-    def after_step(_losses: Any) -> None:
-        sent.append(sent_bytes())
-        if rank == 0 and len(sent) in rates:
-            servers.limit(rates[len(sent)])
-
     with servers.inside(rank):
-        observed = train(rank, argv, *sleep, after_step=after_step)
-    return list(zip(observed.ends, sent)), own_output()
+        observed = train(rank, argv, *sleep, after_step=lambda _losses: sent.append(sent_bytes()))
+    return observed.ends, sent, own_output()
 
 
-def bubbles(log: str) -> dict[int, tuple[float, ...]]:
-    """The shares of the time that the stages waited, by iteration, from the ranks' output."""
-    lines = [(line.iteration, line.fields["bubble"]) for line in run_log.training(log) if "bubble" in line.fields]
-    return {number: tuple(float(share.rstrip("%")) / 100 for share in shares.split("/")) for number, shares in lines}
+def watch(servers: Servers, model: Model, variant: str, link: Link, chosen: argparse.Namespace) -> Row:
+    """The row of `variant` at one rate. spread_ms: the largest less the smallest of the iterations that iteration_ms is
+    the median of; bubble: the share that each stage waited, from the log line."""
+    sleep = [milliseconds / 1e3 * (2 if variant == "data" else 1) for milliseconds in chosen.sleep_ms]
+    limit, count = megabits(link.rate), chosen.iterations + 4  # the first three fill the pipeline, the last empties it
+    servers.limit(limit)
+    at_least = model.theory(variant) * 8 / (limit * 1e6) if limit else 0.0
+    timeout = 300 + count * (60 + 5 * at_least)
+    results = run_world(2, run, servers, command(model, variant, count), sleep, timeout=timeout)
+    took = [1e3 * (after - before) for before, after in itertools.pairwise(results[0][0][2:-1])]
+    sent = [max(after - before for before, after in zip(*pair)) / 1e6 for pair in steps(results)]
+    shares = bubbles("\n".join(text for *_, text in results), range(4, 4 + chosen.iterations))
+    row: Row = {"variant": variant, "rate": link.rate, "measured_mbit": link.measured_mbit}
+    row |= {"iteration_ms": round(statistics.median(took), 1), "spread_ms": round(max(took) - min(took), 1)}
+    row |= {"slowdown": 1.0, "sent_mb": round(statistics.median(sent), 3)}
+    row |= {"theory_mb": round(model.theory(variant) / 1e6, 3), "sent_by_2bw": "", "simulated_ms": ""}
+    return row | {"bubble": " / ".join(f"{statistics.median(each):.3f}" for each in zip(*shares))}
 
 
-def first_of(number: int, settle: int, iterations: int) -> int:
-    """Iterations that have ended before the measured ones at the number-th rate."""
-    return 2 + number * (settle + iterations) + settle
+def steps(results: list[tuple[list[float], list[int], str]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Both servers' bytes before and after each measured iteration."""
+    return list(itertools.pairwise(zip(*(sent[2:-1] for _, sent, _ in results))))
+
+
+def bubbles(log: str, iterations: Container[int]) -> list[tuple[float, ...]]:
+    """The shares of the time that the stages waited in these iterations, from the ranks' output."""
+    lines = [line.fields.get("bubble", "") for line in run_log.training(log) if line.iteration in iterations]
+    return [tuple(float(share.rstrip("%")) / 100 for share in shares.split("/")) for shares in lines if shares]
 
 
 def megabits(rate: str) -> float | None:
@@ -197,38 +179,19 @@ def megabits(rate: str) -> float | None:
 # --- the results --------------------------------------------------------------------------------------------------
 
 
-def rows_of(
-    variant: str, observed: Observed, model: Model, links: list[Link], settle: int, iterations: int
-) -> list[Row]:
-    """A row for each rate. spread_ms: the largest less the smallest of the iterations that iteration_ms is the median
-    of; bubble: mean and largest share that a stage waited, from the log line."""
-    rows: list[Row] = []
-    for number, link in enumerate(links):
-        start = first_of(number, settle, iterations) - 1
-        took, sent = [], []
-        for place in range(start, start + iterations):
-            before, after = ([ends[at] for ends in observed.ends] for at in (place, place + 1))
-            took.append(1e3 * (after[0][0] - before[0][0]))
-            sent.append(max(b[1] - a[1] for a, b in zip(before, after)) / 1e6)
-        shares = [observed.bubbles[i] for i in range(start + 2, start + 2 + iterations) if i in observed.bubbles]
-        median = round(statistics.median(took), 1)
-        row: Row = {"variant": variant, "rate": link.rate, "measured_mbit": link.measured_mbit, "iteration_ms": median}
-        row |= {"spread_ms": round(max(took) - min(took), 1), "sent_mb": round(statistics.median(sent), 3)}
-        row["slowdown"] = round(median / rows[0]["iteration_ms"], 3) if rows else 1.0
-        row |= {"theory_mb": round(model.theory(variant) / 1e6, 3), "sent_by_2bw": "", "simulated_ms": ""}
-        rows.append(row | {"bubble": " / ".join(f"{statistics.median(each):.3f}" for each in zip(*shares))})
-    return rows
-
-
 def compare(rows: list[Row], model: Model, links: list[Link]) -> None:
-    """Fill in the ratio to the bytes of 2bw, and the simulated times: the forward half as long as the backward."""
+    """Fill in the ratios to the bytes of 2bw and to the unlimited link, and the simulated times: the forward half as
+    long as the backward."""
     ours = {row["rate"]: row["sent_mb"] for row in rows if row["variant"] == "2bw"}
+    free = {row["variant"]: row["iteration_ms"] for row in reversed(rows)}
     for row in rows:
+        row["slowdown"] = round(row["iteration_ms"] / free[row["variant"]], 3)
         if row["rate"] in ours:
             row["sent_by_2bw"] = round(row["sent_mb"] / ours[row["rate"]], 2)
     for variant, extra in AHEAD.items():
         own = [row for row in rows if row["variant"] == variant]
-        for row, link in zip(own, links):
+        for row in own:
+            (link,) = [link for link in links if link.rate == row["rate"]]
             cycle = own[0]["iteration_ms"] / model.microbatches  # on the unlimited link
             times = Times(cycle / 3, 2 * cycle / 3, transfer=link.message_ms, occupied=link.message_ms)
             schedule = TwoBW(extra_warmup=(extra,))
@@ -302,17 +265,15 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
         speed = f"{link.measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's activations in {link.message_ms:.2f} ms"
         print(f"link {rate:>9s} Mbit/s: {speed}", flush=True)
     result["links"] = [asdict(link) for link in links]
-    for variant in chosen.variants:
+    for variant, link in itertools.product(chosen.variants, links):
         try:
-            observed = watch(servers, model, variant, rates, chosen)
+            result["rows"].append(watch(servers, model, variant, link, chosen))
         except WorldError as error:
             result["failures"].append(f"{variant}: {error}")
             print(result["failures"][-1], file=sys.stderr, flush=True)
             continue
-        own = rows_of(variant, observed, model, links, chosen.settle, chosen.iterations)
-        result["rows"] += own
         compare(result["rows"], model, links)
-        print("\n".join(map(show, own)), flush=True)
+        print(show(result["rows"][-1]), flush=True)
         machine["load_after"] = os.getloadavg()  # includes the two ranks
         write_result(chosen.json, result, draw(result["rows"]))
     return result["failures"]

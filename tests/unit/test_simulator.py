@@ -52,7 +52,7 @@ def test_a_step_at_the_batch_boundary_would_wait(stages, microbatches):
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_pipedream_in_megatrons_loop(stages):
     """The loop compares the stages' norms after each batch, which costs (d - 1)t_b; measured so by
-    bench/planner_emulated.py."""
+    bench/planner_accuracy.py."""
     times = Times(joint_step=True)
     assert iteration_time(SCHEDULES["pipedream"], stages, stages, times) == 3 * stages + 2 * (stages - 1)
 
