@@ -19,8 +19,7 @@ from scipy.optimize import bisect
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import new_parser, write_result
-from bench.tables import table
+from bench.tables import new_parser, table, write_result
 
 BETAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
 SETTINGS = {  # of --two-bw-correction: factor, gradient

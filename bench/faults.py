@@ -33,7 +33,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import new_parser, write_result
+from bench.tables import new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
 from megatron_2bw.files import new_figure

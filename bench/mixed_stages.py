@@ -19,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import new_parser, write_result
 from bench.emulated import iteration_seconds, train
+from bench.tables import new_parser, write_result
 from megatron_2bw.errors import names_of
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import run_world

@@ -21,9 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import planner_published as published
-from bench.common import new_parser, write_result
 from bench.planner_checks import PAPER, Check, best, compared, described, paper_cost, throughput, within
 from bench.schedule_efficiency import OURS, measure
+from bench.tables import new_parser, write_result
 from megatron_2bw.errors import names_of
 from megatron_2bw.files import new_figure
 from megatron_2bw.models import cluster, model

@@ -28,8 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import bar_chart, flag_sets, new_parser, write_result
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
+from bench.tables import bar_chart, flag_sets, new_parser, write_result
 from megatron_2bw.errors import names_of, words
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import WorldError, run_world

@@ -31,9 +31,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import new_parser, write_result
 from bench.emulated import train
 from bench.servers import ADDRESSES, BUCKET, INTERFACE, MTU, QUEUE, Servers, missing, sent_bytes
+from bench.tables import new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, names_of, run_program, words
 from megatron_2bw.files import new_figure

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 
-from bench.common import new_parser, write_result
+from bench.tables import new_parser, write_result
 from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.entry import gpt_flags, train
 from megatron_2bw.local_ranks import run_world

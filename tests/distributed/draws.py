@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from bench.common import new_parser, write_result
+from bench.tables import new_parser, write_result
 from megatron_2bw.checkpoints.folder import TRACKER
 from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.compare import UNTIED
