@@ -14,9 +14,9 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -99,46 +99,22 @@ class Servers:
             finally:
                 os.setns(outside.fileno(), os.CLONE_NEWNET)
 
-    def measure(self, message: int, seconds: float = 0.5, megabits: float | None = None) -> tuple[float, float, float]:
-        """Plain TCP from server 0 to 1 at the present limit `megabits`: (Mbit/s of a long transfer, milliseconds of a
-        message of `message` bytes, microseconds of a byte from end to end)."""
+    def rate(self, megabits: float | None, seconds: float = 0.2) -> float:
+        """Mbit/s of a long transfer from server 0 to 1 by plain TCP, at the present limit `megabits`."""
         with self.inside(1), socket.create_server((ADDRESSES[1], 0)) as waiting:
-            port = waiting.getsockname()[1]
+            address = waiting.getsockname()
             with self.inside(0):
-                near = socket.create_connection((ADDRESSES[1], port))
+                near = socket.create_connection(address)
             far, _ = waiting.accept()
-        with near, far:
-            for end in (near, far):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                end.settimeout(60)
-            long = int((megabits or 4000) * 1e6 / 8 * seconds)
-            rate = long * 8 / 1e6 / _round_trip(near, far, long)
-            # The shortest: other load on the machine only adds to it.
-            short = min(_round_trip(near, far, message) for _ in range(9))
-            byte = min(_round_trip(near, far, 1) for _ in range(25)) / 2
-        return rate, 1e3 * (short - byte), 1e6 * byte
-
-
-def _round_trip(near: socket.socket, far: socket.socket, size: int) -> float:
-    """Seconds from the start of sending `size` bytes to the arrival of the other end's one-byte answer."""
-    time.sleep(0.01)  # the bucket fills
-    chunk = memoryview(bytes(min(size, 1 << 20)))
-
-    def take() -> None:
-        left, buffer = size, bytearray(1 << 20)
-        while left:
-            left -= far.recv_into(buffer, min(left, len(buffer)))
-        far.sendall(b".")
-
-    taker = threading.Thread(target=take, daemon=True)
-    taker.start()
-    begun = time.perf_counter()
-    for start in range(0, size, len(chunk)):
-        near.sendall(chunk[: size - start])
-    near.recv(1)
-    took = time.perf_counter() - begun
-    taker.join()
-    return took
+        size = left = int((megabits or 4000) * 1e6 / 8 * seconds)
+        with near, far, ThreadPoolExecutor(1) as sender:
+            far.settimeout(60)
+            time.sleep(0.01)  # the bucket fills
+            begun = time.perf_counter()
+            sender.submit(near.sendall, bytes(size))
+            while left:
+                left -= len(far.recv(1 << 20))
+            return size * 8 / 1e6 / (time.perf_counter() - begun)
 
 
 def sent_bytes() -> int:

@@ -35,7 +35,7 @@ def test_the_measured_iterations_only():
 
 
 def test_rows_beside_2bw():
-    links = [Link("unlimited", 8000, 0.0, 70), Link("50", 50, 40.0, 70)]
+    links = [Link("unlimited", 8000, 0.0), Link("50", 50, 40.0)]
 
     def rows(variant: str, *values: tuple[float, float]) -> list[dict]:
         return [
