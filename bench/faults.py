@@ -7,7 +7,7 @@ evaluation and a checkpoint every few iterations. A kill is a SIGKILL to a rando
 writes a checkpoint or evaluates. After each kill all other ranks must end, the checkpoint to continue from must be
 whole, and torchrun starts the ranks again. At the end every printed loss and validation loss, and all tensors of the
 last checkpoint, are compared with those of the undisturbed run.
-Writes the JSON and a picture of the run's course. Status 1 if anything was lost or differs.
+Writes the JSON. Status 1 if anything was lost or differs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.tables import new_parser, write_result
 from megatron_2bw import run_log
 from megatron_2bw.checkpoints.folder import TRACKER, checkpoint_name, latest_iteration, problem
-from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import WorldError
 from megatron_2bw.processes import exit_on_signals, free_port, stop_tree
@@ -280,7 +279,6 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     latest = [each.latest or 0 for each in done]
     lost = sum(each.fault is not None for each in done) + sum(b < a for a, b in zip(latest, latest[1:]))
     ended = sorted(each.others_ended_s for each in done) or [0.0]
-    course = [(round(at, 2), each.iteration) for at, line in job.lines for each in run_log.training([line])]
     return {
         "survived": len(done) - bool(stopped and done),  # kills after which the run continued
         "kills": len(done),
@@ -291,28 +289,11 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "stopped": stopped,  # why the run did not finish, if so
         "iterations": iterations,
         "iterations_skipped": sum(line.skipped for line in run_log.training(calm)),  # undisturbed, by the loss scale
-        "iterations_run": len(course),  # with those that ran again
+        "iterations_run": len(list(run_log.training(job.text()))),  # with those that ran again
         "seconds": round(time.monotonic() - begin, 1),
         "others_ended_s": [ended[len(ended) // 2], ended[-1]],  # median and largest
-        "course": course,
         "each": [asdict(each) for each in done],
     }
-
-
-def draw(report: dict[str, Any]) -> Any:
-    """The iterations over time, and the kills."""
-    figure = new_figure(9, 3.2)
-    axes = figure.subplots()
-    axes.plot(*zip(*report["course"]), ".", markersize=2, color="tab:blue", label="iterations")
-    for moment, color in zip(MOMENTS, ("tab:gray", "tab:red", "tab:orange", "tab:green")):
-        points = [(each["at_s"], each["iteration"]) for each in report["each"] if each["moment"] == moment]
-        if points:
-            axes.plot(*zip(*points), "x", color=color, label=f"killed: {moment} ({len(points)})")
-    axes.set(xlabel="seconds", ylabel="iteration")
-    title = "{survived} kills survived, {checkpoints_lost} checkpoints lost, {differences} differences"
-    axes.set_title(title.format(**report), fontsize=10)
-    axes.legend(fontsize=8)
-    return figure
 
 
 def main() -> int:
@@ -326,7 +307,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(options, Path(folder))
-    write_result(options.json, report | {"format": options.format}, draw(report))
+    write_result(options.json, report | {"format": options.format})
     line = "kills survived {survived} {hit}, checkpoints lost {checkpoints_lost}, differences {differences}"
     stopped = f"; the run did not finish: {report['stopped']}" if report["stopped"] else ""
     print(f"{line.format(**report)}, {report['seconds']:.0f} s{stopped}")

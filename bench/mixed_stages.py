@@ -1,6 +1,6 @@
 """Plans for a cluster of two GPUs, against plans that treat all as the slow one: simulated, and run on sleeping stages.
 
-    python bench/mixed_stages.py --json out/bench/mixed_stages.json
+    python bench/schedule_efficiency.py --mixed --json out/bench/mixed_stages.json
 
 For each schedule the planner plans a GPT 1.3B once on the cluster of bench/mixed.yaml, and once as if all of its GPUs
 were the slow ones; both plans are then timed on the cluster as it is. "all sizes" is the best plan of each search. In
@@ -11,17 +11,11 @@ sleep as long as the planner's, times --scale. A gain is the time of a sample wi
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from bench.emulated import iteration_seconds, train
-from bench.tables import new_parser, write_result
-from megatron_2bw.errors import names_of
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import run_world
 from megatron_2bw.models import model as models
@@ -33,7 +27,6 @@ from megatron_2bw.planner.find.space import Space
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
 
 MODEL, BATCH = "gpt-1.3b", 64
-SCHEDULES = ("2bw", "pipedream-flush")
 
 
 def plans(cost: Cost, space: Space) -> list[Plan]:
@@ -61,12 +54,14 @@ def measured(cost: Cost, plan: Plan, scale: float, iterations: int) -> tuple[flo
     return simulated, iteration_seconds(run_world(plan.depth, train, words, forward, backward, timeout=limit))
 
 
-def compare(cost: Cost, schedule: str, chosen: argparse.Namespace) -> dict[str, Any]:
+def compare(schedule: str, stages: int, chosen: argparse.Namespace) -> dict[str, Any]:
+    """The row of a schedule; with fewer than 8 stages, 4 or 2 GPUs have a stage."""
+    cost = Cost(models.preset(MODEL), from_yaml(Path(__file__).with_name("mixed.yaml")), "bf16")
     space = Space(BATCH, (schedule,), recompute=("none", "full"), extrapolate=False)
     free, alike = plans(cost, space)
     found = {"plan": free.title, "layers": free.layers_of(cost.model), "plan of slow GPUs": alike.title}
     found["gain"] = round(sample_ms(cost, alike) / sample_ms(cost, free), 3)
-    sizes = {"tensor": (1,), "depth": (chosen.stages,), "microbatch": (chosen.microbatch,)}
+    sizes = {"tensor": (1,), "depth": (stages,), "microbatch": (chosen.microbatch,)}
     fixed = replace(space, batch=cost.cluster.gpus * chosen.microbatch, extra_warmup=False, **sizes)
     rows, times = {}, []
     for name, plan in zip(("plan", "plan of slow GPUs"), plans(cost, fixed)):
@@ -77,28 +72,5 @@ def compare(cost: Cost, schedule: str, chosen: argparse.Namespace) -> dict[str, 
         times.append((simulated, seconds))
     (here, run), (slow, slow_run) = times
     gains = {"simulated gain": round(slow / here, 3), "measured gain": round(slow_run / run, 3)}
+    print(f"{schedule}: the plan is {found['gain']:.2f} times as fast as the plan of slow GPUs (simulated); {gains}")
     return {"schedule": schedule, "all sizes": found, "run": rows | gains}
-
-
-def main() -> int:
-    parser = new_parser(__doc__, "mixed_stages")
-    parser.add_argument("--schedules", type=names_of(SCHEDULES), default=SCHEDULES, metavar="NAME,...")
-    parser.add_argument("--stages", type=int, default=8, choices=(2, 4, 8), help="with fewer, 4 or 2 GPUs have a stage")
-    parser.add_argument("--microbatch", type=int, default=4)
-    parser.add_argument("--scale", type=float, default=20.0, help="of the planner's seconds (default: 20)")
-    parser.add_argument("--iterations", type=int, default=7)
-    chosen = parser.parse_args()
-    cost = Cost(models.preset(MODEL), from_yaml(Path(__file__).with_name("mixed.yaml")), "bf16")
-    result: dict[str, Any] = {"machine": {"cores": os.cpu_count()}, "rows": []}
-    for schedule in chosen.schedules:
-        row = compare(cost, schedule, chosen)
-        result["rows"].append(row)
-        gain, run = row["all sizes"]["gain"], row["run"]
-        print(f"{schedule}: the plan is {gain:.2f} times as fast as the plan of slow GPUs (simulated)")
-        print(f"  {chosen.stages} stages: {run['simulated gain']} simulated, {run['measured gain']} run", flush=True)
-        write_result(chosen.json, result)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,8 +4,8 @@
     python bench/planner_accuracy.py --emulated 2,4,8 --json ...                        and runs the emulated pipelines
 
 Each check has rows of predicted and measured values, a bar, and whether it holds; a check that fails stays in the
-table. The measured tables are in bench/measured/, their sources in docs/planner.md. Writes the JSON and a picture of
-the same name. The status is 1 if a check fails.
+table. The measured tables are in bench/measured/, their sources in docs/planner.md. Writes the JSON. The status is 1
+if a check fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,7 +24,6 @@ from bench.planner_checks import PAPER, Check, best, compared, described, paper_
 from bench.schedule_efficiency import OURS, measure
 from bench.tables import new_parser, write_result
 from megatron_2bw.errors import names_of
-from megatron_2bw.files import new_figure
 from megatron_2bw.models import cluster, model
 from megatron_2bw.models.inputs import numbers
 from megatron_2bw.planner.cost.simulated import Cost
@@ -158,33 +156,6 @@ FOUND = (table1, depths, *(getattr(published, name) for name in PUBLISHED), sear
 SECTIONS = {section.__name__.replace("_", "-"): section for section in FOUND}
 
 
-def draw(checks: list[Check]) -> Any:
-    """Predicted over measured, one point per row of the tables that have both; None without such rows."""
-    pairs = {"predicted": "measured samples/GPU/s", "predicted s": "measured s", "predicted ms": "measured ms"}
-    figure, place = new_figure(8, 4.5), 0
-    axis = figure.subplots()
-    for check in checks:
-        values = []
-        for row in check.rows:
-            name = next((name for name in pairs if name in row), None)
-            measured = row.get(pairs.get(name or "", ""), row.get("measured TFLOP/s"))
-            if name and measured:
-                values.append(row[name] / measured)
-        if values:
-            axis.plot(range(place, place + len(values)), values, "o", markersize=4, label=check.name)
-            place += len(values) + 2
-    axis.axhspan(0.9, 1.1, color="0.93", zorder=0)
-    axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_ylabel("predicted / measured")
-    axis.set_xticks([])
-    axis.set_ylim(0.7, 1.3)
-    if not place:
-        return None
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), fontsize=8, ncols=1, frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
 def main() -> int:
     parser = new_parser(__doc__, "planner_accuracy")
     parser.add_argument("--sections", type=names_of(SECTIONS), default=list(SECTIONS), metavar="NAME,...")
@@ -202,7 +173,7 @@ def main() -> int:
             checks.append(check)
             print(f"{'holds' if check.holds else 'FAILS'}  {check.name}: {check.result} (bar: {check.bar})", flush=True)
     found = {"machine": {"cores": os.cpu_count()}, "sections": list(sections), "checks": [asdict(c) for c in checks]}
-    write_result(options.json, found, draw(checks))
+    write_result(options.json, found)
     failed = sum(not check.holds for check in checks)
     print(f"{len(checks) - failed} of {len(checks)} hold")
     return 1 if failed else 0

@@ -4,7 +4,7 @@
 
 Two stages of 2BW train with evaluations, saves, a trace, W&B offline and TensorBoard. Each rank notes every few
 iterations its memory, threads, open files, and the time and the processor's time of an iteration. The JSON has these by
-iteration, and the medians of the second and of the last quarter, which should be the same; a picture has the same name.
+iteration, and the medians of the second and of the last quarter, which should be the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import psutil
 
 from bench.tables import new_parser, write_result
-from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.entry import gpt_flags, train
 from megatron_2bw.local_ranks import run_world
 
@@ -66,18 +65,6 @@ def quarters(rows: list[tuple[float, ...]]) -> dict[str, tuple[float, float]]:
     return {name: (statistics.median(c[size : 2 * size]), statistics.median(c[-size:])) for name, c in columns.items()}
 
 
-def picture(ranks: list[list[tuple[float, ...]]]) -> Any:
-    figure = new_figure(8, 8)
-    for place, axis in enumerate(figure.subplots(len(COLUMNS) - 1, 1, sharex=True), 1):
-        for rank, rows in enumerate(ranks):
-            axis.plot([row[0] for row in rows], [row[place] for row in rows], linewidth=0.8, label=f"stage {rank}")
-        axis.set_ylabel(COLUMNS[place])
-        axis.locator_params(axis="y", integer=True)
-    axis.set_xlabel("iteration")
-    axis.legend(fontsize=8)
-    return figure
-
-
 def main() -> None:
     parser = new_parser(__doc__, "soak")
     parser.add_argument("--iterations", type=int, default=20_000)
@@ -89,7 +76,7 @@ def main() -> None:
         seconds = round(time.monotonic() - begin, 1)
     found = {f"stage {rank}": quarters(rows) for rank, rows in enumerate(ranks)}
     result = {"iterations": options.iterations, "seconds": seconds, "second and last quarter": found}
-    write_result(options.json, result | {"columns": COLUMNS, "ranks": ranks}, picture(ranks))
+    write_result(options.json, result | {"columns": COLUMNS, "ranks": ranks})
     print(f"{options.iterations} iterations in {seconds:.0f} s; second and last quarter:")
     for stage, columns in found.items():
         print(f"{stage}: " + ", ".join(f"{name} {one:g} {other:g}" for name, (one, other) in columns.items()))

@@ -91,8 +91,6 @@ def checks(entries: list[dict]) -> str:
 
 
 def picture(content: dict):
-    if "ranks" in content:
-        return importlib.import_module("bench.soak").picture(content["ranks"])
     rows = content["rows"]
     bench = importlib.import_module(f"bench.{next(BENCHES[name] for name in rows[0] if name in BENCHES)}")
     return bench.draw(rows)

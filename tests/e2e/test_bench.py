@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench import mixed_stages, schedule_efficiency
+from bench import schedule_efficiency
 
 FIELDS = {"schedule", "stages", "microbatches", "width", "forward_ms", "backward_ms", "iteration_ms", "ideal_ms"}
 FIELDS |= {"efficiency", "clip_grad", "peak_activations", "versions", "flags"}
@@ -48,9 +48,9 @@ def test_real_compute(tmp_path: Path, monkeypatch):
 def test_mixed_stages(tmp_path: Path, monkeypatch):
     """The plan gives the slow GPUs fewer layers, and both plans run."""
     path = tmp_path / "mixed.json"
-    flags = ["--stages", "2", "--scale", "0.05", "--schedules", "2bw", "--json", str(path)]
-    monkeypatch.setattr(sys, "argv", ["mixed_stages.py", *flags])
-    assert mixed_stages.main() == 0
+    flags = "--mixed --stages 2 --scale 0.05 --schedules 2bw --iterations 7".split()
+    monkeypatch.setattr(sys, "argv", ["schedule_efficiency.py", *flags, "--json", str(path)])
+    assert schedule_efficiency.main() == 0
     (row,) = json.loads(path.read_text())["rows"]
     (fast, slow), alike = row["run"]["plan"]["layers"], row["run"]["plan of slow GPUs"]["layers"]
     assert fast > slow and fast > alike[0] and fast + slow == sum(alike) == 24

@@ -17,7 +17,7 @@ from megatron_2bw.timelines.simulator import simulate
 from megatron_2bw.timelines.text import render
 
 DOCS = Path(__file__).parents[2] / "docs"
-BENCHES = "all_schedules correction correction_real distributed_optimizer real_compute shapes slow_links soak variants"
+BENCHES = "all_schedules correction correction_real distributed_optimizer real_compute shapes slow_links variants"
 
 
 def whole(figure) -> bool:
