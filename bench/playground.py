@@ -7,12 +7,9 @@ It needs npm, chromium and `pip install playwright`.
 
 from __future__ import annotations
 
-import functools
-import http.server
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +18,7 @@ from urllib.parse import quote
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_2bw.playground import answer
-from scripts.playground import ROOT, build
+from scripts.playground import ROOT, build, served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 READY = "document.querySelector('#curve .chart') && !document.querySelector('#status').textContent"
@@ -40,21 +37,6 @@ PICTURES = {  # hash, width, height, dark, the element at the top
     "docs/playground/curve.png": (CURVES, 800, 560, True, "#h-curve"),
     "docs/playground/phone.png": ("schedules=2bw,pipedream-flush&stages=2", 390, 780, False, "#h-timelines"),
 }
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The address of the folder on this host."""
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    handler = functools.partial(Handler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://localhost:{server.server_port}/"
-        server.shutdown()
 
 
 @contextmanager

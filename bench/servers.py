@@ -1,7 +1,6 @@
 """Two servers on one machine: network namespaces, joined by a link with a rate limit and a byte counter.
 
-Invariant: all names made here contain this process's id; the `with` block removes what they name, also after an error;
-the next process removes what a killed one left behind.
+Invariant: all names made here contain this process's id; the `with` block removes what they name, also after an error.
 
 Linux, root, and the commands ip and tc (iproute2). Each direction of the link has a token bucket (tc's tbf) of its own.
 """
@@ -10,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import socket
 import subprocess
 import time
@@ -30,21 +27,6 @@ MTU = 9000
 _PREFIX, _FOLDER, _TCP = "2bw-", Path("/run/netns"), Path("/proc/sys/net/ipv4")
 
 
-def missing() -> str | None:
-    """Why network namespaces cannot be made here, or None."""
-    if os.geteuid() != 0:
-        return "network namespaces need root: run this with sudo"
-    for name in ("ip", "tc"):
-        if shutil.which(name) is None:
-            return f"the command {name} is not there: install iproute2"
-    try:
-        with Servers() as servers:
-            servers.limit(100)
-    except (UserError, OSError) as error:
-        return f"network namespaces cannot be made here: {error}"
-    return None
-
-
 class Servers:
     """The two servers, 0 and 1; a context manager."""
 
@@ -52,7 +34,6 @@ class Servers:
         self.names = [f"{_PREFIX}{os.getpid()}-{number}" for number in (0, 1)]
 
     def __enter__(self) -> Servers:
-        _remove_left_behind()
         try:
             for name in self.names:
                 _run("ip", "netns", "add", name)
@@ -130,14 +111,6 @@ def _end_processes(name: str) -> None:
             ended.append(psutil.Process(int(pid)))
             ended[-1].kill()
     psutil.wait_procs(ended, timeout=10)
-
-
-def _remove_left_behind() -> None:
-    for path in _FOLDER.glob(f"{_PREFIX}*"):
-        match = re.fullmatch(rf"{_PREFIX}(\d+)-[01]", path.name)
-        if match and not psutil.pid_exists(int(match[1])):
-            _end_processes(path.name)
-            _run("ip", "netns", "delete", path.name)
 
 
 def _run(*command: str) -> bytes:

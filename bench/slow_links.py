@@ -32,10 +32,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.emulated import train
-from bench.servers import ADDRESSES, BUCKET, INTERFACE, MTU, QUEUE, Servers, missing, sent_bytes
+from bench.servers import ADDRESSES, BUCKET, INTERFACE, MTU, QUEUE, Servers, sent_bytes
 from bench.tables import new_parser, write_result
 from megatron_2bw import run_log
-from megatron_2bw.errors import UserError, names_of, run_program, words
+from megatron_2bw.errors import names_of, run_program, words
 from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import WorldError, own_output, run_world
@@ -269,8 +269,6 @@ def main() -> int:
     sizes = (chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, chosen.micro_batch, chosen.microbatches)
 
     def work() -> int:
-        if why := missing():
-            raise UserError(why)
         with Servers() as servers:
             return 1 if measure(servers, chosen, Model(*sizes, vocabulary=1024)) else 0
 

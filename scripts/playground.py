@@ -15,7 +15,10 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +94,19 @@ def pyodide() -> Path:
     return found
 
 
-def serve(folder: Path, port: int) -> None:
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Nothing is logged."""
+
+
+@contextmanager
+def served(folder: Path, port: int = 0) -> Iterator[str]:
+    """The address of the folder on this host."""
+    handler = functools.partial(Handler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
-        print(f"http://localhost:{server.server_port}/ (Ctrl-C ends it)", flush=True)
-        server.serve_forever()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://localhost:{server.server_port}/"
+        server.shutdown()
 
 
 def main() -> int:
@@ -109,7 +120,9 @@ def main() -> int:
         build(options.out)
         print(f"wrote {options.out}", flush=True)
         if not options.no_serve:
-            serve(options.out, options.port)
+            with served(options.out, options.port) as address:
+                print(f"{address} (Ctrl-C ends it)", flush=True)
+                threading.Event().wait()
 
     return run_program(parser.prog, work)
 

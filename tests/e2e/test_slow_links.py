@@ -13,14 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.servers import ADDRESSES, INTERFACE, Servers, missing
+from bench.servers import ADDRESSES, INTERFACE, Servers
+from megatron_2bw.errors import UserError
 from tests.e2e.launcher import ROOT, end
 
 
 @pytest.fixture(scope="module", autouse=True)
 def servers_can_be_made():
-    if why := missing():
-        pytest.skip(why)
+    try:
+        with Servers() as servers:
+            servers.limit(100)
+    except (UserError, OSError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
 
 
 def start(*words: object) -> subprocess.Popen[str]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-import pytest
-
-from bench import servers, slow_links
+from bench import slow_links
 from bench.slow_links import Link, Model, bubbles, compare
 
 MODEL = Model(layers=8, hidden=512, heads=8, sequence=128, microbatch=1, microbatches=8, vocabulary=1024)
@@ -52,18 +48,3 @@ def test_rows_beside_2bw():
     assert [row["simulated_ms"] for row in ours] == [1600.0, 1600.0 + 8 * 40]
     assert [row["simulated_ms"] for row in ahead] == [1600.0, 1600.0]
     assert [row["simulated_ms"] for row in data] == ["", ""]
-
-
-@pytest.mark.parametrize(
-    "user, found, said",
-    [
-        (1000, "/usr/sbin/ip", "network namespaces need root: run this with sudo"),
-        (0, None, "the command ip is not there: install iproute2"),
-    ],
-)
-def test_without_root_or_commands_one_line_says_so(user: int, found: str | None, said: str, monkeypatch, capsys):
-    monkeypatch.setattr(servers.os, "geteuid", lambda: user)
-    monkeypatch.setattr(servers.shutil, "which", lambda name: found)
-    monkeypatch.setattr(sys, "argv", ["slow_links.py"])
-    assert slow_links.main() == 1
-    assert capsys.readouterr().err == f"slow_links.py: error: {said}\n"
