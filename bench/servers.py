@@ -58,7 +58,6 @@ class Servers:
     def _remove(self) -> None:
         for name in self.names:  # the link goes with them
             if (_FOLDER / name).exists():
-                _end_processes(name)
                 _run("ip", "netns", "delete", name)
 
     def limit(self, megabits: float | None) -> None:
@@ -101,16 +100,6 @@ class Servers:
 def sent_bytes() -> int:
     """Bytes that this process's server has sent over the link, by its kernel's count."""
     return psutil.net_io_counters(pernic=True)[INTERFACE].bytes_sent
-
-
-def _end_processes(name: str) -> None:
-    """Kill the processes that are still on the server of that name, by their ids."""
-    ended = []
-    for pid in _run("ip", "netns", "pids", name).split():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            ended.append(psutil.Process(int(pid)))
-            ended[-1].kill()
-    psutil.wait_procs(ended, timeout=10)
 
 
 def _run(*command: str) -> bytes:

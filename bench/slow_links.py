@@ -39,6 +39,7 @@ from megatron_2bw.errors import names_of, run_program, words
 from megatron_2bw.files import new_figure
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import WorldError, own_output, run_world
+from megatron_2bw.models.model import Model
 from megatron_2bw.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW
 from megatron_2bw.timelines.simulator import Times, iteration_time
@@ -52,41 +53,30 @@ VARIANTS = {
 }
 VARIANTS["2bw-ahead"] = f"{VARIANTS['2bw']} --two-bw-extra-warmup {AHEAD['2bw-ahead']}"
 FLOAT = 4  # bytes of a number: the model is trained in fp32
+VOCABULARY = 1024  # with its padding
+SIZES = {"layers": 8, "hidden": 512, "heads": 8, "sequence": 128, "micro-batch": 1, "microbatches": 8}
 
 
-@dataclass
-class Model:
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    microbatch: int
-    microbatches: int
-    vocabulary: int  # with its padding
+def message(chosen: argparse.Namespace) -> int:
+    """Bytes of a microbatch's activations between two layers."""
+    return chosen.micro_batch * chosen.sequence * chosen.hidden * FLOAT
 
-    @property
-    def parameters(self) -> int:
-        """Weights and biases of the layers, two norms in each, one behind them, and untied embeddings."""
-        layer = 12 * self.hidden**2 + 13 * self.hidden
-        return self.layers * layer + 2 * self.hidden + (2 * self.vocabulary + self.sequence) * self.hidden
 
-    @property
-    def message(self) -> int:
-        """Bytes of a microbatch's activations between two layers."""
-        return self.microbatch * self.sequence * self.hidden * FLOAT
+def parameters(chosen: argparse.Namespace) -> int:
+    sizes = {"vocab": VOCABULARY, "sequence": chosen.sequence, "tied": False}
+    return Model("any", chosen.layers, chosen.hidden, chosen.heads, **sizes).parameters()
 
-    def theory(self, variant: str) -> float:
-        """Bytes that a server has to send in an iteration, in either direction.
 
-        An all-reduce of x bytes over n = 2 servers sends 2 (n - 1) / n x = x. Tensor parallelism reduces two of a
-        layer's results in the forward and two gradients in the backward, and one each for the embedding and the
-        output layer; data parallelism every gradient once.
-        """
-        if variant == "tensor":
-            return (4 * self.layers + 2) * self.microbatches * self.message
-        if variant == "data":
-            return self.parameters * FLOAT
-        return self.microbatches * self.message
+def theory(variant: str, chosen: argparse.Namespace) -> int:
+    """Bytes that a server has to send in an iteration, in either direction.
+
+    An all-reduce of x bytes over n = 2 servers sends 2 (n - 1) / n x = x. Tensor parallelism reduces two of a layer's
+    results in the forward and two gradients in the backward, and one each for the embedding and the output layer; data
+    parallelism every gradient once.
+    """
+    if variant == "tensor":
+        return (4 * chosen.layers + 2) * chosen.microbatches * message(chosen)
+    return parameters(chosen) * FLOAT if variant == "data" else chosen.microbatches * message(chosen)
 
 
 @dataclass
@@ -107,26 +97,18 @@ def options() -> argparse.Namespace:
     meaning = "Mbit/s in each direction, 1 to 4000, after the unlimited link"
     parser.add_argument("--rates", type=rates, default=(1000, 200, 50), metavar="MBIT,...", help=meaning)
     parser.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), metavar="NAME,...")
-    for name, size in {"layers": 8, "hidden": 512, "heads": 8, "sequence": 128, "micro-batch": 1}.items():
+    for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--microbatches", type=int, default=8, help="in a global batch")
     parser.add_argument("--iterations", type=int, default=3, help="measured at each rate")
     parser.add_argument("--sleep-ms", type=rates, default=(0.0, 0.0), metavar="F,B", help=pair)
-    chosen = parser.parse_args()
-    if not all(1 <= rate <= 4000 for rate in chosen.rates):
-        parser.error("--rates: give Mbit/s between 1 and 4000")
-    if chosen.microbatches < 4 or chosen.layers % 2 or chosen.microbatches % 2 or chosen.heads % 2:
-        parser.error(
-            "--microbatches must be 4 at least, since 2bw-ahead runs two ahead, and even as --layers and --heads"
-        )
-    return chosen
+    return parser.parse_args()
 
 
-def command(model: Model, variant: str, iterations: int) -> list[str]:
-    text = f"""--untie-embeddings-and-output-weights --micro-batch-size {model.microbatch}
-        --global-batch-size {model.microbatch * model.microbatches} --train-iters {iterations}
-        --vocab-size {model.vocabulary - 1} --eval-interval 100000 --log-interval 1 {VARIANTS[variant]}"""
-    return gpt_flags(model.layers, model.hidden, model.heads, model.sequence, text)
+def command(chosen: argparse.Namespace, variant: str, iterations: int) -> list[str]:
+    text = f"""--untie-embeddings-and-output-weights --micro-batch-size {chosen.micro_batch}
+        --global-batch-size {chosen.micro_batch * chosen.microbatches} --train-iters {iterations}
+        --vocab-size {VOCABULARY - 1} --eval-interval 100000 --log-interval 1 {VARIANTS[variant]}"""
+    return gpt_flags(chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, text)
 
 
 def run(rank: int, servers: Servers, argv: list[str], sleep: list[float]) -> tuple[list[float], list[int], str]:
@@ -141,22 +123,22 @@ def run(rank: int, servers: Servers, argv: list[str], sleep: list[float]) -> tup
     return observed.ends, sent, own_output()
 
 
-def watch(servers: Servers, model: Model, variant: str, link: Link, chosen: argparse.Namespace) -> Row:
+def watch(servers: Servers, variant: str, link: Link, chosen: argparse.Namespace) -> Row:
     """The row of `variant` at one rate. spread_ms: the largest less the smallest of the iterations that iteration_ms is
     the median of; bubble: the share that each stage waited, from the log line."""
     sleep = [milliseconds / 1e3 * (2 if variant == "data" else 1) for milliseconds in chosen.sleep_ms]
     limit, count = megabits(link.rate), chosen.iterations + 4  # the first three fill the pipeline, the last empties it
     servers.limit(limit)
-    at_least = model.theory(variant) * 8 / (limit * 1e6) if limit else 0.0
+    at_least = theory(variant, chosen) * 8 / (limit * 1e6) if limit else 0.0
     timeout = 300 + count * (60 + 5 * at_least)
-    results = run_world(2, run, servers, command(model, variant, count), sleep, timeout=timeout)
+    results = run_world(2, run, servers, command(chosen, variant, count), sleep, timeout=timeout)
     took = [1e3 * (after - before) for before, after in itertools.pairwise(results[0][0][2:-1])]
     sent = [max(after - before for before, after in zip(*pair)) / 1e6 for pair in steps(results)]
     shares = bubbles("\n".join(text for *_, text in results), range(4, 4 + chosen.iterations))
     row: Row = {"variant": variant, "rate": link.rate, "measured_mbit": link.measured_mbit}
     row |= {"iteration_ms": round(statistics.median(took), 1), "spread_ms": round(max(took) - min(took), 1)}
     row |= {"slowdown": 1.0, "sent_mb": round(statistics.median(sent), 3)}
-    row |= {"theory_mb": round(model.theory(variant) / 1e6, 3), "sent_by_2bw": "", "simulated_ms": ""}
+    row |= {"theory_mb": round(theory(variant, chosen) / 1e6, 3), "sent_by_2bw": "", "simulated_ms": ""}
     return row | {"bubble": " / ".join(f"{statistics.median(each):.3f}" for each in zip(*shares))}
 
 
@@ -178,7 +160,7 @@ def megabits(rate: str) -> float | None:
 # --- the results --------------------------------------------------------------------------------------------------
 
 
-def compare(rows: list[Row], model: Model, links: list[Link]) -> None:
+def compare(rows: list[Row], microbatches: int, links: list[Link]) -> None:
     """Fill in the ratios to the bytes of 2bw and to the unlimited link, and the simulated times: the forward half as
     long as the backward."""
     ours = {row["rate"]: row["sent_mb"] for row in rows if row["variant"] == "2bw"}
@@ -191,10 +173,10 @@ def compare(rows: list[Row], model: Model, links: list[Link]) -> None:
         own = [row for row in rows if row["variant"] == variant]
         for row in own:
             (link,) = [link for link in links if link.rate == row["rate"]]
-            cycle = own[0]["iteration_ms"] / model.microbatches  # on the unlimited link
+            cycle = own[0]["iteration_ms"] / microbatches  # on the unlimited link
             times = Times(cycle / 3, 2 * cycle / 3, transfer=link.message_ms, occupied=link.message_ms)
             schedule = TwoBW(extra_warmup=(extra,))
-            row["simulated_ms"] = round(iteration_time(schedule, 2, model.microbatches, times), 1)
+            row["simulated_ms"] = round(iteration_time(schedule, 2, microbatches, times), 1)
 
 
 def draw(rows: list[Row]) -> Any:
@@ -228,12 +210,13 @@ def show(row: Row) -> str:
     )
 
 
-def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[str]:
+def measure(servers: Servers, chosen: argparse.Namespace) -> list[str]:
     """Measure all variants, write the results after each, and return what failed."""
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": os.getloadavg()}
+    sizes = {name.replace("-", "_"): getattr(chosen, name.replace("-", "_")) for name in SIZES}
     result = {
         "machine": machine,
-        "model": asdict(model) | {"parameters": model.parameters, "message_bytes": model.message},
+        "model": sizes | {"parameters": parameters(chosen), "message_bytes": message(chosen)},
         "sleep_ms": chosen.sleep_ms,
         "link": {"mtu": MTU, "tbf_burst_bytes": BUCKET, "tbf_limit_bytes": QUEUE},
         "links": [],
@@ -244,19 +227,19 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
     for rate in rates:
         servers.limit(megabits(rate))
         measured = servers.rate(megabits(rate))
-        link = Link(rate, round(measured, 3), round(model.message * 8 / measured / 1e3, 3))
+        link = Link(rate, round(measured, 3), round(message(chosen) * 8 / measured / 1e3, 3))
         links.append(link)
         speed = f"{link.measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's activations in {link.message_ms:.2f} ms"
         print(f"link {rate:>9s} Mbit/s: {speed}", flush=True)
     result["links"] = [asdict(link) for link in links]
     for variant, link in itertools.product(chosen.variants, links):
         try:
-            result["rows"].append(watch(servers, model, variant, link, chosen))
+            result["rows"].append(watch(servers, variant, link, chosen))
         except WorldError as error:
             result["failures"].append(f"{variant}: {error}")
             print(result["failures"][-1], file=sys.stderr, flush=True)
             continue
-        compare(result["rows"], model, links)
+        compare(result["rows"], chosen.microbatches, links)
         print(show(result["rows"][-1]), flush=True)
         machine["load_after"] = os.getloadavg()  # includes the two ranks
         write_result(chosen.json, result, draw(result["rows"]))
@@ -266,11 +249,10 @@ def measure(servers: Servers, chosen: argparse.Namespace, model: Model) -> list[
 def main() -> int:
     chosen = options()
     exit_on_signals()  # so that `with` and `finally` run
-    sizes = (chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, chosen.micro_batch, chosen.microbatches)
 
     def work() -> int:
         with Servers() as servers:
-            return 1 if measure(servers, chosen, Model(*sizes, vocabulary=1024)) else 0
+            return 1 if measure(servers, chosen) else 0
 
     return run_program("slow_links.py", work)
 

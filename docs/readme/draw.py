@@ -1,4 +1,4 @@
-"""Draws the README's two pictures, at the size at which it shows them.
+"""Draws the README's two pictures, at the size at which it shows them, and that of docs/schedules.md.
 
     python docs/readme/draw.py
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_2bw.files import new_figure
 from megatron_2bw.schedules import SCHEDULES, Shape
-from megatron_2bw.timelines.picture import draw_rows
+from megatron_2bw.timelines.picture import draw_rows, draw_shapes
 from megatron_2bw.timelines.simulator import Times, simulate
 from megatron_2bw.timelines.text import busy
 
@@ -58,4 +58,6 @@ def draw_results(measured: Path, path: Path) -> None:
 
 if __name__ == "__main__":
     draw_schedules(HERE / "schedules.png")
+    shapes = [(SCHEDULES[name], Shape(STAGES, MICROBATCHES, 0, 3)) for name in ("2bw", "pipedream-flush", "gpipe")]
+    draw_shapes(shapes, HERE.parent / "schedules.png")
     draw_results(HERE.parent / "bench" / "all_schedules.json", HERE / "results.png")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from bench import slow_links
-from bench.slow_links import Link, Model, bubbles, compare
+import argparse
 
-MODEL = Model(layers=8, hidden=512, heads=8, sequence=128, microbatch=1, microbatches=8, vocabulary=1024)
+from bench import slow_links
+from bench.slow_links import Link, bubbles, compare
+
+CHOSEN = argparse.Namespace(layers=8, hidden=512, heads=8, sequence=128, micro_batch=1, microbatches=8)
 LINE = (
     " [2026-01-01 00:00:00.1] iteration        {}/       9 | consumed samples: 8 | elapsed time per iteration (ms): 9.9"
     " | bubble: {}%/{}% | peak memory by stage (GiB): 1.09 1.09 |"
@@ -13,12 +15,12 @@ LINE = (
 
 
 def test_what_each_method_has_to_send():
-    assert MODEL.parameters == 13199360 + 13134848  # as Megatron counts them on the two stages
+    assert slow_links.parameters(CHOSEN) == 13199360 + 13134848  # as Megatron counts them on the two stages
     activations = 128 * 512 * 4
-    assert MODEL.message == activations
-    assert MODEL.theory("data") == 4 * MODEL.parameters
-    assert MODEL.theory("tensor") == 8 * (8 * 4 + 2) * activations
-    assert {MODEL.theory(name) for name in slow_links.PIPELINES} == {8 * activations}
+    assert slow_links.message(CHOSEN) == activations
+    assert slow_links.theory("data", CHOSEN) == 4 * slow_links.parameters(CHOSEN)
+    assert slow_links.theory("tensor", CHOSEN) == 8 * (8 * 4 + 2) * activations
+    assert {slow_links.theory(name, CHOSEN) for name in slow_links.PIPELINES} == {8 * activations}
 
 
 def test_the_measured_iterations_only():
@@ -41,7 +43,7 @@ def test_rows_beside_2bw():
 
     ours, ahead = (rows(name, (1600.0, 1.0), (2000.0, 1.0)) for name in slow_links.AHEAD)
     data = rows("data", (2000.0, 10.0), (9000.0, 5.0))
-    compare([*data, *ahead, *ours], MODEL, links)
+    compare([*data, *ahead, *ours], 8, links)
     assert [row["sent_by_2bw"] for row in (*data, *ours)] == [10.0, 5.0, 1.0, 1.0]
     assert [row["slowdown"] for row in data] == [1.0, 4.5]
     # Two microbatches in flight on stage 0: a message's time is added to every cycle. With three it is hidden.
