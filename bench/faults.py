@@ -66,7 +66,6 @@ class Kill:
     drawn: str  # the intended moment
     moment: str  # the moment that was hit, from the output
     rank: int
-    at_s: float  # since the job's start
     iteration: int  # the last one printed
     latest: int | None  # the checkpoint to continue from
     others_ended_s: float  # until all ranks had ended
@@ -74,21 +73,17 @@ class Kill:
 
 
 class Job:
-    """The job, and its output lines with the seconds since its start."""
+    """The job, and its output lines."""
 
     def __init__(self, argv: list[str], ranks: int, restarts: int):
-        self.begin = time.monotonic()
-        self.lines: list[tuple[float, str]] = []
+        self.lines: list[str] = []
         self._log, self._line = tempfile.NamedTemporaryFile("r", errors="replace"), ""
         words = f"--rdzv-backend c10d --rdzv-id faults --rdzv-endpoint 127.0.0.1:{free_port()}"
         words += f" --local-addr 127.0.0.1 --max-restarts {restarts} --monitor-interval 0.1"
         with open(self._log.name, "a") as log:
             self.server = start([*torchrun(ranks, "gpt", *words.split()), *argv], log, cwd=ROOT)
 
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_error) -> None:
+    def close(self) -> None:
         stop_tree(self.server)
         self._log.close()
 
@@ -106,7 +101,7 @@ class Job:
             else:
                 time.sleep(0.005)
         line, self._line = self._line.rstrip("\n"), ""
-        self.lines.append((time.monotonic() - self.begin, line))
+        self.lines.append(line)
         return line
 
     def finish(self) -> int:
@@ -114,9 +109,6 @@ class Job:
         while self.next() is not None:
             pass
         return self.server.wait(PATIENCE)
-
-    def text(self) -> list[str]:
-        return [line for _, line in self.lines]
 
     def wait_for(self, sign: re.Pattern, count: int = 1) -> None:
         """Wait for `count` lines with `sign`. EOFError if the job ends first."""
@@ -177,9 +169,9 @@ def kill(job: Job, drawn: str, folder: Path, ranks: int, draw: random.Random) ->
     with contextlib.suppress(TimeoutError):  # the last lines of the ended ranks
         while job.next(0.3) is not None:
             pass
-    moment, printed = hit(job.text()[first:]), [line.iteration for line in run_log.training(job.text())]
+    moment, printed = hit(job.lines[first:]), [line.iteration for line in run_log.training(job.lines)]
     iteration = printed[-1] if printed else 0
-    return Kill(drawn, moment, rank, round(now - job.begin, 2), iteration, latest, round(ended, 2), fault)
+    return Kill(drawn, moment, rank, iteration, latest, round(ended, 2), fault)
 
 
 def disturb(job: Job, folder: Path, ranks: int, kills: int, draw: random.Random) -> tuple[list[Kill], str]:
@@ -192,7 +184,7 @@ def disturb(job: Job, folder: Path, ranks: int, kills: int, draw: random.Random)
             print(f"kill {len(done):3} of {kills}: {what}; the others ended in {last.others_ended_s} s", flush=True)
         job.finish()
     except (TimeoutError, EOFError, psutil.Error, subprocess.TimeoutExpired) as error:
-        print(f"stopped: {error}\n" + "\n".join(job.text()[-40:]), flush=True)
+        print(f"stopped: {error}\n" + "\n".join(job.lines[-40:]), flush=True)
         return done, str(error)
     return done, ""
 
@@ -258,18 +250,18 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             --vocab-size 127 --seed 7 {FORMATS[options.format]}"""
         return gpt_flags(4, 32, 4, 16, text, "--save", folder / name, "--load", folder / name)
 
-    with Job(argv("peace"), ranks, restarts=0) as undisturbed:
+    with contextlib.closing(Job(argv("peace"), ranks, restarts=0)) as undisturbed:
         status = undisturbed.finish()
-    calm = undisturbed.text()
+    calm = undisturbed.lines
     if status:
         raise WorldError("the undisturbed run failed:\n" + "\n".join(calm[-40:]))
     print(f"undisturbed: {iterations} iterations in {time.monotonic() - begin:.0f} s", flush=True)
-    with Job(argv("disturbed"), ranks, restarts=kills + 5) as job:
+    with contextlib.closing(Job(argv("disturbed"), ranks, restarts=kills + 5)) as job:
         done, stopped = disturb(job, folder / "disturbed", ranks, kills, random.Random(options.seed))
     wrong = []
     if not stopped:
         last = checkpoint_name(iterations)
-        wrong = different_losses(job.text(), calm)
+        wrong = different_losses(job.lines, calm)
         found, expected = (tensors(folder / name / last) for name in ("disturbed", "peace"))
         wrong += sorted(found.keys() ^ expected.keys())
         wrong += [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
@@ -289,7 +281,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "stopped": stopped,  # why the run did not finish, if so
         "iterations": iterations,
         "iterations_skipped": sum(line.skipped for line in run_log.training(calm)),  # undisturbed, by the loss scale
-        "iterations_run": len(list(run_log.training(job.text()))),  # with those that ran again
+        "iterations_run": len(list(run_log.training(job.lines))),  # with those that ran again
         "seconds": round(time.monotonic() - begin, 1),
         "others_ended_s": [ended[len(ended) // 2], ended[-1]],  # median and largest
         "each": [asdict(each) for each in done],

@@ -135,7 +135,6 @@ def emulated(depths: list[int]) -> list[Check]:
     """
     chosen = argparse.Namespace(forward_ms=FORWARD, backward_ms=BACKWARD, iterations=9, width=1, real=False)
     alone = measure("2bw", 1, 8, chosen, "")["iteration_ms"] / 8 - FORWARD - BACKWARD
-    print(f"one stage alone computes {alone:.1f} ms per microbatch in addition to its sleep", flush=True)
     rows = []
     for depth in depths:
         for name in (*OURS, "megatron-interleaved", "pipedream", "2bw, one slot"):
@@ -163,9 +162,7 @@ def main() -> int:
     parser.add_argument("--emulated", type=numbers, default=[], metavar="D,...", help=also)
     options = parser.parse_args()
     sections = {name: SECTIONS[name] for name in options.sections}
-    if not options.emulated:
-        print("the emulated pipelines are not run (--emulated 2,4,8)")
-    else:
+    if options.emulated:
         sections["emulated"] = lambda: emulated(options.emulated)
     checks: list[Check] = []
     for name, section in sections.items():

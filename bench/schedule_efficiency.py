@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import mixed_stages
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
-from bench.tables import bar_chart, flag_sets, new_parser, write_result
+from bench.tables import bar_chart, new_parser, write_result
 from megatron_2bw.errors import names_of, words
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import WorldError, run_world
@@ -63,8 +63,11 @@ def options() -> argparse.Namespace:
     option("--schedules", type=names_of((*ALL, "2bw-as-nccl")), metavar="NAME,...", help="default: all")
     option("--gpipe-round", type=numbers, default=[], metavar="N,...", help="of gpipe: a row for each, and one without")
     option("--iterations", type=int, default=9)
-    meaning = "of Megatron: a row for each set, which may be empty"
-    option("--flags", type=flag_sets, default=[""], metavar="FLAGS;...", help=meaning)
+    sets, meaning = (
+        lambda text: list(map(str.strip, text.split(";"))),
+        "of Megatron: a row for each set, which may be empty",
+    )
+    option("--flags", type=sets, default=[""], metavar="FLAGS;...", help=meaning)
     chosen = parser.parse_args()
     if chosen.iterations < 7:
         parser.error("--iterations must be 7 at least: three fill the pipeline, two empty it")

@@ -203,13 +203,6 @@ def draw(rows: list[Row]) -> Any:
     return figure
 
 
-def show(row: Row) -> str:
-    return (
-        "{variant:16s} {rate:>9s} Mbit/s   iteration {iteration_ms:9.1f} ms   x {slowdown:6.2f}   "
-        "sent {sent_mb:8.3f} MB (theory {theory_mb:8.3f})   bubble {bubble}".format(**row)
-    )
-
-
 def measure(servers: Servers, chosen: argparse.Namespace) -> list[str]:
     """Measure all variants, write the results after each, and return what failed."""
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": os.getloadavg()}
@@ -240,7 +233,7 @@ def measure(servers: Servers, chosen: argparse.Namespace) -> list[str]:
             print(result["failures"][-1], file=sys.stderr, flush=True)
             continue
         compare(result["rows"], chosen.microbatches, links)
-        print(show(result["rows"][-1]), flush=True)
+        print(", ".join(f"{name} {value}" for name, value in result["rows"][-1].items()), flush=True)
         machine["load_after"] = os.getloadavg()  # includes the two ranks
         write_result(chosen.json, result, draw(result["rows"]))
     return result["failures"]

@@ -31,11 +31,6 @@ def new_parser(description: str, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def flag_sets(text: str) -> list[str]:
-    """Sets of flags, separated by semicolons, for argparse."""
-    return [part.strip() for part in text.split(";")]
-
-
 def bar_chart(groups: Sequence[str], series: Mapping[str, Sequence[float]], label: str, form: str) -> Any:
     """Horizontal bars with their values: a group for each of `groups`, and in it a bar of each series (NaN: none)."""
     height = 0.84 / len(series)

@@ -109,19 +109,13 @@ def preparations(runs: Sequence[Run], out: Path) -> list[str]:
     ]
 
 
-def wanted(folder: Path) -> bool:
-    """Whether to submit a run: it has no job yet, or its job has failed."""
-    if not (folder / "run.json").exists():  # an earlier call ended before sbatch returned a job
-        return True
-    return status.read(folder / "status.json").get("status") in (None, *AGAIN)
-
-
 def submit(options: argparse.Namespace) -> int:
     """Submit the runs that are missing or have failed; run.json in a run's folder records its job."""
     own = on_cluster(options.panels, options.cluster) if options.cluster else options.panels
-    if not options.dry_run:
-        _refresh(options.out)
-    runs = [run for run in grid(own, options.systems, options.micro_batch_size) if wanted(options.out / run.name)]
+    before = stored(options.out) if options.dry_run else _refresh(options.out)
+    words = {run.name: status.read(folder / "status.json").get("status") for run, _, folder in before}
+    runs = grid(own, options.systems, options.micro_batch_size)
+    runs = [run for run in runs if words.get(run.name) in (None, *AGAIN)]
     first = preparations(runs, options.out)
     if first and not options.dry_run:
         raise UserError(f"the trainings need data; prepare it first: {' && '.join(first)}")
