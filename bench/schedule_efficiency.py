@@ -63,11 +63,8 @@ def options() -> argparse.Namespace:
     option("--schedules", type=names_of((*ALL, "2bw-as-nccl")), metavar="NAME,...", help="default: all")
     option("--gpipe-round", type=numbers, default=[], metavar="N,...", help="of gpipe: a row for each, and one without")
     option("--iterations", type=int, default=9)
-    sets, meaning = (
-        lambda text: list(map(str.strip, text.split(";"))),
-        "of Megatron: a row for each set, which may be empty",
-    )
-    option("--flags", type=sets, default=[""], metavar="FLAGS;...", help=meaning)
+    sets = lambda text: list(map(str.strip, text.split(";")))
+    option("--flags", type=sets, default=[""], metavar="FLAGS;...", help="of Megatron: a row for each set")
     chosen = parser.parse_args()
     if chosen.iterations < 7:
         parser.error("--iterations must be 7 at least: three fill the pipeline, two empty it")

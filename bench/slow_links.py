@@ -205,10 +205,9 @@ def draw(rows: list[Row]) -> Any:
 
 def measure(servers: Servers, chosen: argparse.Namespace) -> list[str]:
     """Measure all variants, write the results after each, and return what failed."""
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": os.getloadavg()}
     sizes = {name.replace("-", "_"): getattr(chosen, name.replace("-", "_")) for name in SIZES}
     result = {
-        "machine": machine,
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": os.getloadavg()},
         "model": sizes | {"parameters": parameters(chosen), "message_bytes": message(chosen)},
         "sleep_ms": chosen.sleep_ms,
         "link": {"mtu": MTU, "tbf_burst_bytes": BUCKET, "tbf_limit_bytes": QUEUE},
@@ -234,7 +233,6 @@ def measure(servers: Servers, chosen: argparse.Namespace) -> list[str]:
             continue
         compare(result["rows"], chosen.microbatches, links)
         print(", ".join(f"{name} {value}" for name, value in result["rows"][-1].items()), flush=True)
-        machine["load_after"] = os.getloadavg()  # includes the two ranks
         write_result(chosen.json, result, draw(result["rows"]))
     return result["failures"]
 
