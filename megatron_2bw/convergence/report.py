@@ -69,25 +69,18 @@ def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
     """
     found = parse_log(text)
     attempt = text[text.rindex(STARTED) :].partition("\n")[2]
-    if diverged(found, attempt, code):
-        said = re.search(r"iteration (\d+): (?:Unexpected|found)", attempt)
-        last = int(said[1]) if said else found["training"][-1][0] if found["training"] else 0
-        return found | {"diverged": True, "iteration": last}
+    losses = [loss for _, loss in found["training"] + found["validation"]]
+    ended = code and re.search(r"found (NaN|Inf) in|Unexpected result (nan|inf)", attempt)  # by Megatron's check
+    if ended or not all(map(math.isfinite, losses)):
+        return found | {"diverged": True}
     if code:
         raise UserError(f"exit code {code}: {run_log.cause(attempt)}")
-    lacks = "it ended, but its log holds no"
-    if not found["training"]:
-        raise UserError(f"{lacks} training loss: --log-interval is above --train-iters, or all steps were skipped")
-    if not found["validation"] or found["validation"][-1][0] != iterations:
-        raise UserError(f"{lacks} validation loss after the last iteration: does --split leave data for it?")
+    if not found["training"] or not found["validation"] or found["validation"][-1][0] != iterations:
+        raise UserError(
+            "it ended, but its log holds no training loss (is --log-interval above --train-iters?) or no validation "
+            "loss after the last iteration (does --split leave data for it?)"
+        )
     return found | {"diverged": False}
-
-
-def diverged(found: dict[str, Any], attempt: str, code: int) -> bool:
-    """Whether a loss was not finite: in the log, or in the message of Megatron's check that ended the run."""
-    losses = [loss for _, loss in found["training"] + found["validation"]]
-    says = r"found (NaN|Inf) in|Unexpected result (nan|inf)"
-    return not all(map(math.isfinite, losses)) or bool(code and re.search(says, attempt))
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------

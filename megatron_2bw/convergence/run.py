@@ -220,9 +220,8 @@ def facts(board: Board, options) -> list[str]:
 def work(options) -> int:
     with file_errors(f"--out {options.out}"):
         options.out.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(options.out / ".lock", blocking=False)
     try:
-        lock.acquire()
+        lock = FileLock(options.out / ".lock", blocking=False).acquire()
     except Timeout:
         raise UserError(f"{options.out} is in use by another convergence.py") from None
     with lock:
