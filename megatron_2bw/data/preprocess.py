@@ -40,7 +40,6 @@ PROG = "preprocess_data.py"
 PART_BYTES = 256_000_000  # of text: tokenized by all workers together; a later call continues after the last one
 BATCH_BYTES = 1_000_000  # of text, on average: tokenized in one call
 LIBRARIES = ("tokenizers", "sentencex", "transformers")  # whose versions may change the result
-WRITTEN = ("documents", "sequences", "tokens", "targets")  # a sequence of BERT is a sentence
 COLUMNS = ("tokens", "lengths")  # of a Document
 _FORMAT = 5  # raise it when the same inputs give other files
 _JSON = {".jsonl", ".json", ".ndjson"}
@@ -144,11 +143,10 @@ def _work(options: Namespace, folder: Path) -> list[Path]:
         for part in folder.glob("tokens-*"):
             part.unlink()
         raise UserError("the input holds no documents, or --skip-bad-documents hides them: give other input")
-    for kind in ("empty", "bad"):
-        if counts[kind]:
-            say(f"{counts[kind]:,} {kind} documents left out")
-    shown = ", ".join(f"{counts[name]:,} {name}" for name in WRITTEN if name != "targets" or options.task == "sft")
-    say(f"{shown} of {counts['bytes'] / 1e6:,.1f} MB of text, in {time.monotonic() - start:.1f} s")
+    names = ["documents", "sequences", "tokens", *["targets"] * (options.task == "sft")]  # sentences of BERT
+    shown = [f"{counts[name]:,} {name}" for name in names]
+    shown += [f"{counts[name]:,} {name} documents left out" for name in ("empty", "bad") if counts[name]]
+    say(f"{', '.join(shown)}; {counts['bytes'] / 1e6:,.1f} MB of text, {time.monotonic() - start:.1f} s")
     return [tokenizer, folder / "data.bin", folder / "data.idx"]
 
 
