@@ -215,6 +215,12 @@ def test_no_collective_of_the_training_thread_spans_stages(flags):
         assert run.events and all(event.startswith("2bw step: ") for event in run.events), run.events
 
 
+def test_the_watch_sees_megatrons_collectives():
+    """What is watched for is there with Megatron's schedule."""
+    for run in run_world(2, watch, command(2, 2, "megatron", *WATCHED)):
+        assert "MainThread: all_reduce" in run.events and "MainThread: barrier" in run.events
+
+
 # --- any timing ----------------------------------------------------------------------------------------------------
 
 SEEDS = 50
