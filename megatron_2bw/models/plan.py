@@ -32,7 +32,6 @@ ARGUMENTS = {  # Megatron's, by field
     "extra_warmup": "two_bw_extra_warmup",
     "gpipe_round": "gpipe_round",
 }
-MODULES = ("core_attn", "layernorm", "mlp")  # of a dense layer, for selective recompute
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class Plan:
     recompute_layers: int = 1
     context: int = 1  # ranks that share a sequence
     stages: tuple[int, ...] = ()  # layers of each stage where `first` and `last` cannot express them
-    recompute_modules: tuple[str, ...] = ()  # of selective: --recompute-modules, if not the core attention alone
     recompute_block: int = 0  # of full: only that many layers of each stage (--recompute-method block); 0: all
     grad_reduce_in_bf16: bool = False  # gradients are reduced and kept in 16 bits
 
@@ -132,10 +130,10 @@ class Plan:
 
     @property
     def recompute_name(self) -> str:
-        """none, selective, full; stage: full with more than one layer a recompute; the modules; or block and layers."""
+        """none, selective, full; stage: full with more than one layer a recompute; or block and layers."""
         if self.recompute_block:
             return f"block {self.recompute_block}"
-        return "stage" if self.recompute_layers > 1 else "+".join(self.recompute_modules) or self.recompute
+        return "stage" if self.recompute_layers > 1 else self.recompute
 
     @cached_property
     def pipeline(self) -> Schedule:
@@ -187,7 +185,6 @@ class Plan:
             (self.virtual > 1, f"--num-virtual-stages-per-pipeline-rank {self.virtual}"),
             (self.sequence_parallel, "--sequence-parallel"),
             (self.recompute != "none", f"--recompute-granularity {self.recompute}"),
-            (self.recompute_modules, f"--recompute-modules {' '.join(self.recompute_modules)}"),
             (self.recompute == "full", f"--recompute-method {'block' if self.recompute_block else 'uniform'}"),
             (self.recompute == "full", f"--recompute-num-layers {self.recompute_block or self.recompute_layers}"),
             (self.schedule == "2bw" and self.gradient_slots != 2, f"--two-bw-gradient-slots {self.gradient_slots}"),

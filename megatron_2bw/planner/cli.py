@@ -26,7 +26,7 @@ from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.find import advice
 from megatron_2bw.planner.find.legality import PRECISIONS
 from megatron_2bw.planner.find.search import Search
-from megatron_2bw.planner.find.space import MORE_RECOMPUTES, PLANNED, RECOMPUTES, Space
+from megatron_2bw.planner.find.space import BLOCK, PLANNED, RECOMPUTES, Space
 from megatron_2bw.planner.measure import blocks
 from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, report, training
 from megatron_2bw.schedules import SCHEDULE_NAMES
@@ -80,8 +80,8 @@ def _parser(prog: str) -> Parser:
     add("--micro-batch-size", dest="microbatch", **sizes, help="default: all that are legal")
     sequences = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
     add("--context-parallel-size", dest="context", **sizes, help=sequences)
-    known = f"of {', '.join(RECOMPUTES)} (default: these), {', '.join(MORE_RECOMPUTES)}"
-    names = names_of((*RECOMPUTES, *MORE_RECOMPUTES))
+    known = f"of {', '.join(RECOMPUTES)} (default: these), {BLOCK}"
+    names = names_of((*RECOMPUTES, BLOCK))
     add("--recompute", type=names, default=RECOMPUTES, metavar="NAME,...", help=known)
     add("--gradient-slots", default=(2, 1), **sizes, help="of 2bw: 2, 1 or both")
     hidden = "by default 2bw hides messages on slow links by extra warm-up"

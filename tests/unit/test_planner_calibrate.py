@@ -301,7 +301,7 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
 
 
 def test_the_log_of_a_run_with_what_a_plan_has_on_request(tmp_path):
-    """A layout, context parallelism, modules or some layers again, gradients in 16 bits."""
+    """A layout, context parallelism, some layers again, gradients in 16 bits."""
     ends = dict(decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
     names = dict(pipeline_model_parallel_layout="Et*4|t*3|t*2|tL", context_parallel_size=2)
     run = read_log(log(tmp_path / "a.log", **ends, **names))
@@ -309,8 +309,6 @@ def test_the_log_of_a_run_with_what_a_plan_has_on_request(tmp_path):
     block = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
     plan = read_log(log(tmp_path / "b.log", **block, grad_reduce_in_bf16=True)).plan
     assert (plan.recompute_block, plan.recompute_layers, plan.grad_reduce_in_bf16) == (2, 1, True)
-    modules = dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
-    assert read_log(log(tmp_path / "c.log", **modules)).plan.recompute_modules == ("core_attn", "mlp")
 
 
 def test_the_records_of_all_ranks_are_a_run(tmp_path):

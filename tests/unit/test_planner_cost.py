@@ -653,20 +653,10 @@ def test_layers_go_into_the_flags_that_can_express_them():
     assert layout.flags()[layout.flags().index("--pipeline-model-parallel-layout") + 1] == "Et*8|t*7|t*5|t*4L"
 
 
-# --- recompute of modules and of some layers --------------------------------------------------------------------------
-
-
-def test_what_is_computed_again_takes_its_time_again():
+def test_layers_that_are_computed_again_take_their_time_again():
     cost = Cost(GPT, CLUSTER)
     plan = Plan(1, 2, 4, 2, 8)
     none, full = (cost.compute.layer(replace(plan, recompute=kind)) for kind in ("none", "full"))
-    mlp = cost.compute.layer(replace(plan, recompute="selective", recompute_modules=("mlp",)))
-    products = 2 * (2 * 2 * 512) * 1024 * 4096 / (2e12 * 0.5)  # two products; without the last rounds and the traffic
-    assert products < mlp.total - none.total < 1.2 * products
-    assert mlp.total < full.total and mlp.forward == none.forward
-    both = cost.compute.layer(replace(plan, recompute="selective", recompute_modules=("core_attn", "mlp")))
-    attention = cost.compute.layer(replace(plan, recompute="selective"))
-    assert both.total - none.total == pytest.approx(mlp.total - none.total + attention.total - none.total)
     some = replace(plan, recompute="full", recompute_block=1)
     works, whole = cost.stages(some), cost.stages(replace(plan, recompute="none"))
     assert works[0].total - whole[0].total == pytest.approx(full.total - none.total)

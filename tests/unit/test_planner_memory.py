@@ -344,28 +344,6 @@ def test_the_parameters_of_all_stages_are_the_models_and_a_copy_of_tied_words():
             assert sum(counts) == model.parameters() + copy
 
 
-# --- recompute of modules and of some layers --------------------------------------------------------------------------
-
-
-def test_modules_that_are_computed_again_are_not_kept():
-    """fc1's output and the activation's (4h each), two norms' outputs (h each), and the scores; tensor rank by rank."""
-    model = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
-    for tensor, divided in ((1, False), (2, False), (2, True)):
-        plan = Plan(tensor, 4, 2, 2, 8, recompute="selective", sequence_parallel=divided)
-        for engine in (False, True):
-            memory = Memory(model, "bf16", flash=False, engine=engine)
-            tokens, norms = 2 * 512, 1 / (tensor if divided else 1)
-            whole = memory.layer(plan.changed(recompute="none"))[0]
-            kept = {
-                modules: memory.layer(plan.changed(recompute_modules=modules))[0]
-                for modules in ((), ("mlp",), ("layernorm",), ("core_attn", "mlp"))
-            }
-            mlp = 2 * tokens * 2 * 4096 / tensor + engine * 2 * tokens * 1024 * norms
-            assert whole - kept[("mlp",)] == mlp
-            assert whole - kept[("layernorm",)] == (0 if engine else 2 * 2 * tokens * 1024 * norms)
-            assert whole - kept[("core_attn", "mlp")] == mlp + whole - kept[()]
-
-
 def test_some_layers_of_a_stage_are_computed_again():
     model = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
     memory, plan = Memory(model, "bf16", flash=True), Plan(1, 2, 1, 2, 8, recompute="full")

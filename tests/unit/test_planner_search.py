@@ -101,9 +101,6 @@ def kinds(cost: Cost, space: Space, stages: tuple[int, ...]) -> list[dict]:
         "stage": [{"recompute": "full", "recompute_layers": max(stages)}],
         "block": [{"recompute": "full", "recompute_block": layers} for layers in range(1, max(stages))],
     }
-    attention = () if cost.memory.flash else ("core_attn",)
-    for module in ("mlp", "layernorm"):
-        found[module] = [{"recompute": "selective", "recompute_modules": (*attention, module)}]
     chosen = (fields for kind in space.recompute for fields in found.get(kind, [{"recompute": kind}]))
     unique = {tuple(({"recompute_layers": 1} | fields).items()) for fields in chosen}
     return [dict(fields) for fields in sorted(unique, key=str)]
@@ -257,9 +254,9 @@ SPACES = {
         Cost(tiny(8), mixed(0.3, 0.2), "bf16"),
         Space(16, ("2bw", "megatron"), microbatch=(1, 2), recompute=("none", "full")),
     ),
-    "6 layers, 2 servers, modules and some layers again": (
+    "6 layers, 2 servers, some layers again": (
         Cost(tiny(6), slow(2, memory_gib=0.12), "bf16"),
-        Space(16, ("2bw", "megatron"), microbatch=(2,), recompute=("none", "mlp", "layernorm", "block")),
+        Space(16, ("2bw", "megatron"), microbatch=(2,), recompute=("none", "block")),
     ),
     "pipedream, untied": (
         Cost(tiny(4, tied=False), slow(2), "bf16"),

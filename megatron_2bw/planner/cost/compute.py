@@ -11,15 +11,9 @@ from dataclasses import dataclass, replace
 
 from megatron_2bw.models.cluster import Cluster
 from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import MODULES, Plan, by_fields
+from megatron_2bw.models.plan import Plan, by_fields
 from megatron_2bw.planner.cost.links import Layout, all_reduce, half, layout, ring_step
-from megatron_2bw.planner.cost.memory import (
-    ELEMENT,
-    keys_and_values,
-    layer_activations,
-    mlp_activations,
-    score_activations,
-)
+from megatron_2bw.planner.cost.memory import ELEMENT, keys_and_values, layer_activations, score_activations
 
 
 @dataclass(frozen=True)
@@ -58,9 +52,7 @@ class Compute:
     def measured(self) -> bool:
         return self.cluster.profile is not None
 
-    @by_fields(
-        "tensor", "context", "microbatch", "recompute", "recompute_modules", "sequence_parallel", "pipeline_inside"
-    )
+    @by_fields("tensor", "context", "microbatch", "recompute", "sequence_parallel", "pipeline_inside")
     def layer(self, plan: Plan) -> Work:
         """One layer of the plan's microbatch, with tensor-parallel collectives and recompute."""
         forward, backward = self._kernels(plan.samples, plan.tensor, plan.sequence_parallel)
@@ -77,20 +69,17 @@ class Compute:
                 forward, backward = forward - pair, backward - pair
             else:
                 launch += count * self.collective_launch
-        again = forward if plan.recompute == "full" else 0.0
-        if plan.recompute == "selective":
-            again = sum(self._module(plan, module, forward) for module in plan.recompute_modules or MODULES[:1])
         ring = self._ring(plan, 1)
         launch += (plan.context - 1) * self.collective_launch
         there, back = pair + ring, pair + self._ring(plan, 2)
         first, last = max(forward + there, launch), max(backward + back, BACKWARD_LAUNCH * launch)
         if plan.recompute == "full":
-            return Work(first, last + max(again + there, launch), 2 * there + back)
-        if plan.recompute == "selective" and "mlp" in plan.recompute_modules:
-            again, back = again + pair / 2, back + pair / 2
-        if plan.recompute == "selective" and "core_attn" in (plan.recompute_modules or MODULES):
-            again, back = again + ring, back + ring
-        return Work(first, last + again, there + back)
+            return Work(first, last + max(forward + there, launch), 2 * there + back)
+        if plan.recompute == "selective":  # the core attention
+            stored = score_activations(self.model, plan.samples, plan.tensor, self.flash, self.precision)
+            last += self._attention(plan.samples, plan.tensor) + TRAFFIC * stored / self.bytes + ring
+            back += ring
+        return Work(first, last, there + back)
 
     def _measured_with(self, tensor: int) -> bool:
         return self.cluster.profile is not None and self.cluster.profile.measured_with(tensor)
@@ -143,23 +132,6 @@ class Compute:
             return flops / self.flops
         share = self.cluster.device.attention_efficiency or self.cluster.device.gemm_efficiency
         return flops * (1 if self.model.kind == "bert" else 0.5) / (self.peak * share)
-
-    def _module(self, plan: Plan, module: str, forward: float) -> float:
-        """Seconds of a module's forward, which selective recompute repeats; `forward` is the layer's."""
-        if module == "core_attn":
-            stored = score_activations(self.model, plan.samples, plan.tensor, self.flash, self.precision)
-            return self._attention(plan.samples, plan.tensor) + TRAFFIC * stored / self.bytes
-        tokens = plan.samples * self.model.sequence
-        if module == "layernorm":  # reads and writes
-            whole = 4 * tokens * self.model.hidden * ELEMENT[self.precision] / self.bytes
-            return whole / (plan.tensor if plan.sequence_parallel else 1)
-        if self.measured:
-            matrices, scores = self.model.layer_flops(1)
-            products = forward * matrices / (matrices + scores)
-            return products * self.model.mlp_parameters() / self.model.matrix_parameters()
-        products = sum(self.product(tokens, *sides) for sides in self.model.matrix_sides(plan.tensor)[2:])
-        stored = mlp_activations(self.model, plan.samples, plan.tensor, self.precision)
-        return products + TRAFFIC * stored / self.bytes
 
     def embedding(self, plan: Plan) -> Work:
         """Look-up, positions and dropout: only memory traffic."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import MODULES, Plan, by_fields
+from megatron_2bw.models.plan import Plan, by_fields
 from megatron_2bw.schedules import B, F, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
 
@@ -124,13 +124,9 @@ def layer_activations(
     whole = tokens * model.hidden * (4 * element + 2 * mask)  # inputs of two norms and two linear layers, two masks
     attention = element * (2 * model.query_size + 2 * model.key_size)  # Q, K, V, and the projection's input
     scores = score_activations(model, microbatch, tensor, flash, precision)
-    mlp = mlp_activations(model, microbatch, tensor, precision)
+    # Inputs of the activation function and of the second matrix.
+    mlp = element * (3 if model.gated else 2) * tokens * model.ffn / tensor
     return whole / (tensor if sequence_parallel else 1) + tokens * attention / tensor + mlp + scores
-
-
-def mlp_activations(model: Model, microbatch: float, tensor: int, precision: str) -> float:
-    """The part inside the MLP: inputs of its activation function and of its second matrix."""
-    return ELEMENT[precision] * (3 if model.gated else 2) * microbatch * model.sequence * model.ffn / tensor
 
 
 def score_activations(model: Model, microbatch: float, tensor: int, flash: bool, precision: str) -> float:
@@ -243,7 +239,7 @@ class Memory:
         # both ends 16-bit logits, or their gradient, exist too (Megatron's vocab-parallel cross entropy).
         return activations, logits * (4 * chunk_in_flight + (self.element if self.element < 4 else 0)) + normed
 
-    @by_fields("tensor", "context", "microbatch", "recompute", "recompute_modules", "sequence_parallel")
+    @by_fields("tensor", "context", "microbatch", "recompute", "sequence_parallel")
     def layer(self, plan: Plan) -> tuple[float, float]:
         """(bytes that one layer keeps for a microbatch, bytes of one layer's backward and recompute)."""
         model, size, tensor = self.model, plan.samples, plan.tensor
@@ -256,19 +252,9 @@ class Memory:
             kept = size * model.sequence * model.hidden * self.element
             kept, working = kept / (tensor if plan.sequence_parallel else 1), working + whole
         elif plan.recompute == "selective":
-            freed = sum(self._module(plan, module) for module in plan.recompute_modules or MODULES[:1])
+            freed = score_activations(model, size, tensor, self.flash, self.precision)
             kept, working = whole - freed, working + freed
         return kept, working
-
-    def _module(self, plan: Plan, module: str) -> float:
-        """Bytes that a layer does not keep if it recomputes the module."""
-        if module == "core_attn":
-            return score_activations(self.model, plan.samples, plan.tensor, self.flash, self.precision)
-        normed = self.element * plan.samples * self.model.sequence * self.model.hidden  # the output of one norm
-        normed /= plan.tensor if plan.sequence_parallel else 1
-        if module == "layernorm":  # Transformer Engine's norms are parts of its linear layers
-            return 0.0 if self.engine else 2 * normed
-        return mlp_activations(self.model, plan.samples, plan.tensor, self.precision) + normed * self.engine
 
 
 @lru_cache(maxsize=1024)

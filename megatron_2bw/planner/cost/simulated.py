@@ -44,7 +44,7 @@ EXACT = 1e-3
 
 # The fields of a plan on which the work of its stages and its messages depend.
 STAGES = (
-    "tensor context depth width microbatch recompute recompute_modules recompute_block sequence_parallel "
+    "tensor context depth width microbatch recompute recompute_block sequence_parallel "
     "pipeline_inside first last stages"
 ).split()
 

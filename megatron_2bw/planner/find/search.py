@@ -18,7 +18,7 @@ from megatron_2bw.planner.cost.bounds import work_bound
 from megatron_2bw.planner.cost.compute import Work
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.find.legality import may_divide_sequences, violations
-from megatron_2bw.planner.find.space import MORE_RECOMPUTES, Space
+from megatron_2bw.planner.find.space import Space
 
 WIDER = 2  # layers by which a stage may differ from its share, on clusters of different GPUs
 
@@ -202,19 +202,10 @@ class Search:
         for kind in self.space.recompute:
             if kind == "block":
                 yield plan.changed(recompute="full", recompute_block=1)
-            elif kind in MORE_RECOMPUTES:
-                yield from self._by_module(plan, kind)
             elif kind != "stage":
                 yield plan.changed(recompute=kind)
             elif plan.depth > 1 or "full" not in self.space.recompute:
                 yield plan.changed(recompute="full", recompute_layers=self.cost.model.layers)
-
-    def _by_module(self, plan: Plan, module: str) -> Iterator[Plan]:
-        """The plan that repeats the module, unless that frees nothing."""
-        memory = self.cost.memory
-        modules = (module,) if memory.flash else ("core_attn", module)
-        if not (module == "layernorm" and memory.engine):
-            yield plan.changed(recompute="selective", recompute_modules=modules)
 
     def split(self, shape: Plan) -> Iterator[Plan]:
         """The shape with its layers divided."""

@@ -11,7 +11,7 @@ PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 
 
 RECOMPUTES = (*RECOMPUTE, "stage")
-MORE_RECOMPUTES = ("mlp", "layernorm", "block")  # on request
+BLOCK = "block"  # on request
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Space:
     microbatch    sizes; by default powers of two
     virtual       chunks per stage of Megatron's interleaved schedule; by default all divisors of the stage's layers
     recompute     "stage" keeps the stages' inputs only. It takes as long as "full", so it is tried where that does not
-                  fit. On request: "mlp" and "layernorm" repeat these modules, and without flash attention also the core
-                  attention; "block" all layers of a stage but some, each number of them
+                  fit. On request: "block" repeats all layers of a stage but some, each number of them
     uneven        whether first and last stages may have other numbers of layers than the others
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
     extrapolate   2bw with --two-bw-correction auto

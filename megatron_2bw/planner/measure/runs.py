@@ -118,10 +118,10 @@ def _run(row: Mapping[str, Any], where: str) -> Run:
 
 
 def _typed(cell: str, kind: str) -> Any:
-    """A cell; a tuple's is a list: of numbers with blanks between them (zeros are none), or words with semicolons."""
+    """A cell; a tuple's is a list of numbers with blanks between them (zeros are none)."""
     if kind == "tuple[int, ...]":
         return cell.split() if cell.strip("0 ") else []
-    return [word.strip() for word in cell.split(";")] if kind.startswith("tuple") else cell
+    return cell
 
 
 def write_predictions(runs: Sequence[Run], predicted: Sequence[float], path: Path) -> None:
@@ -186,7 +186,6 @@ def read_log(path: Path) -> Run:
         "flash": given.get("transformer_impl") != "local" and "unfused" not in given.get("attention_backend", ""),
         "extrapolate": given.get("two_bw_correction", "none") != "none",
         "stages": " ".join(str(stage.count("t")) for stage in layout_stages(_cell(given.get(LAYOUT, "")))),
-        "recompute_modules": ";".join(re.findall(r"\w+", _cell(given.get("recompute_modules", "")))),
         "grad_reduce_in_bf16": given.get("grad_reduce_in_bf16") == "True",
     }
     block = given.get("recompute_method") == "block"
