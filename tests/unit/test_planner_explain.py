@@ -133,8 +133,8 @@ def test_the_tables_have_every_term_and_kind():
     assert list(KINDS) == [field.name for field in fields(StageMemory)]
 
 
-@pytest.mark.parametrize("depth, collapsed", [(24, True), (12, False)])
-def test_the_memory_of_every_stage_is_shown(depth, collapsed):
+def test_the_memory_of_every_stage_is_shown():
+    depth = 24
     cost = Cost(GPT, clusters.preset("p3.16xlarge", 3), "fp16")
     estimate = cost.estimate(Plan(1, depth, 24 // depth, 1, 24, schedule="gpipe"))
     table = rows(memory_table(estimate), "stage")
@@ -145,7 +145,7 @@ def test_the_memory_of_every_stage_is_shown(depth, collapsed):
             shown = {kind: getattr(stage, kind) for kind in KINDS}
             shown |= {"total": stage.total, "headroom": estimate.capacity - stage.total}
             assert all(is_shown(row[name], size / GIB) for name, size in shown.items())
-    assert last == "" and number == depth - 1 and (len(table) < depth) == collapsed
+    assert last == "" and number == depth - 1 and len(table) < depth
 
 
 # --- the reason ------------------------------------------------------------------------------------------------------

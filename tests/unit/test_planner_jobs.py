@@ -17,7 +17,6 @@ from megatron_2bw.models.model import PRESETS
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.tell import jobs, training
-from megatron_2bw.planner.tell.jobs import SBATCH
 from megatron_2bw.words import groups
 from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 
@@ -27,6 +26,11 @@ P3 = clusters.preset("p3.16xlarge", 1)
 H100 = clusters.preset("dgx-h100", 2)
 LINE = Plan(1, 4, 2, 4, 8, extrapolate=True)
 SQUARE = Plan(2, 4, 2, 1, 8, recompute="full", distributed_optimizer=True, pipeline_inside=True, sequence_parallel=True)
+# What every job asks Slurm for. Slurm signals the script 120 s before the time limit.
+SBATCH = (
+    "--ntasks-per-node=1 --exclusive --time=24:00:00 --signal=B:TERM@120 --requeue --open-mode=append "
+    "--output=%x-%j.log"
+).split()
 # Prints the words that it is given, a line each, and what it finds in the environment.
 STUB = '#!/bin/bash\nprintf "%s\\n" "$0" "$@" > words\nprintenv CUDA_DEVICE_MAX_CONNECTIONS > connections\ntrue\n'
 

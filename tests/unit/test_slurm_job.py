@@ -14,7 +14,6 @@ import pytest
 from megatron_2bw.errors import UserError
 from megatron_2bw.models.model import PRESETS
 from megatron_2bw.planner.tell import training
-from megatron_2bw.planner.tell.jobs import SBATCH
 from megatron_2bw.slurm import flags, status
 from megatron_2bw.slurm.status import IDLE_STARTS, WORDS, Facts, Outcome, decide
 
@@ -216,10 +215,8 @@ def test_wrong_variables_are_told_in_one_line(kind, model, plan, nodes, precisio
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
-def test_the_scripts_ask_slurm_for_the_same_as_the_planners(kind):
+def test_the_scripts_name_models_of_their_kind(kind):
     lines = (SCRIPTS / f"pretrain_{kind}_2bw.sbatch").read_text().splitlines()
-    asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
-    assert asked == [f"--job-name={kind}-2bw", "--nodes=1", *SBATCH]
     named = next(line for line in lines if line.startswith("# MODEL is")).removeprefix("# MODEL is ").split(", ")
     assert all(name == "..." or PRESETS[name].kind == kind for name in named)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
@@ -29,7 +29,6 @@ TERMS = {
     "bubble": "waiting for other stages",
 }
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-LISTED_STAGES = 12  # deeper pipelines list runs of equal stages in one line
 MIN_FEWER_GAIN = 0.01  # of the time per sample: what a plan on fewer GPUs must save to be reported
 MIN_TERM_SHARE = 0.02  # of the time: terms that differ by less are not reported
 
@@ -174,15 +173,15 @@ def _layers(stages: list[int]) -> str:
 
 
 def memory_table(estimate: Estimate) -> str:
-    """GiB on the GPUs of every stage, by kind. In deep pipelines equal stages between the ends share a line."""
-    rows: list[tuple[int, int, list[str]]] = []  # first and last stage of the line
-    for number, stage in enumerate(estimate.memory):
-        sizes = [*(getattr(stage, kind) for kind in KINDS), stage.total, estimate.capacities[number] - stage.total]
-        cells = [f"{size / GIB:.2f}" for size in sizes]
-        inner = 1 < number < estimate.plan.depth - 1 and estimate.plan.depth > LISTED_STAGES
-        first = rows.pop()[0] if inner and rows[-1][2] == cells else number
-        rows.append((first, number, cells))
-    lines = [[str(first) if first == last else f"{first}-{last}", *cells] for first, last, cells in rows]
+    """GiB on the GPUs of every stage, by kind. Successive stages with equal figures share a line."""
+    sizes = [
+        [*astuple(stage), stage.total, room - stage.total] for stage, room in zip(estimate.memory, estimate.capacities)
+    ]
+    lines, first = [], 0
+    for cells, same in itertools.groupby([f"{size / GIB:.2f}" for size in stage] for stage in sizes):
+        last = first + len([*same]) - 1
+        lines.append([str(first) if first == last else f"{first}-{last}", *cells])
+        first = last + 1
     title = f"Memory of a GPU of each stage of {estimate.plan.title}, in GiB ({ESTIMATED})"
     return "\n".join([title, *aligned([["stage", *KINDS, "total", "headroom"], *lines], {0})])
 

@@ -14,16 +14,11 @@ from pathlib import Path
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_whole
 from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.tell import training
 from megatron_2bw.words import groups
 
-# Of every job script, also those of megatron_2bw/slurm. Slurm signals the script 120 s before the time limit.
-SBATCH = (
-    "--ntasks-per-node=1 --exclusive --time=24:00:00 --signal=B:TERM@120 --requeue --open-mode=append "
-    "--output=%x-%j.log"
-).split()
+SLURM = Path(__file__).parents[2] / "slurm"  # its scripts train a model by name
 
 
 def torchrun_script(cost: Cost, estimate: Estimate) -> str:
@@ -38,6 +33,9 @@ def torchrun_script(cost: Cost, estimate: Estimate) -> str:
             f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}\n"
             "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}"
         )
+    # Megatron requires one queue of kernels on GPUs before Blackwell.
+    divided = estimate.plan.tensor > 1 or estimate.plan.context > 1
+    queues = "export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}\n" * divided
     return f"""\
 #!/usr/bin/env bash
 {_about(cost, estimate)}
@@ -52,8 +50,8 @@ set -euo pipefail
 NNODES=${{NNODES:-{cluster.servers}}}
 {first}
 MASTER_PORT=${{MASTER_PORT:-29500}}
-{_environment(estimate.plan)}
-entry=(-m {entry.removesuffix(".py")})
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
+{queues}entry=(-m {entry.removesuffix(".py")})
 [[ -z ${{MEGATRON_2BW:-}} ]] || entry=("$MEGATRON_2BW/{entry}")
 
 {_arrays(cost, estimate, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}')}
@@ -80,7 +78,9 @@ def sbatch_script(cost: Cost, estimate: Estimate, job_name: str) -> str:
     cluster = cost.cluster
     name = re.sub(r"[^\w.-]+", "-", job_name).strip("-") or "megatron-2bw"
     gpus = [f"--gpus-per-node={cluster.gpus_per_server}"] if cluster.device.name != "cpu" else []
-    options = [f"--job-name={name}", f"--nodes={cluster.servers}", *gpus, *SBATCH]
+    shipped = (SLURM / f"pretrain_{cost.model.kind}_2bw.sbatch").read_text()
+    options = [f"--job-name={name}", f"--nodes={cluster.servers}", *gpus]
+    options += re.findall("^#SBATCH (?!--job-name|--nodes)(.+)", shipped, re.MULTILINE)
     head = "\n".join(f"#SBATCH {option}" for option in options)
     return f"""\
 #!/usr/bin/env bash
@@ -100,7 +100,7 @@ set -euo pipefail
 CHECKPOINTS=${{CHECKPOINTS:-$PWD/checkpoints/{name}}}
 SAVE_INTERVAL=${{SAVE_INTERVAL:-{training.save_interval(estimate.seconds)}}}
 PROCESSES_PER_NODE={cluster.gpus_per_server}
-{_SOURCE}
+{shipped[shipped.index("if [[ -z") : shipped.rindex("train ")].strip()}
 
 {_arrays(cost, estimate, f'fail "{_WRONG_DATA}"')}
 
@@ -113,19 +113,6 @@ def entry_script(model: Model) -> str:
     return f"pretrain_{model.kind}_2bw.py"
 
 
-# As in megatron_2bw/slurm/pretrain_*.sbatch.
-_SOURCE = r"""
-if [[ -z ${MEGATRON_2BW:-} ]]; then # the clone in which the job was submitted, else the folder of the installed package
-    where="import megatron_2bw; print(*megatron_2bw.__path__)"
-    MEGATRON_2BW=$PWD
-    [[ -e megatron_2bw/slurm ]] || MEGATRON_2BW=$(dirname "$("${JOB_PYTHON:-python3}" -c "$where" 2>/dev/null)")
-fi
-# shellcheck source=megatron_2bw/slurm/job.sh
-source "$MEGATRON_2BW/megatron_2bw/slurm/job.sh" || {
-    echo "submit from the clone or in the environment of megatron_2bw, or give MEGATRON_2BW=the clone" >&2
-    exit 2
-}
-""".strip()
 _NOTES = """
 # FLAGS are Megatron's; they come last and take precedence. DATA_ARGS replaces the mock data, for example
 #   DATA_ARGS="--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer"
@@ -148,13 +135,6 @@ def _about(cost: Cost, estimate: Estimate) -> str:
     for text in training.about(cost, estimate):
         lines += textwrap.wrap(text, 110, break_on_hyphens=False)
     return "\n".join(f"# {line}" for line in lines)
-
-
-def _environment(plan: Plan) -> str:
-    variables = ["OMP_NUM_THREADS"]
-    if plan.tensor > 1 or plan.context > 1:  # Megatron requires it on GPUs before Blackwell
-        variables.append("CUDA_DEVICE_MAX_CONNECTIONS")
-    return "\n".join(f"export {name}=${{{name}:-1}}" for name in variables)
 
 
 _WRONG_DATA = "DATA_ARGS cannot be split into words: a quote does not end"
