@@ -17,7 +17,6 @@ from megatron_2bw.models.model import PRESETS
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.tell import jobs, training
-from megatron_2bw.words import groups
 from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 
 ROOT = Path(__file__).parents[2]
@@ -122,17 +121,6 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan(kind, plan, mod
     assert args.two_bw_correction == ("auto" if plan.extrapolate else "none")
 
 
-@pytest.mark.parametrize("plan, model, cluster, precision", CASES)
-@KIND
-def test_each_flag_has_a_line(kind, plan, model, cluster, precision):
-    text, _ = written(kind, plan, model, cluster, precision)
-    lines = text.splitlines()
-    assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in lines
-    assert max(map(len, lines)) <= 120
-    for flag in groups([*model.flags(), *plan.flags(precision), *training.flags(plan.schedule, 1e9)[:2]]):
-        assert lines.count(f"    {' '.join(flag)}") == 1, flag
-
-
 def options(words: list[str]):
     """torchrun's own view of its options."""
     from torch.distributed.run import get_args_parser
@@ -197,13 +185,6 @@ def test_data_args_are_split_as_by_a_shell(kind, tmp_path):
 
 
 @KIND
-def test_the_callers_flags_come_last(kind, tmp_path):
-    text, variables = written(kind)
-    _, words = words_of(text, tmp_path, "--train-iters", "7", "--x", "two words", **variables)
-    assert words[-4:] == ["--train-iters", "7", "--x", "two words"]
-
-
-@KIND
 @pytest.mark.parametrize("plan, cluster, expected", [(LINE, P3, ""), (SQUARE, H100, "1")])
 def test_one_queue_of_kernels_with_tensor_parallelism_alone(kind, plan, cluster, expected, tmp_path):
     text, variables = written(kind, plan, GPT, cluster, "bf16")
@@ -251,12 +232,3 @@ def test_a_job_saves_at_one_interval(flags, changes, interval, tmp_path):
     given = [word for at, word in enumerate(" ".join(words).replace("=", " ").split()) if words]
     values = [after for word, after in zip(given, given[1:]) if word == "--save-interval"]
     assert values == [interval or str(training.save_interval(Cost(GPT, P3, "fp16").seconds(LINE)))]
-
-
-@KIND
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream-flush"])
-def test_the_comments_of_a_script_say_what_a_run_takes(kind, schedule):
-    plan, cost = replace(LINE, schedule=schedule, extrapolate=schedule == "2bw"), Cost(GPT, P3, "fp16")
-    comments = " ".join(line[2:] for line in written(kind, plan)[0].splitlines() if line.startswith("# "))
-    assert all(" ".join(sentence.split()) in comments for sentence in training.about(cost, cost.estimate(plan)))
-    assert ("--two-bw-correction none" in comments) == (schedule == "2bw")

@@ -138,7 +138,7 @@ def parsed(argv: list[str], gpus: int, checked: bool = True) -> argparse.Namespa
 
 # --- round trip ------------------------------------------------------------------------------------------------------
 
-LLAMA, LLAMA70, BERT = PRESETS["llama-8b"], PRESETS["llama-70b"], PRESETS["bert-48"]
+LLAMA, BERT = PRESETS["llama-8b"], PRESETS["bert-48"]
 UNTIED = replace(GPT, tied=False)
 QWEN = replace(LLAMA, name="qwen", layers=28, hidden=3584, heads=28, groups=4, ffn=18944, head_size=128, qkv_bias=True)
 WIDE = replace(GPT, name="wide heads", head_size=256)
@@ -153,37 +153,28 @@ def case(model: Model, tensor: int, depth: int, width: int, microbatches: int, p
 
 ROUND_TRIP = [
     case(GPT, 1, 1, 1, 1),
-    case(GPT, 1, 4, 2, 4, "fp16", gradient_slots=1),
-    case(GPT, 2, 4, 2, 9, recompute="full"),
     case(GPT, 1, 4, 2, 10, extra_warmup=(2, 2, 2)),
     case(GPT, 1, 4, 2, 10, gradient_slots=1, extra_warmup=(1,)),
     case(GPT, 1, 4, 2, 8, extrapolate=True, distributed_optimizer=True),
     case(GPT, 1, 4, 2, 8, schedule="gpipe", gpipe_round=3),
-    case(GPT, 2, 4, 2, 4, "fp32", recompute="selective"),
     case(GPT, 2, 4, 2, 16, pipeline_inside=True, gradient_slots=1, distributed_optimizer=True, recompute="full"),
     case(GPT, 1, 4, 1, 4, first=3),
     case(GPT, 1, 4, 1, 8, first=5, last=7, microbatch=2),
     case(GPT, 16, 3, 2, 12),
     case(WIDE, 2, 2, 2, 2),
     case(replace(GPT, name="odd sequence", sequence=511), 2, 2, 2, 2),
-    case(LLAMA, 8, 4, 2, 32, recompute="selective", distributed_optimizer=True),
     case(LLAMA, 4, 2, 2, 8, first=15, pipeline_inside=True),
-    case(LLAMA70, 8, 8, 4, 64, recompute="full", microbatch=2),
     case(QWEN, 4, 7, 1, 14, "fp16"),
-    case(BERT, 4, 16, 1, 16, recompute="full", sequence_parallel=False),
     case(GPT, 2, 4, 2, 7, "fp16", schedule="pipedream-flush", recompute="full", distributed_optimizer=True),
     case(GPT, 2, 2, 2, 1, "fp32", schedule="gpipe", distributed_optimizer=True, microbatch=8),
     case(LLAMA, 4, 2, 1, 3, schedule="gpipe", recompute="full", recompute_layers=16, pipeline_inside=True),
     case(GPT, 4, 3, 2, 5, "fp16", schedule="no-pipelining", recompute="selective"),
     case(UNTIED, 2, 4, 2, 2, "fp32", schedule="pipedream", recompute="full", first=9),
-    case(GPT, 2, 1, 4, 3, schedule="pipedream"),
     case(GPT, 2, 4, 2, 8, "fp16", schedule="megatron", recompute="full", distributed_optimizer=True),
     case(GPT, 2, 4, 2, 4, schedule="megatron", virtual=3, recompute="selective", pipeline_inside=True),
     case(GPT, 1, 4, 1, 8, schedule="megatron", virtual=2, first=4, last=8),
-    case(LLAMA70, 8, 4, 2, 16, schedule="megatron", virtual=5, recompute="full", distributed_optimizer=True),
     case(BERT, 2, 4, 2, 8, schedule="megatron", virtual=6),
     case(LLAMA, 2, 4, 2, 8, schedule="megatron", context=4, distributed_optimizer=True),
-    case(LLAMA, 4, 2, 1, 8, context=2),
     case(GPT, 1, 4, 2, 8, stages=(8, 7, 5, 4)),
     case(GPT, 1, 4, 2, 8, recompute="full", recompute_block=5),
     case(GPT, 1, 4, 2, 8, grad_reduce_in_bf16=True),
