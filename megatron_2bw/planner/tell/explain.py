@@ -8,29 +8,21 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
 
 from megatron_2bw.models.cluster import Cluster
-from megatron_2bw.planner.cost.memory import GIB
-from megatron_2bw.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.planner.cost.memory import GIB, StageMemory
+from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
 from megatron_2bw.planner.find.advice import tie
 from megatron_2bw.planner.find.search import Search, on_fewer
 from megatron_2bw.planner.find.space import Space
 
 MEASURED, ESTIMATED = "MEASURED", "ESTIMATED"
-TERMS = {
-    "compute": "compute",
-    "tensor": "messages inside layers",
-    "pipeline": "messages between stages",
-    "data": "the reduction of gradients",
-    "update": "the optimizer's step",
-    "bubble": "waiting for other stages",
-}
-KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+TERMS = [field.name for field in fields(Split)]
+KINDS = [field.name for field in fields(StageMemory)]
 MIN_FEWER_GAIN = 0.01  # of the time per sample: what a plan on fewer GPUs must save to be reported
-MIN_TERM_SHARE = 0.02  # of the time: terms that differ by less are not reported
 
 LEGEND = (
     "t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.",
@@ -194,7 +186,7 @@ def wrapped(text: str, mark: str = "- ") -> str:
 
 
 def reason(result: Result) -> str:
-    """Why the first plan is fastest: a comparison by term with the best of another shape and each other schedule."""
+    """Why the first plan is fastest: its time by cause, beside the best of another shape and of each other schedule."""
     winner, best = result.estimates[0], max(result.estimates, key=attrgetter("throughput"))
     first = f"{winner.plan.title} is the fastest: {winner.throughput:.1f} samples/s ({ESTIMATED})."
     if result.ties > 1 and best is not winner:
@@ -203,7 +195,17 @@ def reason(result: Result) -> str:
             f"{best.plan.title}, has {best.throughput:.1f}. The difference is within the error"
             f"{'' if best.plan.pipeline.flushes else ' and the cost of its delay in convergence'}."
         )
-    lines = [wrapped(first, ""), *(wrapped(_against(winner, rival)) for rival in result.rivals)]
+    rows = []
+    for estimate in (winner, *result.rivals):
+        causes = (f"{1e3 * getattr(estimate.split, term) / estimate.plan.global_batch:.2f}" for term in TERMS)
+        rates = f"{estimate.throughput:.1f}", f"{winner.throughput / estimate.throughput:.2f}"
+        rows.append([estimate.plan.title, *rates, *causes, f"{estimate.heaviest / GIB:.2f} GiB"])
+    lines = [
+        wrapped(first, ""),
+        "Below it: the best plan of another shape, and of each other schedule. Milliseconds a sample by cause.",
+        *aligned([["plan", "samples/s", "ratio", *TERMS, "heaviest"], *rows], {0}),
+        "ratio: the first plan's samples/s by this one's.",
+    ]
     tried = {winner.plan.schedule, *(rival.plan.schedule for rival in result.rivals)}
     missing = [schedule for schedule in result.space.schedules if schedule not in tried]
     if missing:
@@ -224,40 +226,6 @@ def on_fewer_gpus(result: Result) -> str:
 
 def part_flags(cluster: Cluster) -> str:
     return f"--servers {cluster.servers} --gpus-per-server {cluster.gpus_per_server}"
-
-
-def _against(winner: Estimate, rival: Estimate) -> str:
-    """One comparison. Shares refer to the rival's time per sample, so their differences add up to the time saved."""
-    same = winner.plan.schedule == rival.plan.schedule
-    which = "the best plan of another shape" if same else f"the best {rival.plan.schedule} plan"
-    ratio = _per_sample(rival) / _per_sample(winner)
-    pace = f"{ratio:.2f} times as fast as" if round(ratio, 2) != 1 else "hardly faster than"
-    saved, paid = [], []
-    for term, words in TERMS.items():
-        there, here = (getattr(e.split, term) / e.plan.global_batch / _per_sample(rival) for e in (rival, winner))
-        flush = term == "bubble" and rival.plan.pipeline.flushes and not winner.plan.pipeline.flushes
-        why = ": no stage waits for a flush" if flush and there > here else ""
-        if term == "pipeline" and sum(winner.plan.extra) > sum(rival.plan.extra) and there > here:
-            why = ": extra warm-up hides them"
-        text = f"{words} ({_percent(there)} there, {_percent(here)} here{why})"
-        if abs(there - here) >= MIN_TERM_SHARE:
-            (saved if there > here else paid).append((abs(there - here), text))
-    parts = [
-        f"{verb} {_listed([text for _, text in sorted(differences, reverse=True)[:3]])}"
-        for verb, differences in (("less for", saved), ("more for", paid))
-        if differences
-    ]
-    split = f"In shares of that plan's time per sample, it takes {', but '.join(parts)}."
-    if not parts:
-        split = f"No term differs by {_percent(MIN_TERM_SHARE)}."
-    return (
-        f"It is {pace} {which}, {rival.plan.title} ({rival.throughput:.1f} samples/s). {split} Its heaviest stage "
-        f"takes {winner.heaviest / GIB:.1f} GiB, there {rival.heaviest / GIB:.1f} GiB."
-    )
-
-
-def _listed(texts: list[str]) -> str:
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
 
 
 # --- sources of the numbers ------------------------------------------------------------------------------------------
