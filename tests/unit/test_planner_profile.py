@@ -43,15 +43,6 @@ def test_a_file_that_is_no_profile(changes, entry, tmp_path):
         Profile.load(path)
 
 
-def test_a_file_of_a_version_with_fewer_entries(tmp_path):
-    path = tmp_path / "profile.json"
-    PROFILE.save(path)
-    entries = json.loads(path.read_text())
-    del entries["between"], entries["inside"]["rails"]
-    path.write_text(json.dumps(entries))
-    assert Profile.load(path) == PROFILE
-
-
 @pytest.mark.parametrize(
     "microbatch, expected",
     [

@@ -294,15 +294,6 @@ def test_the_search_finds_the_best_of_each_key(enumerated):
     assert [plan for _, plan in found[:3]] == best(cost, space, 3)
 
 
-def test_a_stages_input_alone_is_kept_where_its_layers_inputs_do_not_fit():
-    cost, space = SPACES["12 layers, 6 servers, inputs that hardly fit"]
-    found = [plan for _, plan in Search(cost, space, distinct=False) if plan.recompute_layers > 1]
-    assert len(found) > 5 and len({plan.recompute_layers for plan in found}) > 1
-    assert not any(cost.fits(replace(plan, recompute_layers=1)) for plan in found)
-    alone = list(Search(cost, replace(space, recompute=("stage",)), distinct=False))
-    assert {plan for _, plan in alone} >= set(found) and {plan.recompute for _, plan in alone} == {"full"}
-
-
 def test_plans_that_are_too_large_are_listed():
     cost, space = SPACES["gpt-355m that hardly fits"]
     search = Search(cost, space, distinct=False)
