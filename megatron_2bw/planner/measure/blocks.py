@@ -43,21 +43,18 @@ def measure_block(model: Model, precision: str, microbatches: Iterable[int], dev
 
     engine = device == "cuda" and model.kind != "bert" and importlib.util.find_spec("transformer_engine")
     implementation = "transformer_engine" if engine else "local"
-    sizes, blocks, output = sorted(set(microbatches)), (), ()
+    sizes, found = sorted(set(microbatches)), {"layer": (), "output layer": ()}
     with contextlib.nullcontext() if dist.is_initialized() else process_group(device):
         for tensor in _splits(model, dist.get_world_size()):
             with _parallel(device, tensor):
-                layer = _stage(model, precision, device, implementation, last=False)
-                blocks += _sweep("layer", layer, model, sizes, device, repeats)
-                if tensor == 1:
-                    step, optimizer = _time_optimizer(layer, precision, device, repeats)
-                del layer
-                gc.collect()  # Megatron's hooks and buffers form reference cycles
-                last = _stage(model, precision, device, implementation, last=True)
-                output += _sweep("output layer", last, model, sizes, device, repeats)
-                del last
-                gc.collect()
-            mine = [point.microbatch for point in blocks if point.tensor == 1]
+                for name in found:
+                    stage = _stage(model, precision, device, implementation, last=name != "layer")
+                    found[name] += _sweep(name, stage, model, sizes, device, repeats)
+                    if (name, tensor) == ("layer", 1):
+                        step, optimizer = _time_optimizer(stage, precision, device, repeats)
+                    del stage
+                    gc.collect()  # Megatron's hooks and buffers form reference cycles
+            mine = [point.microbatch for point in found["layer"] if point.tensor == 1]
             sizes = sorted(set(mine).intersection(*on_all(mine)))
     shape = {field.name: getattr(model, field.name) for field in fields(Profile) if hasattr(model, field.name)}
     return Profile(
@@ -65,8 +62,8 @@ def measure_block(model: Model, precision: str, microbatches: Iterable[int], dev
         precision,
         model.kind,
         **shape,
-        blocks=blocks,
-        output=output,
+        blocks=found["layer"],
+        output=found["output layer"],
         optimizer_seconds_per_parameter=step,
         optimizer=optimizer,
         threads=torch.get_num_threads(),
@@ -230,16 +227,8 @@ def _time_optimizer(stage: Any, precision: str, device: str, repeats: int) -> tu
     """(seconds a parameter, name) of a step of Megatron's Adam with clipping on the stage's parameters."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=1e-4,
-        min_lr=0.0,
-        weight_decay=0.01,
-        clip_grad=1.0,
-        bf16=precision == "bf16",
-        fp16=precision == "fp16",
-        params_dtype=stage.config.params_dtype,
-    )
+    floats = dict(bf16=precision == "bf16", fp16=precision == "fp16", params_dtype=stage.config.params_dtype)
+    config = OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=1.0, **floats)
     optimizer = get_megatron_optimizer(config, [stage], use_gloo_process_groups=False)
 
     def step(mark: Callable[[], None]) -> None:
