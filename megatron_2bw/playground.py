@@ -185,7 +185,7 @@ def _memory(given: Parameters, name: str) -> dict[str, Any]:
     words = ["megatron-2bw", "train", model.kind, *model.flags(), *plan.flags(given.precision)]
     if name == "2bw-sync-start":
         words += ["--two-bw-sync-iterations", str(given.sync_iterations)]
-    words += [*training.flags(plan.schedule), *jobs.mock_data(model)]
+    words += [*training.flags(), *jobs.mock_data(model)]
     return found | {"command": " ".join(words)}
 
 

@@ -36,7 +36,7 @@ def words(
         found = _planned(plan, kind, model, servers, processes, precision)
     else:
         chosen = _named(model, kind)
-        sizes = [*default_plan(chosen, servers * processes).flags(precision), *training.flags("2bw")]
+        sizes = [*default_plan(chosen, servers * processes).flags(precision), *training.flags()]
         found = [*chosen.flags(), *sizes], mock_data(chosen), training.save_interval(0)
     flags, mock, interval = found
     try:

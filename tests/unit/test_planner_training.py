@@ -28,7 +28,7 @@ PLAN = Plan(1, 8, 2, 2, 16, extrapolate=True)
     ],
 )
 def test_intervals_follow_the_time_of_an_iteration(seconds, save, evaluate, log):
-    words = training.flags("2bw", seconds)
+    words = training.flags(seconds)
     given = {name: int(words[words.index(f"--{name}-interval") + 1]) for name in ("eval", "log")}
     assert (training.save_interval(seconds), given) == (save, {"eval": evaluate, "log": log})
 

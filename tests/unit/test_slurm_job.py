@@ -167,9 +167,9 @@ def test_flags_of_a_model():
         --micro-batch-size 1 --global-batch-size 16 --two-bw-correction auto --bf16"""
     plan = text.split()
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "30522"]
-    assert words == [*model.flags(), *plan, *training.flags("2bw"), *data]
+    assert words == [*model.flags(), *plan, *training.flags(), *data]
     own = flags.words("bert", model.name, "", 2, 8, "fp32", "--data-path 'my text'")
-    assert own == [*model.flags(), *plan[:-1], *training.flags("2bw"), "--data-path", "my text"]
+    assert own == [*model.flags(), *plan[:-1], *training.flags(), "--data-path", "my text"]
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> str:
     arrays = {
         "model": cost.model.flags(),
         "plan": estimate.plan.flags(cost.precision),
-        "training": training.flags(estimate.plan.schedule, estimate.seconds),
+        "training": training.flags(estimate.seconds),
         "data": mock_data(cost.model),
     }
     lines = []

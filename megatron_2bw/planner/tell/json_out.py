@@ -47,7 +47,7 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
     return asdict(plan) | {
         "name": plan.title,
         "flags": plan.flags(cost.precision),
-        "training": training.flags(plan.schedule, estimate.seconds),
+        "training": training.flags(estimate.seconds),
         "save_interval": training.save_interval(estimate.seconds),
         "layers": plan.layers_of(cost.model),
         "global_batch": plan.global_batch,

@@ -25,7 +25,7 @@ def save_interval(seconds: float) -> int:
     return min(rounded(SAVE_SECONDS / seconds), ITERATIONS // 10) if seconds else 1000
 
 
-def flags(schedule: str, seconds: float = 0.0) -> list[str]:
+def flags(seconds: float = 0.0) -> list[str]:
     """Megatron's flags of a first run, without those that save.
 
     The warm-up is a share, so the caller may give another --train-iters.
