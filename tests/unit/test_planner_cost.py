@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import random
 from dataclasses import astuple, replace
 
 import pytest
+from hypothesis import given
 
 from bench.planner_checks import table
 from megatron_2bw.models import cluster as clusters
 from megatron_2bw.models.cluster import Cluster, Device, Link
-from megatron_2bw.models.model import PRESETS, Model
+from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.models.profile import BlockTime, Profile
 from megatron_2bw.planner.cost.closed_form import ClosedForm
@@ -21,8 +21,8 @@ from megatron_2bw.planner.cost.compute import FILL, Compute, Work
 from megatron_2bw.planner.cost.links import START, Group, all_reduce, half, layout, message
 from megatron_2bw.planner.cost.memory import LINK, PAIR
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.timelines.simulator import Times
+from tests.unit.test_planner_search import SCHEDULED, planned, property_of
 
 GPT = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
 # Round numbers: 10¹² operations and 10¹¹ bytes a second, one unit, and a host that takes no time.
@@ -334,52 +334,25 @@ def test_the_distributed_optimizer_halves_the_reduction_and_gathers():
     assert sharded.overlap_cost[1] == pytest.approx((28 / 4 + 6) / 34 * whole.overlap_cost[1])
 
 
-@functools.cache
-def random_plans() -> list[tuple[Plan, Cost]]:
-    """Legal plans of three models on two of the presets, two servers each."""
-    dice, found = random.Random(7), []
-    models = [PRESETS["gpt-355m"], PRESETS["gpt-1.3b"], replace(PRESETS["llama-8b"], sequence=1024)]
-    places = [clusters.preset(name, 2) for name in ("p3.16xlarge", "dgx-a100-80")]
-    costs = [Cost(model, place, "fp16") for model in models for place in places]
-    while len(found) < 120:
-        tensor, depth = dice.choice([1, 1, 2, 4]), dice.choice([1, 2, 4, 8])
-        width = 16 // (tensor * depth)
-        schedule = dice.choice(["2bw", "2bw", "pipedream-flush", "gpipe", "megatron", "no-pipelining"])
-        virtual = dice.choice([1, 2]) if schedule == "megatron" and depth > 1 else 1
-        microbatches = dice.choice([1, 2, 4]) * depth
-        if not width:
-            continue
-        sizes = tensor, depth, width, dice.choice([1, 2, 4]), microbatches
-        slots = dice.choice([1, 2]) if schedule == "2bw" else 2
-        plan = Plan(*sizes, dice.choice(RECOMPUTE), schedule, virtual, slots, dice.random() < 0.5)
-        plan = replace(plan, pipeline_inside=dice.random() < 0.5)
-        plan = replace(plan, sequence_parallel=tensor > 1 and dice.random() < 0.5)
-        cost = dice.choice(costs)
-        if is_legal(plan, cost.model, 16, "fp16"):
-            found.append((plan, cost))
-    return found
-
-
-def test_the_parts_of_an_iteration_sum_to_its_seconds():
-    for plan, cost in random_plans():
-        estimate = cost.estimate(plan)
-        assert estimate.seconds == cost.seconds(plan) >= cost.lower_bound(plan)
-        assert min(astuple(estimate.split)) >= 0
-        assert sum(astuple(estimate.split)) == pytest.approx(estimate.seconds, rel=0.01), plan
-        assert estimate.throughput == plan.global_batch / estimate.seconds
-        work = plan.microbatches * max(work.total for work in cost.stages(plan))
-        assert estimate.split.compute + estimate.split.tensor == pytest.approx(work)
-        assert estimate.headroom == cost.allowed(plan) - estimate.heaviest and len(estimate.memory) == plan.depth
-        assert cost.fits(plan) == (estimate.headroom >= 0)
-
-
-def test_2bw_has_no_bubble_and_a_flush_has():
-    for plan, cost in random_plans():
-        split = cost.estimate(plan).split
-        if plan.schedule != "2bw":
-            assert split.bubble > 0 or plan.depth == 1, plan
-        elif plan.gradient_slots == 2 or plan.depth == 1:
-            assert split.bubble <= 1e-9 * cost.seconds(plan), plan
+@property_of(120)
+@given(planned(SCHEDULED.filter(lambda schedule: schedule[0] != "pipedream")))
+def test_the_parts_of_an_iteration_sum_to_its_seconds(case):
+    """2bw with two gradient slots has no bubble, and a schedule with a flush has one where all stages are alike."""
+    cost, plan = case
+    estimate = cost.estimate(plan)
+    split = estimate.split
+    assert estimate.seconds == cost.seconds(plan) >= cost.lower_bound(plan)
+    assert min(astuple(split)) >= 0
+    assert sum(astuple(split)) == pytest.approx(estimate.seconds, rel=0.01)
+    assert estimate.throughput == plan.global_batch / estimate.seconds
+    work = plan.microbatches * max(work.total for work in cost.stages(plan))
+    assert split.compute + split.tensor == pytest.approx(work)
+    assert estimate.headroom == cost.allowed(plan) - estimate.heaviest and len(estimate.memory) == plan.depth
+    assert cost.fits(plan) == (estimate.headroom >= 0)
+    if plan.schedule != "2bw":
+        assert split.bubble > 0 or plan.depth == 1 or plan.first
+    elif plan.gradient_slots == 2 or plan.depth == 1:
+        assert split.bubble <= 1e-9 * estimate.seconds
 
 
 def test_with_one_gradient_slot_2bw_waits_once_a_batch():

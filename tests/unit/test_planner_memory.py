@@ -6,7 +6,7 @@ import itertools
 from dataclasses import astuple, replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_2bw.models.model import PRESETS, Model
@@ -22,8 +22,8 @@ from megatron_2bw.planner.cost.memory import (
     layer_activations,
     score_activations,
 )
-from megatron_2bw.planner.find.legality import is_legal
 from megatron_2bw.schedules import B, F, Shape
+from tests.unit.test_planner_search import planned, property_of
 
 GPT = Model("gpt", 16, 1024, 16, vocab=50257, sequence=512)
 LLAMA = replace(PRESETS["llama-8b"], sequence=512, layers=16)
@@ -262,48 +262,23 @@ def test_interleaved_stages_keep_what_their_lists_of_actions_keep(depth, virtual
 
 # --- all stages ------------------------------------------------------------------------------------------------------
 
-SCHEDULES = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron", "pipedream")
 
-
-@st.composite
-def plans(draw) -> tuple[Plan, Model, str, bool]:
-    """A legal plan with two layers or more on each stage, its model, precision, and flash attention or not."""
-    model = draw(st.sampled_from([GPT, LLAMA, ODD, replace(GPT, name="untied", tied=False), PRESETS["bert-24"]]))
-    tensor, width = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3, 8]))
-    depth = draw(st.integers(1, 8))
-    schedule = draw(st.sampled_from(SCHEDULES))
-    virtual = draw(st.sampled_from([1, 1, 2, 4])) if schedule == "megatron" else 1
-    microbatches = draw(st.integers(1, 5)) * depth if virtual > 1 else draw(st.integers(1, 40))
-    uneven = (draw(st.integers(0, 6)), draw(st.integers(0, 6))) if draw(st.booleans()) else (0, 0)
-    sizes = tensor, depth, width, draw(st.sampled_from([1, 2, 8])), microbatches
-    slots, sharded = draw(st.sampled_from([1, 2])) if schedule == "2bw" else 2, draw(st.booleans())
-    recompute, divided = draw(st.sampled_from(RECOMPUTE)), tensor > 1 and draw(st.booleans())
-    plan = Plan(*sizes, recompute, schedule, virtual, slots, sharded and schedule != "pipedream", *uneven)
-    plan = replace(plan, sequence_parallel=divided)
-    precision = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
-    assume(
-        is_legal(plan, model, plan.gpus)
-        or (schedule == "pipedream" and is_legal(replace(plan, schedule="pipedream-flush"), model, plan.gpus))
-    )
-    assume(min(plan.layers_of(model)) >= 2 * virtual)
-    return plan, model, precision, draw(st.booleans())
-
-
-@settings(max_examples=300, deadline=None)
-@given(plans())
-def test_the_heaviest_stage_is_the_heaviest_of_all(drawn):
-    plan, model, precision, flash = drawn
-    memory = Memory(model, precision, flash)
+@property_of(200)
+@given(planned(), st.booleans())
+def test_the_heaviest_stage_is_the_heaviest_of_all(case, flash):
+    cost, plan = case
+    memory = Memory(cost.model, cost.precision, flash)
     stages = memory.stages(plan)
     assert len(stages) == plan.depth
     assert memory.heaviest(plan) == max(stage.total for stage in stages)
     assert all(min(astuple(stage)) >= 0 for stage in stages)
 
 
-@settings(max_examples=200, deadline=None)
-@given(plans())
-def test_what_saves_memory_is_never_heavier(drawn):
-    plan, model, precision, flash = drawn
+@property_of(200)
+@given(planned(), st.booleans())
+def test_what_saves_memory_is_never_heavier(case, flash):
+    plan, model, precision = case[1], case[0].model, case[0].precision
+    assume(min(plan.layers_of(model)) >= 2 * plan.virtual)
     memory = Memory(model, precision, flash)
 
     def heaviest(**changes) -> float:
