@@ -189,12 +189,6 @@ def test_a_part_of_the_cluster_that_is_faster_is_named():
     assert each[5].fewer is as_json(each[5])["fewer_gpus"] is None and "No part" in on_fewer_gpus(each[5])
 
 
-def test_a_schedule_without_a_plan_is_named():
-    found = searched(LARGER, schedules=("2bw", "pipedream"), depth=(8,), recompute=("none",), microbatch=(4,))
-    assert [rival.plan.schedule for rival in found.rivals].count("pipedream") == 0
-    assert reason(found).endswith("- No plan of pipedream is legal and fits.")
-
-
 # --- what was left out -----------------------------------------------------------------------------------------------
 
 

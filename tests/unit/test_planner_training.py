@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -31,19 +30,6 @@ def test_intervals_follow_the_time_of_an_iteration(seconds, save, evaluate, log)
     words = training.flags(seconds)
     given = {name: int(words[words.index(f"--{name}-interval") + 1]) for name in ("eval", "log")}
     assert (training.save_interval(seconds), given) == (save, {"eval": evaluate, "log": log})
-
-
-def test_the_length_of_a_run():
-    flush = replace(PLAN, schedule="pipedream-flush", extrapolate=False)
-    for plan in (PLAN, flush):
-        estimate = COST.estimate(plan)
-        length, saves, *options = training.about(COST, estimate)
-        tokens = 100_000 * 64 * 512
-        assert f"and {tokens / 1e9:.3g} billion tokens, {tokens / COST.model.parameters():.3g} for each" in length
-        hours = float(re.search(r": ([\d.]+) hours by", length)[1])
-        pure = 100_000 * estimate.seconds / 3600
-        assert hours == pytest.approx(pure, rel=5e-3)
-        assert [bool("--two-bw-correction none" in sentence) for sentence in options] == [True] * plan.extrapolate
 
 
 @pytest.mark.parametrize(
