@@ -33,15 +33,6 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(fails, tmp_p
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_a_pipe_is_written_in_place(tmp_path):
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    write_whole(path, "new", sync=True)
-    assert os.read(reader, 10) == b"new" and path.is_fifo() and os.listdir(tmp_path) == ["pipe"]
-    os.close(reader)
-
-
 def test_json_has_null_for_what_is_not_finite(tmp_path):
     write_json(tmp_path / "a.json", {"a": [1.5, float("nan"), (float("inf"), 1)]}, indent=None)
     assert (tmp_path / "a.json").read_text() == '{"a": [1.5, null, [null, 1]]}\n'

@@ -62,12 +62,6 @@ def test_how_a_start_has_ended(facts, word, requeue):
     assert word in WORDS and "\n" not in outcome.reason and requeue == (word == "pending" and not facts.requeued)
 
 
-def test_reasons():
-    assert decide(Facts(2, "x\npretrain_gpt_2bw.py: error: --lr x\n")).reason == "pretrain_gpt_2bw.py: error: --lr x"
-    assert decide(Facts(137)).reason == "exit status 137"
-    assert decide(Facts(0, LEFT, signalled=True, saved=5)).reason == "saved: iteration 5; queued again"
-
-
 DIED = {"PENDING": "running", "RUNNING": "running", "COMPLETING": "running", "TIMEOUT": "timeout"}
 DIED |= {"DEADLINE": "timeout", "OUT_OF_MEMORY": "out of memory"}
 DIED |= dict.fromkeys(("CANCELLED by 0", "CANCELLED+", "COMPLETED", ""), "failed")
@@ -275,14 +269,6 @@ def test_the_callers_flags_win_and_data_args_replace_the_mock_data(tmp_path):
     assert "--save" not in words and "--save-interval" not in words
 
 
-def test_flags_are_the_words_although_the_interpreter_complains(tmp_path):
-    noisy = python(tmp_path, "echo 'Warning: noise' >&2")
-    done = batch(tmp_path, PYTHON=noisy, DATA_ARGS="--data-path 'my\ntext'", srun=r'printf "%s\0" "$@" > words')
-    words = (tmp_path / "words").read_text().split("\0")
-    assert done.returncode == 0 and "Warning: noise" in done.stderr
-    assert words[-3:] == ["--data-path", "my\ntext", ""] and "--num-layers" in words and "Warning: noise" not in words
-
-
 def test_one_queue_of_kernels_with_tensor_or_context_parallelism(tmp_path):
     report = "printenv CUDA_DEVICE_MAX_CONNECTIONS > connections; true"
     for words, expected in (
@@ -406,12 +392,6 @@ def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submi
     done = batch(tmp_path, MEGATRON_2BW=None, JOB_PYTHON=python(tmp_path, "exit 1"))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("submit from the clone or in the environment of megatron_2bw")
-
-
-@pytest.mark.parametrize("kind", ["gpt", "bert"])
-def test_the_command_names_the_script(kind, capsys):
-    assert status.main(["script", kind]) == 0
-    assert Path(capsys.readouterr().out.strip()) == ROOT / "megatron_2bw" / "slurm" / f"pretrain_{kind}_2bw.sbatch"
 
 
 def test_a_container_and_a_preamble(tmp_path):

@@ -14,16 +14,6 @@ def rows(schedule, shape: Shape, times: Times = Times(), **options) -> list[str]
     return render(simulate(schedule, shape, times), shape.stages, **options).splitlines()
 
 
-def test_gpipe():
-    assert rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1)) == [
-        "time     0         5",
-        "stage 0  1 2 ......1bb 2bb|",
-        "stage 1  ..1 2 1bb 2bb ...|",
-        "1 forward, 1b backward, . idle, | weight update",
-        "makespan 9; stages busy 66.7% of the whole run",
-    ]
-
-
 def test_2bw_with_versions():
     assert rows(SCHEDULES["2bw"], Shape(2, 2, 0, 3), versions=True) == [
         "time     0         5         10        15        20",
@@ -44,13 +34,6 @@ def test_interleaved():
     ]
 
 
-def test_numbers_of_two_digits_widen_the_step():
-    """A step of three characters, so the eleventh forward fits; PipeDream's stages step alone."""
-    text = rows(SCHEDULES["pipedream"], Shape(2, 1, 0, 11))
-    assert text[1].startswith("stage 0  1  2  ......1bbbb|3  2bbbb|") and text[1].endswith("11 10bbb|...11bbb|")
-    assert text[2].startswith("stage 1  ...1  1bbbb|2  2bbbb|") and text[2].endswith("|10 10bbb|11 11bbb|......")
-
-
 def test_update_beside_the_batches_takes_the_stages_time():
     text = rows(SCHEDULES["2bw"], Shape(1, 1, 0, 2), Times(overlap_cost=1))
     assert text[1] == "stage 0  1 1bb uu2|2bb u|"
@@ -62,12 +45,6 @@ def test_cut_says_so():
     assert text[1:4] == ["stage 0  1 2 ......", "stage 1  ..1 2 1bb ", "cut at 19 columns: time 0 to 5 of 9 is shown"]
     assert not any("cut" in line for line in rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1), columns=27))
     assert max(map(len, rows(SCHEDULES["2bw"], Shape(4, 4, 0, 9))[:5])) == 160
-
-
-@pytest.mark.parametrize("scale", [1, 3, 0.013])
-def test_the_step_is_the_greatest_that_all_times_share(scale):
-    plain = rows(SCHEDULES["2bw"], Shape(3, 3, 0, 3))
-    assert rows(SCHEDULES["2bw"], Shape(3, 3, 0, 3), Times(scale, 2 * scale))[1:4] == plain[1:4]
 
 
 def test_times_without_a_common_step_keep_their_numbers_and_lengths():
@@ -91,10 +68,3 @@ def test_steady_share_is_the_simulators(name):
     schedule = SCHEDULES[name]
     share, steady = busy(simulate(schedule, Shape(3, 5, 0, 6)), 3)
     assert steady and share == pytest.approx(5 * 3 / iteration_time(schedule, 3, 5))
-
-
-def test_share_of_a_run_too_short_for_a_steady_state():
-    """Stage 0 of 2BW runs no forward ahead in the last of two batches."""
-    events = simulate(SCHEDULES["2bw"], Shape(2, 2, 0, 2))
-    share, steady = busy(events, 2)
-    assert not steady and share == pytest.approx(2 * 4 * 3 / (2 * max(event.end for event in events)))
