@@ -12,9 +12,8 @@ from pathlib import Path
 
 from megatron_2bw import run_log
 from megatron_2bw.data.corpus import build_corpus
-from megatron_2bw.errors import Parser, file_errors, run_program
+from megatron_2bw.errors import Parser, file_errors, run_program, whole
 from megatron_2bw.files import new_figure, write_figure
-from megatron_2bw.flags.own import whole
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, run_ranks, torchrun
 

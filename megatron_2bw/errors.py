@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NoReturn
@@ -56,11 +57,11 @@ def run_program(prog: str, work: Callable[[], int | None], remedy: str = "") -> 
 
 @contextlib.contextmanager
 def file_errors(what: str) -> Iterator[None]:
-    """Raise an OSError of the block as a UserError: `what`, such as a flag with its path, and the system's reason."""
+    """Raise an OSError, or a ValueError, as a UserError: `what`, such as a flag with its path, and the reason."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"{what}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -81,6 +82,18 @@ def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
         if unknown := [name for name in words(text) if name not in known]:
             raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of {', '.join(known)}")
         return words(text)
+
+    return parse
+
+
+def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """A parser of a flag's value: a whole number from `least` to `most`."""
+    bounds = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number {bounds}")
+        return int(text)
 
     return parse
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, DEFAULT_VOCAB_SIZE, Corpus, build_corpus, read_library
-from megatron_2bw.errors import Parser, UserError, file_errors, names_of, words
+from megatron_2bw.errors import Parser, UserError, file_errors, names_of, whole, words
 from megatron_2bw.files import write_whole
-from megatron_2bw.flags.own import whole
+from megatron_2bw.models.inputs import numbers
 from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, torchrun
 from megatron_2bw.words import flag_of, split_flags
 
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespa
     option("--variants", type=names_of([*VARIANTS]), default=("vanilla", "2bw"), metavar="NAME,...", help=names)
     labelled = '2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable'
     option("--variant", action="append", default=[], metavar="LABEL=FLAGS", help=labelled)
-    option("--seeds", type=_numbers, default=("1234",), metavar="N,...", help="default: 1234")
+    option("--seeds", type=numbers, default="1234", metavar="N,...", help="default: %(default)s")
     option("--lr", type=_numbers, default=("3e-4",), metavar="RATE,...", help="learning rates (default: 3e-4)")
     option("--ranks", type=whole(1), default=1, metavar="N", help="processes of a run, as Megatron's flags divide them")
     option("--jobs", type=whole(1), default=1, metavar="J", help="concurrent runs (default: 1)")
@@ -160,10 +160,10 @@ def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     return [*words, *MODEL, *(GPT if options.task == "gpt" else []), *PLAIN_TORCH, *OPTIMIZER, *split, *EVALUATION]
 
 
-def command(options: argparse.Namespace, data: Sequence[str], variant: str, lr: str, seed: str, folder: Path) -> tuple:
+def command(options: argparse.Namespace, data: Sequence[str], variant: str, lr: str, seed: int, folder: Path) -> tuple:
     """The command of a run: torchrun, the entry script, the defaults, the user's flags, the variant's."""
     flags = [*options.flags, *options.variants[variant]]
-    own = ["--device", options.device, "--seed", seed, "--lr", lr]
+    own = ["--device", options.device, "--seed", str(seed), "--lr", lr]
     if not options.no_defaults:
         own += ["--min-lr", f"{float(lr) / 10:g}"]
     if given(options.flags, "--save-interval"):
@@ -210,5 +210,5 @@ def grid(options: argparse.Namespace, data: Sequence[str]) -> list[Run]:
     runs = []
     for seed, lr, variant in itertools.product(options.seeds, options.lr, options.variants):
         folder = options.out / "runs" / f"{variant}-lr{lr}-seed{seed}"
-        runs.append(Run(variant, lr, int(seed), folder, command(options, data, variant, lr, seed, folder)))
+        runs.append(Run(variant, lr, seed, folder, command(options, data, variant, lr, seed, folder)))
     return runs

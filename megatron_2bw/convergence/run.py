@@ -179,8 +179,7 @@ def train(board: Board, options, after: Callable[[], object]) -> None:
 def report(board: Board, options) -> list[dict[str, Any]]:
     """Write runs.json, curves.png and report.md from the results so far. Returns a row for each (lr, variant)."""
     results = {(run.lr, run.variant, run.seed): result for run, result in board.results.items()}
-    seeds = [int(seed) for seed in options.seeds]
-    pairs = itertools.product(options.lr, options.variants)
+    pairs, seeds = itertools.product(options.lr, options.variants), options.seeds
     rows = [summarize(results, lr, variant, seeds, options.iterations) for lr, variant in pairs]
     rows = [row for row in rows if row["finished"]]
     runs = [
@@ -206,7 +205,7 @@ def facts(board: Board, options) -> list[str]:
     return [
         f"# Convergence: {options.name}",
         "",
-        f"{options.task.upper()}, {options.iterations} iterations, seeds {', '.join(options.seeds)}; "
+        f"{options.task.upper()}, {options.iterations} iterations, seeds {', '.join(map(str, options.seeds))}; "
         f"{len(board.results)} of {len(board.runs)} runs have ended. The command that repeats or continues them:",
         "",
         f"    {options.again}",

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_2bw.checkpoints.folder import TRACKER
-from megatron_2bw.errors import Parser, usage_error
-from megatron_2bw.flags.own import whole
+from megatron_2bw.errors import Parser, usage_error, whole
 
 
 def main(argv: Sequence[str], prog: str) -> int:

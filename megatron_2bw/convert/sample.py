@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_2bw.errors import Parser, UserError, usage_error
-from megatron_2bw.flags.own import whole
+from megatron_2bw.errors import Parser, UserError, usage_error, whole
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,10 @@ def _header(prefix: str) -> tuple[int, int, int]:
         return _INDEX.unpack(file.read(_INDEX.size))[2:]
 
 
-def documents(prefix: str) -> int:
-    """The number of documents; --split divides them."""
-    return _header(prefix)[2] - 1
+def divided(prefix: str, bert: bool) -> int:
+    """The number of what --split divides: the documents of a BERT, the sequences of a GPT."""
+    _, sequences, documents = _header(prefix)
+    return documents - 1 if bert else sequences
 
 
 def has_prompts(prefix: str) -> bool:

@@ -147,7 +147,11 @@ def _work(options: Namespace, folder: Path) -> list[Path]:
     shown = [f"{counts[name]:,} {name}" for name in names]
     shown += [f"{counts[name]:,} {name} documents left out" for name in ("empty", "bad") if counts[name]]
     say(f"{', '.join(shown)}; {counts['bytes'] / 1e6:,.1f} MB of text, {time.monotonic() - start:.1f} s")
-    return [tokenizer, folder / "data.bin", folder / "data.idx"]
+    made = [folder / "data.bin", folder / "data.idx"]
+    for path in made:  # a power failure must not cut what is moved to its place
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    return [tokenizer, *made]
 
 
 def _sources(options: Namespace, folder: Path) -> Iterator[Source]:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_2bw.errors import Parser, UserError, run_program
+from megatron_2bw.errors import Parser, UserError, run_program, whole
 from megatron_2bw.processes import exit_on_signals
 
 PROG = "preprocess_data.py"
@@ -53,8 +53,8 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     either("--train-tokenizer", choices=("bpe", "wordpiece"), help="on the input; bpe is byte-level")
     option("--merge-file", type=Path, metavar="FILE", help="GPT-2's merges.txt")
     option("--vocab-size", type=int, metavar="N", help="of the trained tokenizer, with its special tokens")
-    sample = "text sampled evenly from the input (default: %(default)g)"
-    option("--train-tokenizer-mb", type=float, default=200.0, metavar="MB", help=sample)
+    sample = "text sampled evenly from the input (default: %(default)s)"
+    option("--train-tokenizer-mb", type=whole(1), default=200, metavar="MB", help=sample)
     option("--cased", action="store_true", help="WordPiece keeps capital letters and accents")
     return cli
 

@@ -43,8 +43,8 @@ def _datasets(args: Args) -> Iterator[tuple[str, str]]:
 
 def data(args: Args) -> str | None:
     """--data-path or --mock-data must be given, or Megatron would train on mock data; with --sft-data the files hold
-    conversations, whose tokens carry marks, and without not. A share of --split above 0 must hold a document: Megatron
-    looks for ever for one of an empty share."""
+    conversations, whose tokens carry marks, and without not. A share of --split above 0 must hold a document (a
+    sequence of a GPT): Megatron looks for ever for one of an empty share."""
     if task(args) is None:  # an entry script of the user's own may have datasets without flags
         return None
     if not any(value(args, flag) for flag in _DATA + _OTHERS):
@@ -53,7 +53,7 @@ def data(args: Args) -> str | None:
     shares = [float(share) for share in re.split("[,/]", split)]
     for flag, prefix in _datasets(args):
         try:
-            conversations, number = indexed.has_prompts(prefix), indexed.documents(prefix)
+            conversations, number = indexed.has_prompts(prefix), indexed.divided(prefix, args.task == "bert")
         except OSError as error:
             return f"{flag} {prefix}: {error.filename}: {error.strerror}"
         if conversations != args.sft_data:

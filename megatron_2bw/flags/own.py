@@ -6,10 +6,10 @@ Invariant: without torch and Megatron, so that they can be read before either is
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_2bw.errors import whole
 from megatron_2bw.flags import correction
 from megatron_2bw.flags.environment import exchange
 from megatron_2bw.flags.rule import Args, asks, task, value
@@ -19,18 +19,6 @@ from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, schedule_of
 def schedule_name(text: str) -> str:
     """A schedule's name as typed: 2BW is 2bw, 1f1b is pipedream-flush."""
     return {"1f1b": "pipedream-flush"}.get(text.lower(), text.lower())
-
-
-def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """A parser of a flag's value: a whole number from `least` to `most`."""
-    bounds = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text}: must be a whole number {bounds}")
-        return int(text)
-
-    return parse
 
 
 def extra_warmup(text: str) -> tuple[int, ...]:

@@ -88,7 +88,11 @@ def parse(
 
 
 def _prepare_folder(args: argparse.Namespace, stop: Stop) -> None:
-    """For --use-checkpoint-args: Megatron reads the arguments before it loads."""
+    """For --use-checkpoint-args: Megatron reads the arguments before it loads. It asserts the first two itself."""
+    if args.load is None and args.pretrained_checkpoint is None:
+        stop("--use-checkpoint-args needs --load or --pretrained-checkpoint: add one")
+    if args.non_persistent_ckpt_type == "local":
+        stop("--use-checkpoint-args does not work with --non-persistent-ckpt-type local: give the arguments")
     if fault := checks.checkpoint(args):
         stop(fault)
     if not same_folder(args.load, args.save):

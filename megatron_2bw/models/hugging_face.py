@@ -70,7 +70,7 @@ def _read(path: Path) -> Any:
         raise UserError(f"--model {path}: model_type {kind!r} is not one of {known}; use these, or Megatron's flags")
     from transformers import AutoConfig  # takes seconds
 
-    return AutoConfig.for_model(**{name: entry for name, entry in entries.items() if entry is not None})
+    return AutoConfig.for_model(**entries)
 
 
 def _check(config: Any, where: str, sequence: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.errors import UserError
+from megatron_2bw.errors import UserError, whole
 from megatron_2bw.models import model as models
 from megatron_2bw.models.cluster import Cluster
 from megatron_2bw.models.cluster_file import named_cluster
@@ -20,21 +20,14 @@ from megatron_2bw.models.profile import Profile
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
 def numbers(text: str) -> tuple[int, ...]:
     """A comma-separated list of positive numbers, for argparse."""
-    return tuple(positive(word) for word in text.split(","))
+    return tuple(map(whole(1), text.split(",")))
 
 
 # Megatron's flags of a model, by argument, and --bert.
 FLAGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys((*SHAPE, "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size"), {"type": positive}),
+    **dict.fromkeys((*SHAPE, "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size"), {"type": whole(1)}),
     **dict.fromkeys((argument for argument, _ in models.SWITCHES.values()), {"action": "store_true"}),
     **dict.fromkeys(("bert", "group_query_attention", "openai_gelu", "no_bias_gelu_fusion"), {"action": "store_true"}),
     "normalization": {"choices": ("LayerNorm", "RMSNorm"), "default": "LayerNorm"},
@@ -52,7 +45,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model: a name, a file, or Megatron's flags")
     group.add_argument("--model", metavar="NAME|config.json", help=", ".join(models.PRESETS))
-    group.add_argument("--seq-length", type=positive, help="as Megatron's")
+    group.add_argument("--seq-length", type=whole(1), help="as Megatron's")
     for name, kind in FLAGS.items():
         meaning = "a BERT, not a GPT" if name == "bert" else "as Megatron's" if kind else argparse.SUPPRESS
         group.add_argument(flag(name), **kind, help=meaning)
@@ -63,7 +56,8 @@ def model_of(options: argparse.Namespace) -> Model:
     given, bert = options, options.bert
     if given.model:
         for name, kind in FLAGS.items():
-            if getattr(given, name) not in (None, False, kind.get("default")):
+            value = getattr(given, name)
+            if value is not False and value not in (None, kind.get("default")):  # 0 == False
                 raise UserError(f"{flag(name)}: --model {given.model} says it already; give one of them")
         return _named_model(given.model, given.seq_length)
     for name in SHAPE:

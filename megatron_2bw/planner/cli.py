@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from megatron_2bw.errors import Parser, UserError, file_errors, names_of, usage_error
+from megatron_2bw.errors import Parser, UserError, file_errors, names_of, usage_error, whole
 from megatron_2bw.files import write_json
 from megatron_2bw.models import inputs
 from megatron_2bw.models.cluster import INFINIBAND, network
@@ -63,15 +63,15 @@ def _parser(prog: str) -> Parser:
     inputs.add_model_flags(parser)
     add = parser.add_argument_group("cluster").add_argument
     add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
-    add("--servers", type=inputs.positive, help="default: of the YAML file, or 1")
+    add("--servers", type=whole(1), help="default: of the YAML file, or 1")
     rates = "network of a server, instead of the cluster's: 100gbit, 25gbe, 8x400gbit, " + ", ".join(INFINIBAND)
     add("--link", type=network, metavar="RATE", help=rates)
-    add("--gpus-per-server", type=inputs.positive, help="at most as many as the cluster's servers have")
+    add("--gpus-per-server", type=whole(1), help="at most as many as the cluster's servers have")
     add("--profile", type=Path, metavar="FILE.json", help="measured times, from `megatron-2bw-plan profile`")
 
     add = parser.add_argument_group("choices of the search").add_argument
     safe = "the largest global batch, in samples, that is safe for convergence"
-    add("--max-global-batch-size", dest="batch", type=inputs.positive, required=True, metavar="N", help=safe)
+    add("--max-global-batch-size", dest="batch", type=whole(1), required=True, metavar="N", help=safe)
     known = f"of {', '.join(SCHEDULE_NAMES)}"
     add("--schedules", type=names_of(SCHEDULE_NAMES), default=PLANNED, metavar="NAME,...", help=known)
     sizes = dict(type=inputs.numbers, metavar="N,...")
@@ -88,8 +88,8 @@ def _parser(prog: str) -> Parser:
     add("--no-extra-warmup", dest="extra_warmup", action="store_false", help=hidden)
     correction = "2bw with --two-bw-correction auto, whose step needs more memory (default: yes)"
     add("--extrapolate", action=argparse.BooleanOptionalAction, default=True, help=correction)
-    whole = dict(dest="distributed_optimizer", action="store_const", const=(False,), default=(False, True))
-    add("--no-distributed-optimizer", **whole, help="by default the search tries both")
+    replicated = dict(dest="distributed_optimizer", action="store_const", const=(False,), default=(False, True))
+    add("--no-distributed-optimizer", **replicated, help="by default the search tries both")
     tensor = "with tensor parallelism, as on the CPU"
     add("--no-sequence-parallel", dest="sequence_parallel", action="store_false", help=tensor)
     even = "by default first and last stage may differ from the others"
@@ -104,7 +104,7 @@ def _parser(prog: str) -> Parser:
     add("--memory-margin", type=float, metavar="SHARE", help=margin)
     form = "closed-form: the paper's Appendix A, with all bytes of a parameter"
     add("--cost", choices=COSTS, default="simulation", help=form)
-    add("--top", type=inputs.positive, default=8, metavar="K", help="number of plans (default: 8)")
+    add("--top", type=whole(1), default=8, metavar="K", help="number of plans (default: 8)")
 
     add = parser.add_argument_group("files").add_argument
     add("--json", type=Path, metavar="FILE", help="all printed figures, and more")

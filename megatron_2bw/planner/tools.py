@@ -6,10 +6,9 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.errors import Parser, UserError, file_errors
+from megatron_2bw.errors import Parser, UserError, file_errors, whole
 from megatron_2bw.flags.own import extra_warmup
 from megatron_2bw.models.cluster_file import named_cluster, to_yaml
-from megatron_2bw.models.inputs import positive
 from megatron_2bw.planner.measure import calibrate as calibration
 from megatron_2bw.planner.measure import runs as measured
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, schedule_of
@@ -26,18 +25,18 @@ def run_simulate(words: list[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Prints a schedule's timeline, and draws it.", allow_abbrev=False)
     add = parser.add_argument
     add("--schedule", required=True, choices=[*SCHEDULES, INTERLEAVED], help="the schedule to simulate")
-    add("--stages", required=True, type=positive, help="the pipeline's depth")
-    add("--microbatches", required=True, type=positive, help="of a batch")
-    add("--iterations", type=positive, default=2)
-    add("--virtual", type=positive, default=2, help=f"chunks per stage of {INTERLEAVED}")
+    add("--stages", required=True, type=whole(1), help="the pipeline's depth")
+    add("--microbatches", required=True, type=whole(1), help="of a batch")
+    add("--iterations", type=whole(1), default=2)
+    add("--virtual", type=whole(1), default=2, help=f"chunks per stage of {INTERLEAVED}")
     add("--gradient-slots", type=int, choices=(1, 2), default=2, help="of 2bw")
     extra = "of 2bw: extra warm-up forwards, a number per boundary between stages or one for all"
     add("--extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]", help=extra)
-    add("--gpipe-round", type=positive, metavar="N", help="of gpipe: microbatches of a round (default: all)")
+    add("--gpipe-round", type=whole(1), metavar="N", help="of gpipe: microbatches of a round (default: all)")
     for name, default in TIMES.items():
         add(f"--{name}", type=float, default=default, help=f"time (default: {default:g})")
     add("--versions", action="store_true", help="print the weight version of each microbatch")
-    add("--columns", type=positive, default=140)
+    add("--columns", type=whole(1), default=140)
     add("--out", type=Path, metavar="FILE.png", help="also as a picture")
     options = parser.parse_args(words)
     schedule, times = _schedule(options), Times(**{name: getattr(options, name) for name in TIMES})

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.errors import Parser, UserError, usage_error
+from megatron_2bw.errors import Parser, UserError, usage_error, whole
 from megatron_2bw.files import read_yaml
 from megatron_2bw.flags import early
-from megatron_2bw.flags.own import whole
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.start.torchrun import PLAIN_TORCH, run_ranks, torchrun
 from megatron_2bw.words import expand_files, flag_of, merged, split_by
@@ -76,9 +75,9 @@ def _parsed(argv: Sequence[str], prog: str, meaning: str, **file: Any) -> tuple[
     head = next((at for at, word in enumerate(argv) if word.startswith("-")), len(argv))
     own, typed = split_by(argv[head:], OWN)
     known = parser.parse_intermixed_args([*argv[:head], *own])
+    if step and step["SLURM_STEP_NUM_TASKS"] != step["SLURM_STEP_NUM_NODES"]:
+        parser.error("start one task on each node: srun --ntasks-per-node 1")
     if known.nnodes > 1 and step:
-        if step["SLURM_STEP_NUM_TASKS"] != step["SLURM_STEP_NUM_NODES"]:
-            parser.error("start one task on each node: srun --ntasks-per-node 1")
         show = ["scontrol", "show", "hostnames", step["SLURM_STEP_NODELIST"]]
         known.master_addr = known.master_addr or subprocess.check_output(show, text=True).split()[0]
     if known.nnodes > 1 and (known.node_rank is None or not known.master_addr):

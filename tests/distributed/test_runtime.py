@@ -187,7 +187,7 @@ def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches, ex
 
 @pytest.mark.cpu
 @pytest.mark.proof("all-start-2-3-None")
-@pytest.mark.parametrize("stages, microbatches, extra", [(2, 2, None), (2, 3, None), (4, 4, None), (2, 3, "1")])
+@pytest.mark.parametrize("stages, microbatches, extra", [(2, 3, None), (4, 4, None), (2, 3, "1")])
 @pytest.mark.parametrize("place", ["start", "end"])
 @pytest.mark.parametrize("which", ["all", 0])
 def test_a_late_step_may_wait_for_the_whole_device(stages, microbatches, extra, place, which):

@@ -54,6 +54,7 @@ CASES = {
     "a refused flag": (BERT, command(2, 2, "2bw", "--num-experts", "4"), "--num-experts 4 does not work with"),
     "Megatron's validation": (GPT, command(2, 2, save="folder"), "args.save_interval is not None (AssertionError in"),
     "Megatron's configuration": (GPT, command(2, 2, "2bw", "--batch-invariant-mode"), "--attention-backend flash"),
+    "no checkpoint": (GPT, command(2, 2, "2bw", "--use-checkpoint-args"), "--use-checkpoint-args needs --load"),
     "the model": (GPT, command(1, 2, "2bw", tokenizer_type="HuggingFaceTokenizer", vocab_size=None), "okenizer"),
 }
 

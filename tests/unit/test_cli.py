@@ -166,10 +166,10 @@ def test_several_hosts_start_torchrun(monkeypatch, capsys):
         assert expected in lines[-1] and "torch.distributed.run" in lines[-1]
 
 
-@pytest.mark.parametrize(("argv", "tasks"), [(["--nnodes", "2"], None), ([], "8")])
-def test_hosts_that_do_not_fit(argv, tasks, monkeypatch, capsys):
-    """One that is not told which it is, and eight tasks on two nodes."""
-    for name, value in (SLURM | {"SLURM_STEP_NUM_TASKS": tasks}).items() if tasks else ():
+@pytest.mark.parametrize(("argv", "nodes"), [(["--nnodes", "2"], None), ([], "2"), ([], "1")])
+def test_hosts_that_do_not_fit(argv, nodes, monkeypatch, capsys):
+    """One that is not told which it is, and eight tasks on two nodes or one."""
+    for name, value in (SLURM | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": nodes}).items() if nodes else ():
         monkeypatch.setenv(name, value)
     status, _, lines = ended(["train", "gpt", *argv], capsys)
     assert status == 2 and len(lines) == 1

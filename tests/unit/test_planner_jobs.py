@@ -176,8 +176,8 @@ def test_on_several_servers_each_must_know_its_number_and_the_first(missing, tmp
 @KIND
 def test_data_args_are_split_as_by_a_shell(kind, tmp_path):
     text, variables = written(kind)
-    _, words = words_of(text, tmp_path, DATA_ARGS="--data-path 'my text' \n \"b c\" --x a\\ b ", **variables)
-    assert words[-5:] == ["--data-path", "my text", "b c", "--x", "a b"] and "--mock-data" not in words
+    _, words = words_of(text, tmp_path, DATA_ARGS="--data-path 'my text' \n \"b c\" --x a\\ b $(c) ", **variables)
+    assert words[-6:] == ["--data-path", "my text", "b c", "--x", "a b", "$(c)"] and "--mock-data" not in words
     assert "--mock-data" in words_of(text, tmp_path, DATA_ARGS=" \n", **variables)[1]
     (tmp_path / "words").unlink()
     done = run(text, tmp_path, DATA_ARGS="--data-path 'a", **variables)

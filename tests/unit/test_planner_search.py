@@ -19,7 +19,7 @@ from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.legality import is_legal
+from megatron_2bw.planner.find.legality import violations
 from megatron_2bw.planner.find.search import Search, best
 from megatron_2bw.planner.find.space import Space
 from megatron_2bw.schedules import Shape, TwoBW
@@ -54,7 +54,7 @@ def mixed(*memory_gib: float) -> Cluster:
 
 
 def legal(cost: Cost, plan: Plan) -> bool:
-    return is_legal(plan, cost.model, cost.cluster.gpus, cost.precision, cost.cluster.device.bf16)
+    return not any(violations(plan, cost.model, cost.cluster.gpus, cost.precision, cost.cluster.device.bf16))
 
 
 def every_split(layers: int, depth: int) -> list[tuple[int, ...]]:

@@ -30,10 +30,6 @@ def violations(plan: Plan, model: Model, *host: int | str | bool) -> Iterator[st
     return (cause for cause, broken in RULES.items() if broken(plan, model, on))
 
 
-def is_legal(plan: Plan, model: Model, *host: int | str | bool) -> bool:
-    return next(violations(plan, model, *host), None) is None
-
-
 def may_divide_sequences(model: Model) -> bool:
     """Whether a run divides sequences over tensor-parallel ranks: a BERT's only where Apex is installed."""
     return model.kind != "bert" or installed("apex")

@@ -20,8 +20,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.errors import UserError, file_errors
-from megatron_2bw.flags.own import whole
+from megatron_2bw.errors import UserError, file_errors, whole
 from megatron_2bw.models.inputs import numbers
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.profile import MEASURED, BlockTime, Profile

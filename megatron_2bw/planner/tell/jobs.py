@@ -151,8 +151,10 @@ def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> str:
     lines = []
     for name, words in arrays.items():
         lines += [f"{name}=(", *(f"    {shlex.join(flag)}" for flag in groups(words)), ")"]
-    split = '[[ ${DATA_ARGS:-} != *[![:space:]]* ]] || eval "data=($DATA_ARGS)" 2>/dev/null'
-    return "\n".join([*lines, f"{split} ||", f"    {refuse}"])
+    # xargs splits into words as a shell does, and expands nothing. A NUL ends each word.
+    lines.append("if [[ ${DATA_ARGS:-} == *[![:space:]]* ]]; then")
+    lines.append("    mapfile -d '' -t data < <(xargs printf '%s\\0' <<<\"$DATA_ARGS\" 2>/dev/null)")
+    return "\n".join([*lines, f"    wait $! || {refuse}", "fi"])
 
 
 def mock_data(model: Model) -> list[str]:
