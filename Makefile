@@ -45,7 +45,7 @@ install: .venv/.installed
 	@touch $@
 
 demo: install
-	$(PYTHON) scripts/demo.py
+	$(PYTHON) -m megatron_2bw.cli demo
 
 # Workers take over each other's tests, so both end at one time.
 PYTEST := $(PYTHON) -m pytest --durations=10
@@ -96,7 +96,7 @@ bench: install
 
 # The limits in per cent: at a third of vanilla's best rate, at that rate, at three times of it.
 convergence: install
-	$(PYTHON) scripts/convergence.py gpt_limits --variants vanilla,2bw+auto --lr 3e-4,1e-3,3e-3 --seeds 2001,2002,2003 \
+	$(PYTHON) -m megatron_2bw.cli convergence gpt_limits --variants vanilla,2bw+auto --lr 3e-4,1e-3,3e-3 --seeds 2001,2002,2003 \
 	    --device cpu --jobs 2 --max-gap 0.05,0.1,0.3 -- --bf16 --eval-iters 50 --eval-interval 301
 
 paper: install

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, prog: str) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None, prog: str = "demo.py") -> int:
+def main(argv: list[str] | None = None, prog: str = "megatron-2bw demo") -> int:
     """The exit code: 0, that of the first rank that failed, 2 for a wrong option, 130 if interrupted."""
     parser = Parser(prog, description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--schedule", choices=SCHEDULE_NAMES, default="2bw", help="default: %(default)s")

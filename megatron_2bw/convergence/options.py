@@ -1,4 +1,4 @@
-"""The command line of scripts/convergence.py, and the commands of the runs that it asks for.
+"""The command line of megatron-2bw convergence, and the commands of the runs that it asks for.
 
 Invariant: a wrong option raises UserError, one line that names the flag; nothing runs here, and only the built-in
 corpus is written. The commands of two variants with the same seed and learning rate differ only in the variant's flags
@@ -44,6 +44,7 @@ VARIANTS = {
     "2bw": "--pipeline-schedule 2bw",
     "2bw+auto": "--pipeline-schedule 2bw --two-bw-correction auto",
 }
+PROG = "megatron-2bw convergence"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def given(words: Sequence[str], *flags: str) -> str | None:
     return next((flag for flag in flags if flag in map(flag_of, words)), None)
 
 
-def parse(argv: Sequence[str], prog: str = "convergence.py") -> argparse.Namespace:
+def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     """The options, checked; `.flags` are Megatron's and `.variants` maps labels to the flags of each."""
     own, flags = split_flags(argv)
     parser = Parser(

@@ -1,4 +1,4 @@
-"""curves.png of scripts/convergence.py, or that of a recorded runs.json:
+"""curves.png of megatron-2bw convergence, or that of a recorded runs.json:
 
     python -m megatron_2bw.convergence.plot docs/convergence/gpt.json docs/convergence/gpt.png
 

@@ -1,4 +1,4 @@
-"""The results of scripts/convergence.py: curves from logs, gaps, lags, the table and the text.
+"""The results of megatron-2bw convergence: curves from logs, gaps, lags, the table and the text.
 
 Invariant: pure functions of logs and results. A loss that is not finite makes a run "diverged" and gives no finite
 figure.

@@ -31,7 +31,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from megatron_2bw import run_log
-from megatron_2bw.convergence.options import Run, built_in, defaults, grid, parse, takes_corpus
+from megatron_2bw.convergence.options import PROG, Run, built_in, defaults, grid, parse, takes_corpus
 from megatron_2bw.convergence.plot import draw
 from megatron_2bw.convergence.report import STARTED, markdown, number, outcome, summarize, too_large
 from megatron_2bw.errors import UserError, file_errors, run_program
@@ -164,7 +164,7 @@ def train(board: Board, options, after: Callable[[], object]) -> None:
                     board.finish(job, code)
                     # No other run trains or has trained: the cause is one that all runs share.
                     if waiting and not jobs and len(board.failures) == 1 and not board.results and not job.iteration:
-                        say("convergence.py: no other run is started, for the first has not trained")
+                        say(f"{PROG}: no other run is started, for the first has not trained")
                         waiting.clear()
                     after()
             time.sleep(POLL)
@@ -222,24 +222,24 @@ def work(options) -> int:
     try:
         lock = FileLock(options.out / ".lock", blocking=False).acquire()
     except Timeout:
-        raise UserError(f"{options.out} is in use by another convergence.py") from None
+        raise UserError(f"{options.out} is in use by another call") from None
     with lock:
         board = Board(grid(options, built_in(options)), options.iterations)
         board.results |= {run: result for run in board.runs if (result := result_of(run))}
         runs = f"{len(board.runs)} runs of {options.iterations} iterations"
-        say(f"convergence.py: {runs}, {len(board.results)} of them are there; {options.out}")
+        say(f"{PROG}: {runs}, {len(board.results)} of them are there; {options.out}")
         train(board, options, lambda: report(board, options))
         rows = report(board, options)
-        say(f"convergence.py: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
+        say(f"{PROG}: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
         lines = too_large(rows, options.limits, len(options.seeds)) if options.limits else []
         for line in lines:
-            print(f"convergence.py: {line}", file=sys.stderr)
+            print(f"{PROG}: {line}", file=sys.stderr)
         if options.limits and not lines and not board.failures:
-            say(f"convergence.py: --max-gap {','.join(options.max_gap)} holds")
+            say(f"{PROG}: --max-gap {','.join(options.max_gap)} holds")
         return 1 if lines or board.failures else 0
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "convergence.py") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """The exit code: 0, 1 if a run failed or a gap is too large, 2 for a wrong option, 130 if interrupted."""
     options = parse(sys.argv[1:] if argv is None else argv, prog)
-    return run_program("convergence.py", lambda: work(options), "the same command continues from here")
+    return run_program(PROG, lambda: work(options), "the same command continues from here")

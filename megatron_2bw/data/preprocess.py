@@ -36,7 +36,6 @@ from megatron_2bw.data.encoder import Document, Encoder, write
 from megatron_2bw.errors import UserError
 from megatron_2bw.processes import end_with_parent
 
-PROG = "preprocess_data.py"
 PART_BYTES = 256_000_000  # of text: tokenized by all workers together; a later call continues after the last one
 BATCH_BYTES = 1_000_000  # of text, on average: tokenized in one call
 LIBRARIES = ("tokenizers", "sentencex", "transformers")  # whose versions may change the result
@@ -47,7 +46,7 @@ _ROWS = {"jsonl": "line", "lines": "line", "blank-lines": "paragraph", "file": "
 
 
 def say(text: str) -> None:
-    print(f"{PROG}: {text}", file=sys.stderr, flush=True)
+    print(f"megatron-2bw preprocess: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""scripts/preprocess_data.py: the flags of data preparation.
+"""megatron-2bw preprocess: the flags of data preparation.
 
 Invariant: bad input ends with status 2 and one line that names the flag. Stdout has only the Megatron flags that train
 on the result.
@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_2bw.errors import Parser, UserError, run_program, whole
 from megatron_2bw.processes import exit_on_signals
 
-PROG = "preprocess_data.py"
+PROG = "megatron-2bw preprocess"
 
 
 def parser(prog: str = PROG) -> argparse.ArgumentParser:

@@ -92,7 +92,7 @@ class Profile(Described):
         """Read what `save` wrote. UserError names the wrong entry."""
         where, entries = f"--profile {path}", read_yaml(path, "--profile")
         if not isinstance(entries, dict) or entries.pop("kind", None) != KIND:
-            raise UserError(f"{where}: not a profile; `megatron-2bw-plan profile --json PATH` writes one")
+            raise UserError(f"{where}: not a profile; `megatron-2bw plan profile --json PATH` writes one")
         entries.pop("terms", None)  # of older files
         return described(cls, entries, where)
 

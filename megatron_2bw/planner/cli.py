@@ -1,4 +1,4 @@
-"""megatron-2bw-plan: the command line of the planner.
+"""megatron-2bw plan: the command line of the planner.
 
 Invariant: bad input ends with status 2 and one line that names the flag. Every printed plan is legal and fits.
 """
@@ -33,10 +33,10 @@ from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.words import expand_files
 
 COSTS = {"simulation": Cost, "closed-form": ClosedForm}
-EXAMPLE = "megatron-2bw-plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
+EXAMPLE = "megatron-2bw plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw-plan") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {
         "plan": run_plan,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw-plan") -> 
 
 def _parser(prog: str) -> Parser:
     """The choices have the names of Space's fields."""
-    others = "Other commands: profile, simulate, calibrate (megatron-2bw-plan COMMAND --help)."
+    others = "Other commands: profile, simulate, calibrate (megatron-2bw plan COMMAND --help)."
     description = f"The fastest configuration that fits. Example: {EXAMPLE}"
     parser = Parser(prog=prog, description=description, epilog=others, allow_abbrev=False)
     inputs.add_model_flags(parser)
@@ -67,7 +67,7 @@ def _parser(prog: str) -> Parser:
     rates = "network of a server, instead of the cluster's: 100gbit, 25gbe, 8x400gbit, " + ", ".join(INFINIBAND)
     add("--link", type=network, metavar="RATE", help=rates)
     add("--gpus-per-server", type=whole(1), help="at most as many as the cluster's servers have")
-    add("--profile", type=Path, metavar="FILE.json", help="measured times, from `megatron-2bw-plan profile`")
+    add("--profile", type=Path, metavar="FILE.json", help="measured times, from `megatron-2bw plan profile`")
 
     add = parser.add_argument_group("choices of the search").add_argument
     safe = "the largest global batch, in samples, that is safe for convergence"

@@ -133,7 +133,7 @@ def begin(options: argparse.Namespace) -> int:
     if idle >= IDLE_STARTS:
         message = f"no iteration saved in {idle} starts; it is not started again"
         write(options.file, Outcome("failed", message), **fields)
-        report("status.py", message)
+        report("megatron-2bw slurm", message)
         return 1
     write(options.file, Outcome("running", f"start {options.start}, from iteration {saved}"), **fields)
     return 0
@@ -203,7 +203,7 @@ def slurm_state(job: str) -> str:
     return ""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "status.py") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw slurm") -> int:
     about = "The states of Slurm jobs, from their status files; and the script that sbatch submits."
     parser = Parser(prog=prog, description=about, allow_abbrev=False)
     commands = parser.add_subparsers(required=True)

@@ -1,4 +1,4 @@
-"""Conversations of scripts/preprocess_data.py --task sft as samples of a GPT, by --sft-data.
+"""Conversations of megatron-2bw preprocess --task sft as samples of a GPT, by --sft-data.
 
 Invariant: sample k depends only on the dataset, the seed, the split and k: it is one whole conversation from its first
 token on, cut or padded to the sequence length. Each epoch has every conversation once, in an order of its own. The loss

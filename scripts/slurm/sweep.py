@@ -102,7 +102,7 @@ def preparations(runs: Sequence[Run], out: Path) -> list[str]:
     """The commands that make the data of whole trainings which are not there yet."""
     kinds, data = sorted({PRESETS[run.panel.model].kind for run in runs if run.panel.iterations}), PAPER["data"]
     return [
-        f"python scripts/preprocess_data.py --task {kind} --dataset {data['dataset']} {data[kind]['prepare']} "
+        f"megatron-2bw preprocess --task {kind} --dataset {data['dataset']} {data[kind]['prepare']} "
         f"--output-prefix {shlex.quote(str(data_prefix(out, kind)))}"
         for kind in kinds
         if not data_prefix(out, kind).with_suffix(".idx").exists()

@@ -1,4 +1,4 @@
-"""scripts/convergence.py from end to end: real runs of a tiny GPT, ended in the middle of one, and gone on with."""
+"""megatron-2bw convergence from end to end: real runs of a tiny GPT, ended in the middle of one, and gone on with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from megatron_2bw import run_log
 from megatron_2bw.convergence import run as convergence
 from megatron_2bw.processes import stop_tree
-from tests.e2e.launcher import ROOT
 
 MEGATRON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 32 --split 90,10,0
@@ -31,7 +30,7 @@ def words(out: Path, *options: str) -> list[str]:
 
 
 def start(out: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "convergence.py"), *words(out, *options)]
+    command = [sys.executable, "-m", "megatron_2bw.cli", "convergence", *words(out, *options)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -83,7 +82,7 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
 
     assert convergence.main(words(tmp_path, "--max-gap", f"{gap - 1}")) == 1
     err = capsys.readouterr().err
-    assert err.startswith("convergence.py: 2bw at lr 1e-2: the gap ") and err.count("\n") == 1
+    assert err.startswith("megatron-2bw convergence: 2bw at lr 1e-2: the gap ") and err.count("\n") == 1
 
 
 def first_loss(log: str) -> float:

@@ -1,4 +1,4 @@
-"""scripts/convergence.py: its command line, the commands of the runs, what it reads from logs, figures by hand."""
+"""megatron-2bw convergence: its command line, the commands of the runs, what it reads from logs, figures by hand."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""megatron-2bw-plan in this process: what it prints and writes, and one line with status 2 for what is wrong."""
+"""megatron-2bw plan in this process: what it prints and writes, and one line with status 2 for what is wrong."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def write(tmp_path):
 def refused(ended: Ended, *words: str, command: str = "") -> None:
     """The call has ended with status 2 and one line that has the words."""
     assert ended.status == 2 and len(ended.errors) == 1, ended
-    assert ended.errors[0].startswith(f"megatron-2bw-plan{command}: error: ")
+    assert ended.errors[0].startswith(f"megatron-2bw plan{command}: error: ")
     assert all(word in ended.errors[0] for word in words), ended.errors[0]
 
 

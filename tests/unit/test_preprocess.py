@@ -317,5 +317,5 @@ def test_wrong_input_is_one_line(tmp_path, source, capsys, monkeypatch, flags, l
     right = ["--task", "gpt", "--output-prefix", tmp_path / "out"]
     status, out, err = call(capsys, *right, *words)
     last = err.splitlines()[-1]
-    assert status == 2 and out == "" and last.startswith("preprocess_data.py: error: ")
+    assert status == 2 and out == "" and last.startswith("megatron-2bw preprocess: error: ")
     assert line.replace("{}", str(tmp_path)) in last and sorted(tmp_path.rglob("*")) == before

@@ -67,7 +67,7 @@ def test_a_dry_run_prints_what_a_shell_can_run(tmp_path, call, capsys):
 def test_whole_trainings_have_the_papers_settings_and_need_data(tmp_path, call, capsys):
     words = ("submit", "--figure", 5, "--out", tmp_path)
     assert call(*words) == 1
-    assert f"preprocess_data.py --task gpt --dataset {PAPER['data']['dataset']}" in capsys.readouterr().err
+    assert f"megatron-2bw preprocess --task gpt --dataset {PAPER['data']['dataset']}" in capsys.readouterr().err
     assert call(*words, "--dry-run") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "pretrain_gpt_2bw.sbatch" in line]
     assert len(lines) == 3 and sorted(line.count("--train-iters 240000") for line in lines) == [0, 0, 1]

@@ -247,7 +247,7 @@ def _time_optimizer(stage: Any, precision: str, device: str, repeats: int) -> tu
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `megatron-2bw-plan profile`, without those of the model."""
+    """The flags of `megatron-2bw plan profile`, without those of the model."""
     add = parser.add_argument
     add("--json", type=Path, required=True, metavar="PATH", help="the file to write the profile to")
     sizes = "sizes to measure (default: 1,2,4,8)"

@@ -129,7 +129,7 @@ def _about(cost: Cost, estimate: Estimate) -> str:
     sizes = f"{plan.tensor} tensor ranks x {context}{plan.depth} stages x {plan.width} pipelines"
     batch = f"{plan.microbatches} microbatches of {plan.microbatch}, global batch {plan.global_batch}"
     lines = [
-        f"{name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw-plan:",
+        f"{name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw plan:",
         f"{plan.schedule}, {sizes}, {batch}.",
     ]
     for text in training.about(cost, estimate):
