@@ -11,12 +11,12 @@ from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape, W
 from megatron_2bw.timelines.simulator import Event, PerStage, Times, by_stage, makespan, simulate
 from megatron_2bw.timelines.text import busy_words, label
 
-# One pair per batch, in turn; the backward is the darker of a pair.
-FORWARD = ("#9ecae1", "#fdd0a2", "#c7e9c0")
-BACKWARD = ("#4292c6", "#fd8d3c", "#41ab5d")
-WEIGHT = ("#08519c", "#a63603", "#006d2c")
-DARK = {BACKWARD[0], BACKWARD[2], *WEIGHT}  # with white numbers
-UPDATE = "#b0b0b0"  # a stage's own time for an update
+# The page's (page/timeline.js, page.css). One pair per batch, in turn; the backward is the darker of a pair.
+FORWARD = ("#a6d3f2", "#fbd9a5", "#bfe5d9")
+BACKWARD = ("#0072b2", "#b85c00", "#00664c")
+WEIGHT = ("#003f66", "#663300", "#00352a")
+DARK = {*BACKWARD, *WEIGHT}  # with white numbers
+IDLE, UPDATE = "#e9ebee", "#8d959e"  # UPDATE: a stage's own time for an update
 ROW, HIGHEST = 0.30, 9.0  # inches of a stage's row, and of all rows together
 
 
@@ -103,7 +103,7 @@ def draw_rows(
                 _number(axis, event, row, points, chunks, colour, versions)
     names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
     axis.set_yticks(range(shape.stages), names, fontsize=8 if shape.stages <= 32 else 5)
-    axis.set_facecolor("#eeeeee")
+    axis.set_facecolor(IDLE)
     axis.set_xlim(begin, end)
     axis.set_ylim(-0.52, shape.stages - 0.48)
     axis.spines[["top", "right"]].set_visible(False)
