@@ -57,14 +57,14 @@ FAST = "tied", "sharded", "more-extra-warmup"
 @pytest.mark.proof(*FAST)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_no_order_of_issue_ends_in_a_deadlock(name):
-    examine(cases.programs_of(name), runs=100 if name in FAST else 500)
+    examine(cases.programs_of(name), runs=100 if name in FAST else 250)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_nor_does_one_of_a_run_at_random(seed):
     print("case", seed, *cases.drawn(seed))
     programs = cases.programs_of(f"drawn {seed}")
-    examine(programs, runs=2000 // len(programs) ** 2)
+    examine(programs, runs=1000 // len(programs) ** 2)
 
 
 @pytest.mark.proof
