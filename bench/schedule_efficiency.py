@@ -130,7 +130,7 @@ def measure(
 
 
 def draw(rows: list[Row]) -> Any:
-    """Bars of efficiency: one for each row, or a group for each shape if there are several."""
+    """Bars of efficiency: one for each row, the longest first, or a group for each shape if there are several."""
     shares = {}
     for row in rows:
         place = "{schedule} {flags}".format(**row).strip(), "d = {stages}, m = {microbatches}".format(**row)
@@ -138,6 +138,7 @@ def draw(rows: list[Row]) -> Any:
     names, shapes = (list(dict.fromkeys(key[place] for key in shares)) for place in (0, 1))
     label = "share of the limit, both cores busy" if "limit" in names else "share of the time that stages compute"
     if len(shapes) == 1:
+        names.sort(key=lambda name: -shares[name, shapes[0]])
         return bar_chart(names, {"": [shares[name, shapes[0]] for name in names]}, f"{label}, {shapes[0]}", ".1%")
     series = {name: [shares.get((name, shape), math.nan) for shape in shapes] for name in names}
     return bar_chart(shapes, series, label, ".1%")

@@ -181,7 +181,7 @@ def compare(rows: list[Row], microbatches: int, links: list[Link]) -> None:
 
 def draw(rows: list[Row]) -> Any:
     """Left: iteration times over the measured rate. Right: bytes per iteration, with the theory as black dots."""
-    figure = new_figure(10, 4.2)
+    figure = new_figure(8.5, 4)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = list(dict.fromkeys(row["variant"] for row in rows))
     for place, name in enumerate(names):
@@ -194,12 +194,14 @@ def draw(rows: list[Row]) -> Any:
     left.set(xscale="log", xlabel="rate of the link (Mbit/s)", yscale="log", ylabel="iteration (s)")
     left.set_xticks(list(links), list(links.values()))
     left.set_xticks([], minor=True)
+    left.yaxis.set_minor_formatter("{x:g}")
     left.grid(which="both", linewidth=0.3)
     left.legend(fontsize=8)
-    right.set(yscale="log", ylabel="MB sent by a server in an iteration, and by theory")
+    right.set(yscale="log", ylabel="MB sent in an iteration; dots: theory")
     right.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
+        axis.yaxis.set_major_formatter("{x:g}")
     return figure
 
 

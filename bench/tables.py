@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_2bw.files import new_figure, write_figure, write_json
 
 BENCHES = {"efficiency": "schedule_efficiency", "slowdown": "slow_links"}  # by a column
-COLOURS = ("#4292c6", "#bdbdbd", "#fdae6b", "#74c476")
+COLOURS = ("#0072b2", "#bdbdbd", "#e69f00", "#00664c")
 
 
 def new_parser(description: str, name: str) -> argparse.ArgumentParser:
@@ -40,7 +40,8 @@ def bar_chart(groups: Sequence[str], series: Mapping[str, Sequence[float]], labe
     axis = figure.subplots()
     for place, (name, values) in enumerate(series.items()):
         ys = [y + (place + 0.5) * height - 0.42 for y in range(len(groups))]
-        bars = axis.barh(ys, values, 0.94 * height, label=name, color=COLOURS[place % len(COLOURS)])
+        places = [place if len(series) > 1 else "2bw" not in group for group in groups]  # alone, 2BW is blue
+        bars = axis.barh(ys, values, 0.94 * height, label=name, color=[COLOURS[at % len(COLOURS)] for at in places])
         texts = ["" if math.isnan(value) else format(value, form) for value in values]
         axis.bar_label(bars, texts, padding=3, fontsize=8)
     axis.set_yticks(range(len(groups)), names, fontsize=9)

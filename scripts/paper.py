@@ -43,11 +43,10 @@ from scripts.slurm import sweep
 
 NAMES = tuple(PAPER["figures"])
 
-
 # Figures 1 to 3 are timelines of the lists that the runtime executes: stacked schedules, each with its shape.
 TIMELINES: dict[str, dict[str, Any]] = {
     "1": {"panels": [("gpipe", Shape(4, 4, 0, 2)), ("pipedream", Shape(4, 1, 0, 16))], "until": 42},
-    "2": {"panels": [("2bw", Shape(4, 4, 0, 4))], "until": 39, "versions": True},
+    "2": {"panels": [("2bw", Shape(4, 4, 0, 4))], "until": 31, "versions": True},
     "3": {"panels": [("gpipe", Shape(2, 4, 0, 2)), ("pipedream-flush", Shape(2, 4, 0, 2))]},
 }
 
@@ -151,9 +150,11 @@ def picture(figure: str, found: list[Point], path: Path) -> bool:
         for point in found:
             values[point.panel][point.series, point.x] = point.predicted
             dots[point.panel][point.series, point.x] = point.measured or point.paper
-        x = {"batch": "global batch", "depth": "stages"}.get(spec["x"], spec["x"])
-        x, y, curves = spec.get("label", x), spec.get("y", "samples / s"), spec.get("picture") == "curves"
-        draw(values, path, y, x, dots, curves, spec.get("legend"))
+        for panel, own in values.items() if figure == "table1" else ():  # its order is compared, not its numbers
+            both = {"predicted": own, "measured, or the paper's": dots.pop(panel)}
+            most = {name: max(numbers.values()) for name, numbers in both.items()}
+            values[panel] = {(name, x): both[name][key, x] / most[name] for name in both for key, x in own}
+        draw(values, dots, spec, path)
     else:
         return False
     return True
@@ -182,8 +183,7 @@ def page(figure: str, found: list[Point], rows: list[Claim], drawn: bool) -> str
     """The Markdown of a figure: its picture, its claims, its numbers."""
     spec, parts = PAPER["figures"][figure], []
     if drawn:
-        dots = "; black dots: the paper's values" if figure == "table1" else ""
-        parts.append(f"![{title(figure)}: {spec['title']}{dots}](figure{figure}.png)")
+        parts.append(f"![{title(figure)}: {spec['title']}](figure{figure}.png)")
     lines = [claim_row(row) for row in rows]
     lines = [lines[0], ["---"] * len(lines[0]), *(line.values() for line in lines)]
     parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))

@@ -8,35 +8,30 @@ from typing import Any
 
 from megatron_2bw.files import new_figure, write_figure
 
+COLOURS = ("#d0d0d0", "#8c8c8c", "#e69f00", "#00664c", "#0072b2")  # the last series, 2BW where it is one, is blue
 Values = Mapping[tuple[str, Any], float | str]  # (series, x) -> a number, or a word that stands in its place
 
 
-def draw(
-    panels: Mapping[str, Values],
-    path: Path,
-    y: str,
-    x: str,
-    dots: Mapping[str, Values] = {},
-    curves: bool = False,
-    legend: str | None = None,
-) -> None:
-    """Write the picture. dots: other numbers of the same places, as black dots; legend: what the series are."""
-    figure = new_figure(max(6, 4.6 * len(panels)), 4.2)
+def draw(panels: Mapping[str, Values], dots: Mapping[str, Values], spec: Mapping[str, Any], path: Path) -> None:
+    """Write the picture. dots: other numbers of the same places, as black dots; spec: of a figure in paper.yaml."""
+    x, curves, heading = spec.get("label", spec["x"]), spec.get("picture") == "curves", spec.get("legend")
+    figure = new_figure(10, 4)
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     names = list(dict.fromkeys(series for values in panels.values() for series, _ in values))
+    colours = dict(zip(names, COLOURS[-len(names) :]))
     for axes, (title, values) in zip(all_axes, panels.items()):
         places = list(dict.fromkeys(place for _, place in values))
         places = sorted(places) if not any(isinstance(place, str) for place in places) else places
         own = [name for name in names if any(series == name for series, _ in values)]
         for number, series in enumerate(own):
-            colour, shift = f"C{names.index(series)}", 0.0 if curves else 0.8 * (number + 0.5) / len(own) - 0.4
+            colour, shift = colours[series], 0.0 if curves else 0.8 * (number + 0.5) / len(own) - 0.4
             at = [(place, values[series, place]) for place in places if (series, place) in values]
             xs = [places.index(place) + shift for place, _ in at]
             heights = [value if isinstance(value, (int, float)) else 0 for _, value in at]
             if curves:
-                words = [left for left, height in zip(xs, heights) if not height]
                 size = 3 + 1.5 * (len(own) - number)  # a curve below another one remains visible
-                axes.plot(words, [0] * len(words), "x", color=colour, markersize=size, clip_on=False)
+                for left in (left for left, height in zip(xs, heights) if not height):
+                    axes.plot(left, 0, "x", color=colour, markersize=size, clip_on=False)
                 xs, heights = zip(*[pair for pair in zip(xs, heights) if pair[1]] or [(0, float("nan"))])
                 axes.plot(xs, heights, "o-", color=colour, markersize=size, linewidth=size / 3, label=series)
             else:
@@ -52,12 +47,13 @@ def draw(
                 axes.plot(*zip(*real), "o", color="black", markersize=4, zorder=3, label="measured, or the paper's")
         axes.set_xticks(range(len(places)), [str(place).replace(" b ", "\nb ") for place in places])
         axes.set(xlabel=x + " (×: out of memory)" * (curves and "OOM" in values.values()), title=title)
+        axes.tick_params(labelsize=8.5)
         axes.set_ylim(0, axes.get_ylim()[1] * (1.0 if curves else 1.15))
         axes.spines[["top", "right"]].set_visible(False)
-    all_axes[0].set_ylabel(y)
+    all_axes[0].set_ylabel(spec.get("y", "samples / s"))
     shown = {label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels())}
     if len(shown) > 1:
-        all_axes[0].legend(shown.values(), shown, fontsize=7, title=legend, title_fontsize=7)
+        figure.legend(shown.values(), shown, loc="outside upper center", ncols=6, frameon=False, title=heading)
     write_figure(path, figure)
 
 

@@ -43,7 +43,7 @@ def draw_results(measured: Path, path: Path) -> None:
     rows = sorted(json.loads(measured.read_text())["rows"], key=lambda row: row["efficiency"])
     figure = new_figure(3.6, HEIGHT)
     axis = figure.subplots()
-    colours = ["#4292c6" if row["schedule"] == "2bw" else "#bdbdbd" for row in rows]
+    colours = ["#0072b2" if row["schedule"] == "2bw" else "#bdbdbd" for row in rows]
     names = [NAMES.get(row["schedule"], row["schedule"]) for row in rows]
     bars = axis.barh(names, [row["efficiency"] for row in rows], color=colours)
     axis.bar_label(bars, [f"{row['efficiency']:.0%}" for row in rows], padding=2, fontsize=7.5)
@@ -58,6 +58,7 @@ def draw_results(measured: Path, path: Path) -> None:
 
 if __name__ == "__main__":
     draw_schedules(HERE / "schedules.png")
-    shapes = [(SCHEDULES[name], Shape(STAGES, MICROBATCHES, 0, 3)) for name in ("2bw", "pipedream-flush", "gpipe")]
-    draw_shapes(shapes, HERE.parent / "schedules.png")
+    shape = Shape(STAGES, MICROBATCHES, 0, ITERATIONS)
+    panels = [(SCHEDULES[name], shape) for name in ("2bw", "pipedream-flush", "gpipe")]
+    draw_shapes(panels, HERE.parent / "schedules.png", until=UNTIL)
     draw_results(HERE.parent / "bench" / "all_schedules.json", HERE / "results.png")

@@ -58,7 +58,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     good = {key: run for key, run in results.items() if not run["diverged"]}
     variants, seeds, iterations = (content[key] for key in ("variants", "seeds", "iterations"))
     rates = [lr for lr in content["learning_rates"] if any(key[0] == lr for key in results)]
-    figure = new_figure(max(6.4, 4.8 * len(rates)), 6.6 + 0.2 * len(variants) / len(rates))
+    figure = new_figure(max(6.4, 3 + 2.7 * len(rates)), 6.6 + 0.2 * len(variants) / len(rates))
     grid = figure.subplots(2, len(rates), squeeze=False, sharex=True, height_ratios=(1.1, 1))
     for place, lr in enumerate(rates):
         upper, lower = grid[:, place]

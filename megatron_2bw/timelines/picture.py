@@ -17,7 +17,7 @@ BACKWARD = ("#0072b2", "#b85c00", "#00664c")
 WEIGHT = ("#003f66", "#663300", "#00352a")
 DARK = {*BACKWARD, *WEIGHT}  # with white numbers
 IDLE, UPDATE = "#e9ebee", "#8d959e"  # UPDATE: a stage's own time for an update
-ROW, HIGHEST = 0.30, 9.0  # inches of a stage's row, and of all rows together
+WIDTH, ROW, HIGHEST = 8.5, 0.27, 9.0  # inches (a page: 100 pixels each): a picture, a row, all rows
 
 
 def draw_shapes(
@@ -30,7 +30,7 @@ def draw_shapes(
     """Write a picture (the kind by the ending of `path`) with the timelines stacked on one time axis.
 
     until     where the time axis ends; by default with the last action
-    versions  write the weights W(v) below each microbatch
+    versions  write the weights W(v) below each microbatch where it has room
     """
     timelines = [simulate(schedule, shape, times) for schedule, shape in panels]
     span = 0.0, until or max(map(makespan, timelines))
@@ -39,7 +39,7 @@ def draw_shapes(
     for axis, events, (schedule, shape) in zip(axes, timelines, panels):
         draw_rows(axis, events, shape, span=span, versions=versions, steps=not schedule.late_step)
         title = f"{schedule.name}: {schedule.summary} — {busy_words(events, shape.stages)}"
-        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_title(title, loc="left", fontsize=8)
     chunked = any(schedule.chunks > 1 for schedule, _ in panels)
     axes[-1].set_xlabel(
         f"time (forward {_of(times.forward)}, backward {_of(times.backward)}); "
@@ -52,7 +52,7 @@ def draw_shapes(
 def _rows(stages: Sequence[int], tall: float = 1.0) -> tuple[Any, Any]:
     """A figure with a timeline of so many stages below the other, and their axes."""
     heights = [tall * min(ROW, HIGHEST / count) * count for count in stages]  # so that the picture fits a screen
-    figure = new_figure(13, 0.62 + sum(heights) + 0.55 * len(stages))
+    figure = new_figure(WIDTH, 0.5 + sum(heights) + 0.4 * len(stages))
     return figure, figure.subplots(len(stages), 1, sharex=True, squeeze=False)[:, 0]
 
 
@@ -67,8 +67,8 @@ def _of(time: PerStage) -> str:
 def draw_events(events: list[Event], stages: int, microbatches: int, path: Path, title: str) -> None:
     """Write a picture of a measured timeline, with times in seconds."""
     figure, (axis,) = _rows([stages])
-    draw_rows(axis, events, Shape(stages, microbatches), numbers=microbatches * stages <= 64)
-    axis.set_title(title, loc="left", fontsize=10)
+    draw_rows(axis, events, Shape(stages, microbatches), numbers=microbatches <= 5)  # of three batches: room for each
+    axis.set_title(title, loc="left", fontsize=8)
     axis.set_xlabel("time (s); light: forward, dark: backward, colours: batches, black lines: weight updates")
     write_figure(path, figure)
 
@@ -82,7 +82,7 @@ def draw_rows(
     versions: bool = False,
     steps: bool = False,
 ) -> None:
-    """Draw on an axis of a picture 13 inches wide: a collection of bars per stage, and numbers where they fit."""
+    """Draw on an axis of a picture WIDTH inches wide: a collection of bars per stage, and numbers where they fit."""
     begin, end = span or (min(event.start for event in events), max(event.end for event in events))
     events = [event for event in events if event.end >= begin and event.start <= end]
     chunks = 1 + max((event.action.chunk for event in events), default=0)
@@ -98,7 +98,7 @@ def draw_rows(
             if event.action.kind == STEP and begin < event.end <= end:
                 axis.plot([event.end, event.end], [row - 0.45, row + 0.45], color="black", linewidth=1.6)
         for event, colour in zip(bars, colours) if numbers else ():
-            points = (event.end - event.start) / (end - begin) * 12 * 72
+            points = (event.end - event.start) / (end - begin) * (WIDTH - 0.8) * 72
             if begin <= event.start and event.end <= end * (1 + 1e-9):
                 _number(axis, event, row, points, chunks, colour, versions)
     names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
@@ -124,7 +124,7 @@ def _number(axis, event: Event, row: int, points: float, chunks: int, colour: st
     """Write the microbatch's number if a bar of that many points has room for it."""
     text, middle = label(event, chunks > 1), (event.start + event.end) / 2
     style = {"ha": "center", "va": "center", "color": "white" if colour in DARK else "black"}
-    if points >= 4.4 * len(text) + 2:
-        axis.text(middle, row + 0.14 * versions, text, fontsize=6.5, **style)
-        if versions and points >= 15:
-            axis.text(middle, row - 0.24, f"W({event.action.version})", fontsize=5.5, **style)
+    if points >= 4.5 * len(text) + 1:
+        axis.text(middle, row + 0.14 * versions, text, fontsize=7, **style)
+        if versions and points >= 16:
+            axis.text(middle, row - 0.24, f"W({event.action.version})", fontsize=6, **style)

@@ -101,7 +101,7 @@ def timed(events: Iterable[dict[str, Any]]) -> list[Event]:
     return found
 
 
-def merge(directory: Path, batches: int = 4) -> list[Path]:
+def merge(directory: Path, batches: int = 3) -> list[Path]:
     """Write DIR/trace.json (all stages, opens in Perfetto) and, if a batch is whole, the last whole batches, `batches`
     at most, as DIR/timeline.png and DIR/timeline.html. Returns what was written.
 
