@@ -30,10 +30,11 @@ def draw_shapes(
     """Write a picture (the kind by the ending of `path`) with the timelines stacked on one time axis.
 
     until     where the time axis ends; by default with the last action
-    versions  write the weights W(v) below each microbatch where it has room
+    versions  write the weights W(v) below each microbatch; the time axis ends where they have no more room
     """
     timelines = [simulate(schedule, shape, times) for schedule, shape in panels]
-    span = 0.0, until or max(map(makespan, timelines))
+    room = 34 * min(times.of("forward", panels[0][1].stages)) if versions else float("inf")
+    span = 0.0, until or min(room, max(map(makespan, timelines)))
     tall = 1.5 if versions else 1.0
     figure, axes = _rows([shape.stages for _, shape in panels], tall)
     for axis, events, (schedule, shape) in zip(axes, timelines, panels):
@@ -103,9 +104,7 @@ def draw_rows(
                 _number(axis, event, row, points, chunks, colour, versions)
     names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
     axis.set_yticks(range(shape.stages), names, fontsize=8 if shape.stages <= 32 else 5)
-    axis.set_facecolor(IDLE)
-    axis.set_xlim(begin, end)
-    axis.set_ylim(-0.52, shape.stages - 0.48)
+    axis.set(facecolor=IDLE, xlim=(begin, end), ylim=(-0.52, shape.stages - 0.48))
     axis.spines[["top", "right"]].set_visible(False)
 
 
