@@ -61,6 +61,7 @@ _ASKS: dict[str, Callable[[Args], object]] = {
     ),
     "--timing-log-level": lambda a: a.timing_log_level and a.barrier_with_L1_time,
     "--use-nccl-ub": lambda a: a.nccl_ub,
+    "--pipeline-schedule": lambda a: a.pipeline_model_parallel_size == 1,
     "--error-injection-rate": lambda a: a.error_injection_rate and a.rerun_mode == "disabled",
 }
 
@@ -69,16 +70,14 @@ _ONE_CHUNK = f"interleaved stages are not supported, a stage is one model chunk;
 _GRAPHS = f"a graph fixes the addresses of the weights, which change; {OUT}"
 _SHARDS = f"sharded parameters are not supported; {OUT}"
 _WHOLE = "leave --use-distributed-optimizer out (muon for dist_muon)"
-_ALONE = "each stage clips and steps alone, so tied embeddings would drift apart"
 _NOT_YET = f"it is not supported yet; {OUT}"
 _IN_FLIGHT = "microbatches of the next batch are in flight when an iteration ends; "
 _MIXED = f"{_IN_FLIGHT}what is written would mix batches"
 
 # By the scope of rule.py: flags, with the values that are meant, and why.
 _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
-    # Megatron's own scripts have these, or others of its scripts do. Without a rule a run would train without them, and
-    # nothing would say so: packed sequences would attend to each other, a hybrid model would be a GPT, each rank would
-    # take a BERT's whole sequence for its part of it, and a BERT would have no positions.
+    # Scripts of Megatron have these. Without a rule a run would train without them and not say so: packed sequences
+    # would attend to each other, a hybrid model be a GPT, a BERT have no positions or each rank its whole sequence.
     "script": (
         ("--hybrid-layer-pattern --hybrid-override-pattern", "hybrid models are not supported; train a GPT or a BERT"),
         ("--perform-rl-step", f"only pretraining of GPT and BERT is supported; {OUT}"),
@@ -129,7 +128,7 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     "pipedream": (
         ("--use-distributed-optimizer", f"its shards have one version; {OUT}"),
         ("--fp16", "each stage would scale the loss by itself; add --loss-scale N, or use --bf16"),
-        ("--untie-embeddings-and-output-weights", f"it must be given: {_ALONE}"),
+        ("--untie-embeddings-and-output-weights", "it must be given: tied embeddings would drift apart"),
     ),
 }
 UNSUPPORTED = tuple(
@@ -153,6 +152,7 @@ _IDLE: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("ours", "--nccl-communicator-config-path", "not for the schedule's own groups", {}),
     ("ours", "--high-priority-stream-groups", "not for the schedule's own groups", {}),
     ("ours", "--error-injection-rate", "no iteration is run again", {}),
+    ("2bw", "--pipeline-schedule", "one stage has no bubble, and its gradients are late: leave it out", {}),
 )
 WITHOUT = tuple((Rule(flag, why, scope, _ASKS.get(flag)), off) for scope, flag, why, off in _IDLE)
 
