@@ -4,8 +4,8 @@
     python bench/planner_accuracy.py --emulated 2,4,8 --json ...                        and runs the emulated pipelines
 
 Each check has rows of predicted and measured values, a bar, and whether it holds; a check that fails stays in the
-table. The measured tables are in bench/measured/, their sources in docs/planner.md. Writes the JSON. The status is 1
-if a check fails.
+table. The measured tables are in bench/measured/, their sources in docs/planner_accuracy.md. The status is 1 if a check
+fails.
 """
 
 from __future__ import annotations

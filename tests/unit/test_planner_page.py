@@ -19,7 +19,7 @@ from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import Space
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "planner.md").read_text()
+PAGE = "".join((DOCS / name).read_text() for name in ("planner.md", "planner_accuracy.md"))
 CHECKS = json.loads((DOCS / "bench" / "planner_accuracy.json").read_text())["checks"]
 
 

@@ -1,7 +1,7 @@
 """Time and memory of a plan by the paper's closed forms. Pure Python.
 
-Two texts of the paper differ (docs/planner.md). These are the forms of Appendix A, in the later version of arXiv
-2006.09503. Gradients, main weights and the optimizer count too, which neither text has.
+Two texts of the paper differ (docs/planner_accuracy.md). These are the forms of Appendix A, in the later version of
+arXiv 2006.09503. Gradients, main weights and the optimizer count too, which neither text has.
 """
 
 from __future__ import annotations
