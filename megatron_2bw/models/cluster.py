@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.errors import UserError
+from megatron_2bw.errors import UserError, did_you_mean
 from megatron_2bw.models.reading import Amount, Count, Described, Positive, Share
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ _GB200 = (
 )
 _ASSUMED = "not measured: shares assumed"
 # In Device's order. The host's times are typical values. The peaks of RTX are those of products with 32-bit sums.
+# NVIDIA: GA102's whitepaper 2.0 (RTX-3090, A6000), the data sheets of A10 and T4. Memory is what nvidia-smi reports.
 GPUS: dict[str, Device] = {
     row[0]: Device(*row)
     for row in (
@@ -145,43 +146,46 @@ GPUS: dict[str, Device] = {
         ("H200-141GB", 139.8, 989, 4800, 67, True, True, 132, 0.67, 0.47, 0.6, 600, 40, 200, 5000, 9.0, _H100),
         ("B200-180GB", 179, 2250, 8000, 75, True, True, 148, 0.47, 0.39, 0.67, 600, 40, 200, 5000, 10, _B200, 30, 0.07),
         ("GB200-186GB", 185, 2500, 8000, 80, True, True, 152, 0.44, 0.37, 0.67, 600, 40, 200, 5000, 10.0, _GB200, 30),
+        ("T4", 15, 65, 320, 8.1, False, False, 40, 0.6, 0, 0.6, 600, 40, 200, 5000, 7.5, _ASSUMED),
+        ("A10", 22.5, 125, 600, 31.2, True, True, 72, 0.6, 0.4, 0.6, 600, 40, 200, 5000, 8.6, _ASSUMED),
+        ("A6000", 48, 155, 768, 38.7, True, True, 84, 0.6, 0.4, 0.6, 600, 40, 200, 5000, 8.6, _ASSUMED),
         ("L40S", 45, 362, 864, 91.6, True, True, 142, 0.6, 0.4, 0.6, 600, 40, 200, 5000, 8.9, _ASSUMED),
+        ("RTX-3090", 24, 71, 936, 35.6, True, True, 82, 0.79, 0.51, 0.6, 600, 40, 200, 5000, 8.6, _ASSUMED),
         ("RTX-4090", 24, 165, 1008, 82.6, True, True, 128, 0.79, 0.51, 0.6, 600, 40, 200, 5000, 8.9, _ASSUMED),
         ("RTX-5090", 31.8, 210, 1792, 105, True, True, 170, 0.79, 0.51, 0.6, 600, 40, 200, 5000, 12.0, _ASSUMED),
     )
 }
 
-
-def _servers(name: str, gpu: str, inside: Link, between: Link, gpus: int = 8) -> Cluster:
-    return Cluster(name, 1, gpus, GPUS[gpu], inside, between)
-
-
 # Links inside a server: the bus bandwidth of NCCL's all-reduce over all its GPUs, over a pair and over four, and the
-# latency of a ring's step. V100 and A100: vTrain's tables of 1 MB to 1 GB. B200: all-gathers, by SimuMax. PCIe (L40S):
-# SimuMax's A100 on PCIe. H100 and H200 have the A100's ratios; GB200 is the B200's; RTX, without peer-to-peer copies,
-# and 1080Ti are assumed. Between servers: the rate of one server's network cards, less a fifth for protocols: 25
-# Gbit/s, 100, 10 (assumed), 8 x 200, 8 x 400. One NVLink joins the 72 GPUs of a GB200 NVL72: they count as a server.
+# latency of a ring's step. V100 and A100: vTrain's tables of 1 MB to 1 GB. B200: all-gathers, by SimuMax. PCIe (L40S,
+# A10, A6000 without bridges): SimuMax's A100 on PCIe; half of it for the T4, on the PCIe of a generation before. H100,
+# H200: the A100's ratios; GB200 is the B200's; RTX, without peer-to-peer copies, and 1080Ti are assumed. Between
+# servers: the rate of one server's network cards, less a fifth for protocols: 25 Gbit/s, 100, 10 (assumed), 8 x 200,
+# 8 x 400. One NVLink joins the 72 GPUs of a GB200 NVL72: they count as a server.
 _MESH, _SWITCH2 = Link(135, 4, pair_gb_s=22.5, four_gb_s=85), Link(225, 4, pair_gb_s=187, four_gb_s=210)
 _SWITCH3, _SWITCH4 = Link(370, 4, pair_gb_s=305, four_gb_s=345), Link(606, 8.6)
 _PCIE, _HDR, _NDR = Link(13, 9, pair_gb_s=22, four_gb_s=22), Link(160, 20, 8), Link(320, 15, 8)
 PRESETS: dict[str, Cluster] = {
-    cluster.name: cluster
-    for cluster in (
-        _servers("p3.16xlarge", "V100-16GB", _MESH, Link(2.5, 50)),
-        _servers("p3dn.24xlarge", "V100-32GB", _MESH, Link(10, 50)),
-        _servers("8x1080ti", "1080Ti", Link(10, 10), Link(1.0, 50)),
-        _servers("dgx-a100-40", "A100-40GB", _SWITCH2, _HDR),
-        _servers("dgx-a100-80", "A100-80GB", _SWITCH2, _HDR),
-        _servers("dgx-h100", "H100-80GB", _SWITCH3, _NDR),
-        _servers("hgx-h200", "H200-141GB", _SWITCH3, _NDR),
-        _servers("dgx-b200", "B200-180GB", _SWITCH4, _NDR),
-        _servers("gb200-nvl72", "GB200-186GB", _SWITCH4, Link(2880, 15, 72), 72),
-        _servers("8xl40s", "L40S", _PCIE, Link(20, 20)),
-        _servers("8x4090", "RTX-4090", Link(6, 10, pair_gb_s=10, four_gb_s=8), Link(2.5, 50)),
-        _servers("8x5090", "RTX-5090", Link(12, 10, pair_gb_s=20, four_gb_s=16), Link(2.5, 50)),
+    name: Cluster(name, 1, gpus, GPUS[gpu], inside, between)
+    for name, gpus, gpu, inside, between in (
+        ("p3.16xlarge", 8, "V100-16GB", _MESH, Link(2.5, 50)),
+        ("p3dn.24xlarge", 8, "V100-32GB", _MESH, Link(10, 50)),
+        ("8x1080ti", 8, "1080Ti", Link(10, 10), Link(1.0, 50)),
+        ("dgx-a100-40", 8, "A100-40GB", _SWITCH2, _HDR),
+        ("dgx-a100-80", 8, "A100-80GB", _SWITCH2, _HDR),
+        ("dgx-h100", 8, "H100-80GB", _SWITCH3, _NDR),
+        ("hgx-h200", 8, "H200-141GB", _SWITCH3, _NDR),
+        ("dgx-b200", 8, "B200-180GB", _SWITCH4, _NDR),
+        ("gb200-nvl72", 72, "GB200-186GB", _SWITCH4, Link(2880, 15, 72)),
+        ("8xt4", 8, "T4", Link(6.5, 9, pair_gb_s=11, four_gb_s=11), Link(10, 50)),
+        ("8xa10", 8, "A10", _PCIE, Link(10, 50)),
+        ("8xa6000", 8, "A6000", _PCIE, Link(10, 50)),
+        ("8xl40s", 8, "L40S", _PCIE, Link(20, 20)),
+        ("8x3090", 8, "RTX-3090", Link(6, 10, pair_gb_s=10, four_gb_s=8), Link(2.5, 50)),
+        ("8x4090", 8, "RTX-4090", Link(6, 10, pair_gb_s=10, four_gb_s=8), Link(2.5, 50)),
+        ("8x5090", 8, "RTX-5090", Link(12, 10, pair_gb_s=20, four_gb_s=16), Link(2.5, 50)),
     )
 }
-
 
 INFINIBAND = {"ib-fdr": 56, "ib-edr": 100, "ib-hdr": 200, "ib-ndr": 400}  # Gbit/s of a card
 
@@ -198,10 +202,16 @@ def network(text: str) -> Link:
     return Link(0.8 * total / 8, 20 if name else 50, int(cards or 1))
 
 
+def known_gpu(name: str) -> Device | None:
+    """The GPU of a name, or the only one with that word in its name: B200 is B200-180GB, 4090 is RTX-4090."""
+    found = [gpu for known, gpu in GPUS.items() if name.lower() in (known.lower(), *known.lower().split("-"))]
+    return found[0] if len(found) == 1 else None
+
+
 def preset(name: str, servers: int) -> Cluster:
     """A preset with that many servers. UserError lists the names if the name is unknown."""
     if name not in PRESETS:
-        raise UserError(f"--cluster {name}: not one of {', '.join(PRESETS)}, and no file of that name")
+        raise UserError(f"--cluster {name}: not one of {', '.join(PRESETS)}, and no file{did_you_mean(name, PRESETS)}")
     return replace(PRESETS[name], servers=servers)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import read_yaml, write_whole
-from megatron_2bw.models.cluster import GPUS, PRESETS, Cluster, Device, Link, preset
+from megatron_2bw.models.cluster import GPUS, PRESETS, Cluster, Device, Link, known_gpu, preset
 from megatron_2bw.models.profile import Profile
 from megatron_2bw.models.reading import Count, Described, described
 
@@ -59,13 +59,12 @@ def from_yaml(path: Path) -> Cluster:
 
 def _device(gpu: str | dict[str, Any], where: str) -> Device:
     """The GPU of a name or of a mapping. What a mapping leaves out of a known GPU is that one's."""
-    if isinstance(gpu, str):
-        if gpu not in GPUS:
-            raise UserError(f"{where}: {gpu} is not one of {', '.join(GPUS)}; or describe it")
-        return GPUS[gpu]
-    name = gpu.get("name", "gpu")
-    defaults = asdict(GPUS[name]) if name in GPUS else {"name": name} | ({"error": CPU_ERROR} if name == "cpu" else {})
-    return described(Device, defaults | gpu, where)
+    name = gpu if isinstance(gpu, str) else str(gpu.get("name", "gpu"))
+    known = known_gpu(name)
+    if isinstance(gpu, str) and known is None:
+        raise UserError(f"{where}: {gpu} is not one of {', '.join(GPUS)}; or describe it")
+    defaults = asdict(known) if known else {"name": name} | ({"error": CPU_ERROR} if name == "cpu" else {})
+    return described(Device, defaults | (gpu if isinstance(gpu, dict) else {}), where)
 
 
 def to_yaml(cluster: Cluster, path: Path) -> None:

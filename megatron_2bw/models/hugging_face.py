@@ -14,13 +14,8 @@ from megatron_2bw.models.model import LLAMA_LAYER, Model
 from megatron_2bw.models.reading import described
 
 # Entries by field of a Model, of BERT and of the Llama-like ones.
-SIZES = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "vocab": "vocab_size",
-    "ffn": "intermediate_size",
-}
+SIZES = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
+SIZES |= {"vocab": "vocab_size", "ffn": "intermediate_size"}
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 KINDS = ("gpt2", "bert", "megatron-bert", *LLAMAS)
 GELUS = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}

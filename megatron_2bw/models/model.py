@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_2bw.errors import UserError
+from megatron_2bw.errors import UserError, did_you_mean
 from megatron_2bw.models.reading import Count, Described
 
 
@@ -171,15 +171,9 @@ ARGUMENTS |= {"vocab": "vocab_size", "ffn": "ffn_hidden_size", "groups": "num_qu
 FLAGS = {field: flag(argument) for field, argument in ARGUMENTS.items()}
 ARGUMENTS |= {"gated": "swiglu", "bias": "add_bias_linear"}
 # The flags without a value, and what each means.
-SWITCHES = {
-    "gated": ("swiglu", True),
-    "rope_scaling": ("use_rope_scaling", True),
-    "qk_norm": ("qk_layernorm", True),
-    "qkv_bias": ("add_qkv_bias", True),
-    "tied": ("untie_embeddings_and_output_weights", False),
-    "bias": ("disable_bias_linear", False),
-}
-
+SWITCHES = {"gated": ("swiglu", True), "rope_scaling": ("use_rope_scaling", True), "qk_norm": ("qk_layernorm", True)}
+SWITCHES |= {"qkv_bias": ("add_qkv_bias", True), "tied": ("untie_embeddings_and_output_weights", False)}
+SWITCHES |= {"bias": ("disable_bias_linear", False)}
 
 LLAMA_LAYER = dict(gated=True, rms_norm=True, rotary=True, bias=False, dropout=False)
 _BERT = dict(vocab=30522, sequence=512, kind="bert")
@@ -222,5 +216,5 @@ def preset(name: str, sequence: int | None = None) -> Model:
     """A preset, with another sequence length if given. UserError lists the names if the name is unknown."""
     model = PRESETS.get(name) or PRESETS.get(f"gpt-{name}")
     if model is None:
-        raise UserError(f"--model {name}: not one of {', '.join(PRESETS)}, and no file of that name")
+        raise UserError(f"--model {name}: not one of {', '.join(PRESETS)}, and no file{did_you_mean(name, PRESETS)}")
     return replace(model, sequence=sequence) if sequence else model
