@@ -75,13 +75,13 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(","))
 
 
-def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """A comma-separated list of known names, for argparse."""
+def names_of(known: Collection[str], read: Callable[[str], str] = str) -> Callable[[str], tuple[str, ...]]:
+    """A comma-separated list of known names, each as `read` reads it, for argparse."""
 
     def parse(text: str) -> tuple[str, ...]:
-        if unknown := [name for name in words(text) if name not in known]:
+        if unknown := [name for name in map(read, words(text)) if name not in known]:
             raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of {', '.join(known)}")
-        return words(text)
+        return tuple(map(read, words(text)))
 
     return parse
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, usage_error, whole
 from megatron_2bw.files import write_json
+from megatron_2bw.flags.own import schedule_name
 from megatron_2bw.models import inputs
 from megatron_2bw.models.cluster import INFINIBAND, network
 from megatron_2bw.models.cluster import PRESETS as CLUSTERS
@@ -38,12 +39,8 @@ EXAMPLE = "megatron-2bw plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 
 
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {
-        "plan": run_plan,
-        "profile": run_profile,
-        "simulate": tools.run_simulate,
-        "calibrate": tools.run_calibrate,
-    }
+    commands = {"plan": run_plan, "profile": run_profile}
+    commands |= {"simulate": tools.run_simulate, "calibrate": tools.run_calibrate}
     name = words.pop(0) if words and words[0] in commands else "plan"
     prog += "" if name == "plan" else f" {name}"
     try:
@@ -72,8 +69,8 @@ def _parser(prog: str) -> Parser:
     add = parser.add_argument_group("choices of the search").add_argument
     safe = "the largest global batch, in samples, that is safe for convergence"
     add("--max-global-batch-size", dest="batch", type=whole(1), required=True, metavar="N", help=safe)
-    known = f"of {', '.join(SCHEDULE_NAMES)}"
-    add("--schedules", type=names_of(SCHEDULE_NAMES), default=PLANNED, metavar="NAME,...", help=known)
+    known = f"of {', '.join(SCHEDULE_NAMES)} (1f1b is pipedream-flush)"
+    add("--schedules", type=names_of(SCHEDULE_NAMES, schedule_name), default=PLANNED, metavar="NAME,...", help=known)
     sizes = dict(type=inputs.numbers, metavar="N,...")
     add("--tensor-model-parallel-size", dest="tensor", **sizes, help="default: all that are legal")
     add("--pipeline-model-parallel-size", dest="depth", **sizes, help="default: all that are legal")
@@ -123,7 +120,8 @@ def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
     if profile and (fault := profile.fits(model, precision)):
         raise UserError(f"--profile: {fault}; measure this model")
     flash = False if on_cpu else {None: None, "flash": True, "core": False}[options.attention]
-    cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin)
+    spare = advice.SPARE if options.memory_margin is None else 0.0
+    cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin, spare=spare)
     if max(options.context or (1,)) > 1 and not cost.memory.flash:
         raise UserError("--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out")
     chosen = {field.name: getattr(options, field.name) for field in fields(Space) if hasattr(options, field.name)}
@@ -135,20 +133,23 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
     """Search, and estimate the fastest plans. If no plan fits, print the reason and return None."""
     cost, space = prepare(options)
     begun = time.monotonic()
-    print(f"searching the plans of {cost.model.name} on {cost.cluster.gpus} GPUs ...", file=sys.stderr, flush=True)
-    search = Search(cost, space)
-    plans, ties = advice.ranked(search, options.top)
-    if not plans and options.context is None and cost.memory.flash:
-        wider = Search(cost, replace(space, context=None))
-        plans, ties = advice.ranked(wider, options.top)
+    print(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...", file=sys.stderr, flush=True)
+    shares = dict.fromkeys((cost.spare, 0.0))
+    spaces = [space] + [replace(space, context=None)] * (options.context is None and cost.memory.flash)
+    searches = [Search(cost.on(cost.cluster, spare=share), each) for each in spaces for share in shares]
+    for search in searches:
+        plans, ties = advice.ranked(search, options.top)
         if plans:
-            print("nothing fits without context parallelism: planned is --context-parallel-size too", file=sys.stderr)
-            space, search = wider.space, wider
-    seconds = time.monotonic() - begun
-    if not plans:
-        print(rejections.nothing_fits(cost, space, search))
+            break
+    else:
+        print(rejections.nothing_fits(cost, space, searches[0]))
         return None
-    return explain.Result(cost, space, [cost.estimate(plan) for plan in plans], search, seconds, ties)
+    if search.space.context is None:
+        print("nothing fits without context parallelism: planned is --context-parallel-size too", file=sys.stderr)
+    if search.cost.spare < cost.spare:
+        print(f"no plan leaves {100 * cost.spare:g} % of the memory free: they may run out", file=sys.stderr)
+    seconds, cost = time.monotonic() - begun, search.cost
+    return explain.Result(cost, search.space, [cost.estimate(plan) for plan in plans], search, seconds, ties)
 
 
 def run_plan(words: list[str], prog: str) -> int:

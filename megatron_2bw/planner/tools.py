@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_2bw.errors import Parser, UserError, file_errors, whole
-from megatron_2bw.flags.own import extra_warmup
+from megatron_2bw.flags.own import extra_warmup, schedule_name
 from megatron_2bw.models.cluster_file import named_cluster, to_yaml
 from megatron_2bw.planner.measure import calibrate as calibration
 from megatron_2bw.planner.measure import runs as measured
@@ -24,7 +24,7 @@ TIMES = {"forward": 1.0, "backward": 2.0, "transfer": 0.0, "reduce": 0.0, "step"
 def run_simulate(words: list[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Prints a schedule's timeline, and draws it.", allow_abbrev=False)
     add = parser.add_argument
-    add("--schedule", required=True, choices=[*SCHEDULES, INTERLEAVED], help="the schedule to simulate")
+    add("--schedule", type=schedule_name, required=True, choices=[*SCHEDULES, INTERLEAVED])
     add("--stages", required=True, type=whole(1), help="the pipeline's depth")
     add("--microbatches", required=True, type=whole(1), help="of a batch")
     add("--iterations", type=whole(1), default=2)

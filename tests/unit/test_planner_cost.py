@@ -240,7 +240,7 @@ PROFILE = Profile("round", "bf16", "gpt", **SHAPE, gated=False, dropout=True, vo
 
 def test_a_measured_profile_is_used():
     compute = Compute(GPT, replace(CLUSTER, profile=PROFILE), "bf16", True)
-    assert compute.measured and not Compute(GPT, CLUSTER, "bf16", True).measured
+    assert compute.profile and not Compute(GPT, CLUSTER, "bf16", True).profile
     assert astuple(compute.layer(PLAN)) == (1.5, 3.0, 0.0)  # between the two points
     assert astuple(compute.layer(replace(PLAN, recompute="full"))) == (1.5, 4.5, 0.0)
     quarter = replace(PLAN, tensor=4, depth=2, width=2)
@@ -587,7 +587,7 @@ def test_a_stage_has_the_speed_and_the_memory_of_its_weakest_gpu():
     assert cost.stages(plan.changed(pipeline_inside=True))[1] == layers[2] * 2  # half of its replicas are on slow ones
     estimate = cost.estimate(plan.with_layers([3, 3, 1, 1]))
     rooms = [alone[device].estimate(plan).capacities[0] for device in (fast, fast, slow, slow)]
-    assert estimate.capacities == pytest.approx(rooms) and estimate.capacity == estimate.capacities[2]
+    assert estimate.capacities == pytest.approx(rooms) and min(estimate.capacities) == estimate.capacities[2]
     free = [room - stage.total for room, stage in zip(rooms, estimate.memory)]
     assert estimate.headroom == pytest.approx(min(free))
     needed = max(stage.total for stage in estimate.memory) / 2**30
@@ -615,13 +615,7 @@ def test_layers_that_are_computed_again_take_their_time_again():
 
 
 def test_gradients_in_16_bits_take_half_of_the_bytes():
-    cost, plan = Cost(GPT, CLUSTER), Plan(1, 2, 8, 2, 8, schedule="megatron", distributed_optimizer=True)
-    half = plan.changed(grad_reduce_in_bf16=True)
-    assert [2 * (time - few) for time, few in zip(cost._step(half).reduce, latencies(cost, half))] == pytest.approx(
-        [time - few for time, few in zip(cost._step(plan).reduce, latencies(cost, plan))]
-    )
-
-
-def latencies(cost: Cost, plan: Plan) -> list[float]:
-    """Seconds of the plan's reductions that no byte takes."""
-    return [half(cost.cluster, cost.compute.layout(plan).data, 0.0)] * plan.depth
+    links = dict(inside=Link(100, 0), between=Link(25, 0), device=replace(DEVICE, name="cpu"))  # only bytes take time
+    cost, plan = Cost(GPT, replace(CLUSTER, **links)), Plan(1, 2, 8, 2, 8, schedule="megatron")
+    half = cost._step(plan.changed(grad_reduce_in_bf16=True)).reduce
+    assert [2 * seconds for seconds in half] == pytest.approx(cost._step(plan).reduce) and min(half) > 0

@@ -15,7 +15,7 @@ from megatron_2bw.models.plan import Plan
 from megatron_2bw.models.profile import BlockTime, Profile
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.search import Search, best
+from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import Space
 from megatron_2bw.planner.tell import rejections as left_out
 from megatron_2bw.planner.tell.explain import (
@@ -26,11 +26,13 @@ from megatron_2bw.planner.tell.explain import (
     TERMS,
     Result,
     evidence,
+    first,
     memory_table,
     on_fewer_gpus,
     reason,
     table,
     terms,
+    three,
 )
 from megatron_2bw.planner.tell.json_out import as_json
 from megatron_2bw.planner.tell.rejections import nothing_fits, rejections
@@ -97,35 +99,25 @@ def test_every_number_of_the_table_is_the_estimates(result):
     tokens, flops = result.cost.model.sequence, result.cost.model.sample_flops()
     for rank, (row, estimate) in enumerate(zip(rows(plans, "#"), result.estimates, strict=True), 1):
         plan, each = estimate.plan, estimate.throughput / 8 / result.cost.cluster.servers
-        assert (
-            row["#"] == str(rank) and row["schedule"] == plan.schedule_name and row["recompute"] == plan.recompute_name
-        )
-        for column, number in (
-            ("t", plan.tensor),
-            ("d", plan.depth),
-            ("w", plan.width),
-            ("b", plan.microbatch),
-            ("m", plan.microbatches),
-            ("batch", plan.global_batch),
-        ):
+        kinds = "sharded" if plan.distributed_optimizer else "whole", "pp-dp" if plan.pipeline_inside else "dp-pp"
+        shown = [row[name] for name in ("#", "schedule", "recompute", "optim.", "ranks")]
+        assert shown == [str(rank), plan.schedule_name, plan.recompute_name, *kinds]
+        numbers = dict(t=plan.tensor, d=plan.depth, w=plan.width, b=plan.microbatch, m=plan.microbatches)
+        for column, number in (numbers | {"batch": plan.global_batch}).items():
             assert row[column] == str(number)
         # Algorithm 1: g = B / (N b), where one GPU is one stage of one pipeline.
         assert is_shown(row["g"], plan.global_batch / (plan.width * plan.depth * plan.microbatch))
-        assert (row["optim."], row["ranks"]) == (
-            "sharded" if plan.distributed_optimizer else "whole",
-            "pp-dp" if plan.pipeline_inside else "dp-pp",
-        )
         layers = plan.layers_of(result.cost.model)
         named = [int(number) for number in row["layers"].split("/")]
         assert named == layers[:1] if len(set(layers)) == 1 else set(named) == set(layers)
         assert is_shown(row["samples/s"], estimate.throughput) and is_shown(row["tok/s/GPU"], each * tokens)
         assert is_shown(row["TF/s/GPU"], each * flops / 1e12)
     for row, estimate in zip(rows(times, "#"), result.estimates, strict=True):
-        assert is_shown(row["iteration"], 1e3 * estimate.seconds, " ms")
+        assert is_shown(row["iteration"], estimate.seconds, " s")
         for term in TERMS:
             assert is_shown(row[term], 100 * getattr(estimate.split, term) / estimate.seconds, " %")
         assert is_shown(row["heaviest"], max(stage.total for stage in estimate.memory) / GIB, " GiB")
-        assert is_shown(row["headroom"], (estimate.capacity - estimate.heaviest) / GIB, " GiB")
+        assert is_shown(row["headroom"], (min(estimate.capacities) - estimate.heaviest) / GIB, " GiB")
 
 
 def test_the_memory_of_every_stage_is_shown():
@@ -138,9 +130,14 @@ def test_the_memory_of_every_stage_is_shown():
         for number in range(int(first), int(last or first) + 1):
             stage = estimate.memory[number]
             shown = {kind: getattr(stage, kind) for kind in KINDS}
-            shown |= {"total": stage.total, "headroom": estimate.capacity - stage.total}
+            shown |= {"total": stage.total, "headroom": min(estimate.capacities) - stage.total}
             assert all(is_shown(row[name], size / GIB) for name, size in shown.items())
     assert last == "" and number == depth - 1 and len(table) < depth
+
+
+def test_three_digits():
+    shown = {0.012345: "0.0123", 1: "1.00", 9.996: "10.0", 12.34: "12.3", 1234.5: "1234", 0: "0"}
+    assert {number: three(number) for number in shown} == shown
 
 
 # --- the reason ------------------------------------------------------------------------------------------------------
@@ -161,6 +158,27 @@ def test_the_reason_is_the_time_by_cause(result):
         shown += [1e3 * seconds / plan.global_batch for seconds in split.values()]
         assert row[0] == plan.title and all(is_shown(*pair) for pair in zip(row[1:-1], shown, strict=True))
         assert is_shown(row[-1], estimate.heaviest / GIB, " GiB")
+
+
+def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
+    text, estimates = " ".join(first(result).split()), [*result.estimates, *result.rivals]
+    winner, (need, room) = result.estimates[0], result.estimates[0].fullest
+    assert (need, room) == (winner.heaviest, min(winner.capacities))
+    sizes = f"{need / GIB:.2f} GiB of {room / GIB:.2f} allowed"
+    assert text.startswith(f"Best: {winner.plan.title}, {three(winner.throughput)} samples/s, {sizes} ")
+    found = [
+        max((e for e in estimates if e.plan.pipeline.flushes == flush), key=lambda e: e.throughput) for flush in (0, 1)
+    ]
+    named = [f"{estimate.plan.title} ({three(estimate.throughput)} samples/s)" for estimate in found]
+    ratio = found[0].throughput / found[1].throughput
+    assert f"{named[0]} is {ratio:.2f} times as fast as {named[1]}. " in text
+    plan, exact = found[0].plan, dict(schedule="pipedream-flush", gradient_slots=2, extrapolate=False, extra_warmup=())
+    pairs = zip(found[0].memory, result.cost.estimate(plan.changed(**exact)).memory)
+    stage, without = max(pairs, key=lambda pair: pair[0].total)
+    more = stage.weights + stage.gradients - without.weights - without.gradients
+    even = f"1 + (d - 1)/m, {1 + (plan.depth - 1) / plan.microbatches:.2f} here"
+    assert (even if plan.depth > 1 else "One stage has no bubble to gain") in text
+    assert f"one more weight version{' and gradient slot' * (plan.gradient_slots == 2)} ({more / GIB:.2f} GiB)" in text
 
 
 def test_the_rivals_are_the_best_of_every_other_schedule(result):
@@ -184,7 +202,7 @@ def test_a_part_of_the_cluster_that_is_faster_is_named():
     cluster, estimate = each[6].fewer
     assert max(rates, key=rates.get) == cluster.gpus == 5 and estimate.throughput == rates[5]
     line = " ".join(on_fewer_gpus(each[6]).split())
-    assert f"({rates[5]:.1f} samples/s)" in line and line.endswith("--servers 1 --gpus-per-server 5")
+    assert f"({three(rates[5])} samples/s)" in line and line.endswith("--servers 1 --gpus-per-server 5")
     assert as_json(each[6])["fewer_gpus"]["gpus_per_server"] == 5
     assert each[5].fewer is as_json(each[5])["fewer_gpus"] is None and "No part" in on_fewer_gpus(each[5])
 
@@ -194,18 +212,17 @@ def test_a_part_of_the_cluster_that_is_faster_is_named():
 
 def test_rejections_are_counted_by_cause(tight):
     found = searched(replace(GPT, heads=12, groups=12, head_size=64), batch=4)
-    text = rejections(found)
     assert found.search.rejected
     for cause, count in found.search.rejected.items():
-        assert re.search(rf"^ +{count}  {re.escape(cause)}$", text, re.MULTILINE)
-    assert f"of the table: {len(tight.search.too_large)}\n" in rejections(tight)
+        assert re.search(rf"^ +{count}  {re.escape(cause)}$", rejections(found), re.MULTILINE)
+    assert f"of the table (ESTIMATED): {len(tight.search.too_large)}\n" in rejections(tight)
 
 
 def test_the_fastest_plan_that_does_not_fit_is_named(tight):
     large = tight.cost.estimate(tight.search.too_large[0])
     text = " ".join(rejections(tight).split())
-    assert f"{large.plan.title} would reach {large.throughput:.1f} samples/s" in text
-    assert f"needs {large.heaviest / GIB:.2f} GiB, and {large.capacity / GIB:.2f} GiB are allowed" in text
+    assert f"{large.plan.title} would reach {three(large.throughput)} samples/s" in text
+    assert f"needs {large.heaviest / GIB:.2f} GiB, and {min(large.capacities) / GIB:.2f} GiB are allowed" in text
     assert as_json(tight)["too_large"]["fastest"]["headroom"] < 0
 
 
@@ -235,7 +252,10 @@ def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
     for number, fits in ((servers, True), (servers // 2, False)):
         more = Cost(model, replace(P3, servers=number), "fp16")
         assert (left_out._fitting(more, space) is not None) == fits
-    assert best(Cost(model, replace(P3, servers=servers), "fp16"), replace(space, microbatch=(1,)))
+    plan = left_out._fitting(Cost(model, replace(P3, servers=servers), "fp16"), space)
+    assert plan.title in text and plan.microbatches >= plan.depth
+    assert clusters.GPUS[re.search(r"or more, such as ([^;]+);", text)[1]].memory_gib >= memory
+    assert "GiB or more" not in failed(PRESETS["gpt-175b"], P3, space)[0]  # no GPU has that much
 
 
 def test_where_nothing_is_legal_the_causes_are_reported():
@@ -256,10 +276,9 @@ def profiled():
     return replace(P3, profile=times)
 
 
-def measured(cluster, inside: bool, between: bool):
-    return replace(
-        cluster, inside=replace(cluster.inside, measured=inside), between=replace(cluster.between, measured=between)
-    )
+def measured(cluster, *links: bool):
+    given = zip(("inside", "between"), links)
+    return replace(cluster, **{name: replace(getattr(cluster, name), measured=flag) for name, flag in given})
 
 
 LINKED = ("tensor", "pipeline", "data")
@@ -278,8 +297,8 @@ def test_every_term_says_whether_it_was_measured(cluster, found):
     cost = Cost(GPT, cluster, "fp16")
     tags = {term: tag for term, (tag, _) in terms(cost).items()}
     assert tags == {term: MEASURED if term in found else ESTIMATED for term in (*TERMS, "memory")}
-    lines = {line.split()[0]: line.split()[1] for line in evidence(cost).splitlines() if not line.startswith(" ")}
-    assert lines == tags
+    lines = [re.match(r"- ([a-z, ]+): (\w+), ", line) for line in evidence(cost).splitlines() if line[0] == "-"]
+    assert {term: line[2] for line in lines for term in line[1].split(", ")} == tags
     space = Space(64)
     text = table(Result(cost, space, [cost.estimate(Plan(1, 2, 4, 8, 2))], Search(cost, space), 0.0))
     for term, tag in tags.items():

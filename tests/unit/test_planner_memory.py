@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from megatron_2bw.models.model import PRESETS, Model
 from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.memory import (
-    BYTES,
     GROUP,
     LINK,
     PAIR,
     Memory,
-    bytes_of,
     communicators,
     layer_activations,
     score_activations,
@@ -93,13 +91,14 @@ TABLE = [
 
 @pytest.mark.parametrize("precision, whole, sharded, version, slot", TABLE, ids=[row[0] for row in TABLE])
 def test_bytes_a_parameter(precision, whole, sharded, version, slot):
-    each = BYTES[precision]
-    assert sum(each.a_parameter(1, 1, 1)) == whole
+    memory = Memory(GPT, precision, False)
+    assert sum(memory.a_parameter(FLUSH, 1)) == whole
     for d in (1, 2, 8, 64):
-        assert sum(each.a_parameter(1, 1, d)) == pytest.approx(sharded(d), rel=1e-15)
+        flush, late = (replace(plan, width=d, distributed_optimizer=True) for plan in (FLUSH, TWO_BW))
+        assert sum(memory.a_parameter(flush, 1)) == pytest.approx(sharded(d), rel=1e-15)
         for slots in (1, 2):
             expected = sharded(d) + version + (slots - 1) * slot
-            assert sum(each.a_parameter(2, slots, d)) == pytest.approx(expected, rel=1e-15)
+            assert sum(memory.a_parameter(replace(late, gradient_slots=slots), 2)) == pytest.approx(expected, rel=1e-15)
 
 
 def test_extra_warmup_keeps_microbatches_and_messages_of_the_stages_before_the_boundary():
@@ -309,5 +308,6 @@ def test_some_layers_of_a_stage_are_computed_again():
 
 def test_gradients_in_16_bits():
     """(weights, gradients, optimizer): a step copies them into 32 bits."""
-    assert bytes_of("bf16").a_parameter(1, 1, 1) == (2, 4, 12)
-    assert bytes_of("bf16", True).a_parameter(1, 1, 4) == (2, 2, 16 / 4)
+    memory, four = Memory(GPT, "bf16", False), replace(FLUSH, width=4, distributed_optimizer=True)
+    assert memory.a_parameter(FLUSH, 1) == (2, 4, 12)
+    assert memory.a_parameter(replace(four, grad_reduce_in_bf16=True), 1) == (2, 2, 16 / 4)

@@ -136,23 +136,10 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
             if not microbatches:
                 continue
             first, last = (0, 0) if even else (stages[0], stages[-1])
-            plan = Plan(
-                tensor,
-                depth,
-                width,
-                microbatch,
-                microbatches,
-                schedule=schedule,
-                virtual=virtual,
-                gradient_slots=slots,
-                distributed_optimizer=distributed,
-                first=first,
-                last=last,
-                pipeline_inside=inside,
-                sequence_parallel=space.sequence_parallel and tensor > 1 and cost.model.kind == "gpt",
-                context=context,
-                **kind,
-            ).with_layers(stages)
+            divided = space.sequence_parallel and tensor > 1 and cost.model.kind == "gpt"
+            kind = kind | dict(schedule=schedule, virtual=virtual, gradient_slots=slots, first=first, last=last)
+            kind |= dict(distributed_optimizer=distributed, pipeline_inside=inside, sequence_parallel=divided)
+            plan = Plan(tensor, depth, width, microbatch, microbatches, context=context, **kind).with_layers(stages)
             if legal(cost, plan):
                 yield in_rounds(cost, plan)
                 yield from further_ahead(cost, plan) if space.extra_warmup else ()
@@ -348,13 +335,8 @@ MODELS = st.builds(
     kind=st.sampled_from(["gpt", "bert"]),
 )
 DEVICES = st.builds(
-    Device,
-    st.just("any"),
-    st.sampled_from([0.5, 2, 1000]),
-    st.sampled_from([10, 300]),
-    st.sampled_from([200, 2000]),
-    layer_launch_us=st.sampled_from([1, 500]),
-    step_us=st.sampled_from([1, 5000]),
+    lambda *given: Device("any", *given[:3], layer_launch_us=given[3], step_us=given[4]),
+    *map(st.sampled_from, ([0.5, 2, 1000], [10, 300], [200, 2000], [1, 500], [1, 5000])),
 )
 BETWEEN = st.builds(Link, st.sampled_from([0.1, 1, 100]), st.just(50), st.sampled_from([1, 2]))
 
@@ -366,18 +348,8 @@ def clusters(draw) -> Cluster:
 
 
 COSTS = st.builds(Cost, MODELS, clusters(), st.sampled_from(["bf16", "fp32"]))
-SCHEDULED = st.sampled_from(
-    [
-        ("2bw", 2, 1),
-        ("2bw", 1, 1),
-        ("pipedream-flush", 2, 1),
-        ("gpipe", 2, 1),
-        ("no-pipelining", 2, 1),
-        ("megatron", 2, 1),
-        ("megatron", 2, 2),
-        ("pipedream", 2, 1),
-    ]
-)
+_ALL = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron", "pipedream")
+SCHEDULED = st.sampled_from([*((name, 2, 1) for name in _ALL), ("2bw", 1, 1), ("megatron", 2, 2)])
 
 
 @st.composite
@@ -398,37 +370,19 @@ def planned(draw, schedules=SCHEDULED, rounds: int = 3, ahead: bool = False) -> 
         more += sum(extra) * (depth - 1 if len(extra) == 1 else 1)
     microbatches = depth * draw(st.integers(1, rounds)) + more
     size = draw(st.none() | st.integers(1, microbatches)) if schedule == "gpipe" else None
-    plan = Plan(
-        tensor,
-        depth,
-        gpus // (tensor * depth),
-        draw(st.sampled_from([1, 4, 16])),
-        microbatches,
-        draw(st.sampled_from(RECOMPUTE)),
-        schedule,
-        virtual,
-        slots,
-        draw(st.booleans()),
-        0 if even else stages[0],
-        0 if even else stages[-1],
-        draw(st.booleans()),
-        sequence_parallel=tensor > 1 and draw(st.booleans()),
-        extra_warmup=extra,
-        gpipe_round=size,
-    )
+    sizes = tensor, depth, gpus // (tensor * depth), draw(st.sampled_from([1, 4, 16])), microbatches
+    ends = (0, 0) if even else (stages[0], stages[-1])
+    choices = draw(st.sampled_from(RECOMPUTE)), schedule, virtual, slots, draw(st.booleans()), *ends
+    divided = tensor > 1 and draw(st.booleans())
+    plan = Plan(*sizes, *choices, draw(st.booleans()), divided, extra, gpipe_round=size)
     assume(legal(cost, plan))
     return cost, plan
 
 
 def property_of(examples: int):
     """Hypothesis's settings: the same examples in every run, as many as the file's time allows."""
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
-    )
+    slow = [HealthCheck.filter_too_much, HealthCheck.too_slow]
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=slow)
 
 
 def simulated(cost: Cost, plan: Plan) -> float:
@@ -516,13 +470,9 @@ def test_what_the_search_yields(kind, of, on, batch, distinct):
 # --- 2bw -------------------------------------------------------------------------------------------------------------
 
 
-def with_flush(plan: Plan) -> Plan:
-    return replace(plan, schedule="pipedream-flush", gradient_slots=2)
-
-
 @property_of(150)
 @given(planned(st.just(("2bw", 2, 1)), rounds=12))
 def test_2bw_is_never_slower_than_with_a_flush(case):
     cost, plan = case
     assume(cost.compute.layout(plan).data.servers == 1)  # else the reduction shares the network
-    assert cost.seconds(plan) <= cost.seconds(with_flush(plan)) * (1 + 1e-9)
+    assert cost.seconds(plan) <= cost.seconds(replace(plan, schedule="pipedream-flush")) * (1 + 1e-9)

@@ -54,7 +54,7 @@ class ClosedForm(Cost):
         return [max(w.total + sent, r / plan.microbatches) for w, sent, r in zip(works, neighbours, reduce)]
 
     def fits(self, plan: Plan) -> bool:
-        return self._memory(plan).total <= self.capacity
+        return self._memory(plan).total + self.spare_bytes <= self.capacity
 
     def _memory(self, plan: Plan) -> StageMemory:
         """A stage's bytes: without recompute 2|W|/d + d·|A|/d + d·|A_in|, with recompute 2|W|/d + |A|/d + d·|A_in|.

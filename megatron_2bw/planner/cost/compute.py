@@ -40,17 +40,13 @@ class Compute:
 
     def __init__(self, model: Model, cluster: Cluster, precision: str, flash: bool):
         self.model, self.cluster, self.precision, self.flash = model, cluster, precision, flash
-        device = cluster.device
+        self.profile, device = cluster.profile, cluster.device
         peak = device.tflops_fp32 if precision == "fp32" else device.tflops
         self.peak = (peak or device.tflops) * 1e12
         self.flops = self.peak * device.gemm_efficiency
         self.bytes = device.memory_gb_s * 1e9 * device.memory_efficiency
         self.launch = device.layer_launch_us * 1e-6
         self.collective_launch = device.collective_launch_us * 1e-6
-
-    @property
-    def measured(self) -> bool:
-        return self.cluster.profile is not None
 
     @by_fields("tensor", "context", "microbatch", "recompute", "sequence_parallel", "pipeline_inside")
     def layer(self, plan: Plan) -> Work:
@@ -82,7 +78,7 @@ class Compute:
         return Work(first, last, there + back)
 
     def _measured_with(self, tensor: int) -> bool:
-        return self.cluster.profile is not None and self.cluster.profile.measured_with(tensor)
+        return self.profile is not None and self.profile.measured_with(tensor)
 
     def layout(self, plan: Plan) -> Layout:
         sizes = plan.tensor, plan.depth, plan.width
@@ -103,9 +99,9 @@ class Compute:
     def _kernels(self, microbatch: float, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
         """(forward, backward) of one layer's kernels; with messages if they were measured with so many ranks."""
         if self._measured_with(tensor):
-            return self.cluster.profile.layer(microbatch, tensor)
-        if self.measured:
-            forward, backward = self.cluster.profile.layer(microbatch)
+            return self.profile.layer(microbatch, tensor)
+        if self.profile:
+            forward, backward = self.profile.layer(microbatch)
             return forward / tensor, backward / tensor
         stored = layer_activations(self.model, microbatch, tensor, sequence_parallel, self.flash, self.precision)
         traffic = TRAFFIC * stored / self.bytes + KERNELS * self.cluster.device.kernel_us * 1e-6
@@ -136,13 +132,13 @@ class Compute:
     def embedding(self, plan: Plan) -> Work:
         """Look-up, positions and dropout: only memory traffic."""
         size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
-        forward = max(4 * size / self.bytes, 0 if self.measured else self.launch / 4)
+        forward = max(4 * size / self.bytes, 0 if self.profile else self.launch / 4)
         return Work(forward, 2 * forward)
 
     def output(self, plan: Plan) -> Work:
         """Final norm, output layer and loss."""
-        if self.measured:
-            profile, ranks = self.cluster.profile, plan.tensor if self._measured_with(plan.tensor) else 1
+        if self.profile:
+            profile, ranks = self.profile, plan.tensor if self._measured_with(plan.tensor) else 1
             there = replace(self.model, vocab=profile.vocab).padded_vocab(ranks)
             share = self.model.padded_vocab(plan.tensor) / there * ranks / plan.tensor
             return Work(*(seconds * share for seconds in profile.output_layer(plan.samples, ranks)))
@@ -154,8 +150,8 @@ class Compute:
 
     def update(self, parameters: float, shards: int) -> float:
         """The optimizer's step on one GPU: it reads and writes gradients, two moments and main weights."""
-        if self.measured:
-            seconds = parameters / shards * self.cluster.profile.optimizer_seconds_per_parameter
+        if self.profile:
+            seconds = parameters / shards * self.profile.optimizer_seconds_per_parameter
         else:
             seconds = parameters * (UPDATE_TRAFFIC / shards + 6) / self.bytes
         return seconds + self.cluster.device.step_us * 1e-6

@@ -30,16 +30,6 @@ class Bytes:
     copy: int
     moments: int = 8
 
-    def a_parameter(
-        self, versions: int, slots: int, shards: int, extrapolate: bool = False
-    ) -> tuple[float, float, float]:
-        """(weights, gradients, optimizer). The distributed optimizer divides main weights, copies and moments.
-
-        extrapolate: a step keeps 32-bit weights from before it; in fp32 these are the only main weights.
-        """
-        optimizer = (self.main + self.copy + self.moments + 4 * extrapolate) / shards
-        return self.weight * versions, self.gradient * slots, optimizer
-
 
 BYTES = {"bf16": Bytes(2, 4, 4, 0), "fp16": Bytes(2, 2, 4, 4), "fp32": Bytes(4, 4, 0, 0)}
 
@@ -153,8 +143,7 @@ class Memory:
 
     def __init__(self, model: Model, precision: str, flash: bool, torch_adam: bool = False, engine: bool = False):
         self.model, self.precision, self.flash, self.torch_adam = model, precision, flash, torch_adam
-        self.engine = engine
-        self.element = ELEMENT[precision]
+        self.engine, self.element = engine, ELEMENT[precision]
 
     def stages(self, plan: Plan) -> list[StageMemory]:
         """Every stage, first to last."""
@@ -186,11 +175,12 @@ class Memory:
         return StageMemory(*(size * parameters for size in each), activations, logits, buffers)
 
     def a_parameter(self, plan: Plan, versions: int) -> tuple[float, float, float]:
-        """Bytes of (weights, gradients, optimizer)."""
+        """Bytes of (weights, gradients, optimizer). The distributed optimizer divides main weights, copies and moments.
+        With extrapolation a step keeps 32-bit weights from before it; in fp32 these are the only main weights."""
+        each = bytes_of(self.precision, plan.grad_reduce_in_bf16)
         slots = plan.gradient_slots if plan.pipeline.late_step else 1
-        return bytes_of(self.precision, plan.grad_reduce_in_bf16).a_parameter(
-            versions, slots, shards_of(plan), plan.extrapolate
-        )
+        optimizer = (each.main + each.copy + each.moments + 4 * plan.extrapolate) / shards_of(plan)
+        return each.weight * versions, each.gradient * slots, optimizer
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
         """Parameters on one GPU of the stage."""

@@ -38,7 +38,6 @@ ENGINE_FROM = 8.0
 MIN_EXPOSED_SHARE = 0.05
 # Messages that add a smaller share to a microbatch's time are not worth extra warm-up of 2bw.
 MIN_HIDDEN_SHARE = 0.02
-
 # A bound that misses an iteration's time by less than this share is taken for the time.
 EXACT = 1e-3
 
@@ -47,12 +46,8 @@ STAGES = (
     "tensor context depth width microbatch recompute recompute_block sequence_parallel "
     "pipeline_inside first last stages"
 ).split()
-
 # Those on which its step depends.
-STEP = (
-    "tensor context depth width pipeline_inside distributed_optimizer first last stages grad_reduce_in_bf16"
-).split()
-
+STEP = "tensor context depth width pipeline_inside distributed_optimizer first last stages grad_reduce_in_bf16".split()
 
 _weakest = lru_cache(maxsize=1024)(weakest)
 
@@ -95,9 +90,10 @@ class Estimate:
         return min(room - stage.total for room, stage in zip(self.capacities, self.memory))
 
     @property
-    def capacity(self) -> float:
-        """Bytes allowed on the smallest GPU."""
-        return min(self.capacities)
+    def fullest(self) -> tuple[float, float]:
+        """Bytes taken and allowed on the stage that takes the largest share of what it may."""
+        totals = (stage.total for stage in self.memory)
+        return max(zip(totals, self.capacities), key=lambda stage: stage[0] / stage[1])
 
 
 @dataclass(frozen=True)
@@ -121,6 +117,7 @@ class Cost:
     flash           attention that never stores its scores; the device's default if None
     margin          share of the memory for the CUDA context, the communication library and fragmentation. What this
                     project's communicators need beyond it a plan must have free. None: each of the three is counted
+    spare           share of the memory that a plan must leave free beyond the margin
     old_exchange    messages of Megatron-LM in 2021 to 2023, for tables published then: each tensor rank sends its part
                     also without sequence parallelism (arXiv 2104.04473, section 4.1), and interleaved stages wait for
                     a message as others do
@@ -136,8 +133,9 @@ class Cost:
         flash: bool | None = None,
         margin: float | None = None,
         old_exchange: bool = False,
+        spare: float = 0.0,
     ):
-        self.old_exchange, self._seconds = old_exchange, dict[Plan, float]()
+        self.old_exchange, self.spare, self._seconds = old_exchange, spare, dict[Plan, float]()
         self.model, self.cluster, self.precision, self.given_margin = model, cluster, precision, margin
         flash = cluster.device.flash if flash is None else flash
         self.compute = Compute(model, cluster, precision, flash)
@@ -147,20 +145,20 @@ class Cost:
         self.memory = Memory(model, precision, flash, torch_adam, on_gpus and cluster.device.capability >= ENGINE_FROM)
         whole = cluster.device.memory_gib * GIB
         self._fixed, self._share = (on_gpus * CONTEXT, 1 / (1 + FRAGMENTS)) if margin is None else (0.0, 1 - margin)
-        self.capacity = (whole - self._fixed) * self._share
+        self.capacity, self.spare_bytes = (whole - self._fixed) * self._share, spare * whole
         self.margin = 1 - self.capacity / whole
         self._nccl_free = whole * (margin or 0.0) if on_gpus else math.inf
 
-    def on(self, cluster: Cluster, model: Model | None = None) -> Self:
-        """The same costs on another cluster, or of another model."""
-        model = model or self.model
-        return type(self)(model, cluster, self.precision, self.memory.flash, self.given_margin, self.old_exchange)
+    def on(self, cluster: Cluster, model: Model | None = None, spare: float | None = None) -> Self:
+        """The same costs on another cluster, of another model, or with another share to spare."""
+        others = self.given_margin, self.old_exchange, self.spare if spare is None else spare
+        return type(self)(model or self.model, cluster, self.precision, self.memory.flash, *others)
 
     def fits(self, plan: Plan) -> bool:
         if not self.cluster.devices:
-            return self.memory.heaviest(plan) <= self.allowed(plan)
+            return self.memory.heaviest(plan) + self.spare_bytes <= self.allowed(plan)
         needed = self.memory.stages(plan)
-        return all(stage.total <= room for stage, room in zip(needed, self._rooms(plan)))
+        return all(stage.total + self.spare_bytes <= room for stage, room in zip(needed, self._rooms(plan)))
 
     def _rooms(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that each stage may take."""
@@ -181,7 +179,8 @@ class Cost:
 
     def gpu_bytes(self, plan: Plan) -> float:
         """Memory of the smallest GPU on which the plan fits."""
-        return (self.memory.heaviest(plan) + self.capacity - self.allowed(plan)) / self._share + self._fixed
+        taken = self.memory.heaviest(plan) + self.spare_bytes + self.capacity - self.allowed(plan)
+        return taken / self._share + self._fixed
 
     def seconds(self, plan: Plan) -> float:
         """Simulated seconds of an iteration in the steady state."""

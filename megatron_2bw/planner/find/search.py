@@ -112,7 +112,7 @@ class Search:
         schedules = sorted(self.space.schedules, key=lambda name: name in ("2bw", "pipedream"))
         return shape.changed(
             schedule=schedules[0],
-            gradient_slots=min(self.space.gradient_slots),
+            gradient_slots=min(self.space.gradient_slots) if schedules[0] == "2bw" else 2,
             distributed_optimizer=max(self.space.distributed_optimizer) and shape.replicas > 1,
             extrapolate=False,
         )
@@ -262,10 +262,6 @@ class Search:
             pairs = ((first, ends - first) for first in range(max(ends - longest, 1), min(longest, ends - 1) + 1))
             found += [pair for pair in pairs if pair != (middle, middle)]
         return found
-
-    def scheduled(self, split: Plan) -> Iterator[Plan]:
-        """The legal plans of a shape with its layers divided, without the choices of `variants`."""
-        return filter(None, (self._scheduled(split, *choice) for choice in self._schedules(split)))
 
     def _scheduled(self, split: Plan, schedule: str, slots: int, virtual: int) -> Plan | None:
         microbatches = split.microbatches

@@ -8,8 +8,6 @@ from megatron_2bw.models.plan import RECOMPUTE
 
 # Without pipedream: its delays differ by stage, so the user must ask for it.
 PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
-
-
 RECOMPUTES = (*RECOMPUTE, "stage")
 BLOCK = "block"  # on request
 

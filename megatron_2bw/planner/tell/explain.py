@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
@@ -26,15 +27,12 @@ MIN_FEWER_GAIN = 0.01  # of the time per sample: what a plan on fewer GPUs must 
 
 LEGEND = (
     "t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.",
-    "g: m / d, the gradient accumulation of the paper's Algorithm 1.",
+    "c: context-parallel size (--context-parallel-size). g: m / d, the gradient accumulation of Algorithm 1.",
     "ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).",
     "2bw +k: k extra warm-up forwards on the first stage hide messages (--two-bw-extra-warmup).",
     "gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).",
     "layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations.",
 )
-TIES = "Exact schedules and simpler plans are first."
-PARTS = "c: context-parallel size, the ranks that share a sequence (--context-parallel-size)."
-ONE_STAGE = "2bw with d 1: no pipeline. Step and reductions overlap the next batch; gradients are late all the same."
 CAVEAT = """\
 The plans assume that the given global batch is the largest that is safe for convergence: throughput grows with the
 batch, so a larger, unsafe batch would look better here. The gradients of 2bw are late by one update (delay 1): check
@@ -86,9 +84,18 @@ def _per_sample(estimate: Estimate) -> float:
 
 
 def text(result: Result) -> str:
-    """The tables of the plans and of the first plan's memory, and why it is first."""
+    """The first plan, the tables of the plans and of its memory, and why it is first."""
     words = f"{reason(result)}\n{on_fewer_gpus(result)}"
-    return "\n\n".join([table(result), memory_table(result.estimates[0]), words])
+    return "\n\n".join([first(result), table(result), memory_table(result.estimates[0]), words])
+
+
+def gpus(cost: Cost) -> str:
+    return f"{cost.cluster.gpus} GPU{'s' * (cost.cluster.gpus > 1)}"
+
+
+def three(number: float) -> str:
+    """With three digits, or all that are before the point."""
+    return f"{number:.{max(2 - math.floor(math.log10(float(f'{number:.2e}'))), 0)}f}" if number else "0"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -122,34 +129,29 @@ def table(result: Result) -> str:
             "pp-dp" if plan.pipeline_inside else "dp-pp",
             _layers(plan.layers_of(cost.model)),
             str(plan.global_batch),
-            f"{estimate.throughput:.1f}",
-            f"{each * cost.model.sequence:.0f}",
-            f"{each * cost.model.sample_flops() / 1e12:.1f}",
+            *map(three, (estimate.throughput, each * cost.model.sequence, each * cost.model.sample_flops() / 1e12)),
         )
         tensor = str(plan.tensor) + f" c{plan.context}" * (plan.context > 1)
         plans.append([place, plan.schedule_name, tensor, *map(str, sizes), *words])
         shares = (_percent(getattr(estimate.split, term) / estimate.seconds, 1) for term in TERMS)
         memory = (f"{size / GIB:.2f} GiB" for size in (estimate.heaviest, estimate.headroom))
-        error = f"{1e3 * cost.cluster.device.error * estimate.seconds:.1f}"
-        times.append([place, f"{1e3 * estimate.seconds:.1f} ms", error, *shares, *memory])
-    notes = {
-        PARTS: any(estimate.plan.context > 1 for estimate in estimates),
-        f"1=: within {_percent(tie(cost.cluster.device.error))} of the fastest, a tie. {TIES}": result.ties > 1,
-        ONE_STAGE: any(e.plan.schedule == "2bw" and e.plan.depth == 1 for e in estimates),
-    }
+        seconds = (f"{three(time)} s" for time in (estimate.seconds, cost.cluster.device.error * estimate.seconds))
+        times.append([place, *seconds, *shares, *memory])
+    within = _percent(tie(cost.cluster.device.error))
+    ties = f"1=: within {within} of the fastest, a tie. Exact schedules and simpler plans are first."
     attention = "flash attention" if cost.memory.flash else "attention that keeps its scores"
     tags = {tag: [term for term, found in terms(cost).items() if found[0] == tag] for tag in (MEASURED, ESTIMATED)}
     tagged = "; ".join(f"{tag}: {', '.join(names)}" for tag, names in tags.items() if names)
     return "\n".join(
         [
-            f"Plans for {cost.model.name} on {cost.cluster.gpus} GPUs, fastest first, ties by simplicity (ESTIMATED)",
+            f"Plans for {cost.model.name} on {gpus(cost)}, fastest first, ties by simplicity (ESTIMATED)",
             f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}.",
             *aligned([PLAN_COLUMNS, *plans], {1, 8, 9, 10, 11}),
             *LEGEND,
-            *(note for note, holds in notes.items() if holds),
+            *[ties] * (result.ties > 1),
             "",
             f"Where an iteration's time goes, and memory ({tagged})",
-            *aligned([["#", "iteration", "+- ms", *TERMS, "heaviest", "headroom"], *times], set()),
+            *aligned([["#", "iteration", "+-", *TERMS, "heaviest", "headroom"], *times], set()),
             "+-: of measured times nine of ten are within it (calibrate measures it on your runs).",
         ]
     )
@@ -185,24 +187,49 @@ def wrapped(text: str, mark: str = "- ") -> str:
     return textwrap.fill(text, 118, initial_indent=mark, subsequent_indent=" " * len(mark), break_on_hyphens=False)
 
 
+def first(result: Result) -> str:
+    """The first plan, and what 2bw gains over a flush and costs."""
+    winner, fastest = result.estimates[0], max(result.estimates, key=attrgetter("throughput"))
+    sizes = " GiB of ".join(f"{size / GIB:.2f}" for size in winner.fullest)
+    text = f"Best: {winner.plan.title}, {three(winner.throughput)} samples/s, {sizes} allowed ({ESTIMATED})."
+    if result.ties > 1 and fastest is not winner:
+        delay = "" if fastest.plan.pipeline.flushes else " and the cost of its delay in convergence"
+        text += f" The fastest is {_rate(fastest)}: the difference is within the error{delay}."
+    return "\n".join(wrapped(words, "") for words in (text, *gain(result)))
+
+
+def _rate(estimate: Estimate) -> str:
+    return f"{estimate.plan.title} ({three(estimate.throughput)} samples/s)"
+
+
+def gain(result: Result) -> Iterator[str]:
+    """What the fastest plan of 2bw gains over the fastest exact one, and what it costs, where both are."""
+    found = sorted([*result.estimates, *result.rivals], key=_per_sample)
+    late = next((estimate for estimate in found if estimate.plan.schedule == "2bw"), None)
+    exact = next((estimate for estimate in found if estimate.plan.pipeline.flushes), None)
+    if late and exact:
+        plan, stage = late.plan, max(late.memory, key=attrgetter("total"))
+        slot, bubble = plan.gradient_slots == 2, "One stage has no bubble to gain: only reductions and step overlap."
+        if plan.depth > 1:
+            share = f"1 + (d - 1)/m, {1 + (plan.depth - 1) / plan.microbatches:.2f} here"
+            bubble = f"On even stages the gain is about {share}; on slow links it is more."
+        yield (
+            f"2bw against a flush: {_rate(late)} is {late.throughput / exact.throughput:.2f} times as fast as "
+            f"{_rate(exact)}. {bubble} It costs one more weight version{' and gradient slot' * slot} "
+            f"({(stage.weights + slot * stage.gradients) / 2 / GIB:.2f} GiB) and a delay of one update."
+        )
+
+
 def reason(result: Result) -> str:
     """Why the first plan is fastest: its time by cause, beside the best of another shape and of each other schedule."""
-    winner, best = result.estimates[0], max(result.estimates, key=attrgetter("throughput"))
-    first = f"{winner.plan.title} is the fastest: {winner.throughput:.1f} samples/s ({ESTIMATED})."
-    if result.ties > 1 and best is not winner:
-        first = (
-            f"{winner.plan.title} is first: {winner.throughput:.1f} samples/s ({ESTIMATED}). The fastest, "
-            f"{best.plan.title}, has {best.throughput:.1f}. The difference is within the error"
-            f"{'' if best.plan.pipeline.flushes else ' and the cost of its delay in convergence'}."
-        )
-    rows = []
+    winner, rows = result.estimates[0], []
+    unit, times = ("Milliseconds", 1e3) if _per_sample(winner) < 1 else ("Seconds", 1)
     for estimate in (winner, *result.rivals):
-        causes = (f"{1e3 * getattr(estimate.split, term) / estimate.plan.global_batch:.2f}" for term in TERMS)
-        rates = f"{estimate.throughput:.1f}", f"{winner.throughput / estimate.throughput:.2f}"
+        causes = (f"{times * getattr(estimate.split, term) / estimate.plan.global_batch:.2f}" for term in TERMS)
+        rates = three(estimate.throughput), f"{winner.throughput / estimate.throughput:.2f}"
         rows.append([estimate.plan.title, *rates, *causes, f"{estimate.heaviest / GIB:.2f} GiB"])
     lines = [
-        wrapped(first, ""),
-        "Below it: the best plan of another shape, and of each other schedule. Milliseconds a sample by cause.",
+        f"The first plan, the best of another shape, and of each other schedule. {unit} a sample by cause.",
         *aligned([["plan", "samples/s", "ratio", *TERMS, "heaviest"], *rows], {0}),
         "ratio: the first plan's samples/s by this one's.",
     ]
@@ -219,8 +246,8 @@ def on_fewer_gpus(result: Result) -> str:
         return "- No part of the cluster is faster (fewer servers, or fewer GPUs of each server)."
     cluster, best = result.fewer
     return wrapped(
-        f"A plan on {cluster.gpus} of the {result.cost.cluster.gpus} GPUs is faster: {best.plan.title} "
-        f"({best.throughput:.1f} samples/s). Plan for these: {part_flags(cluster)}"
+        f"A plan on {cluster.gpus} of the {gpus(result.cost)} is faster: {_rate(best)}. Plan for these: "
+        f"{part_flags(cluster)}"
     )
 
 
@@ -246,6 +273,7 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     network = (ESTIMATED if ESTIMATED in tags.values() else MEASURED, found)
     memory = f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free"
     memory += "" if cost.given_margin is not None else ", and what NCCL takes"
+    memory += f"; the plans leave {100 * cost.spare:.0f} % more" * (cost.spare > 0)
     return (
         {"compute": compute}
         | dict.fromkeys(("tensor", "pipeline", "data"), network)
@@ -256,7 +284,5 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
 
 def evidence(cost: Cost) -> str:
     """The source of each term of the estimates."""
-    lines = []
-    for term, (tag, source) in terms(cost).items():
-        lines += textwrap.wrap(source, 118, initial_indent=f"{term:<10}{tag:<11}", subsequent_indent=" " * 21)
-    return "\n".join(lines)
+    kinds = itertools.groupby(terms(cost).items(), key=lambda item: item[1])
+    return "\n".join(wrapped(f"{', '.join(dict(same))}: {tag}, {source}") for (tag, source), same in kinds)

@@ -23,7 +23,7 @@ SLURM = Path(__file__).parents[2] / "slurm"  # its scripts train a model by name
 
 def torchrun_script(cost: Cost, estimate: Estimate) -> str:
     """run.sh, which trains the model. The user starts it on each server of the cluster."""
-    entry, cluster = entry_script(cost.model), cost.cluster
+    entry, cluster = f"pretrain_{cost.model.kind}_2bw", cost.cluster
     usage = "./run.sh [FLAGS]"
     first = "NODE_RANK=${NODE_RANK:-0}\nMASTER_ADDR=${MASTER_ADDR:-localhost}"
     if cluster.servers > 1:  # with the defaults each server would wait for itself
@@ -51,8 +51,8 @@ NNODES=${{NNODES:-{cluster.servers}}}
 {first}
 MASTER_PORT=${{MASTER_PORT:-29500}}
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
-{queues}entry=(-m {entry.removesuffix(".py")})
-[[ -z ${{MEGATRON_2BW:-}} ]] || entry=("$MEGATRON_2BW/{entry}")
+{queues}entry=(-m {entry})
+[[ -z ${{MEGATRON_2BW:-}} ]] || entry=("$MEGATRON_2BW/{entry}.py")
 
 {_arrays(cost, estimate, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}')}
 checkpoints=()
@@ -104,13 +104,8 @@ PROCESSES_PER_NODE={cluster.gpus_per_server}
 
 {_arrays(cost, estimate, f'fail "{_WRONG_DATA}"')}
 
-run_job {entry_script(cost.model)} "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"
+run_job pretrain_{cost.model.kind}_2bw.py "${{model[@]}}" "${{plan[@]}}" "${{training[@]}}" "${{data[@]}}" "$@"
 """
-
-
-def entry_script(model: Model) -> str:
-    """The name of the script that trains a model of this kind."""
-    return f"pretrain_{model.kind}_2bw.py"
 
 
 _NOTES = """

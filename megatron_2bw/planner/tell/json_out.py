@@ -57,6 +57,6 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "tokens_per_second": estimate.throughput * cost.model.sequence,
         "split": asdict(estimate.split),
         "memory": [asdict(stage) | {"total": stage.total} for stage in estimate.memory],
-        "capacity": estimate.capacity,
+        "capacity": min(estimate.capacities),
         "headroom": estimate.headroom,
     }

@@ -15,6 +15,7 @@ from megatron_2bw.files import write_whole
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.planner.tell.explain import three
 from megatron_2bw.schedules import REDUCE, Shape
 from megatron_2bw.timelines.page import whole
 from megatron_2bw.timelines.simulator import Event, makespan, simulate
@@ -26,15 +27,14 @@ FORWARDS = 250_000  # of a timeline; a simulation and its file take seconds
 
 def write_report(cost: Cost, ranked: Sequence[Estimate], cloud: Sequence[Estimate], folder: Path) -> Path:
     """Write index.html to `folder`, which is created if it is missing: the `ranked` plans, the best first, with their
-    timelines, and the others of `cloud`. Raises UserError if it cannot be written."""
-    known = {estimate.plan for estimate in ranked}
-    others = {estimate.plan: estimate for estimate in cloud if estimate.plan not in known}.values()
-    cluster, plans = cost.cluster, [*ranked, *sorted(others, key=lambda each: -each.throughput)]
+    timelines, and of `cloud` the fastest of each other name. Raises UserError if it cannot be written."""
+    cluster, plans = cost.cluster, dict[str, Estimate]()
+    for estimate in (*ranked, *sorted(cloud, key=lambda each: -each.throughput)):
+        plans.setdefault(estimate.plan.title, estimate)
     content = {
         "title": f"{cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} {cluster.device.name}",
         "ranked": len(ranked),
-        "allowed": _short(ranked[0].capacity / GIB),
-        "plans": [_plan(cost, estimate) for estimate in plans],
+        "plans": [_plan(cost, estimate) for estimate in plans.values()],
         "timelines": [_timeline(cost, estimate.plan) for estimate in ranked],
     }
     with file_errors(f"--report {folder}"):
@@ -51,7 +51,9 @@ def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "shown": plan.schedule_name,
         **{size: getattr(plan, size) for size in ("tensor", "depth", "width", "microbatch", "microbatches")},
         "recompute": plan.recompute_name,
-        "rate": _short(estimate.throughput),
+        "rate": float(three(estimate.throughput)),
+        "fullest": [_short(size / GIB) for size in estimate.fullest],
+        "allowed": [_short(size / GIB) for size in estimate.capacities],
         "memory": [{kind: _short(size / GIB) for kind, size in asdict(stage).items()} for stage in estimate.memory],
         "split": {cause: _short(1e3 * time / plan.global_batch) for cause, time in asdict(estimate.split).items()},
         "flags": " ".join(plan.flags(cost.precision)),

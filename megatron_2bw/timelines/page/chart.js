@@ -83,12 +83,13 @@ function figure(label, width, height, parts) {
 
 /**
  * Groups of stacked columns on one scale.
- * groups: [{ title, columns: [{ part: value }] }]; kinds: names of parts, from the bottom; limit: { y, name }
+ * groups: [{ title, columns: [{ part: value }] }]; kinds: names of parts, from the bottom
+ * limit: { y: a value for each column, name }
  * column: what a column is; first: the number of the first
  */
 export function stacks({ label, unit, groups, kinds, limit, column: named = "stage", first = 0 }) {
   const total = (column) => kinds.reduce((sum, kind) => sum + column[kind], 0);
-  const most = Math.max(...groups.flatMap((group) => group.columns.map(total)), limit?.y ?? 0);
+  const most = Math.max(...groups.flatMap((group) => group.columns.map(total)), ...(limit?.y ?? []));
   const [tall, top, bottom] = [170, 24, 34];
   const py = (value) => top + tall - (value / most) * tall;
   const figures = groups.map(({ title, columns }) => {
@@ -111,7 +112,11 @@ export function stacks({ label, unit, groups, kinds, limit, column: named = "sta
           `<text x="${42 + (stage + 0.42) * wide}" y="${top + tall + 14}" text-anchor="middle">${first + stage}</text>`,
         );
     });
-    if (limit) parts.push(`<line x1="40" x2="${width}" y1="${py(limit.y)}" y2="${py(limit.y)}" class="limit"/>`);
+    const from = (stage) => (stage === 0 ? 40 : 42 + (stage - 0.08) * wide);
+    limit?.y.forEach((y, stage) => {
+      const to = stage === columns.length - 1 ? width : from(stage + 1);
+      parts.push(`<line x1="${from(stage)}" x2="${to}" y1="${py(y)}" y2="${py(y)}" class="limit"/>`);
+    });
     parts.push(`<text x="0" y="11" class="title">${escaped(title)}</text>`);
     parts.push(`<text x="40" y="${top + tall + 29}">${escaped(axis)}</text>`);
     const box = `viewBox="0 0 ${width} ${top + tall + bottom}" width="${width}"`;

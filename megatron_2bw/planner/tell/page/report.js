@@ -5,7 +5,7 @@ import { button, by, cell, copied, element } from "./dom.js";
 import { Stack } from "./stack.js";
 import { number } from "./why.js";
 
-const { title, ranked, allowed, plans, timelines } = JSON.parse(by("report").textContent);
+const { title, ranked, plans, timelines } = JSON.parse(by("report").textContent);
 const CAUSES = {
   compute: "computing",
   tensor: "tensor parallelism's collectives",
@@ -21,6 +21,7 @@ const sum = (split) => Object.values(split).reduce((one, other) => one + other, 
 plans.forEach((plan, place) => {
   plan.rank = place < ranked ? place + 1 : null;
   plan.gib = heaviest(plan.memory);
+  plan.full = (100 * plan.fullest[0]) / plan.fullest[1];
   plan.bubble = (100 * plan.split.bubble) / sum(plan.split);
 });
 
@@ -67,7 +68,7 @@ function table() {
       "aria-pressed": plan === chosen,
       "aria-label": `Show ${plan.name}`,
     });
-    return element("tr", plan.gib > allowed ? { class: "soft" } : {}, ...values, cell(choose));
+    return element("tr", plan.full > 100 ? { class: "soft" } : {}, ...values, cell(choose));
   };
   const rows = [...plans].sort(compared).map(row);
   const heads = element("tr", {}, ...Object.entries(COLUMNS).map(head), element("td", {}));
@@ -94,26 +95,26 @@ function show() {
     unit: "GiB a GPU",
     groups: [{ title: chosen.name, columns: chosen.memory }],
     kinds: MEMORY,
-    limit: { y: allowed, name: `allowed: ${number(allowed)} GiB` },
+    limit: { y: chosen.allowed, name: "allowed" },
   });
   change({});
 }
 
 function front() {
-  const near = plans.filter((plan) => plan.gib <= 2 * allowed);
+  const near = plans.filter((plan) => plan.full <= 200);
   const points = (name) =>
     near
       .filter((plan) => plan.schedule === name)
-      .map((plan) => [plan.gib, plan.rate, `${plan.name}: ${number(plan.rate)} samples/s, ${number(plan.gib)} GiB`]);
+      .map((plan) => [plan.full, plan.rate, `${plan.name}: ${number(plan.rate)} samples/s, ${number(plan.gib)} GiB`]);
   by("front").innerHTML = plot({
     label: "Throughput against memory, a mark per plan",
-    x: "GiB of the heaviest stage",
+    x: "% of the memory that the fullest stage may take",
     y: "samples/s",
     lines: false,
     series: Object.entries(SERIES)
       .map(([name, index]) => ({ name, index, points: points(name) }))
       .filter((one) => one.points.length),
-    limit: { x: allowed, name: `allowed: ${number(allowed)} GiB` },
+    limit: { x: 100, name: "allowed" },
   });
 }
 
@@ -148,8 +149,8 @@ function change(part) {
 document.title = title;
 by("title").textContent = title;
 by("best").textContent =
-  `The fastest plan that fits: ${plans[0].name}, ${number(plans[0].rate)} samples/s, ` +
-  `${number(plans[0].gib)} GiB of ${number(allowed)} allowed.`;
+  `Best: ${plans[0].name}, ${number(plans[0].rate)} samples/s, ` +
+  `${plans[0].fullest.map(number).join(" GiB of ")} GiB allowed.`;
 const more = plans.length - ranked;
 by("counted").textContent =
   `Plans of the search, which have a rank: ${ranked}. ` +
