@@ -136,7 +136,7 @@ def _mistakes(args: Args) -> Iterator[str]:
     if not 0 <= args.two_bw_correction_gradient <= 10:
         yield f"--two-bw-correction-gradient {args.two_bw_correction_gradient} must be between 0 and 10"
     if args.sft_data and task(args) != "gpt":
-        yield "--sft-data is a flag of pretrain_gpt_2bw.py: leave it out"
+        yield "--sft-data works with a GPT only: leave it out"
     for flag in _NOT_OF_CONVERSATIONS.split() if args.sft_data else ():
         if value(args, flag):
             yield f"{flag} does not work with --sft-data: leave it out"
