@@ -50,6 +50,7 @@ def test_of_equal_plans_the_simpler_one_is_first():
         replace(FLUSH, recompute="selective"),
         replace(FLUSH, first=5, last=7),
         replace(FLUSH, tensor=2),
+        replace(FLUSH, microbatches=3),
         replace(FLUSH, schedule="megatron", virtual=2),
         replace(FLUSH, pipeline_inside=True),
         replace(FLUSH, schedule="gpipe", gpipe_round=4),

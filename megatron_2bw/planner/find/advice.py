@@ -55,6 +55,7 @@ def _burden(plan: Plan) -> tuple[bool, int]:
     choices = (
         plan.tensor > 1,
         plan.depth > 1,
+        plan.depth > plan.microbatches,  # most stages wait
         plan.virtual > 1,
         plan.recompute != "none",
         plan.first or plan.last or plan.stages,

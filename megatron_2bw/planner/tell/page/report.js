@@ -16,6 +16,7 @@ const CAUSES = {
 };
 // Colour and mark of a schedule, as on the page of schedules.
 const SERIES = { "2bw": 0, "pipedream-flush": 4, gpipe: 5, "no-pipelining": 6, pipedream: 7, megatron: 8 };
+const three = (rate) => (rate < 100 ? rate.toPrecision(3) : String(rate));
 const sum = (split) => Object.values(split).reduce((one, other) => one + other, 0);
 
 plans.forEach((plan, place) => {
@@ -35,7 +36,7 @@ const COLUMNS = {
   microbatch: ["microbatch, b"],
   microbatches: ["microbatches, m"],
   recompute: ["recompute"],
-  rate: ["samples/s", number],
+  rate: ["samples/s", three],
   bubble: ["bubble", (share) => `${share.toFixed(1)} %`],
   gib: ["GiB, heaviest stage", number],
 };
@@ -85,7 +86,7 @@ function choosing(plan) {
 }
 
 function show() {
-  by("chosen").textContent = `${chosen.name}: ${number(chosen.rate)} samples/s, ${number(chosen.gib)} GiB`;
+  by("chosen").textContent = `${chosen.name}: ${three(chosen.rate)} samples/s, ${number(chosen.gib)} GiB`;
   by("flags").replaceChildren(
     button("Copy the flags", copied(chosen.flags)),
     element("pre", { class: "wrapped" }, chosen.flags),
@@ -105,7 +106,7 @@ function front() {
   const points = (name) =>
     near
       .filter((plan) => plan.schedule === name)
-      .map((plan) => [plan.full, plan.rate, `${plan.name}: ${number(plan.rate)} samples/s, ${number(plan.gib)} GiB`]);
+      .map((plan) => [plan.full, plan.rate, `${plan.name}: ${three(plan.rate)} samples/s, ${number(plan.gib)} GiB`]);
   by("front").innerHTML = plot({
     label: "Throughput against memory, a mark per plan",
     x: "% of the memory that the fullest stage may take",
@@ -149,7 +150,7 @@ function change(part) {
 document.title = title;
 by("title").textContent = title;
 by("best").textContent =
-  `Best: ${plans[0].name}, ${number(plans[0].rate)} samples/s, ` +
+  `Best: ${plans[0].name}, ${three(plans[0].rate)} samples/s, ` +
   `${plans[0].fullest.map(number).join(" GiB of ")} GiB allowed.`;
 const more = plans.length - ranked;
 by("counted").textContent =
