@@ -23,9 +23,8 @@ def rejections(result: Result) -> str:
     """The rejected plans by cause, and the fastest plan that does not fit, of another name than those of the table."""
     cost, search, known = result.cost, result.search, {estimate.plan.title for estimate in result.estimates}
     lines = [
-        "Illegal plans by cause:",
+        "Illegal plans by cause:" + " none" * (not search.rejected),
         *(f"  {count:6}  {cause}" for cause, count in search.rejected.most_common()),
-        *["  none"] * (not search.rejected),
         f"Plans that do not fit and may be faster than plans of the table ({ESTIMATED}): {len(search.too_large)}",
     ]
     for large in map(cost.estimate, [plan for plan in search.too_large if plan.title not in known][:1]):
