@@ -89,7 +89,7 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--two-bw-correction", choices=("none", "auto", "extrapolate"), default="none", help=text)
     text = "so many times the last update, 0 to 2: a number, FIRST:cosine:LAST or FIRST:linear:LAST"
     add("--two-bw-correction-factor", type=correction.factor, default="1", metavar="FACTOR", help=text)
-    text = "so many times the part of the last update that its last gradient alone contributed, 0 to 10"
+    text = "so many times the last gradient's part of the last update, 0 to 10"
     add("--two-bw-correction-gradient", type=float, default=0.0, metavar="TIMES", help=text)
     text = "microbatches that gpipe admits at a time (default: the whole batch)"
     add("--gpipe-round", type=whole(1), metavar="N", help=text)

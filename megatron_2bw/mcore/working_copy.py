@@ -174,7 +174,7 @@ class WorkingCopy:
 def add_gradients(
     optimizer: Any, group: dict[str, Any], stepped: list[torch.Tensor], working: list[torch.Tensor], times: float
 ) -> None:
-    """Add to `working`, `times` over, what the last gradients contributed to the last update of `stepped`.
+    """Add to `working`, `times` over, the last gradients' part D of the last update of `stepped` (flags/correction.py).
 
     Adam: -(1 - beta1) rate g / (sqrt(v / (1 - beta2^t)) + eps); SGD: -rate g. Nothing for other optimizers.
     """
