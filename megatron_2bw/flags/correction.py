@@ -6,8 +6,8 @@ the working copy
     W'(j) = W(j) + factor (W(j) - W(j-1)) + gradient D(j),
 
 where D(j) is the last gradient's part of the update W(j) - W(j-1). For Adam D(j) is -(1 - beta1) rate g / (sqrt(v) +
-eps), without the 1 / (1 - beta1^t) of the first iterations. The first term is the error feedback of arXiv 2606.30634; the second damps the
-directions of high curvature, in which the delay oscillates (docs/convergence.md).
+eps), without the 1 / (1 - beta1^t) of the first iterations. The first term is the error feedback of arXiv 2606.30634;
+the second damps the directions of high curvature, in which the delay oscillates (docs/convergence.md).
 
 Invariant: without torch, as all flags; the values in `args` are strings and numbers, which Megatron saves.
 """
