@@ -65,10 +65,7 @@ def apart() -> Result:
     return searched(GPT, clusters.preset("p3.16xlarge", 2), 70, 12)
 
 
-RESULTS = ["small", "tight", "apart"]
-
-
-@pytest.fixture(params=RESULTS)
+@pytest.fixture(params=["small", "tight", "apart"])
 def result(request) -> Result:
     return request.getfixturevalue(request.param)
 
@@ -224,6 +221,10 @@ def test_the_fastest_plan_that_does_not_fit_is_named(tight):
     assert f"{large.plan.title} would reach {three(large.throughput)} samples/s" in text
     assert f"needs {large.heaviest / GIB:.2f} GiB, and {min(large.capacities) / GIB:.2f} GiB are allowed" in text
     assert as_json(tight)["too_large"]["fastest"]["headroom"] < 0
+    found = searched(PRESETS["gpt-2.2b"], clusters.preset("p3.16xlarge", 2), 16)
+    shown = {estimate.plan.title for estimate in found.estimates}
+    assert found.search.too_large[0].title in shown  # another choice of the same name
+    assert re.search(r"^- (.+) would reach", rejections(found), re.MULTILINE)[1] not in shown
 
 
 # --- nothing fits ----------------------------------------------------------------------------------------------------
@@ -256,6 +257,7 @@ def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
     assert plan.title in text and plan.microbatches >= plan.depth
     assert clusters.GPUS[re.search(r"or more, such as ([^;]+);", text)[1]].memory_gib >= memory
     assert "GiB or more" not in failed(PRESETS["gpt-175b"], P3, space)[0]  # no GPU has that much
+    assert "servers" not in failed(model, P3, Space(1))[0]  # only one microbatch on sixteen stages would fit
 
 
 def test_where_nothing_is_legal_the_causes_are_reported():

@@ -26,10 +26,8 @@ H100 = clusters.preset("dgx-h100", 2)
 LINE = Plan(1, 4, 2, 4, 8, extrapolate=True)
 SQUARE = Plan(2, 4, 2, 1, 8, recompute="full", distributed_optimizer=True, pipeline_inside=True, sequence_parallel=True)
 # What every job asks Slurm for. Slurm signals the script 120 s before the time limit.
-SBATCH = (
-    "--ntasks-per-node=1 --exclusive --time=24:00:00 --signal=B:TERM@120 --requeue --open-mode=append "
-    "--output=%x-%j.log"
-).split()
+SBATCH = "--ntasks-per-node=1 --exclusive --time=24:00:00 --signal=B:TERM@120 --requeue --open-mode=append".split()
+SBATCH.append("--output=%x-%j.log")
 # Prints the words that it is given, a line each, and what it finds in the environment.
 STUB = '#!/bin/bash\nprintf "%s\\n" "$0" "$@" > words\nprintenv CUDA_DEVICE_MAX_CONNECTIONS > connections\ntrue\n'
 
