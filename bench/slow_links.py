@@ -184,11 +184,11 @@ def draw(rows: list[Row]) -> Any:
     figure = new_figure(8.5, 4)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = list(dict.fromkeys(row["variant"] for row in rows))
-    for place, name in enumerate(names):
+    for place, (name, colour) in enumerate(zip(names, "#bbb #777 #e69f00 #00664c #56b4e9 #0072b2".split())):
         own = [row for row in rows if row["variant"] == name]
         rates, times = [row["measured_mbit"] for row in own], [row["iteration_ms"] / 1e3 for row in own]
-        left.plot(rates, times, "o-", label=name)
-        right.bar_label(right.bar(place, own[-1]["sent_mb"]), fmt="%.3g", fontsize=8)
+        left.plot(rates, times, "o-", color=colour, label=name)
+        right.bar_label(right.bar(place, own[-1]["sent_mb"], color=colour), fmt="%.3g", fontsize=8)
         right.plot(place, own[-1]["theory_mb"], "ko", markersize=3)
     links = {row["measured_mbit"]: row["rate"] for row in rows}
     left.set(xscale="log", xlabel="rate of the link (Mbit/s)", yscale="log", ylabel="iteration (s)")
