@@ -120,13 +120,14 @@ function front() {
 }
 
 function splits() {
-  const columns = plans
-    .slice(0, ranked)
-    .map(({ split }) => Object.fromEntries(Object.entries(CAUSES).map(([cause, name]) => [name, split[cause]])));
+  const shown = plans.slice(0, ranked).map((plan) => plan.split);
+  const [unit, each] = Math.max(...shown.map(sum)) < 1000 ? ["milliseconds", 1] : ["seconds", 1000];
+  const column = (split) =>
+    Object.fromEntries(Object.entries(CAUSES).map(([cause, name]) => [name, split[cause] / each]));
   by("splits").innerHTML = stacks({
     label: "Time by cause",
-    unit: "milliseconds per sample",
-    groups: [{ title: "", columns }],
+    unit: `${unit} per sample`,
+    groups: [{ title: "", columns: shown.map(column) }],
     kinds: Object.values(CAUSES),
     column: "rank",
     first: 1,
