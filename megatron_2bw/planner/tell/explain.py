@@ -194,11 +194,11 @@ def first(result: Result) -> str:
     text = f"Best: {winner.plan.title}, {three(winner.throughput)} samples/s, {sizes} allowed ({ESTIMATED})."
     if result.ties > 1 and fastest is not winner:
         delay = "" if fastest.plan.pipeline.flushes else " and the cost of its delay in convergence"
-        text += f" The fastest is {_rate(fastest)}: the difference is within the error{delay}."
+        text += f" The fastest is {rate(fastest)}: the difference is within the error{delay}."
     return "\n".join(wrapped(words, "") for words in (text, *gain(result)))
 
 
-def _rate(estimate: Estimate) -> str:
+def rate(estimate: Estimate) -> str:
     return f"{estimate.plan.title} ({three(estimate.throughput)} samples/s)"
 
 
@@ -214,8 +214,8 @@ def gain(result: Result) -> Iterator[str]:
             share = f"1 + (d - 1)/m, {1 + (plan.depth - 1) / plan.microbatches:.2f} here"
             bubble = f"On even stages the gain is about {share}; on slow links it is more."
         yield (
-            f"2bw against a flush: {_rate(late)} is {late.throughput / exact.throughput:.2f} times as fast as "
-            f"{_rate(exact)}. {bubble} It costs one more weight version{' and gradient slot' * slot} "
+            f"2bw against a flush: {rate(late)} is {late.throughput / exact.throughput:.2f} times as fast as "
+            f"{rate(exact)}. {bubble} It costs one more weight version{' and gradient slot' * slot} "
             f"({(stage.weights + slot * stage.gradients) / 2 / GIB:.2f} GiB) and a delay of one update."
         )
 
@@ -246,7 +246,7 @@ def on_fewer_gpus(result: Result) -> str:
         return "- No part of the cluster is faster (fewer servers, or fewer GPUs of each server)."
     cluster, best = result.fewer
     return wrapped(
-        f"A plan on {cluster.gpus} of the {gpus(result.cost)} is faster: {_rate(best)}. Plan for these: "
+        f"A plan on {cluster.gpus} of the {gpus(result.cost)} is faster: {rate(best)}. Plan for these: "
         f"{part_flags(cluster)}"
     )
 

@@ -14,26 +14,24 @@ from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.find.advice import ranked
 from megatron_2bw.planner.find.search import Search, on_fewer
 from megatron_2bw.planner.find.space import Space
-from megatron_2bw.planner.tell.explain import ESTIMATED, Result, gpus, part_flags, three, wrapped
+from megatron_2bw.planner.tell.explain import ESTIMATED, Result, gpus, part_flags, rate, wrapped
 
 SHORTEST = 512  # tokens of a sequence that is proposed
 
 
 def rejections(result: Result) -> str:
-    """The rejected plans by cause, and the fastest plan that does not fit, of another name than those of the table."""
+    """The rejected plans by cause, and the fastest with a name of its own that another known GPU would hold."""
     cost, search, known = result.cost, result.search, {estimate.plan.title for estimate in result.estimates}
     lines = [
         "Illegal plans by cause:" + " none" * (not search.rejected),
         *(f"  {count:6}  {cause}" for cause, count in search.rejected.most_common()),
         f"Plans that do not fit and may be faster than plans of the table ({ESTIMATED}): {len(search.too_large)}",
     ]
-    for large in map(cost.estimate, [plan for plan in search.too_large if plan.title not in known][:1]):
-        words = (
-            f"{large.plan.title} would reach {three(large.throughput)} samples/s (the first plan: "
-            f"{three(result.estimates[0].throughput)}), but its fullest stage needs {large.fullest[0] / GIB:.2f} "
-            f"GiB, and {(large.fullest[1] - cost.spare_bytes) / GIB:.2f} GiB are allowed."
-        )
-        lines.append(wrapped(words))
+    largest = GIB * max(gpu.memory_gib for gpu in GPUS.values())
+    others = (plan for plan in search.too_large if plan.title not in known and cost.gpu_bytes(plan) <= largest)
+    for large in map(cost.estimate, itertools.islice(others, 1)):
+        need, room = (f"{size / GIB:.2f} GiB" for size in (large.fullest[0], large.fullest[1] - cost.spare_bytes))
+        lines.append(wrapped(f"{rate(large)} does not fit: its fullest stage needs {need}, and {room} are allowed."))
     return "\n".join(lines)
 
 
