@@ -80,7 +80,9 @@ def read_yaml(path: Path, flag: str = "") -> Any:
             raise ValueError(f"has more than {most} characters: give a file of settings")
     try:
         return json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise UserError(f"{where}: has too many brackets in brackets: give a file of settings") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: {' '.join(str(error).split())}") from None
 
 
