@@ -43,16 +43,8 @@ def training_command(schedule: str, iterations: int, corpus_flags: list[str], de
         --max-position-embeddings {SEQUENCE} --train-iters {iterations} --log-interval {log_interval(iterations)}
         --lr-warmup-iters {min(WARM_UP, iterations // 2)} --eval-interval {iterations + 1}
     """.split()  # one validation, after the last iteration
-    return [
-        *torchrun(STAGES),
-        *sizes,
-        *MODEL,
-        *PLAIN_TORCH,
-        *OPTIMIZER,
-        *DATA,
-        *corpus_flags,
-        f"--tensorboard-dir={out}",
-    ]
+    flags = [*sizes, *MODEL, *PLAIN_TORCH, *OPTIMIZER, *DATA, *corpus_flags, f"--tensorboard-dir={out}"]
+    return [*torchrun(STAGES), *flags]
 
 
 def pick_device() -> str:

@@ -27,13 +27,8 @@ MEGATRON = "megatron_2bw.start.preload"
 
 # A rank that calls itself another host passes NCCL's test for two ranks on one GPU: the test compares host and GPU
 # (init.cc of NCCL 2.28 and 2.30). Messages then go through sockets.
-SHARED_GPU = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NET": "Socket",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-}
+SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+SHARED_GPU |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 
 
 class WorldError(AssertionError):
@@ -47,8 +42,7 @@ class WorldTimeout(WorldError):
 def run_world(size: int, function: Callable, *args, timeout: float = 120.0, preload: str = MEGATRON) -> list:
     """Run `function(rank, *args)` on `size` ranks (environment set as torchrun does); return their results.
 
-    Results travel through torch.save, and arrive on the CPU. Raises WorldError when a rank raises, exits or outlasts
-    `timeout` seconds.
+    Results travel through torch.save to the CPU. WorldError when a rank raises, exits or outlasts `timeout` seconds.
 
     preload: the module that the server imports. One server serves a process, so the first call decides.
     """
@@ -105,14 +99,8 @@ def _rank_main(rank: int, size: int, port: int, folder: str, preload: str, funct
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        WORLD_FOLDER=folder,
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), WORLD_FOLDER=folder)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") == "cuda":
         os.environ.update(on_gpu(rank, size, torch.cuda.device_count()))
     tempfile.tempdir = folder  # where a run without a folder of its own writes its output

@@ -1,7 +1,6 @@
 """The results of megatron-2bw convergence: curves from logs, gaps, lags, the table and the text.
 
-Invariant: pure functions of logs and results. A loss that is not finite makes a run "diverged" and gives no finite
-figure.
+Invariant: pure functions of logs and results. With a loss that is not finite a run has diverged, and has no figures.
 
 final validation loss   after the last iteration
 gap                     that loss above vanilla's with the same seed, in percent of vanilla's

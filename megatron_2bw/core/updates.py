@@ -1,8 +1,7 @@
 """What happens to a batch's gradients: one `Update` each for the flush schedules, PipeDream and PipeDream-2BW.
 
 Invariant of `LateUpdate` (docs/design.md, [Note: the late step's window]): between a batch's REDUCE and its STEP the
-step's thread alone writes the reserved weight store and reads the batch's gradients; the training thread touches
-neither.
+step's thread alone writes the reserved weight store and reads the batch's gradients, not the training thread.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ class Encoder:
 def write(prefix: Path, dtype: type[numpy.number], documents: Iterable[Document]) -> Counter[str]:
     """Write the documents to `prefix`.bin and .idx by Megatron's builder, which holds 45 bytes for each sequence.
 
-    Returns how many documents, sequences, tokens, and targets of --task sft there are; and how many empty documents,
-    which are left out.
+    Returns how many documents, sequences, tokens, targets of --task sft, and empty documents (left out) there are.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

@@ -1,7 +1,6 @@
 """megatron-2bw preprocess: the flags of data preparation.
 
-Invariant: bad input ends with status 2 and one line that names the flag. Stdout has only the Megatron flags that train
-on the result.
+Invariant: bad input ends with status 2 and one line that names the flag. Stdout has the flags of a training alone.
 """
 
 from __future__ import annotations
@@ -26,25 +25,20 @@ PROG = "megatron-2bw preprocess"
 def parser(prog: str = PROG) -> argparse.ArgumentParser:
     cli = Parser(prog, allow_abbrev=False, description="Text to Megatron's .bin and .idx.")
     option = cli.add_argument
-    tasks = "gpt: documents; bert: sentences; sft: conversations"
-    option("--task", choices=("gpt", "bert", "sft"), required=True, help=tasks)
+    option("--task", choices=("gpt", "bert", "sft"), required=True, help="documents, sentences, or conversations")
     option("--output-prefix", required=True, metavar="PREFIX", help="of the .bin and .idx; --data-path takes it")
     option("--workers", type=int, metavar="N", help="processes (default: the cores that the job may use)")
 
     option, either = _group(cli, "input")
     either("--input", nargs="+", metavar="FILE|FOLDER", help="text or JSON lines, also .gz, .bz2, .xz")
-    dataset = "of save_to_disk, of data files (parquet, csv, …), or a name on the Hub"
-    either("--dataset", metavar="FOLDER|NAME", help=dataset)
-    form = "auto (default): jsonl by .jsonl, .json, .ndjson"
-    option("--input-format", choices=("auto", "text", "jsonl"), default="auto", help=form)
-    units = "a document of a text file (default: file)"
-    option("--text-documents", choices=("file", "blank-lines", "lines"), default="file", help=units)
+    either("--dataset", metavar="FOLDER|NAME", help="of save_to_disk, of data files (parquet, csv, …), or on the Hub")
+    option("--input-format", choices=("auto", "text", "jsonl"), default="auto", help="auto (default): by the ending")
+    units = ("file", "blank-lines", "lines")
+    option("--text-documents", choices=units, default="file", help="a document of a text file (default: file)")
     option("--dataset-config", metavar="NAME", help="as in load_dataset")
     option("--dataset-split", metavar="NAME", default="train", help="default: train")
-    key = "key or column of the text (default: text)"
-    option("--json-keys", "--text-column", dest="key", default="text", metavar="NAME", help=key)
-    skip = "count and skip documents that are not text, which are errors otherwise"
-    option("--skip-bad-documents", action="store_true", help=skip)
+    option("--json-keys", "--text-column", dest="key", default="text", metavar="NAME", help="of text (default: text)")
+    option("--skip-bad-documents", action="store_true", help="leave documents out that are not text, and count them")
     option("--language", metavar="CODE", default="en", help="of the sentences, for bert: en (default), de, zh, …")
 
     option, either = _group(cli, "tokenizer")

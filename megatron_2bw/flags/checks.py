@@ -1,7 +1,6 @@
 """Checks that look at files and packages: this project's data and checkpoints, and Transformer Engine.
 
-Invariant: a check reads the arguments and looks at files, changes nothing, and answers one line that names the flag and
-says what to do, or None.
+Invariant: a check changes nothing, and answers None or one line that names the flag and says what to do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Megatron's flags that a run cannot honour: what the entry scripts lack, and what a schedule cannot do exactly.
 
-All others start as with Megatron's own scripts; its own errors report what it cannot do. Invariant: a flag without
-which the run would compute something else is refused by name, and one that a schedule does without harmlessly is named
-in one line of the log.
+All others start as with Megatron's own scripts, whose errors report what they cannot do. Invariant: a flag without
+which the run would compute something else is refused by name; one that changes nothing is named in a line of the log.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ UNSUPPORTED = tuple(
     for flag in re.split(" (?=--)", flags)
 )
 
-# What changes nothing under a schedule, or is done there in another way: the scope, the flag and why, and the arguments
-# without it.
+# What changes nothing under a schedule, or is done there in another way: scope, flag, why, and arguments without it.
 _IDLE: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("script", "--log-straggler", "the forward step feeds no detector", {"log_straggler": False}),
     ("2bw", "--timing-log-level", "no barriers", {"barrier_with_L1_time": False}),

@@ -7,7 +7,6 @@ the rows run on the CPU with a tiny model: their figures of time and memory mean
 from __future__ import annotations
 
 import faulthandler
-import importlib.util
 import os
 import random
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_2bw import cpu
+from megatron_2bw.flags.rule import installed
 from megatron_2bw.gpu_check import entry
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import run_world
@@ -229,7 +229,7 @@ def memory(check: Check, variant: str) -> dict[str, Any]:
     design, slots = DESIGN[variant]
     run = large(check, "2bw", "--two-bw-gradient-slots", str(slots))
     plan = Plan(1, 1, 1, microbatch(check), 8, schedule="2bw", gradient_slots=slots)
-    model, fused = replace(preset("gpt-355m", 512), dropout=False), found("transformer_engine") or found("amp_C")
+    model, fused = replace(preset("gpt-355m", 512), dropout=False), installed("transformer_engine") or installed("apex")
     predicted = Memory(model, "bf16", flash=False, torch_adam=not fused).stages(plan)[0].total
     figures = {"bytes_a_parameter": run.static_bytes / run.parameters, "design": design}
     figures |= {"peak_gib": run.peak_bytes / 2**30, "planner_gib": predicted / 2**30}
@@ -238,10 +238,6 @@ def memory(check: Check, variant: str) -> dict[str, Any]:
     if check.device == "cuda" and run.peak_bytes > 1.1 * predicted:
         raise Failed(f"peak {figures['peak_gib']:.2f} GiB; the planner predicts {figures['planner_gib']:.2f} GiB")
     return figures
-
-
-def found(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 @dataclass(frozen=True)
@@ -267,7 +263,7 @@ ROWS = [
     Row("NCCL, width 2", BITS, partial(same_bits, stages=2, width=2, text=DISTRIBUTED)),
     Row("sanitizer", "torch's stream sanitizer finds no access without an order", stream_sanitizer, ("cuda",)),
     Row("Transformer Engine", FUSED, partial(fused_gradients, words=""), ("cuda", "transformer_engine")),
-    Row("Apex", FUSED, partial(fused_gradients, words=LOCAL), ("cuda", "amp_C")),
+    Row("Apex", FUSED, partial(fused_gradients, words=LOCAL), ("cuda", "apex")),
     Row("overhead", "time of 2bw over Megatron's own schedule, d = 1, GPT 355M", overhead, seconds=300.0),
     *(Row(f"memory, {name}", "bytes per parameter, peak", partial(memory, variant=name)) for name in DESIGN),
 ]

@@ -5,9 +5,7 @@ Invariant: one row that fails or hangs does not stop the others.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import re
 import time
 from collections.abc import Sequence
@@ -18,11 +16,12 @@ import torch
 
 from megatron_2bw.errors import Parser, file_errors
 from megatron_2bw.files import write_json
-from megatron_2bw.gpu_check.rows import ROWS, Check, Failed, Row, found
+from megatron_2bw.flags.rule import installed
+from megatron_2bw.gpu_check.rows import ROWS, Check, Failed, Row
 from megatron_2bw.local_ranks import WorldError, WorldTimeout
+from megatron_2bw.start import doctor
 
 OK, FAILED, HANGS, SKIPPED = "ok", "FAILED", "hangs", "skipped"
-PACKAGES = ("megatron-core", "transformer_engine", "apex")
 BAD = (FAILED, HANGS)
 CAUSE = re.compile(r"[\w.]+Errors?\b|.*: error: ")  # in the log of a rank
 
@@ -63,7 +62,7 @@ def run(rows: Sequence[Row], device: str, path: Path) -> int:
 
 def result_of(row: Row, check: Check) -> dict[str, Any]:
     """Run a row: its result, its figures or the reason, its seconds."""
-    lacking = [name for name in row.needs if not (check.device == "cuda" if name == "cuda" else found(name))]
+    lacking = [name for name in row.needs if not (check.device == "cuda" if name == "cuda" else installed(name))]
     if lacking:
         return {"result": SKIPPED, "why": f"needs {'a GPU' if lacking[0] == 'cuda' else lacking[0]}"}
     begun = time.monotonic()
@@ -86,16 +85,11 @@ def reason(error: Exception) -> str:
 
 
 def machine(check: Check, gpus: int) -> dict[str, Any]:
-    """GPU and versions; fills in the memory of `check`."""
-    about: dict[str, Any] = {"device": "the CPU: figures of time and memory mean nothing"}
+    """What `megatron-2bw doctor` prints; fills in the memory of `check`."""
     if gpus:
-        gpu = torch.cuda.get_device_properties(0)
-        check.gib = round(gpu.total_memory / 2**30, 1)
-        about = {"device": f"{gpus} x {gpu.name}, {check.gib} GiB, compute capability {gpu.major}.{gpu.minor}"}
-        about["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    about |= {"python": platform.python_version(), "torch": torch.__version__, "torch's CUDA": torch.version.cuda}
-    installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
-    return about | {name: installed.get(name, "not installed") for name in PACKAGES}
+        check.gib = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+    about = {"device": f"{gpus} GPUs" if gpus else "the CPU: figures of time and memory mean nothing"}
+    return about | {name: f"{found} {meaning}".rstrip() for _, name, found, meaning in doctor.rows()}
 
 
 def brief(result: dict[str, Any]) -> str:

@@ -74,8 +74,7 @@ class Groups:
                 dist.all_reduce(torch.zeros(1, device=device), group=tensor)
 
     def align_embedding_ranks(self) -> None:
-        """Barrier (gloo) before the tied-embedding all-reduce: an NCCL kernel that waits for its peer would occupy the
-        GPU."""
+        """Barrier (gloo) before the tied embeddings' all-reduce: an NCCL kernel that waits would occupy the GPU."""
         if dist.get_backend(self.embedding) == "nccl" and self._embedding_barrier.size() > 1:
             dist.barrier(group=self._embedding_barrier)
 

@@ -143,8 +143,7 @@ class LateStep(LateUpdate):
 
         end_batch     called at each REDUCE; returns the last three fields of the batch's Job
         complete      called in the training thread with each result
-        save_pending  whether this rank has written its part of the checkpoint that is being saved; None if none is, on
-                      all ranks alike
+        save_pending  whether this rank has written its part of the checkpoint; None, on all ranks, if none is saved
         """
         device, parts = stores.params[0].device, list(getattr(optimizer, "chained_optimizers", [optimizer]))
         super().__init__(stores, Worker("2bw step", device, cpu.answering), step=lambda gradients, target: False)
@@ -240,17 +239,11 @@ class LateStep(LateUpdate):
             if stepped:
                 self._megatron.schedule(increment=self._increment)
             scale = self.scales.now()
-            outcome = StepResult(
-                job.batch,
-                bool(stepped),
-                None if grad_norm is None else float(grad_norm),
-                zeros,
-                float(scale),
-                get_canonical_lr_for_logging(self._optimizer.param_groups),
-                tuple(StageStats(*stage) for stage in stages),
-                exit_requested,
-                save_complete,
-            )
+            norm = None if grad_norm is None else float(grad_norm)
+            after = float(scale), get_canonical_lr_for_logging(self._optimizer.param_groups)
+            reports = tuple(StageStats(*stage) for stage in stages)
+            known = *after, reports, exit_requested, save_complete
+            outcome = StepResult(job.batch, bool(stepped), norm, zeros, *known)
         return job, outcome, scale
 
     def _megatron_step(self, job: Job, views: list[torch.Tensor]) -> tuple[bool, Any, Any]:

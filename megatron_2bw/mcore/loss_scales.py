@@ -12,8 +12,7 @@ import torch
 class LossScales:
     """The loss scales by the weight version on which a batch runs.
 
-    A batch is scaled as the step left it that made its weights: the newest step that is complete on every stage,
-    whatever the timing.
+    A batch is scaled as the step left it that made its weights: the newest that is surely complete on every stage.
 
     parts  Megatron's optimizers of the stage
     first  the first batch

@@ -1,7 +1,6 @@
 """What Megatron's optimizer and finalize function see in the step's thread instead of the parameters of the stage.
 
-The parameters' own pointers belong to the training thread. Invariant: outside of the context managers here Megatron's
-objects are as they were.
+The parameters' own pointers are the training thread's. Invariant: outside of the contexts here nothing has changed.
 """
 
 from __future__ import annotations

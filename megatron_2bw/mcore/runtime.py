@@ -214,34 +214,16 @@ class MegatronRuntime:
         if self.schedule.late_step:
             if first < (last := min(self.schedule.sync_iterations, end)):
                 print_rank_0(f"> {self.schedule.name}: iterations {first + 1} to {last} run without gradient delay")
-            self.late = LateStep(
-                self.schedule,
-                shape,
-                self.stores,
-                call,
-                self._optimizer,
-                self._scheduler,
-                options,
-                self._resume,
-                end_batch=self._end_batch,
-                complete=self._complete,
-                save_pending=self.save_pending,
-            )
+            parts = self.schedule, shape, self.stores, call, self._optimizer, self._scheduler, options, self._resume
+            asks = dict(end_batch=self._end_batch, complete=self._complete, save_pending=self.save_pending)
+            self.late = LateStep(*parts, **asks)
         self.log = LogLines(None if self.late else Meeting(self._clock.times, ranks, options.timeout))
         if warning := streams_warning():
             print_rank_0(warning)
         self._resume = RunState()  # its tensors are copied
-        self.pipeline = Pipeline(
-            self.schedule,
-            shape,
-            index,
-            neighbours,
-            self._stage,
-            self._update(),
-            recorder=recorder,
-            free_output=self._stage.free_output,
-            defer_step=self.late is None,  # Megatron's call of the optimizer's step runs it
-        )
+        deferred = self.late is None  # Megatron's call of the optimizer's step runs it
+        more = dict(recorder=recorder, free_output=self._stage.free_output, defer_step=deferred)
+        self.pipeline = Pipeline(self.schedule, shape, index, neighbours, self._stage, self._update(), **more)
 
     def _update(self) -> Update:
         def step() -> bool:

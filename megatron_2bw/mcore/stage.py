@@ -84,10 +84,7 @@ class Batch:
 
 
 class MegatronStage:
-    """One stage.
-
-    index  of the stage, 0 first
-    """
+    """One stage, number `index` from 0."""
 
     def __init__(self, shape: Shape, index: int):
         self._shape, self._index = shape, index
@@ -113,14 +110,9 @@ class MegatronStage:
     def receive_buffer(self) -> torch.Tensor:
         """An empty tensor [sequence, microbatch, hidden] of the pipeline's dtype."""
         call = self._call
-        (shape,) = megatron_schedules.get_tensor_shapes(
-            seq_length=call.seq_length,
-            micro_batch_size=call.micro_batch_size,
-            decoder_seq_length=call.decoder_seq_length,
-            config=call.config,
-            tp_group=call.groups.tp,
-            cp_group=call.groups.cp,
-        )
+        sizes = {name: getattr(call, name) for name in ("seq_length", "micro_batch_size", "decoder_seq_length")}
+        groups = dict(tp_group=call.groups.tp, cp_group=call.groups.cp)
+        (shape,) = megatron_schedules.get_tensor_shapes(config=call.config, **sizes, **groups)
         return torch.empty(shape, dtype=call.config.pipeline_dtype, device=torch.cuda.current_device())
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -129,19 +121,11 @@ class MegatronStage:
         if self._random is None and number > self._iteration:
             self._random = random_state()
         batch, index = self._batches[number], microbatch % self._shape.microbatches
-        output, tokens = megatron_schedules.forward_step(
-            call.forward_step_func,
-            call.data_iterator,
-            call.model,
-            self._shape.microbatches,
-            received,
-            batch.losses,
-            call.config,
-            call.groups.cp.size(),
-            is_first_microbatch=index == 0,
-            current_microbatch=index,
-            is_last_stage=self._index == self._shape.stages - 1,
-        )
+        step, data, model, config = call.forward_step_func, call.data_iterator, call.model, call.config
+        given = step, data, model, self._shape.microbatches, received, batch.losses, config, call.groups.cp.size()
+        place = dict(is_first_microbatch=index == 0, current_microbatch=index)
+        last = self._index == self._shape.stages - 1
+        output, tokens = megatron_schedules.forward_step(*given, **place, is_last_stage=last)
         batch.tokens = batch.tokens + tokens
         return output
 
@@ -152,8 +136,7 @@ class MegatronStage:
     def backward(
         self, microbatch: int, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Accumulate gradients. Their data-parallel reduction is held back until the last backward of a batch, as in
-        Megatron's schedules."""
+        """Accumulate gradients. Their reduction waits for the last backward of a batch, as in Megatron's schedules."""
         config, index = self._call.config, microbatch % self._shape.microbatches
         if index == 0:  # after the gradient buffers are zeroed, which would undo it
             self._no_sync = (config.no_sync_func or contextlib.nullcontext)()

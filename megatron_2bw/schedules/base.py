@@ -25,8 +25,7 @@ class Schedule:
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         """The actions of `stage` in `iteration`, in order.
 
-        At STEP the update must be complete: at the end of the batch's own iteration, or, with `late_step`, in the
-        next one.
+        At STEP the update must be complete: at the end of the batch's iteration, or, with `late_step`, in the next.
         """
         raise NotImplementedError
 
@@ -93,8 +92,7 @@ def without_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) 
     """Forwards and backwards of an iteration of a pipeline that is never drained (paper, Figure 2).
 
     Forwards run w = `schedule.ahead(shape, stage)` microbatches ahead of the backwards all through training: for
-    k = 0 ... m-1, F(jm + w + k) and B(jm + k). Only the first iteration fills the pipeline, only the last planned one
-    drains it.
+    k = 0 ... m-1, F(jm + w + k) and B(jm + k). Only the first iteration fills the pipeline, only the last drains it.
     """
     start = iteration * shape.microbatches
     ahead = schedule.ahead(shape, stage)

@@ -1,8 +1,7 @@
 """Dry run of a schedule's action lists that reports the first broken rule. Pure Python.
 
 Invariant: lists that pass can be executed in any timing by a neighbour exchange whose receives block and whose sends
-do not: no stage waits for a message that is never sent, and no weights are overwritten while a microbatch in flight
-still reads them.
+do not: no stage waits for a message that is never sent, and no weights that are still read are overwritten.
 """
 
 from __future__ import annotations

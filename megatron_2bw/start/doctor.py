@@ -26,13 +26,14 @@ LACKING = {  # package: what its absence means
 def main(argv: Sequence[str], prog: str) -> int:
     """Print a table; the status is 1 if something keeps every run from starting."""
     Parser(prog=prog, description="What is installed, and what it means for a run.").parse_args(argv)
-    rows = list(_rows())
-    for verdict, name, found, meaning in rows:
+    found_rows = list(rows())
+    for verdict, name, found, meaning in found_rows:
         print(f"{verdict:<6}{name:<20}{found:<24}{meaning}".rstrip())
-    return int(any(row[0] == WRONG for row in rows))
+    return int(any(row[0] == WRONG for row in found_rows))
 
 
-def _rows() -> Iterator[tuple[str, str, str, str]]:
+def rows() -> Iterator[tuple[str, str, str, str]]:
+    """Verdict, name, what was found, and what it means."""
     import torch
     from torch.torch_version import TorchVersion
 
@@ -50,7 +51,8 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
     few = "too little for the workers of data loaders: docker run --shm-size 8g" if shared < 1 else ""
     yield NOTE if few else OK, "/dev/shm", f"{shared:.1f} GiB", few
     for number in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(number)
-        yield OK, f"GPU {number}", device.name, f"{device.total_memory / 2**30:.0f} GiB"
+        device, nccl = torch.cuda.get_device_properties(number), ".".join(map(str, torch.cuda.nccl.version()))
+        more = f"compute capability {device.major}.{device.minor}, CUDA {torch.version.cuda}, NCCL {nccl}"
+        yield OK, f"GPU {number}", device.name, f"{device.total_memory / 2**30:.0f} GiB, {more}"
     if not torch.cuda.device_count():
         yield NOTE, "GPUs", "-", f"runs compute on the CPU over gloo (torch's CUDA: {torch.version.cuda or 'none'})"

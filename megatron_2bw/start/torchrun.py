@@ -38,8 +38,7 @@ def torchrun(ranks: int, task: str = "gpt", *options: str, script: str | Path | 
 def run_ranks(prog: str, command: Sequence[str]) -> int:
     """Run the ranks of a command of `torchrun` in this process and wait; without torchrun's own report.
 
-    The status of the first rank that failed; 128 and its number after a signal. SIGTERM reaches all ranks, which may
-    save.
+    The status of the first rank that failed; 128 and its number after a signal. SIGTERM reaches all ranks.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -72,8 +71,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def shared_store() -> str | None:
-    """A line if torchrun has started the ranks again, but with the store of the first start: they would wait for the
-    addresses in it."""
+    """A line if torchrun has started the ranks again with the first start's store, whose addresses are gone."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not again or os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False":
         return None

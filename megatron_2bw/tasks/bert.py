@@ -43,6 +43,7 @@ def model_provider(
         layer = import_module(args.spec)
     else:
         layer = get_bert_layer_with_transformer_engine_spec()
+    place = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
     model = BertModel(
         config=config or common.apply_dropped_flags(core_transformer_config_from_args(args), args),
         transformer_layer_spec=layer,
@@ -55,10 +56,7 @@ def model_provider(
         rotary_percent=args.rotary_percent,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         parallel_output=True,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
+        **place,
     )
     if post_process and args.openai_gelu:
         model.lm_head.gelu = common.TANH_GELU  # Megatron's is always exact
@@ -115,8 +113,7 @@ def loss(loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.T
     """Megatron's loss triple: a sum over the masked tokens, their number, and the reports of both losses.
 
     The sum over the number of masked tokens is the mean loss of those tokens plus the binary head's mean over the
-    microbatch's samples. With --calculate-per-token-loss the latter has the weight of the microbatch's tokens (1
-    without tokens).
+    microbatch's samples. With --calculate-per-token-loss the latter has the weight of its tokens (1 without any).
     """
     losses, order = output
     total, tokens = common.masked_sum(losses, loss_mask)

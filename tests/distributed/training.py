@@ -24,33 +24,14 @@ DEVICE = os.environ.get("MEGATRON_2BW_WORLD_DEVICE", "cpu")  # pytest --device
 # On a GPU what the CPU runs anyway: without Transformer Engine and Apex, and nothing is compiled.
 OF_GPU = [*PLAIN_TORCH, "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"] * (DEVICE == "cuda")
 
-TINY = {
-    "--num-layers": 4,
-    "--hidden-size": 32,
-    "--num-attention-heads": 4,
-    "--seq-length": 16,
-    "--max-position-embeddings": 16,
-    "--micro-batch-size": 2,
-    "--train-iters": 6,
-    "--lr": 1e-2,
-    "--lr-decay-style": "linear",
-    "--lr-warmup-iters": 2,
-    "--min-lr": 1e-3,
-    "--clip-grad": 1.0,
-    "--weight-decay": 0.1,
-    "--attention-dropout": 0,
-    "--hidden-dropout": 0,
-    "--tokenizer-type": "NullTokenizer",
-    "--vocab-size": 127,
-    "--make-vocab-size-divisible-by": 32,
-    "--num-workers": 0,
-    "--eval-iters": 0,
-    "--eval-interval": 1000,
-    "--log-interval": 1,
-    "--split": "98,1,1",
-    "--seed": 7,
-    "--device": DEVICE,
-}
+_TINY = f"""
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --micro-batch-size 2 --train-iters 6 --lr 0.01 --lr-decay-style linear --lr-warmup-iters 2 --min-lr 0.001
+    --clip-grad 1.0 --weight-decay 0.1 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer
+    --vocab-size 127 --make-vocab-size-divisible-by 32 --num-workers 0 --eval-iters 0 --eval-interval 1000
+    --log-interval 1 --split 98,1,1 --seed 7 --device {DEVICE}
+""".split()
+TINY = dict(zip(_TINY[::2], _TINY[1::2]))
 
 
 def command(stages: int, microbatches: int, schedule: str = "2bw", *flags: str, width: int = 1, **changes) -> list[str]:

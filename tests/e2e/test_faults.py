@@ -66,18 +66,8 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
     forked(1, flags("--exit-interval", "2"))
     assert latest_iteration(tmp_path) == 2
     size = max(file.stat().st_size for file in (tmp_path / checkpoint_name(2)).iterdir())
-    limited = [
-        "prlimit",
-        f"--fsize={size // 2}",
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-        "pretrain_gpt_2bw.py",
-        *map(str, flags()),
-    ]
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 1 pretrain_gpt_2bw.py".split()
+    limited = ["prlimit", f"--fsize={size // 2}", sys.executable, *torchrun, *map(str, flags())]
     run = end(subprocess.Popen(limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), HUNG)
     assert run.returncode != 0
     assert re.search(

@@ -16,18 +16,8 @@ def test_the_schedule_may_change_between_the_runs_of_a_job(tmp_path):
     asynchronous = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
     before = 0
     for schedule, end, line in ends:
-        flags = command(
-            2,
-            2,
-            schedule,
-            "--bf16",
-            *asynchronous,
-            train_iters=12,
-            save_interval=3,
-            exit_interval=end,
-            save=tmp_path,
-            load=tmp_path,
-        )
+        saves = dict(save=tmp_path, load=tmp_path, save_interval=3)
+        flags = command(2, 2, schedule, "--bf16", *asynchronous, train_iters=12, exit_interval=end, **saves)
         if before == 0:  # the process that writes the checkpoints must end with its rank
             run = torchrun(2, "pretrain_gpt_2bw.py", flags)
             assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
