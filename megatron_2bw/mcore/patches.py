@@ -178,6 +178,11 @@ def repairs() -> list[Patch]:
             "the wheel ships the compiled helper without the Makefile that this function runs, and exits",
             repair.skip_when_compiled,
         ),
+        in_loop(
+            "build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider)",
+            "without validation data the list of its loaders is [None], which counts as data",
+            repair.skip_empty_validation,
+        ),
         in_sharded(
             "DistributedOptimizer._set_main_param_and_optimizer_states(self model_param tensors)",
             "without Apex the state has a step counter, which no checkpoint holds by parameter; the shard of an "

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing.managers import SyncManager
 from typing import Any
 
+import torch
+
 from megatron_2bw.checkpoints import folder, unpickle
 from megatron_2bw.guard import around
 from megatron_2bw.processes import end_with_parent
@@ -51,8 +53,6 @@ def whole_model(load_args: Callable, args: Any, *more: Any, **options: Any) -> A
 
 @around
 def set_without_step(set_states: Callable, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    import torch
-
     with torch.no_grad():
         set_states(self, model_param, {**tensors, "step": None})
 
@@ -84,6 +84,21 @@ def _unpadded(buffer) -> dict:
         param: (starts[number] + own[param][0], starts[number] + own[param][1], number)
         for param, (_, _, number) in buffer.param_index_map.items()
     }
+
+
+@around
+def skip_empty_validation(build_loaders: Callable, provider: Callable) -> tuple:
+    """No rank evaluates where the first one has no validation data; middle stages never have any."""
+    from megatron.training import get_args, print_rank_0
+
+    (train, valid, test), args = build_loaders(provider), get_args()
+    there = torch.tensor([valid is not None and valid[0] is not None], dtype=torch.uint8, device="cuda")
+    torch.distributed.broadcast(there, 0)
+    if args.do_valid and not there:
+        args.do_valid, valid = False, None
+        given = f"--split {args.split}" if args.split else "no --valid-data-path"
+        print_rank_0(f"> {given}: no data for validation, so it is skipped")
+    return train, valid, test
 
 
 def queue_in_process(get_results_queue: Callable) -> Callable:

@@ -49,17 +49,9 @@ def validation(output: str) -> dict[str, str]:
 
 @pytest.mark.proof
 def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path):
-    options = dict(
-        train_iters=6,
-        eval_interval=3,
-        eval_iters=2,
-        save=tmp_path / "model",
-        save_interval=3,
-        log_interval=2,
-        split="80,10,10",
-        adam_beta2=0.95,
-    )
-    trained = forked(2, on(data, command(2, 4, "2bw", **options)))
+    options = dict(train_iters=6, eval_interval=3, eval_iters=2, log_interval=2, split="80,10,10", adam_beta2=0.95)
+    saves = dict(save=tmp_path / "model", save_interval=3)
+    trained = forked(2, on(data, command(2, 4, "2bw", **options, **saves)))
     assert len(losses(trained)) == 4  # iteration 1, then every second
     assert losses(trained)[-1] < losses(trained)[0]
     assert all(0 <= line.milliseconds < 1000 * 86400 for line in run_log.training(trained)), "of another clock"
@@ -72,19 +64,18 @@ def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path
         (3, "iteration 0 on validation set", "iteration 3"),
         (6, "iteration 0 on test set", "iteration 6 on test set"),
     ):
-        flags = command(
-            2,
-            4,
-            "megatron",
-            "--finetune",
-            "--skip-train",
-            "--no-load-optim",
-            "--no-load-rng",
-            load=tmp_path / "model",
-            ckpt_step=step,
-            **options | dict(save=None, save_interval=None),
-        )
+        words = "--finetune --skip-train --no-load-optim --no-load-rng".split()
+        flags = command(2, 4, "megatron", *words, load=tmp_path / "model", ckpt_step=step, **options)
         assert validation(forked(2, on(data, flags)))[found] == seen[expected]
+
+
+@pytest.mark.parametrize("schedule, split, shown", [("2bw", "1,0,0", 0), ("megatron", "1,0,0", 0), ("2bw", "3,1,0", 3)])
+def test_an_empty_share_is_not_evaluated(data, schedule, split, shown):
+    """Nor of the test set, which has no line: Megatron skips it by itself."""
+    options = dict(train_iters=4, eval_interval=2, eval_iters=1, split=split)
+    output = forked(2, on(data, command(2, 2, schedule, **options)))
+    assert len(losses(output)) == 4 and len(validation(output)) == shown
+    assert output.count(f"> --split {split}: no data for validation, so it is skipped") == (shown == 0)
 
 
 def test_leaving_with_microbatches_in_flight(data):
@@ -101,17 +92,9 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
 
     With loader processes, as by default: they have inherited Megatron's handler, and must not outlive the run.
     """
-    flags = command(
-        2,
-        2,
-        "2bw",
-        "--exit-signal-handler",
-        train_iters=100_000,
-        save=tmp_path / "model",
-        save_interval=100_000,
-        split="100,0,0",
-        num_workers=2,
-    )
+    saves = dict(save=tmp_path / "model", save_interval=100_000)
+    options = dict(train_iters=100_000, split="100,0,0", num_workers=2)
+    flags = command(2, 2, "2bw", "--exit-signal-handler", **options, **saves)
     process = start(2, "pretrain_gpt_2bw.py", flags)
     seen = ""
     try:
