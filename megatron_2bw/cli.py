@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_2bw import __version__
 from megatron_2bw.errors import did_you_mean, run_program, usage_error
@@ -47,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-2bw {__version__}")
         return 0
     if name == "completion":
-        print(COMPLETION % " ".join(COMMANDS), end="")
+        if words not in ([], ["bash"]):
+            usage_error("megatron-2bw completion", f"{' '.join(words)}: there is a script for bash only")
+        print(Path(__file__).with_name("completion.bash").read_text().replace("COMMANDS", " ".join(COMMANDS)), end="")
         return 0
     if name not in COMMANDS:
         line = f"{name} is not a command{did_you_mean(name, COMMANDS)}: see megatron-2bw --help"
@@ -65,17 +68,6 @@ def usage() -> str:
         f"usage: megatron-2bw COMMAND ...\n\nexamples:{EXAMPLES}\ncommands (each has --help):\n{meanings}\n"
         "  version      the release\n  completion   a script for bash: source <(megatron-2bw completion)"
     )
-
-
-COMPLETION = """_megatron_2bw() {
-    if [[ $COMP_CWORD == 1 ]]; then
-        COMPREPLY=($(compgen -W "%s version completion --help" -- "${COMP_WORDS[1]}"))
-    else
-        COMPREPLY=($(compgen -f -- "${COMP_WORDS[COMP_CWORD]}"))
-    fi
-}
-complete -o filenames -F _megatron_2bw megatron-2bw
-"""
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@
 #   RESTARTS, SHUTDOWN   of all ranks inside the job after a failure; seconds that a rank has to save after the signal:
 #                        keep them below the job's --signal=B:TERM@SECONDS
 
+if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    echo "$(basename "$0"): error: this is no Slurm job: submit it with sbatch, or run megatron-2bw train" >&2
+    exit 2
+fi
 preamble=0
 if [[ -r ${PREAMBLE:-} ]]; then
     set +eu # modules and activate scripts are not written for these

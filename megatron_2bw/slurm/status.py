@@ -206,9 +206,9 @@ def slurm_state(job: str) -> str:
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw slurm") -> int:
     about = "The states of Slurm jobs, from their status files; and the script that sbatch submits."
     parser = Parser(prog=prog, description=about, allow_abbrev=False)
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, function in (("start", begin), ("end", end), ("late", late)):
-        command = commands.add_parser(name, help="of job.sh", allow_abbrev=False)
+        command = commands.add_parser(name, allow_abbrev=False)  # of job.sh
         command.set_defaults(function=function)
         option = command.add_argument
         option("--file", type=Path, required=True)
@@ -220,10 +220,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw slurm") ->
         option("--exit-status", type=int, default=0)
         option("--refused", default="")
         option("--reason", default="its time was over before it had saved and ended")
-    command = commands.add_parser("show", help="the words of jobs")
+    command = commands.add_parser("show", help="the states of jobs")
     command.set_defaults(function=show)
     command.add_argument("logs", type=Path, nargs="+", metavar="DIR")
-    command = commands.add_parser("script", help="the path of the script that sbatch submits")
+    command = commands.add_parser("script", help="the path of the script")
     command.set_defaults(function=lambda own: print(Path(__file__).with_name(f"pretrain_{own.kind}_2bw.sbatch")))
     command.add_argument("kind", choices=("gpt", "bert"))
     options = parser.parse_args(argv)

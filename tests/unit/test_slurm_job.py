@@ -394,6 +394,11 @@ def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submi
     assert done.stderr.splitlines()[-1].startswith("submit from the clone or in the environment of megatron_2bw")
 
 
+def test_outside_of_slurm_it_says_so(tmp_path):
+    done = batch(tmp_path, SLURM_JOB_ID=None, SLURM_JOB_NAME=None)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "error: this is no Slurm job" in done.stderr
+
+
 def test_a_container_and_a_preamble(tmp_path):
     """srun has SRUN_ARGS before the command, only the image has PYTHON, all ranks have the preamble's environment."""
     (tmp_path / "preamble.sh").write_text('export HF_HOME="$unset/hub"\nfalse\nexport NCCL_DEBUG=WARN\n')
