@@ -93,12 +93,13 @@ def note(found: Correction | None, args: Args) -> str | None:
     if args.pipeline_schedule != "2bw":
         return None
     if found is not None and args.two_bw_correction == "auto":
-        line = f"> 2bw: --two-bw-correction auto: factor {found.factor:g} and gradient {found.gradient:g}"
+        line = f"> 2bw: --two-bw-correction auto: like Nesterov's momentum, gradients {found.factor:g} updates ahead"
+        line += f", and {found.gradient:g} x the last gradient's part of an update" * (found.gradient > 0)
         low = f" ({BETA1} bears higher learning rates)" * (args.adam_beta1 < BETA1)
-        return line + f", --adam-beta1 {args.adam_beta1:g}{low}" * (args.optimizer == "adam")
+        return line + f"; --adam-beta1 {args.adam_beta1:g}{low}" * (args.optimizer == "adam")
     if found is None and args.two_bw_sync_iterations == 0:
         return (
             "> 2bw: every gradient is late by one update, which raises the loss. --two-bw-correction auto recovers "
-            "most of it (docs/convergence.md)"
+            f"most of it: like Nesterov's momentum, gradients ahead, and --adam-beta1 {BETA1} (docs/convergence.md)"
         )
     return None

@@ -54,11 +54,10 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
     from megatron_2bw.mcore import patches
 
     runtime = None if args.pipeline_schedule == "megatron" else make_runtime(args)
-    rows = [*patches.repairs(), *patches.for_checkpoints(runtime)]
+    rows = [*patches.repairs(), *patches.for_checkpoints(runtime), *patches.for_log(runtime)]
     if hooks and cpu.installed():
         rows += patches.for_cpu()
     if runtime is not None:
-        rows += patches.for_log(runtime)
         if hooks:
             rows += patches.for_schedule(runtime)
         if runtime.schedule.late_step:

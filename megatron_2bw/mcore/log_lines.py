@@ -1,12 +1,11 @@
-"""Megatron's log lines with the stages' stats: how long they waited, their peak memory, tokens per second; with the
-time that the run still takes and the share of the GPUs' peak (MFU).
+"""Megatron's log lines with tokens per second, the time that the run still takes, the share of the GPUs' peak (MFU);
+and the stages' stats: how long they waited, their peak memory.
 
 The same values go to TensorBoard and to Weights & Biases.
 
 Invariants: the line of an iteration holds the loss, gradient norm, loss scale, learning rate and skipped flag of the
 same batch. With a late step it is written when the step is complete, before all that the training loop prints or writes
-about later iterations (and after "exiting program" if a run leaves in its middle); no stage waits for another to write
-it.
+about later iterations (and after "exiting program" if a run leaves in its middle); no stage waits for another.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer, training
 
+from megatron_2bw import run_log
 from megatron_2bw.core.pipeline import WARM_UP
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import Meeting, StageStats
@@ -37,16 +36,6 @@ GPUS = {
 }
 
 
-@dataclass
-class _Entry:
-    """A call of Megatron's `training_log`, which may wait for its batch's step."""
-
-    values: dict[str, Any]
-    seconds: float  # that its iteration took
-    ended: float  # on perf_counter's clock
-    samples: tuple[int, int]  # consumed and skipped
-
-
 class LogLines:
     """Calls Megatron's `training_log`, and adds the stages' part to its line and to the dashboards.
 
@@ -59,11 +48,10 @@ class LogLines:
         self._meeting = meeting
         self._stages: list[tuple[StageStats, ...]] = []  # since the last line
         self._printed: int | None = None  # the iteration whose line Megatron is writing
-        self._seconds = 0.0  # an iteration took, in the interval that Megatron last read
-        self._began: tuple[int, float] | None = None  # the first line's iteration, and when it ended
-        self._ended = 0.0  # the iteration that is written; on perf_counter's clock
+        self._progress = Progress()
         self._calls = self._retries = 0  # of `add`; of torch's allocator, as far as they are reported
-        self._entries: deque[_Entry] = deque()
+        # Calls of `training_log` that wait for their steps, the seconds of their iterations, and their samples.
+        self._entries: deque[tuple[dict[str, Any], float, tuple[int, int]]] = deque()
         # By batch: its values in place of Megatron's, and its stages' stats.
         self._results: dict[int, tuple[dict[str, Any], tuple[StageStats, ...]]] = {}
         self._report_memory = True
@@ -79,7 +67,7 @@ class LogLines:
         self._warn_of_retries(values)
         args, self._write = get_args(), write
         samples = args.consumed_train_samples, args.skipped_train_samples
-        self._entries.append(_Entry(values, self._read(), time.perf_counter(), samples))
+        self._entries.append((values, self._read(), samples))
         if self._meeting is not None:
             self._results[values["iteration"] - 1] = {}, self._meeting.stats(_has_line(values))
         self.flush()
@@ -98,20 +86,19 @@ class LogLines:
 
     def flush(self) -> None:
         """Write all lines whose steps are complete."""
-        while self._entries and self._entries[0].values["iteration"] - 1 in self._results:
-            entry = self._entries.popleft()
-            changes, stages = self._results.pop(entry.values["iteration"] - 1)
+        while self._entries and self._entries[0][0]["iteration"] - 1 in self._results:
+            values, seconds, samples = self._entries.popleft()
+            changes, stages = self._results.pop(values["iteration"] - 1)
             if stages:
                 self._stages.append(stages)
-            self._write_one(entry, entry.values | changes | {"report_memory_flag": self._report_memory})
+            self._unread.append(seconds)
+            self._write_one(values | changes | {"report_memory_flag": self._report_memory}, samples)
 
-    def _write_one(self, entry: _Entry, values: dict[str, Any]) -> None:
+    def _write_one(self, values: dict[str, Any], samples: tuple[int, int]) -> None:
         args = get_args()
-        self._unread.append(entry.seconds)
-        self._ended = entry.ended
         self._printed = values["iteration"] if _has_line(values) else None
         now = args.consumed_train_samples, args.skipped_train_samples
-        args.consumed_train_samples, args.skipped_train_samples = entry.samples
+        args.consumed_train_samples, args.skipped_train_samples = samples
         try:
             self._report_memory = self._write(**values)
         finally:
@@ -119,9 +106,7 @@ class LogLines:
             self._printed = None
 
     def _interval(self, reset: bool = True, barrier: bool = False) -> float:
-        # The seconds that Megatron's line shows are those that the tokens are divided by.
         seconds = sum(self._unread)
-        self._seconds = max(seconds, 1e-9) / max(len(self._unread), 1)
         if reset:
             self._unread.clear()
         return seconds
@@ -146,7 +131,7 @@ class LogLines:
 
     def line(self, text: str) -> str:
         """What Megatron prints; if it is an iteration's line, with this project's part."""
-        return text if self._printed is None else text + self._describe(self._printed)
+        return text if self._printed is None else self._progress.line(text) + self._describe(self._printed)
 
     def _describe(self, iteration: int) -> str:
         """The part of the line on the stages, which also goes to TensorBoard and Weights & Biases."""
@@ -154,35 +139,47 @@ class LogLines:
         shares = [sum(each.waited for each in own) / max(sum(each.elapsed for each in own), 1e-9) for own in stages]
         memory = [own[-1].memory / 2**30 for own in stages]
         self._stages.clear()
-        mean, most, progress = sum(shares) / len(shares), max(shares), self._progress(iteration)
-        scalars = {"bubble/mean": mean, "bubble/max": most} | progress
+        mean, most, each = sum(shares) / len(shares), max(shares), " ".join(f"{value:.2f}" for value in memory)
+        scalars = {"bubble/mean": mean, "bubble/max": most}
         scalars |= {f"bubble/stage {stage}": share for stage, share in enumerate(shares)}
         scalars |= {f"peak memory (GiB)/stage {stage}": value for stage, value in enumerate(memory)}
-        if (writer := get_tensorboard_writer()) is not None:
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, iteration)
-        if (wandb := get_wandb_writer()) is not None:
-            wandb.log(scalars, iteration)
-        each = " ".join(f"{value:.2f}" for value in memory)
-        text = (
-            f" tokens/s: {progress['tokens per second']:.0f} | bubble: {mean:.1%}/{most:.1%} |"
-            f" peak memory by stage (GiB): {each} | tokens: {progress['tokens']} |"
-            f" ETA: {timedelta(seconds=round(3600 * progress['ETA (hours)']))} |"
-        )
-        return text + (f" MFU: {progress['MFU']:.1%} |" if "MFU" in progress else "")
+        _send(scalars, iteration)
+        return f" bubble: {mean:.1%}/{most:.1%} | peak memory by stage (GiB): {each} |"
 
-    def _progress(self, iteration: int) -> dict[str, float]:
-        """How far the run is and how fast. Evaluation and saving count in the ETA, not in the other values."""
-        args = get_args()
-        first, began = self._began = self._began or (iteration, self._ended)
-        pace = (self._ended - began) / (iteration - first) if iteration > first else self._seconds
-        values = {
-            "tokens per second": args.global_batch_size * args.seq_length / self._seconds,
-            "tokens": args.consumed_train_samples * args.seq_length,
-            "ETA (hours)": pace * (args.train_iters - iteration) / 3600,
-        }
-        used = mfu(args, self._seconds)
-        return values if used is None else values | {"MFU": used}
+
+class Progress:
+    """How far the run is and how fast. Evaluation and saving count in the ETA, not in the other values."""
+
+    def __init__(self):
+        self._began: tuple[int, float] | None = None  # the first line's iteration, and when it was written
+
+    def line(self, text: str) -> str:
+        """What Megatron prints; to an iteration's line the progress is added, which also goes to the dashboards."""
+        for found in run_log.training(text):
+            args, now, seconds = get_args(), time.perf_counter(), max(found.milliseconds or 0, 0.1) / 1000
+            first, began = self._began = self._began or (found.iteration, now)
+            pace = (now - began) / (found.iteration - first) if found.iteration > first else seconds
+            speed, used = args.global_batch_size * args.seq_length / seconds, mfu(args, seconds)
+            tokens, left = args.consumed_train_samples * args.seq_length, pace * (found.planned - found.iteration)
+            values = {"tokens per second": speed, "tokens": tokens, "ETA (hours)": left / 3600}
+            _send(values if used is None else values | {"MFU": used}, found.iteration)
+            text += f" tokens/s: {speed:.0f} | tokens: {tokens} | ETA: {timedelta(seconds=round(left))} |"
+            text += "" if used is None else f" MFU: {used:.1%} |"
+        return text
+
+
+def with_progress(print_rank_last: Callable[[str], object]) -> Callable[[str], object]:
+    """For Megatron's own schedule."""
+    progress = Progress()
+    return lambda message: print_rank_last(progress.line(message))
+
+
+def _send(values: dict[str, float], iteration: int) -> None:
+    if (writer := get_tensorboard_writer()) is not None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
+    if (wandb := get_wandb_writer()) is not None:
+        wandb.log(values, iteration)
 
 
 def mfu(args: Any, seconds: float) -> float | None:

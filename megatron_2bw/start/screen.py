@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_2bw import run_log
+
 SHOWN = re.compile(
     r"> (--[\w-]+|[\w.=-]+:|on the CPU:|rank \d|\d+ process)"  # of this project
     r"|(\[rank\d+\]: *)?([\w.-]+: (error:|rank \d)|[\w.]*(Error|Exception|Interrupt|Exit)\b|ERROR:|CRITICAL:)"
@@ -23,6 +25,10 @@ SHOWN = re.compile(
     r"| *validation loss at|\[(exiting program|before the start of training step)|.*could not find the metadata file"
     r"|wandb: .*http"
 )
+# An iteration's line on a terminal: other names for its fields, and "" for those that only the file has.
+SHORT = dict.fromkeys(("consumed samples", "global batch size", "tokens"), "")
+SHORT |= {"lm loss": "loss", "learning rate": "lr", "elapsed time per iteration (ms)": "ms"}
+SHORT |= {"peak memory by stage (GiB)": "GiB"} | {f"number of {name} iterations": name for name in ("skipped", "nan")}
 _record: Any = None  # this rank's open file
 
 
@@ -31,6 +37,7 @@ class _Stream:
 
     def __init__(self, screen: int, verbose: bool):
         self._screen, self._verbose = screen, verbose
+        self._short = os.isatty(screen) and not verbose
         self._begun: dict[int, str] = {}  # the line that a thread has begun
 
     def __getattr__(self, name: str) -> Any:
@@ -41,7 +48,8 @@ class _Stream:
             _record.write(text)
         thread = threading.get_ident()
         *lines, self._begun[thread] = (self._begun.get(thread, "") + text).split("\n")
-        if shown := "".join(f"{line}\n" for line in lines if self._verbose or SHOWN.match(line)):
+        lines = [line for line in lines if self._verbose or SHOWN.match(line)]
+        if shown := "".join(f"{for_terminal(line) if self._short else line}\n" for line in lines):
             with suppress(OSError):  # a full disk, or the reader of a pipe has ended
                 os.write(self._screen, shown.encode(errors="backslashreplace"))
         return len(text)
@@ -49,6 +57,21 @@ class _Stream:
     def flush(self) -> None:
         with suppress(OSError):
             _record.flush()
+
+
+def for_terminal(line: str) -> str:
+    """An iteration's line with the loss first, short numbers, and no counts of 0; any other line as it is."""
+    for step in run_log.training(line):
+        words = [f" iteration {step.iteration:{len(str(step.planned))}}/{step.planned}"]
+        for name in sorted(step.fields, key=lambda name: not name.endswith("loss")):
+            text, short = step.fields[name], SHORT.get(name, name)
+            if re.fullmatch(r"[\d.]+E[+-]\d+", text):
+                text = f"{float(text):{'#.4g' if name.endswith('loss') else '.4g'}}"
+            text = max(text.split(), key=float) if short == "GiB" else text
+            if short and text != "0" and (name, text) != ("loss scale", "1.0"):
+                words.append(f"{short} {text}")
+        line = " | ".join(words)
+    return line
 
 
 def begin(verbose: bool) -> None:

@@ -38,7 +38,7 @@ def test_the_text_of_a_correction_in_a_checkpoint(text):
     "schedule, given, start, words",
     [
         ("2bw", "none", 0, "--two-bw-correction auto recovers"),
-        ("2bw", "auto", 0, "auto: factor 1.5 and gradient 2, --adam-beta1 0.9 (0.95 bears higher learning rates)"),
+        ("2bw", "auto", 0, "gradient's part of an update; --adam-beta1 0.9 (0.95 bears higher learning rates)"),
         ("2bw", "extrapolate", 0, None),
         ("2bw", "none", 3, None),
         ("pipedream-flush", "none", 0, None),

@@ -17,17 +17,9 @@ def world(monkeypatch):
     cpu.install()
     from megatron_2bw.mcore import log_lines as logbook
 
-    args = types.SimpleNamespace(
-        consumed_train_samples=0,
-        skipped_train_samples=0,
-        log_interval=2,
-        global_batch_size=8,
-        seq_length=16,
-        train_iters=10,
-        world_size=2,
-        params_dtype=torch.bfloat16,
-        fp8=None,
-    )
+    sizes = dict(log_interval=2, global_batch_size=8, seq_length=16, train_iters=10, world_size=2)
+    more = dict(consumed_train_samples=0, skipped_train_samples=0, params_dtype=torch.bfloat16, fp8=None)
+    args = types.SimpleNamespace(**sizes, **more)
     timer = types.SimpleNamespace(_started=False, elapsed=lambda reset=True, barrier=False: 1.5)
     monkeypatch.setattr(logbook, "get_args", lambda: args)
     monkeypatch.setattr(logbook, "get_timers", lambda: lambda name, log_level: timer)
@@ -61,12 +53,16 @@ def call(iteration: int) -> dict:
 
 def megatrons(world, lines: list):
     """A `training_log` that reads the timer and prints a line where Megatron's does."""
+    since: list[int] = []  # the line before
 
     def training_log(**values):
-        text = "not printed"
-        if values["iteration"] % 2 == 0 or values["is_first_iteration"]:
-            world.timer.elapsed(barrier=True, reset=not values["is_first_iteration"])
-            text = world.book.line("")
+        text, first = "not printed", values["is_first_iteration"]
+        since.append(values["iteration"])
+        if values["iteration"] % 2 == 0 or first:
+            mean = world.timer.elapsed(barrier=True, reset=not first) / len(since)
+            begin = f" iteration {since[-1]}/10 | elapsed time per iteration (ms): {1000 * mean:.1f} |"
+            text = world.book.line(begin).removeprefix(begin)
+            since[:] = since if first else []
         lines.append((values, world.args.consumed_train_samples, text))
         return False
 
@@ -83,8 +79,8 @@ def test_a_line_waits_for_its_step_and_shows_its_values(late):
     assert book.add(write, call(2)) is False
     ((values, samples, suffix),) = lines
     assert values["iteration"] == 1 and values["grad_norm"] == 0.5 and values["skipped_iter"] == 0 and samples == 8
-    assert suffix.startswith(" tokens/s: 85 | bubble: 20.0%/30.0% | peak memory by stage (GiB): 2.00 4.00 |")
-    assert suffix.endswith(" 4.00 | tokens: 128 | ETA: 0:00:14 |"), "nine more iterations of 1.5 s"
+    progress = " tokens/s: 85 | tokens: 128 | ETA: 0:00:14 |"  # nine more iterations of 1.5 s
+    assert suffix == f"{progress} bubble: 20.0%/30.0% | peak memory by stage (GiB): 2.00 4.00 |"
     book.completed(outcome(1, stepped=False, grad_norm=None, loss_scale=4.0))
     book.flush()
     values, samples, _ = lines[1]
@@ -116,29 +112,21 @@ def test_the_stages_values_go_to_tensorboard_and_wandb(late):
     late.book.add(megatrons(late, []), call(1))
     late.book.completed(outcome(0))
     late.book.flush()
-    expected = {
-        "bubble/mean": 0.2,
-        "bubble/max": 0.3,
-        "bubble/stage 0": 0.1,
-        "bubble/stage 1": 0.3,
-        "peak memory (GiB)/stage 0": 2.0,
-        "peak memory (GiB)/stage 1": 4.0,
-        "tokens per second": 8 * 16 / 1.5,
-        "tokens": 24 * 16,
-        "ETA (hours)": 9 * 1.5 / 3600,
-    }
+    expected = {"bubble/mean": 0.2, "bubble/max": 0.3, "bubble/stage 0": 0.1, "bubble/stage 1": 0.3}
+    expected |= {"peak memory (GiB)/stage 0": 2.0, "peak memory (GiB)/stage 1": 4.0, "ETA (hours)": 9 * 1.5 / 3600}
+    expected |= {"tokens per second": 8 * 16 / 1.5, "tokens": 24 * 16}
     assert late.scalars[1] == pytest.approx(expected) and late.scalars["wandb", 1] == pytest.approx(expected)
 
 
 def test_the_eta_is_the_mean_pace_since_the_first_line(prompt, monkeypatch):
-    """Iterations end at 50 s, then every 30 s: evaluation and saving count, the timer of 1.5 s leaves them out."""
-    clock = iter(range(50, 1000, 30))
+    """Lines come at 50 s, then every 30 s of an iteration: evaluation and saving count, unlike in the timer's 1.5 s."""
+    clock = iter([50, *range(80, 1000, 60)])
     monkeypatch.setattr(prompt.module.time, "perf_counter", lambda: next(clock))
     lines = []
     for iteration in range(1, 11):
         prompt.book.add(megatrons(prompt, lines), call(iteration))
-    shown = [text.split("ETA: ")[1] for *_, text in lines if text != "not printed"]
-    assert shown == ["0:00:14 |", "0:04:00 |", "0:03:00 |", "0:02:00 |", "0:01:00 |", "0:00:00 |"]
+    shown = [text.split("ETA: ")[1].split(" |")[0] for *_, text in lines if text != "not printed"]
+    assert shown == ["0:00:14", "0:04:00", "0:03:00", "0:02:00", "0:01:00", "0:00:00"]
 
 
 @pytest.mark.parametrize("gpu, peak", [("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA H100 PCIe", None), ("cpu", None)])
@@ -151,7 +139,7 @@ def test_mfu_is_megatrons_operations_by_the_peak_of_all_gpus(gpu, peak, late, mo
     late.book.flush()
     expected = None if peak is None else 8 * 1e14 / (1.5 * 2 * peak)
     assert late.scalars[1].get("MFU") == (None if peak is None else pytest.approx(expected))
-    assert lines[0][2].endswith("ETA: 0:00:14 |" if peak is None else f"ETA: 0:00:14 | MFU: {expected:.1%} |")
+    assert ("ETA: 0:00:14 | bubble" if peak is None else f"ETA: 0:00:14 | MFU: {expected:.1%} |") in lines[0][2]
     late.args.params_dtype = torch.float32
     assert late.module.mfu(late.args, 1.5) is None
 
@@ -189,14 +177,15 @@ def test_stages_that_meet_exchange_their_reports_at_lines_only(prompt):
     assert prompt.scalars[4]["peak memory (GiB)/stage 1"] == 2.0
     texts = [text for *_, text in lines]
     assert texts[2] == "not printed"
-    assert texts[3].startswith(" tokens/s: 85 | bubble: 11.8%/12.5% | peak memory by stage (GiB): 1.00 2.00 |")
+    assert texts[3].endswith(" bubble: 11.8%/12.5% | peak memory by stage (GiB): 1.00 2.00 |")
 
 
 def test_tokens_per_second_are_those_of_the_interval_that_the_line_shows(prompt):
     """Megatron's first line does not reset its timer, so the second one's time covers the first iteration too."""
+    write = megatrons(prompt, [])
     for iteration in range(1, 5):
         prompt.book._read = lambda seconds=iteration: float(seconds)
-        prompt.book.add(megatrons(prompt, []), call(iteration))
+        prompt.book.add(write, call(iteration))
     tokens = {step: prompt.scalars[step]["tokens per second"] for step in (1, 2, 4)}
     assert tokens == pytest.approx({1: 128 / 1, 2: 2 * 128 / (1 + 2), 4: 2 * 128 / (3 + 4)})
 
