@@ -165,6 +165,13 @@ def install() -> None:
     _installed = undo
 
 
+def judge_as_gpu() -> None:
+    """For a process that only checks flags: Megatron asks for the GPU's architecture, and finds none on this host."""
+    without_triton()
+    if not torch.cuda.is_available():
+        torch.cuda.get_device_properties, torch.cuda.get_device_capability = _properties, lambda device=None: (8, 0)
+
+
 def without_triton() -> None:
     """Before an import of Megatron: torch's builds for CPUs have no Triton, which kernels that no CPU runs need."""
     if importlib.util.find_spec("triton") is None:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_2bw.errors import UserError
+
 SUPPORTED = "0.19"
 
 
-class DriftError(RuntimeError):
+class DriftError(UserError):
     """The installed Megatron is not the one that the rows were written for."""
 
 
@@ -24,8 +26,7 @@ class DriftError(RuntimeError):
 class Patch:
     """One rebinding: `module.name`, whose parameters must be `parameters`, becomes `replace(original)`.
 
-    `name` may be that of a method, Class.method. `parameters` are names with spaces between; None for what is not
-    called.
+    `name` may be Class.method. `parameters` are names with spaces between; None for what is not called.
     """
 
     module: str

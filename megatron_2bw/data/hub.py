@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def load_tokenizer(name: str, task: str) -> tuple[Any, int | None]:
 
     Raises UserError if it cannot be loaded or lacks a token that Megatron's dataset for the task needs.
     """
-    with _one_line(f"--tokenizer-model {name}: "):
+    with reached("--tokenizer-model", name), _one_line(f"--tokenizer-model {name}: "):
         from megatron_2bw import cpu
 
         cpu.without_triton()
@@ -42,6 +43,27 @@ def load_tokenizer(name: str, task: str) -> tuple[Any, int | None]:
             "padding by 0; --train-tokenizer wordpiece makes one that does"
         )
     return ours._tokenizer.tokenizer, found.get("eod")
+
+
+@contextlib.contextmanager
+def reached(flag: str, name: str) -> Iterator[None]:
+    """The block opens a tokenizer: where the Hub does not answer at once, one of this host, or UserError."""
+    from huggingface_hub import constants, get_session
+
+    local = Path(name).expanduser().exists()
+    if not local and not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=3)
+        except Exception:  # of httpx
+            os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+    try:
+        yield
+    except Exception as error:
+        if local or not constants.HF_HUB_OFFLINE:
+            raise
+        remedy = "--tokenizer-type HuggingFaceTokenizer " * (flag != "--tokenizer-model") + "--tokenizer-model FOLDER"
+        line = f"{flag} {name}: it is not on this host, and the Hub is out of reach: give {remedy}"
+        raise UserError(line) from error
 
 
 def load(where: str, source: str, split: str, key: str | None = None, **words: Any) -> Any:

@@ -1,8 +1,7 @@
 """Data preparation: `datasets` reads the documents and maps the tokenizer, Megatron's builder writes .bin and .idx.
 
 Invariant: the result depends only on the inputs and the options, not on the number of workers or of interruptions. The
-work lies in PREFIX.unfinished until it is whole; the next call continues it. PREFIX.idx comes last, so it exists only
-if all does.
+work lies in PREFIX.unfinished until it is whole; the next call continues it. PREFIX.idx comes last.
 """
 
 from __future__ import annotations
@@ -107,6 +106,8 @@ def run(options: Namespace, prefix: Path) -> str:
                 if not any(folder.glob("tokens-*")):  # nothing is lost
                     shutil.rmtree(folder)
                 raise
+            for index in prefix.glob("cache/*_indices"):  # Megatron's, of data that was there: it would be read again
+                shutil.rmtree(index)
             for result, place in zip(made[-len(places) :], places, strict=True):
                 if place.is_dir():
                     shutil.rmtree(place)

@@ -74,8 +74,8 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     text = f"megatron: Megatron's own; 1f1b: pipedream-flush; {text}"
     add("--pipeline-schedule", type=schedule_name, choices=SCHEDULE_NAMES, default="megatron", help=text)
     if device:
-        text = "auto: on GPUs if there are any, else on the CPU over gloo"
-        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=text)
+        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are some, else CPU")
+        add("--dry-run", action="store_true", help="check the flags as a host with GPUs would, and end")
         add("--verbose", action="store_true", help="print all lines of Megatron and torch, and the arguments")
     text = "transport between stages; auto: that of --distributed-backend; gloo stages GPU tensors through the host"
     add("--two-bw-exchange", choices=("auto", "nccl", "gloo"), default="auto", help=text)
@@ -91,8 +91,7 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--two-bw-correction-factor", type=correction.factor, default="1", metavar="FACTOR", help=text)
     text = "so many times the last gradient's part of the last update, 0 to 10"
     add("--two-bw-correction-gradient", type=float, default=0.0, metavar="TIMES", help=text)
-    text = "microbatches that gpipe admits at a time (default: the whole batch)"
-    add("--gpipe-round", type=whole(1), metavar="N", help=text)
+    add("--gpipe-round", type=whole(1), metavar="N", help="microbatches at a time of gpipe (default: the whole batch)")
     text = "--data-path holds conversations (preprocess --task sft); only their targets count in the loss"
     add("--sft-data", action="store_true", help=text)
     add("--two-bw-trace", type=Path, metavar="DIR", help="record when every action of every stage ran and waited")

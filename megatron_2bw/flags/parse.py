@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_folder
-from megatron_2bw.errors import did_you_mean
+from megatron_2bw.data import hub
+from megatron_2bw.errors import UserError, did_you_mean
 from megatron_2bw.flags import checks, environment, own, unsupported
 from megatron_2bw.flags.correction import BETA1
 from megatron_2bw.flags.own import add_flags
-from megatron_2bw.flags.rule import installed
+from megatron_2bw.flags.rule import installed, value
 
 Stop = Callable[[str], NoReturn]
 
@@ -38,7 +39,7 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
     environment.prepare_cuda(early)
     from megatron_2bw import cpu  # it imports torch
 
-    if early.device == "cuda" and cpu.wanted("auto"):
+    if early.device == "cuda" and cpu.wanted("auto") and not early.dry_run:
         stop("--device cuda: no GPU is visible to torch; use --device cpu")
     return early
 
@@ -50,6 +51,7 @@ def parse(
 
     Calls `stop` with one line if anything is wrong. The first rank calls `read` with Megatron's own parser.
     """
+    from megatron.core.tokenizers.utils import build_tokenizer
     from megatron.training import arguments, checkpointing
     from megatron.training.global_vars import set_global_variables
 
@@ -77,7 +79,10 @@ def parse(
             print(line, flush=True)
         tokenizer = "BertWordPieceLowerCase" if early.task == "bert" else "GPT2BPETokenizer"
         arguments.validate_args(args, {"tokenizer_type": tokenizer})
-        set_global_variables(args)
+        downloads = args.tokenizer_type in build_tokenizer.MEGATRON_TOKENIZERS
+        flag = "--tokenizer-type" if downloads else "--tokenizer-model"
+        with hub.reached(flag, value(args, flag) or "."):
+            build_tokenizer.build_tokenizer(args) if args.dry_run else set_global_variables(args)
     except SystemExit as end:
         if end.code is None:  # Megatron's exit() after a line on the screen
             stop("Megatron ends the run in a line of its own: add --verbose to see it")
@@ -95,7 +100,7 @@ def _prepare_folder(args: argparse.Namespace, stop: Stop) -> None:
         stop("--use-checkpoint-args does not work with --non-persistent-ckpt-type local: give the arguments")
     if fault := checks.checkpoint(args):
         stop(fault)
-    if not same_folder(args.load, args.save):
+    if args.dry_run or not same_folder(args.load, args.save):
         return
     if args.rank == 0:
         owner.hold(args.save)
@@ -138,8 +143,7 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(args: argparse.Namespace, stop: Stop) -> None:
-    """Stop with one line at the first flag that cannot be honoured, and at the first mistake; report what a schedule
-    does without."""
+    """Stop with one line at the first mistake or flag that cannot be honoured; report what a schedule does without."""
     for rule in (*QUICK, checks.checkpoint, checks.transformer_engine):
         if message := rule(args):
             stop(message)
@@ -152,6 +156,6 @@ def explain(error: BaseException) -> str:
     """An error of Megatron's in one line: its text, or the condition that it asserts, and its place."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = str(error) or (last.line or "").removeprefix("assert ")
-    if "--" in text:
+    if "--" in text or isinstance(error, UserError):
         return text
     return f"{text} ({type(error).__name__} in {os.path.basename(last.filename)}:{last.lineno})"

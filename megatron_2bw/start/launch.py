@@ -24,8 +24,7 @@ from megatron_2bw.words import expand_files
 def launch(task: str) -> None:
     """Train the task of the module named `task`, which is imported after the command line is checked.
 
-    The module defines `model_config(args)` or `model_provider`, `datasets_provider` and `forward_step` (see `gpt.py`
-    and `bert.py`).
+    The module, as `gpt.py`, defines `model_config(args)` or `model_provider`, `datasets_provider` and `forward_step`.
     """
     name = task.rpartition(".")[2]
     try:
@@ -39,38 +38,36 @@ def launch(task: str) -> None:
     ours = parse.parse_early(sys.argv[1:], stop, name)
     from megatron_2bw import cpu  # it imports torch
 
-    if cpu.wanted(ours.device):
+    if ours.dry_run and ours.device != "cpu":
+        cpu.judge_as_gpu()
+    elif cpu.wanted(ours.device):
         cpu.install()  # before Megatron is imported: some of its modules look for CUDA at import
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_2bw import guard
     from megatron_2bw.mcore import install
 
-    args = parse.parse(ours, stop, early.remember)
-    if "MASTER_ADDR" not in os.environ:
-        stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
-    try:
-        runtime = install(args)
-    except (guard.DriftError, UserError) as error:
-        stop(str(error))
-    output = screen.settle(args.save or args.tensorboard_dir or args.two_bw_trace)
-    if args.rank == 0:
-        print(f"> output: {output} has all that this rank prints (--verbose shows it)")
-    if args.exit_signal_handler:
-        atexit.register(_end_loader_workers)
+    args, runtime = parse.parse(ours, stop, early.remember), None
     module = importlib.import_module(task)
     try:
         config = pretrain_cfg_container_from_args(args, module.model_config(args))
+        if args.dry_run:
+            sizes = f"{args.pipeline_model_parallel_size} stages x {args.data_parallel_size} pipelines"
+            on = f"{args.world_size} {'CPUs' if cpu.installed() else 'GPUs'}"
+            print(f"> --dry-run: the run would start on {on}, {sizes}")
+            return
+        if "MASTER_ADDR" not in os.environ:
+            stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")
+        runtime = install(args)
+        output = screen.settle(args.save or args.tensorboard_dir or args.two_bw_trace)
+        if args.rank == 0:
+            print(f"> output: {output} has all that this rank prints (--verbose shows it)")
+        if args.exit_signal_handler:
+            atexit.register(_end_loader_workers)
         try:
-            pretrain(
-                config,
-                module.datasets_provider,
-                ModelType.encoder_or_decoder,
-                module.forward_step,
-                getattr(module, "model_provider", None),  # for a task without a configuration
-            )
+            provider = getattr(module, "model_provider", None)  # of a task without a configuration
+            pretrain(config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step, provider)
         except SystemExit as end:  # Megatron exits so before the last iteration, and after errors that it prints
             if end.code:
                 raise

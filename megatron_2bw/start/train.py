@@ -10,21 +10,26 @@ import math
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw.checkpoints.folder import TRACKER
 from megatron_2bw.errors import Parser, UserError, usage_error, whole
 from megatron_2bw.files import read_yaml
 from megatron_2bw.flags import early
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.start.torchrun import PLAIN_TORCH, run_ranks, torchrun
-from megatron_2bw.words import expand_files, flag_of, merged, split_by
+from megatron_2bw.words import expand_files, flag_of, groups, merged, split_by
 
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-OWN = ("-h", "--help", "--nproc", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--dry-run")
+OWN = "-h --help --nproc --nnodes --node-rank --master-addr --master-port --dry-run --rehearse".split()
 FILE = "of megatron-2bw plan --json, or a YAML file of flags: `num-layers: 24`, `bf16: true`"
 DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
+# What --rehearse changes, and the beginnings of what it leaves out.
+REHEARSE = "--device cpu --exit-interval 2 --log-interval 1 --eval-interval 2 --eval-iters 1".split()
+LEFT_OUT = ("--save", "--async-save", "--tensorboard", "--wandb", "--two-bw-trace", "--exit-duration-in-mins")
 
 EVALUATE = (
     "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng --micro-batch-size 4 --train-iters 1 --lr 1e-5 "
@@ -51,6 +56,8 @@ def evaluate(argv: Sequence[str], prog: str) -> int:
         f"follow. Example: {prog} gpt checkpoints --data-path my_text --split 90,5,5 --eval-iters 100"
     )
     known, typed = _parsed(argv, prog, meaning, metavar="CKPT", help="a run's --save")
+    if "://" not in known.file and not Path(known.file, TRACKER).is_file() and "--ckpt-step" not in typed:
+        raise UserError(f"{known.file}: it holds no checkpoint: give the folder that a run has as --save")
     return _run(prog, known, [*merged(EVALUATE, typed), "--load", known.file], None)
 
 
@@ -69,8 +76,9 @@ def _parsed(argv: Sequence[str], prog: str, meaning: str, **file: Any) -> tuple[
     add("--nnodes", type=whole(1), metavar="N", default=step.get("SLURM_STEP_NUM_NODES", "1"), help="hosts")
     add("--node-rank", type=whole(0), metavar="N", default=step.get("SLURM_NODEID"), help="number of this host")
     add("--master-addr", metavar="HOST", help="the first host")
-    add("--master-port", type=whole(1, 65535), metavar="N", default="29500", help="on it (default: %(default)s)")
-    add("--dry-run", action="store_true", help="print torchrun's command, and start nothing")
+    add("--master-port", type=whole(1, 65535), metavar="N", help="on it (default: 29500)")
+    add("--dry-run", action="store_true", help="check all as GPUs would, print torchrun's command, and start nothing")
+    add("--rehearse", action="store_true", help="two iterations of one pipeline on this host's CPUs; saves nothing")
     argv = expand_files(argv)
     head = next((at for at, word in enumerate(argv) if word.startswith("-")), len(argv))
     own, typed = split_by(argv[head:], OWN)
@@ -122,27 +130,42 @@ def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str
 
 def _run(prog: str, known: argparse.Namespace, flags: list[str], gpus: int | None) -> int:
     """Start the ranks of this host and wait for them; their status."""
-    hosts = known.nnodes
-    nproc = known.nproc or (-(-gpus // hosts) if gpus else _product(prog, flags))
+    hosts, (pipeline, batch) = known.nnodes, _sizes(prog, flags)
+    nproc = known.nproc or (-(-gpus // hosts) if gpus else pipeline)
     flags = merged(_without_libraries(flags), flags)
     if line := early.mistake(flags, known.task, nproc * hosts):
         usage_error(prog, line)
-    place = f"--nnodes {hosts} --node-rank {known.node_rank} --master-addr {known.master_addr}"
-    several = f"{place} --master-port {known.master_port}".split() if hosts > 1 else []
-    command = [*torchrun(nproc, known.task, *several), *flags]
+    several: list[str] = []
+    if known.rehearse:
+        fewer = ["--global-batch-size", str(batch * pipeline // (nproc * hosts))] if batch else []
+        kept = [word for flag in groups(flags) if not flag[0].startswith(LEFT_OUT) for word in flag]
+        flags = merged(kept, [*REHEARSE, *fewer])
+        nproc, hosts = pipeline, 1
+    elif hosts > 1 or known.master_port:
+        place = f"--nnodes {hosts} --node-rank {known.node_rank or 0} --master-addr {known.master_addr or '127.0.0.1'}"
+        several = f"{place} --master-port {known.master_port or 29500}".split()
+    command = torchrun(nproc, known.task, *several)
     if known.dry_run:
-        print(shlex.join(command))
+        world = os.environ | {"WORLD_SIZE": str(nproc * hosts), "RANK": "0"}
+        if status := subprocess.call([sys.executable, command[-1], *flags, "--dry-run"], env=world):
+            return status
+        print(shlex.join([*command, *flags]))
         return 0
     print(f"> {nproc} process{'es' * (nproc > 1)} on this host" + f", {hosts} hosts" * (hosts > 1), flush=True)
-    return run_ranks(prog, command)
+    status = run_ranks(prog, [*command, *flags])
+    if known.rehearse and status == 0:
+        print("> --rehearse: the job starts and computes; nothing was saved")
+    return status
 
 
-def _product(prog: str, flags: Sequence[str]) -> int:
-    """Stages x tensor ranks x context ranks."""
+def _sizes(prog: str, flags: Sequence[str]) -> tuple[int, int]:
+    """The ranks of a pipeline (stages x tensor ranks x context ranks), and the global batch size, 0 if not given."""
     sizes = Parser(prog=prog, add_help=False, allow_abbrev=False)
     for flag in SIZES:
         sizes.add_argument(flag, type=whole(1), default=1)
-    return math.prod(vars(sizes.parse_known_args(flags)[0]).values())
+    sizes.add_argument("--global-batch-size", type=whole(1), default=0)
+    *ranks, batch = vars(sizes.parse_known_args(flags)[0]).values()
+    return math.prod(ranks), batch
 
 
 def _without_libraries(flags: Sequence[str]) -> list[str]:

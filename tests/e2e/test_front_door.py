@@ -57,6 +57,11 @@ def test_from_an_empty_folder_to_a_sample(tmp_path):
     run(command, "preprocess", "--task", "gpt", "--input", "text.txt", "--output-prefix", "text", *bpe, cwd=folder)
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "text-tokenizer")]
     data = ["--data-path", "text", *tokenizer]
+    check = run(command, "train", "gpt", "plan.json", *TRAIN[2:], *data, "--dry-run", cwd=folder)  # not on the CPU
+    assert "> --dry-run: the run would start on 2 GPUs, 2 stages x 1 pipelines" in check, check
+    words = [*TRAIN, *data, "--save", "none", "--rehearse"]
+    rehearsed = run(command, "train", "gpt", "plan.json", *words, cwd=folder)
+    assert "exiting program at iteration 2]" in rehearsed and not (folder / "none").exists(), rehearsed
     log = run(command, "train", "gpt", "plan.json", *TRAIN, *data, "--save", "model", cwd=folder)
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]
     assert losses[-1] < losses[0] and len(log.splitlines()) <= 60, log
@@ -65,9 +70,9 @@ def test_from_an_empty_folder_to_a_sample(tmp_path):
     sizes = re.search(r"global batch size: +(\d+)", log)
     batch = ["--global-batch-size", sizes[1], "--micro-batch-size", "1", "--train-iters", "10", "--eval-iters", "2"]
     same = ["--data-path", "text", "--split", "80,10,10", "--device", "cpu", *batch]
-    (evaluated,) = re.findall(
-        r"on test set \| lm loss value: (\S+)", run(command, "evaluate", "gpt", "model", *same, cwd=folder)
-    )
+    log = run(command, "evaluate", "gpt", "model", *same, cwd=folder)
+    (evaluated,) = re.findall(r"on test set \| lm loss value: (\S+)", log)
+    assert len(log.splitlines()) <= 10, log
     assert float(evaluated) == pytest.approx(float(trained), rel=1e-5)  # the log's digits, and other microbatches
     few = ["--prompt", "The pipeline", "--tokens", "5", "--temperature", "0", "--device", "cpu"]
     sample = run(command, "sample", "model", *few, cwd=folder)

@@ -55,6 +55,7 @@ CASES = {
     "Megatron's validation": (GPT, command(2, 2, save="folder"), "args.save_interval is not None (AssertionError in"),
     "Megatron's configuration": (GPT, command(2, 2, "2bw", "--batch-invariant-mode"), "--attention-backend flash"),
     "no checkpoint": (GPT, command(2, 2, "2bw", "--use-checkpoint-args"), "--use-checkpoint-args needs --load"),
+    "on GPUs": (GPT, command(2, 2, "2bw", "--dry-run", device="auto"), "--transformer-impl transformer_engine"),
     "the model": (GPT, command(1, 2, "2bw", tokenizer_type="HuggingFaceTokenizer", vocab_size=None), "okenizer"),
 }
 

@@ -67,9 +67,19 @@ def test_completion_is_a_script_of_bash(capsys):
     script = "\n".join([*lines, "COMP_WORDS=(megatron-2bw tr) COMP_CWORD=1; _megatron_2bw; echo ${COMPREPLY[@]}"])
     found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert found == "train trace\n"
+    assert ended(["completion", "zsh"], capsys)[::2] == (
+        2,
+        ["megatron-2bw completion: error: zsh: there is a script for bash only"],
+    )
 
 
 # --- train and evaluate ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """--dry-run only prints: the check of the flags takes seconds (e2e/test_wrong_command_lines.py)."""
+    monkeypatch.setattr(train.subprocess, "call", lambda command, env: 0)
 
 
 def dry(argv, capsys) -> list[str]:
@@ -156,14 +166,16 @@ def test_several_hosts_start_torchrun(monkeypatch, capsys):
     for argv, variables in (
         (["--nnodes", "2", "--node-rank", "1", "--master-addr", "first"], {}),
         (["--master-addr", "first"], SLURM | {"SLURM_STEP_NODELIST": "first,second"}),
+        (["--nnodes", "1", "--master-port", "29501"], {}),
     ):
         with monkeypatch.context() as patched:
             for name, value in variables.items():
                 patched.setenv(name, value)
             status, lines, _ = ended(["train", "gpt", *flags, *argv], capsys)
         assert status == 0
-        expected = "--nnodes 2 --node-rank 1 --master-addr first --master-port 29500 --nproc-per-node 1"
-        assert expected in lines[-1] and "torch.distributed.run" in lines[-1]
+        two = "--nnodes 2 --node-rank 1 --master-addr first --master-port 29500 --nproc-per-node 1"
+        one = "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 --master-port 29501 --nproc-per-node 1"
+        assert (one if "1" in argv[:2] else two) in lines[-1] and "torch.distributed.run" in lines[-1]
 
 
 @pytest.mark.parametrize(("argv", "nodes"), [(["--nnodes", "2"], None), ([], "2"), ([], "1")])
@@ -180,6 +192,8 @@ def test_an_evaluation_takes_the_model_from_the_checkpoint(tmp_path, monkeypatch
     flags = dry(["evaluate", "gpt", str(tmp_path), "--mock-data", "--eval-iters", "3", "--device", "cpu"], capsys)
     assert {"--skip-train", "--use-checkpoint-args", "--no-load-optim"} < {*flags}
     assert flags.count("--eval-iters") == 1 and flags[flags.index("--load") + 1] == str(tmp_path)
+    line = "megatron-2bw evaluate: error: gone: it holds no checkpoint: give the folder that a run has as --save"
+    assert ended(["evaluate", "gpt", "gone", "--mock-data"], capsys)[::2] == (1, [line])
 
 
 def test_words_of_a_file(plan, tmp_path, capsys):

@@ -52,8 +52,8 @@ def test_variables_with_which_a_run_over_nccl_would_hang(stages, world, schedule
     [
         ("--pipeline-schedule 2bw --device cuda", "32"),
         ("--pipeline-schedule gpipe --tensor-model-parallel-size 1", "32"),
-        ("--pipeline-schedule 2bw --tensor-model-parallel-size 2", None),
-        ("--pipeline-schedule 2bw --context-parallel-size=2", None),
+        ("--pipeline-schedule 2bw --tensor-model-parallel-size 2", "1"),
+        ("--pipeline-schedule 2bw --context-parallel-size=2", "1"),
         ("--device cuda", None),
     ],
 )

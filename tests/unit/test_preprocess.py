@@ -231,7 +231,10 @@ def test_call_that_is_killed_while_it_moves_the_result(tmp_path, source, capsys,
         patch.setattr(preprocess.os, "replace", killed)
         assert call(capsys, *flags, tmp_path / "out")[0] == 137
     assert (tmp_path / "out.bin").exists() == (moved > 1) and not (tmp_path / "out.idx").exists()
+    (tmp_path / "out" / "cache" / "GPTDataset_indices").mkdir(parents=True)  # Megatron's, of data that was there
     assert call(capsys, *flags, tmp_path / "out")[0] == 0
+    (tmp_path / "out" / "cache").rmdir()
+    (tmp_path / "out").rmdir()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-tokenizer", "out.bin", "out.idx"]
     assert len(written(tmp_path / "out")[0]) == len([text for text in TEXTS if text.strip()])
 
@@ -294,7 +297,7 @@ def test_tokenizer_without_what_bert_needs_is_refused(tmp_path, source, capsys):
 
 WRONG = [  # flags that are added or changed ({} is a folder), what the line has
     ("--input {}/none", "--input {}/none"),
-    ("--tokenizer-model nobody/nothing", "nobody/nothing: cannot be loaded"),
+    ("--tokenizer-model nobody/nothing", "nobody/nothing: it is not on this host, and the Hub is out of reach: give "),
     ("--dataset nobody/nothing", "nobody/nothing"),
     ("--train-tokenizer bpe --vocab-size 60000", "--vocab-size 60000"),
     ("--input {} --output-prefix {}/empty/x", "--output-prefix {}/empty/x: lies in --input {}"),
@@ -304,9 +307,9 @@ WRONG = [  # flags that are added or changed ({} is a folder), what the line has
 
 @pytest.mark.parametrize(("flags", "line"), WRONG, ids=[flags for flags, _ in WRONG])
 def test_wrong_input_is_one_line(tmp_path, source, capsys, monkeypatch, flags, line):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # it is asked once, and does not answer
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
