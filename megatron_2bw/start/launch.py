@@ -53,9 +53,9 @@ def launch(task: str) -> None:
     try:
         config = pretrain_cfg_container_from_args(args, module.model_config(args))
         if args.dry_run:
-            sizes = f"{args.pipeline_model_parallel_size} stages x {args.data_parallel_size} pipelines"
-            on = f"{args.world_size} {'CPUs' if cpu.installed() else 'GPUs'}"
-            print(f"> --dry-run: the run would start on {on}, {sizes}")
+            sizes = f"stages: {args.pipeline_model_parallel_size}, pipelines: {args.data_parallel_size}"
+            device = "CPU ranks" if cpu.installed() else "GPUs"
+            print(f"> --dry-run: the run would start; {device}: {args.world_size}, {sizes}")
             return
         if "MASTER_ADDR" not in os.environ:
             stop("the environment variable MASTER_ADDR is not set: start the processes with torchrun")

@@ -58,7 +58,7 @@ def test_from_an_empty_folder_to_a_sample(tmp_path):
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "text-tokenizer")]
     data = ["--data-path", "text", *tokenizer]
     check = run(command, "train", "gpt", "plan.json", *TRAIN[2:], *data, "--dry-run", cwd=folder)  # not on the CPU
-    assert "> --dry-run: the run would start on 2 GPUs, 2 stages x 1 pipelines" in check, check
+    assert "> --dry-run: the run would start; GPUs: 2, stages: 2, pipelines: 1" in check, check
     words = [*TRAIN, *data, "--save", "none", "--rehearse"]
     rehearsed = run(command, "train", "gpt", "plan.json", *words, cwd=folder)
     assert "exiting program at iteration 2]" in rehearsed and not (folder / "none").exists(), rehearsed
