@@ -36,7 +36,7 @@ from megatron_2bw.checkpoints.optimizer_state import (
     number_groups,
     unshare_steps,
 )
-from megatron_2bw.checkpoints.unpickle import Refused
+from megatron_2bw.checkpoints.unpickle import Refused, causes
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags.correction import Correction, parse
 from megatron_2bw.guard import arguments, around
@@ -168,7 +168,7 @@ class Checkpoints:
         except Refused as error:
             raise UserError(f"{flag} {folder}: {error}") from error
         except (CheckpointException, CheckpointingException) as error:  # the first is a BaseException
-            raise UserError(f"{flag} {folder}: it does not fit this run: {_causes(error)}") from error
+            raise UserError(f"{flag} {folder}: it does not fit this run: {causes(error)}") from error
         unshare_steps(optimizer)
         if self._runtime is not None and iteration > 0:
             self._resume(ddp_model, iteration)
@@ -254,14 +254,7 @@ def _write_errors() -> Iterator[None]:
         folder = get_args().save
         good = latest_iteration(folder)
         rest = "there is no older one here" if good is None else f"the last good one is that of iteration {good}"
-        cause = _causes(root(error) if isinstance(error, RuntimeError) else error)
+        cause = causes(root(error) if isinstance(error, RuntimeError) else error)
         elsewhere = isinstance(error, CheckpointException) and not error.failures  # the first rank has the causes
         line = f"--save {folder}: the checkpoint could not be written: {cause}; {rest}"
         raise UserError(line, elsewhere) from error
-
-
-def _causes(error: BaseException) -> str:
-    """The messages of all ranks, which torch collects."""
-    failures = getattr(error, "failures", None) or {}
-    texts = {str(cause[0] if isinstance(cause, tuple) else cause) for cause in failures.values()}
-    return "; ".join(sorted(texts)) or str(error)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint import CheckpointException  # noqa: F401  (whose causes these are)
 
 _MODULES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
 
@@ -58,3 +59,10 @@ def check_bytes(name: str, content: io.BytesIO) -> None:
             "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
         ) from None
     content.seek(0)
+
+
+def causes(error: BaseException) -> str:
+    """The messages of all ranks, which torch collects."""
+    failures = getattr(error, "failures", None) or {}
+    texts = {str(cause[0] if isinstance(cause, tuple) else cause) for cause in failures.values()}
+    return "; ".join(sorted(texts)) or str(error)

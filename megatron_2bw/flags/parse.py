@@ -56,6 +56,7 @@ def parse(
     from megatron.training.global_vars import set_global_variables
 
     from megatron_2bw import cpu, guard
+    from megatron_2bw.checkpoints.unpickle import CheckpointException, causes
     from megatron_2bw.flags.rehearsal import rehearse
     from megatron_2bw.mcore import patches
 
@@ -87,6 +88,8 @@ def parse(
         if end.code is None:  # Megatron's exit() after a line on the screen
             stop("Megatron ends the run in a line of its own: add --verbose to see it")
         raise  # --help, or a line of this project
+    except CheckpointException as error:
+        stop(f"--load {args.load}: {causes(error)}")
     except Exception as error:
         stop(explain(error))
     return args
