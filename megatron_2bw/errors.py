@@ -61,7 +61,7 @@ def file_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise UserError(f"{what}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"{what}: {getattr(error, 'strerror', None) or ' '.join(str(error).split())}") from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -16,16 +16,16 @@ def main(argv: Sequence[str], prog: str) -> int:
     add("source", type=Path, metavar="HF_DIR", help="with config.json and *.safetensors")
     add("--save", type=Path, required=True, metavar="CKPT", help="a folder without a checkpoint")
     add("--seq-length", type=whole(1), help="of the samples (default: the model's, at most 4096)")
-    padding = "pad the vocabulary to a multiple of N, such as the tensor parallel size (default 1: no padding)"
-    add("--make-vocab-size-divisible-by", type=whole(1), default=1, metavar="N", help=padding)
+    add("--make-vocab-size-divisible-by", type=whole(1), default=1, metavar="N", help="as Megatron's (default: 1)")
     add = directions.add_parser("export", help="CKPT --out HF_DIR", allow_abbrev=False).add_argument
     add("source", type=Path, metavar="CKPT", help="a run's --save, or one checkpoint in it")
     add("--out", type=Path, required=True, metavar="HF_DIR", help="a folder that does not exist")
     add("--ckpt-step", type=whole(1), metavar="N", help="the iteration (default: the latest)")
     add("--like", type=Path, metavar="HF_DIR", help="take config.json and tokenizer from there")
     options = parser.parse_args(argv)
-    if not options.source.is_dir():
-        usage_error(prog, f"{options.source}: there is no such folder")
+    for folder in (options.source, getattr(options, "like", None)):
+        if folder and not folder.is_dir():
+            usage_error(prog, f"{folder}: there is no such folder")
     if options.direction == "import" and (options.save / TRACKER).exists():
         usage_error(prog, f"--save {options.save}: it holds a checkpoint already: give another folder")
     if options.direction == "export" and options.out.exists():

@@ -7,14 +7,15 @@ need.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from megatron_2bw.convert.families import FAMILIES, Family
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import read_yaml
-from megatron_2bw.models.hugging_face import LONGEST, SCALING, SIZES, from_hugging_face
+from megatron_2bw.models.hugging_face import LLAMAS, LONGEST, SCALING, SIZES, from_hugging_face
 from megatron_2bw.models.inputs import model_of
 from megatron_2bw.models.model import Model
 
@@ -26,16 +27,16 @@ ARCHITECTURES = {  # those with the heads that Megatron trains, the first is wri
     "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
     "megatron-bert": ("MegatronBertForPreTraining", "MegatronBertForMaskedLM"),
 }
-_TIED = {"lm_head.weight", "cls.predictions.decoder.weight"}
 
 
 @dataclass(frozen=True)
 class Found:
-    """A model that both sides can represent. kind: transformers' model_type; flags: Megatron's."""
+    """A model that both sides can represent: transformers' model_type, class and config.json, and Megatron's flags."""
 
     kind: str
     model: Model
-    binary_head: bool = False
+    architecture: str
+    content: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
 
     @property
@@ -43,18 +44,9 @@ class Found:
         return FAMILIES[self.kind]
 
     @property
-    def task(self) -> str:
-        return self.model.kind
-
-    @property
     def zero_types(self) -> bool:
         """Whether transformers' model has token types and Megatron's none."""
-        return self.task == "bert" and not self.binary_head
-
-    @property
-    def spare(self) -> set[str]:
-        """Tensors that a folder may hold twice."""
-        return _TIED if self.model.tied else set()
+        return self.architecture == "MegatronBertForMaskedLM"
 
 
 def read(path: Path, sequence: int | None) -> Found:
@@ -64,12 +56,7 @@ def read(path: Path, sequence: int | None) -> Found:
     """
     config = read_yaml(path)
     kind = config.get("model_type")
-    if kind == "bert":
-        raise UserError(
-            f"{path}: model_type 'bert' has its norms after each layer; Megatron's BERT has them before, as "
-            "transformers' megatron-bert"
-        )
-    if kind not in FAMILIES:
+    if kind not in FAMILIES:  # the norms of 'bert' are after each layer
         raise UserError(f"{path}: model_type {kind!r} is not supported; those that are: {', '.join(FAMILIES)}")
     names = config.get("architectures") or ARCHITECTURES[kind][:1]
     if names[0] not in ARCHITECTURES[kind]:
@@ -91,69 +78,41 @@ def read(path: Path, sequence: int | None) -> Found:
         rate = next((config[name] for name in entry if name in config), None)
         if model.dropout and rate is not None and rate != 0.1:
             flags += [flag, str(rate)]
-    head = kind == "megatron-bert" and names[0] == ARCHITECTURES[kind][0]
-    if kind == "megatron-bert" and not head:
-        flags.append("--bert-no-binary-head")
-    return Found(kind, model, head, tuple(flags))
+    found = Found(kind, model, ARCHITECTURES[kind][0] if kind == "gpt2" else names[0], config, tuple(flags))
+    from transformers import AutoConfig
+
+    expected = _config(found)
+    for name, value in AutoConfig.for_model(**config).to_dict().items():
+        same = value == expected[name] if name in expected else value in (None, False)
+        if not same and not any(fnmatchcase(name, free) for free in _FREE):
+            raise UserError(
+                f"{path}: the entry {name!r} is {value!r}: Megatron's model does not have that; if no output depends "
+                "on the entry, remove it"
+            )
+    return replace(found, flags=(*flags, "--bert-no-binary-head")) if found.zero_types else found
 
 
+# Entries of config.json on which no loss depends, or which the planner's reader has judged.
+_FREE = """
+_* transformers_version architectures *dtype output_attentions output_hidden_states return_dict chunk_size_feed_forward
+id2label label2id problem_type task_specific_params tokenizer_class unsloth* use_cache *_token_id initializer_range
+pretraining_tp *dropout* *pdrop summary_* gradient_checkpointing n_inner *sliding_window max_window_layers
+max_position_embeddings n_positions n_ctx rope_parameters reorder_and_upcast_attn hidden_act activation_function
+""".split()
 _DROPOUTS = (("resid_pdrop", "hidden_dropout_prob"), ("attn_pdrop", "attention_probs_dropout_prob"))
 
 
-def of_arguments(args: argparse.Namespace, like: Path | None) -> tuple[Found, dict[str, Any]]:
-    """The model of a checkpoint's arguments, and the content of its config.json.
-
-    like: a folder whose config.json is taken if it is of this model. Raises UserError, with the flag, for a model that
-    none of the families has.
-    """
-    bert = getattr(args, "task", "gpt") == "bert"
+def of_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The content of config.json for the model of a checkpoint's arguments, or for the nearest: compare them."""
+    bert = args.task == "bert"
     names = dict(model=None, bert=bert, seq_length=args.max_position_embeddings, norm_epsilon=args.layernorm_epsilon)
     off = dict(disable_bias_linear=not args.add_bias_linear, no_bias_gelu_fusion=not args.bias_gelu_fusion)
     model = model_of(argparse.Namespace(**vars(args) | names | off))
-    model = replace(
-        model,
-        name="exported",
-        qkv_bias=model.qkv_bias and not model.bias,
-        rope_factor=model.rope_factor if model.rope_scaling else 8.0,
-        gelu="" if args.swiglu else "tanh" if args.openai_gelu or args.bias_gelu_fusion else "exact",
-    )
-    kind = _kind(model, args)
-    head = bert and bool(args.bert_binary_head)
-    if like is not None:
-        with_config = _same(model, kind, head, like / "config.json")
-        if with_config is not None:
-            return with_config
-    found = Found(kind, model, head)
-    return found, _config(found)
-
-
-def _kind(model: Model, args: argparse.Namespace) -> str:
-    if getattr(args, "num_experts", None) or getattr(args, "multi_latent_attention", False):
-        raise UserError("--num-experts, --multi-latent-attention: only dense models can be exported")
-    if {model.gated, model.rms_norm, not model.bias} != {model.rotary} or (model.qk_norm and model.qkv_bias):
-        raise UserError(
-            "--position-embedding-type rope, --swiglu, --normalization RMSNorm and --disable-bias-linear: a model that "
-            "can be exported has all of them (with one of --qk-layernorm and --add-qkv-bias at most) or none"
-        )
-    if model.rotary:
-        return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
-    if model.groups != model.heads or model.head_size * model.heads != model.hidden or model.qk_norm:
-        raise UserError("--group-query-attention, --kv-channels, --qk-layernorm: GPT-2 and MegatronBert have none")
-    return "megatron-bert" if model.kind == "bert" else "gpt2"
-
-
-def _same(model: Model, kind: str, head: bool, path: Path) -> tuple[Found, dict[str, Any]] | None:
-    """The folder's own configuration, if it is of this model but for its samples' length."""
-    try:
-        other = read(path, 1 if model.rotary else None)
-    except UserError:
-        return None
-    apart = dict(name="", sequence=1, dropout=False, vocab=1)
-    llamas = {"llama", "mistral"}
-    kinds = other.kind == kind or {other.kind, kind} == llamas
-    if not kinds or other.binary_head != head or replace(other.model, **apart) != replace(model, **apart):
-        return None
-    return Found(other.kind, replace(model, vocab=other.model.vocab), head), read_yaml(path)
+    model = replace(model, name="exported", gelu="tanh" if args.openai_gelu or args.bias_gelu_fusion else "exact")
+    kind = "megatron-bert" if bert else "gpt2"
+    if model.rotary and not bert:
+        kind = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias and not model.bias else "llama"
+    return _config(Found(kind, model, ARCHITECTURES[kind][bert and not args.bert_binary_head]))
 
 
 def _config(found: Found) -> dict[str, Any]:
@@ -164,7 +123,7 @@ def _config(found: Found) -> dict[str, Any]:
     gelu = "gelu_new" if model.gelu == "tanh" else "gelu"
     fields: dict[str, Any] = {entry: getattr(model, field) for field, entry in SIZES.items()}
     fields["max_position_embeddings"] = model.sequence
-    if model.rotary:
+    if found.kind in LLAMAS:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
         if model.rope_scaling:
             rope |= {"rope_type": "llama3", "factor": model.rope_factor} | SCALING
@@ -176,6 +135,5 @@ def _config(found: Found) -> dict[str, Any]:
     else:
         fields |= {"layer_norm_eps": model.norm_epsilon, "hidden_act": gelu}
     config = AutoConfig.for_model(found.kind, **fields, **ends)
-    names = ARCHITECTURES[found.kind]
-    config.architectures = [names[1 if found.zero_types else 0]]
+    config.architectures = [found.architecture]
     return config.to_dict()  # all entries: readers need those that equal a default, too

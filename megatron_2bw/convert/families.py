@@ -117,7 +117,7 @@ def to_megatron(
         grouped = [part.reshape(model.groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1)
     whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-    missing = rows - len(whole) if rows and name in VOCABULARY else 0
+    missing = rows - model.vocab if rows and name in VOCABULARY else 0
     if missing > 0:
         last = torch.full_like(whole[-1:], PADDING_BIAS) if name.endswith("bias") else whole[-1:]
         whole = torch.cat([whole, *[last] * missing])

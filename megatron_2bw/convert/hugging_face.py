@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ from megatron_2bw.portions import portions
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_COPIED = (
+    r"((generation_)?config|tokenizer(_config)?|special_tokens_map|added_tokens|vocab|chat_template|tekken)\.json|"
+    r"(vocab|merges)\.txt|chat_template\.jinja|.+\.model"
+)
 SHARD = 256 << 20  # bytes of a file, or one tensor that is larger
 
 
@@ -91,10 +96,15 @@ def write(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """All small files of a folder but its weights: the tokenizer, the generation's options, the configuration."""
+    """The files of a tokenizer, the generation's options, the configuration. UserError for a link out of the folder;
+    those of the Hub's cache lead to a folder beside it."""
     target.mkdir(parents=True, exist_ok=True)
+    root = source.resolve()
+    root = root.parents[1] if root.parent.name == "snapshots" else root
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and path.name != INDEX:
+        if path.is_file() and re.fullmatch(_COPIED, path.name):
+            if not path.resolve().is_relative_to(root):
+                raise UserError(f"{path}: it is a link out of the folder: copy the file itself there")
             shutil.copyfile(path, target / path.name)
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 import torch
@@ -26,26 +30,22 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_2bw import cpu
+from megatron_2bw import cpu, guard
 from megatron_2bw.checkpoints.folder import TRACKER, latest_iteration, problem
+from megatron_2bw.checkpoints.unpickle import causes
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_whole
-from megatron_2bw.flags.rehearsal import ON_CPU
+from megatron_2bw.flags.rehearsal import OFF, ON_CPU, QUANTISED
+from megatron_2bw.mcore import patches
 
 RELEASE = "release"  # Megatron's name for a checkpoint of weights alone
-_ONE_RANK = ON_CPU | dict(
-    tensor_model_parallel_size=1,
-    pipeline_model_parallel_size=1,
-    context_parallel_size=1,
-    virtual_pipeline_model_parallel_size=None,
-    sequence_parallel=False,
-    perform_initialization=False,
-    bias_activation_fusion=False,
-    decoder_first_pipeline_num_layers=None,
-    decoder_last_pipeline_num_layers=None,
-    use_distributed_optimizer=False,
-    tp_comm_overlap=False,
-)
+_WHOLE = ON_CPU | dict(perform_initialization=False, use_distributed_optimizer=False, config_logger_dir="")
+# Fields of Megatron's configuration on which no output depends: kernels, memory, precision, initial weights, training.
+_FREE = """
+*fus* *recompute* *offload* *cuda_graph* fp[48]* *bf16* *fp16* *fp32* attention_backend flash_* *init* cp_comm_type
+batch_invariant_mode symmetric_ar_type nccl_* distribute_* high_* clone_* use_te_* mlp_chunks_* log_* calculate_*
+*dropout qk_clip* apply_query_* make_* inference_* use_grouped_* transformer test_mode
+""".split()
 _RUN = (
     "--micro-batch-size 1 --train-iters 1 --lr 1e-5 --eval-iters 0 --eval-interval 1 --mock-data --device cpu "
     "--transformer-impl local"
@@ -81,6 +81,50 @@ def silence() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
+def of_one_rank(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of the same model on one rank of the CPU, in fp32: each argument of the pipeline, each field of
+    Megatron's ModelParallelConfig (sizes, overlap, precision), and what needs a GPU, has its default."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    names = {*OFF, *QUANTISED, *(field.name for field in dataclasses.fields(ModelParallelConfig))}
+    names |= {name for name in vars(args) if "pipeline" in name}
+    tanh = args.openai_gelu or args.bias_gelu_fusion  # Megatron's fused GeLU has the tanh form
+    plain = args.swiglu or args.squared_relu or args.quick_geglu
+    one = vars(args) | {name: defaults.get(name) for name in names} | _WHOLE
+    return argparse.Namespace(**one | {"openai_gelu": tanh and not plain})
+
+
+def _function(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of Megatron's configuration that decide what the model computes, or why there is none."""
+    from megatron_2bw.tasks import gpt
+
+    try:
+        config = gpt.model_config(of_one_rank(args))
+    except (AssertionError, ValueError) as error:
+        return {"error": str(error)}
+    found = vars(config) | vars(config.transformer) | dict(task=args.task, bert_binary_head=args.bert_binary_head)
+    return {name: value for name, value in found.items() if not any(fnmatchcase(name, free) for free in _FREE)}
+
+
+def unlike(saved: argparse.Namespace, other: argparse.Namespace) -> str:
+    """The flags by which the models of two runs' arguments compute something else; "" if there are none."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    def changes(name: str) -> bool:
+        value = getattr(saved, name, None)
+        alone = argparse.Namespace(**vars(other) | {name: value})
+        return value != getattr(other, name, None) and _function(alone) != expected
+
+    with silence():
+        expected = _function(other)
+        if _function(saved) == expected:
+            return ""
+        actions = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
+        return ", ".join(action.option_strings[0] for action in actions if changes(action.dest)) or "the arguments"
+
+
 @contextlib.contextmanager
 def whole_model(args: argparse.Namespace, device: str) -> Iterator[tuple[torch.nn.Module, dict[str, Any]]]:
     """The model of one stage on `device`, its weights not yet read, and the entries of its sharded state dict by name;
@@ -88,11 +132,14 @@ def whole_model(args: argparse.Namespace, device: str) -> Iterator[tuple[torch.n
     with silence():
         from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         from megatron.training.checkpointing import _build_sharded_state_dict_metadata
         from megatron.training.global_vars import set_args, unset_global_variables
         from megatron.training.models.gpt import GPTModelBuilder
 
-        one = argparse.Namespace(**{**vars(args), **_ONE_RANK})
+        from megatron_2bw.tasks import bert, gpt
+
+        one = of_one_rank(args)
         unset_global_variables()
         set_args(one)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -101,27 +148,16 @@ def whole_model(args: argparse.Namespace, device: str) -> Iterator[tuple[torch.n
     try:
         with silence(), torch.device(device):
             if device != "meta":  # the layers ask for the generators of their dropout
-                from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
                 model_parallel_cuda_manual_seed(one.seed)
             if one.task == "bert":
-                from megatron_2bw.tasks import bert
-
                 model = bert.model_provider(pg_collection=groups)
             else:
-                from megatron_2bw.tasks import gpt
-
                 model = GPTModelBuilder(gpt.model_config(one)).build_model(groups, True, True)
             state = model.sharded_state_dict(metadata=_build_sharded_state_dict_metadata(one))
         yield model, state
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def shape_of(entry: Any) -> tuple[int, ...]:
-    """Of the whole parameter."""
-    return tuple(entry.data.shape)
 
 
 def _pieces(entry: Any, data: torch.Tensor) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, Any, slice]]:
@@ -135,9 +171,6 @@ def _pieces(entry: Any, data: torch.Tensor) -> Iterator[tuple[MetadataIndex, Chu
         offset, sizes = torch.Size(piece.global_offset), (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
         chunk = ChunkStorageMetadata(offset, torch.Size(sizes))
         yield MetadataIndex(piece.key, offset), chunk, piece.global_shape, rows
-
-
-# --- writing ------------------------------------------------------------------------------------------------------
 
 
 class _Planner(dcp.DefaultSavePlanner):
@@ -157,15 +190,11 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 def write(
-    folder: Path,
-    args: argparse.Namespace,
-    entries: dict[str, Any],
-    dtypes: dict[str, torch.dtype],
-    make: Callable[[str], torch.Tensor],
+    folder: Path, args: argparse.Namespace, entries: dict[str, Any], dtypes: dict[str, torch.dtype], make: Callable
 ) -> None:
     """A checkpoint of weights alone, which Megatron loads at any parallel sizes, in `folder`, with the tracker.
 
-    dtypes, make: of each parameter; `make` is called once for each, in the order of `dtypes`
+    dtypes, make: of each parameter; `make` gives its tensor, and is called once for each, in the order of `dtypes`
     """
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -174,7 +203,8 @@ def write(
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
     objects = [entry for name, entry in entries.items() if name not in dtypes]
     for entry in [*objects, ShardedObject("common_state", common, (1,), (0,))]:
-        items.append((WriteItem(MetadataIndex(entry.unique_key), WriteItemType.BYTE_IO), _bytes_of(entry.data)))
+        item = WriteItem(MetadataIndex(entry.unique_key), WriteItemType.BYTE_IO)
+        items.append((item, lambda content=entry.data: _bytes_of(content)))
     made: dict[str, torch.Tensor] = {}
 
     def whole(name: str) -> torch.Tensor:
@@ -184,7 +214,7 @@ def write(
         return made[name]
 
     for name, dtype in dtypes.items():
-        data = torch.empty(shape_of(entries[name]), dtype=dtype, device="meta")
+        data = torch.empty(entries[name].data.shape, dtype=dtype, device="meta")
         for index, chunk, size, rows in _pieces(entries[name], data):
             described = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))
             item = WriteItem(index, WriteItemType.SHARD, tensor_data=described)
@@ -204,17 +234,11 @@ def write(
     write_whole(folder / TRACKER, RELEASE, sync=True)
 
 
-def _bytes_of(content: Any) -> Callable[[], io.BytesIO]:
-    def make() -> io.BytesIO:
-        file = io.BytesIO()
-        torch.save([content], file)
-        file.seek(0)
-        return file
-
-    return make
-
-
-# --- reading ------------------------------------------------------------------------------------------------------
+def _bytes_of(content: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save([content], file)
+    file.seek(0)
+    return file
 
 
 def find(folder: Path, iteration: int | None) -> Path:
@@ -224,8 +248,7 @@ def find(folder: Path, iteration: int | None) -> Path:
         iteration = int(name.removeprefix("iter_")) if name.startswith("iter_") else None
     elif not (folder / TRACKER).is_file():
         raise UserError(f"{folder}: it is no folder of Megatron's checkpoints (there is no {TRACKER})")
-    fault = problem(folder, iteration)
-    if fault:
+    if fault := problem(folder, iteration):
         raise UserError(f"{folder}: {fault}")
     number = iteration or latest_iteration(folder)
     found = folder / (RELEASE if number is None else f"iter_{number:07d}")
@@ -234,14 +257,24 @@ def find(folder: Path, iteration: int | None) -> Path:
     return found
 
 
-def saved_arguments(checkpoint: Path) -> argparse.Namespace:
-    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+def saved_arguments(checkpoint: Path, trust: bool = False) -> argparse.Namespace:
+    """Of the checkpoint's run. No code of whoever wrote it runs.
 
+    trust: of the command line, whether a tokenizer's code may run
+    """
     with silence():
-        args = load_common_state_dict(checkpoint).get("args")
+        from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+
+        guard.apply(patches.for_reading())
+        try:
+            args = load_common_state_dict(checkpoint).get("args")
+        except (dcp.CheckpointException, UnpicklingError) as error:
+            raise UserError(f"{checkpoint}: {causes(error).splitlines()[0]}") from None
     if args is None:
         raise UserError(f"{checkpoint}: it holds no arguments, from which the model would be known")
-    return args
+    if args.spec not in (None, ["local"]):
+        raise UserError(f"{checkpoint}: --spec {' '.join(args.spec)}: its model is made by code that is not read here")
+    return argparse.Namespace(**{"task": "gpt"} | vars(args) | {"spec": None, "trust_remote_code": trust})
 
 
 class _Read(dcp.DefaultLoadPlanner):
@@ -267,21 +300,26 @@ class Checkpoint:
     """Reads whole parameters, saved at any parallel sizes."""
 
     def __init__(self, folder: Path):
-        from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
-            CachedMetadataFileSystemReader,
-        )
+        from megatron.core.dist_checkpointing.strategies import cached_metadata_filesystem_reader as cached
 
-        self._folder, self._reader = folder, CachedMetadataFileSystemReader(folder)
+        self._folder, self._reader = folder, cached.CachedMetadataFileSystemReader(folder)
         self._held = self._reader.read_metadata().state_dict_metadata
 
-    def dtype(self, entry: Any) -> torch.dtype:
-        """UserError if the checkpoint does not hold it."""
-        if entry.key not in self._held:
-            raise UserError(f"{self._folder}: it does not hold {entry.key}: it is of another model than its arguments")
-        return self._held[entry.key].properties.dtype
+    def dtypes(self, entries: dict[str, Any], names: Iterable[str]) -> dict[str, torch.dtype]:
+        """Of the parameters by name. UserError unless the checkpoint holds just their elements."""
+        wanted: Counter[str] = Counter()
+        for name in names:
+            for index, chunk, _, _ in _pieces(entries[name], torch.empty(entries[name].data.shape, device="meta")):
+                wanted[index.fqn] += chunk.sizes.numel()
+        for key, count in wanted.items():
+            held = self._held[key].size.numel() if key in self._held else 0
+            if held != count:
+                of = f"it holds {held:,} of the {count:,} elements of {key}"
+                raise UserError(f"{self._folder}: {of}: it is of another model than its arguments")
+        return {name: self._held[entries[name].key].properties.dtype for name in names}
 
     def read(self, entry: Any) -> torch.Tensor:
-        whole = torch.empty(shape_of(entry), dtype=self.dtype(entry))
+        whole = torch.empty(entry.data.shape, dtype=self._held[entry.key].properties.dtype)
         views = {index: (chunk, whole[rows].view(chunk.sizes)) for index, chunk, _, rows in _pieces(entry, whole)}
         dcp.load({}, storage_reader=self._reader, planner=_Read(views), no_dist=True)
         return whole
@@ -289,12 +327,15 @@ class Checkpoint:
 
 def read_into(model: torch.nn.Module, entries: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Fill the parameters of `whole_model` from the checkpoint, in the types that they have."""
+    checkpoint.dtypes(entries, [name for name, _ in model.named_parameters()])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.read(entries[name]))
 
 
 def use_cpu() -> None:
-    """Before Megatron is imported: on a host with or without a GPU the conversion needs none."""
+    """Before Megatron is imported: on a host with or without a GPU this process uses none."""
     os.environ.setdefault("MASTER_ADDR", "localhost")
     cpu.install()
+    with silence():
+        guard.apply(patches.for_cpu())

@@ -9,12 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megatron_2bw.errors import Parser, UserError, usage_error, whole
-
-if TYPE_CHECKING:
-    import torch
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -29,6 +26,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     add("--top-k", type=whole(1), metavar="K", help="of the K likeliest tokens only")
     add("--seed", type=whole(0), default=1, metavar="N", help="default: %(default)s")
     add("--ckpt-step", type=whole(1), metavar="N", help="the iteration (default: the latest)")
+    add("--trust-remote-code", action="store_true", help="run the Python of the tokenizer's folder")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
     options = parser.parse_args(argv)
     if not options.source.is_dir():
@@ -41,60 +39,46 @@ def main(argv: Sequence[str], prog: str) -> int:
     folder = megatron.find(options.source, options.ckpt_step)
     if on_cpu := cpu.wanted(options.device):
         megatron.use_cpu()
-        with megatron.silence():
-            from megatron_2bw import guard
-            from megatron_2bw.mcore import patches
-
-            guard.apply(patches.for_cpu())
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    args = megatron.saved_arguments(folder)
-    if getattr(args, "task", "gpt") != "gpt":
+    args = megatron.saved_arguments(folder, options.trust_remote_code)
+    if args.task != "gpt":
         raise UserError(f"{folder}: it is a BERT, which continues no text")
-    args.bf16, args.fp16, args.params_dtype = False, False, torch.float32
     with megatron.whole_model(args, "cpu" if on_cpu else "cuda") as (model, entries):
         megatron.read_into(model.eval(), entries, megatron.Checkpoint(folder))
         tokenizer = build_tokenizer(args)
-        prompt = _tokens(tokenizer, options.prompt, args.padded_vocab_size)
-        logits = lambda tokens: model(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], None)
+        size = min(tokenizer.vocab_size, args.padded_vocab_size)  # the rows after it are padding
+        prompt = _tokens(tokenizer, options.prompt, size)
+        logits = lambda tokens: model(tokens, torch.arange(tokens.shape[1]).to(tokens)[None], None)[..., :size]
         limit = min(args.seq_length, args.max_position_embeddings)
-        chosen = options.tokens, limit, options.temperature, options.top_k, options.seed, tokenizer.eod
-        found = list(generate(logits, prompt, *chosen))
+        found = list(generate(logits, prompt, limit, tokenizer.eod, options))
     print(printable(tokenizer.detokenize([*prompt, *found])))
     return 0
 
 
-def generate(
-    logits: Callable[[torch.Tensor], torch.Tensor],
-    prompt: list[int],
-    number: int,
-    limit: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-    end: int | None,
-) -> Iterator[int]:
-    """Up to `number` tokens that follow the prompt; none after `end`.
+def generate(logits: Callable, prompt: list[int], limit: int, end: int | None, options: Any) -> Iterator[int]:
+    """Up to `options.tokens` tokens that follow the prompt; none after `end`.
 
     logits: of the next token at each place, [1, sequence, vocabulary], for tokens [1, sequence]
     limit: the longest sequence of the model, in tokens; of a longer text it sees the end
+    options: tokens, temperature, top_k and seed of the command line
     """
     import torch
 
     from megatron_2bw import cpu
 
     device = "cpu" if cpu.installed() else "cuda"
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(options.seed)
     text = list(prompt)
     with torch.inference_mode():
-        for _ in range(number):
+        for _ in range(options.tokens):
             last = logits(torch.tensor([text[-limit:]], device=device))[0, -1].float()
-            if temperature == 0:
+            if options.temperature == 0:
                 token = int(last.argmax())
             else:
-                if top_k is not None:
-                    last[last < last.topk(min(top_k, len(last))).values[-1]] = -torch.inf
-                token = int(torch.multinomial((last / temperature).softmax(0), 1, generator=generator))
+                if options.top_k is not None:
+                    last[last < last.topk(min(options.top_k, len(last))).values[-1]] = -torch.inf
+                token = int(torch.multinomial((last / options.temperature).softmax(0), 1, generator=generator))
             if token == end:
                 return
             yield token

@@ -1,6 +1,8 @@
 """Import a Hugging Face folder as a Megatron checkpoint, export a checkpoint as such a folder.
 
-Invariant: the input is checked whole before anything is written, and what was not written to its end cannot be loaded.
+Invariants:
+- configuration, names and shapes are those of transformers' model, checked before anything is written;
+- what was not written to its end cannot be loaded.
 """
 
 from __future__ import annotations
@@ -10,20 +12,20 @@ import re
 import shlex
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from megatron_2bw.convert import config as configs
 from megatron_2bw.convert import hugging_face, megatron
-from megatron_2bw.convert.families import Family, to_hugging_face, to_megatron
-from megatron_2bw.errors import UserError
+from megatron_2bw.convert.families import to_hugging_face, to_megatron
+from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_json, write_whole
 from megatron_2bw.models.model import Model
 
+_TIED = {"lm_head.weight", "cls.predictions.decoder.weight"}  # a folder may hold the embedding twice
 FLAGS, TOKENIZER = "model_flags.txt", "tokenizer"
 
 
@@ -31,17 +33,23 @@ def import_model(options: argparse.Namespace) -> int:
     """Write a checkpoint, the model's flags and its tokenizer. Memory: that of one parameter, twice."""
     found = configs.read(options.source / "config.json", options.seq_length)
     weights = hugging_face.Weights(options.source)
+    files = _files(found, weights.shapes)
+    types = files.get("bert.embeddings.token_type_embeddings.weight")
+    if found.zero_types and types and weights.read(types)[0].any():
+        raise UserError(
+            f"the tensor {types} is not 0, but there is no cls.seq_relationship: Megatron has token types only with "
+            "the binary head; import a MegatronBertForPreTraining"
+        )
     megatron.use_cpu()
     rows = -(-found.model.vocab // options.make_vocab_size_divisible_by) * options.make_vocab_size_divisible_by
     tokenizer = options.source if hugging_face.has_tokenizer(options.source) else None
     flags = [*found.flags, "--padded-vocab-size", str(rows), *_tokenizer_flags(tokenizer, found.model)]
-    args = megatron.arguments(flags, found.task)
+    args = megatron.arguments(flags, found.model.kind)
     if tokenizer:
         args.tokenizer_model = flags[-1] = str((options.save / TOKENIZER).resolve())
     with megatron.whole_model(args, "meta") as (_, entries):
-        names = _names(found.family, entries)
-        sources = {name: _sources(found.family, name, weights) for name in names}
-        _check(found, weights, sources, {name: megatron.shape_of(entries[name]) for name in names}, rows)
+        names = [name for name in entries if not name.endswith("_extra_state")]
+        sources = {name: [files[source] for source in found.family.sources(name)] for name in names}
         dtypes = {name: weights.dtypes[sources[name][0]] for name in names}
         options.save.mkdir(parents=True, exist_ok=True)
         if tokenizer:
@@ -51,13 +59,12 @@ def import_model(options: argparse.Namespace) -> int:
 
             def make(name: str) -> torch.Tensor:
                 bar.update()
-                parts = [weights.read(source) for source in sources[name]]
+                parts = [_finite(source, weights.read(source)) for source in sources[name]]
                 return to_megatron(found.family, name, parts, found.model, rows)
 
             megatron.write(options.save, args, entries, dtypes, make)
-    script = f"pretrain_{found.task}_2bw.py"
     print(f"{options.save}: {found.model.parameters() / 1e6:,.1f} million parameters. Train with")
-    print(f"  torchrun --nproc-per-node 2 {script} @{options.save / FLAGS} --load {options.save} --finetune \\")
+    print(f"  megatron-2bw train {found.model.kind} @{options.save / FLAGS} --load {options.save} --finetune \\")
     print("    --pipeline-schedule 2bw --pipeline-model-parallel-size 2 --data-path ... --lr 2e-5 ...")
     return 0
 
@@ -68,35 +75,81 @@ def export_model(options: argparse.Namespace) -> int:
     megatron.use_cpu()
     args = megatron.saved_arguments(folder)
     like = options.like or (args.tokenizer_model and Path(args.tokenizer_model))
-    found, content = configs.of_arguments(args, like if like and (like / "config.json").is_file() else None)
     checkpoint = megatron.Checkpoint(folder)
     temporary = options.out.with_name(f".{options.out.name}.{uuid.uuid4().hex}")
     try:
-        with megatron.whole_model(args, "meta") as (_, entries):
-            names = _names(found.family, entries)
-            kinds = {checkpoint.dtype(entries[name]) for name in names}
-            temporary.mkdir(parents=True)
-            if like and like.is_dir():
-                hugging_face.copy_files(like, temporary)
+        temporary.mkdir(parents=True)
+        if like and like.is_dir():
+            hugging_face.copy_files(like, temporary)
+        found, written = _represented(args, temporary / "config.json")
+        with megatron.whole_model(written, "meta") as (_, entries):
+            names = [name for name in entries if not name.endswith("_extra_state")]
+            kinds = set(checkpoint.dtypes(entries, names).values())
+            shapes = lambda name: torch.empty(entries[name].data.shape, device="meta")
+            _files(found, {name: tuple(part.shape) for name, part in _exported(found, shapes, names)})
             kind = str(next(iter(kinds))).removeprefix("torch.") if len(kinds) == 1 else "float32"
-            write_json(temporary / "config.json", content | {"dtype": kind}, indent=2)
-            hugging_face.write(temporary, _exported(found, checkpoint, entries, names))
+            write_json(temporary / "config.json", found.content | {"dtype": kind}, indent=2)
+            read = lambda name: _finite(name, checkpoint.read(entries[name]))
+            bar = tqdm(names, unit="tensor", desc="export")
+            hugging_face.write(temporary, _exported(found, read, bar))
         temporary.rename(options.out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    if found.task == "bert" and found.model.gelu == "tanh" and not args.openai_gelu:
+    if found.model.kind == "bert" and found.model.gelu == "tanh" and not args.openai_gelu:
         print("> the masked-language head was trained with the exact GeLU; transformers has the layers' tanh form")
-    print(f"{options.out}: {found.model.parameters() / 1e6:,.1f} million parameters, {content['architectures'][0]}")
+    print(f"{options.out}: {found.model.parameters() / 1e6:,.1f} million parameters, {found.architecture}")
     return 0
 
 
-def _exported(found: configs.Found, checkpoint: Any, entries: dict, names: list[str]) -> Iterator:
-    for name in tqdm(names, unit="tensor", desc="export"):
-        parts = to_hugging_face(found.family, name, checkpoint.read(entries[name]), found.model)
+def _represented(args: argparse.Namespace, path: Path) -> tuple[configs.Found, argparse.Namespace]:
+    """The model of the configuration at `path`, and Megatron's arguments of its import. Unless the file is of the model
+    of `args`, it is written anew. UserError, with the flag, if no configuration is."""
+    flags = "no file"
+    for content in (None, configs.of_arguments(args)):
+        if content:
+            write_json(path, content)
+        try:
+            found = configs.read(path, args.max_position_embeddings)
+            words = [*found.flags, "--padded-vocab-size", str(args.padded_vocab_size)]
+            written = megatron.arguments([*words, *_tokenizer_flags(None, found.model)], found.model.kind)
+            flags = megatron.unlike(args, written)
+        except UserError:
+            if content:
+                raise
+        if not flags:
+            return found, written
+    raise UserError(f"{flags}: transformers' {found.architecture} has another value of it: nothing was exported")
+
+
+def _files(found: configs.Found, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
+    """The name in `shapes`, which may lack the family's prefix, of each tensor. UserError unless names and shapes are
+    those of transformers' model of the configuration."""
+    import transformers
+
+    with torch.device("meta"):
+        model = getattr(transformers, found.architecture)(transformers.AutoConfig.for_model(**found.content))
+    wanted, prefix = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, found.family.prefix
+    files = {prefix + name if prefix + name in wanted else name: name for name in shapes}
+    for name in sorted(wanted.keys() | files.keys()):
+        held, expected = shapes.get(files.get(name, ""), "missing"), wanted.get(name, "missing")
+        spare = re.fullmatch(found.family.ignored, name) or found.model.tied and name in _TIED
+        if held != expected and not spare:
+            raise UserError(f"the tensor {name} is {held}; config.json's {found.architecture} has it as {expected}")
+    return files
+
+
+def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.isfinite().all():
+        raise UserError(f"the tensor {name} holds NaN or infinite numbers: take a checkpoint from before that")
+    return tensor
+
+
+def _exported(found: configs.Found, read: Callable[[str], torch.Tensor], names: Iterable[str]) -> Iterator:
+    for name in names:
+        parts = to_hugging_face(found.family, name, read(name), found.model)
         yield from zip(found.family.sources(name), parts)
-        if name == "embedding.word_embeddings.weight" and found.task == "bert" and not found.binary_head:
-            size = found.model.hidden  # transformers' model has types, of which a run without the head has none
-            yield "bert.embeddings.token_type_embeddings.weight", torch.zeros(2, size, dtype=parts[0].dtype)
+        if name == "embedding.word_embeddings.weight" and found.zero_types:
+            yield "bert.embeddings.token_type_embeddings.weight", torch.zeros(2, parts[0].shape[1]).to(parts[0])
 
 
 def _tokenizer_flags(folder: Path | None, model: Model) -> list[str]:
@@ -105,58 +158,9 @@ def _tokenizer_flags(folder: Path | None, model: Model) -> list[str]:
         return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
     from transformers import AutoTokenizer
 
-    largest = max(AutoTokenizer.from_pretrained(folder).get_vocab().values())
+    with file_errors(f"{folder}: the tokenizer cannot be read"):  # its code is not run
+        largest = max(AutoTokenizer.from_pretrained(folder, trust_remote_code=False).get_vocab().values())
     if largest >= model.vocab:
         ends = f"the vocabulary of config.json ends at {model.vocab - 1}: give the model's own tokenizer"
         raise UserError(f"{folder}: the tokenizer has the token {largest}, but {ends}")
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
-
-
-def _names(family: Family, entries: dict[str, Any]) -> list[str]:
-    """The model's parameters in Megatron's order. UserError if the family has no place for one of them."""
-    names = [name for name in entries if not name.endswith("_extra_state")]
-    for name in names:
-        try:
-            family.sources(name)
-        except KeyError:
-            raise UserError(f"{name}: transformers' model has no place for this parameter") from None
-    return names
-
-
-def _sources(family: Family, name: str, weights: hugging_face.Weights) -> tuple[str, ...]:
-    """Hugging Face's names of a parameter's tensors as the folder has them, with or without the prefix."""
-    bare = tuple(source.removeprefix(family.prefix) for source in family.sources(name))
-    return bare if all(source in weights.shapes for source in bare) else family.sources(name)
-
-
-def _check(
-    found: configs.Found,
-    weights: hugging_face.Weights,
-    sources: dict[str, tuple[str, ...]],
-    shapes: dict[str, tuple[int, ...]],
-    rows: int,
-) -> None:
-    """UserError unless the folder's tensors are those of the model, in their shapes and one type."""
-    used = {source for each in sources.values() for source in each}
-    for source in sorted(used - set(weights.shapes)):
-        raise UserError(f"the tensor {source} is missing, which config.json asks for")
-    spare = {name for name in set(weights.shapes) - used if not re.fullmatch(found.family.ignored, name)}
-    spare -= found.spare
-    for name in sorted(spare):
-        if found.zero_types and name.endswith("token_type_embeddings.weight"):
-            if weights.read(name)[0].any():
-                raise UserError(
-                    f"the tensor {name} is not 0, but there is no cls.seq_relationship: Megatron has token types only "
-                    "with the binary head; import a MegatronBertForPreTraining"
-                )
-            continue
-        raise UserError(f"the tensor {name} has no place in Megatron's model: config.json names another architecture")
-    for name, parts in sources.items():
-        meta = [torch.empty(weights.shapes[part], device="meta") for part in parts]
-        try:
-            made = tuple(to_megatron(found.family, name, meta, found.model, rows).shape)
-        except RuntimeError:
-            made = ()
-        if made != shapes[name]:
-            texts = ", ".join(f"{part} {list(weights.shapes[part])}" for part in parts)
-            raise UserError(f"the tensor {texts} does not fit config.json: Megatron's {name} is {list(shapes[name])}")

@@ -35,7 +35,7 @@ ON_CPU: dict[str, Any] = {
 }
 
 # Switched off: kernels, communicators, graphs, profilers and memory of GPUs, by the names of the arguments.
-_OFF = """
+OFF = """
 tp_comm_overlap nccl_ub use_sharp nccl_communicator_config_path pipeline_model_parallel_comm_backend
 fake_process_group enable_cuda_graph external_cuda_graph optimizer_cuda_graph cuda_graph_modules cuda_graph_impl
 cuda_graph_scope_deprecated use_megatron_fsdp use_torch_fsdp2 init_model_with_meta_device cpu_offloading_num_layers
@@ -48,7 +48,7 @@ defer_embedding_wgrad_compute fp8_param_gather fp4_param_gather main_grads_dtype
 exp_avg_sq_dtype
 """.split()
 _NO_LAYERS = ("multi_latent_attention", "experimental_attention_variant")  # Megatron has some for GPUs alone
-_QUANTISED = "fp8 fp4 te_precision_config_file kitchen_config_file kitchen_recipe_number".split()
+QUANTISED = "fp8 fp4 te_precision_config_file kitchen_config_file kitchen_recipe_number".split()
 
 
 def rehearse(args: Args, parser: argparse.ArgumentParser, argv: Sequence[str]) -> str | None:
@@ -73,10 +73,10 @@ def rehearse(args: Args, parser: argparse.ArgumentParser, argv: Sequence[str]) -
             raise UserError(f"{actions[name].option_strings[0]} needs Transformer Engine on a GPU")
     for name, new in ON_CPU.items():
         put(name, new) if name in actions else setattr(args, name, new)
-    for name in _OFF:
+    for name in OFF:
         put(name, actions[name].default)
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    for name in _QUANTISED:  # some are flags of a package
+    for name in QUANTISED:  # some are flags of a package
         if name in actions:
             put(name, actions[name].default, f" (computed in {precision})")
     if args.profile and not args.use_pytorch_profiler:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_2bw.cli import main
+from megatron_2bw.convert import config
+from megatron_2bw.convert.families import to_hugging_face
 from megatron_2bw.convert.megatron import saved_arguments
 from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.training import BERT, train
@@ -89,11 +89,11 @@ PAD = ("--make-vocab-size-divisible-by", "2")  # for two tensor ranks
 
 
 def convert(*words) -> None:
-    assert run_world(1, convert_here, [str(word) for word in words]) == [0]
+    run_world(1, convert_here, [str(word) for word in words])
 
 
-def convert_here(rank: int, words: list[str]) -> int:
-    return main(["convert", *words])
+def convert_here(rank: int, words: list[str]) -> None:
+    assert main(["convert", *words]) == 0
 
 
 def tokens() -> torch.Tensor:
@@ -172,11 +172,11 @@ def test_the_way_back_gives_the_same_bits(name, folder):
     from transformers import AutoConfig, AutoModel
 
     there, back = folder(name) / "hf", folder(name) / "back"
-    convert("export", folder(name) / "ckpt", "--out", back)
+    convert("export", folder(name) / "ckpt", "--out", back, *["--like", there] * (name == "mistral"))
     before, after = load_file(there / "model.safetensors"), load_file(back / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     config, expected = AutoConfig.from_pretrained(back), AutoConfig.from_pretrained(there)
-    assert type(config) is type(expected) or name == "mistral"  # the flags of a Llama without the name
+    assert type(config) is type(expected) and (config.eos_token_id == expected.eos_token_id or name != "mistral")
     assert AutoModel.from_pretrained(back).num_parameters() == AutoModel.from_pretrained(there).num_parameters()
 
 
@@ -214,56 +214,36 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "bert"])
-def test_trained_weights_are_those_that_are_exported(name, folder, tmp_path):
-    """The newest of 2BW's, from two stages: on one stage they answer as the exported model does."""
+@pytest.mark.parametrize("name, layout", [("qwen3", "--pipeline-model-parallel-layout Et|tttL"), ("bert", "")])
+def test_trained_weights_are_those_that_are_exported(name, layout, folder, tmp_path):
+    """All, and of 2BW the newest; from two stages of 1 and 3 layers, or equal ones."""
     flags = shlex.split((folder(name) / "ckpt" / "model_flags.txt").read_text())
-    argv = [*[BERT] * (name == "bert"), *flags, *RUN.split()]
-    sizes = ["--pipeline-model-parallel-size", "2", "--load", str(folder(name) / "ckpt"), "--finetune"]
-    runs = run_world(2, train, [*argv, *sizes, "--save", str(tmp_path / "run"), "--save-interval", "3"])
+    argv = [*[BERT] * (name == "bert"), *flags, *RUN.split(), "--pipeline-model-parallel-size", "2", *layout.split()]
+    keep = ["--load", str(folder(name) / "ckpt"), "--finetune", "--save", str(tmp_path / "run"), "--save-interval", "3"]
+    runs = run_world(2, train, [*argv, *keep])
     convert("export", tmp_path / "run", "--out", tmp_path / "hf")
     held = load_file(tmp_path / "hf" / "model.safetensors")
-    norm = {"qwen3": ("model.norm.weight", "decoder.final_layernorm.weight")}.get(
-        name, ("bert.encoder.ln.weight", "encoder.final_layernorm.weight")
-    )
-    assert torch.equal(held[norm[0]], runs[-1].weights[norm[1]])
-    assert not torch.equal(held[norm[0]], made(name).state_dict()[norm[0]])
-    found, _ = run_world(1, logits_of, [*argv, "--load", str(tmp_path / "run"), "--finetune"])[0]
-    import transformers
-
-    model = getattr(transformers, MODELS[name][0]).from_pretrained(tmp_path / "hf").eval()
-    types = {"token_type_ids": (torch.arange(32) >= 16).long().expand(2, -1)} if name == "bert" else {}
-    with torch.no_grad():
-        answer = model(tokens(), **types)
-    words = answer.prediction_logits if name == "bert" else answer.logits
-    torch.testing.assert_close(found["words"], words, rtol=0, atol=1e-5)
-
-
-def import_and_stop(rank: int, words: list[str]) -> int:
-    """The process is killed in the middle."""
-    from megatron_2bw.convert import work
-
-    calls, make = [], work.to_megatron
-
-    def stops(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 60:  # half of them are the check's, without data
-            os.kill(os.getpid(), signal.SIGKILL)
-        return make(*args, **kwargs)
-
-    work.to_megatron = stops
-    return main(["convert", *words])
+    found = config.read(tmp_path / "hf" / "config.json", 32)
+    trained: dict[str, torch.Tensor] = {}
+    for ours, weight in [pair for run in runs for pair in run.weights.items()]:
+        parts = to_hugging_face(found.family, ours, weight, found.model)
+        trained |= zip(found.family.sources(ours), parts)
+    assert same(trained, held) and not same(trained, made(name).state_dict())
 
 
 def test_what_was_not_written_to_its_end_is_not_loaded(folder, tmp_path):
-    source = folder("gpt2") / "hf"
-    words = ["import", str(source), "--save", str(tmp_path / "ckpt")]
-    with pytest.raises(WorldError):
-        run_world(1, import_and_stop, words)
+    """Here the last tensor is not a number. Nor has a Llama a use for the configuration of another model."""
+    made("llama").save_pretrained(tmp_path / "hf")
+    held = load_file(tmp_path / "hf" / "model.safetensors")
+    save_file(held | {"lm_head.weight": held["lm_head.weight"] * torch.nan}, tmp_path / "hf" / "model.safetensors")
+    words = ["import", tmp_path / "hf", "--save", tmp_path / "ckpt"]
+    with pytest.raises(WorldError, match="the tensor lm_head.weight holds NaN"):
+        convert(*words)
     assert (tmp_path / "ckpt" / "release").is_dir()
     assert not (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").exists()
     assert not (tmp_path / "ckpt" / "release" / "metadata.json").exists()
+    save_file(held, tmp_path / "hf" / "model.safetensors")
     convert(*words)
-    convert("export", tmp_path / "ckpt", "--out", tmp_path / "back")
-    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "back"))
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    convert("export", tmp_path / "ckpt", "--out", tmp_path / "back", "--like", folder("qwen3") / "hf")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert after.keys() == held.keys() and all(torch.equal(held[key], after[key]) for key in held)

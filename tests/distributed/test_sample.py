@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from megatron_2bw import cpu
 from megatron_2bw.cli import main
 from megatron_2bw.convert.sample import generate, printable
 from megatron_2bw.local_ranks import own_output, run_world
-from tests.distributed.test_convert import folder, made  # noqa: F401  (folder is a fixture)
+from tests.distributed.test_convert import convert, folder, made  # noqa: F401  (folder is a fixture)
 
 pytestmark = pytest.mark.cpu
 
@@ -31,6 +33,14 @@ def test_the_likeliest_tokens_are_those_of_transformers(name, folder):  # noqa: 
     assert run_world(1, sampled, [*words, "--device", "cpu"]) == [expected[0].tolist()]
 
 
+def test_no_row_of_padding_is_drawn(folder, tmp_path):  # noqa: F811
+    """Of 2048 rows, all nearly as likely at this temperature, the first 1001 are tokens."""
+    pad = ["--make-vocab-size-divisible-by", "2048"]
+    convert("import", folder("gpt2") / "hf", "--save", tmp_path / "ckpt", *pad)
+    words = [str(tmp_path / "ckpt"), "--prompt", "5", "--tokens", "30", "--temperature", "1000", "--device", "cpu"]
+    assert len([token for token in run_world(1, sampled, words)[0] if token < 1001]) == 31
+
+
 @pytest.fixture
 def on_the_cpu():
     was_installed = cpu.installed()
@@ -48,7 +58,8 @@ def chosen(number: int, temperature: float, top_k: int | None = None, seed: int 
         seen.append(tokens[0].tolist())
         return torch.tensor([0.0, 0.6, 0.3, 0.1]).log().expand(1, tokens.shape[1], 4).clone()
 
-    return list(generate(logits, [0], number, 3, temperature, top_k, seed, end)), seen
+    options = SimpleNamespace(tokens=number, temperature=temperature, top_k=top_k, seed=seed)
+    return list(generate(logits, [0], 3, end, options)), seen
 
 
 def test_how_a_token_is_chosen(on_the_cpu):

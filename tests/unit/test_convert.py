@@ -1,8 +1,7 @@
-"""Importing and exporting: the order of rows, what config.json asks for, and one line for each wrong input."""
+"""Importing and exporting: padding, what config.json asks for, and one line for each wrong input."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,43 +23,16 @@ SIZES["max_position_embeddings"] = 16
 LLAMA = SIZES | {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": False}
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 10}
 BERT = SIZES | {"model_type": "megatron-bert", "architectures": ["MegatronBertForPreTraining"]}
+OTHERS = dict(logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.2, final_logit_softcapping=30.0)
+OTHERS |= dict(layer_types=["sliding_attention"], query_pre_attn_scalar=2)
 MODEL = Model("llama", 1, 8, 4, vocab=10, groups=2, ffn=12)
 
 
-# --- the order of rows ----------------------------------------------------------------------------------------------
-
-
-def rows(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, 8)
-
-
-def test_queries_keys_and_values_are_ordered_by_group():
-    """Two groups of two query heads of size 2: q0 q1 k0 v0, q2 q3 k1 v1."""
-    name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    queries, keys, values = rows(*range(8)), rows(*range(10, 14)), rows(*range(20, 24))
-    whole = to_megatron(FAMILIES["llama"], name, [queries, keys, values], MODEL)
-    assert whole[:, 0].tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
-    back = to_hugging_face(FAMILIES["llama"], name, whole, MODEL)
-    assert all(torch.equal(one, other) for one, other in zip(back, [queries, keys, values]))
-
-
-def test_gpt2_has_its_inputs_first():
-    name, model = "decoder.layers.0.self_attention.linear_qkv.weight", Model("gpt2", 1, 4, 2)
-    whole = torch.arange(48.0).reshape(4, 12)  # [inputs, queries, keys and values]
-    ours = to_megatron(FAMILIES["gpt2"], name, [whole], model)
-    assert ours[:, 0].tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
-    assert torch.equal(to_hugging_face(FAMILIES["gpt2"], name, ours, model)[0], whole)
-
-
-def test_the_gate_is_before_the_upper_half():
-    name, gate, up = "decoder.layers.0.mlp.linear_fc1.weight", rows(*range(12)), rows(*range(12, 24))
-    whole = to_megatron(FAMILIES["llama"], name, [gate, up], MODEL)
-    assert whole[:, 0].tolist() == list(range(24))
-    assert torch.equal(to_hugging_face(FAMILIES["llama"], name, whole, MODEL)[1], up)
+# --- rows -----------------------------------------------------------------------------------------------------------
 
 
 def test_padding_rows_are_added_and_cut():
-    words, bias = rows(*range(10)), torch.arange(10.0)
+    words, bias = torch.arange(10.0)[:, None].expand(-1, 8), torch.arange(10.0)
     for kind, name, tensor in (("llama", "output_layer.weight", words), ("megatron-bert", "output_layer.bias", bias)):
         whole = to_megatron(FAMILIES[kind], name, [tensor], MODEL, rows=16)
         assert len(whole) == 16 and torch.equal(to_hugging_face(FAMILIES[kind], name, whole, MODEL)[0], tensor)
@@ -100,19 +72,14 @@ def test_a_long_model_has_samples_of_4096_tokens(folder):
     assert "--seq-length 8192" in " ".join(config.read(path, 8192).flags)
 
 
-def test_a_bert_with_one_head(folder):
-    path = folder(BERT | {"architectures": ["MegatronBertForMaskedLM"]}) / "config.json"
-    assert "--bert-no-binary-head" in config.read(path, None).flags
-    assert "--bert-no-binary-head" not in config.read(folder(BERT) / "config.json", None).flags
-
-
 @pytest.mark.parametrize(
     "content, line",
     [
-        (LLAMA | {"model_type": "bert"}, "model_type 'bert' has its norms after each layer"),
+        (LLAMA | {"model_type": "bert"}, "model_type 'bert' is not supported"),
         (LLAMA | {"model_type": "mixtral"}, "model_type 'mixtral' is not supported; those that are: llama, "),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "'architectures' is LlamaForSequence"),
         (LLAMA | {"model_type": "mistral", "architectures": None, "sliding_window": 8}, "sliding_window"),
+        *((LLAMA | {name: value}, f"the entry {name!r} is {value!r}") for name, value in OTHERS.items()),
     ],
 )
 def test_what_megatron_cannot_represent(content, line, folder):
@@ -131,24 +98,12 @@ def test_more_tokens_than_positions(folder):
 
 def complaint(path: Path) -> str | None:
     """The line about the tensors of a folder of LLAMA, or None."""
-    found = config.read(path / "config.json", None)
-    shapes = {
-        name: tuple(to_megatron(found.family, name, [llama_tensors()[part] for part in parts], found.model).shape)
-        for name, parts in sources(found).items()
-    }
     try:
-        weights = hugging_face.Weights(path)
-        names = {name: work._sources(found.family, name, weights) for name in shapes}
-        work._check(found, weights, names, shapes, 10)
+        work._files(config.read(path / "config.json", None), hugging_face.Weights(path).shapes)
     except UserError as error:
         assert "\n" not in str(error)
         return str(error)
     return None
-
-
-def sources(found) -> dict[str, tuple[str, ...]]:
-    names = {ours.replace("*", "0"): found.family.sources(ours.replace("*", "0")) for ours in found.family.names}
-    return {name: parts for name, parts in names.items() if all(part in llama_tensors() for part in parts)}
 
 
 def test_whole_folders_with_and_without_a_prefix(folder):
@@ -158,17 +113,17 @@ def test_whole_folders_with_and_without_a_prefix(folder):
         assert complaint(folder(LLAMA, tensors)) is None
 
 
-NORM, ATTENTION = "model.norm.weight", "model.layers.0.self_attn."
+NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
     "change, line",
     [
-        ({NORM: None}, f"the tensor {NORM} is missing, which config.json asks for"),
-        ({NORM: torch.ones(9)}, f"the tensor {NORM} [9] does not fit config.json"),
-        ({ATTENTION + "k_proj.weight": torch.ones(3, 8)}, "k_proj.weight [3, 8], "),
+        ({NORM: None}, f"the tensor {NORM} is missing; config.json's LlamaForCausalLM has it as (8,)"),
+        ({NORM: torch.ones(9)}, f"the tensor {NORM} is (9,); config.json's LlamaForCausalLM has it as (8,)"),
         ({NORM: torch.ones(8, dtype=torch.int8)}, f"the tensor {NORM} is of type I8: only F32"),
-        ({ATTENTION + "q_proj.bias": torch.ones(8)}, "q_proj.bias has no place in Megatron's model"),
+        ({"model.layers.0.self_attn.q_proj.bias": torch.ones(8)}, "q_proj.bias is (8,); config.json's"),
+        ({"model.embed_tokens.weight": torch.ones(9, 8)}, "embed_tokens.weight is (9, 8); config.json's"),
     ],
 )
 def test_tensors_that_do_not_fit(change, line, folder):
@@ -201,68 +156,7 @@ def test_large_models_have_several_files(tmp_path, monkeypatch):
     assert set(load_file(tmp_path / files[1])) == {"t20", "t1"}
 
 
-# --- exporting ------------------------------------------------------------------------------------------------------
-
-
-SIZED = dict(num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2, kv_channels=2, ffn_hidden_size=12)
-SIZED |= dict(vocab_size=10, padded_vocab_size=16, max_position_embeddings=16)
-OFF = "add_bias_linear add_qkv_bias use_rope_scaling qk_layernorm openai_gelu bias_gelu_fusion".split()
-ON = "group_query_attention swiglu untie_embeddings_and_output_weights bert_binary_head".split()
-ARGS = SIZED | dict.fromkeys(OFF, False) | dict.fromkeys(ON, True)
-ARGS |= dict(task="gpt", normalization="RMSNorm", layernorm_epsilon=1e-6, attention_dropout=0.1, hidden_dropout=0.1)
-ARGS |= dict(position_embedding_type="rope", rotary_base=10000, rope_scaling_factor=8.0)
-PLAIN = dict(group_query_attention=False, swiglu=False, normalization="LayerNorm", add_bias_linear=True)
-PLAIN["position_embedding_type"] = "learned_absolute"
-
-
-def exported(like=None, **changes):
-    return config.of_arguments(argparse.Namespace(**ARGS | changes), like)
-
-
-@pytest.mark.parametrize(
-    "changes, kind",
-    [
-        ({}, "llama"),
-        ({"add_qkv_bias": True}, "qwen2"),
-        ({"qk_layernorm": True}, "qwen3"),
-        (PLAIN, "gpt2"),
-        (PLAIN | {"task": "bert"}, "megatron-bert"),
-    ],
-)
-def test_the_family_of_a_checkpoint(changes, kind):
-    found, content = exported(**changes)
-    assert found.kind == content["model_type"] == kind and content["architectures"][0] in config.ARCHITECTURES[kind]
-    assert content["vocab_size"] == 10
-
-
-def test_a_configuration_is_read_as_the_model_it_was_written_for(tmp_path):
-    for changes in ({}, {"add_qkv_bias": True}, {"qk_layernorm": True}, {"use_rope_scaling": True}, PLAIN):
-        found, content = exported(**changes)
-        (tmp_path / "config.json").write_text(json.dumps(content))
-        again = config.read(tmp_path / "config.json", 16)
-        same = dict(name="", dropout=False)
-        assert replace(again.model, **same) == replace(found.model, **same)
-
-
-def test_the_configuration_of_the_imported_model_is_kept(folder):
-    path = folder(LLAMA | {"rms_norm_eps": 1e-6, "eos_token_id": 7, "max_position_embeddings": 512})
-    assert exported(path)[1]["eos_token_id"] == 7
-    assert exported(path, num_layers=2)[1].get("eos_token_id") is None  # a tokenizer of another model
-
-
-@pytest.mark.parametrize(
-    "changes, line",
-    [
-        ({"swiglu": False}, "--position-embedding-type rope, --swiglu"),
-        (PLAIN | {"swiglu": True}, "--position-embedding-type rope, --swiglu"),
-        (PLAIN | {"kv_channels": 4}, "GPT-2 and MegatronBert have none"),
-        ({"qk_layernorm": True, "add_qkv_bias": True}, "--qk-layernorm and --add-qkv-bias"),
-        ({"num_experts": 4}, "only dense models can be exported"),
-    ],
-)
-def test_models_that_transformers_does_not_have(changes, line):
-    with pytest.raises(UserError, match=line):
-        exported(**changes)
+# --- the command line and the tokenizer -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -298,6 +192,29 @@ def test_a_tokenizer_of_another_model(folder):
         work._tokenizer_flags(path, MODEL)
 
 
-def test_a_mistral_is_one_if_its_configuration_is_at_hand(folder):
-    path = folder(LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None})
-    assert exported(path)[0].kind == "mistral" and exported()[0].kind == "llama"
+def test_a_tokenizer_with_code(folder):
+    path = folder(LLAMA)
+    harm = f"open({str(path / 'harmed')!r}, 'w')"
+    (path / "evil.py").write_text(harm)
+    (path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
+    with pytest.raises(UserError, match="the tokenizer cannot be read: .* custom code"):
+        work._tokenizer_flags(path, MODEL)
+    assert not (path / "harmed").exists()
+
+
+def test_only_a_tokenizers_own_files_are_copied(folder, tmp_path_factory):
+    path, target, outside = folder(LLAMA), tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("outside")
+    (outside / "secret").write_text("secret")
+    (path / "tokenizer.real").write_text("words")
+    for name, file in (("notes.txt", outside / "secret"), ("tokenizer.json", path / "tokenizer.real")):
+        (path / name).symlink_to(file)
+    hugging_face.copy_files(path, target)
+    assert sorted(file.name for file in target.iterdir()) == ["config.json", "tokenizer.json"]
+    (path / "vocab.json").symlink_to(outside / "secret")
+    with pytest.raises(UserError, match="vocab.json: it is a link out of the folder"):
+        hugging_face.copy_files(path, target)
+    revision = outside / "snapshots" / "main"  # of the Hub's cache, whose files are links
+    revision.mkdir(parents=True)
+    (revision / "merges.txt").symlink_to(outside / "secret")
+    hugging_face.copy_files(revision, target)
+    assert (target / "merges.txt").read_text() == "secret"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import pickle
-import signal
 import types
 from pathlib import Path
 
@@ -103,28 +101,6 @@ def test_a_kill_while_the_new_one_is_named(moment, tmp_path, monkeypatch):
 def test_one_folder():
     assert same_folder("a", "./a/") and same_folder("/proc/self/cwd", ".")
     assert not any(same_folder(*two) for two in (("a", "b"), ("a", None), (None, None), ("msc://a", "msc://a")))
-
-
-def overwrite_for_ever(folder: Path, go) -> None:
-    go.set()
-    while True:
-        for number in ("2", "4"):
-            with TrackerFiles(builtin).open(folder / TRACKER, "w") as file:
-                file.write(number)
-
-
-def test_a_kill_at_any_moment_leaves_a_tracker(tmp_path):
-    (tmp_path / TRACKER).write_text("2")
-    context = multiprocessing.get_context("fork")
-    for delay in range(20):
-        go = context.Event()
-        process = context.Process(target=overwrite_for_ever, args=(tmp_path, go))
-        process.start()
-        go.wait()
-        process.join(delay / 5000)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert latest_iteration(tmp_path) in (2, 4)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
