@@ -314,8 +314,7 @@ class Checkpoint:
         for key, count in wanted.items():
             held = self._held[key].size.numel() if key in self._held else 0
             if held != count:
-                of = f"it holds {held:,} of the {count:,} elements of {key}"
-                raise UserError(f"{self._folder}: {of}: it is of another model than its arguments")
+                raise UserError(f"{self._folder}: it holds {held:,} of the {count:,} elements that {key} should have")
         return {name: self._held[entries[name].key].properties.dtype for name in names}
 
     def read(self, entry: Any) -> torch.Tensor:
