@@ -96,11 +96,10 @@ def write(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """The files of a tokenizer, the generation's options, the configuration. UserError for a link out of the folder;
-    those of the Hub's cache lead to a folder beside it."""
+    """A tokenizer's files, the generation's options, the configuration. UserError for a link out of the folder."""
     target.mkdir(parents=True, exist_ok=True)
     root = source.resolve()
-    root = root.parents[1] if root.parent.name == "snapshots" else root
+    root = root.parents[1] if root.parent.name == "snapshots" else root  # the Hub's cache links to its own `blobs`
     for path in sorted(source.iterdir()):
         if path.is_file() and re.fullmatch(_COPIED, path.name):
             if not path.resolve().is_relative_to(root):

@@ -36,7 +36,6 @@ from megatron_2bw.checkpoints.unpickle import causes
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_whole
 from megatron_2bw.flags.rehearsal import OFF, ON_CPU, QUANTISED
-from megatron_2bw.mcore import patches
 
 RELEASE = "release"  # Megatron's name for a checkpoint of weights alone
 _WHOLE = ON_CPU | dict(perform_initialization=False, use_distributed_optimizer=False, config_logger_dir="")
@@ -46,10 +45,7 @@ _FREE = """
 batch_invariant_mode symmetric_ar_type nccl_* distribute_* high_* clone_* use_te_* mlp_chunks_* log_* calculate_*
 *dropout qk_clip* apply_query_* make_* inference_* use_grouped_* transformer test_mode
 """.split()
-_RUN = (
-    "--micro-batch-size 1 --train-iters 1 --lr 1e-5 --eval-iters 0 --eval-interval 1 --mock-data --device cpu "
-    "--transformer-impl local"
-).split()
+_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-5 --eval-iters 0 --mock-data --device cpu".split()
 
 
 def arguments(flags: list[str], task: str) -> argparse.Namespace:
@@ -265,6 +261,8 @@ def saved_arguments(checkpoint: Path, trust: bool = False) -> argparse.Namespace
     with silence():
         from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
+        from megatron_2bw.mcore import patches
+
         guard.apply(patches.for_reading())
         try:
             args = load_common_state_dict(checkpoint).get("args")
@@ -337,4 +335,6 @@ def use_cpu() -> None:
     os.environ.setdefault("MASTER_ADDR", "localhost")
     cpu.install()
     with silence():
+        from megatron_2bw.mcore import patches
+
         guard.apply(patches.for_cpu())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.errors import Parser, UserError, usage_error, whole
+from megatron_2bw.errors import Parser, UserError, file_errors, usage_error, whole
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -46,7 +46,8 @@ def main(argv: Sequence[str], prog: str) -> int:
         raise UserError(f"{folder}: it is a BERT, which continues no text")
     with megatron.whole_model(args, "cpu" if on_cpu else "cuda") as (model, entries):
         megatron.read_into(model.eval(), entries, megatron.Checkpoint(folder))
-        tokenizer = build_tokenizer(args)
+        with file_errors(f"{args.tokenizer_model}"):
+            tokenizer = build_tokenizer(args)
         size = min(tokenizer.vocab_size, args.padded_vocab_size)  # the rows after it are padding
         prompt = _tokens(tokenizer, options.prompt, size)
         logits = lambda tokens: model(tokens, torch.arange(tokens.shape[1]).to(tokens)[None], None)[..., :size]
