@@ -43,7 +43,7 @@ _WHOLE = ON_CPU | dict(perform_initialization=False, use_distributed_optimizer=F
 _FREE = """
 *fus* *recompute* *offload* *cuda_graph* fp[48]* *bf16* *fp16* *fp32* attention_backend flash_* *init* cp_comm_type
 batch_invariant_mode symmetric_ar_type nccl_* distribute_* high_* clone_* use_te_* mlp_chunks_* log_* calculate_*
-*dropout qk_clip* apply_query_* make_* inference_* use_grouped_* transformer test_mode
+*dropout qk_clip* apply_query_* make_* inference_* use_grouped_* transformer test_mode moe_* mtp_loss*
 """.split()
 _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-5 --eval-iters 0 --mock-data --device cpu".split()
 
