@@ -8,7 +8,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class UserError(RuntimeError):
@@ -75,12 +75,12 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(","))
 
 
-def names_of(known: Collection[str], read: Callable[[str], str] = str) -> Callable[[str], tuple[str, ...]]:
-    """A comma-separated list of known names, each as `read` reads it, for argparse."""
+def names_of(known: Collection, read: Callable[[str], Any] = str) -> Callable[[str], tuple]:
+    """A comma-separated list of known names or numbers, each as `read` reads it, for argparse."""
 
     def parse(text: str) -> tuple[str, ...]:
         if unknown := [name for name in map(read, words(text)) if name not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of {', '.join(map(str, known))}")
         return tuple(map(read, words(text)))
 
     return parse

@@ -196,9 +196,7 @@ def network(text: str) -> Link:
     cards, rate, name = found.groups() if found else (None, None, None)
     total = int(cards or 1) * (INFINIBAND.get(name or "", 0) or float(rate or 0))
     if not total:
-        raise argparse.ArgumentTypeError(
-            f"{text}: give a rate such as 100gbit or 8x400gbit, or {', '.join(INFINIBAND)}"
-        )
+        raise argparse.ArgumentTypeError(f"{text}: give a rate, 100gbit or 8x400gbit, or {', '.join(INFINIBAND)}")
     return Link(0.8 * total / 8, 20 if name else 50, int(cards or 1))
 
 
@@ -211,7 +209,10 @@ def known_gpu(name: str) -> Device | None:
 def preset(name: str, servers: int) -> Cluster:
     """A preset with that many servers. UserError lists the names if the name is unknown."""
     if name not in PRESETS:
-        raise UserError(f"--cluster {name}: not one of {', '.join(PRESETS)}, and no file{did_you_mean(name, PRESETS)}")
+        gpus = {known: re.sub("rtx-|-.*", "", cluster.device.name.lower()) for known, cluster in PRESETS.items()}
+        of_gpu = [known for known in gpus if gpus[known] in name.lower()]
+        near = max(of_gpu, key=lambda known: len(gpus[known]), default=name)
+        raise UserError(f"--cluster {name}: not one of {', '.join(PRESETS)}, and no file{did_you_mean(near, PRESETS)}")
     return replace(PRESETS[name], servers=servers)
 
 

@@ -77,10 +77,7 @@ def _check(config: Any, where: str, sequence: int) -> None:
             raise UserError(f"{where}: {name} must be {known}, which Megatron has, not {getattr(config, name)!r}")
     window = getattr(config, "sliding_window", None) or sequence
     if window < sequence and getattr(config, "use_sliding_window", True):
-        raise UserError(
-            f"{where}: sliding_window is {window}, less than the sequence's {sequence} tokens, but Megatron attends to "
-            f"the whole sequence; give --seq-length {window} or less"
-        )
+        raise UserError(f"{where}: sliding_window {window} is below the sequence: give --seq-length {window} or less")
 
 
 def _rotary(config: Any, where: str) -> dict[str, Any]:

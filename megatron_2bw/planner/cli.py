@@ -78,9 +78,9 @@ def _parser(prog: str) -> Parser:
     sequences = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
     add("--context-parallel-size", dest="context", **sizes, help=sequences)
     known = f"of {', '.join(RECOMPUTES)} (default: these), {BLOCK}"
-    names = names_of((*RECOMPUTES, BLOCK))
-    add("--recompute", type=names, default=RECOMPUTES, metavar="NAME,...", help=known)
-    add("--gradient-slots", default=(2, 1), **sizes, help="of 2bw: 2, 1 or both")
+    add("--recompute", type=names_of((*RECOMPUTES, BLOCK)), default=RECOMPUTES, metavar="NAME,...", help=known)
+    slots = dict(type=names_of((1, 2), whole(1)), default=(2, 1))
+    add("--gradient-slots", **sizes | slots, help="of 2bw: 2, 1 or both")
     hidden = "by default 2bw hides messages on slow links by extra warm-up"
     add("--no-extra-warmup", dest="extra_warmup", action="store_false", help=hidden)
     correction = "2bw with --two-bw-correction auto, whose step needs more memory (default: yes)"
@@ -119,7 +119,11 @@ def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
     precision = options.precision or (profile.precision if profile else precision)
     if profile and (fault := profile.fits(model, precision)):
         raise UserError(f"--profile: {fault}; measure this model")
+    if options.attention == "flash" and not cluster.device.flash:
+        raise UserError(f"--attention flash: {cluster.device.name} has none; leave it out")
     flash = False if on_cpu else {None: None, "flash": True, "core": False}[options.attention]
+    if not 0 <= (options.memory_margin or 0) < 1:
+        raise UserError(f"--memory-margin {options.memory_margin:g}: give a share, from 0 to less than 1")
     spare = advice.SPARE if options.memory_margin is None else 0.0
     cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin, spare=spare)
     if max(options.context or (1,)) > 1 and not cost.memory.flash:
@@ -179,9 +183,8 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
         with file_errors(f"--json {options.json}"):
             options.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(options.json, json_out.as_json(result))
-    for path in (options.script, options.sbatch, options.report, options.json):
-        if path:
-            print(f"wrote {path}", file=sys.stderr)
+    for path in filter(None, (options.script, options.sbatch, options.report, options.json)):
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def _cloud(result: explain.Result, each: int = 20) -> list[Estimate]:

@@ -92,8 +92,7 @@ def dry(argv, capsys) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("plan")
-    path = folder / "plan.json"
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
     flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 127"
     cluster = ["--cluster", "p3.16xlarge", "--gpus-per-server", "2"]
     words = [*flags.split(), *cluster, "--max-global-batch-size", "16", "--schedules", "2bw", "--json", str(path)]

@@ -150,8 +150,7 @@ def test_plans_leave_memory_free_if_any_does(call, plans):
 
 def test_files_that_are_asked_for_appear(call, tmp_path):
     paths = {name: tmp_path / f"plan.{name}" for name in ("json", "script", "sbatch", "report")}
-    words = [word for name, path in paths.items() for word in (f"--{name}", path)]
-    ended = call(TINY, FOUR, "--top 2", *words)
+    ended = call(TINY, FOUR, "--top 2", *[word for name, path in paths.items() for word in (f"--{name}", path)])
     assert ended.status == 0 and ended.errors == []
     assert {*tmp_path.iterdir()} == {*paths.values()}
     written = json.loads(paths["json"].read_text())
@@ -236,13 +235,15 @@ P3 = "--cluster p3.16xlarge --max-global-batch-size 64"
 @pytest.mark.parametrize(
     "words, flag",
     [
-        (f"--model gpt-2b {P3}", "--model gpt-2b"),
         (f"--model lama-8b {P3}", "(did you mean llama-8b?)"),
-        (f"{MODEL} --cluster p4 --max-global-batch-size 64", "--cluster p4"),
+        (f"{MODEL} --cluster 8xa100 --max-global-batch-size 64", "(did you mean dgx-a100-40?)"),
         (f"--num-layers 4 --num-attention-heads 4 {P3}", "--hidden-size"),
         (f"{MODEL} {P3} --swiglu", "--swiglu"),
         (f"{MODEL} {P3} --servers 2 --link 100", "--link"),
         (f"{MODEL} {P3} --gpus-per-server 9", "--gpus-per-server"),
+        (f"{MODEL} {P3} --gradient-slots 2,3", "--gradient-slots"),
+        (f"{MODEL} {P3} --memory-margin 1.5", "--memory-margin"),
+        (f"{MODEL} {P3} --attention flash", "--attention"),
         (f"{MODEL} {P3} --micro-batch-size 1,x", "--micro-batch-size"),
         (f"{MODEL} {P3} --profile none.json", "--profile none.json"),
         (f"{MODEL} {P3} --context-parallel-size 2", "--context-parallel-size"),

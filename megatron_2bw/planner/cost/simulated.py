@@ -174,8 +174,7 @@ class Cost:
     def _nccl(self, plan: Plan) -> float:
         """Bytes of the communicators on a GPU of the stage with most. With a given margin Megatron's are in that."""
         kinds = [communicators, megatrons_communicators] if self.given_margin is None else [communicators]
-        stages = {0, min(1, plan.depth - 1)}
-        return max(sum(sum(kind(plan, stage)) for kind in kinds) for stage in stages)
+        return max(sum(sum(kind(plan, stage)) for kind in kinds) for stage in {0, min(1, plan.depth - 1)})
 
     def gpu_bytes(self, plan: Plan) -> float:
         """Memory of the smallest GPU on which the plan fits."""

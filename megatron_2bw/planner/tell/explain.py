@@ -208,15 +208,19 @@ def gain(result: Result) -> Iterator[str]:
     late = next((estimate for estimate in found if estimate.plan.schedule == "2bw"), None)
     exact = next((estimate for estimate in found if estimate.plan.pipeline.flushes), None)
     if late and exact:
-        plan, stage = late.plan, max(late.memory, key=attrgetter("total"))
+        plan, (fullest, stage) = late.plan, max(enumerate(late.memory), key=lambda pair: pair[1].total)
         slot, bubble = plan.gradient_slots == 2, "One stage has no bubble to gain: only reductions and step overlap."
         if plan.depth > 1:
             share = f"1 + (d - 1)/m, {1 + (plan.depth - 1) / plan.microbatches:.2f} here"
-            bubble = f"On even stages the gain is about {share}; on slow links it is more."
+            bubble = (
+                f"On even stages its gain over 1F1B of the same d and m is about {share}; on slow links it is more."
+            )
+        corrected = stage.optimizer - result.cost.estimate(plan.changed(extrapolate=False)).memory[fullest].optimizer
+        copy = f", the correction's copy of the weights ({corrected / GIB:.2f} GiB)," * plan.extrapolate
         yield (
             f"2bw against a flush: {rate(late)} is {late.throughput / exact.throughput:.2f} times as fast as "
             f"{rate(exact)}. {bubble} It costs one more weight version{' and gradient slot' * slot} "
-            f"({(stage.weights + slot * stage.gradients) / 2 / GIB:.2f} GiB) and a delay of one update."
+            f"({(stage.weights + slot * stage.gradients) / 2 / GIB:.2f} GiB){copy} and a delay of one update."
         )
 
 
@@ -245,10 +249,8 @@ def on_fewer_gpus(result: Result) -> str:
     if result.fewer is None:
         return "- No part of the cluster is faster (fewer servers, or fewer GPUs of each server)."
     cluster, best = result.fewer
-    return wrapped(
-        f"A plan on {cluster.gpus} of the {gpus(result.cost)} is faster: {rate(best)}. Plan for these: "
-        f"{part_flags(cluster)}"
-    )
+    faster = f"A plan on {cluster.gpus} of the {gpus(result.cost)} is faster: {rate(best)}."
+    return wrapped(f"{faster} Plan for these: {part_flags(cluster)}")
 
 
 def part_flags(cluster: Cluster) -> str:

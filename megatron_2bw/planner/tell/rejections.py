@@ -29,7 +29,9 @@ def rejections(result: Result) -> str:
     ]
     largest = GIB * max(gpu.memory_gib for gpu in GPUS.values())
     others = (plan for plan in search.too_large if plan.title not in known and cost.gpu_bytes(plan) <= largest)
-    for large in map(cost.estimate, itertools.islice(others, 1)):
+    slowest = min(estimate.throughput for estimate in result.estimates)
+    faster = (large for large in map(cost.estimate, itertools.islice(others, 9)) if large.throughput > slowest)
+    for large in itertools.islice(faster, 1):
         need, room = (f"{size / GIB:.2f} GiB" for size in (large.fullest[0], large.fullest[1] - cost.spare_bytes))
         lines.append(wrapped(f"{rate(large)} does not fit: its fullest stage needs {need}, and {room} are allowed."))
     return "\n".join(lines)
@@ -39,7 +41,7 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
     """Why a search found no plan: the least memory that a plan needs, and the remedies (choices, memory, GPUs)."""
     if not search.too_large:
         causes = [f"{cause} ({count})" for cause, count in search.rejected.most_common()]
-        why = "; ".join(causes) or "the choices are empty"
+        why = "; ".join(causes) or "no product of the sizes that the flags name divides the GPUs"
         fewer = on_fewer(cost, space)
         part = f" Fewer GPUs have one: {part_flags(fewer[0].cluster)}, {fewer[2].title}." if fewer else ""
         return f"No plan is legal on {gpus(cost)} with a global batch of {space.batch}: {why}.{part}"

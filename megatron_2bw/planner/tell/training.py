@@ -52,14 +52,10 @@ def about(cost: Cost, estimate: Estimate) -> list[str]:
     plan, seconds = estimate.plan, estimate.seconds
     tokens, every = ITERATIONS * plan.global_batch * cost.model.sequence, save_interval(seconds)
     evaluate = max(every, LEAST_EVAL_INTERVAL)
-    correction = (
-        "--two-bw-correction auto acts against the gradient delay (docs/convergence.md). Without it: "
-        "--two-bw-correction none."
-    )
+    correction = "--two-bw-correction auto acts against the gradient delay, none leaves it (docs/convergence.md)."
     return [
         f"--train-iters {ITERATIONS}: {_time(ITERATIONS * seconds)} by these estimates ({_time(seconds)} an "
-        f"iteration), and {tokens / 1e9:.3g} billion tokens, {tokens / cost.model.parameters():.3g} for each "
-        "parameter.",
+        f"iteration), and {tokens / 1e9:.3g} billion tokens, {tokens / cost.model.parameters():.3g} a parameter.",
         f"--save-interval {every}: a checkpoint of {checkpoint_bytes(cost, plan) / GIB:.3g} GiB every "
         f"{_time(every * seconds)}. --eval-interval {evaluate}: an evaluation every {_time(evaluate * seconds)}.",
         *[correction] * plan.extrapolate,
