@@ -108,5 +108,4 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    return any((folder / name).is_file() for name in names)
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"))

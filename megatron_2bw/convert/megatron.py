@@ -270,8 +270,9 @@ def saved_arguments(checkpoint: Path, trust: bool = False) -> argparse.Namespace
             raise UserError(f"{checkpoint}: {causes(error).splitlines()[0]}") from None
     if args is None:
         raise UserError(f"{checkpoint}: it holds no arguments, from which the model would be known")
-    if args.spec not in (None, ["local"]):
-        raise UserError(f"{checkpoint}: --spec {' '.join(args.spec)}: its model is made by code that is not read here")
+    norm = args.qk_l2_norm and args.transformer_impl != "local"  # the local layers, which are built here, drop it
+    if norm or args.spec not in (None, ["local"]):
+        raise UserError(f"{checkpoint}: {'--qk-l2-norm' if norm else '--spec'}: its layers are not built here")
     return argparse.Namespace(**{"task": "gpt"} | vars(args) | {"spec": None, "trust_remote_code": trust})
 
 
@@ -318,16 +319,16 @@ class Checkpoint:
     def read(self, entry: Any) -> torch.Tensor:
         whole = torch.empty(entry.data.shape, dtype=self._held[entry.key].properties.dtype)
         views = {index: (chunk, whole[rows].view(chunk.sizes)) for index, chunk, _, rows in _pieces(entry, whole)}
-        dcp.load({}, storage_reader=self._reader, planner=_Read(views), no_dist=True)
+        with silence():
+            dcp.load({}, storage_reader=self._reader, planner=_Read(views), no_dist=True)
         return whole
 
 
 def read_into(model: torch.nn.Module, entries: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Fill the parameters of `whole_model` from the checkpoint, in the types that they have."""
     checkpoint.dtypes(entries, [name for name, _ in model.named_parameters()])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(checkpoint.read(entries[name]))
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(checkpoint.read(entries[name]))
 
 
 def use_cpu() -> None:
