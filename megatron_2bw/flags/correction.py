@@ -100,6 +100,6 @@ def note(found: Correction | None, args: Args) -> str | None:
     if found is None and args.two_bw_sync_iterations == 0:
         return (
             "> 2bw: every gradient is late by one update, which raises the loss. --two-bw-correction auto recovers "
-            f"most of it: like Nesterov's momentum, gradients ahead, and --adam-beta1 {BETA1} (docs/convergence.md)"
+            f"most of it: it takes gradients ahead, as Nesterov's momentum does, with --adam-beta1 {BETA1}"
         )
     return None

@@ -68,7 +68,7 @@ def for_terminal(line: str) -> str:
             if re.fullmatch(r"[\d.]+E[+-]\d+", text):
                 text = f"{float(text):{'#.4g' if name.endswith('loss') else '.4g'}}"
             text = max(text.split(), key=float) if short == "GiB" else text
-            if short and text != "0" and (name, text) != ("loss scale", "1.0"):
+            if short and step.fields[name] != "0" and (name, text) != ("loss scale", "1.0"):
                 words.append(f"{short} {text}")
         line = " | ".join(words)
     return line

@@ -82,14 +82,14 @@ def test_verbose_shows_all_and_without_a_folder_the_file_is_temporary(tmp_path):
 
 
 STEP = """ [2026-11-23 04:21:34.234188] iteration      120/    5000 | consumed samples:          480 | elapsed time per
- iteration (ms): 152.3 | learning rate: 1.000000E-03 | global batch size:     4 | lm loss: 3.214500E+00 | loss scale:
+ iteration (ms): 152.3 | learning rate: 0.000000E+00 | global batch size:     4 | lm loss: 3.214500E+00 | loss scale:
  1.0 | grad norm: 0.512 | number of skipped iterations:   1 | number of nan iterations:   0 | tokens/s: 26947 | tokens:
  1966080 | ETA: 1:02:03 | MFU: 33.1% | bubble: 20.0%/30.0% | peak memory by stage (GiB): 12.00 4.00 |"""
 
 
 def test_a_terminal_shows_the_loss_first(tmp_path):
     line = screen.for_terminal(STEP.replace("\n", ""))
-    assert line.startswith(" iteration  120/5000 | loss 3.215 | ms 152.3 | lr 0.001 | grad norm 0.512 | skipped 1 |")
+    assert line.startswith(" iteration  120/5000 | loss 3.215 | ms 152.3 | lr 0 | grad norm 0.512 | skipped 1 |")
     assert line.endswith(" | ETA 1:02:03 | MFU 33.1% | bubble 20.0%/30.0% | GiB 12.00") and len(line) < 165
     assert screen.for_terminal("saving checkpoint at iteration 6 to out") == "saving checkpoint at iteration 6 to out"
     reader, writer = os.openpty()
