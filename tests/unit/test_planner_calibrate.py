@@ -115,8 +115,7 @@ def test_one_wrong_row_has_little_weight():
 
 
 def test_cross_validation_predicts_each_run_by_the_others():
-    truth = changed(PRESET, gemm_efficiency=0.8)
-    runs = runs_on(truth, SHAPES[:9])
+    runs = runs_on(changed(PRESET, gemm_efficiency=0.8), SHAPES[:9])
     found = cross_validated(PRESET, runs, parts=3)
     assert len(found) == len(runs) and max(map(abs, found)) < 0.05
     alone = next(index for index, run in enumerate(runs) if run.plan.gpus == 16)

@@ -70,8 +70,7 @@ def calibrate(cluster: Cluster, runs: Sequence[Run]) -> Cluster:
     def errors(x):
         return np.concatenate([(np.log(predict(build(x), runs)) - logs) / NOISE, x / PRIOR])
 
-    found = least_squares(errors, np.zeros(len(names)), loss="cauchy", f_scale=LARGE, x_scale="jac")
-    fitted = build(found.x)
+    fitted = build(least_squares(errors, np.zeros(len(names)), loss="cauchy", f_scale=LARGE, x_scale="jac").x)
     return replace(fitted, device=replace(fitted.device, calibration=f"fitted to {len(runs)} measured runs"))
 
 

@@ -55,8 +55,7 @@ class Result:
     def rivals(self) -> list[Estimate]:
         """The fastest plan of another shape, and of each other schedule: from the table or by a further search."""
         winner, *others = self.estimates
-        shape = _shape(winner.plan)
-        found = [estimate for estimate in others if _shape(estimate.plan) != shape][:1]
+        found = [estimate for estimate in others if _shape(estimate.plan) != _shape(winner.plan)][:1]
         for schedule in self.space.schedules:
             if schedule == winner.plan.schedule:
                 continue

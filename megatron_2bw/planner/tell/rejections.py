@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -57,7 +58,7 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
     every = Space(space.batch, context=space.context, grad_reduce_in_bf16=space.grad_reduce_in_bf16)
     other = _fitting(cost, replace(every, extrapolate=space.extrapolate)) or _fitting(cost, every)
     if other is not None:
-        flags = " ".join(other.flags(cost.precision))
+        flags = shlex.join(other.flags(cost.precision))
         remedies.insert(0, f"on these GPUs the choices that the flags exclude: {flags}")
     else:
         remedies += [f"{words}, with {plan.title}" for words, plan in _elsewhere(cost, space)]

@@ -5,6 +5,7 @@ Invariant: each number is of an Estimate or of the simulator; the browser draws 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -56,7 +57,7 @@ def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "allowed": [_short(size / GIB) for size in estimate.capacities],
         "memory": [{kind: _short(size / GIB) for kind, size in asdict(stage).items()} for stage in estimate.memory],
         "split": {cause: _short(1e3 * time / plan.global_batch) for cause, time in asdict(estimate.split).items()},
-        "flags": " ".join(plan.flags(cost.precision)),
+        "flags": shlex.join(plan.flags(cost.precision)),
     }
 
 

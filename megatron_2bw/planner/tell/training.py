@@ -52,7 +52,7 @@ def about(cost: Cost, estimate: Estimate) -> list[str]:
     plan, seconds = estimate.plan, estimate.seconds
     tokens, every = ITERATIONS * plan.global_batch * cost.model.sequence, save_interval(seconds)
     evaluate = max(every, LEAST_EVAL_INTERVAL)
-    correction = "--two-bw-correction auto acts against the gradient delay, none leaves it (docs/convergence.md)."
+    correction = "--two-bw-correction auto acts against the delay (docs/convergence.md). `none` switches it off."
     return [
         f"--train-iters {ITERATIONS}: {_time(ITERATIONS * seconds)} by these estimates ({_time(seconds)} an "
         f"iteration), and {tokens / 1e9:.3g} billion tokens, {tokens / cost.model.parameters():.3g} a parameter.",
