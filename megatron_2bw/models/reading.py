@@ -28,7 +28,7 @@ def described[Kind](kind: type[Kind], entries: Any, where: str) -> Kind:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(kind).validate_python(entries)
+        return TypeAdapter(kind).validate_python({} if entries is None else entries)
     except ValidationError as error:
         fault = error.errors(include_input=False)[0]
     raise UserError(f"{where}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}")

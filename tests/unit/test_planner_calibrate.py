@@ -107,8 +107,7 @@ def test_shares_keep_below_the_whole():
 
 
 def test_one_wrong_row_has_little_weight():
-    truth = changed(PRESET, gemm_efficiency=0.8, inside_gb_s=0.85)
-    runs = runs_on(truth)
+    runs = runs_on(changed(PRESET, gemm_efficiency=0.8, inside_gb_s=0.85))
     wrong = [replace(run, seconds=run.seconds * (0.5 if index == 4 else 1)) for index, run in enumerate(runs)]
     found = errors(calibrate(PRESET, wrong), runs)
     assert sum(found) / len(found) < 0.02 and max(found) < 0.06
@@ -136,8 +135,7 @@ def test_memory_is_compared_where_it_was_measured():
 def test_predictions_are_the_costs_of_as_many_servers_as_a_run_has():
     runs = runs_on(PRESET)
     for run in runs:
-        servers = -(-run.plan.gpus // 8)
-        cost = Cost(run.model, clusters.preset("dgx-a100-80", servers), "bf16", False)
+        cost = Cost(run.model, clusters.preset("dgx-a100-80", -(-run.plan.gpus // 8)), "bf16", False)
         assert run.seconds == cost.seconds(run.plan)
     assert predict(PRESET, [replace(runs[0], flash=True)]) != [runs[0].seconds]
     assert predict(PRESET, [replace(runs[0], precision="fp32")])[0] > runs[0].seconds

@@ -317,10 +317,8 @@ def test_messages_between_servers_and_megatrons_exchange():
     assert cost.times(plan).occupied == pytest.approx([moved / 100e9, 4 * moved / 25e9] * 2)
     megatron = cost.times(replace(plan, schedule="megatron"))
     assert megatron.sending == pytest.approx([inside + 1e-4, between + 1e-4] * 2)
-    interleaved = cost.times(replace(plan, schedule="megatron", virtual=2))
-    assert interleaved.sending == pytest.approx([1e-4] * 4)
-    old = Cost(GPT, cost.cluster, flash=True, old_exchange=True)
-    parted = old.times(Plan(2, 4, 2, 2, 8)).occupied[0]
+    assert cost.times(replace(plan, schedule="megatron", virtual=2)).sending == pytest.approx([1e-4] * 4)
+    parted = Cost(GPT, cost.cluster, flash=True, old_exchange=True).times(Plan(2, 4, 2, 2, 8)).occupied[0]
     assert parted == pytest.approx(moved / 2 / 100e9) and cost.times(Plan(2, 4, 2, 2, 8)).occupied[0] == 2 * parted
     assert cost.times(Plan(2, 4, 2, 2, 8, sequence_parallel=True)).occupied[0] == pytest.approx(parted)
 
@@ -365,8 +363,7 @@ def test_with_one_gradient_slot_2bw_waits_once_a_batch():
 
 def test_the_bubble_of_a_flush_by_hand():
     """(d - 1)/m of the work, where all stages are equal; of Megatron's interleaved schedule a v-th of it."""
-    model = replace(GPT, layers=16, vocab=128)
-    cost = Cost(model, replace(CLUSTER, inside=Link(1e9, 1e-6)), flash=True)
+    cost = Cost(replace(GPT, layers=16, vocab=128), replace(CLUSTER, inside=Link(1e9, 1e-6)), flash=True)
 
     def bubble(**changes) -> float:
         split = cost.estimate(replace(PLAN, **changes)).split
@@ -399,8 +396,7 @@ def test_extra_warmup_hides_what_is_slow():
         assert cost.bound_ahead(replace(plan, schedule=schedule)) is None
     fast = Cost(GPT, replace(cluster, between=Link(1000, 10)), flash=True)
     assert fast.extra_warmup(plan) == () and fast.bound_ahead(plan) is None
-    heaviest = cost.memory.heaviest(plan) / 2**30 / 0.8
-    tight = replace(cluster, device=replace(DEVICE, memory_gib=heaviest + 1e-6))
+    tight = replace(cluster, device=replace(DEVICE, memory_gib=cost.memory.heaviest(plan) / 2**30 / 0.8 + 1e-6))
     assert Cost(cost.model, tight, flash=True).extra_warmup(plan) == ()
 
 

@@ -179,6 +179,14 @@ def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
     assert (copy in text) == plan.extrapolate
 
 
+def test_2bw_that_fits_without_its_correction_alone_is_named():
+    few = replace(P3, device=replace(P3.device, memory_gib=10.2))
+    space = dict(depth=(8,), microbatch=(1,), recompute=("none",), gradient_slots=(2,), uneven=False)
+    plan = searched(LARGER, few, **space).estimates[0].plan
+    text = first(searched(LARGER, few, **space, extrapolate=True))
+    assert plan.schedule == "2bw" and f"without its correction (--no-extrapolate): {plan.title} (" in text
+
+
 def test_the_rivals_are_the_best_of_every_other_schedule(result):
     winner, *rivals = [result.estimates[0], *result.rivals]
     shape = (winner.plan.tensor, winner.plan.depth, winner.plan.width)

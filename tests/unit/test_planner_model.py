@@ -197,8 +197,7 @@ def test_operations_by_hand():
     assert GPT.sample_flops() == pytest.approx(without, rel=1e-12)
     for model in TINY.values():
         for tensor in (1, 2):
-            sides = model.matrix_sides(tensor)
-            assert sum(i * o for i, o in sides) == model.matrix_parameters() / tensor
+            assert sum(i * o for i, o in model.matrix_sides(tensor)) == model.matrix_parameters() / tensor
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name[-1] in "bm"])

@@ -89,8 +89,7 @@ def test_a_kill_while_the_new_one_is_named(moment, tmp_path, monkeypatch):
     distributed(tmp_path, 4)
     set_aside_old(tmp_path, 4)
     distributed(tmp_path, 4, value=2.0)
-    owner = Path if moment == "rename" else os
-    monkeypatch.setattr(owner, moment, lambda *names: 1 / 0)
+    monkeypatch.setattr(Path if moment == "rename" else os, moment, lambda *names: 1 / 0)
     with pytest.raises(ZeroDivisionError), TrackerFiles(builtin).open(tmp_path / TRACKER, "w") as file:
         file.write("4")
     monkeypatch.undo()

@@ -82,8 +82,7 @@ def _without_flush(plan: Plan, times: Times) -> float:
     for s, w in enumerate(work):
         below = above[d - 1] - above[s] + (backward[d - 1] - backward[s] if s < d - 1 else 0.0)
         if plan.gradient_slots == 1:  # the first backward of the next batch, on the last stage first
-            after = below + m * w - forward[s]
-            bound = max(bound, after + max(reduce[s], above[s] + reduce[0]) + times.step)
+            bound = max(bound, below + m * w - forward[s] + max(reduce[s], above[s] + reduce[0]) + times.step)
         else:  # the last backward of the next batch; and, in two periods, the batch after that, m + w pairs
             after = below + backward[s] + reduce[s] + times.step
             bound = max(bound, after, (down[s] + (m + ahead[s]) * w + reduce[s] + times.step) / 2)

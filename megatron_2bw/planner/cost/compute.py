@@ -117,8 +117,7 @@ class Compute:
     def product(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of a matrix product that sums over `inner`. In the last round of its tiles half of the units idle,
         and each tile takes the time of FILL more sums to fill and to empty the pipeline of its unit."""
-        last = TILE * self.cluster.device.units * inner
-        return (2 * rows * columns * (inner + FILL) + last) / self.flops
+        return (2 * rows * columns * (inner + FILL) + TILE * self.cluster.device.units * inner) / self.flops
 
     def _attention(self, microbatch: float, tensor: int) -> float:
         """Seconds of the forward of the scores and of their product with the values. Flash attention omits the half
@@ -145,8 +144,7 @@ class Compute:
         logits = plan.samples * self.model.sequence * self.model.padded_vocab(plan.tensor) / plan.tensor
         seconds = self.model.output_flops(plan.samples, plan.tensor) / self.flops
         traffic = LOGIT_TRAFFIC * logits / self.bytes
-        forward = max(seconds + traffic, self.launch)
-        return Work(forward, max(2 * seconds + traffic, self.launch))
+        return Work(max(seconds + traffic, self.launch), max(2 * seconds + traffic, self.launch))
 
     def update(self, parameters: float, shards: int) -> float:
         """The optimizer's step on one GPU: it reads and writes gradients, two moments and main weights."""

@@ -192,8 +192,7 @@ def read_log(path: Path) -> Run:
     row["recompute_block" if block else "recompute_layers"] = _cell(given.get("recompute_num_layers", "")) or 1
     if len(row["stages"].split()) != int(row["depth"]):  # no layout, or one of interleaved stages
         row["stages"] = ""
-    run = _run(row, str(path))
-    return _run(row | {"memory_gib": round(_memory(log, run.plan), 3)}, str(path))
+    return _run(row | {"memory_gib": round(_memory(log, _run(row, str(path)).plan), 3)}, str(path))
 
 
 def _memory(log: str, plan: Plan) -> float:

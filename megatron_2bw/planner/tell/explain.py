@@ -221,6 +221,10 @@ def gain(result: Result) -> Iterator[str]:
             f"{rate(exact)}. {bubble} It costs one more weight version{' and gradient slot' * slot} "
             f"({(stage.weights + slot * stage.gradients) / 2 / GIB:.2f} GiB){copy} and a delay of one update."
         )
+    elif not late and result.space.extrapolate and "2bw" in result.space.schedules:
+        search = Search(result.cost, replace(result.space, schedules=("2bw",), extrapolate=False))
+        for _, plan in itertools.islice(search, 1):
+            yield f"2bw fits only without its correction (--no-extrapolate): {rate(result.cost.estimate(plan))}."
 
 
 def reason(result: Result) -> str:
@@ -239,7 +243,7 @@ def reason(result: Result) -> str:
     tried = {winner.plan.schedule, *(rival.plan.schedule for rival in result.rivals)}
     missing = [schedule for schedule in result.space.schedules if schedule not in tried]
     if missing:
-        lines.append(wrapped(f"No plan of {' or '.join(missing)} is legal and fits."))
+        lines.append(wrapped(f"No plan of {' or '.join(missing)} is legal and fits with these choices."))
     return "\n".join(lines)
 
 
