@@ -96,7 +96,7 @@ def _parser(prog: str) -> Parser:
     default = "default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs"
     add("--precision", choices=PRECISIONS, help=default)
     add("--grad-reduce-in-bf16", action="store_true", help="of all plans, as Megatron's")
-    add("--attention", choices=("flash", "core"), help="default: flash on GPUs that support it")
+    add("--attention", choices=("flash", "core"), help="default: flash in 16 bits, on GPUs that have it")
     margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
     add("--memory-margin", type=float, metavar="SHARE", help=margin)
     form = "closed-form: the paper's Appendix A, with all bytes of a parameter"
@@ -119,8 +119,8 @@ def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
     precision = options.precision or (profile.precision if profile else precision)
     if profile and (fault := profile.fits(model, precision)):
         raise UserError(f"--profile: {fault}; measure this model")
-    if options.attention == "flash" and not cluster.device.flash:
-        raise UserError(f"--attention flash: {cluster.device.name} has none; leave it out")
+    if options.attention == "flash" and (precision == "fp32" or not cluster.device.flash):
+        raise UserError(f"--attention flash: {cluster.device.name} has none in {precision}; leave it out")
     flash = False if on_cpu else {None: None, "flash": True, "core": False}[options.attention]
     if not 0 <= (options.memory_margin or 0) < 1:
         raise UserError(f"--memory-margin {options.memory_margin:g}: give a share, from 0 to less than 1")

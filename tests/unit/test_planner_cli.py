@@ -246,7 +246,7 @@ P3 = "--cluster p3.16xlarge --max-global-batch-size 64"
         (f"{MODEL} {P3} --attention flash", "--attention"),
         (f"{MODEL} {P3} --micro-batch-size 1,x", "--micro-batch-size"),
         (f"{MODEL} {P3} --profile none.json", "--profile none.json"),
-        (f"{MODEL} {P3} --context-parallel-size 2", "--context-parallel-size"),
+        (f"{MODEL} {P3} --cluster 8xa10 --precision fp32 --context-parallel-size 2", "--context-parallel-size"),
         ("simulate --schedule 2bw --stages 4 --microbatches 3", "--microbatches"),
         ("simulate --schedule 2bw --stages 4 --microbatches 8 --extra-warmup 1,1", "--extra-warmup"),
         ("simulate --schedule 2bw --stages 4 --microbatches 4 --out no/folder/x.png", "--out no/folder/x.png"),

@@ -114,7 +114,7 @@ def _simulated(plan: Plan, times: Times) -> float:
 class Cost:
     """Times and memory of plans of one model on one cluster.
 
-    flash           attention that never stores its scores; the device's default if None
+    flash           attention that never stores its scores; the device's in 16 bits if None
     margin          share of the memory for the CUDA context, the communication library and fragmentation. What this
                     project's communicators need beyond it a plan must have free. None: each of the three is counted
     spare           share of the memory that a plan must leave free beyond the margin
@@ -137,7 +137,7 @@ class Cost:
     ):
         self.old_exchange, self.spare, self._seconds = old_exchange, spare, dict[Plan, float]()
         self.model, self.cluster, self.precision, self.given_margin = model, cluster, precision, margin
-        flash = cluster.device.flash if flash is None else flash
+        flash = (cluster.device.flash and precision != "fp32") if flash is None else flash
         self.compute = Compute(model, cluster, precision, flash)
         self._others: dict[Device, Compute] = {}
         on_gpus, profile = cluster.device.name != "cpu", cluster.profile
