@@ -83,7 +83,7 @@ def read(path: Path, sequence: int | None) -> Found:
 
     expected = _config(found)
     for name, value in AutoConfig.for_model(**config).to_dict().items():
-        same = value == expected[name] if name in expected else value in (None, False)
+        same = value == expected[name] if name in expected else not value or value == "absolute"  # positions
         if not same and not any(fnmatchcase(name, free) for free in _FREE):
             raise UserError(
                 f"{path}: the entry {name!r} is {value!r}: Megatron's model does not have that; if no output depends "
@@ -94,10 +94,10 @@ def read(path: Path, sequence: int | None) -> Found:
 
 # Entries of config.json on which no loss depends, or which the planner's reader has judged.
 _FREE = """
-_* transformers_version architectures *dtype output_attentions output_hidden_states return_dict chunk_size_feed_forward
-id2label label2id problem_type task_specific_params tokenizer_class unsloth* use_cache *_token_id initializer_range
-pretraining_tp *dropout* *pdrop summary_* gradient_checkpointing n_inner *sliding_window max_window_layers
-max_position_embeddings n_positions n_ctx rope_parameters reorder_and_upcast_attn hidden_act activation_function
+_* transformers_version architectures *dtype output_attentions output_hidden_states chunk_size_feed_forward id2label
+label2id task_specific_params tokenizer_class unsloth* use_cache *_token_id initializer_range pretraining_tp *dropout*
+*pdrop summary_* gradient_checkpointing n_inner *sliding_window max_window_layers max_position_embeddings n_positions
+n_ctx rope_parameters hidden_act activation_function is_llama_config model_max_length
 """.split()
 _DROPOUTS = (("resid_pdrop", "hidden_dropout_prob"), ("attn_pdrop", "attention_probs_dropout_prob"))
 

@@ -22,7 +22,6 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "in
 SIZES["max_position_embeddings"] = 16
 LLAMA = SIZES | {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": False}
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 10}
-BERT = SIZES | {"model_type": "megatron-bert", "architectures": ["MegatronBertForPreTraining"]}
 OTHERS = dict(logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.2, final_logit_softcapping=30.0)
 OTHERS |= dict(layer_types=["sliding_attention"], query_pre_attn_scalar=2)
 MODEL = Model("llama", 1, 8, 4, vocab=10, groups=2, ffn=12)
@@ -67,7 +66,8 @@ def test_flags_of_a_gpt2_with_shorter_samples(folder):
 
 
 def test_a_long_model_has_samples_of_4096_tokens(folder):
-    path = folder(LLAMA | {"max_position_embeddings": 131072}) / "config.json"
+    more = {"is_llama_config": True, "pruned_heads": {}, "position_embedding_type": "absolute"}  # as on the Hub
+    path = folder(LLAMA | more | {"max_position_embeddings": 131072}) / "config.json"
     assert "--seq-length 4096" in " ".join(config.read(path, None).flags)
     assert "--seq-length 8192" in " ".join(config.read(path, 8192).flags)
 
