@@ -1,5 +1,4 @@
-"""Megatron's log lines with tokens per second, the time that the run still takes, the share of the GPUs' peak (MFU);
-and the stages' stats: how long they waited, their peak memory.
+"""Megatron's log lines with tokens per second, ETA, share of the GPUs' peak (MFU), the stages' waits and peak memory.
 
 The same values go to TensorBoard and to Weights & Biases.
 

@@ -15,7 +15,6 @@ from megatron_2bw.checkpoints import folder
 from megatron_2bw.flags import rehearsal
 from megatron_2bw.guard import Patch, row
 from megatron_2bw.mcore import repairs as repair
-from megatron_2bw.mcore.log_lines import with_progress
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.runtime import MegatronRuntime
@@ -49,6 +48,8 @@ def for_schedule(runtime: MegatronRuntime) -> list[Patch]:
 def for_log(runtime: MegatronRuntime | None) -> list[Patch]:
     """The progress in the log lines and, with a schedule of this project, the stages' stats."""
     if runtime is None:
+        from megatron_2bw.mcore.log_lines import with_progress  # it imports Megatron, on a CPU not before cpu.install()
+
         return [in_loop("print_rank_last(message)", "tokens per second and the ETA join the line", with_progress)]
     return [
         in_loop(
