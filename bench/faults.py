@@ -193,14 +193,14 @@ def disturb(job: Job, folder: Path, ranks: int, kills: int, draw: random.Random)
 
 
 def losses_of(lines: list[str]) -> list[tuple[str, str]]:
-    """(iteration, loss as printed) of all lines but each start's second, which is a mean of two (run_log)."""
+    """(iteration, loss as printed) of all lines; no loss for each start's second, which is a mean of two (run_log)."""
     found, place = [], 0
     for line in lines:
         place *= STARTED not in line
         for record in run_log.training([line]):
             place += 1
-            if place != 2:
-                found.append((f"iteration {record.iteration}", record.fields.get("lm loss", NO_STEP)))
+            text = "" if place == 2 else record.fields.get("lm loss", NO_STEP)
+            found.append((f"iteration {record.iteration}", text))
     return found
 
 
@@ -209,7 +209,7 @@ def different_losses(found: list[str], undisturbed: list[str]) -> list[str]:
     wrong = []
     for kind, of in (("lm loss", losses_of), ("validation loss", validations_of)):
         expected, seen = dict(of(undisturbed)), of(found)
-        wrong += [f"{name}: {kind} {text}" for name, text in seen if expected.get(name, text) != text]
+        wrong += [f"{name}: {kind} {text}" for name, text in seen if text and (expected.get(name) or text) != text]
         wrong += [f"{name}: no {kind}" for name in expected if name not in dict(seen)]
     return wrong
 
