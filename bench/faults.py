@@ -199,8 +199,7 @@ def losses_of(lines: list[str]) -> list[tuple[str, str]]:
         place *= STARTED not in line
         for record in run_log.training([line]):
             place += 1
-            text = "" if place == 2 else record.fields.get("lm loss", NO_STEP)
-            found.append((f"iteration {record.iteration}", text))
+            found.append((f"iteration {record.iteration}", "" if place == 2 else record.fields.get("lm loss", NO_STEP)))
     return found
 
 

@@ -58,18 +58,21 @@ def make_update(schedule: Schedule, stores, step, skipped: Collection[int] = ())
     return InPlaceUpdate(step_now) if schedule.flushes else StashedUpdate(stores, step_now)
 
 
-def version(name: str, shape: Shape, stage: int, microbatch: int, sync_iterations: int = 0) -> int:
+def version(
+    name: str, shape: Shape, stage: int, microbatch: int, sync_iterations: int = 0, late_microbatches: int | None = None
+) -> int:
     """The update count of the weights that the rule gives to a microbatch (paper, sections 2 and 3)."""
     batch = microbatch // shape.microbatches
     if name == "2bw":
-        return batch if batch < max(sync_iterations, 1) else batch - 1
+        late = range(batch * shape.microbatches, (batch + 1) * shape.microbatches)[:late_microbatches]
+        return batch - 1 if microbatch in late and batch >= max(sync_iterations, 1) else batch
     if name == "pipedream":
         return max((microbatch - (shape.stages - 1 - stage)) // shape.microbatches, 0)
     return batch
 
 
 def reference(
-    name: str, shape: Shape, sync_iterations: int = 0, skipped: Collection[int] = ()
+    name: str, shape: Shape, skipped: Collection[int] = (), **of_2bw: int | None
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     """The losses, and each stage's final weights."""
     parts = [example.layers_of(stage, shape.stages) for stage in range(shape.stages)]
@@ -83,7 +86,7 @@ def reference(
             part.zero_grad(set_to_none=True)
         for microbatch in range(batch * shape.microbatches, (batch + 1) * shape.microbatches):
             for stage, part in enumerate(parts):
-                values = weights[version(name, shape, stage, microbatch, sync_iterations)][stage]
+                values = weights[version(name, shape, stage, microbatch, **of_2bw)][stage]
                 for param, value in zip(part.parameters(), values, strict=True):
                     param.data = value
             model.backward(microbatch, None, model.forward(microbatch, None), None)

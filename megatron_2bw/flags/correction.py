@@ -14,60 +14,33 @@ Invariant: without torch, as all flags; the values in `args` are strings and num
 
 from __future__ import annotations
 
-import argparse
-import math
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_2bw.flags.rule import Args
+from megatron_2bw.schedules import TwoBW
 
-SHAPES = {"linear": lambda share: 1 - share, "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2}
 # Optimizers whose update is a running mean of gradients, and the decay of that mean.
 DECAYS = {"adam": "adam_beta1", "sgd": "sgd_momentum", "muon": "muon_momentum", "soap": "adam_beta1"}
-BETA1 = 0.95  # Adam's with `auto`, if --adam-beta1 is not given: with a delay it bears higher rates than 0.9
+BETA1, BETA1_OF_MEGATRON = 0.95, 0.9  # of `auto` if none is given: the first bears higher rates if all are late
+AHEAD = 0.25  # updates that `auto` looks ahead if some microbatches are late; it lowers the noise (docs/convergence.md)
 LEAST_MOMENTUM = 0.8  # below it `auto` adds the best factor of a gradient of pure noise, the momentum
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What a working copy adds to W: `factor` x the last update, `gradient` x its last gradient's part.
-
-    last  the factor at the end of the run, if it changes over the run, by the function `shape` of SHAPES
-    """
+    """What a working copy adds to W: `factor` x the last update, `gradient` x its last gradient's part."""
 
     factor: float = 0.0
     gradient: float = 0.0
-    shape: str = "linear"
-    last: float | None = None
-
-    def at(self, share: float) -> Correction:
-        """The correction after this share of the run's iterations, 0 to 1."""
-        if self.last is None:
-            return self
-        return Correction(self.last + (self.factor - self.last) * SHAPES[self.shape](share), self.gradient)
 
     def __str__(self) -> str:
-        course = "" if self.last is None else f":{self.shape}:{self.last:g}"
-        return f"{self.factor:g}{course}" + (f" and gradient {self.gradient:g}" if self.gradient else "")
+        return f"{self.factor:g}" + (f" and gradient {self.gradient:g}" if self.gradient else "")
 
 
 def parse(text: str) -> Correction:
-    """The correction of a text: FACTOR or FIRST:SHAPE:LAST, then " and gradient TIMES" or nothing.
-
-    Raises ArgumentTypeError. For a correction that `str` has written, it returns the same.
-    """
-    number = r"([\d.][\d.e-]*)"
-    found = re.fullmatch(rf"{number}(?::({'|'.join(SHAPES)}):{number})?(?: and gradient {number})?", text)
-    if found is None or not all(float(factor or 0) <= 2 for factor in found.group(1, 3)):
-        raise argparse.ArgumentTypeError(f"{text}: must be a number from 0 to 2, or a schedule such as 1.5:cosine:0.9")
-    first, shape, last, gradient = found.groups()
-    return Correction(float(first), float(gradient or 0), shape or "linear", last and float(last))
-
-
-def factor(text: str) -> str:
-    """The value of --two-bw-correction-factor, checked: arguments are saved with a checkpoint, so it stays text."""
-    parse(text)
-    return text
+    """The correction that `str` has written. Of a factor that changed over the run, in older checkpoints, the first."""
+    factor, _, gradient = text.partition(" and gradient ")
+    return Correction(float(factor.partition(":")[0]), float(gradient or 0))
 
 
 def correction(args: Args) -> Correction | None:
@@ -76,16 +49,44 @@ def correction(args: Args) -> Correction | None:
         return None
     if args.two_bw_correction == "auto":
         return recommended(args)
-    return replace(parse(args.two_bw_correction_factor), gradient=args.two_bw_correction_gradient)
+    return Correction(args.two_bw_correction_factor, args.two_bw_correction_gradient)
 
 
 def recommended(args: Args) -> Correction:
     """The setting of `auto` (docs/convergence.md)."""
     decay = getattr(args, DECAYS.get(args.optimizer, ""), LEAST_MOMENTUM)
-    if decay < LEAST_MOMENTUM:
-        return Correction(decay)
     unknown = args.optimizer == "muon" and args.muon_scalar_optimizer == "lion"  # no optimizer has a gradient's part
-    return Correction(1.5, 0.0 if unknown else 2.0)
+    late = late_microbatches(args)
+    share = 1.0 if late is None else late / microbatches(args)
+    if decay < LEAST_MOMENTUM:
+        return Correction(decay * share)
+    if late is None:
+        return Correction(1.5, 0.0 if unknown else 2.0)
+    return Correction(share + AHEAD, 0.0 if unknown else share + AHEAD)
+
+
+def replica(args: Args) -> int:
+    """Samples of one microbatch on all pipelines; 0 for sizes that Megatron refuses."""
+    ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size * args.context_parallel_size
+    return (args.micro_batch_size or 0) * (args.world_size // ranks)
+
+
+def microbatches(args: Args) -> int:
+    """Of a pipeline's batch; 0 for sizes that Megatron refuses."""
+    return (args.global_batch_size or replica(args)) // max(replica(args), 1)
+
+
+def late_microbatches(args: Args) -> int | None:
+    """The first microbatches of a batch that run on the older weights (--two-bw-late-microbatches); None: all.
+
+    Without the flag `auto` brings half of the batch, at most two for each stage, if that is enough for the stages.
+    """
+    late = args.two_bw_late_microbatches
+    if late is None and args.two_bw_correction == "auto":
+        least = TwoBW(extra_warmup=args.two_bw_extra_warmup).min_microbatches(args.pipeline_model_parallel_size)
+        late = min(2 * least, microbatches(args) // 2)
+        return late if late >= least else None
+    return late if late is not None and late < microbatches(args) else None
 
 
 def note(found: Correction | None, args: Args) -> str | None:
@@ -93,13 +94,14 @@ def note(found: Correction | None, args: Args) -> str | None:
     if args.pipeline_schedule != "2bw":
         return None
     if found is not None and args.two_bw_correction == "auto":
-        line = f"> 2bw: --two-bw-correction auto: like Nesterov's momentum, gradients {found.factor:g} updates ahead"
+        late = late_microbatches(args)
+        which = "all microbatches" if late is None else f"the first {late} of {microbatches(args)} microbatches"
+        line = f"> 2bw: --two-bw-correction auto: {which} of a batch are late; weights {found.factor:g} updates ahead"
         line += f", and {found.gradient:g} x the last gradient's part of an update" * (found.gradient > 0)
-        low = f" ({BETA1} bears higher learning rates)" * (args.adam_beta1 < BETA1)
-        return line + f"; --adam-beta1 {args.adam_beta1:g}{low}" * (args.optimizer == "adam")
-    if found is None and args.two_bw_sync_iterations == 0:
+        return line + f"; --adam-beta1 {args.adam_beta1:g}" * (args.optimizer == "adam")
+    if found is None and not args.two_bw_sync_iterations:
         return (
-            "> 2bw: every gradient is late by one update, which raises the loss. --two-bw-correction auto recovers "
-            f"most of it: it takes gradients ahead, as Nesterov's momentum does, with --adam-beta1 {BETA1}"
+            "> 2bw: gradients are late by one update, which raises the loss. --two-bw-correction auto recovers most of "
+            "it: as few microbatches as the stages need are late, and weights are ahead, as with Nesterov's momentum"
         )
     return None

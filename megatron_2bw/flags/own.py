@@ -31,40 +31,22 @@ def whole_or_share(text: str) -> int | str:
     return f"{whole(0, 100)(text[:-1])}%" if text.endswith("%") else whole(0)(text)
 
 
-def sync_iterations(args: Args) -> int:
-    """--two-bw-sync-iterations as a number; a share is rounded down."""
-    given = args.two_bw_sync_iterations
-    return given if isinstance(given, int) else int(given[:-1]) * _iterations(args) // 100
-
-
-def _iterations(args: Args) -> int:
-    return args.train_iters or (args.train_samples or 0) // args.global_batch_size
-
-
-WARMUP = 100  # iterations; with fewer the gap to vanilla grew fast at a rate of 1e-3 (docs/convergence.md)
+START = 500  # iterations at most; while a network forms, a delay leaves a gap that lasts (docs/convergence.md)
 LOW_RATE = 1e-4  # up to it plain 2BW is enough
-SHORT_RUN = 200  # iterations
 
 
-def short_warmup(args: Args) -> str | None:
-    """A line for a run of 2bw whose rate rises too fast for the delay, or None. For arguments that Megatron validated.
+def sync_iterations(args: Args) -> int:
+    """--two-bw-sync-iterations as a number; a share is rounded down. For arguments that Megatron validated.
 
-    Only runs from random weights count, and not those of a few iterations, whose loss says little.
+    Without the flag `auto` brings a tenth, at most START, to a run from random weights whose microbatches are all late.
     """
-    iterations, batch = _iterations(args), args.global_batch_size
-    starts = args.load is None and args.pretrained_checkpoint is None
-    if args.pipeline_schedule != "2bw" or (args.lr or 0) <= LOW_RATE or iterations < SHORT_RUN or not starts:
-        return None
-    warmup = args.lr_warmup_iters or args.lr_warmup_samples / batch
-    if args.lr_warmup_fraction is not None:
-        warmup = args.lr_warmup_fraction * (args.lr_decay_iters or (args.lr_decay_samples or 0) / batch or iterations)
-    if max(warmup, sync_iterations(args)) >= WARMUP:
-        return None
-    return (
-        f"WARNING: the learning rate warms up in {warmup:.0f} iterations: with fewer than {WARMUP} the delay of 2bw "
-        f"raises the loss at high learning rates, also with --two-bw-correction auto. Give --lr-warmup-iters {WARMUP} "
-        "or more (docs/convergence.md)"
-    )
+    given = args.two_bw_sync_iterations
+    iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+    if given is None:
+        trained = args.finetune or args.pretrained_checkpoint is not None
+        all_late = args.two_bw_correction == "auto" and correction.late_microbatches(args) is None
+        return min(START, iterations // 10) * (all_late and (args.lr or 0) > LOW_RATE and not trained)
+    return given if isinstance(given, int) else int(given[:-1]) * iterations // 100
 
 
 def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.ArgumentParser:
@@ -83,12 +65,15 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--two-bw-gradient-slots", type=int, choices=(1, 2), default=2, help=text)
     text = "more forwards that the stages of 2bw run ahead, for slow links: for each boundary, or one number for all"
     add("--two-bw-extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]", help=text)
-    text = "the first N iterations of 2bw (or a share of all, such as 20%%) run without gradient delay, with a flush"
-    add("--two-bw-sync-iterations", type=whole_or_share, default=0, metavar="N", help=text)
+    text = "the first N iterations of 2bw (or a share of all, such as 20%%) run without gradient delay, with a flush; "
+    text += f"default with the correction auto if all microbatches are late: a tenth, at most {START}"
+    add("--two-bw-sync-iterations", type=whole_or_share, metavar="N", help=text)
+    text = "only the first K microbatches of a batch of 2bw run on the older weights; the others wait for the newest "
+    text += "(default: all are late; with the correction auto two for each stage, at most half of the batch)"
+    add("--two-bw-late-microbatches", type=whole(0), metavar="K", help=text)
     text = "against the gradient delay of 2bw; auto: the recommended setting; extrapolate: by the next two flags"
     add("--two-bw-correction", choices=("none", "auto", "extrapolate"), default="none", help=text)
-    text = "so many times the last update, 0 to 2: a number, FIRST:cosine:LAST or FIRST:linear:LAST"
-    add("--two-bw-correction-factor", type=correction.factor, default="1", metavar="FACTOR", help=text)
+    add("--two-bw-correction-factor", type=float, default=1.0, metavar="TIMES", help="x the last update, 0 to 2")
     text = "so many times the last gradient's part of the last update, 0 to 10"
     add("--two-bw-correction-gradient", type=float, default=0.0, metavar="TIMES", help=text)
     add("--gpipe-round", type=whole(1), metavar="N", help="microbatches at a time of gpipe (default: the whole batch)")
@@ -105,9 +90,10 @@ _NEEDS = {
     "--two-bw-trace": (None, _SCHEDULES),
     "--two-bw-gradient-slots": (2, "--pipeline-schedule 2bw"),
     "--two-bw-extra-warmup": ((), "--pipeline-schedule 2bw"),
-    "--two-bw-sync-iterations": (0, "--pipeline-schedule 2bw"),
+    "--two-bw-sync-iterations": (None, "--pipeline-schedule 2bw"),
+    "--two-bw-late-microbatches": (None, "--pipeline-schedule 2bw"),
     "--two-bw-correction": ("none", "--pipeline-schedule 2bw"),
-    "--two-bw-correction-factor": ("1", "--two-bw-correction extrapolate"),
+    "--two-bw-correction-factor": (1, "--two-bw-correction extrapolate"),
     "--two-bw-correction-gradient": (0, "--two-bw-correction extrapolate"),
     "--gpipe-round": (None, "--pipeline-schedule gpipe"),
 }
@@ -132,8 +118,9 @@ def _mistakes(args: Args) -> Iterator[str]:
             yield f"{flag} has no effect without {need}: leave it out"
     if args.two_bw_exchange == "nccl" and args.distributed_backend == "gloo":
         yield "--two-bw-exchange nccl needs --distributed-backend nccl"
-    if not 0 <= args.two_bw_correction_gradient <= 10:
-        yield f"--two-bw-correction-gradient {args.two_bw_correction_gradient} must be between 0 and 10"
+    for flag, most in (("--two-bw-correction-factor", 2), ("--two-bw-correction-gradient", 10)):
+        if not 0 <= value(args, flag) <= most:
+            yield f"{flag} {value(args, flag)} must be between 0 and {most}"
     if args.sft_data and task(args) != "gpt":
         yield "--sft-data works with a GPT only: leave it out"
     for flag in _NOT_OF_CONVERSATIONS.split() if args.sft_data else ():
@@ -151,9 +138,7 @@ def _of_the_batch(args: Args) -> Iterator[str]:
     # The timers wait for the GPU, so receives are posted when they are asked for; then stages wait for each other.
     if max(extra, default=0) > 1 and args.timing_log_level >= 2 and exchange(args) == "nccl":
         yield "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0"
-    ranks = stages * args.tensor_model_parallel_size * args.context_parallel_size
-    replica = (args.micro_batch_size or 0) * (args.world_size // ranks)  # samples of one microbatch on each pipeline
-    if not replica:
+    if not (replica := correction.replica(args)):
         return  # Megatron says so
     size = args.global_batch_size or replica
     schedule = schedule_of(args.pipeline_schedule, gradient_slots=args.two_bw_gradient_slots, extra_warmup=extra)
@@ -163,5 +148,8 @@ def _of_the_batch(args: Args) -> Iterator[str]:
             f"--pipeline-schedule {schedule.name} needs {needed} with its stages and --two-bw-extra-warmup: "
             f"use --global-batch-size {needed * replica} or more"
         )
+    late = args.two_bw_late_microbatches
+    if late is not None and late < (ahead := schedule.min_microbatches(stages) - 1):
+        yield f"--two-bw-late-microbatches {late}: stage 0 runs {ahead} microbatches ahead; use {ahead} or more"
     if args.gpipe_round and args.gpipe_round > size // replica:
         yield f"--gpipe-round {args.gpipe_round} is more than the {size // replica} microbatches of a pipeline's batch"

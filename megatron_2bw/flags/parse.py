@@ -19,7 +19,7 @@ from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_fo
 from megatron_2bw.data import hub
 from megatron_2bw.errors import UserError, did_you_mean
 from megatron_2bw.flags import checks, environment, own, unsupported
-from megatron_2bw.flags.correction import BETA1
+from megatron_2bw.flags.correction import BETA1, BETA1_OF_MEGATRON, late_microbatches
 from megatron_2bw.flags.own import add_flags
 from megatron_2bw.flags.rule import installed, value
 
@@ -71,6 +71,8 @@ def parse(
     try:
         guard.apply(patches.for_reading())
         args = arguments.parse_args(extend)
+        if args.adam_beta1 is None:
+            args.adam_beta1 = BETA1 if late_microbatches(args) is None else BETA1_OF_MEGATRON
         if args.use_checkpoint_args:
             _prepare_folder(args, stop)
             checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
@@ -138,7 +140,7 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     if early.task == "bert" and not installed("apex"):
         defaults["no_persist_layer_norm"] = True  # the norm of its head is torch's then, which cannot
     if getattr(early, "two_bw_correction", None) == "auto":
-        defaults["adam_beta1"] = BETA1
+        defaults["adam_beta1"] = None  # by the number of late microbatches, which the parsed arguments tell
     if early.pipeline_schedule != "megatron":
         # It runs an iteration again to find faulty GPUs, and reduces over the world in every iteration.
         defaults["rerun_mode"] = "disabled"

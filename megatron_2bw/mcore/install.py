@@ -79,14 +79,14 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
     chosen = correction.correction(args)
-    for line in (correction.note(chosen, args), own.short_warmup(args)):
-        if args.rank == 0 and line:
-            print(line, flush=True)
+    if args.rank == 0 and (line := correction.note(chosen, args)):
+        print(line, flush=True)
     schedule = schedule_of(
         args.pipeline_schedule,
         gradient_slots=args.two_bw_gradient_slots,
         extra_warmup=args.two_bw_extra_warmup,
         sync_iterations=own.sync_iterations(args),
+        late_microbatches=correction.late_microbatches(args),
         gpipe_round=args.gpipe_round,
     )
     asks = schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins)

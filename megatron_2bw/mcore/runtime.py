@@ -279,8 +279,6 @@ class MegatronRuntime:
     def _end_batch(self, batch: int) -> tuple:
         tokens = self._stage.end_batch(batch)
         correction = self.options.correction if self.schedule.reads_late(batch + 1) else None
-        if correction is not None:
-            correction = correction.at(batch / self.pipeline.shape.end)
         return tokens, self._clock.stats_later(self.late.defer), correction
 
     def _complete(self, result: StepResult) -> None:

@@ -21,11 +21,12 @@ def schedule_of(
     gradient_slots: int = 2,
     extra_warmup: tuple[int, ...] = (),
     sync_iterations: int = 0,
+    late_microbatches: int | None = None,
     gpipe_round: int | None = None,
 ) -> Schedule | None:
     """The schedule of --pipeline-schedule `name` with the options of 2bw and gpipe; None for Megatron's own."""
     if name == TwoBW.name:
-        return TwoBW(gradient_slots, extra_warmup, sync_iterations)
+        return TwoBW(gradient_slots, extra_warmup, sync_iterations, late_microbatches)
     if name == GPipe.name:
         return GPipe(gpipe_round)
     return SCHEDULES.get(name)

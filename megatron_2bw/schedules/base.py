@@ -38,7 +38,7 @@ class Schedule:
         return shape.warmup(stage)
 
     def reads_late(self, version: int) -> bool:
-        """Whether W(version) is read only by batches whose gradients come an update late."""
+        """Whether W(version) is read only by batches with microbatches whose gradients come an update late."""
         return False
 
     def min_microbatches(self, stages: int) -> int:

@@ -8,10 +8,10 @@ from megatron_2bw.schedules.base import Schedule, reduce, step, with_flush, with
 
 @dataclass(frozen=True)
 class TwoBW(Schedule):
-    """Every microbatch of batch j runs on W(max(j-1, 0)), forward and backward, on every stage.
+    """Every microbatch of batch j runs on W(max(j-1, 0)), forward and backward, on every stage; or only the first do.
 
     The step of batch j stands in the list of iteration j + 1, at the last possible place: before this stage's first
-    forward of batch j + 2, which reads W(j + 1), and before the last backward of batch j + 1, which starts the next
+    forward that reads W(j + 1), and before the last backward of batch j + 1, which starts the next
     reduction. Stage 0 finishes batch j last. When any stage reaches the step, stage 0 finished that batch at least
     m - 1 - w >= 0 pairs of F and B and one forward earlier, with w its forwards ahead (d - 1 without extra warm-up).
     So the step's global quantities arrive before a stage needs them.
@@ -24,6 +24,8 @@ class TwoBW(Schedule):
                     up to k / 2 of that time. For slow links; it costs the activations of k microbatches.
     sync_iterations the first n batches run on W(j), with a flush after each but the last of them, whose backwards
                     already overlap the forwards of batch n on the same W(n-1). So 0 and 1 are the same.
+    late_microbatches  the first of batch j, which run on W(j-1); the others run on W(j). None: all, as in the paper.
+                    At least stage 0's forwards ahead; each one more gives the step the time of an F and a B.
     """
 
     name = "2bw"
@@ -34,6 +36,7 @@ class TwoBW(Schedule):
     gradient_slots: int = 2
     extra_warmup: tuple[int, ...] = ()
     sync_iterations: int = 0
+    late_microbatches: int | None = None
 
     def ahead(self, shape: Shape, stage: int) -> int:
         return self._ahead(shape.stages, stage)
@@ -43,11 +46,12 @@ class TwoBW(Schedule):
         return stages - 1 - stage + sum(extra[stage : stages - 1])
 
     def version(self, shape: Shape, stage: int, microbatch: int) -> int:
-        batch = shape.batch(microbatch)
-        return batch if batch < max(self.sync_iterations, 1) else batch - 1
+        batch, late = shape.batch(microbatch), self.late_microbatches
+        fresh = late is not None and microbatch % shape.microbatches >= late
+        return batch if fresh or batch < max(self.sync_iterations, 1) else batch - 1
 
     def reads_late(self, version: int) -> bool:
-        # W(v) is read by batch v + 1, one update late; and by batch v itself if that runs without delay.
+        # W(v) is read by batch v + 1, one update late; and by batch v itself if all of that runs without delay.
         return version >= max(self.sync_iterations, 1)
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
@@ -65,10 +69,8 @@ class TwoBW(Schedule):
     def _latest(self, order: list[Action], iteration: int) -> int:
         """The index in `order` for the step of batch `iteration - 1`, which writes W(iteration)."""
         backwards = [place for place, action in enumerate(order) if action.kind == B]
-        if self.gradient_slots == 1:
-            return backwards[0]
         readers = [place for place, action in enumerate(order) if action.kind == F and action.version == iteration]
-        return min([backwards[-1], *readers])
+        return min([backwards[0 if self.gradient_slots == 1 else -1], *readers])
 
     def min_microbatches(self, stages: int) -> int:
         # With fewer, a forward would need W(j) before the last backward of batch j-1 has started its step.

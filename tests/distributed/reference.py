@@ -26,7 +26,8 @@ class Rule:
                   the rest
     delay         of the gradients: 1 is 2BW, 0 is vanilla
     sync          batches at the start that are not delayed
-    factor        of the extrapolation; a list: of W(1), W(2), ...
+    late          microbatches at the start of a batch that are delayed; None: all
+    factor        of the extrapolation
     gradient      times of its gradient term
     norm_order    the names by stage in the order in which the pipeline under test adds up the gradient norm
     poison        batch whose gradients are made inf, and whose step is skipped
@@ -36,7 +37,8 @@ class Rule:
     optimizer: str = "adam"
     delay: int = 1
     sync: int = 0
-    factor: float | list[float] = 0.0
+    late: int | None = None
+    factor: float = 0.0
     gradient: float = 0.0
     norm_order: list[list[str]] = field(default_factory=list)
     poison: int | None = None
@@ -164,9 +166,8 @@ class _Reference:
         version = len(self.versions)
         if not self.rule.factor or version < max(self.rule.sync, 1):
             return self._snapshot()
-        now, factor = self._masters(), self.rule.factor
-        factor = factor[version - 1] if isinstance(factor, list) else factor
-        ahead = {name: torch.lerp(old, now[name], 1 + factor) for name, old in self.before.items()}  # one rounding
+        now = self._masters()
+        ahead = {name: torch.lerp(old, now[name], 1 + self.rule.factor) for name, old in self.before.items()}  # one rounding
         if self.rule.gradient and not self.run.skipped[-1]:
             self._add_gradients(ahead)
         return {name: tensor.to(self.params[name].dtype) for name, tensor in ahead.items()}
@@ -233,6 +234,9 @@ class _Reference:
 
     def _version(self, name: str, batch: int, microbatch: int) -> int:
         if not self.rule.per_stage:
+            index = microbatch - batch * self.rule.microbatches
+            if self.rule.late is not None and index >= self.rule.late:
+                return batch
             return batch if batch < self.rule.sync else max(batch - self.rule.delay, 0)
         stages = len(self.rule.norm_order)
         stage = next(s for s, names in enumerate(self.rule.norm_order) if name in names)

@@ -46,6 +46,25 @@ def test_synchronous_start(stages, microbatches, sync, more):
     assert_same(runs, run_reference(runs, argv, microbatches, sync=sync), exact=True)
 
 
+@pytest.mark.proof("4-5-3-flags0")
+@pytest.mark.parametrize(
+    "stages, microbatches, late, flags",
+    [(4, 5, 3, ("--bf16",)), (2, 4, 2, ("--fp16",)), (2, 6, 2, ("--two-bw-gradient-slots", "1")), (1, 3, 0, ())],
+)
+def test_only_the_first_microbatches_are_late(stages, microbatches, late, flags):
+    """With the correction and after a synchronous start; the others run on the newest working copy."""
+    scale = dict(initial_loss_scale=4096) if "--fp16" in flags else {}
+    rule = dict(two_bw_sync_iterations=2, two_bw_correction_factor=0.5, two_bw_correction_gradient=0.5)
+    rule |= scale | EXTRAPOLATE | dict(two_bw_late_microbatches=late)
+    argv = command(stages, microbatches, "2bw", UNTIED, *flags, **rule)
+    runs = run_pipeline(argv, stages)
+    argv = command(1, microbatches, "2bw", UNTIED, *(flag for flag in flags if "16" in flag), **scale)
+    same = dict(sync=2, factor=0.5, gradient=0.5)
+    assert_same(runs, run_reference(runs, argv, microbatches, late=late, **same), exact=True)
+    with pytest.raises(AssertionError):
+        assert_same(runs, run_reference(runs, argv, microbatches, **same), exact=False)
+
+
 @pytest.mark.proof("flags1-adam")
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("flags", [(), ("--bf16",), ("--fp16",)])
@@ -63,30 +82,32 @@ def test_extrapolation(flags, optimizer):
 @pytest.mark.proof("flags1-adam")
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("flags", [(), ("--bf16",), ("--fp16",)])
-def test_gradient_term_and_schedule(flags, optimizer):
+def test_gradient_term(flags, optimizer):
     changes = SGD if optimizer == "sgd" else {}
     changes = changes | (dict(initial_loss_scale=4096) if flags == ("--fp16",) else {})
     changes |= dict(train_iters=8)
-    correction = dict(EXTRAPOLATE, two_bw_correction_factor="1.5:linear:0.5", two_bw_correction_gradient=2)
+    correction = dict(EXTRAPOLATE, two_bw_correction_factor=1.5, two_bw_correction_gradient=2)
     runs = run_pipeline(command(2, 4, "2bw", UNTIED, *flags, **changes, **correction), 2)
     argv = command(1, 4, "2bw", UNTIED, *flags, **changes)
-    factors = [1.5 - batch / 8 for batch in range(8)]
-    rule = dict(optimizer=optimizer, factor=factors, gradient=2)
+    rule = dict(optimizer=optimizer, factor=1.5, gradient=2)
     assert_same(runs, run_reference(runs, argv, 4, **rule), exact=True)
     with pytest.raises(AssertionError):
         assert_same(runs, run_reference(runs, argv, 4, **(rule | dict(gradient=0))), exact=False)
 
 
 @pytest.mark.proof
-def test_auto_is_beta1_095_a_factor_of_one_and_a_half_and_a_gradient_term_of_two():
-    runs = run_pipeline(command(2, 4, "2bw", UNTIED, "--bf16", **AUTO), 2)
-    argv = command(1, 4, "2bw", UNTIED, "--bf16", adam_beta1=0.95)
-    reference = run_reference(runs, argv, 4, factor=1.5, gradient=2)
-    assert_same(runs, reference, exact=True)
+@pytest.mark.parametrize(
+    "microbatches, rule", [(3, dict(factor=1.5, gradient=2)), (6, dict(factor=0.75, gradient=0.75, late=3))]
+)
+def test_auto(microbatches, rule):
+    """All microbatches are late, or half of them."""
+    runs = run_pipeline(command(2, microbatches, "2bw", UNTIED, "--bf16", **AUTO), 2)
+    argv = command(1, microbatches, "2bw", UNTIED, "--bf16", adam_beta1=0.9 if "late" in rule else 0.95)
+    assert_same(runs, run_reference(runs, argv, microbatches, **rule), exact=True)
 
 
 @pytest.mark.parametrize(
-    "correction, ahead", [({}, {}), (EXTRAPOLATE, dict(factor=1.0)), (AUTO, dict(factor=1.5, gradient=2))]
+    "correction, ahead", [({}, {}), (EXTRAPOLATE, dict(factor=1.0)), (AUTO, dict(factor=0.75, gradient=0.75, late=2))]
 )
 @pytest.mark.parametrize("sync", [0, 3, POISONED + 1, 6])
 def test_skipped_step(sync, correction, ahead):

@@ -204,7 +204,7 @@ def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_
     }
     assert seen == {(rank, ".yes", "so to speak") for rank in "01"} and "\n0: " in job.log()
     assert "Partition=named" in slurm.call("scontrol", "show", "job", number)
-    assert "--two-bw-correction auto: like Nesterov's momentum, gradients 1.5 updates ahead" in job.log()
+    assert "--two-bw-correction auto: " in job.log()
     slurm.call("scancel", number)
     job.wait("cancelled", lambda: job.status()["reason"].startswith("cancelled; saved: iteration "))
     assert job.words() == ["running", "failed", "failed"]  # at the signal, and when it had ended

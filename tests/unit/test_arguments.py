@@ -34,7 +34,7 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
         case("argument --two-bw-sync-iterations", two_bw_sync_iterations="1.5%"),
         case("--two-bw-correction", schedule="megatron", two_bw_correction="auto"),
         case("--two-bw-correction-factor", two_bw_correction_factor=0.5),
-        case("argument --two-bw-correction-factor", **ADDS, two_bw_correction_factor="1:sine:0"),
+        case("--two-bw-correction-factor", **ADDS, two_bw_correction_factor=2.5),
         case("--two-bw-correction-gradient", **ADDS, two_bw_correction_gradient="nan"),
         case("--two-bw-extra-warmup", stages=1, two_bw_extra_warmup=1),
         case("--two-bw-extra-warmup", microbatches=8, two_bw_extra_warmup="1,1"),
@@ -55,7 +55,7 @@ def test_a_mistake_is_answered_with_its_flag(argv, world, flag, words):
     "flags",
     [
         "--two-bw-correction auto --two-bw-sync-iterations 20%",
-        "--two-bw-correction extrapolate --two-bw-correction-factor 1.5:cosine:0.9 --two-bw-correction-gradient 2",
+        "--two-bw-correction extrapolate --two-bw-correction-factor 1.5 --two-bw-correction-gradient 2",
         "--two-bw-gradient-slots 1 --two-bw-trace folder --two-bw-exchange gloo --two-bw-sync-iterations 1000",
     ],
 )

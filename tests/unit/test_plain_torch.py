@@ -106,6 +106,8 @@ def runs(draw):
         options = {"gpipe_round": draw(st.sampled_from([None, 1, 2]))}
     least = schedule(name, **options).min_microbatches(stages)
     shape = Shape(stages, draw(st.integers(least, least + 2)), 0, draw(st.integers(1, 5)))
+    if name == "2bw":
+        options["late_microbatches"] = draw(st.sampled_from([None, *range(least - 1, shape.microbatches)]))
     return name, options, shape, draw(st.sets(st.integers(0, 4), max_size=2)), draw(st.integers(0, 1 << 30))
 
 
@@ -115,4 +117,5 @@ def test_no_timing_changes_a_bit(run):
     """Actions, messages, all-gathers of the step: each starts after a random delay."""
     name, options, shape, skipped, seed = run
     found = run_threads(schedule(name, **options), shape, seed, seconds=0.0005, skipped=skipped)
-    assert_same(found, reference(name, shape, options.get("sync_iterations", 0), skipped))
+    rule = {key: options[key] for key in ("sync_iterations", "late_microbatches") if key in options}
+    assert_same(found, reference(name, shape, skipped, **rule))

@@ -31,24 +31,24 @@ KNOWN: set[str] = set()
 
 # Lines of *.py at most; in docs lines of *.md.
 LINES = {
-    "megatron_2bw/schedules megatron_2bw/core": 1790,
-    "megatron_2bw/mcore": 2304,
+    "megatron_2bw/schedules megatron_2bw/core": 1793,
+    "megatron_2bw/mcore": 2302,
     "megatron_2bw/checkpoints": 726,
-    "megatron_2bw/flags": 1030,
+    "megatron_2bw/flags": 1022,
     "megatron_2bw/start megatron_2bw/tasks": 1206,
     "megatron_2bw/models": 1106,
     "megatron_2bw/planner": 3553,
     "megatron_2bw/timelines": 1019,
     "megatron_2bw/data": 941,
     "megatron_2bw/convert": 1036,
-    "megatron_2bw/convergence": 819,
+    "megatron_2bw/convergence": 826,
     "megatron_2bw/slurm": 345,
     "megatron_2bw/gpu_check": 436,
     "megatron_2bw/*.py": 1389,
     "megatron_2bw": 17700,
     "scripts bench": 3762,
-    "tests": 19462,
-    "docs/*.md": 2771,
+    "tests": 19461,
+    "docs/*.md": 2769,
 }
 
 
