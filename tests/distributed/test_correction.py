@@ -159,10 +159,10 @@ def test_a_skipped_step_with_the_distributed_optimizer_and_evaluations():
 BY_1, BY_AUTO = "--two-bw-correction extrapolate", "--two-bw-correction auto"
 CASES = {
     "fp32, tied": (2, 2, 1, BY_1),
-    "bf16, distributed optimizer": (2, 2, 2, f"--bf16 {SHARDED} --overlap-grad-reduce {BY_AUTO}"),
-    "asynchronous, with evaluations": (2, 3, 1, f"--bf16 {ASYNCHRONOUS} {EVALUATED} {BY_AUTO}"),
+    "bf16, distributed optimizer": (2, 4, 2, f"--bf16 {SHARDED} --overlap-grad-reduce {BY_AUTO}"),
+    "asynchronous, with evaluations": (2, 5, 1, f"--bf16 {ASYNCHRONOUS} {EVALUATED} {BY_AUTO}"),
     "in the synchronous start": (2, 2, 1, f"--two-bw-sync-iterations 5 {BY_1}"),
-    "torch format": (2, 2, 1, f"--bf16 --ckpt-format torch {BY_AUTO}"),
+    "torch format": (2, 4, 1, f"--bf16 --ckpt-format torch {BY_AUTO}"),
     "at its end": (2, 2, 1, f"--two-bw-sync-iterations {SAVED} {BY_1}"),
 }
 
