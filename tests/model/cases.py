@@ -31,6 +31,7 @@ CASES = {
     "tensor": case(2, 2, tensor=2),
     "muon": case(1, 2, UNTIED, "--optimizer", "muon", "--muon-tp-mode", "distributed", tensor=2),
     "four-stages": case(4, 4),
+    "some-late": case(3, 4, "--num-layers", "3", two_bw_late_microbatches=2),
     "extra-warmup": case(2, 3, UNTIED, two_bw_extra_warmup=1),
     "more-extra-warmup": case(2, 4, UNTIED, two_bw_extra_warmup=2),
     "uneven-extra-warmup": case(4, 8, UNTIED, two_bw_extra_warmup="0,2,0"),
