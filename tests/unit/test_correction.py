@@ -110,7 +110,6 @@ def test_denominators_exist_for_a_few_elements_at_a_time():
         (dict(two_bw_sync_iterations=0), 0),
         (dict(two_bw_correction="extrapolate"), 0),
         (dict(finetune=True), 0),
-        (dict(global_batch_size=16), 0),  # not all microbatches are late
         (dict(pretrained_checkpoint="bert"), 0),
         (dict(lr=1e-4), 0),
     ],
