@@ -96,7 +96,8 @@ bench: install
 
 # The limits in per cent: at a third of vanilla's best rate, at that rate, at three times of it.
 convergence: install
-	$(PYTHON) -m megatron_2bw.cli convergence gpt_limits --variants vanilla,2bw+auto --lr 3e-4,1e-3,3e-3 --seeds 2001,2002,2003 \
+	$(PYTHON) -m megatron_2bw.cli convergence gpt_limits --variants vanilla --variant \
+	    "auto=--two-bw-correction auto --two-bw-sync-iterations 0" --lr 3e-4,1e-3,3e-3 --seeds 2001,2002,2003 \
 	    --device cpu --jobs 2 --max-gap 0.05,0.1,0.3 -- --bf16 --eval-iters 50 --eval-interval 301
 
 paper: install

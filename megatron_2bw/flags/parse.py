@@ -71,12 +71,12 @@ def parse(
     try:
         guard.apply(patches.for_reading())
         args = arguments.parse_args(extend)
-        if args.adam_beta1 is None:
-            args.adam_beta1 = BETA1 if late_microbatches(args) is None else BETA1_OF_MEGATRON
         if args.use_checkpoint_args:
             _prepare_folder(args, stop)
             checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
             checkpointing.load_args_from_checkpoint(args)
+        if args.adam_beta1 is None:
+            args.adam_beta1 = BETA1 if late_microbatches(args) is None else BETA1_OF_MEGATRON
         check(args, stop)
         if cpu.installed() and (line := rehearse(args, parsers[0], sys.argv[1:])) and args.rank == 0:
             print(line, flush=True)
