@@ -48,7 +48,7 @@ LINES = {
     "megatron_2bw": 17700,
     "scripts bench": 3762,
     "tests": 19461,
-    "docs/*.md": 2770,
+    "docs/*.md": 2769,
 }
 
 
