@@ -1,6 +1,7 @@
 """The marker `proof`, Hypothesis' profile `thousand`, and the folder through which xdist's workers share results.
 
 `--device cuda` runs the trainings of tests/distributed on the GPUs of this machine, with messages over NCCL.
+`--device stand-in` does so on tests/device: torch's CUDA build without a GPU.
 """
 
 from __future__ import annotations
@@ -13,19 +14,29 @@ import tempfile
 import pytest
 from hypothesis import settings
 
+from megatron_2bw import local_ranks
+from tests.device import build
 from tests.session import FOLDER
 
 settings.register_profile("thousand", max_examples=1000, deadline=None)  # --hypothesis-profile thousand
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="of the trainings in tests/distributed")
+    parser.addoption(
+        "--device", choices=("cpu", "cuda", "stand-in"), default="cpu", help="of the trainings in tests/distributed"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu: it trains nothing, or stands in for a GPU: skipped with --device cuda")
     config.addinivalue_line("markers", "proof(*cases): one proof of a claim; of these cases, if any are named")
-    device = os.environ["MEGATRON_2BW_WORLD_DEVICE"] = config.getoption("--device")
+    device = config.getoption("--device")
+    if device == "stand-in":  # of the ranks; this process has none
+        if why := build.missing():
+            raise pytest.UsageError(f"--device stand-in: {why}")
+        os.environ |= build.environment()
+        local_ranks.run_world.__kwdefaults__["preload"] = "tests.device.preload"
+    os.environ["MEGATRON_2BW_WORLD_DEVICE"] = "cpu" if device == "cpu" else "cuda"
     if device == "cuda" and not importlib.import_module("torch").cuda.device_count():
         raise pytest.UsageError("--device cuda: torch finds no GPU here")
     if not hasattr(config, "workerinput"):  # the workers inherit the environment
@@ -36,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the marker from the cases that it does not name. A name without a case is an error."""
-    if config.getoption("--device") == "cuda":
+    if config.getoption("--device") != "cpu":
         for item in items:
             if item.get_closest_marker("cpu"):
                 item.add_marker(pytest.mark.skip(reason="of the CPU"))

@@ -66,8 +66,7 @@ def test_only_the_first_microbatches_are_late(stages, microbatches, late, flags)
 
 
 @pytest.mark.proof("flags1-adam")
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("flags", [(), ("--bf16",), ("--fp16",)])
+@pytest.mark.parametrize("flags, optimizer", [((), "adam"), (("--bf16",), "sgd")])
 def test_extrapolation(flags, optimizer):
     changes = SGD if optimizer == "sgd" else {}
     changes = changes | (dict(initial_loss_scale=4096) if flags == ("--fp16",) else {})
@@ -80,8 +79,7 @@ def test_extrapolation(flags, optimizer):
 
 
 @pytest.mark.proof("flags1-adam")
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("flags", [(), ("--bf16",), ("--fp16",)])
+@pytest.mark.parametrize("flags, optimizer", [((), "sgd"), (("--bf16",), "adam"), (("--fp16",), "sgd")])
 def test_gradient_term(flags, optimizer):
     changes = SGD if optimizer == "sgd" else {}
     changes = changes | (dict(initial_loss_scale=4096) if flags == ("--fp16",) else {})
@@ -107,9 +105,15 @@ def test_auto(microbatches, rule):
 
 
 @pytest.mark.parametrize(
-    "correction, ahead", [({}, {}), (EXTRAPOLATE, dict(factor=1.0)), (AUTO, dict(factor=0.75, gradient=0.75, late=2))]
+    "sync, correction, ahead",
+    [
+        (0, {}, {}),
+        (6, {}, {}),
+        (0, AUTO, dict(factor=0.75, gradient=0.75, late=2)),
+        (3, EXTRAPOLATE, dict(factor=1.0)),
+        (POISONED + 1, AUTO, dict(factor=0.75, gradient=0.75, late=2)),
+    ],
 )
-@pytest.mark.parametrize("sync", [0, 3, POISONED + 1, 6])
 def test_skipped_step(sync, correction, ahead):
     """After a skipped step W(j+1) = W(j), and the working copy is W(j) too; each batch has the scale of its weights."""
     changes = dict(initial_loss_scale=4096, hysteresis=1, train_iters=7, adam_beta1=0.9)  # typed, so `auto` keeps it

@@ -187,9 +187,10 @@ def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches, ex
 
 @pytest.mark.cpu
 @pytest.mark.proof("all-start-2-3-None")
-@pytest.mark.parametrize("stages, microbatches, extra", [(2, 3, None), (4, 4, None), (2, 3, "1")])
-@pytest.mark.parametrize("place", ["start", "end"])
-@pytest.mark.parametrize("which", ["all", 0])
+@pytest.mark.parametrize(
+    "stages, microbatches, extra, place, which",
+    [(2, 3, None, "start", 0), (4, 4, None, "end", 0), (4, 4, None, "start", "all"), (2, 3, "1", "end", "all")],
+)
 def test_a_late_step_may_wait_for_the_whole_device(stages, microbatches, extra, place, which):
     """A cudaFree, a kernel that is loaded: no receive is posted then whose message depends on the step."""
     waits = partial(waits_there, which, place)

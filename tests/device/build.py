@@ -1,0 +1,100 @@
+"""Builds the stand-in for CUDA, device.cpp, for the installed torch; and the environment that puts it before torch.
+
+Every symbol of CUDA's runtime and driver, cuBLAS and NCCL that torch imports and device.cpp lacks returns 0: success.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from filelock import FileLock
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build" / "device"
+LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_python.so", "libtorch_cpu.so")
+NAMES = re.compile(r"(__cuda|cuda[A-Z]|cu[A-Z](?!pti)|cublas|nccl)")
+STUBS = {  # headers that nvcc brings, of which g++ needs little
+    "crt/host_defines.h": "#define __host__\n#define __device__\n#define CUDARTAPI\n#define CUDARTAPI_CDECL\n"
+    "#define __device_builtin__\n#define __cudart_builtin__\n#define __device_builtin_texture_type__\n"
+    "#define __device_builtin_surface_type__\n#define __align__(n) __attribute__((aligned(n)))\n"
+    "#define __builtin_align__(n) __attribute__((aligned(n)))\n#define __inline_hint__\n#define __annotate__(a)\n"
+    "#define __location__(a)\n#define __specialization_static static\n#define __no_return__\n#define CUDA_CB\n"
+    "#define __forceinline__ inline\n#define __global__\n",
+    "cuda_bf16.h": "#pragma once\nstruct __nv_bfloat16 { unsigned short x; };\n"
+    "struct __nv_bfloat162 { unsigned short x, y; };\n",
+    "cuda_fp16.h": "#pragma once\nstruct __half { unsigned short x; };\nstruct __half2 { unsigned short x, y; };\n",
+    "cuda_fp8.h": "#pragma once\n",
+    "cuda_runtime.h": "#pragma once\n#include <cuda_runtime_api.h>\n",
+}
+
+
+def missing() -> str | None:
+    """What keeps the stand-in from being built; None: nothing."""
+    if not shutil.which("g++"):
+        return "g++ is not installed"
+    if not (_torch() / "lib" / "libtorch_cuda.so").exists():
+        return "torch has no CUDA build here"
+    return None if (_nvidia() / "nccl" / "include").is_dir() else "torch's wheels bring no headers here"
+
+
+def environment() -> dict[str, str]:
+    """The variables of a process that computes on the stand-in, with eight devices and without compiled kernels."""
+    library = build()
+    paths = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent)}
+    return paths | {"DEVICE_GPUS": "8", "TORCHDYNAMO_DISABLE": "1"}
+
+
+@functools.cache
+def build() -> Path:
+    """The library, built once for a torch and a source."""
+    key = hashlib.sha256(
+        (HERE / "device.cpp").read_bytes() + Path(__file__).read_bytes() + str(_torch()).encode()
+    ).hexdigest()
+    folder = BUILD / key[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / "libcuda.so.1"
+    with FileLock(folder / ".lock"):
+        if not library.exists():
+            _build(folder, library)
+    return library
+
+
+def _build(folder: Path, library: Path) -> None:
+    for name, text in STUBS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    includes = [folder, _nvidia() / "cu13" / "include", _nvidia() / "nccl" / "include"]
+    compiler = ["g++", "-std=c++20", "-O1", "-fPIC", *(f"-I{path}" for path in includes)]
+    _run(*compiler, "-c", HERE / "device.cpp", "-o", folder / "device.o")
+    have = set(_run("nm", "--defined-only", "--format=just-symbols", folder / "device.o").split())
+    wanted = {
+        symbol.partition("@")[0]
+        for path in LIBRARIES
+        for symbol in _run("nm", "-D", "-u", "--format=just-symbols", _torch() / "lib" / path).split()
+    }
+    names = sorted(name for name in wanted - have if NAMES.match(name))
+    (folder / "rest.cpp").write_text("".join(f'extern "C" long {name}() {{ return 0; }}\n' for name in names))
+    _run(*compiler, "-c", folder / "rest.cpp", "-o", folder / "rest.o")
+    part = library.with_suffix(".part")
+    _run("g++", "-shared", "-Wl,-soname,libcuda.so.1", folder / "device.o", folder / "rest.o", "-ldl", "-o", part)
+    (folder / "libnvidia-ml.so.1").symlink_to(library.name)
+    part.rename(library)
+
+
+def _run(*words: object) -> str:
+    return subprocess.run([*map(str, words)], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+@functools.cache
+def _torch() -> Path:
+    return Path(importlib.util.find_spec("torch").origin).parent
+
+
+def _nvidia() -> Path:
+    return _torch().parent / "nvidia"
