@@ -1,9 +1,9 @@
-# make install | demo | test | test-rest | test-all | test-docs | test-slurm | oracles | lint | bench | convergence | paper | playground | gpu-check | test-gpu | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-rest | test-all | test-docs | test-device | test-slurm | oracles | lint | bench | convergence | paper | playground | gpu-check | test-gpu | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-rest test-all test-docs test-slurm oracles lint bench convergence paper playground test-playground lint-page gpu-check test-gpu clean
+.PHONY: help install demo test test-rest test-all test-docs test-device test-slurm oracles lint bench convergence paper playground test-playground lint-page gpu-check test-gpu clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -11,6 +11,7 @@ help:
 	@echo "make test      unit tests, and tests with several processes for each claim about the update rule (three minutes on two idle cores)"
 	@echo "make test-rest  all other tests that need nothing but .venv (18 minutes); make test-all runs both"
 	@echo "make test-docs  run the commands of docs/quick_start.md and docs/finetune.md as they stand there (three minutes)"
+	@echo "make test-device  torch's CUDA path on a stand-in for the GPU (two minutes; needs g++)"
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
 	@echo "make oracles   compare models and losses with those of megatron-bridge and lm-eval (two minutes; installs both in build/)"
 	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
@@ -63,6 +64,10 @@ test-all: test test-rest
 
 test-docs: install
 	$(PYTEST) tests/docs
+
+# Without a GPU; tests/device/device.cpp says what the stand-in does.
+test-device: install
+	$(PYTEST) $(TWO) --device stand-in -m "device or proof" tests/device tests/distributed/test_update_rule.py
 
 # megatron-bridge pins other versions of what .venv has, so it has an environment of its own, which sees those of .venv.
 # 5.12.1 is the newest transformers that megatron-bridge 0.6.2 takes. lm-eval brings many packages.

@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu: it trains nothing, or stands in for a GPU: skipped with --device cuda")
+    config.addinivalue_line("markers", "device: only with --device stand-in")
     config.addinivalue_line("markers", "proof(*cases): one proof of a claim; of these cases, if any are named")
     device = config.getoption("--device")
     if device == "stand-in":  # of the ranks; this process has none
@@ -47,10 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the marker from the cases that it does not name. A name without a case is an error."""
-    if config.getoption("--device") != "cpu":
-        for item in items:
-            if item.get_closest_marker("cpu"):
-                item.add_marker(pytest.mark.skip(reason="of the CPU"))
+    device = config.getoption("--device")
+    for item in items:
+        if device != "cpu" and item.get_closest_marker("cpu"):
+            item.add_marker(pytest.mark.skip(reason="of the CPU"))
+        if device != "stand-in" and item.get_closest_marker("device"):
+            item.add_marker(pytest.mark.skip(reason="of the stand-in for CUDA"))
     unknown: dict[str, set[str]] = {}
     for item in items:
         for mark in [mark for mark in item.own_markers if mark.name == "proof" and mark.args]:

@@ -79,13 +79,13 @@ def microbatches(args: Args) -> int:
 def late_microbatches(args: Args) -> int | None:
     """The first microbatches of a batch that run on the older weights (--two-bw-late-microbatches); None: all.
 
-    Without the flag `auto` brings half of the batch, at most two for each stage, if that is enough for the stages.
+    Without the flag `auto` brings a quarter of the batch, one or two for each stage, if that is at most half of it.
     """
     late = args.two_bw_late_microbatches
     if late is None and args.two_bw_correction == "auto":
         least = TwoBW(extra_warmup=args.two_bw_extra_warmup).min_microbatches(args.pipeline_model_parallel_size)
-        late = min(2 * least, microbatches(args) // 2)
-        return late if late >= least else None
+        late = min(2 * least, max(least, microbatches(args) // 4))
+        return late if late <= microbatches(args) // 2 else None
     return late if late is not None and late < microbatches(args) else None
 
 

@@ -19,19 +19,6 @@ HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "device"
 LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_python.so", "libtorch_cpu.so")
 NAMES = re.compile(r"(__cuda|cuda[A-Z]|cu[A-Z](?!pti)|cublas|nccl)")
-STUBS = {  # headers that nvcc brings, of which g++ needs little
-    "crt/host_defines.h": "#define __host__\n#define __device__\n#define CUDARTAPI\n#define CUDARTAPI_CDECL\n"
-    "#define __device_builtin__\n#define __cudart_builtin__\n#define __device_builtin_texture_type__\n"
-    "#define __device_builtin_surface_type__\n#define __align__(n) __attribute__((aligned(n)))\n"
-    "#define __builtin_align__(n) __attribute__((aligned(n)))\n#define __inline_hint__\n#define __annotate__(a)\n"
-    "#define __location__(a)\n#define __specialization_static static\n#define __no_return__\n#define CUDA_CB\n"
-    "#define __forceinline__ inline\n#define __global__\n",
-    "cuda_bf16.h": "#pragma once\nstruct __nv_bfloat16 { unsigned short x; };\n"
-    "struct __nv_bfloat162 { unsigned short x, y; };\n",
-    "cuda_fp16.h": "#pragma once\nstruct __half { unsigned short x; };\nstruct __half2 { unsigned short x, y; };\n",
-    "cuda_fp8.h": "#pragma once\n",
-    "cuda_runtime.h": "#pragma once\n#include <cuda_runtime_api.h>\n",
-}
 
 
 def missing() -> str | None:
@@ -66,10 +53,7 @@ def build() -> Path:
 
 
 def _build(folder: Path, library: Path) -> None:
-    for name, text in STUBS.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    includes = [folder, _nvidia() / "cu13" / "include", _nvidia() / "nccl" / "include"]
+    includes = [HERE / "include", _nvidia() / "cu13" / "include", _nvidia() / "nccl" / "include"]
     compiler = ["g++", "-std=c++20", "-O1", "-fPIC", *(f"-I{path}" for path in includes)]
     _run(*compiler, "-c", HERE / "device.cpp", "-o", folder / "device.o")
     have = set(_run("nm", "--defined-only", "--format=just-symbols", folder / "device.o").split())

@@ -482,9 +482,10 @@ static void note(const char* what, Communicator& c, size_t n, int type, int peer
     log = fopen((folder() + "/nccl." + std::to_string(owner = getpid())).c_str(), "w");
     setvbuf(log, nullptr, _IOLBF, 0);
   }
-  char thread[16];
-  prctl(PR_GET_NAME, thread);
-  fprintf(log, "%s %s %d %d %zu %d %d %d %s\n", what, c.id.c_str(), c.rank, c.size, n, type, peer, of(s).id, thread);
+  char name[16];
+  prctl(PR_GET_NAME, name);
+  int thread = gettid() == getpid() || !strncmp(name, "pt_autograd", 11) ? 0 : gettid();  // 0: the training thread
+  fprintf(log, "%s %s %d %d %zu %d %d %d %d\n", what, c.id.c_str(), c.rank, c.size, n, type, peer, of(s).id, thread);
 }
 
 static std::string name_of(Communicator& c, const std::string& which, int from) {

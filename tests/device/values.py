@@ -18,6 +18,27 @@ SAME |= {"is_pinned", "_pin_memory", "unfold", "view_as_real", "view_as_complex"
 # The sizes of their results depend on the values.
 BY_VALUE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"}
 
+
+def _softmax(x: Tensor, dim: int, to_float: bool) -> Tensor:
+    return torch.ops.aten._softmax(x.float() if to_float else x, dim, False)
+
+
+def _softmax_backward(gradient: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(gradient, output, dim, gradient.dtype).to(dtype)
+
+
+def _layer_norm_backward(gradient: Tensor, x: Tensor, shape, mean: Tensor, deviation: Tensor, *more):
+    mean, deviation = mean.to(x.dtype), deviation.to(x.dtype)  # the CPU's forward has them so
+    return torch.ops.aten.native_layer_norm_backward(gradient, x, shape, mean, deviation, *more)
+
+
+# CUDA's alone take 16-bit floats and 32-bit ones together.
+MIXED = {
+    "_softmax": _softmax,
+    "_softmax_backward_data": _softmax_backward,
+    "native_layer_norm_backward": _layer_norm_backward,
+}
+
 _host = ctypes.CDLL(None)
 _kept: list[torch.library.Library] = []
 
@@ -37,16 +58,21 @@ def install() -> None:
         if any(each.alias_info and not each.alias_info.is_write for each in operation._schema.returns):
             continue  # a view
         library.impl(
-            name.removeprefix("aten::"), _twice(operation, short), "CUDA", with_keyset=True, allow_override=own
+            name.removeprefix("aten::"),
+            _twice(operation, short, overload),
+            "CUDA",
+            with_keyset=True,
+            allow_override=own,
         )
 
 
-def _twice(operation, short: str):
+def _twice(operation, short: str, overload: str):
     real = torch.library.get_kernel(operation, "CUDA")
     writes = any(each.alias_info and each.alias_info.is_write for each in operation._schema.arguments)
 
     tensors = [place for place, each in enumerate(operation._schema.arguments) if str(each.type) == "Tensor"]
     packet = getattr(torch.ops.aten, short)
+    compute = operation if overload else MIXED.get(short, operation)
 
     def kernel(keys, *args, **kwargs):
         if short in BY_VALUE:
@@ -54,7 +80,7 @@ def _twice(operation, short: str):
         numbers = [place for place in tensors if place < len(args) and isinstance(args[place], int | float)]
         typed = [_tensor(each, args) if place in numbers else each for place, each in enumerate(args)]
         result = real.call_boxed(keys, *typed, **kwargs)
-        found = (packet if numbers else operation)(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+        found = (packet if numbers else compute)(*tree_map(on_host, args), **tree_map(on_host, kwargs))
         if not writes:
             for device, host in zip(tree_leaves(result), tree_leaves(found), strict=True):
                 if isinstance(device, Tensor) and device.numel():

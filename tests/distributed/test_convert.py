@@ -142,7 +142,7 @@ def logits_of(rank: int, argv: list[str]) -> tuple[dict, int]:
 
 
 @pytest.mark.proof("llama-2-1")
-@pytest.mark.parametrize("stages, tensor", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("stages, tensor", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name, stages, tensor, folder):
     flags = shlex.split((folder(name) / "ckpt" / "model_flags.txt").read_text())

@@ -67,27 +67,6 @@ def test_planted_faults_are_in_the_table(tmp_path):
     assert "Timeout (0:00:" in found["stuck"]["log"] and "exit code -9" in found["killed"]["why"]
 
 
-STARTS = """
-import torch
-torch.cuda._device_count_nvml = lambda: 1
-def start(*args):
-    raise SystemExit("CUDA starts")
-torch._C._cuda_getDeviceCount = torch.cuda._lazy_init = start
-import megatron_2bw.start.preload
-assert torch.cuda.is_available()
-"""
-
-
-@pytest.mark.parametrize("device, starts", [("cuda", False), ("", True)])
-def test_the_server_of_forked_ranks_does_not_start_cuda(device, starts):
-    """After a start no forked rank could use CUDA. Without a GPU the CPU stands in, and this test would see no start:
-    so the second case asks torch itself."""
-    code = STARTS if device else STARTS.replace("import megatron_2bw.start.preload\n", "")
-    environment = os.environ | {"MEGATRON_2BW_WORLD_DEVICE": device}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert (run.returncode == 1 and "CUDA starts" in run.stderr) if starts else run.returncode == 0, run.stderr[-2000:]
-
-
 ORPHAN = """
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.test_gpu_check import name_and_sleep

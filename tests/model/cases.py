@@ -115,7 +115,7 @@ def without_host_copies() -> None:
     StepGroup._through_host = lambda self, name, tensors, options: self.__getattr__(name)(tensors, *options)
 
 
-# Bugs that are races.
+# Bugs that are races, for tests/device.
 
 
 def no_wait_for_gradients() -> None:
@@ -125,17 +125,10 @@ def no_wait_for_gradients() -> None:
     run = LateUpdate._run
 
     class Past:
-        number = None
+        def wait(self, stream) -> None:
+            """At once."""
 
     LateUpdate._run = lambda self, job, ready: run(self, job, Past())
-
-
-def no_wait_for_step() -> None:
-    """The training thread continues without the end of the step."""
-    from tests.model import record
-
-    note = record.note
-    record.note = lambda kind, *values: note(kind, *values) if kind != "T" else None
 
 
 def wrong_store() -> None:
@@ -150,32 +143,3 @@ def one_gradient_slot() -> None:
     from megatron_2bw.mcore.grad_buffers import GradientSlots
 
     GradientSlots.gradients_of = lambda self, batch: self._slots[0]
-
-
-def no_wait_for_message() -> None:
-    """A message is used before it has come."""
-    from megatron_2bw.core.p2p import Receiver
-
-    def receive(self):
-        if not self._posted:
-            self._post()
-        tensor, message = self._posted.popleft()
-        message._work.wait()
-        self.post_early()
-        return tensor
-
-    Receiver.receive = receive
-
-
-def sent_tensors_not_kept() -> None:
-    """The memory of a sent tensor is given out again."""
-    from megatron_2bw.core.p2p import Sender
-    from tests.model.record import off_gpu
-
-    send = Sender.send
-
-    def forgetful(self, tensor):
-        send(self, tensor)
-        off_gpu(self._pending[-1][0].untyped_storage()._cdata)
-
-    Sender.send = forgetful

@@ -48,7 +48,7 @@ def programs(logs: list[list[tuple]]) -> Programs:
         threads: dict[str, list[tuple]] = defaultdict(list)
         known: set[int] = set()
         for thread, label, kind, *values in log:
-            if label == "start" or kind in "AX" or (kind == "R" and values[1] not in awaited):
+            if label == "start" or (kind == "R" and values[1] not in awaited):
                 continue
             if kind == "R":
                 known.add(values[1])

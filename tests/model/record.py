@@ -11,14 +11,13 @@ Copies between the host and the GPU wait for their stream unless non_blocking. W
 hears no: the latest that can be.
 
 Entries are (thread, label, kind, ...):
-    K stream accesses            a kernel; an access is (memory, first byte, end, writes)
+    K stream                     a kernel
     R/W stream event             the stream records an event; it waits for one
-    C stream (id, ranks) accesses    an NCCL kernel: complete when all ranks have started theirs
+    C stream (id, ranks)         an NCCL kernel: complete when all ranks have started theirs
     S stream                     the thread waits for the stream, or with None for the whole GPU
     E event                      the thread waits for an event
     G/H id ranks                 the thread arrives at a collective of gloo; it waits until all ranks have
     P/J/D/T job                  a job is submitted, starts in its thread, ends; the thread waits for its end
-    A/X memory stream            memory is allocated by a stream; it is freed
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ log: list[tuple] = []
 here = threading.local()
 lock = threading.RLock()
 numbers: Counter[str] = Counter()  # the last number given to an event, a stream, a job, an operation of a group
-memories: dict[int, int] = {}  # storages on the GPU -> their numbers in the log
+memories: set[int] = set()  # storages on the GPU
 groups: dict[str, tuple[str, bool, list[int]]] = {}  # torch's name -> name on all ranks, whether NCCL's, ranks
 
 
@@ -147,28 +146,13 @@ def to_gpu(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     with lock:
         if storage._cdata not in memories:
-            memories[storage._cdata] = number("memory")
-            note("A", memories[storage._cdata], current().number, place())
+            memories.add(storage._cdata)
             weakref.finalize(storage, off_gpu, storage._cdata).atexit = False
 
 
 def off_gpu(key: int) -> None:
     with lock:
-        memory = memories.pop(key, None)
-        if memory is not None:
-            note("X", memory, None, place())
-
-
-def accesses(reads, writes) -> tuple:
-    found = []
-    for some, write in ((reads, False), (writes, True)):
-        for tensor in some:
-            memory = memories.get(tensor.untyped_storage()._cdata)
-            if memory is not None and tensor.numel():
-                size, start = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
-                extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) + 1
-                found.append((memory, start, start + extent * size, write))
-    return tuple(found)
+        memories.discard(key)
 
 
 @contextlib.contextmanager
@@ -206,7 +190,7 @@ class Operations(TorchDispatchMode):
             for tensor in new:
                 to_gpu(tensor)
             if name not in EMPTY:
-                note("K", current().number, accesses(reads, writes + new), f"{name} at {place()}")
+                note("K", current().number, f"{name} at {place()}")
             copies = name == "copy_" and len({on_gpu(tensor) for tensor in args[:2]}) == 2
             if name in WAITS or (copies and not (kwargs.get("non_blocking") or args[2:3] == (True,))):
                 note("S", current().number, place())
@@ -244,7 +228,7 @@ def moving(cuda_means_cpu, is_cuda):
         for tensor in tensors(result) if asked else ():
             if not on_gpu(tensor):
                 to_gpu(tensor)
-                note("K", current().number, accesses([], [tensor]), f"to the GPU at {place()}")
+                note("K", current().number, f"to the GPU at {place()}")
                 if func in MOVES and not kwargs.get("non_blocking"):
                     note("S", current().number, place())
         return result
@@ -283,28 +267,27 @@ def issue(group: ProcessGroup, name: str, args: tuple, work):
         ends = (group.rank(), args[1]) if name == "send" else (args[1], group.rank())
         common, ranks = f"{common} {ends[0]}>{ends[1]}", [ranks[end] for end in ends]
     operation = f"{common} #{number(common)}", tuple(ranks)
-    first, second = ([*tensors(args[0])], [*tensors(args[1:2])]) if args else ([], [])
-    touched = accesses(first, []) if name == "send" else accesses(second, first)
     what = f"{name} at {place()}"
     finish = None
     if not nccl:
-        if touched:
-            gloo = in_gloo_stream(touched, what)
+        from_gpu = any(map(on_gpu, tensors(args[:2])))
+        if from_gpu:
+            gloo = in_gloo_stream(what)
         note("G", *operation)
 
         def finish() -> None:
             note("H", *operation)
-            if touched:
+            if from_gpu:
                 current().wait_event(gloo)
 
     elif synchronous:
-        kernel(current(), operation, touched, what)
+        kernel(current(), operation, what)
         if name == "barrier":
             note("S", current().number, place())
     else:
         stream = stream_of(groups[group.group_name][0])
         stream.wait_stream(current())
-        kernel(stream, operation, touched, what)
+        kernel(stream, operation, what)
         done = stream.record_event()
 
         def finish() -> None:
@@ -319,12 +302,12 @@ def issue(group: ProcessGroup, name: str, args: tuple, work):
     return Message(work, finish)
 
 
-def kernel(stream: Stream, operation: tuple, touched: tuple, what: str) -> None:
+def kernel(stream: Stream, operation: tuple, what: str) -> None:
     """A kernel of NCCL. One whose only rank is this one is a kernel like others."""
     if len(set(operation[1])) > 1:
-        note("C", stream.number, operation, touched, what)
+        note("C", stream.number, operation, what)
     else:
-        note("K", stream.number, touched, what)
+        note("K", stream.number, what)
 
 
 _streams: dict[str, Stream] = {}
@@ -334,10 +317,10 @@ def stream_of(name: str) -> Stream:
     return _streams.setdefault(name, Stream(name=name))
 
 
-def in_gloo_stream(touched: tuple, what: str) -> Event:
+def in_gloo_stream(what: str) -> Event:
     stream = stream_of("gloo")
     stream.wait_stream(current())
-    note("K", stream.number, touched, what)
+    note("K", stream.number, what)
     note("S", stream.number, place())
     return stream.record_event()
 

@@ -80,7 +80,8 @@ def test_what_the_flags_stand_for(given, expected):
     "given, expected",
     [
         ({}, None),
-        (dict(global_batch_size=8), 2),  # half of a batch
+        (dict(global_batch_size=8), 2),  # as many as the stages need
+        (dict(global_batch_size=24), 3),  # a quarter
         (dict(global_batch_size=64), 4),  # two for each stage
         (dict(global_batch_size=64, two_bw_extra_warmup=(1,)), 6),
         (dict(global_batch_size=64, two_bw_correction="none"), None),
@@ -105,7 +106,7 @@ def test_denominators_exist_for_a_few_elements_at_a_time():
         (dict(two_bw_sync_iterations=7), 7),
         (dict(two_bw_sync_iterations="20%"), 201),  # of 1009
         (dict(two_bw_sync_iterations="20%", train_iters=None, train_samples=2000), 100),  # of 500 batches
-        ({}, 100),
+        ({}, 201),
         (dict(train_iters=10**6), START),
         (dict(two_bw_sync_iterations=0), 0),
         (dict(two_bw_correction="extrapolate"), 0),

@@ -102,44 +102,6 @@ def test_asked_for_its_ranks_it_answers_as_the_group(world):
     assert step != new_group([0], "step") and copy.copy(step) == step
 
 
-class OnGpu(torch.Tensor):
-    """A host tensor that says it is on a GPU, and notes its copies."""
-
-    is_cuda = True
-    copies: list[str] = []
-
-    def cpu(self):
-        self.copies.append("to the host")
-        return self.as_subclass(torch.Tensor).clone()
-
-    def copy_(self, other):
-        self.copies.append("back")
-        with torch._C.DisableTorchFunctionSubclass():
-            return super().copy_(other)
-
-
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
-def test_gpu_tensors_go_through_the_host_over_gloo(world, waits, monkeypatch, name):
-    """gloo would copy them on streams of torch's pool. The copy to the host waits for the stream itself."""
-    monkeypatch.setattr(OnGpu, "copies", [])
-    tensor = torch.arange(3.0).as_subclass(OnGpu)
-    seen = []
-
-    class Gloo:
-        def __getattr__(self, called):
-            def collective(tensors, options):
-                seen.append((called, [type(each) for each in tensors]))
-                tensors[0].add_(1)
-
-            return collective
-
-    group = StepGroup(new_group([0], "step"))
-    group.group = Gloo()
-    {"all_reduce": group.allreduce, "broadcast": group.broadcast}[name]([tensor], None)
-    assert seen == [(name.replace("_", ""), [torch.Tensor])]
-    assert OnGpu.copies == ["to the host", "back"] and tensor.tolist() == [1.0, 2.0, 3.0]
-
-
 def test_streams_are_distinct(monkeypatch):
     """torch gives out the 32 streams of a priority in turn; others take some of them too."""
     made = []

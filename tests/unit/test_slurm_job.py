@@ -354,37 +354,6 @@ def test_a_signal_to_the_batch_shell(job, word, requeued, tmp_path):
     assert done.returncode == (0 if requeued else 1)
 
 
-SAVED = "mkdir -p checkpoints/gpt-355m; echo 5 > checkpoints/gpt-355m/latest_checkpointed_iteration.txt"
-NOTICE = "JobState=RUNNING Reason=None Restarts=0"
-
-
-def test_a_scancel_that_fails_does_not_end_the_batch_shell(tmp_path):
-    """The ranks save nonetheless here, as when Slurm signals them itself a little later."""
-    srun = f"kill -TERM $PPID; sleep 4; {SAVED}; touch whole"
-    done = batch(tmp_path, srun=srun, job=NOTICE, scancel="echo x >> tried; exit 1")
-    assert done.returncode == 0 and (tmp_path / "whole").exists() and (tmp_path / "tried").read_text() == "x\n" * 3
-    assert "job: scancel cannot tell the ranks to save" in done.stderr
-    assert "scontrol requeue 7" in (tmp_path / "called").read_text() and content(tmp_path)["status"] == "pending"
-
-
-@pytest.mark.parametrize(
-    "command, job, saves, requeued",
-    [
-        ("end", NOTICE, True, True),
-        ("end", NOTICE, False, False),
-        ("end", "JobState=COMPLETING Reason=None Restarts=0", True, False),
-        ("late", "JobState=COMPLETING Reason=TimeLimit Restarts=0", True, True),
-    ],
-    ids=["saved", "nothing saved", "cancelled", "late"],
-)
-def test_a_status_file_that_cannot_be_written_does_not_end_the_batch_shell(command, job, saves, requeued, tmp_path):
-    failing = python(tmp_path, f"[[ $* != *'status.py {command} '* ]] || {{ echo 'no space' >&2; exit 1; }}")
-    srun = f"kill -TERM $PPID; sleep 1; {SAVED if saves else 'true'}; touch whole"
-    done = batch(tmp_path, srun=srun, job=job, PYTHON=failing)
-    assert (tmp_path / "whole").exists() and done.returncode == (0 if requeued else 1), done.stderr
-    assert ("scontrol requeue 7" in (tmp_path / "called").read_text()) == requeued
-
-
 def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submit(tmp_path):
     done = batch(tmp_path, MEGATRON_2BW=None, JOB_PYTHON=sys.executable, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
