@@ -1,6 +1,6 @@
 """curves.png of megatron-2bw convergence, or that of a recorded runs.json:
 
-    python -m megatron_2bw.convergence.plot docs/convergence/gpt.json docs/convergence/gpt.png
+    python -m megatron_2bw.convergence.plot docs/convergence/auto.json docs/convergence/auto.png
 
 Invariant: a variant has the same colour in every panel, and what is drawn of two variants is of the same iterations.
 """
@@ -25,18 +25,12 @@ from megatron_2bw.files import new_figure, write_figure
 COLOURS = ("#525252", "#d94801", "#2171b5", "#238b45", "#6a51a3", "#c51b8a", "#a6761d", "#17becf")  # vanilla first
 TICKS = (0, *(sign * tick for tick in (0.25, 0.5, 0.75, 1, 2, 5, 10, 20, 50, 100) for sign in (1, -1)))
 
-
 WORDS = {  # of a variant's flags
     r"--two-bw-sync-iterations (\d+%?)": r"first \1 iterations without delay",
     "--two-bw-correction extrapolate": "extrapolated",
     "--two-bw-correction auto": "correction auto",
     r"--adam-beta1 ([\d.]+)": r"beta1 \1",
 }
-
-
-def draw_recorded(source: Path, path: Path) -> None:
-    """The picture of a runs.json."""
-    draw(json.loads(source.read_text()), path)
 
 
 def name(variant: str, flags: Sequence[str]) -> str:
@@ -114,4 +108,4 @@ def _curves(
 
 
 if __name__ == "__main__":
-    draw_recorded(*map(Path, sys.argv[1:]))
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

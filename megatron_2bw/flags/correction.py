@@ -22,6 +22,9 @@ from megatron_2bw.schedules import TwoBW
 # Optimizers whose update is a running mean of gradients, and the decay of that mean.
 DECAYS = {"adam": "adam_beta1", "sgd": "sgd_momentum", "muon": "muon_momentum", "soap": "adam_beta1"}
 BETA1, BETA1_OF_MEGATRON = 0.95, 0.9  # of `auto` if none is given: the first bears higher rates if all are late
+# Validation losses above vanilla's in per cent, by tokens a batch: of plain 2BW, and with `auto` if all, half or a
+# quarter of a batch is late; a small GPT at vanilla's best rate (docs/convergence.md).
+GAPS = {512: (17.4, 1.1, -0.3, -0.4), 2048: (32.4, 2.4, -0.7, -0.9), 8192: (63.4, 6.6, -0.4, -1.4)}
 AHEAD = 0.25  # updates that `auto` looks ahead if some microbatches are late; it lowers the noise (docs/convergence.md)
 LEAST_MOMENTUM = 0.8  # below it `auto` adds the best factor of a gradient of pure noise, the momentum
 
@@ -79,13 +82,13 @@ def microbatches(args: Args) -> int:
 def late_microbatches(args: Args) -> int | None:
     """The first microbatches of a batch that run on the older weights (--two-bw-late-microbatches); None: all.
 
-    Without the flag `auto` brings a quarter of the batch, one or two for each stage, if that is at most half of it.
+    Without the flag `auto` brings half of the batch, at most two for each stage, if that is enough for the stages.
     """
     late = args.two_bw_late_microbatches
     if late is None and args.two_bw_correction == "auto":
         least = TwoBW(extra_warmup=args.two_bw_extra_warmup).min_microbatches(args.pipeline_model_parallel_size)
-        late = min(2 * least, max(least, microbatches(args) // 4))
-        return late if late <= microbatches(args) // 2 else None
+        late = min(2 * least, microbatches(args) // 2)
+        return late if late >= least else None
     return late if late is not None and late < microbatches(args) else None
 
 
@@ -98,10 +101,16 @@ def note(found: Correction | None, args: Args) -> str | None:
         which = "all microbatches" if late is None else f"the first {late} of {microbatches(args)} microbatches"
         line = f"> 2bw: --two-bw-correction auto: {which} of a batch are late; weights {found.factor:g} updates ahead"
         line += f", and {found.gradient:g} x the last gradient's part of an update" * (found.gradient > 0)
-        return line + f"; --adam-beta1 {args.adam_beta1:g}" * (args.optimizer == "adam")
+        line += f"; --adam-beta1 {args.adam_beta1:g}" * (args.optimizer == "adam")
+        return line + measured(args, 1 if late is None else 2 if 3 * late > microbatches(args) else 3)
     if found is None and not args.two_bw_sync_iterations:
-        return (
-            "> 2bw: gradients are late by one update, which raises the loss. --two-bw-correction auto recovers most of "
-            "it: as few microbatches as the stages need are late, and weights are ahead, as with Nesterov's momentum"
-        )
+        text = "gradients are late by one update, which raises the loss; --two-bw-correction auto recovers most of it"
+        return f"> 2bw: {text}" + measured(args, 0)
     return None
+
+
+def measured(args: Args, column: int) -> str:
+    """The gap of GAPS at the nearest number of tokens a batch."""
+    tokens = (args.global_batch_size or 0) * (args.seq_length or 0)
+    nearest = min(GAPS, key=lambda each: max(each, tokens) / max(min(each, tokens), 1))
+    return f". At {nearest:,} tokens a batch a small GPT's gap to vanilla's loss was {GAPS[nearest][column]:+.1f} %"

@@ -5,15 +5,19 @@ What a step makes of it is held to the reference in tests/distributed/test_corre
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_2bw.flags.correction import Correction, correction, late_microbatches, note, parse
+from megatron_2bw.flags.correction import GAPS, Correction, correction, late_microbatches, note, parse
 from megatron_2bw.flags.own import START, sync_iterations
 from megatron_2bw.mcore.working_copy import resume_note
 from megatron_2bw.portions import portions
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
@@ -40,18 +44,29 @@ SIZES |= dict(micro_batch_size=2, global_batch_size=4, two_bw_extra_warmup=(), t
 @pytest.mark.parametrize(
     "schedule, given, start, words",
     [
-        ("2bw", "none", None, "--two-bw-correction auto recovers"),
-        ("2bw", "auto", None, "gradient's part of an update; --adam-beta1 0.9"),
+        ("2bw", "none", None, f"At 8,192 tokens a batch a small GPT's gap to vanilla's loss was {GAPS[8192][0]:+} %"),
+        ("2bw", "auto", None, "; --adam-beta1 0.9. At 8,192 tokens a batch a small GPT's gap to vanilla's loss was"),
         ("2bw", "extrapolate", None, None),
         ("2bw", "none", 3, None),
         ("pipedream-flush", "none", None, None),
     ],
 )
 def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, start, words):
-    named = SIZES | dict(pipeline_schedule=schedule, two_bw_correction=given, two_bw_sync_iterations=start)
+    named = SIZES | dict(
+        pipeline_schedule=schedule, two_bw_correction=given, two_bw_sync_iterations=start, seq_length=2048
+    )
     args = Namespace(**named, optimizer="adam", adam_beta1=0.9, two_bw_correction_factor=1.0)
     line = note(correction(Namespace(**vars(args), two_bw_correction_gradient=0.0)), args)
     assert (line is None) if words is None else (words in line and "\n" not in line)
+
+
+def test_the_gaps_that_a_run_prints_are_those_of_the_record():
+    for tokens, name in ((512, "512"), (2048, "2k"), (8192, "8k")):
+        found: dict[str, float] = {}
+        for kind in ("plain", "batch"):  # one seed of all variants, three of those of which a part is late
+            rows = json.loads((DOCS / "convergence" / f"{kind}{name}.json").read_text())["summary"]
+            found |= {row["variant"]: round(row["gap_percent"]["mean"], 1) for row in rows}
+        assert GAPS[tokens] == tuple(found[variant] for variant in ("2bw", "all", "half", "quarter"))
 
 
 BY_HAND = dict(two_bw_correction="extrapolate")
@@ -80,8 +95,7 @@ def test_what_the_flags_stand_for(given, expected):
     "given, expected",
     [
         ({}, None),
-        (dict(global_batch_size=8), 2),  # as many as the stages need
-        (dict(global_batch_size=24), 3),  # a quarter
+        (dict(global_batch_size=8), 2),  # half of a batch
         (dict(global_batch_size=64), 4),  # two for each stage
         (dict(global_batch_size=64, two_bw_extra_warmup=(1,)), 6),
         (dict(global_batch_size=64, two_bw_correction="none"), None),
