@@ -66,7 +66,6 @@ def test_only_the_first_microbatches_are_late(stages, microbatches, late, flags)
 
 
 @pytest.mark.proof("flags1-adam")
-@pytest.mark.proof("flags1-adam")
 @pytest.mark.parametrize("flags, optimizer", [((), "sgd"), (("--bf16",), "adam"), (("--fp16",), "sgd")])
 def test_gradient_term(flags, optimizer):
     changes = SGD if optimizer == "sgd" else {}

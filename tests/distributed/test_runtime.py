@@ -186,7 +186,7 @@ def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches, ex
 
 
 @pytest.mark.cpu
-@pytest.mark.proof("all-start-2-3-None")
+@pytest.mark.proof("4-4-None-start-all")
 @pytest.mark.parametrize(
     "stages, microbatches, extra, place, which",
     [(2, 3, None, "start", 0), (4, 4, None, "end", 0), (4, 4, None, "start", "all"), (2, 3, "1", "end", "all")],
