@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.training import train
@@ -51,12 +50,9 @@ WAITS = {
 
 @dataclass
 class Watched:
-    losses: list[torch.Tensor]
     waits: dict[tuple[str, str, str], int]  # call, thread, place
-    calls: list[
-        list[str]
-    ]  # of NCCL: name, communicator, rank, size, elements, type, peer, stream, thread (0: training)
-    steady: int  # the first of them that counts
+    calls: list[list[str]]  # of NCCL: name, communicator, rank, size, elements, type, peer, stream, thread
+    steady: int  # the first call of the steady state; thread 0 is the training thread
 
 
 def watch(rank: int, argv: list[str], plant) -> Watched:
@@ -88,9 +84,9 @@ def watch(rank: int, argv: list[str], plant) -> Watched:
     def after_setup(model, optimizer) -> None:
         model[0].register_forward_pre_hook(is_steady)
 
-    run = train(rank, argv, after_setup)
+    train(rank, argv, after_setup)
     ctypes.CDLL(None).device_hook(None)
-    return Watched(run.losses, dict(waits), calls(), *before)
+    return Watched(dict(waits), calls(), *before)
 
 
 def place() -> str:
@@ -131,7 +127,8 @@ def test_every_access_is_ordered_and_nccls_calls_match(name):
 def test_where_a_thread_waits_for_the_device(name):
     """In the steady state."""
     for number, rank in enumerate(watched(name)):
-        assert {(thread, where) for what, thread, where in rank.waits if what != "cudaMalloc"} <= WAITS, number
+        found = {(thread, where) for what, thread, where in rank.waits if what != "cudaMalloc"}
+        assert (STEP, "updates.py: LateUpdate._run") in found and found <= WAITS, number
 
 
 @pytest.mark.parametrize("plant", [cases.no_wait_for_gradients, cases.wrong_store, cases.one_gradient_slot])
