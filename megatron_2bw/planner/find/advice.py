@@ -16,7 +16,7 @@ from megatron_2bw.planner.find.search import Search
 # (bench/planner_accuracy.py). A cluster with a smaller error of its own has that.
 TIE = 0.05
 # The share of a run's iterations that a delay of one update costs, with --two-bw-correction auto and a synchronous
-# start: 27 of 1,500 at most (docs/convergence.md, the three tables of GPT).
+# start: 27 of 1,500 at most (docs/convergence/gpt.json and best.json).
 DELAY = 0.02
 # The share of a GPU's memory that plans leave free beyond the margin, if any plan does: the estimated memory of
 # SimuMax's runs on B200 is wrong by 1.7 % at most (bench/planner_accuracy.py).
