@@ -22,6 +22,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_timers, get_
 
 from megatron_2bw import run_log
 from megatron_2bw.core.pipeline import WARM_UP
+from megatron_2bw.core.streams import own_stream
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import Meeting, StageStats
 from megatron_2bw.models import cluster
@@ -49,11 +50,13 @@ class LogLines:
         self._printed: int | None = None  # the iteration whose line Megatron is writing
         self._progress = Progress()
         self._calls = self._retries = 0  # of `add`; of torch's allocator, as far as they are reported
-        # Calls of `training_log` that wait for their steps, the seconds of their iterations, and their samples.
-        self._entries: deque[tuple[dict[str, Any], float, tuple[int, int]]] = deque()
+        # Calls of `training_log` that wait for their steps, the seconds of their iterations, their samples, and when
+        # their losses are computed.
+        self._entries: deque[tuple[dict[str, Any], float, tuple[int, int], torch.cuda.Event]] = deque()
         # By batch: its values in place of Megatron's, and its stages' stats.
         self._results: dict[int, tuple[dict[str, Any], tuple[StageStats, ...]]] = {}
         self._report_memory = True
+        self._stream = own_stream(torch.device("cuda"))
         self._write: Callable[..., bool] = lambda **values: True
         self._unread: list[float] = []  # seconds of the iterations written since Megatron last reset its timer
         timer = get_timers()("interval-time", log_level=0)
@@ -66,7 +69,7 @@ class LogLines:
         self._warn_of_retries(values)
         args, self._write = get_args(), write
         samples = args.consumed_train_samples, args.skipped_train_samples
-        self._entries.append((values, self._read(), samples))
+        self._entries.append((values, self._read(), samples, torch.cuda.current_stream().record_event()))
         if self._meeting is not None:
             self._results[values["iteration"] - 1] = {}, self._meeting.stats(_has_line(values))
         self.flush()
@@ -86,20 +89,23 @@ class LogLines:
     def flush(self) -> None:
         """Write all lines whose steps are complete."""
         while self._entries and self._entries[0][0]["iteration"] - 1 in self._results:
-            values, seconds, samples = self._entries.popleft()
+            values, seconds, *more = self._entries.popleft()
             changes, stages = self._results.pop(values["iteration"] - 1)
             if stages:
                 self._stages.append(stages)
             self._unread.append(seconds)
-            self._write_one(values | changes | {"report_memory_flag": self._report_memory}, samples)
+            self._write_one(values | changes | {"report_memory_flag": self._report_memory}, *more)
 
-    def _write_one(self, values: dict[str, Any], samples: tuple[int, int]) -> None:
+    def _write_one(self, values: dict[str, Any], samples: tuple[int, int], computed: torch.cuda.Event) -> None:
         args = get_args()
         self._printed = values["iteration"] if _has_line(values) else None
         now = args.consumed_train_samples, args.skipped_train_samples
         args.consumed_train_samples, args.skipped_train_samples = samples
+        self._stream.wait_event(computed)
         try:
-            self._report_memory = self._write(**values)
+            with torch.cuda.stream(self._stream):  # Megatron sums losses and waits: for them, not for the next batch
+                self._report_memory = self._write(**values)
+            torch.cuda.current_stream().wait_stream(self._stream)
         finally:
             args.consumed_train_samples, args.skipped_train_samples = now
             self._printed = None

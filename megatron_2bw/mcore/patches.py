@@ -74,6 +74,7 @@ def for_late_step(runtime: MegatronRuntime) -> list[Patch]:
             "learning rate and weight decay advance with the steps, which come later",
             runtime.make_scheduler,
         ),
+        row(f"{CORE}.optimizer.clip_grads", "l2_norm_impl", "it waits for the GPU at each tensor", repair.wait_once),
         in_loop("logical_and_across_model_parallel_group(input group)", everywhere, lambda original: given),
         in_loop("reduce_max_stat_across_model_parallel_group(stat group)", everywhere, lambda original: given),
         in_loop("calc_params_l2_norm(model force_create_fp32_copy)", reads, runtime.sync_first),

@@ -53,10 +53,11 @@ static size_t most() {
   return bytes;
 }
 
-static std::atomic<long> launches{0};
+static std::atomic<long> launches{0}, waits{0};
 static std::atomic<void (*)(const char*, long)> hook{nullptr};
 
 static void say(const char* what, long n = 0) {
+  waits += !!strstr(what, "Synchronize");
   static thread_local bool inside = false;
   auto call = hook.load();
   if (!call || inside) return;
@@ -133,6 +134,7 @@ static void release(void* p) {
 
 API long device_used() { return used; }
 API long device_launches() { return launches; }
+API long device_waits() { return waits; }
 API void device_hook(void (*call)(const char*, long)) { hook = call; }
 
 API cudaError_t cudaMalloc(void** p, size_t n) {
