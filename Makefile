@@ -58,7 +58,6 @@ test: install
 
 test-rest: install
 	$(PYTEST) $(TWO) -m "not proof" tests/distributed tests/e2e tests/model tests/lists
-	$(PYTEST) --hypothesis-profile thousand tests/unit/test_plain_torch.py
 
 test-all: test test-rest
 

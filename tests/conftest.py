@@ -1,4 +1,4 @@
-"""The marker `proof`, Hypothesis' profile `thousand`, and the folder through which xdist's workers share results.
+"""The marker `proof`, and the folder through which xdist's workers share results.
 
 `--device cuda` runs the trainings of tests/distributed on the GPUs of this machine, with messages over NCCL.
 `--device stand-in` does so on tests/device: torch's CUDA build without a GPU.
@@ -12,13 +12,10 @@ import shutil
 import tempfile
 
 import pytest
-from hypothesis import settings
 
 from megatron_2bw import local_ranks
 from tests.device import build
 from tests.session import FOLDER
-
-settings.register_profile("thousand", max_examples=1000, deadline=None)  # --hypothesis-profile thousand
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

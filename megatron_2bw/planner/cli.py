@@ -97,6 +97,8 @@ def _parser(prog: str) -> Parser:
     add("--precision", choices=PRECISIONS, help=default)
     add("--grad-reduce-in-bf16", action="store_true", help="of all plans, as Megatron's")
     add("--attention", choices=("flash", "core"), help="default: flash in 16 bits, on GPUs that have it")
+    adam = "fused: Apex's or Transformer Engine's (default: of --profile, or fused where attention is flash)"
+    add("--adam", choices=("fused", "torch"), help=adam)
     margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
     add("--memory-margin", type=float, metavar="SHARE", help=margin)
     form = "closed-form: the paper's Appendix A, with all bytes of a parameter"
@@ -126,6 +128,8 @@ def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
         raise UserError(f"--memory-margin {options.memory_margin:g}: give a share, from 0 to less than 1")
     spare = advice.SPARE if options.memory_margin is None else 0.0
     cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin, spare=spare)
+    if options.adam or not (profile or cost.memory.flash):
+        cost.memory.torch_adam = not on_cpu and options.adam != "fused"
     if max(options.context or (1,)) > 1 and not cost.memory.flash:
         raise UserError("--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out")
     chosen = {field.name: getattr(options, field.name) for field in fields(Space) if hasattr(options, field.name)}

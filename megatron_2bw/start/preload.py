@@ -25,7 +25,7 @@ else:
 
 import megatron.core.models.mimo.optimizer  # noqa: E402
 import megatron.core.tokenizers.text.models  # noqa: E402  (it imports transformers)
-import megatron.training.training  # noqa: E402, F401
+import megatron.training.training  # noqa: E402
 import torch._dynamo.trace_rules  # noqa: E402, F401  (init_process_group's)
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset  # noqa: E402
 from megatron.training.argument_utils import ArgumentGroupFactory as Factory  # noqa: E402

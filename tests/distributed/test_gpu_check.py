@@ -48,11 +48,11 @@ def planted(check: Check, fault) -> dict:
 
 @pytest.mark.timeout(900)
 def test_rows_on_the_cpu(tmp_path):
-    chosen = [row for row in rows.ROWS if row.name in ("CPU", "NCCL, two stages", "overhead", "memory, 2bw")]
+    chosen = [row for row in rows.ROWS if row.name in ("NCCL, two stages", "memory, 2bw")]
     assert runner.run(chosen, "cpu", tmp_path / "r.json") == 0
     found = {name: entry["figures"] for name, entry in json.loads((tmp_path / "r.json").read_text())["rows"].items()}
-    assert found["CPU"] == found["NCCL, two stages"] == {"iterations": 8, "differences": 0}
-    assert found["overhead"]["seconds"] > 0 and found["memory, 2bw"]["planner_gib"] > 0
+    assert found["NCCL, two stages"] == {"iterations": 8, "differences": 0}
+    assert found["memory, 2bw"]["planner_gib"] > 0
 
 
 @pytest.mark.timeout(900)

@@ -277,9 +277,7 @@ def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
     [
         (3, 3, 1, ()),
         (3, 5, 1, ("--two-bw-gradient-slots", "1", "--two-bw-extra-warmup", "1")),
-        (4, 4, 1, FP16),
         (2, 2, 2, ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")),
-        (2, 3, 2, ()),
     ],
 )
 def test_fifty_random_timings_change_nothing(stages, microbatches, width, flags):

@@ -36,15 +36,6 @@ def test_schedule_efficiency(tmp_path: Path, monkeypatch):
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_real_compute(tmp_path: Path, monkeypatch):
-    path = tmp_path / "real.json"
-    flags = "--real --stages 2 --microbatches 4 --iterations 7 --schedules 2bw".split()
-    monkeypatch.setattr(sys, "argv", ["schedule_efficiency.py", *flags, "--json", str(path)])
-    assert schedule_efficiency.main() == 0
-    limit, run = json.loads(path.read_text())["rows"]
-    assert limit["schedule"] == "limit" and run["ideal_ms"] == limit["iteration_ms"] and limit["efficiency"] == 1
-
-
 def test_mixed_stages(tmp_path: Path, monkeypatch):
     """The plan gives the slow GPUs fewer layers, and both plans run."""
     path = tmp_path / "mixed.json"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from bench.servers import ADDRESSES, INTERFACE, Servers
@@ -73,35 +69,3 @@ def test_a_run(tmp_path: Path):
     assert result["links"][0]["message_ms"] < result["links"][1]["message_ms"]
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     assert not namespaces(process.pid)
-
-
-def ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path: Path):
-    process = start("--rates", 100, "--json", tmp_path / "slow_links.json")
-    try:
-        for _ in range(2):  # the links are measured
-            assert process.stdout.readline().startswith("link")
-        ranks = []
-        while len(ranks) < 2 and process.poll() is None:
-            names = [path.name for path in namespaces(process.pid)]
-            found = [subprocess.check_output(["ip", "netns", "pids", name], text=True).split() for name in names]
-            with contextlib.suppress(psutil.NoSuchProcess):  # what measured the link has just ended
-                ranks = [psutil.Process(int(pid)) for own in found for pid in own]
-        assert len(ranks) == 2 and all(found) and len(found) == 2
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
-        assert not namespaces(process.pid)
-        deadline = time.monotonic() + 60  # the kernel ends a rank whose parent has ended, but not at once
-        while not all(ended(rank) for rank in ranks):
-            assert time.monotonic() < deadline, "a rank has outlived the benchmark"
-            time.sleep(0.02)
-    finally:
-        process.terminate()
-        end(process, 30)
-    assert not list(tmp_path.iterdir())

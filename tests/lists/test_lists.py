@@ -1,8 +1,8 @@
 """Real argument lists, scaled to tiny models: each starts as it is under both schedules and trains two iterations on
 the CPU, or is refused with one of the limits that are named here.
 
-The test trains so many of them that each flag is met; `python -m tests.lists.test_lists` prints how many start, and
-which limits refused the others, and with the word `train` behind it trains all.
+The test trains so many of them under 2bw that each flag is met; `python -m tests.lists.test_lists` prints how many
+start, and which limits refused the others, and with the word `train` behind it trains all.
 """
 
 from __future__ import annotations
@@ -143,17 +143,13 @@ def refused_flag(line: str) -> str:
 
 
 def representatives() -> list[tuple[str, str]]:
-    """Lists and schedules that train with each flag of the corpus, if a schedule has it; first those of 2bw."""
+    """Lists that train under 2bw with each flag of the corpus that it takes."""
     chosen: list[tuple[str, str]] = []
     left = {word for words in LISTS.values() for word in words if word.startswith("--")}
-    for schedule, limits in LIMITS.items():
-        able = {name: {*words} for name, words in LISTS.items() if not {*words} & {*limits}}
-        while True:
-            best = max(able, key=lambda name: len(able[name] & left))
-            if not able[best] & left:
-                break
-            chosen.append((best, schedule))
-            left -= able[best]
+    able = {name: {*words} for name, words in LISTS.items() if not {*words} & {*LIMITS["2bw"]}}
+    while able[best := max(able, key=lambda name: len(able[name] & left))] & left:
+        chosen.append((best, "2bw"))
+        left -= able[best]
     return chosen
 
 

@@ -51,16 +51,13 @@ def examine(programs: Programs, runs: int) -> None:
         assert_free(World(programs, queue_of=None, limit=limit), runs // 20)
 
 
-FAST = "tied", "sharded", "more-extra-warmup"
-
-
-@pytest.mark.proof(*FAST)
+@pytest.mark.proof("tied", "sharded", "more-extra-warmup")
 @pytest.mark.parametrize("name", cases.CASES)
 def test_no_order_of_issue_ends_in_a_deadlock(name):
-    examine(cases.programs_of(name), runs=100 if name in FAST else 250)
+    examine(cases.programs_of(name), runs=100)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_nor_does_one_of_a_run_at_random(seed):
     print("case", seed, *cases.drawn(seed))
     programs = cases.programs_of(f"drawn {seed}")
@@ -85,7 +82,7 @@ def test_all_orders_of_two_ranks_are_explored(name):
 
 
 @pytest.mark.proof("tied", "one-stage")
-@pytest.mark.parametrize("name", ["tied", "one-stage", "width", "sharded", "muon", "four-stages"])
+@pytest.mark.parametrize("name", ["tied", "one-stage", "muon"])
 def test_without_waits_after_collectives_one_queue_deadlocks(name):
     programs = cases.programs_of(name, cases.without_waits)
     assert deadlocks(programs) > 0

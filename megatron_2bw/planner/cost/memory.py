@@ -168,8 +168,9 @@ class Memory:
         waiting = sum(plan.extra[max(stage - 1, 0) : stage + 1]) if plan.extra_warmup else 0
         buffers = (4 * sides + 2 * waiting) * message  # two slots, two directions
         buffers /= plan.tensor if plan.sequence_parallel else 1
-        if self.torch_adam and schedule.late_step:
-            buffers += ROOTS * parameters / shards_of(plan)
+        if self.torch_adam:  # a step that is not late may take what the activations had
+            roots = ROOTS * parameters / shards_of(plan)
+            buffers += roots if schedule.late_step else max(0.0, roots - activations - logits - buffers)
         if self.engine:
             buffers += self.element * self.model.matrix_parameters() / plan.tensor
         return StageMemory(*(size * parameters for size in each), activations, logits, buffers)

@@ -118,6 +118,7 @@ class Cost:
     margin          share of the memory for the CUDA context, the communication library and fragmentation. What this
                     project's communicators need beyond it a plan must have free. None: each of the three is counted
     spare           share of the memory that a plan must leave free beyond the margin
+    torch_adam      Adam is torch's, not a fused one; None: as in the cluster's profile, if it has one
     old_exchange    messages of Megatron-LM in 2021 to 2023, for tables published then: each tensor rank sends its part
                     also without sequence parallelism (arXiv 2104.04473, section 4.1), and interleaved stages wait for
                     a message as others do
@@ -134,6 +135,7 @@ class Cost:
         margin: float | None = None,
         old_exchange: bool = False,
         spare: float = 0.0,
+        torch_adam: bool | None = None,
     ):
         self.old_exchange, self.spare, self._seconds = old_exchange, spare, dict[Plan, float]()
         self.model, self.cluster, self.precision, self.given_margin = model, cluster, precision, margin
@@ -141,7 +143,8 @@ class Cost:
         self.compute = Compute(model, cluster, precision, flash)
         self._others: dict[Device, Compute] = {}
         on_gpus, profile = cluster.device.name != "cpu", cluster.profile
-        torch_adam = on_gpus and profile is not None and "torch's Adam" in profile.optimizer
+        if torch_adam is None:
+            torch_adam = on_gpus and profile is not None and "torch's Adam" in profile.optimizer
         self.memory = Memory(model, precision, flash, torch_adam, on_gpus and cluster.device.capability >= ENGINE_FROM)
         whole = cluster.device.memory_gib * GIB
         self._fixed, self._share = (on_gpus * CONTEXT, 1 / (1 + FRAGMENTS)) if margin is None else (0.0, 1 - margin)
@@ -152,7 +155,9 @@ class Cost:
     def on(self, cluster: Cluster, model: Model | None = None, spare: float | None = None) -> Self:
         """The same costs on another cluster, of another model, or with another share to spare."""
         others = self.given_margin, self.old_exchange, self.spare if spare is None else spare
-        return type(self)(model or self.model, cluster, self.precision, self.memory.flash, *others)
+        return type(self)(
+            model or self.model, cluster, self.precision, self.memory.flash, *others, self.memory.torch_adam
+        )
 
     def fits(self, plan: Plan) -> bool:
         if not self.cluster.devices:

@@ -139,6 +139,7 @@ def table(result: Result) -> str:
     within = _percent(tie(cost.cluster.device.error))
     ties = f"1=: within {within} of the fastest, a tie. Exact schedules and simpler plans are first."
     attention = "flash attention" if cost.memory.flash else "attention that keeps its scores"
+    attention += ", torch's Adam" * cost.memory.torch_adam
     tags = {tag: [term for term, found in terms(cost).items() if found[0] == tag] for tag in (MEASURED, ESTIMATED)}
     tagged = "; ".join(f"{tag}: {', '.join(names)}" for tag, names in tags.items() if names)
     return "\n".join(

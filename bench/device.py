@@ -1,0 +1,132 @@
+"""What a run asks of GPUs, on the stand-in for CUDA (tests/device), whose kernels compute nothing and take no time.
+
+    python bench/device.py memory      peak of torch's allocator on each stage, against the planner
+    python bench/device.py launches    launches, waits and the host's time of an iteration: 2bw against Megatron's own
+
+Needs g++. `memory` trains each plan for five iterations without Transformer Engine or Apex. In `launches` the schedules
+take turns; the time is the least of the turns' medians, since whatever else runs on the machine only adds to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.tables import new_parser, write_result
+from megatron_2bw.gpu_check import entry, rows
+from megatron_2bw.gpu_check.entry import gpt_flags
+from megatron_2bw.local_ranks import run_world
+from megatron_2bw.models.model import preset
+from megatron_2bw.models.plan import Plan
+from megatron_2bw.planner.cost.memory import GIB, Memory
+from megatron_2bw.start.torchrun import PLAIN_TORCH
+from tests.device import build
+
+SEQUENCE, FIRST = 512, 4
+# Of the planner's CONTEXT, what torch's allocator holds: workspaces of cuBLAS for two streams, and Megatron's buffer.
+WORKSPACES = 2**27
+FLUSH, RECOMPUTE, CORRECTED = dict(schedule="megatron"), dict(recompute="full"), dict(extrapolate=True)
+PLANS = [
+    *(("gpt-355m", Plan(1, 1, 1, 8, 8, **more)) for more in (FLUSH, {}, dict(gradient_slots=1))),
+    *(("gpt-355m", Plan(1, 2, 1, 4, 8, **more)) for more in (FLUSH, {})),
+    *(
+        ("gpt-355m", Plan(1, 4, 1, 4, 8, **more))
+        for more in (FLUSH, {}, dict(recompute="full"), dict(extrapolate=True))
+    ),
+    *(("gpt-2.2b", Plan(1, 4, 1, 2, 8, **more)) for more in (FLUSH, {}, dict(gradient_slots=1))),
+    *(("gpt-2.2b", Plan(1, 4, 1, 2, 8, **more)) for more in (dict(recompute="full"), dict(extrapolate=True))),
+    ("gpt-2.2b", Plan(1, 2, 2, 1, 4, distributed_optimizer=True)),
+]
+
+
+def command(name: str, plan: Plan, *more: str) -> list[str]:
+    model = preset(name, SEQUENCE)
+    text = f"""--device auto --bf16 --vocab-size 50256 --make-vocab-size-divisible-by 128 --log-interval 1
+        --micro-batch-size {plan.microbatch} --global-batch-size {plan.global_batch} --train-iters 5
+        --no-check-for-nan-in-loss-and-grad"""
+    shape = model.layers, model.hidden, model.heads, SEQUENCE
+    correction = "--two-bw-correction auto --two-bw-sync-iterations 0 --lr-warmup-iters 1".split() * plan.extrapolate
+    return gpt_flags(*shape, text, *PLAIN_TORCH, *plan.flags(), *correction, *more)
+
+
+def memory() -> list[dict[str, Any]]:
+    found = []
+    for name, plan in PLANS:
+        model = replace(preset(name, SEQUENCE), dropout=False)
+        words = command(name, plan), time.monotonic() + 900, {}, entry.nothing
+        runs = run_world(plan.gpus, rows.train, *words, timeout=900)
+        for stage, planned in enumerate(Memory(model, "bf16", flash=False, torch_adam=True).stages(plan)):
+            run = runs[stage * plan.width]
+            row = {"model": name, "plan": plan.name + " recompute" * (plan.recompute == "full"), "stage": stage}
+            row |= {
+                "peak": run.peak_bytes / GIB,
+                "planned": (planned.total + WORKSPACES) / GIB,
+                "after": run.static_bytes / GIB,
+            }
+            row |= {
+                "ratio": run.peak_bytes / (planned.total + WORKSPACES),
+                "bytes a parameter": run.static_bytes / run.parameters,
+            }
+            print(" | ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+            found.append(row)
+    return found
+
+
+def counted(rank: int, argv: list[str]) -> dict[str, float]:
+    """Of an iteration after the FIRST: seconds of the host, launches and waits of all threads."""
+    device = ctypes.CDLL(None)
+    ends: list[tuple[float, ...]] = []
+
+    def after_step(losses) -> None:
+        now = time.perf_counter(), time.process_time()
+        ends.append((*now, device.device_launches(), device.device_waits()))
+
+    entry.train(argv, after_step=after_step)
+    steady = [[after - before for before, after in zip(one, two)] for one, two in zip(ends[FIRST:], ends[FIRST + 1 :])]
+    return dict(zip(("seconds", "cpu seconds", "launches", "waits"), map(statistics.median, zip(*steady))))
+
+
+def launches(turns: int, iterations: int) -> list[dict[str, Any]]:
+    found = []
+    for depth in (1, 2):
+        runs: dict[str, list[list[dict[str, float]]]] = {"megatron": [], "2bw": []}
+        for turn in range(turns):
+            for schedule in list(runs)[:: 1 if turn % 2 else -1]:
+                argv = command("gpt-355m", Plan(1, depth, 1, 1, 8, schedule=schedule), "--train-iters", str(iterations))
+                runs[schedule].append(run_world(depth, counted, argv, timeout=900))
+        for stage in range(depth):
+            of = {name: {key: [run[stage][key] for run in all_] for key in all_[0][0]} for name, all_ in runs.items()}
+            for schedule, values in of.items():
+                row: dict[str, Any] = {"stages": depth, "stage": stage, "schedule": schedule}
+                row |= {key: min(each) for key, each in values.items()}
+                row["microseconds an action"] = 1e6 * row["seconds"] / 16
+                row["over megatron"] = row["seconds"] / min(of["megatron"]["seconds"]) - 1
+                row["turns"] = values["seconds"]
+                print(" | ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+                found.append(row)
+    return found
+
+
+def main() -> None:
+    parser = new_parser(__doc__, "device")
+    parser.add_argument("what", choices=("memory", "launches"))
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=16)
+    chosen = parser.parse_args()
+    if why := build.missing():
+        parser.error(f"the stand-in cannot be built: {why}")
+    os.environ |= build.environment() | {"DEVICE_MOST": "4096", "MEGATRON_2BW_WORLD_DEVICE": "cuda"}
+    found = memory() if chosen.what == "memory" else launches(chosen.turns, chosen.iterations)
+    write_result(chosen.json, {"again": " ".join(["python", *sys.argv]), "rows": found})
+
+
+if __name__ == "__main__":
+    main()
