@@ -54,10 +54,10 @@ TWO := -n 2 --dist worksteal
 
 test: install
 	$(PYTEST) $(TWO) tests/unit
-	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e tests/model tests/lists
+	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e tests/lists
 
 test-rest: install
-	$(PYTEST) $(TWO) -m "not proof" tests/distributed tests/e2e tests/model tests/lists
+	$(PYTEST) $(TWO) -m "not proof" tests/distributed tests/e2e tests/lists
 
 test-all: test test-rest
 
@@ -66,7 +66,7 @@ test-docs: install
 
 # Without a GPU; tests/device/device.cpp says what the stand-in does.
 test-device: install
-	$(PYTEST) $(TWO) --device stand-in -m "device or proof" tests/device tests/distributed/test_update_rule.py
+	$(PYTEST) $(TWO) --device stand-in -m "device or proof" tests/device tests/model tests/distributed/test_update_rule.py
 
 # megatron-bridge pins other versions of what .venv has, so it has an environment of its own, which sees those of .venv.
 # 5.12.1 is the newest transformers that megatron-bridge 0.6.2 takes. lm-eval brings many packages.

@@ -175,10 +175,22 @@ def compared(runs: list[Observed], others: list[Observed], tolerance: float = 0.
     return {"iterations": len(runs[-1].losses), "differences": max(apart)}
 
 
+def drawn_on_the_host() -> None:
+    """GPUs draw other initial weights than the CPU."""
+    own = torch.Generator("cpu").manual_seed(7)
+
+    def normal(tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.copy_(mean + std * torch.randn(tensor.shape, generator=own, device="cpu"))
+
+    torch.nn.init.normal_ = normal
+
+
 def against_cpu(check: Check) -> dict[str, Any]:
     """SGD: Adam makes a step of the learning rate of a gradient that is only rounding."""
     ranks, argv = tiny(1, 1, "--optimizer sgd --lr 0.1", *PLAIN_TORCH)
-    return compared(check.train(ranks, argv), check.train(ranks, merged(argv, ["--device", "cpu"])), ROUNDING)
+    on_cpu = check.train(ranks, merged(argv, ["--device", "cpu"]), drawn_on_the_host)
+    return compared(check.train(ranks, argv, drawn_on_the_host), on_cpu, ROUNDING)
 
 
 def same_bits(check: Check, stages: int, width: int, text: str, queues: int = 32) -> dict[str, Any]:

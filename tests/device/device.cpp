@@ -66,6 +66,23 @@ static void say(const char* what, long n = 0) {
   inside = false;
 }
 
+// What is issued, a line each: thread, its label, kind, stream, value, group. Kinds are a kernel or copy (K), an event that
+// a stream (R, W) or the host (E) records or waits for, a wait for a stream or, with -1, for the device (S), and NCCL's
+// calls by their names with the peer. Python sets threads, labels and groups, and adds lines; a call of it from here
+// would need its lock.
+static std::atomic<bool> recording{false};
+static thread_local std::string thread_name = "train", group_name;
+static auto& labels = *new std::map<std::string, std::string>;
+static auto& lines = *new std::string;
+static std::mutex& lines_lock = *new std::mutex;
+
+static void record(const char* kind, long stream, long value = 0, const char* text = nullptr) {
+  if (!recording) return;
+  std::lock_guard guard(lines_lock);
+  lines += thread_name + '\t' + labels[thread_name] + '\t' + kind + '\t' + std::to_string(stream) + '\t' +
+           std::to_string(value) + '\t' + (text ? text : group_name) + '\n';
+}
+
 // Waits for another rank without Python's lock, which another thread of this rank may need to let that rank go on.
 static void wait_until(const std::function<bool()>& done) {
   if (done()) return;
@@ -136,6 +153,19 @@ API long device_used() { return used; }
 API long device_launches() { return launches; }
 API long device_waits() { return waits; }
 API void device_hook(void (*call)(const char*, long)) { hook = call; }
+API void device_record() { recording = true; }
+API void device_note(const char* kind, long value, const char* text) { record(kind, 0, value, text); }
+API void device_group(const char* name) { group_name = name; }
+API void device_label(const char* thread, const char* label) {
+  std::lock_guard guard(lines_lock);
+  labels[thread_name = thread] = label;
+}
+API void device_records(const char* path) {
+  recording = false;
+  FILE* file = fopen(path, "w");
+  fwrite(lines.data(), 1, lines.size(), file);
+  fclose(file);
+}
 
 API cudaError_t cudaMalloc(void** p, size_t n) {
   say("cudaMalloc", n);
@@ -198,7 +228,7 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p
 struct Message { std::function<bool()> arrived; char* to; size_t size; bool done = false; std::mutex lock; };
 using Messages = std::vector<std::shared_ptr<Message>>;
 struct Stream { int id = 0, priority = 0; std::mutex lock; Messages expected; };
-struct Event { double at = 0; bool recorded = false, timed = true; int stream = 0; Messages expected; };
+struct Event { double at = 0; bool recorded = false, timed = true; int stream = 0; long number = 0; Messages expected; };
 
 static Stream default_stream;
 static Stream& of(cudaStream_t s) { return (uintptr_t)s < 4096 ? default_stream : *(Stream*)s; }
@@ -229,6 +259,7 @@ static void complete(Stream& s, const void* bytes = nullptr, size_t n = 0) {
 
 static cudaError_t launch(cudaStream_t s) {
   launches++;
+  record("K", of(s).id);
   complete(of(s));
   return cudaSuccess;
 }
@@ -255,6 +286,7 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* 
 }
 API cudaError_t cudaStreamSynchronize(cudaStream_t s) {
   say("cudaStreamSynchronize", of(s).id);
+  record("S", of(s).id);
   complete(of(s));
   return cudaSuccess;
 }
@@ -267,7 +299,9 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned flags) {
 API cudaError_t cudaEventCreate(cudaEvent_t* e) { return cudaEventCreateWithFlags(e, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t e) { return delete (Event*)e, cudaSuccess; }
 API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
+  static std::atomic<long> count{1};
   auto& event = *(Event*)e;
+  record("R", of(s).id, event.number = count++);
   std::lock_guard guard(of(s).lock);
   event.at = now(), event.recorded = true, event.stream = of(s).id, event.expected = of(s).expected;
   return cudaSuccess;
@@ -276,6 +310,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned
 API cudaError_t cudaEventQuery(cudaEvent_t e) { return ready(((Event*)e)->expected) ? cudaSuccess : cudaErrorNotReady; }
 API cudaError_t cudaEventSynchronize(cudaEvent_t e) {
   say("cudaEventSynchronize", ((Event*)e)->stream);
+  record("E", 0, ((Event*)e)->number);
   auto expected = ((Event*)e)->expected;
   wait_until([&] { return ready(expected); });
   return cudaSuccess;
@@ -283,6 +318,7 @@ API cudaError_t cudaEventSynchronize(cudaEvent_t e) {
 API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
   auto& event = *(Event*)e;
   if (!event.recorded) say("a stream waits for an event that was never recorded", of(s).id);
+  record("W", of(s).id, event.number);
   auto expected = event.expected;
   wait_until([&] { return ready(expected); });
   return cudaSuccess;
@@ -328,6 +364,7 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, c
 
 API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind, cudaStream_t s) {
   int a = kind(to), b = kind(from);
+  record("K", of(s).id);
   complete(of(s));
   if (a == 0 && b == 2) say("copy to unpinned memory", n);
   if (a == 2 && b == 0) say("copy from unpinned memory", n);
@@ -342,6 +379,7 @@ API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t
   return cudaMemcpyAsync(to, from, n, cudaMemcpyDefault, s);
 }
 API cudaError_t cudaMemsetAsync(void* p, int value, size_t n, cudaStream_t s) {
+  record("K", of(s).id);
   complete(of(s));
   if (n <= most()) memset(device_host(p), value, n);
   return cudaSuccess;
@@ -394,7 +432,7 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceCanAccessPeer(int* v, int, int) { return *v = 1, cudaSuccess; }
-API cudaError_t cudaDeviceSynchronize() { return say("cudaDeviceSynchronize"), cudaSuccess; }
+API cudaError_t cudaDeviceSynchronize() { return say("cudaDeviceSynchronize"), record("S", -1), cudaSuccess; }
 API const char* cudaGetErrorString(cudaError_t) { return "an error of the stand-in"; }
 API const char* cudaGetErrorName(cudaError_t) { return "an error of the stand-in"; }
 API cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
@@ -466,6 +504,8 @@ API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatm
 
 // --- NCCL: messages are files, of a communicator and by its number among that rank's calls ---
 
+static const cudaStream_t HOST = (cudaStream_t)-1;  // in place of a stream: the host waits
+
 struct Communicator { std::string id; int rank, size; std::atomic<long> calls{0}; std::map<int, long> sent, received; int splits = 0; };
 using Bytes = std::vector<char>;
 
@@ -476,6 +516,7 @@ static std::string folder() {
 }
 
 static void note(const char* what, Communicator& c, size_t n, int type, int peer, cudaStream_t s) {
+  if (s != HOST) record(what, of(s).id, peer);
   static FILE* log = nullptr;
   static int owner = 0;  // a forked rank has a log of its own
   static std::mutex& guarded = *new std::mutex;
@@ -487,7 +528,7 @@ static void note(const char* what, Communicator& c, size_t n, int type, int peer
   char name[16];
   prctl(PR_GET_NAME, name);
   int thread = gettid() == getpid() || !strncmp(name, "pt_autograd", 11) ? 0 : gettid();  // 0: the training thread
-  fprintf(log, "%s %s %d %d %zu %d %d %d %d\n", what, c.id.c_str(), c.rank, c.size, n, type, peer, of(s).id, thread);
+  fprintf(log, "%s %s %d %d %zu %d %d %d %d\n", what, c.id.c_str(), c.rank, c.size, n, type, peer, s == HOST ? -1 : of(s).id, thread);
 }
 
 static std::string name_of(Communicator& c, const std::string& which, int from) {
@@ -521,7 +562,7 @@ static void expect(cudaStream_t s, void* to, size_t n, std::function<bool()> arr
 // All ranks post `n` bytes; `use` gets those of all, by rank, and writes `written` bytes at `to`.
 static void exchange(Communicator& c, const void* data, size_t n, cudaStream_t s, void* to, size_t written,
                      std::function<void(std::vector<Bytes>&)> use) {
-  if (s) complete(of(s), data, n);
+  if (s != HOST) complete(of(s), data, n);
   std::string which = "c" + std::to_string(c.calls++);
   post(name_of(c, which, c.rank), data, n);
   auto all = std::make_shared<std::vector<Bytes>>();
@@ -535,7 +576,7 @@ static void exchange(Communicator& c, const void* data, size_t n, cudaStream_t s
     all->clear();
     return true;
   };
-  if (s) expect(s, to, written, arrived);
+  if (s != HOST) expect(s, to, written, arrived);
   else wait_until(arrived);
 }
 
@@ -652,8 +693,8 @@ static ncclResult_t made(ncclComm_t* c, const std::string& id, int rank, int siz
   say("a communicator", size);
   auto* own = new Communicator{id, rank, size};
   *c = (ncclComm_t)own;
-  note("init", *own, 0, 0, 0, nullptr);
-  exchange(*own, "", 0, nullptr, nullptr, 0, [](auto&) {});
+  note("init", *own, 0, 0, 0, HOST);
+  exchange(*own, "", 0, HOST, nullptr, 0, [](auto&) {});
   DONE;
 }
 API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
@@ -672,7 +713,7 @@ API ncclResult_t ncclCommInitRankScalable(ncclComm_t* c, int size, int rank, int
 API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t* part, ncclConfig_t*) {
   OF(c);
   int mine[2] = {color, key}, size = 0, rank = 0;
-  exchange(own, mine, sizeof mine, nullptr, nullptr, 0, [&](auto& all) {
+  exchange(own, mine, sizeof mine, HOST, nullptr, 0, [&](auto& all) {
     for (int r = 0; r < own.size; r++) {
       int* other = (int*)all[r].data();
       size += other[0] == color;

@@ -6,6 +6,7 @@ CPU's on the same memory. So the device's tensors have the CPU's bits, in every 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 import torch
@@ -79,8 +80,12 @@ def _twice(operation, short: str, overload: str):
             return tree_map(_to_device, operation(*tree_map(on_host, args), **tree_map(on_host, kwargs)))
         numbers = [place for place in tensors if place < len(args) and isinstance(args[place], int | float)]
         typed = [_tensor(each, args) if place in numbers else each for place, each in enumerate(args)]
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.initial_seed(), generator.get_offset()
         result = real.call_boxed(keys, *typed, **kwargs)
-        found = (packet if numbers else compute)(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+        drawn = generator.get_offset() != state[1]
+        with _drawing_from(state) if drawn else contextlib.nullcontext():
+            found = (packet if numbers else compute)(*tree_map(on_host, args), **tree_map(on_host, kwargs))
         if not writes:
             for device, host in zip(tree_leaves(result), tree_leaves(found), strict=True):
                 if isinstance(device, Tensor) and device.numel():
@@ -88,6 +93,18 @@ def _twice(operation, short: str, overload: str):
         return result
 
     return kernel
+
+
+@contextlib.contextmanager
+def _drawing_from(state: tuple[int, int]):
+    """The host draws what depends on the state of the device's generator alone."""
+    host = torch.default_generator
+    before = host.get_state()
+    host.manual_seed(hash(state) % 2**63)
+    try:
+        yield
+    finally:
+        host.set_state(before)
 
 
 def on_host(value):

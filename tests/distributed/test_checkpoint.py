@@ -105,7 +105,7 @@ def watch_scales(model, optimizer) -> None:
     original = optimizer.scale_loss
 
     def scale_loss(loss):
-        scales.append(float(original(torch.ones(1))))
+        scales.append(float(original(torch.ones(1, device=loss.device))))
         return original(loss)
 
     optimizer.scale_loss = scale_loss

@@ -83,9 +83,11 @@ def device_waits(threads: Programs, thread: str, locked: bool, everywhere: bool 
     places: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
     for rank, by_name in enumerate(threads):
         counts: Counter[str] = Counter()
-        for index, entry in enumerate(by_name.get(thread, ())):
+        for index, entry in enumerate(entries := by_name.get(thread, ())):
             key = entry[0], counts[entry[0]]
             counts[entry[0]] += 1
+            if index and entry[1] in "KRW" and entries[index - 1][1] in "KRW":  # it waits for what it would before them
+                continue
             places[key if everywhere else (rank, *key)].append((rank, index))
     for place, found in places.items():
         changed = [dict(by_name) for by_name in threads]

@@ -10,7 +10,7 @@ import pytest
 from tests.model import cases
 from tests.model.explore import Programs, World, device_waits, exhaust, sample, streams_of
 
-pytestmark = pytest.mark.timeout(1200)  # seconds on an idle machine; others may be busy
+pytestmark = [pytest.mark.device, pytest.mark.timeout(1200)]  # seconds on an idle machine; others may be busy
 QUEUES = 1, 2, 8, 32
 
 
@@ -54,14 +54,14 @@ def examine(programs: Programs, runs: int) -> None:
 @pytest.mark.proof("tied", "sharded", "more-extra-warmup")
 @pytest.mark.parametrize("name", cases.CASES)
 def test_no_order_of_issue_ends_in_a_deadlock(name):
-    examine(cases.programs_of(name), runs=100)
+    examine(cases.programs_of(name), runs=60)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nor_does_one_of_a_run_at_random(seed):
     print("case", seed, *cases.drawn(seed))
     programs = cases.programs_of(f"drawn {seed}")
-    examine(programs, runs=1000 // len(programs) ** 2)
+    examine(programs, runs=300 // len(programs) ** 2)
 
 
 @pytest.mark.proof
@@ -110,12 +110,12 @@ def test_messages_of_both_directions_must_not_share_a_stream():
 
 @pytest.mark.proof
 def test_the_streams_of_gloo_must_not_be_those_of_a_receive():
-    """StepGroup excludes it: gloo has no tensors of the GPU."""
-    assert "gloo" not in streams_of(cases.programs_of("untied"), "2bw step")
+    """StepGroup excludes it: gloo has no tensors of the GPU, which it would copy in streams of the pool, in turn."""
+    assert len(streams_of(cases.programs_of("untied"), "2bw step")) == 1
     programs = cases.programs_of("untied", cases.without_host_copies, cases.without_holding_back)
-    assert "gloo" in streams_of(programs, "2bw step")
-    alias = dict.fromkeys(receives(programs, "activations"), "gloo")
-    assert deadlocks(programs, queue_of=None, alias=alias) > 0
+    _, *pool = streams_of(programs, "2bw step")
+    ((receiver, stream),) = receives(programs, "activations")
+    assert deadlocks(programs, queue_of=None, alias={(receiver, other): stream for other in pool}) > 0
 
 
 @pytest.mark.proof
@@ -127,7 +127,7 @@ def test_launch_blocking_deadlocks():
 @pytest.mark.proof("tied-2bw step-True", "tied-train-True")
 @pytest.mark.parametrize("locked", [True, False])
 @pytest.mark.parametrize("thread", ["2bw step", "train"])
-@pytest.mark.parametrize("name", ["untied", "tied"])
+@pytest.mark.parametrize("name", ["tied"])
 def test_a_rank_may_wait_for_the_whole_gpu_anywhere(name, thread, locked):
     """All orders, at each place. Without holding back it may not."""
     for place, programs in device_waits(cases.programs_of(name), thread, locked):
@@ -138,7 +138,7 @@ def test_a_rank_may_wait_for_the_whole_gpu_anywhere(name, thread, locked):
         assert any(exhaust(World(programs, queue_of=None)).dead for _, programs in waits)
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
+@pytest.mark.parametrize("name", ["untied"])
 def test_all_ranks_at_once_may_not_wait_where_a_step_has_let_receives_go(name):
     """Each would wait for a message that the other sends after its own wait. Without the driver's lock nowhere else."""
     programs = cases.programs_of(name)
