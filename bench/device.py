@@ -65,7 +65,8 @@ def memory() -> list[dict[str, Any]]:
         runs = run_world(plan.gpus, rows.train, *words, timeout=900)
         for stage, planned in enumerate(Memory(model, "bf16", flash=False, torch_adam=True).stages(plan)):
             run = runs[stage * plan.width]
-            row = {"model": name, "plan": plan.name + " recompute" * (plan.recompute == "full"), "stage": stage}
+            more = " recompute" * (plan.recompute == "full") + " correction" * plan.extrapolate
+            row = {"model": name, "plan": plan.name + more, "stage": stage}
             row |= {
                 "peak": run.peak_bytes / GIB,
                 "planned": (planned.total + WORKSPACES) / GIB,

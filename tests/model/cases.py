@@ -108,13 +108,6 @@ def one_lane() -> None:
     runtime.connect = lambda *args: connect(*args[:-1])
 
 
-def without_host_copies() -> None:
-    """gloo copies GPU tensors in a stream of torch's pool."""
-    from megatron_2bw.core.groups import StepGroup
-
-    StepGroup._through_host = lambda self, name, tensors, options: self.__getattr__(name)(tensors, *options)
-
-
 # Bugs that are races, for tests/device.
 
 
