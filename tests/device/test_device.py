@@ -141,7 +141,6 @@ def test_where_a_thread_waits_for_the_device(name):
     """In the steady state. The training thread waits for its computations when the training ends, and not before."""
     for number, rank in enumerate(watched(name)):
         found = counts(rank)
-        print(name, number, found)
         assert (STEP, "updates.py: LateUpdate._run") in found
         assert {key: often for key, often in found.items() if often > WAITS.get(key, 0)} == {}, number
         slow = {where for _, thread, where, computing in rank.waits if thread == TRAINING and computing}

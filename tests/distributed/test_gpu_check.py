@@ -52,7 +52,6 @@ def test_rows_on_the_cpu(tmp_path):
     assert runner.run(chosen, "cpu", tmp_path / "r.json") == 0
     found = {name: entry["figures"] for name, entry in json.loads((tmp_path / "r.json").read_text())["rows"].items()}
     assert found["NCCL, two stages"] == {"iterations": 8, "differences": 0}
-    assert found["memory, 2bw"]["planner_gib"] > 0
 
 
 @pytest.mark.timeout(900)

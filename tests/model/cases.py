@@ -39,12 +39,10 @@ CASES = {
     "evaluation": case(2, 2, log_interval=1, train_iters=6, eval_interval=3, eval_iters=2, split="90,10,0"),
     "exit": case(2, 2, exit_interval=4),
     "saving": case(2, 2, save="FOLDER", save_interval=4),
-    "saving-torch": case(2, 2, save="FOLDER", save_interval=4, ckpt_format="torch"),
     "tokens": case(2, 3, "--calculate-per-token-loss"),
     "extrapolation": case(2, 2, "--two-bw-correction", "extrapolate", two_bw_sync_iterations=2, train_iters=7),
     "pipedream-flush": case(2, 3, schedule="pipedream-flush", train_iters=3),
     "gpipe": case(2, 3, schedule="gpipe", train_iters=3),
-    "gpipe-rounds": case(3, 3, "--num-layers", "3", schedule="gpipe", gpipe_round=2, train_iters=3),
     "no-pipelining": case(2, 2, schedule="no-pipelining", train_iters=3),
     "pipedream": case(2, 2, UNTIED, schedule="pipedream", train_iters=3),
 }

@@ -11,7 +11,6 @@ from tests.model import cases
 from tests.model.explore import Programs, World, device_waits, exhaust, sample, streams_of
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(1200)]  # seconds on an idle machine; others may be busy
-QUEUES = 1, 2, 8, 32
 
 
 def mapping(queues: int, seed: int):
@@ -43,7 +42,7 @@ def examine(programs: Programs, runs: int) -> None:
     own = exhaust(World(programs, queue_of=None), 10_000)
     assert own.dead == 0 and own.complete, f"with a queue for each stream:\n{own.example}"
     assert_free(World(programs), runs, states=10 * runs)
-    for queues in QUEUES:
+    for queues in (1, 2, 8, 32):
         for seed in range(max(runs // 200, 1)):
             assert_free(World(programs, mapping(queues, seed)), 8)
     for limit in (4, 16):
@@ -59,7 +58,6 @@ def test_no_order_of_issue_ends_in_a_deadlock(name):
 
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_nor_does_one_of_a_run_at_random(seed):
-    print("case", seed, *cases.drawn(seed))
     programs = cases.programs_of(f"drawn {seed}")
     examine(programs, runs=300 // len(programs) ** 2)
 

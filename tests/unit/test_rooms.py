@@ -46,9 +46,9 @@ LINES = {
     "megatron_2bw/gpu_check": 448,
     "megatron_2bw/*.py": 1389,
     "megatron_2bw": 17747,
-    "scripts bench": 3894,
-    "tests": 19232,
-    "docs/*.md": 2769,
+    "scripts bench": 3895,
+    "tests": 19215,
+    "docs/*.md": 2785,
 }
 
 
