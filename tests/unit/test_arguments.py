@@ -38,7 +38,7 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
         case("--two-bw-correction-gradient", **ADDS, two_bw_correction_gradient="nan"),
         case("--two-bw-extra-warmup", stages=1, two_bw_extra_warmup=1),
         case("--two-bw-extra-warmup", microbatches=8, two_bw_extra_warmup="1,1"),
-        case("argument --two-bw-extra-warmup", two_bw_extra_warmup="1,-1"),
+        case("--two-bw-late-microbatches 2", "use 3 or more", stages=4, microbatches=4, two_bw_late_microbatches=2),
         case("argument --gpipe-round", schedule="gpipe", gpipe_round=0),
         case("--gpipe-round 4", schedule="gpipe", microbatches=3, gpipe_round=4),
         case("argument --pipeline-schedule", "3bw", schedule="3bw"),
