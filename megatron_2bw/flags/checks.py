@@ -17,9 +17,11 @@ from megatron_2bw.start.torchrun import PLAIN_TORCH
 
 
 def transformer_engine(args: Args) -> str | None:
-    """--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine on a GPU."""
+    """On a GPU Megatron's default layers need Transformer Engine, and its messages NCCL."""
     from megatron_2bw import cpu  # it imports torch
 
+    if args.distributed_backend == "gloo" and args.pipeline_model_parallel_size > 1 and not cpu.installed():
+        return "--distributed-backend gloo sends no GPU tensors between stages: use nccl, with --two-bw-exchange gloo"
     asked = task(args) is not None and args.transformer_impl == "transformer_engine"
     if not asked or cpu.installed() or installed("transformer_engine"):
         return None

@@ -113,8 +113,6 @@ def _mistakes(args: Args) -> Iterator[str]:
     for flag, (default, need) in _NEEDS.items():
         if value(args, flag) != default and not asks(args, need):
             yield f"{flag} has no effect without {need}: leave it out"
-    if args.two_bw_exchange == "nccl" and args.distributed_backend == "gloo":
-        yield "--two-bw-exchange nccl needs --distributed-backend nccl"
     for flag, most in (("--two-bw-correction-factor", 2), ("--two-bw-correction-gradient", 10)):
         if not 0 <= value(args, flag) <= most:
             yield f"{flag} {value(args, flag)} must be between 0 and {most}"

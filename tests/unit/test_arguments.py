@@ -28,7 +28,6 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
         case("--lr", lr=None),
         case("--global-batch-size 2", "use --global-batch-size 4 or more", microbatches=1),
         case("--global-batch-size 6", "use --global-batch-size 8 or more", microbatches=3, two_bw_extra_warmup=2),
-        case("--two-bw-exchange nccl", "backend nccl", two_bw_exchange="nccl", distributed_backend="gloo"),
         case("--two-bw-gradient-slots", schedule="gpipe", two_bw_gradient_slots=1),
         case("argument --two-bw-gradient-slots", two_bw_gradient_slots=3),
         case("argument --two-bw-sync-iterations", two_bw_sync_iterations="1.5%"),
@@ -78,14 +77,15 @@ def test_too_few_microbatches_says_which_batch_would_do(stages, width, micro, ba
 
 
 @pytest.mark.parametrize(
-    "extra, level, backend, fits",
+    "extra, level, exchange, fits",
     [(2, 2, "nccl", False), (1, 2, "nccl", True), (2, 1, "nccl", True), (2, 2, "gloo", True)],
 )
-def test_timers_that_wait_for_the_gpu_allow_one_more_forward_ahead(extra, level, backend, fits, monkeypatch):
+def test_timers_that_wait_for_the_gpu_allow_one_more_forward_ahead(extra, level, exchange, fits, monkeypatch):
     monkeypatch.setattr(cpu, "installed", lambda: False)
-    changes = dict(two_bw_extra_warmup=extra, timing_log_level=level, distributed_backend=backend)
+    changes = dict(two_bw_extra_warmup=extra, timing_log_level=level, two_bw_exchange=exchange)
     message = complaint(command(2, 6, "2bw", transformer_impl="local", **changes), 2)
     assert message is None if fits else message.startswith("--two-bw-extra-warmup")
+    assert complaint(command(2, 2, distributed_backend="gloo"), 2).startswith("--distributed-backend gloo")
 
 
 # --- data, checkpoints, packages -------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ LINES = {
     "megatron_2bw": 17747,
     "scripts bench": 3895,
     "tests": 19215,
-    "docs/*.md": 2785,
+    "docs/*.md": 2784,
 }
 
 
