@@ -59,7 +59,7 @@ test: install
 test-rest: install
 	$(PYTEST) $(TWO) -m "not proof" tests/distributed tests/e2e tests/lists
 
-test-all: test test-rest
+test-all: test test-rest test-device
 
 test-docs: install
 	$(PYTEST) tests/docs
