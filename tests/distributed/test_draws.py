@@ -17,7 +17,7 @@ FAILED_ONCE = json.loads(Path(__file__).with_name("draws.json").read_text())
 
 
 @pytest.mark.timeout(1800)  # also while a failing draw is shrunk
-@pytest.mark.proof
+@pytest.mark.proof("0")
 @pytest.mark.parametrize("part", [0, 3])
 def test_what_holds_for_every_configuration(part):
     """Two draws each. A failure prints its smallest command, which `python -m tests.distributed.draws --case` runs.
