@@ -56,7 +56,7 @@ def test_no_order_of_issue_ends_in_a_deadlock(name):
     examine(cases.programs_of(name), runs=30)
 
 
-@pytest.mark.parametrize("seed", range(1, 3))
+@pytest.mark.parametrize("seed", [2])
 def test_nor_does_one_of_a_run_at_random(seed):
     programs = cases.programs_of(f"drawn {seed}")
     examine(programs, runs=300 // len(programs) ** 2)
@@ -80,7 +80,7 @@ def test_all_orders_of_two_ranks_are_explored(name):
 
 
 @pytest.mark.proof("tied", "one-stage")
-@pytest.mark.parametrize("name", ["tied", "one-stage", "muon"])
+@pytest.mark.parametrize("name", ["tied", "one-stage"])
 def test_without_waits_after_collectives_one_queue_deadlocks(name):
     programs = cases.programs_of(name, cases.without_waits)
     assert deadlocks(programs) > 0
