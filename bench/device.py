@@ -4,7 +4,7 @@
     python bench/device.py launches    launches, waits and the host's time of an iteration: 2bw against Megatron's own
 
 Needs g++. `memory` trains each plan for five iterations without Transformer Engine or Apex. In `launches` the schedules
-take turns; the time is the least of the turns' medians, since whatever else runs on the machine only adds to it.
+take turns. The time is the least of the turns' medians: other programs on the machine only add to it.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("row, values", [("CPU", True), ("NCCL, width 2", True), ("memory, 2bw", False)])
 def test_a_row_of_gpu_check(row, values, tmp_path):
-    """The large model trains without values: its kernels would take hours. So it is told not to look at them."""
+    """The large model trains without values, which would take hours. So the check of its losses is off."""
     script = tmp_path / "check.py"
     script.write_text(GPU_CHECK.format(values=values))
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | ({} if values else {"DEVICE_MOST": "4096"})

@@ -2,7 +2,7 @@
 
 The stand-in notes each call that it takes: launches, events, waits, NCCL's operations. Added here are the names of the
 groups, gloo's collectives and the hand-over of jobs between threads. Nothing of a schedule is written here: a change of
-the runtime changes the log. Whoever asks whether something is over hears no: the latest that can be.
+the runtime changes the log. Each query for the end of an operation answers no, as on the slowest GPU.
 
 Entries are (thread, label, kind, ...); "train" is the training thread with autograd's, for which it waits:
     K stream                     a kernel or a copy
