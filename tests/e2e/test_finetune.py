@@ -69,9 +69,12 @@ def toy(folder: Path, task: str) -> Path:
 OPTIONS = "--learning_rate 5e-3 --batch 32 --max_steps 80 --save_steps 10 --logging_steps 10 --use_cpu".split()
 
 
-def start(model: Path, data: Path, out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "finetune_bert.py"), "--task", "mnli", "--model", str(model)]
-    command += ["--dataset", str(data), "--out", str(out), "--seeds", "3", *OPTIONS]
+def words(model: Path, data: Path, out: Path) -> list[str]:
+    return [*f"--task mnli --seeds 3 --model {model} --dataset {data} --out {out}".split(), *OPTIONS]
+
+
+def start(*given: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "finetune_bert.py"), *words(*given)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -88,7 +91,7 @@ def seed3(out: Path) -> dict:
     return json.loads((out / "results.json").read_text())["seeds"]["3"]
 
 
-def test_killed_and_continued_it_gives_the_same_bits(model, tmp_path):
+def test_killed_and_continued_it_gives_the_same_bits(model, tmp_path, capsys):
     data, one, two = toy(tmp_path / "data", "mnli"), tmp_path / "one", tmp_path / "two"
     whole, killed = start(model, data, one), start(model, data, two)
     try:
@@ -114,7 +117,8 @@ def test_killed_and_continued_it_gives_the_same_bits(model, tmp_path):
     assert seed3(two) == seed3(one)  # accuracy, loss, and the digest of the logits
     assert seed3(one)["accuracy"]["all"] == 100 and seed3(one)["steps"] == 80
     assert not list(one.glob("seed3")), "the checkpoints of a seed that has ended are removed"
-    said = finish(start(model, data, two))  # nothing is left to do
+    assert finetune_bert.main(words(model, data, two)) == 0  # nothing is left to do
+    said = capsys.readouterr().out
     assert "starts from" not in said and "seed 3: all 100.00 %" in said
 
 

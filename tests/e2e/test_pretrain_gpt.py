@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 
@@ -11,22 +10,14 @@ import pytest
 
 from megatron_2bw import run_log
 from megatron_2bw.data.corpus import build_corpus
-from megatron_2bw.schedules import SCHEDULES, Shape
 from tests.distributed.training import command
-from tests.e2e.launcher import end, forked, start, torchrun
+from tests.e2e.launcher import end, forked, start
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
     corpus = build_corpus(tmp_path_factory.mktemp("corpus"), vocab_size=512, max_bytes=200_000)
     return corpus.flags()
-
-
-def pretrain(ranks: int, flags: list[str], data: list[str]) -> str:
-    """Run the script; returns what it printed."""
-    run = torchrun(ranks, "pretrain_gpt_2bw.py", on(data, flags))
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-5000:]
-    return run.stdout
 
 
 def on(data: list[str], flags: list[str]) -> list[str]:
@@ -78,23 +69,16 @@ def test_an_empty_share_is_not_evaluated(data, schedule, split, shown):
     assert output.count(f"> --split {split}: no data for validation, so it is skipped") == (shown == 0)
 
 
-def test_leaving_with_microbatches_in_flight(data):
-    """--exit-interval ends the run in its middle: no rank hangs, status 0. (2bw: distributed/test_checkpoint.py.)"""
-    options = dict(train_iters=6, exit_interval=3, split="100,0,0")
-    flags = command(2, 2, "pipedream", "--untie-embeddings-and-output-weights", **options)
-    output = pretrain(2, flags, data)
-    assert len(losses(output)) == 3 and "exiting program at iteration 3" in output
-    assert "gradient norm, clipping and inf check are per stage" in output
-
-
 def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
     """--exit-signal-handler, asked for in the background: all iterations are logged, the last one is saved.
 
-    With loader processes, as by default: they have inherited Megatron's handler, and must not outlive the run.
+    With loader processes, as by default, which have inherited Megatron's handler, and with a process that writes the
+    checkpoint: they must not outlive the run.
     """
+    asynchronous = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
     saves = dict(save=tmp_path / "model", save_interval=100_000)
     options = dict(train_iters=100_000, split="100,0,0", num_workers=2)
-    flags = command(2, 2, "2bw", "--exit-signal-handler", **options, **saves)
+    flags = command(2, 2, "2bw", "--exit-signal-handler", *asynchronous, **options, **saves)
     process = start(2, "pretrain_gpt_2bw.py", flags)
     seen = ""
     try:
@@ -114,27 +98,3 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
     logged = [line.iteration for line in run_log.training(output)]
     saved = int((tmp_path / "model" / "latest_checkpointed_iteration.txt").read_text())
     assert logged == list(range(1, saved + 1)) and saved >= 6
-
-
-@pytest.mark.proof
-def test_the_line_and_the_trace_show_how_busy_the_stages_are(tmp_path):
-    """bubble and memory in the log line; every action of every stage in DIR/trace.json, and a picture."""
-    flags = command(2, 3, "2bw", train_iters=4, split="100,0,0", two_bw_trace=tmp_path / "trace", log_interval=2)
-    output = forked(2, flags)
-    number = r"([\d.]+)"
-    pattern = rf"bubble: {number}%/{number}% \| peak memory by stage \(GiB\): {number} {number} \|"
-    shares = re.findall(pattern, output)
-    assert len(shares) == 3, "iterations 1, 2 and 4"
-    for mean, most, *memory in shares:
-        assert 0 <= float(mean) <= float(most) < 100 and all(0.1 < float(value) < 10 for value in memory)
-    assert (tmp_path / "trace" / "timeline.png").stat().st_size > 1000
-    assert '"title":"batches ' in (tmp_path / "trace" / "timeline.html").read_text()
-    events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
-    actions = {
-        stage: [e["name"] for e in events if e.get("tid") == stage and e.get("cat") in ("F", "B", "R", "S")]
-        for stage in (0, 1)
-    }
-    shape = Shape(2, 3, 0, 4)
-    for stage, found in actions.items():
-        expected = [str(action) for j in range(4) for action in SCHEDULES["2bw"].actions(shape, stage, j)]
-        assert found == expected

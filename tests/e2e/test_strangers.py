@@ -16,11 +16,9 @@ from megatron_2bw.start.train import EVALUATE
 from tests.distributed.test_convert import convert_here, folder  # noqa: F401  (a fixture)
 from tests.e2e.launcher import forked
 
-EVALUATED = [*EVALUATE, *"--mock-data --device cpu --load".split()]
-TRAINED = [word for word in EVALUATED if word != "--skip-train"]
+EVALUATED = [*EVALUATE, *"--mock-data --device cpu --load".split()]  # a training loads as it does
 SAMPLE = "--prompt 5 --device cpu".split()
 COMMANDS = {
-    "train": lambda source: forked(1, [*TRAINED, source]),
     "evaluate": lambda source: forked(1, [*EVALUATED, source]),
     "sample": lambda source: run_world(1, call, ["sample", source, *SAMPLE]),
     "sample, trusted": lambda source: run_world(1, call, ["sample", source, *SAMPLE, "--trust-remote-code"]),

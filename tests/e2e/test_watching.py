@@ -1,7 +1,8 @@
-"""TensorBoard has the log's loss, gradient norm, bubble, memory by stage and tokens per second."""
+"""TensorBoard has the log's loss, gradient norm, bubble, memory by stage and tokens per second; a trace all actions."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from bench.emulated import train
 from megatron_2bw.local_ranks import own_output, run_world
+from megatron_2bw.schedules import SCHEDULES, Shape
 from tests.distributed.training import command
 from tests.e2e.launcher import forked
 
@@ -63,9 +65,17 @@ def check(board: Values, lines: Values) -> None:
 
 
 @pytest.mark.proof
-def test_the_dashboard_shows_what_the_log_shows(tmp_path):
-    lines = logged(forked(2, command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path)))
+def test_the_dashboard_shows_what_the_log_shows_and_the_trace_every_action(tmp_path):
+    folder = tmp_path / "trace"
+    lines = logged(forked(2, command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path, two_bw_trace=folder)))
     check(tensorboard(tmp_path), lines)
+    assert (folder / "timeline.png").stat().st_size > 1000
+    assert '"title":"batches ' in (folder / "timeline.html").read_text()
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    for stage in (0, 1):
+        found = [e["name"] for e in events if e.get("tid") == stage and e.get("cat") in ("F", "B", "R", "S")]
+        rows = (SCHEDULES["2bw"].actions(Shape(2, 4, 0, 5), stage, j) for j in range(5))
+        assert found == [str(action) for row in rows for action in row]
 
 
 def watched(rank: int, argv: list[str], forward: float, backward: float) -> str:

@@ -145,7 +145,7 @@ def refused_flag(line: str) -> str:
 def representatives() -> list[tuple[str, str]]:
     """Lists that train under 2bw with each flag of the corpus that it takes."""
     chosen: list[tuple[str, str]] = []
-    left = {word for words in LISTS.values() for word in words if word.startswith("--")}
+    left = {word for words in LISTS.values() for word in words if word.startswith("--")} - {*LEFT_OUT}
     able = {name: {*words} for name, words in LISTS.items() if not {*words} & {*LIMITS["2bw"]}}
     while able[best := max(able, key=lambda name: len(able[name] & left))] & left:
         chosen.append((best, "2bw"))

@@ -26,7 +26,6 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
     "argv, world, flag, words",
     [
         case("--lr", lr=None),
-        case("--global-batch-size 2", "use --global-batch-size 4 or more", microbatches=1),
         case("--global-batch-size 6", "use --global-batch-size 8 or more", microbatches=3, two_bw_extra_warmup=2),
         case("--two-bw-gradient-slots", schedule="gpipe", two_bw_gradient_slots=1),
         case("argument --two-bw-gradient-slots", two_bw_gradient_slots=3),
@@ -48,18 +47,6 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
 def test_a_mistake_is_answered_with_its_flag(argv, world, flag, words):
     message = complaint(argv, world)
     assert message is not None and message.startswith(flag) and words in message and "\n" not in message
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--two-bw-correction auto --two-bw-sync-iterations 20%",
-        "--two-bw-correction extrapolate --two-bw-correction-factor 1.5 --two-bw-correction-gradient 2",
-        "--two-bw-gradient-slots 1 --two-bw-trace folder --two-bw-exchange gloo --two-bw-sync-iterations 1000",
-    ],
-)
-def test_flags_of_2bw_are_accepted(flags):
-    assert complaint(command(2, 2, "2bw", *flags.split()), 2) is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.faults import different_losses, hit
+from bench.faults import different_losses
 
 START = "[before the start of training step] datetime: 2026-01-01"
 
@@ -40,13 +40,3 @@ def test_differences():
     rest = [*PEACE[:5], PEACE[5].replace("3.500000", "3.500001"), *PEACE[6:]]
     assert different_losses(rest, PEACE) == ["iteration 4: validation loss 3.500001E+00"]
     assert different_losses(PEACE[:-1], PEACE) == ["iteration 6: no lm loss"]
-
-
-def test_the_moment_that_was_hit():
-    saving, saved = "[2026] saving checkpoint at iteration 4 to x", "successfully saved checkpoint from iteration 4"
-    fifth, evaluated = line(5, "4.0E+00"), " validation loss at iteration 5 | lm loss value: 3.5E+00 |"
-    assert hit([]) == hit(["building the model"]) == "start"
-    assert hit([START]) == hit([START, line(4, "4.0E+00"), saving, saved]) == "iteration"
-    assert hit([START, line(4, "4.0E+00"), saving]) == "save"
-    assert hit([START, saving, saved, fifth]) == "evaluation"
-    assert hit([START, fifth, evaluated]) == "iteration" and hit([START, fifth, evaluated, saving]) == "save"

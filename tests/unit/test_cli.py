@@ -78,7 +78,7 @@ def test_completion_is_a_script_of_bash(capsys):
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
-    """--dry-run only prints: the check of the flags takes seconds (e2e/test_wrong_command_lines.py)."""
+    """--dry-run only prints: the check of the flags takes seconds (e2e/test_front_door.py)."""
     monkeypatch.setattr(train.subprocess, "call", lambda command, env: 0)
 
 

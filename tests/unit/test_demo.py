@@ -1,4 +1,4 @@
-"""The demo: a wrong option, and a run that fails."""
+"""The demo: its log interval, and a run that fails."""
 
 import pytest
 
@@ -9,13 +9,6 @@ from megatron_2bw.start.torchrun import log_interval
 @pytest.mark.parametrize("iterations, interval", [(250, 10), (7, 7), (11, 1), (36, 9)])
 def test_the_last_iteration_is_logged(iterations, interval):
     assert log_interval(iterations) == interval
-
-
-def test_a_wrong_option_is_one_line(capsys):
-    with pytest.raises(SystemExit) as ended:
-        demo.main(["--iterations", "0"])
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.count("\n") == 1 and "--iterations" in error
 
 
 def test_results_of_an_earlier_run_go_before_a_run_that_may_fail(tmp_path, monkeypatch):

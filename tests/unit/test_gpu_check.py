@@ -55,10 +55,6 @@ def test_what_counts_as_a_difference():
     assert rows.compared(same, run_of(1.0, 2.0, weight=1.01), tolerance=0.05)["differences"] > 0
 
 
-def test_ten_rows_at_most():
-    assert len({each.name for each in rows.ROWS}) == len(rows.ROWS) <= 10
-
-
 @pytest.mark.parametrize("words", [["--row", "nothing"], ["--device", "cuda"]])
 def test_wrong_words(words, capsys):
     """The machine of the tests has no GPU."""

@@ -7,10 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from matplotlib.text import Text
 
 from bench import tables
-from megatron_2bw.convergence import plot as convergence_plot
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.timelines import picture
 from megatron_2bw.timelines.simulator import simulate
@@ -35,21 +33,6 @@ def test_labels_of_measurements_are_whole_and_apart(name):
         for labels in (axis.get_xticklabels(), axis.get_yticklabels()):
             boxes = [label.get_window_extent() for label in labels if label.get_text() and not label.get_rotation()]
             assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-
-
-def test_bars_have_their_values():
-    content = json.loads((DOCS / "bench" / "shapes.json").read_text())
-    found = [text.get_text() for text in tables.picture(content).findobj(Text)]
-    assert all(f"{row['efficiency']:.1%}" in found for row in content["rows"])
-
-
-def test_curves_are_named_in_words(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(convergence_plot, "write_figure", lambda path, figure: drawn.append(figure))
-    convergence_plot.draw(json.loads((DOCS / "convergence" / "plain8k.json").read_text()), tmp_path / "x.png")
-    assert whole(drawn[0])
-    names = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert names[0] == "vanilla" and names[-1] == "all: correction auto"
 
 
 @pytest.mark.parametrize("name, iterations", [("2bw", 2), ("2bw", 4), ("pipedream-flush", 2)])

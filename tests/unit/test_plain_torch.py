@@ -20,26 +20,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_references_bits(name, stages):
-    shape = Shape(stages, 4, 0, 6)
-    assert_same(run_threads(schedule(name), shape), reference(name, shape))
-
-
-@pytest.mark.parametrize("stages, microbatches", [(3, 1), (4, 2)])
-def test_pipedream_holds_as_many_versions_as_batches_are_in_flight(stages, microbatches):
-    shape = Shape(stages, microbatches, 0, 6)
-    assert_same(run_threads(schedule("pipedream"), shape), reference("pipedream", shape))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_skipped_steps(name):
-    """After a skipped step W(j+1) = W(j); the batches after it name the same versions as ever."""
-    shape, skipped = Shape(2, 3, 0, 6), {1, 3, 4}
-    assert_same(run_threads(schedule(name), shape, skipped=skipped), reference(name, shape, skipped=skipped))
-
-
 @pytest.mark.parametrize("stages, extra", [(1, ()), (2, ()), (4, ()), (3, (1,))])
 def test_no_stage_waits_for_a_step_before_it_needs_the_weights(stages, extra, monkeypatch):
     """With the fewest microbatches: no step gets its norm before every stage is at the STEP of that batch."""

@@ -10,8 +10,6 @@ from dataclasses import astuple, replace
 import pytest
 from hypothesis import given
 
-from bench.planner_checks import table
-from megatron_2bw.models import cluster as clusters
 from megatron_2bw.models.cluster import Cluster, Device, Link
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import RECOMPUTE, Plan
@@ -131,18 +129,6 @@ def test_a_ring_of_fewer_gpus_of_a_server_has_its_own_rate():
     assert message(mesh, 0, 8e9) == (0.4, 0.4) and message(CLUSTER, 0, 8e9)[1] == 0.08
     even = replace(CLUSTER, inside=Link(100, 0))
     assert all_reduce(mesh, Group(4, 2, 1), 8e9) > all_reduce(even, Group(4, 2, 1), 8e9)
-
-
-@pytest.mark.parametrize("name, preset", [("V100", "p3.16xlarge"), ("A100", "dgx-a100-80")])
-def test_the_presets_links_are_ncclss_of_two_four_and_eight_gpus(name, preset):
-    """vTrain's all-reduces of 16 MB and more."""
-    rows = [row for row in table("all_reduce.csv") if row["gpu"] == name and row["ranks"] in "248"]
-    rows = [(int(row["ranks"]), float(row["bytes"]), float(row["us"]) * 1e-6) for row in rows]
-    large = [(Group(ranks, 1, 1), size, seconds) for ranks, size, seconds in rows if size >= 16e6]
-    assert len(large) == 12
-    assert all(
-        abs(all_reduce(clusters.preset(preset, 1), group, size) / seconds - 1) < 0.2 for group, size, seconds in large
-    )
 
 
 def test_rails():
@@ -351,14 +337,6 @@ def test_the_parts_of_an_iteration_sum_to_its_seconds(case):
         assert split.bubble > 0 or plan.depth == 1 or plan.first
     elif plan.gradient_slots == 2 or plan.depth == 1:
         assert split.bubble <= 1e-9 * estimate.seconds
-
-
-def test_with_one_gradient_slot_2bw_waits_once_a_batch():
-    """The first backward needs the memory of the last batch's gradients: a wait that does not grow with the batch."""
-    cost = Cost(GPT, CLUSTER, flash=True)
-    splits = [cost.estimate(replace(PLAN, gradient_slots=1, microbatches=m)).split for m in (4, 8, 16, 64)]
-    assert splits[0].bubble > 0 and splits[0].bubble / splits[0].compute < 3 / 4
-    assert max(split.bubble for split in splits) <= splits[0].bubble * (1 + 1e-6)
 
 
 def test_the_bubble_of_a_flush_by_hand():
@@ -590,14 +568,6 @@ def test_a_stage_has_the_speed_and_the_memory_of_its_weakest_gpu():
     for size, fits in ((needed / 2, False), (4 * needed, True)):  # of the fast ones, which have most layers
         here = Cost(GPT, replace(mixed, devices=(replace(fast, memory_gib=size + 4), replace(slow, memory_gib=99))))
         assert here.fits(plan.with_layers([3, 3, 1, 1])) == fits
-
-
-def test_layers_go_into_the_flags_that_can_express_them():
-    plan = Plan(1, 4, 2, 1, 8)
-    assert plan.with_layers([6] * 4) == plan and plan.with_layers([3, 8, 8, 5]) == replace(plan, first=3, last=5)
-    layout = plan.with_layers([8, 7, 5, 4])
-    assert layout.layers_of(replace(GPT, layers=24)) == [8, 7, 5, 4] and layout.with_layers([6] * 4) == plan
-    assert layout.flags()[layout.flags().index("--pipeline-model-parallel-layout") + 1] == "Et*8|t*7|t*5|t*4L"
 
 
 def test_layers_that_are_computed_again_take_their_time_again():

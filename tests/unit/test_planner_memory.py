@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_2bw.models.model import PRESETS, Model
+from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.memory import (
     GROUP,
@@ -24,8 +24,6 @@ from megatron_2bw.schedules import B, F, Shape
 from tests.unit.test_planner_search import planned, property_of
 
 GPT = Model("gpt", 16, 1024, 16, vocab=50257, sequence=512)
-LLAMA = replace(PRESETS["llama-8b"], sequence=512, layers=16)
-ODD = replace(GPT, name="odd", layers=15, vocab=1000, dropout=False, tied=False)
 FLUSH = Plan(1, 4, 2, 2, 8, schedule="pipedream-flush")
 TWO_BW = replace(FLUSH, schedule="2bw")
 
@@ -218,23 +216,6 @@ def test_megatrons_loss_holds_the_logits_that_are_counted(precision, monkeypatch
     model = Model("gpt", 1, 2, 1, vocab=vocab, sequence=tokens, dropout=False)
     counted = Memory(model, precision, False).stage(Plan(1, 1, 1, 1, 1, schedule="megatron"), 0, 1).logits
     assert max(itertools.accumulate(changes)) == pytest.approx(counted, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "schedule, expected",
-    [
-        ("2bw", [4, 3, 2, 1]),
-        ("pipedream-flush", [4, 3, 2, 1]),
-        ("gpipe", [8] * 4),
-        ("no-pipelining", [1] * 4),
-        ("megatron", [4, 3, 2, 1]),
-    ],
-)
-def test_microbatches_in_flight(schedule, expected):
-    memory = Memory(replace(GPT, dropout=False), "bf16", False)
-    plan = replace(FLUSH, schedule=schedule)
-    kept, working = memory.layer(plan)
-    assert [(stage.activations - working) / (4 * kept) for stage in memory.stages(plan)] == expected
 
 
 def most_kept(plan: Plan, stage: int, chunks: set[int]) -> int:

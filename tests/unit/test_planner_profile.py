@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 
 import pytest
@@ -30,15 +29,6 @@ def test_round_trip(tmp_path):
         profile.save(path)
         assert Profile.load(path) == profile
     assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
-
-
-@pytest.mark.parametrize("changes, entry", [({"heads": "many"}, "heads"), ({"speed": 1}, "speed"), ({"kind": 1}, "")])
-def test_a_file_that_is_no_profile(changes, entry, tmp_path):
-    path = tmp_path / "profile.json"
-    PROFILE.save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UserError, match=f"^--profile {path}: {entry}"):
-        Profile.load(path)
 
 
 @pytest.mark.parametrize(

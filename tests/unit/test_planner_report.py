@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from matplotlib.collections import PolyCollection
@@ -16,7 +15,6 @@ from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.tell import report
-from megatron_2bw.planner.tools import run_simulate
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.timelines.picture import draw_shapes
@@ -44,10 +42,6 @@ def figure(monkeypatch):
     original = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", savefig)
     return lambda: saved[-1]
-
-
-def is_png(path: Path) -> bool:
-    return path.read_bytes()[:4] == b"\x89PNG"
 
 
 def bars(axis) -> list[tuple[float, float, float]]:
@@ -107,16 +101,3 @@ def test_drawing_of_chunks_and_of_unequal_stages(tmp_path, figure):
     assert len(faces) == 2 * 2 * 2  # batches, kinds, chunks
     forwards = {row: {round(end - start, 6) for r, start, end in bars(lower) if r == row} for row in (0, 1)}
     assert forwards == {1: {2.0, 4.0}, 0: {4.0}}
-
-
-def test_figures_of_the_paper(tmp_path, capsys, figure):
-    """Figure 2: microbatch 9 is the first on W(1), on every stage; the text and the picture both show it."""
-    words = "--schedule 2bw --stages 4 --microbatches 4 --iterations 4 --versions".split()
-    assert run_simulate([*words, "--out", str(tmp_path / "figure2.png")], "megatron-2bw simulate") == 0
-    assert is_png(tmp_path / "figure2.png")
-    texts = [text.get_text() for text in figure().axes[0].texts]
-    pairs = {(number, weights) for number, weights in zip(texts[::2], texts[1::2])}
-    assert {pair for pair in pairs if pair[0] in ("8", "9", "12")} == {("8", "W(0)"), ("9", "W(1)"), ("12", "W(1)")}
-    printed = capsys.readouterr().out.splitlines()
-    number, version = next((a, b) for a, b in zip(printed, printed[1:]) if a.startswith("stage 0"))
-    assert version[number.index("|9") + 1] == "1" and version[number.index(" 8  ") + 1] == "0"

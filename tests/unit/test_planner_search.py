@@ -22,7 +22,7 @@ from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.find.legality import violations
 from megatron_2bw.planner.find.search import Search, best
 from megatron_2bw.planner.find.space import Space
-from megatron_2bw.schedules import Shape, TwoBW
+from megatron_2bw.schedules import Shape
 from megatron_2bw.timelines.simulator import iteration_time, simulate
 
 P3 = cluster.preset("p3.16xlarge", 1)
@@ -420,30 +420,6 @@ def test_the_bound_with_any_extra_warmup(kind, case):
     assert bound is None or bound <= cost.lower_bound(plan) * (1 + 1e-9)
 
 
-@property_of(50)
-@given(planned(st.just(("2bw", 2, 1)), rounds=2))
-def test_the_extra_warmup_hides_messages(case):
-    """A microbatch takes 2 % longer than the slowest stage or link at most, and with one forward fewer on any stage it
-    takes longer than that."""
-    cost, plan = case
-    extra = next(cost._warmups(plan), ())
-    assume(extra)
-    times = replace(cost.times(plan), reduce=0.0, step=0.0, overlap_cost=0.0)
-    cycle = 1.02 * max(*(work.total for work in cost.stages(plan)), *times.occupied[: plan.depth - 1])
-    microbatches = 4 * (plan.depth + sum(extra))  # a shorter batch hides a part of a wait
-
-    def each(extra: tuple[int, ...]) -> float:
-        return iteration_time(TwoBW(2, extra), plan.depth, microbatches, times) / microbatches
-
-    assert each(extra) <= cycle * (1 + 1e-6) < each(())
-    for boundary, more in enumerate(extra):
-        if more:
-            fewer = [number - (place == boundary) for place, number in enumerate(extra)]
-            if boundary:
-                fewer[boundary - 1] += 1  # this stage alone
-            assert each(tuple(fewer)) > cycle * (1 - 1e-6)
-
-
 @property_of(150)
 @given(planned(rounds=12, ahead=True))
 def test_seconds_are_those_of_the_simulation(case):
@@ -451,20 +427,6 @@ def test_seconds_are_those_of_the_simulation(case):
     cost, plan = case
     exact = max(iteration_time(plan.pipeline, plan.depth, plan.microbatches, cost.times(plan)), cost.lower_bound(plan))
     assert cost.seconds(plan) == pytest.approx(exact, rel=0.01)
-
-
-@property_of(40)
-@given(st.sampled_from([Cost, ClosedForm]), MODELS, clusters(), st.integers(4, 40), st.booleans())
-def test_what_the_search_yields(kind, of, on, batch, distinct):
-    cost, space = kind(of, on, "bf16"), Space(batch, microbatch=(1, 2, 8))
-    found = list(itertools.islice(Search(cost, space, distinct), 60))
-    assert [seconds for seconds, _ in found] == sorted(seconds for seconds, _ in found)
-    for seconds, plan in found:
-        assert legal(cost, plan) and cost.fits(plan)
-        assert plan.gpus == on.gpus and 0 < plan.global_batch <= batch
-        assert seconds == sample_seconds(cost, plan)
-    if distinct:
-        assert len({key(plan) for _, plan in found}) == len(found)
 
 
 # --- 2bw -------------------------------------------------------------------------------------------------------------

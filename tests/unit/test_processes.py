@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -50,36 +49,6 @@ def test_a_child_whose_parent_has_ended_is_stopped_with_its_group():
     while not gone(left) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert gone(left)
-
-
-LATE = """
-import multiprocessing, os, time
-from megatron_2bw.processes import end_with_parent
-
-def late(parent):
-    print(os.getpid(), flush=True)
-    while os.getppid() == parent:
-        time.sleep(0.01)
-    end_with_parent()
-    time.sleep(60)
-
-if __name__ == "__main__":
-    multiprocessing.get_context("spawn").Process(target=late, args=(os.getpid(),)).start()
-    time.sleep(60)
-"""
-
-
-def test_a_worker_whose_parent_is_killed_while_it_starts_ends(tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
-    search = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen([sys.executable, tmp_path / "late.py"], stdout=subprocess.PIPE, env=search)
-    try:
-        worker = psutil.Process(int(process.stdout.readline()))
-        process.kill()
-        process.wait(5)
-        assert not psutil.wait_procs([worker], timeout=30)[1]
-    finally:
-        stop_tree(process)
 
 
 def test_a_port_is_kept_for_a_server_that_reuses_addresses():

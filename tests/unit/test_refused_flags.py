@@ -98,19 +98,3 @@ def test_what_a_schedule_does_without_is_accepted_with_one_line(capsys):
         args = parse(command(2, 2, schedule, *WITHOUT_EFFECT), 2)
         settle(args)
         assert (args.barrier_with_L1_time, args.overlap_param_gather) == (on, on)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--overlap-p2p-communication-warmup-flush --use-flash-attn --tiktoken-pattern v2 --profile-step-start 2",
-        "--ckpt-format torch --save-interval 5 --expert-tensor-parallel-size 1 --initial-loss-scale 64",
-        "--fp16 --loss-scale 128 --recompute-activations --optimizer sgd --sgd-momentum 0.5",
-        "--num-virtual-stages-per-pipeline-rank 1 --exit-signal-handler --num-experts 0",
-        "--distributed-backend nccl --attention-backend flash --async-save --profile",
-    ],
-)
-def test_what_megatrons_own_scripts_take_is_accepted(schedule, flags):
-    assert complaint(command(2, 2, schedule, UNTIED, *flags.split()), 2) is None

@@ -287,11 +287,3 @@ def test_versions_that_are_read_late_only(sync):
             if a.kind == "F" and a.version == version
         }
         assert readers and schedule.reads_late(version) == (readers == {version + 1})
-
-
-def test_a_reduction_is_of_a_batch_and_a_forward_of_a_microbatch():
-    forward, reduction = parse("F5@1 R2@1")
-    assert (forward.microbatch, reduction.batch) == (5, 2)
-    for action, name in ((forward, "batch"), (reduction, "microbatch")):
-        with pytest.raises(AssertionError, match=str(action)):
-            getattr(action, name)

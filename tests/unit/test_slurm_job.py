@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -208,13 +207,6 @@ def test_wrong_variables_are_told_in_one_line(kind, model, plan, nodes, precisio
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "bert"])
-def test_the_scripts_name_models_of_their_kind(kind):
-    lines = (SCRIPTS / f"pretrain_{kind}_2bw.sbatch").read_text().splitlines()
-    named = next(line for line in lines if line.startswith("# MODEL is")).removeprefix("# MODEL is ").split(", ")
-    assert all(name == "..." or PRESETS[name].kind == kind for name in named)
-
-
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NAME": "job",
@@ -363,11 +355,6 @@ def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submi
     assert done.stderr.splitlines()[-1].startswith("submit from the clone or in the environment of megatron_2bw")
 
 
-def test_outside_of_slurm_it_says_so(tmp_path):
-    done = batch(tmp_path, SLURM_JOB_ID=None, SLURM_JOB_NAME=None)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "error: this is no Slurm job" in done.stderr
-
-
 def test_a_container_and_a_preamble(tmp_path):
     """srun has SRUN_ARGS before the command, only the image has PYTHON, all ranks have the preamble's environment."""
     (tmp_path / "preamble.sh").write_text('export HF_HOME="$unset/hub"\nfalse\nexport NCCL_DEBUG=WARN\n')
@@ -395,11 +382,3 @@ def test_one_node_of_a_job_ends_with_its_commands_status_and_with_0_after_a_sign
     torchrun = python(tmp_path, "[[ $1 != - ]] || { kill -TERM $PPID; exit; }; touch started")
     assert subprocess.run([SCRIPTS / "node.sh", torchrun, "9"], check=False, timeout=20, cwd=tmp_path).returncode == 0
     assert not (tmp_path / "started").exists()
-
-
-@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.s*")), ids=lambda path: path.name)
-def test_shellcheck_finds_nothing(path):
-    if not shutil.which("shellcheck"):
-        pytest.skip("shellcheck is not installed")
-    done = subprocess.run(["shellcheck", "-x", path], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stdout

@@ -173,20 +173,3 @@ def test_the_jobs_of_a_figure_stand_in_both_tables(tmp_path, call, sbatch, capsy
         found = {(row["figure"], row["series"], row["x"]): row["measured"] for row in csv.DictReader(file)}
     assert found["8a", "GPipe", "64"] == "out of memory" and found["8a", "PipeDream-2BW", "256"] == "3.5"
     assert "| 3.5 |" in (tmp_path / "paper" / "figure8.md").read_text()
-
-
-@pytest.mark.parametrize(
-    "words, flag",
-    [([], "--figure"), ([*OWN, "--systems", "GPipe,x"], "--systems"), ([*OWN, "--batch-sizes", "7"], "--batch-sizes")],
-)
-def test_wrong_flags_are_told_in_one_line(words, flag, tmp_path, call, capsys):
-    with pytest.raises(SystemExit) as end:
-        call("submit", "--out", tmp_path / "out", *words)
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and flag in error and error.count("\n") == 1
-
-
-def test_without_slurm_and_without_runs_it_says_so(tmp_path, monkeypatch, call, capsys):
-    assert call("collect", "--out", tmp_path) == 1 and "nothing was submitted" in capsys.readouterr().err
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert call("submit", *OWN, "--out", tmp_path) == 1 and "sbatch" in capsys.readouterr().err

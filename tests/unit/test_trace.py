@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from megatron_2bw.core.recorder import Record, Recorder
-from megatron_2bw.errors import UserError
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
 from megatron_2bw.timelines.measured import last_batches, timelines
 from megatron_2bw.timelines.simulator import Times, simulate
-from megatron_2bw.timelines.trace import TraceWriter, forget, main, merge, read, summary, timed
+from megatron_2bw.timelines.trace import TraceWriter, forget, main, merge, read, timed
 
 CPU = torch.device("cpu")
 
@@ -135,14 +134,6 @@ def test_the_summary_is_of_the_steady_state(schedule, busy, seconds, tmp_path, c
     assert rows[0].split()[2:4] == [*waits] and rows[0].split()[4:] == ["0.0%"] * 3
     assert [len(row) for row in rows] == [len(names)] * 2
     assert not (tmp_path / "trace.json").exists()
-
-
-def test_what_there_is_no_picture_and_no_summary_of(tmp_path):
-    with pytest.raises(UserError, match="no stage-"):
-        merge(tmp_path)
-    write(tmp_path, Shape(2, 2, 0, 2))
-    with pytest.raises(UserError, match="--summary needs three batches"):
-        summary(tmp_path)
 
 
 def test_a_run_that_was_killed_leaves_what_it_had_written(tmp_path):

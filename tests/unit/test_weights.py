@@ -89,35 +89,6 @@ def test_backward_sees_the_weights_of_its_forward():
         loss = early
 
 
-def test_copying_versions_into_one_storage_would_fail_the_test_above():
-    """The scheme that the published implementation uses: nothing raises, and the gradients are wrong."""
-    model, xs = ThreeOps(), batches(2)
-    versions = [snapshot(model)]
-    update(model, 0)
-    versions.append(snapshot(model))
-
-    def load(version: int) -> None:
-        for name, param in model.named_parameters():
-            param.data.copy_(versions[version][name])
-
-    load(0)
-    loss = model(xs[0])
-    load(1)
-    model(xs[1])  # another microbatch's forward on the newer version, in the same storage
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    expected = expected_gradients(versions, 0, xs[0])
-    assert not all(torch.equal(found, right) for found, right in zip(gradients, expected))
-
-
-def test_in_place_step_without_the_stores_is_refused_by_autograd():
-    """Why the stores preserve version counters: each parameter has one, whatever storage it points to."""
-    model, (x,) = ThreeOps(), batches(1)
-    loss = model(x)
-    update(model, 0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_a_version_change_moves_pointers_only():
     model = ThreeOps()
     stores = WeightStores(model.parameters(), slots=2)
