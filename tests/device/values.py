@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 # They only look at memory or move it, and move it here too.
 SAME = {"as_strided", "view", "_local_scalar_dense", "empty", "empty_strided", "set_", "resize_", "record_stream"}
 SAME |= {"is_pinned", "_pin_memory", "unfold", "view_as_real", "view_as_complex", "_reshape_alias", "is_set_to"}
-# The sizes of their results depend on the values.
+# Computed by the host alone: the sizes of their results depend on the values; torch takes no boxed call of the last.
 BY_VALUE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"}
+BY_VALUE |= {"pow.Scalar"}
 
 
 def _softmax(x: Tensor, dim: int, to_float: bool) -> Tensor:
@@ -38,6 +39,7 @@ MIXED = {
     "_softmax": _softmax,
     "_softmax_backward_data": _softmax_backward,
     "native_layer_norm_backward": _layer_norm_backward,
+    "_fused_rms_norm_backward": torch._decomp.decompositions._fused_rms_norm_backward,  # the CPU has none
 }
 
 _host = ctypes.CDLL(None)
@@ -76,7 +78,7 @@ def _twice(operation, short: str, overload: str):
     compute = operation if overload else MIXED.get(short, operation)
 
     def kernel(keys, *args, **kwargs):
-        if short in BY_VALUE:
+        if short in BY_VALUE or f"{short}.{overload}" in BY_VALUE:
             return tree_map(_to_device, operation(*tree_map(on_host, args), **tree_map(on_host, kwargs)))
         numbers = [place for place in tensors if place < len(args) and isinstance(args[place], int | float)]
         typed = [_tensor(each, args) if place in numbers else each for place, each in enumerate(args)]
