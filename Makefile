@@ -11,7 +11,7 @@ help:
 	@echo "make test      unit tests, and tests with several processes for each claim about the update rule (three minutes on two idle cores)"
 	@echo "make test-rest  all other tests that need nothing but .venv (18 minutes); make test-all runs both"
 	@echo "make test-docs  run the commands of docs/quick_start.md and docs/finetune.md as they stand there (three minutes)"
-	@echo "make test-device  torch's CUDA path on a stand-in for the GPU (two minutes; needs g++)"
+	@echo "make test-device  torch's CUDA path on a stand-in for the GPU (six minutes; needs g++)"
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
 	@echo "make oracles   compare models and losses with those of megatron-bridge and lm-eval (two minutes; installs both in build/)"
 	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
@@ -66,7 +66,10 @@ test-docs: install
 
 # Without a GPU; tests/device/device.cpp says what the stand-in does.
 test-device: install
-	$(PYTEST) $(TWO) --device stand-in -m "device or proof" tests/device tests/model tests/distributed/test_update_rule.py
+	rm -rf build/coverage
+	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) $(TWO) --device stand-in -m "device or proof" \
+	    tests/device tests/model tests/distributed/test_update_rule.py
+	$(PYTHON) -m coverage combine --quiet && $(PYTHON) -m tests.device.lines
 
 # megatron-bridge pins other versions of what .venv has, so it has an environment of its own, which sees those of .venv.
 # 5.12.1 is the newest transformers that megatron-bridge 0.6.2 takes. lm-eval brings many packages.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -147,6 +148,27 @@ def test_where_a_thread_waits_for_the_device(name):
         assert slow <= {"training.py: print_datetime", ""}, number
 
 
+def held(rank: int, argv: list[str]) -> tuple[int, ...]:
+    """What a training leaves: bytes allocated, bytes at the peak, tensors, CUDA's events and streams."""
+    train(rank, argv).losses.clear()
+    gc.collect()
+    kinds = torch.Tensor, torch.cuda.Event, torch.cuda.Stream
+    return (
+        torch.cuda.memory_allocated(),
+        torch.cuda.max_memory_allocated(),
+        *(sum(isinstance(thing, kind) for thing in gc.get_objects()) for kind in kinds),
+    )
+
+
+def test_nothing_grows_in_200_iterations():
+    """The peak depends on when the step meets the activations: within a tenth."""
+    size, argv = cases.case(2, 2, "--bf16", "--two-bw-correction", "extrapolate")
+    short, long = (run_world(size, held, [*argv, "--train-iters", str(n)], timeout=280) for n in (20, 200))
+    for (_, peak, *_), (_, later, *_) in zip(short, long):
+        assert later <= 1.1 * peak
+    assert [(rank[0], *rank[2:]) for rank in long] == [(rank[0], *rank[2:]) for rank in short]
+
+
 def item_in_a_forward() -> None:
     from megatron_2bw.core.pipeline import Pipeline
 
@@ -196,7 +218,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("row, values", [("CPU", True), ("NCCL, width 2", True), ("memory, 2bw", False)])
+@pytest.mark.parametrize("row, values", [("CPU", True), ("NCCL, one queue", True), ("memory, 2bw", False)])
 def test_a_row_of_gpu_check(row, values, tmp_path):
     """The large model trains without values, which would take hours. So the check of its losses is off."""
     script = tmp_path / "check.py"

@@ -8,16 +8,19 @@ import tempfile
 
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.compare import UNTIED
-from tests.distributed.training import command
+from tests.distributed.training import BERT, command
 from tests.model.explore import Programs, programs
 from tests.model.record import record
 
 
-def case(stages, microbatches, *flags, schedule="2bw", width=1, tensor=1, **changes) -> tuple[int, list[str]]:
+def case(
+    stages, microbatches, *flags, schedule="2bw", width=1, tensor=1, task=None, **changes
+) -> tuple[int, list[str]]:
     """Ranks and command line. Two iterations warm up: the third is the first that posts receives early."""
     changes = dict(train_iters=6, log_interval=1000, tensor_model_parallel_size=tensor) | changes
     flags = ("--no-check-for-nan-in-loss-and-grad", *flags)  # its waits on the CPU would hide deadlocks
-    return stages * width * tensor, command(stages, microbatches, schedule, *flags, width=width, **changes)
+    argv = command(stages, microbatches, schedule, *flags, width=width, **changes)
+    return stages * width * tensor, [*filter(None, [task]), *argv]
 
 
 SHARDED = "--use-distributed-optimizer"
@@ -36,7 +39,7 @@ CASES = {
     "more-extra-warmup": case(2, 4, UNTIED, two_bw_extra_warmup=2),
     "uneven-extra-warmup": case(4, 8, UNTIED, two_bw_extra_warmup="0,2,0"),
     "fp16": case(2, 2, "--fp16", train_iters=10, initial_loss_scale=2**21, hysteresis=1),
-    "evaluation": case(2, 2, log_interval=1, train_iters=6, eval_interval=3, eval_iters=2, split="90,10,0"),
+    "evaluation": case(2, 2, task=BERT, log_interval=1, eval_interval=3, eval_iters=2, split="90,10,0"),
     "exit": case(2, 2, exit_interval=4),
     "saving": case(2, 2, save="FOLDER", save_interval=4),
     "tokens": case(2, 3, "--calculate-per-token-loss"),

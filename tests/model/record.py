@@ -21,6 +21,7 @@ import json
 import os
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -108,7 +109,7 @@ def name_groups() -> None:
 
         return call
 
-    for name in COLLECTIVES.split():
+    for name in filter(partial(hasattr, ProcessGroup), COLLECTIVES.split()):  # torch 2.11 has some of them
         setattr(ProcessGroup, name, recorded(name))
     dist.Work.is_completed = lambda self: False
     torch.cuda.Event.query = torch.cuda.Stream.query = lambda self: False
