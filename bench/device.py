@@ -2,14 +2,16 @@
 
     python bench/device.py memory      peak of torch's allocator on each stage, against the planner
     python bench/device.py launches    launches, waits and the host's time of an iteration: 2bw against Megatron's own
+    python bench/device.py host        seconds of a step in host memory on all cores of this machine, by its parts
 
-Needs g++. `memory` trains each plan for five iterations without Transformer Engine or Apex. In `launches` the schedules
-take turns. The time is the least of the turns' medians: other programs on the machine only add to it.
+The first two need g++. `memory` trains each plan for five iterations without Transformer Engine or Apex. In `launches`
+the schedules take turns. The time is the least of the turns' medians: other programs on the machine only add to it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import statistics
 import sys
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
 
 from bench.tables import new_parser, write_result
 from megatron_2bw.gpu_check import entry, rows
@@ -33,7 +37,7 @@ from tests.device import build
 SEQUENCE, FIRST = 512, 4
 # Of the planner's CONTEXT, what torch's allocator holds: workspaces of cuBLAS for two streams, and Megatron's buffer.
 WORKSPACES = 2**27
-FLUSH, RECOMPUTE, CORRECTED = dict(schedule="megatron"), dict(recompute="full"), dict(extrapolate=True)
+FLUSH, IN_BF16 = dict(schedule="megatron"), dict(grad_reduce_in_bf16=True)
 PLANS = [
     *(("gpt-355m", Plan(1, 1, 1, 8, 8, **more)) for more in (FLUSH, {}, dict(gradient_slots=1))),
     *(("gpt-355m", Plan(1, 2, 1, 4, 8, **more)) for more in (FLUSH, {})),
@@ -44,6 +48,8 @@ PLANS = [
     *(("gpt-2.2b", Plan(1, 4, 1, 2, 8, **more)) for more in (FLUSH, {}, dict(gradient_slots=1))),
     *(("gpt-2.2b", Plan(1, 4, 1, 2, 8, **more)) for more in (dict(recompute="full"), dict(extrapolate=True))),
     ("gpt-2.2b", Plan(1, 2, 2, 1, 4, distributed_optimizer=True)),
+    *(("gpt-355m", Plan(1, depth, 1, 4, 8, host=True)) for depth in (1, 4)),  # larger ones take too much host memory
+    *(("gpt-355m", Plan(1, 2, 2, 2, 4, host=True, distributed_optimizer=True, **more)) for more in ({}, IN_BF16)),
 ]
 
 
@@ -116,16 +122,47 @@ def launches(turns: int, iterations: int) -> list[dict[str, Any]]:
     return found
 
 
+def host(parameters: int) -> dict[str, Any]:
+    """The parts of a step in host memory (mcore/host_memory.py) of so many parameters, apart from the copies.
+
+    In Megatron's order: the norm of each gradient, clipping, Adam, and the conversion of the new weights.
+    """
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    sizes = [min(1 << 24, parameters - start) for start in range(0, parameters, 1 << 24)]
+    mains = [torch.rand(size, requires_grad=True) for size in sizes]
+    model = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
+    for main in mains:
+        main.grad = torch.rand_like(main)
+    gradients, adam = [main.grad for main in mains], torch.optim.AdamW(mains, lr=1e-4, fused=True)
+    parts = {
+        "norm": lambda: [torch.norm(gradient) for gradient in gradients],
+        "clipping": lambda: [gradient.mul_(0.999) for gradient in gradients],
+        "Adam": adam.step,
+        "conversion": lambda: [there.copy_(main.detach()) for there, main in zip(model, mains)],
+    }
+    row: dict[str, Any] = {"parameters": parameters, "threads": torch.get_num_threads()}
+    for part in (*parts, *parts, *parts):  # the first time takes memory
+        begin = time.perf_counter()
+        parts[part]()
+        row[part] = min(row.get(part, math.inf), time.perf_counter() - begin)
+    row["seconds"] = sum(row[part] for part in parts)
+    return row | {"nanoseconds a parameter": 1e9 * row["seconds"] / parameters}
+
+
 def main() -> None:
     parser = new_parser(__doc__, "device")
-    parser.add_argument("what", choices=("memory", "launches"))
+    parser.add_argument("what", choices=("memory", "launches", "host"))
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=16)
     chosen = parser.parse_args()
-    if why := build.missing():
+    if chosen.what == "host":
+        found = [host(parameters) for parameters in (10**8, 10**9)]
+        print(*found, sep="\n")
+    elif why := build.missing():
         parser.error(f"the stand-in cannot be built: {why}")
-    os.environ |= build.environment() | {"DEVICE_MOST": "4096", "MEGATRON_2BW_WORLD_DEVICE": "cuda"}
-    found = memory() if chosen.what == "memory" else launches(chosen.turns, chosen.iterations)
+    else:
+        os.environ |= build.environment() | {"DEVICE_MOST": "4096", "MEGATRON_2BW_WORLD_DEVICE": "cuda"}
+        found = memory() if chosen.what == "memory" else launches(chosen.turns, chosen.iterations)
     write_result(chosen.json, {"again": " ".join(["python", *sys.argv]), "rows": found})
 
 

@@ -62,10 +62,17 @@ Seconds = float | list[float]  # of all ranks, or of each
 
 
 def train(
-    rank: int, argv: list[str], forward: Seconds, backward: Seconds, kind: str = "", after_step=entry.nothing
+    rank: int,
+    argv: list[str],
+    forward: Seconds,
+    backward: Seconds,
+    kind: str = "",
+    after_step=entry.nothing,
+    step: float = 0.0,
 ) -> Observed:
     """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward` seconds a microbatch.
 
+    step        seconds that the optimizer's step sleeps too
     kind        "as-nccl": post receives no earlier than on NCCL (`Receiver.hold_back`); "limit": a stage makes its
                 inputs and output gradients itself, and sends no messages
     after_step  called after each iteration, with its losses by name
@@ -81,7 +88,10 @@ def train(
     forward, backward = (seconds[rank] if isinstance(seconds, list) else seconds for seconds in (forward, backward))
     observed, storages = Observed(), set()
 
-    def sleep_in(model, _optimizer):
+    def sleep_in(model, optimizer):
+        adam = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
+        own_step = adam.step
+        adam.step = lambda *args: (time.sleep(step), own_step(*args))[1]
         for chunk in model:
             decoder = get_attr_wrapped_model(chunk, "decoder")
             weight = next(decoder.parameters())

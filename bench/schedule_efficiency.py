@@ -36,7 +36,7 @@ from bench import mixed_stages
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from bench.tables import bar_chart, new_parser, write_result
 from megatron_2bw.errors import names_of, words
-from megatron_2bw.gpu_check.entry import gpt_flags
+from megatron_2bw.gpu_check.entry import gpt_flags, nothing
 from megatron_2bw.local_ranks import WorldError, run_world
 from megatron_2bw.models.inputs import numbers
 from megatron_2bw.words import merged
@@ -60,6 +60,7 @@ def options() -> argparse.Namespace:
     option("--scale", type=float, default=20.0, help="with --mixed: of the planner's seconds (20)")
     option("--forward-ms", type=float, default=100)
     option("--backward-ms", type=float, default=200)
+    option("--step-ms", type=numbers, default=[], metavar="N,...", help="of the optimizer: a row for each, and for 0")
     option("--schedules", type=names_of((*ALL, "2bw-as-nccl")), metavar="NAME,...", help="default: all")
     option("--gpipe-round", type=numbers, default=[], metavar="N,...", help="of gpipe: a row for each, and one without")
     option("--iterations", type=int, default=9)
@@ -94,7 +95,7 @@ def command(schedule: str, stages: int, microbatches: int, chosen: argparse.Name
 
 
 def measure(
-    schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace, flags: str, limit: float = 0.0
+    schedule: str, stages: int, microbatches: int, chosen: argparse.Namespace, flags: str, step: int, limit: float = 0.0
 ) -> Row:
     """A row of the table. limit: the milliseconds of an iteration of the row "limit", if there is one."""
     forward, backward = chosen.forward_ms / 1e3, chosen.backward_ms / 1e3
@@ -109,7 +110,8 @@ def measure(
         words = command(schedule, stages, microbatches, chosen, flags)
         clip = float(words[words.index("--clip-grad") + 1])
         kind = schedule.removeprefix("2bw-")
-        runs = run_world(stages * chosen.width, train, words, forward, backward, kind, timeout=patience)
+        arguments = (train, words, forward, backward, kind, nothing, step / 1e3)
+        runs = run_world(stages * chosen.width, *arguments, timeout=patience + chosen.iterations * step / 1e3)
     milliseconds = 1e3 * iteration_seconds(runs)
     ideal = 1e3 * ideal or limit or milliseconds
     return {
@@ -119,6 +121,7 @@ def measure(
         "width": 1 if schedule in PEERS else chosen.width,
         "forward_ms": chosen.forward_ms,
         "backward_ms": chosen.backward_ms,
+        "step_ms": step,
         "iteration_ms": round(milliseconds, 1),
         "ideal_ms": round(ideal, 1),
         "efficiency": round(ideal / milliseconds, 4),
@@ -133,7 +136,8 @@ def draw(rows: list[Row]) -> Any:
     """Bars of efficiency: one for each row, the longest first, or a group for each shape if there are several."""
     shares = {}
     for row in rows:
-        place = "{schedule} {flags}".format(**row).strip(), "d = {stages}, m = {microbatches}".format(**row)
+        step = f"step {row['step_ms']} ms" if row.get("step_ms") else ""
+        place = "{schedule} {flags} {}".format(step, **row).strip(), "d = {stages}, m = {microbatches}".format(**row)
         shares[place] = row["efficiency"]
     names, shapes = (list(dict.fromkeys(key[place] for key in shares)) for place in (0, 1))
     label = "share of the limit, both cores busy" if "limit" in names else "share of the time that stages compute"
@@ -153,22 +157,29 @@ def main() -> int:
         write_result(chosen.json, result)
         return 0
     cases = [
-        (stages, int(text[:-1]) * stages if text.endswith("x") else int(text), schedule, f"{size} {flags}".strip())
+        (
+            stages,
+            int(text[:-1]) * stages if text.endswith("x") else int(text),
+            schedule,
+            f"{size} {flags}".strip(),
+            step,
+        )
         for stages in chosen.stages
         for text in chosen.microbatches
         for schedule in (*["limit"] * chosen.real, *chosen.schedules)
         for size in ("", *(f"--gpipe-round {n}" for n in chosen.gpipe_round if schedule == "gpipe"))
         for flags in (chosen.flags if schedule != "limit" else [""])
+        for step in (0, *chosen.step_ms)
     ]
     limit = 0.0
-    for stages, microbatches, schedule, flags in cases:
+    for stages, microbatches, schedule, flags, step in cases:
         name = f"{schedule:24s} d {stages:2d}  m {microbatches:3d}"
         if "interleaved" in schedule and microbatches % stages:
             print(f"{name}  takes multiples of the stages only")
             continue
         begun = time.monotonic()
         try:
-            row = measure(schedule, stages, microbatches, chosen, flags, 0.0 if schedule == "limit" else limit)
+            row = measure(schedule, stages, microbatches, chosen, flags, step, 0.0 if schedule == "limit" else limit)
         except WorldError as error:
             result["failures"].append(f"{schedule}, {stages} stages, {microbatches} microbatches: {error}")
             print(result["failures"][-1], file=sys.stderr, flush=True)
@@ -176,7 +187,7 @@ def main() -> int:
         limit = row["iteration_ms"] if schedule == "limit" else limit
         result["rows"].append(row)
         times = "iteration {iteration_ms:8.1f} ms  efficiency {efficiency:.3f}".format(**row)
-        print(f"{name}  {times}   ({time.monotonic() - begun:.0f} s) {flags}", flush=True)
+        print(f"{name}  {times}   ({time.monotonic() - begun:.0f} s) {flags} step {step} ms", flush=True)
         write_result(chosen.json, result)
     if result["rows"]:
         write_result(chosen.json, result, draw(result["rows"]))

@@ -44,8 +44,14 @@ class _CudaMeansCpu(TorchFunctionMode):
             args = (args[0], CPU, *args[2:])
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron picks code paths by comparing with "torch.cuda.FloatTensor" and its kin.
-            return func(args[0]).replace("torch.", "torch.cuda.", 1)
+            return func(args[0]).replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
+
+
+class _DetachedOnHost(_CudaMeansCpu):
+    def __torch_function__(self, func, types_, args=(), kwargs=None):
+        result = super().__torch_function__(func, types_, args, kwargs)
+        return result.to(CPU) if func is torch.Tensor.detach else result
 
 
 def _is_cuda(device: Any) -> bool:
@@ -195,6 +201,16 @@ def installed() -> bool:
 def answering() -> contextlib.AbstractContextManager:
     """For a new thread of a process that maps CUDA to the CPU: torch keeps function modes per thread."""
     return _CudaMeansCpu() if installed() else contextlib.nullcontext()
+
+
+def host_only() -> contextlib.AbstractContextManager:
+    """Inside, in this thread, what is asked for on "cuda" is made on the host, whatever the process computes on."""
+    return contextlib.nullcontext() if installed() else _CudaMeansCpu()
+
+
+def detached_on_host() -> contextlib.AbstractContextManager:
+    """As `host_only`; and `detach` copies to the host."""
+    return contextlib.nullcontext() if installed() else _DetachedOnHost()
 
 
 def _uncompiled(model: Callable | None = None, **options) -> Callable:

@@ -31,7 +31,8 @@ NAMES = {
     f"{OPTIMIZER}:Float16OptimizerWithFloat16Params": "_copy_main_params_to_model_params() float16_groups "
     "fp32_from_float16_groups fp32_from_fp32_groups",
     f"{CORE}.optimizer.grad_scaler:MegatronGradScaler": "update(found_inf) scale",
-    f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer": "_copy_main_params_to_model_params() "
+    f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer": "load_state_dict(state_dict) "
+    "_copy_main_params_to_model_params() shard_float16_groups "
     "_get_model_param_range_map(param) start_param_sync_for_bucket_group_subset() model_param_gbuf_map "
     "model_float16_groups model_fp32_groups shard_fp32_from_float16_groups shard_fp32_groups",
     f"{CORE}.optimizer_param_scheduler:OptimizerParamScheduler": "step(increment)",
@@ -40,12 +41,14 @@ NAMES = {
     f"{CORE}.process_groups_config:ProcessGroupCollection": "tp pp cp dp_cp dp_cp_gtp_remat embd pos_embd",
     f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel": "zero_grad_buffer() "
     "scale_gradients(scaling_factor) _start_bucket_group_param_sync(bucket_group force_sync) buffers bucket_groups "
-    "param_to_bucket_group ddp_config",
-    f"{BUFFERS}:_ParamAndGradBucket": "params param_data grad_data offset numel_unpadded param_to_index",
-    f"{BUFFERS}:_ParamAndGradBucketGroup": "finish_grad_sync(force_all_reduce) buckets params param_to_bucket "
+    "param_to_bucket_group ddp_config params_with_grad grad_added_to_main_grad",
+    f"{BUFFERS}:_ParamAndGradBucket": "params params_list param_data grad_data offset numel_unpadded param_to_index",
+    f"{BUFFERS}:_ParamAndGradBucketGroup": "finish_grad_sync(force_all_reduce) reset() ddp_config buckets "
+    "params param_to_bucket "
     "previous_grad_reduce_bucket_group golden_per_param_grad_ready_counts per_param_grad_ready_counts "
     "cached_grad_buffer_shard_list cached_param_buffer_shard_list data_parallel_group "
-    "intra_distributed_optimizer_instance_group",
+    "intra_distributed_optimizer_instance_group intra_distributed_optimizer_instance_size "
+    "intra_distributed_optimizer_instance_rank",
     f"{BUFFERS}:_ParamAndGradBuffer": "scale_gradients(scaling_factor) buckets param_data grad_data param_index_map "
     "main_grad",
     f"{CORE}.timers:Timer": "start(barrier) stop(barrier) elapsed(reset barrier) _start_time _started _elapsed "

@@ -60,6 +60,8 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--two-bw-exchange", choices=("auto", "nccl", "gloo"), default="auto", help=text)
     text = "gradient buffers of 2bw; 1 saves memory, and waits for the step"
     add("--two-bw-gradient-slots", type=int, choices=(1, 2), default=2, help=text)
+    text = "where 2bw keeps and steps the optimizer; host: main parameters and moments in host memory, by its cores"
+    add("--two-bw-optimizer", choices=("device", "host"), default="device", help=text)
     text = "more forwards that the stages of 2bw run ahead, for slow links: for each boundary, or one number for all"
     add("--two-bw-extra-warmup", type=extra_warmup, default=(), metavar="K[,K...]", help=text)
     text = "the first N iterations of 2bw (or a share of all, such as 20%%) run without gradient delay, with a flush; "
@@ -86,6 +88,7 @@ _NEEDS = {
     "--two-bw-exchange": ("auto", _SCHEDULES),
     "--two-bw-trace": (None, _SCHEDULES),
     "--two-bw-gradient-slots": (2, "--pipeline-schedule 2bw"),
+    "--two-bw-optimizer": ("device", "--pipeline-schedule 2bw"),
     "--two-bw-extra-warmup": ((), "--pipeline-schedule 2bw"),
     "--two-bw-sync-iterations": (None, "--pipeline-schedule 2bw"),
     "--two-bw-late-microbatches": (None, "--pipeline-schedule 2bw"),
@@ -113,6 +116,8 @@ def _mistakes(args: Args) -> Iterator[str]:
     for flag, (default, need) in _NEEDS.items():
         if value(args, flag) != default and not asks(args, need):
             yield f"{flag} has no effect without {need}: leave it out"
+    if args.two_bw_optimizer == "host" and args.two_bw_gradient_slots == 1:
+        yield "--two-bw-gradient-slots 1 has no effect with --two-bw-optimizer host, which has one slot: leave it out"
     for flag, most in (("--two-bw-correction-factor", 2), ("--two-bw-correction-gradient", 10)):
         if not 0 <= value(args, flag) <= most:
             yield f"{flag} {value(args, flag)} must be between 0 and {most}"

@@ -54,6 +54,7 @@ _ASKS: dict[str, Callable[[Args], object]] = {
     "--kitchen-recipe-number": lambda a: value(a, "--kitchen-recipe-number") is not None,
     "--optimizer": _whole_matrices,
     "--loss-scale": lambda a: a.loss_scale and _emerging(a),
+    "--two-bw-optimizer": lambda a: a.two_bw_optimizer == "host" and _emerging(a),
     "--fp16": lambda a: a.fp16 and a.loss_scale is None,
     "--untie-embeddings-and-output-weights": lambda a: (
         a.pipeline_model_parallel_size > 1 and not a.untie_embeddings_and_output_weights
@@ -103,7 +104,8 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--te-precision-config-file --kitchen-config-file --kitchen-recipe-number", _NOT_YET),
         ("--fake-process-group", f"stages exchange real messages; {OUT}"),
         ("--inprocess-restart", f"a schedule's groups and weights outlive the restart; {OUT}"),
-        ("--fine-grained-activation-offloading --cpu-offloading-num-layers --optimizer-cpu-offload", _NOT_YET),
+        ("--fine-grained-activation-offloading --cpu-offloading-num-layers", _NOT_YET),
+        ("--optimizer-cpu-offload", "it is Megatron's, and makes a step wait; 2bw has --two-bw-optimizer host"),
         ("--step-batch-size-schedule --rampup-batch-size", "a batch must keep its size; give --global-batch-size only"),
     ),
     "no flush": (
@@ -123,6 +125,7 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     "2bw": (
         ("--muon-fp32-matmul-prec high", "TF32 would be on for the next batch too; use medium"),
         ("--loss-scale", f"it divides only some gradients of --optimizer; {OUT}"),
+        ("--two-bw-optimizer", "the matrix products of --optimizer take too long on a host; use --optimizer adam"),
     ),
     "pipedream": (
         ("--use-distributed-optimizer", f"its shards have one version; {OUT}"),

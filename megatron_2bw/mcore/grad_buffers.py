@@ -7,7 +7,7 @@ its slot only, and the training thread does not touch that slot between `gradien
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ class Slot:
             for param, (start, end, _) in buffer.param_index_map.items():
                 self.main_grads[param] = buffer.grad_data[start:end].view(param.shape)
 
-    def twin(self) -> Slot:
-        """A second slot with the same layout, zeroed. Bytes: those of the gradients."""
+    def twin(self, new: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like) -> Slot:
+        """A second slot with the same layout, whose buffers `new` makes. Bytes: those of the gradients."""
         buckets: dict[int, Any] = {}
         buffers = []
         for buffer in self.buffers:
             other = copy.copy(buffer)
-            other.grad_data = torch.zeros_like(buffer.grad_data)
+            other.grad_data = new(buffer.grad_data)
             other.buckets = []
             for bucket in buffer.buckets:
                 buckets[id(bucket)] = part = copy.copy(bucket)
@@ -67,16 +67,18 @@ class GradientSlots:
 
     group  the process group to reduce over; nothing else may use it in the training thread
     first  the first batch, whose slot is Megatron's own buffer
+    shared the slots are one memory: each batch has buckets of its own there, and finds it zeroed (`host_memory`)
     """
 
-    def __init__(self, ddp: Any, count: int, group: dist.ProcessGroup, first: int = 0):
+    def __init__(self, ddp: Any, count: int, group: dist.ProcessGroup, first: int = 0, shared: bool = False):
         for bucket_group in ddp.bucket_groups:
             use_group(bucket_group, group)
         self._ddp, self._first = ddp, first
         self._slots = [Slot(ddp.buffers, ddp.bucket_groups)]
-        self._slots += [self._slots[0].twin() for _ in range(1, count)]
+        new = (lambda data: data) if shared else torch.zeros_like
+        self._slots += [self._slots[0].twin(new) for _ in range(1, count)]
         self._bound = self._slots[0]
-        self._zero = ddp.zero_grad_buffer
+        self._zero, self._zeroed, self._shared = ddp.zero_grad_buffer, False, shared
         # Megatron's training step zeroes the buffer before an iteration; with one slot that is too early.
         ddp.zero_grad_buffer = lambda: None
 
@@ -100,14 +102,21 @@ class GradientSlots:
         slot = self.gradients_of(batch)
         self._ddp.buffers, self._ddp.bucket_groups = slot.buffers, slot.bucket_groups
         self._ddp.param_to_bucket_group = slot.group_of
-        self._zero()
+        if not self._zeroed:
+            self._zero()
+            self._zeroed = self._shared
+            return
+        for param in self._ddp.params_with_grad:
+            param.grad_added_to_main_grad = False
+        for bucket_group in slot.bucket_groups:
+            bucket_group.reset()
 
     def stash(self, params: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of tensors as large as the parameters, in the memory of a slot; until the next `begin_batch`.
 
         Only when every batch that has begun is stepped. A gradient has at least as many bytes as its parameter.
         """
-        grads = self._slots[0].main_grads
+        grads, self._zeroed = self._slots[0].main_grads, False
         places = [grads[param].view(-1).view(value.dtype)[: value.numel()] for param, value in zip(params, values)]
         return [place.view(value.shape).copy_(value) for place, value in zip(places, values)]
 

@@ -33,6 +33,7 @@ class Groups:
     megatron    Megatron's ProcessGroupCollection
     statistics  the ranks over which the gradient norm is taken; None: the world
     parts       Megatron's optimizers of the stage
+    host        whether the gradients are reduced on the host, once they are summed over the replicas
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Groups:
         device: torch.device,
         timeout: timedelta | None,
         parts: Sequence[Any] = (),
+        host: bool = False,
     ):
         def twin(group: dist.ProcessGroup | None, name: str, backend: str | None = None) -> Any:
             ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
@@ -50,7 +52,7 @@ class Groups:
         self.world = twin(dist.group.WORLD, "world", "gloo")
         self.statistics = twin(statistics or dist.group.WORLD, "statistics", "gloo")
         self.data = twin(megatron.dp_cp, "data")
-        self.embedding = twin(megatron.embd, "embedding")
+        self.embedding = twin(megatron.embd, "embedding", "gloo" if host else None)
         for group in (self.data, self.embedding):
             # NCCL creates a communicator at first use: here, where every rank is, and not concurrently with training.
             # Nobody uses an embedding group of one rank; NCCL may take 512 MiB for it (its issue 2363).
@@ -61,8 +63,9 @@ class Groups:
         self.megatron = copy.copy(megatron)
         self.megatron.pp = twin(megatron.pp, "pipeline", "gloo")
         self.megatron.tp = twin(megatron.tp, "tensor", "gloo")
-        self.megatron.dp_cp = self.data  # of the token count, which Megatron prefers to take from the other one:
-        self.megatron.dp_cp_gtp_remat = self.data
+        tokens = twin(megatron.dp_cp, "tokens", "gloo") if host else self.data
+        self.megatron.dp_cp = tokens  # of the token count, which Megatron prefers to take from the other one:
+        self.megatron.dp_cp_gtp_remat = tokens
         self.megatron.embd = self.embedding if megatron.embd is not None else None
         position = twin(megatron.pos_embd, "position embedding", "gloo")  # of one rank, but for a T5: never used
         self.megatron.pos_embd = position if megatron.pos_embd is not None else None

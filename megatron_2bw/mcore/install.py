@@ -62,6 +62,7 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
             rows += patches.for_schedule(runtime)
         if runtime.schedule.late_step:
             rows += patches.for_late_step(runtime)
+            rows += patches.for_host() if runtime.options.host else []
     guard.apply(rows)
     if args.save and args.rank == 0:
         owner.hold(args.save)
@@ -101,6 +102,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
             wants_exit=partial(_wants_exit, args) if asks else None,
             correction=chosen,
             evaluates=args.eval_iters != 0,
+            host=args.two_bw_optimizer == "host",
         ),
     )
 

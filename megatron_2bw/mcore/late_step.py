@@ -40,6 +40,7 @@ from megatron_2bw.core.worker import Worker
 from megatron_2bw.flags.correction import Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot
 from megatron_2bw.mcore.groups import Groups
+from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, settle
 from megatron_2bw.mcore.loss_scales import LossScales
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
 from megatron_2bw.mcore.stage import Call
@@ -63,6 +64,7 @@ class Options:
                 reports whether any rank of the world said yes
     correction  of --two-bw-correction; None without it
     evaluates   whether there may be evaluations
+    host        whether the optimizer is in host memory
     """
 
     transport: str = "auto"
@@ -72,6 +74,7 @@ class Options:
     wants_exit: Callable[[], bool] | None = None
     correction: Correction | None = None
     evaluates: bool = False
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,16 @@ class LateStep(LateUpdate):
         device, parts = stores.params[0].device, list(getattr(optimizer, "chained_optimizers", [optimizer]))
         super().__init__(stores, Worker("2bw step", device, cpu.answering), step=lambda gradients, target: False)
         self._shape, self._optimizer, self._parts = shape, optimizer, parts
-        self._groups = Groups(call.groups, parts[0].get_grad_stats_parallel_group(), device, options.timeout, parts)
-        self._slots = GradientSlots(call.model, schedule.gradient_slots, self._groups.data, shape.first)
+        statistics, host = parts[0].get_grad_stats_parallel_group(), options.host
+        self._groups = Groups(call.groups, statistics, device, options.timeout, parts, host)
+        self._slots = GradientSlots(call.model, schedule.gradient_slots, self._groups.data, shape.first, shared=host)
         correction = options.correction
-        mains = {} if correction is None else own_mains(stores)
-        self._proxies = Proxies(call.model, parts, stores, self._groups.data, mains)
+        mains = own_mains(stores, empty_pages if host else torch.empty_like) if host or correction is not None else {}
+        if host:
+            settle(parts)
+        self._proxies = Proxies(call.model, parts, stores, self._groups.data, mains, host)
+        self.host = HostMemory(call, stores, self._slots, mains, correction is None) if host else None
+        self._proxies.host = self.host
         self.working: WorkingCopy | None = None
         if correction is not None:
             saved = resume.working if schedule.reads_late(shape.first) else {}
@@ -194,6 +202,8 @@ class LateStep(LateUpdate):
     def begin_batch(self, action: Action) -> None:
         """The batch's gradients start from zero, its losses have one scale."""
         self._slots.begin_batch(self._shape.batch(action.microbatch))
+        if self.host is not None:
+            self.host.begin_batch()
         self.scales.begin_batch(action.version)
 
     def defer(self, job: Callable[[], None]) -> Future:
@@ -203,6 +213,8 @@ class LateStep(LateUpdate):
     def _job(self, action: Action, target: int) -> Callable[[], Any]:
         batch = action.batch
         end, slot = self._end_batch(batch), self._slots.gradients_of(batch)
+        if self.host is not None:
+            self.host.hand_over()
         wants_exit = self._wants_exit is not None and self._wants_exit()
         return partial(self.run_job, Job(batch, target, slot, self.scales.current, wants_exit, *end))
 
@@ -219,16 +231,22 @@ class LateStep(LateUpdate):
 
     def run_job(self, job: Job) -> tuple[Job, StepResult, torch.Tensor]:
         """The step of one batch."""
-        proxies = self._proxies
-        with torch.no_grad():
-            views = self.stores.views(job.target)
+        proxies, host = self._proxies, self.host
+        with torch.no_grad(), contextlib.ExitStack() as on_host:
+            views = self.stores.views(job.target) if host is None else host.views
             proxies.point_to(views)
-            proxies.use_gradients(job.slot)
-            job.slot.finish_grad_sync()
+            proxies.use_gradients(job.slot if host is None else host.gradients)
+            if host is None:
+                job.slot.finish_grad_sync()
+            else:
+                host.take(job.slot)
+                on_host.enter_context(host.inside())
             if proxies.model.share_embeddings_and_output_weights:
                 self._groups.align_embedding_ranks()
             proxies.model.config.finalize_model_grads_func(
-                [proxies.model], job.tokens, pg_collection=self._groups.megatron
+                [proxies.model],
+                job.tokens if host is None or job.tokens is None else job.tokens.to("cpu"),
+                pg_collection=self._groups.megatron,
             )
             stats = job.stats()
             stages = self._groups.gather_over_pipeline([stats.waited, stats.elapsed, stats.memory])
@@ -236,6 +254,8 @@ class LateStep(LateUpdate):
             with proxies.in_optimizer(job.target), self.scales.unscaling_by(job.scale), self._precision():
                 stepped, grad_norm, zeros = self._megatron_step(job, views)
                 self._megatron.zero_grad()
+            if host is not None:
+                host.give(self.stores.views(job.target))
             if stepped:
                 self._megatron.schedule(increment=self._increment)
             scale = self.scales.now()
@@ -250,7 +270,8 @@ class LateStep(LateUpdate):
         """Megatron's step, into the job's weight store, whose parameters are `views`."""
         if self.working is not None:
             return self.working.step(self._megatron.step, views, job.correction or Correction())
-        self.stores.prepare(job.target)
+        if self.host is None:
+            self.stores.prepare(job.target)
         return self._megatron.step()
 
     def _ask_all(self, wants_exit: bool) -> tuple[bool, bool]:

@@ -42,7 +42,7 @@ class LossScales:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss of the batch that `begin_batch` was last called for, times its scale."""
-        return self.current * loss
+        return self.current.to(loss.device, non_blocking=True) * loss  # a host's optimizer keeps it on the host
 
     def of(self, version: int) -> float:
         """The loss scale of a batch that runs on W(version), the newest or the one before. No step may be pending."""

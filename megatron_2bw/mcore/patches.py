@@ -7,6 +7,7 @@ docs/upstream.md has each repair's fault, and how Megatron could mend it.
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,6 +95,37 @@ def for_late_step(runtime: MegatronRuntime) -> list[Patch]:
     ]
 
 
+def for_host() -> list[Patch]:
+    """With the optimizer in host memory: torch's in place of those of Transformer Engine and Apex."""
+    from megatron_2bw.mcore.host_memory import make_on_host  # it imports Megatron
+
+    local = functools.partial(getattr, importlib.import_module(f"{CORE}.utils"))
+    scale, apply = local("local_multi_tensor_scale"), local("local_multi_tensor_applier")
+    clips, steps, makes = "optimizer.clip_grads", "optimizer.optimizer", "optimizer"
+    ours = {
+        (clips, "multi_tensor_applier"): apply,
+        (clips, "multi_tensor_scale_impl"): scale,
+        (clips, "multi_tensor_scale_tensor_impl"): None,
+        (clips, "l2_norm_impl"): local("local_multi_tensor_l2_norm"),
+        (steps, "multi_tensor_applier"): apply,
+        (steps, "multi_tensor_scale_impl"): scale,
+        (makes, "USING_PYTORCH_OPTIMIZER"): True,
+        (makes, "SGD"): torch.optim.SGD,
+        ("optimizer.distrib_optimizer", "HAVE_APEX_OR_TE"): False,  # whose Adam counts steps in another place
+    }
+    why = "its kernels take tensors of a GPU only"
+    made = (
+        "_get_megatron_optimizer_based_on_param_groups(config model_chunks param_groups per_model_buffers "
+        "model_parallel_group data_parallel_group data_parallel_group_gloo data_parallel_group_idx "
+        "intra_dist_opt_group distributed_optimizer_instance_id pg_collection skip_megatron_wrapping)"
+    )
+    return [
+        row(f"{CORE}.optimizer", made, "it makes main parameters and state where the model is", make_on_host),
+        save_forked(),
+        *(row(f"{CORE}.{part}", name, why, lambda _, new=new: new) for (part, name), new in ours.items()),
+    ]
+
+
 def for_checkpoints(runtime: Any = None) -> list[Patch]:
     """Saving and loading, with a schedule of this project or, without `runtime`, with Megatron's own."""
     from megatron_2bw.checkpoints.state import Checkpoints
@@ -163,13 +195,17 @@ def for_cpu() -> list[Patch]:
             "the worker of --async-save needs a GPU",
             lambda original: lambda rank, mp_mode="spawn": None,
         ),
-        row(
-            f"{STRATEGIES}.async_utils",
-            "AsyncCallsQueue.__init__(self persistent)",
-            "that worker would share the host's memory, to which training writes; a forked one has a copy",
-            lambda original: functools.wraps(original)(lambda self, persistent=False: original(self, False)),
-        ),
+        save_forked(),
     ]
+
+
+def save_forked() -> Patch:
+    return row(
+        f"{STRATEGIES}.async_utils",
+        "AsyncCallsQueue.__init__(self persistent)",
+        "the persistent worker would share the host's memory, to which training writes; a forked one has a copy",
+        lambda original: functools.wraps(original)(lambda self, persistent=False: original(self, False)),
+    )
 
 
 def repairs() -> list[Patch]:

@@ -10,7 +10,7 @@ import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.mcore.grad_buffers import Slot, use_group
+
+if TYPE_CHECKING:
+    from megatron_2bw.mcore.host_memory import HostMemory
 
 
 class Proxies:
@@ -30,7 +33,10 @@ class Proxies:
     parts   Megatron's optimizers of the stage
     group   the process group over which the distributed optimizer gathers its shards
     mains   tensors that the optimizer steps instead of the store, by parameter (see `working_copy.own_mains`)
+    host    whether Megatron steps host tensors; then `self.host` is given before the first step
     """
+
+    host: HostMemory | None = None
 
     def __init__(
         self,
@@ -39,14 +45,16 @@ class Proxies:
         stores: WeightStores,
         group: dist.ProcessGroup,
         mains: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+        host: bool = False,
     ):
         self._parts, self._stores, self.mains = parts, stores, mains or {}
         for part in parts:
-            detach_shards(part)
+            detach_shards(part, host)
         self._ddp, self._buffers = ddp, list(ddp.buffers)
         self._groups = [copy.copy(bucket_group) for bucket_group in ddp.bucket_groups]
         for bucket_group in self._groups:
             use_group(bucket_group, group)
+        self._target = 0
         self.of = {param: proxy_of(param) for param in stores.params}
         self._places = [
             (places, index)
@@ -77,8 +85,9 @@ class Proxies:
             for part in self._parts:
                 if hasattr(part, "model_param_gbuf_map"):
                     undo.enter_context(shards_of_proxies(part, self.of))
+            self._target = target
             if self._stores.buffer_data:
-                self._write_shards_to(self._stores.buffer_data[target])
+                self._write_shards_to(self.host.flats if self.host else self._stores.buffer_data[target])
             for (places, index), param in zip(self._places, originals):
                 places[index] = self.of[param]
             rename_keys(states, self.of)
@@ -91,8 +100,14 @@ class Proxies:
 
     def gather(self) -> None:
         """With the distributed optimizer: all-gather the shards of this rank and the others, into the weight store."""
+        data = self._stores.buffer_data[self._target]
+        if self.host is not None:
+            self.host.give_shards(data)
+            self._write_shards_to(data)
         for bucket_group in self._groups:
             self._ddp._start_bucket_group_param_sync(bucket_group, force_sync=True)
+        if self.host is not None:
+            self._write_shards_to(self.host.flats)
 
     def _write_shards_to(self, data: list[torch.Tensor]) -> None:
         """Let the distributed optimizer write its shards to `data`, one flat tensor a buffer."""
@@ -215,13 +230,13 @@ def shards_of_proxies(part: Any, proxies: dict[torch.nn.Parameter, torch.Tensor]
         del part._get_model_param_range_map
 
 
-def detach_shards(part: Any) -> None:
-    """Give the fp32 shards of a DistributedOptimizer memory of their own.
+def detach_shards(part: Any, host: bool) -> None:
+    """Give the fp32 shards of a DistributedOptimizer memory of their own, which may be that of the host.
 
     Megatron steps those of fp32 parameters inside the parameters' buffer, which is a weight version here.
     """
     shards = {
-        shard: torch.nn.Parameter(shard.detach().clone(), requires_grad=False)
+        shard: torch.nn.Parameter(shard.detach().to("cpu" if host else shard.device, copy=True), requires_grad=False)
         for group in getattr(part, "shard_fp32_groups", ())
         for shard in group
     }

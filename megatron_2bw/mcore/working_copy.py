@@ -29,13 +29,15 @@ ADAM, SGD = ("Adam", "AdamW", "FusedAdam"), ("SGD", "FusedSGD")
 AT_A_TIME = 1 << 26  # elements whose denominators exist at the same time
 
 
-def own_mains(stores: WeightStores) -> dict[torch.nn.Parameter, torch.Tensor]:
+def own_mains(stores: WeightStores, new: Callable = torch.empty_like) -> dict[torch.nn.Parameter, torch.Tensor]:
     """Main parameters for those that an optimizer would step in their weight store: fp32 parameters of the model.
+
+    new: makes their memory.
 
     4 bytes a parameter; the distributed optimizer has main parameters of its own.
     """
     in_place = [] if stores.buffer_data else [param for param in stores.params if param.dtype == torch.float32]
-    return {param: param.detach().clone() for param in in_place}
+    return {param: new(param.detach()).copy_(param.detach()) for param in in_place}
 
 
 class WorkingCopy:

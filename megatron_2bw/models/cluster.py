@@ -72,9 +72,17 @@ class Device(Described):
     capability: Positive = 8.0  # CUDA's compute capability
     calibration: str = "not calibrated: typical values"  # source of the shares of the peak
     kernel_us: Amount = 0.0  # of a memory-bound kernel beside its bytes' time; 0 where memory_efficiency includes it
+    host_gib: Amount = 0.0  # for one GPU: memory of its server (0: twice the GPU's, at most 240),
+    host_gb_s: Positive = 20.0  # bandwidth of that memory,
+    pcie_gb_s: Positive = 12.0  # and of copies between it and the GPU
     # 90 % of the predicted times differ from measured ones by a smaller share, on runs that chose no constant: of A100
     # vTrain's 109, of B200 12 of SimuMax, else assumed; `calibrate` measures it.
     error: Share = 0.25
+
+    @property
+    def host_memory_gib(self) -> float:
+        """Memory of the server for one GPU. (An assumption: servers of 8 V100 to H100 have 3 to 4 times the GPU's.)"""
+        return self.host_gib or min(2 * self.memory_gib, 240)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class Plan:
     stages: tuple[int, ...] = ()  # layers of each stage where `first` and `last` cannot express them
     recompute_block: int = 0  # of full: only that many layers of each stage (--recompute-method block); 0: all
     grad_reduce_in_bf16: bool = False  # gradients are reduced and kept in 16 bits
+    host: bool = False  # 2bw's optimizer is in host memory, and one gradient slot on the GPU
 
     def changed(self, **fields: Any) -> Plan:
         """As dataclasses.replace, but five times as fast: a search builds tens of thousands of plans."""
@@ -111,9 +112,9 @@ class Plan:
     @property
     def schedule_name(self) -> str:
         """The schedule with its model chunks, gradient slots, stage 0's additional warm-up forwards, or round:
-        `megatron x3`, `2bw 1 slot`, `2bw +2`, `gpipe round 4`."""
+        `megatron x3`, `2bw 1 slot`, `2bw host`, `2bw +2`, `gpipe round 4`."""
         chunks = f" x{self.virtual}" if self.virtual > 1 else ""
-        slots = " 1 slot" if self.gradient_slots == 1 else ""
+        slots = " 1 slot" if self.gradient_slots == 1 else " host" if self.host else ""
         size = f" round {self.gpipe_round}" if self.gpipe_round else ""
         return self.schedule + chunks + slots + size + (f" +{sum(self.extra)}" if any(self.extra) else "")
 
@@ -188,6 +189,7 @@ class Plan:
             (self.recompute == "full", f"--recompute-method {'block' if self.recompute_block else 'uniform'}"),
             (self.recompute == "full", f"--recompute-num-layers {self.recompute_block or self.recompute_layers}"),
             (self.schedule == "2bw" and self.gradient_slots != 2, f"--two-bw-gradient-slots {self.gradient_slots}"),
+            (self.host, "--two-bw-optimizer host"),
             (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
             (self.extrapolate, "--two-bw-correction auto"),

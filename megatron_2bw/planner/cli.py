@@ -83,6 +83,8 @@ def _parser(prog: str) -> Parser:
     add("--gradient-slots", **sizes | slots, help="of 2bw: 2, 1 or both")
     hidden = "by default 2bw hides messages on slow links by extra warm-up"
     add("--no-extra-warmup", dest="extra_warmup", action="store_false", help=hidden)
+    host = "by default 2bw's optimizer is in host memory where a plan does not fit otherwise"
+    add("--no-host-optimizer", dest="host", action="store_false", help=host)
     correction = "2bw with --two-bw-correction auto, whose step needs more memory (default: yes)"
     add("--extrapolate", action=argparse.BooleanOptionalAction, default=True, help=correction)
     replicated = dict(dest="distributed_optimizer", action="store_const", const=(False,), default=(False, True))

@@ -35,6 +35,7 @@ NAMES = (
     "fp16",
     "evaluation",
     "extrapolation",
+    "host",
 )
 STEADY = 4  # the first iteration whose waits count
 OURS = "/megatron/", "/megatron_2bw/"
@@ -47,6 +48,7 @@ WAITS = {  # how often in an iteration, at most
     (STEP, "clip_grads.py: get_grad_norm_fp32"): 1,
     (STEP, "late_step.py: LateStep.run_job"): 1,
     (STEP, "updates.py: LateUpdate._run"): 1,
+    (STEP, "host_memory.py: HostMemory.take"): 1,
     (TRAINING, "training.py: training_log"): 3,  # on the last stage, for its losses alone: in a stream of its own
     (TRAINING, "training.py: print_datetime"): 1,  # when the training ends
 }
@@ -137,7 +139,7 @@ def counts(rank: Watched) -> dict[tuple[str, str], float]:
     return {key: number / rank.iterations for key, number in found.items()}
 
 
-@pytest.mark.parametrize("name", ["untied", "tied", "sharded-overlap", "extrapolation"])
+@pytest.mark.parametrize("name", ["untied", "tied", "sharded-overlap", "extrapolation", "host"])
 def test_where_a_thread_waits_for_the_device(name):
     """In the steady state. The training thread waits for its computations when the training ends, and not before."""
     for number, rank in enumerate(watched(name)):
@@ -167,6 +169,26 @@ def test_nothing_grows_in_200_iterations():
     for (_, peak, *_), (_, later, *_) in zip(short, long):
         assert later <= 1.1 * peak
     assert [(rank[0], *rank[2:]) for rank in long] == [(rank[0], *rank[2:]) for rank in short]
+
+
+def peak_of_setup(rank: int, argv: list[str]) -> float:
+    """Bytes of a parameter at the peak of setup and loading."""
+    found = []
+
+    def after_setup(model, optimizer) -> None:
+        found.append(torch.cuda.max_memory_allocated() / sum(param.numel() for param in model[0].parameters()))
+
+    train(rank, argv, after_setup)
+    return found[0]
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_setup_and_loading_leave_the_optimizer_on_the_host(width, tmp_path):
+    flags = ("--bf16", "--two-bw-optimizer", "host", *[cases.SHARDED] * (width - 1))
+    size, argv = cases.case(1, 2, *flags, width=width, hidden_size=512, train_iters=3)
+    first = run_world(size, peak_of_setup, [*argv, "--save", str(tmp_path), "--save-interval", "1"], timeout=250)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    assert max(*first, *run_world(size, peak_of_setup, [*argv, "--load", str(tmp_path)], timeout=250)) < 8.3
 
 
 def item_in_a_forward() -> None:
@@ -200,10 +222,18 @@ def test_a_collective_out_of_order_is_found():
         run_world(2, watch, cases.CASES["tied"][1], another_collective, timeout=250)
 
 
-@pytest.mark.parametrize("plant", [cases.no_wait_for_gradients, cases.wrong_store, cases.one_gradient_slot])
-def test_a_planted_fault_is_found(plant):
+@pytest.mark.parametrize(
+    "plant, name",
+    [
+        (cases.no_wait_for_gradients, "untied"),
+        (cases.wrong_store, "untied"),
+        (cases.one_gradient_slot, "untied"),
+        (cases.no_wait_for_portions, "host"),
+    ],
+)
+def test_a_planted_fault_is_found(plant, name):
     with pytest.raises(WorldError, match="CUDASanitizerErrors"):
-        run_world(2, watch, cases.CASES["untied"][1], plant, timeout=250)
+        run_world(cases.CASES[name][0], watch, cases.CASES[name][1], plant, timeout=250)
 
 
 GPU_CHECK = """
@@ -218,7 +248,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("row, values", [("CPU", True), ("NCCL, one queue", True), ("memory, 2bw", False)])
+@pytest.mark.parametrize("row, values", [("CPU", True), ("NCCL, one queue", True), ("memory, 2bw, host", False)])
 def test_a_row_of_gpu_check(row, values, tmp_path):
     """The large model trains without values, which would take hours. So the check of its losses is off."""
     script = tmp_path / "check.py"

@@ -7,6 +7,7 @@ torch's operations. Apex itself needs a GPU and has not been run.
 from __future__ import annotations
 
 import functools
+import time
 import types
 
 import pytest
@@ -147,6 +148,7 @@ def train_fused(rank: int, argv: list[str]) -> Run:
     from megatron.training import get_args
 
     from megatron_2bw.flags import rehearsal
+    from megatron_2bw.mcore.host_memory import Portion
 
     used: list[torch.dtype] = []
 
@@ -163,6 +165,8 @@ def train_fused(rank: int, argv: list[str]) -> Run:
     )
     layers._grad_accum_fusion_available = True
     del rehearsal.ON_CPU["gradient_accumulation_fusion"]
+    take = Portion.take
+    Portion.take = lambda self: (time.sleep(0.05), take(self))  # the next batch's first gradient must wait
     run = train(rank, argv)
     assert get_args().gradient_accumulation_fusion and used
     return run
@@ -174,6 +178,7 @@ def train_fused(rank: int, argv: list[str]) -> Run:
         (4, 4, 1, ("--bf16",)),
         (2, 3, 1, FP16),  # 16-bit gradients: the other kernel
         (2, 2, 2, ("--bf16", SHARDED, "--overlap-grad-reduce")),
+        (2, 2, 1, ("--bf16", "--two-bw-optimizer", "host")),
     ],
 )
 def test_gradient_accumulation_fusion(stages, microbatches, width, flags):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
+import time
 
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.compare import UNTIED
@@ -44,6 +45,7 @@ CASES = {
     "saving": case(2, 2, save="FOLDER", save_interval=4),
     "tokens": case(2, 3, "--calculate-per-token-loss"),
     "extrapolation": case(2, 2, "--two-bw-correction", "extrapolate", two_bw_sync_iterations=2, train_iters=7),
+    "host": case(2, 2, UNTIED, "--bf16", "--two-bw-optimizer", "host", width=2),
     "pipedream-flush": case(2, 3, schedule="pipedream-flush", train_iters=3),
     "gpipe": case(2, 3, schedule="gpipe", train_iters=3),
     "no-pipelining": case(2, 2, schedule="no-pipelining", train_iters=3),
@@ -123,6 +125,19 @@ def no_wait_for_gradients() -> None:
             """At once."""
 
     LateUpdate._run = lambda self, job, ready: run(self, job, Past())
+
+
+def no_wait_for_portions() -> None:
+    """The next batch adds to gradients that are being copied to the host."""
+    from megatron_2bw.mcore.host_memory import Portion
+
+    take = Portion.take
+
+    def then_sleep(self):
+        take(self)
+        time.sleep(0.5)  # the step's thread waits for its copies later than the next batch writes
+
+    Portion.take, Portion.wait = then_sleep, lambda self: self._released.wait()
 
 
 def wrong_store() -> None:

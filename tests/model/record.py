@@ -11,7 +11,8 @@ Entries are (thread, label, kind, ...); "train" is the training thread with auto
     S stream                     the thread waits for the stream, or with None for the whole GPU
     E event                      the thread waits for an event
     G/H id ranks                 the thread arrives at a collective of gloo; it waits until all ranks have
-    P/J/D/T job                  a job is submitted, starts in its thread, ends; the thread waits for its end
+    P/J/D/T job                  a job is submitted, starts in its thread, ends; the thread waits for its end. A
+                                 portion of the gradients that is copied to the host is such a job too
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def name_groups() -> None:
 def label_threads() -> None:
     from megatron_2bw.core.pipeline import Pipeline
     from megatron_2bw.core.worker import Worker
+    from megatron_2bw.mcore.host_memory import Portion
 
     submit, run_iteration, execute, last = Worker.submit, Pipeline.run, Pipeline.execute, ["start"]
 
@@ -175,6 +177,23 @@ def label_threads() -> None:
         label(str(action))
         execute(self, action)
 
+    hand_over, take, wait = Portion.hand_over, Portion.take, Portion.wait
+
+    def portion_handed_over(self):
+        self.job = number("job")
+        hand_over(self)
+
+    def portion_taken(self):
+        take(self)
+        note("D", self.job)
+
+    def portion_awaited(self):
+        self._released.wait()
+        if hasattr(self, "job"):
+            note("T", self.job)
+        wait(self)
+
+    Portion.hand_over, Portion.take, Portion.wait = portion_handed_over, portion_taken, portion_awaited
     label("start")
     Worker.submit, Pipeline.run, Pipeline.execute = handed_over, iteration, labelled
 

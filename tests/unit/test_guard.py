@@ -35,6 +35,7 @@ OTHERS = {
     "receiver",
     "write",
     "self.working",
+    "self._proxies",
     "runtime",
     "batch",
     "torch",

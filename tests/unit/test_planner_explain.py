@@ -181,7 +181,7 @@ def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
 
 def test_2bw_that_fits_without_its_correction_alone_is_named():
     few = replace(P3, device=replace(P3.device, memory_gib=10.2))
-    space = dict(depth=(8,), microbatch=(1,), recompute=("none",), gradient_slots=(2,), uneven=False)
+    space = dict(depth=(8,), microbatch=(1,), recompute=("none",), gradient_slots=(2,), uneven=False, host=False)
     plan = searched(LARGER, few, **space).estimates[0].plan
     text = first(searched(LARGER, few, **space, extrapolate=True))
     assert plan.schedule == "2bw" and f"without its correction (--no-extrapolate): {plan.title} (" in text
@@ -229,8 +229,8 @@ def test_the_fastest_plan_that_does_not_fit_is_named(tight):
     assert f"{large.plan.title} ({three(large.throughput)} samples/s) does not fit" in text
     assert f"needs {large.heaviest / GIB:.2f} GiB, and {min(large.capacities) / GIB:.2f} GiB are allowed" in text
     assert as_json(tight)["too_large"]["fastest"]["headroom"] < 0
-    same, huge = searched(PRESETS["gpt-2.2b"], clusters.preset("p3.16xlarge", 2), 16), searched(batch=4096)
-    slow = searched(PRESETS["llama-8b"], clusters.preset("8xa10", 2), 8, precision="bf16")
+    same, huge = searched(PRESETS["gpt-2.2b"], clusters.preset("p3.16xlarge", 2), 16, host=False), searched(batch=4096)
+    slow = searched(PRESETS["llama-8b"], clusters.preset("8xa10", 2), 8, precision="bf16", host=False)
     assert same.search.too_large[0].title in {estimate.plan.title for estimate in same.estimates}
     assert huge.cost.gpu_bytes(huge.search.too_large[0]) > 500 * GIB
     for found in (same, huge, slow):
@@ -252,7 +252,7 @@ def failed(model, cluster, space: Space, precision: str = "fp16") -> tuple[str, 
 
 
 def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
-    model, space = PRESETS["gpt-28.3b"], Space(16)
+    model, space = PRESETS["gpt-28.3b"], Space(16, host=False)
     text, cost, search = failed(model, P3, space)
     plan = min(search.too_large, key=cost.gpu_bytes)
     need, allowed = cost.memory.heaviest(plan) / GIB, cost.allowed(plan) / GIB

@@ -295,3 +295,13 @@ def test_gradients_in_16_bits():
     memory, four = Memory(GPT, "bf16", False), replace(FLUSH, width=4, distributed_optimizer=True)
     assert memory.a_parameter(FLUSH, 1) == (2, 4, 12)
     assert memory.a_parameter(replace(four, grad_reduce_in_bf16=True), 1) == (2, 2, 16 / 4)
+
+
+def test_the_optimizer_in_host_memory():
+    """In bf16: two versions and one gradient slot on the GPU; 4 + 4 + 8 + 2 bytes on the host, by the replicas."""
+    plan = Plan(1, 2, 4, 1, 8, host=True, distributed_optimizer=True)
+    memory = Memory(GPT, "bf16", flash=True)
+    assert memory.a_parameter(plan, 2) == (4, 4, 0)
+    largest = max(memory.parameters(plan, stage, layers) for stage, layers in enumerate(plan.layers_of(GPT)))
+    assert memory.host_bytes(plan) == largest * 18 / 4
+    assert memory.host_bytes(plan.changed(extrapolate=True)) == largest * 22 / 4

@@ -22,6 +22,7 @@ ASKED = {
     "--kitchen-recipe-number": dict(kitchen_recipe_number=0),
     "--optimizer": dict(optimizer="dist_muon"),
     "--loss-scale": dict(optimizer="muon", loss_scale=1024.0),
+    "--two-bw-optimizer": dict(optimizer="muon", two_bw_optimizer="host"),
     UNTIED: dict(untie_embeddings_and_output_weights=False),
 }
 

@@ -154,6 +154,13 @@ class Compute:
             seconds = parameters * (UPDATE_TRAFFIC / shards + 6) / self.bytes
         return seconds + self.cluster.device.step_us * 1e-6
 
+    def host_update(self, parameters: float, shards: int, gradient: int, weight: int) -> float:
+        """The same in host memory: gradients are copied there, the norm, clipping, Adam and the conversion to 16 bits
+        run on the host's cores, and the new weights are copied back."""
+        device = self.cluster.device
+        copies, cores = (gradient + weight) / device.pcie_gb_s, HOST_TRAFFIC / device.host_gb_s
+        return parameters / shards * (copies + cores) / 1e9
+
 
 # Bytes moved for each byte that the backward needs: one write and one read in the forward, one read in the backward
 # and one write of a gradient (measured: arXiv 2205.05198, Table 4, where a backward takes 1.6 forwards, not 2).
@@ -168,5 +175,7 @@ TILE, FILL = 256 * 128, 200
 LOGIT_TRAFFIC = 16
 # Bytes moved for each parameter of an Adam step on 32-bit main weights: gradient 4, moments 16, weights 8.
 UPDATE_TRAFFIC = 28
+# The same on the host, with norm, clipping and conversion: together 2.2 times the time of Adam (bench/device.py host).
+HOST_TRAFFIC = 62
 # Host time of a backward in forwards: twice as many kernels, but launched from C++ instead of Python.
 BACKWARD_LAUNCH = 1.5

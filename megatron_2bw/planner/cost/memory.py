@@ -168,7 +168,7 @@ class Memory:
         waiting = sum(plan.extra[max(stage - 1, 0) : stage + 1]) if plan.extra_warmup else 0
         buffers = (4 * sides + 2 * waiting) * message  # two slots, two directions
         buffers /= plan.tensor if plan.sequence_parallel else 1
-        if self.torch_adam:  # a step that is not late may take what the activations had
+        if self.torch_adam and not plan.host:  # a step that is not late may take what the activations had
             roots = ROOTS * parameters / shards_of(plan)
             buffers += roots if schedule.late_step else max(0.0, roots - activations - logits - buffers)
         if self.engine:
@@ -179,9 +179,18 @@ class Memory:
         """Bytes of (weights, gradients, optimizer). The distributed optimizer divides main weights, copies and moments.
         With extrapolation a step keeps 32-bit weights from before it; in fp32 these are the only main weights."""
         each = bytes_of(self.precision, plan.grad_reduce_in_bf16)
+        if plan.host:
+            return each.weight * versions, each.gradient, 0.0
         slots = plan.gradient_slots if plan.pipeline.late_step else 1
         optimizer = (each.main + each.copy + each.moments + 4 * plan.extrapolate) / shards_of(plan)
         return each.weight * versions, each.gradient * slots, optimizer
+
+    def host_bytes(self, plan: Plan) -> float:
+        """Bytes of host memory for one GPU of the largest stage: gradients, main weights, moments, and new weights."""
+        each, layers = bytes_of(self.precision, plan.grad_reduce_in_bf16), plan.layers_of(self.model)
+        largest = max(self.parameters(plan, stage, layers[stage]) for stage in range(plan.depth))
+        optimizer = 4 + each.copy + each.moments + 4 * plan.extrapolate  # in fp32 the main weights are copies too
+        return largest * (each.gradient + optimizer + each.weight) / shards_of(plan)
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
         """Parameters on one GPU of the stage."""

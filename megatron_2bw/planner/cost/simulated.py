@@ -47,7 +47,9 @@ STAGES = (
     "pipeline_inside first last stages"
 ).split()
 # Those on which its step depends.
-STEP = "tensor context depth width pipeline_inside distributed_optimizer first last stages grad_reduce_in_bf16".split()
+STEP = (
+    "tensor context depth width pipeline_inside distributed_optimizer first last stages grad_reduce_in_bf16 host"
+).split()
 
 _weakest = lru_cache(maxsize=1024)(weakest)
 
@@ -160,10 +162,16 @@ class Cost:
         )
 
     def fits(self, plan: Plan) -> bool:
+        if plan.host and not self.host_holds(plan):
+            return False
         if not self.cluster.devices:
             return self.memory.heaviest(plan) + self.spare_bytes <= self.allowed(plan)
         needed = self.memory.stages(plan)
         return all(stage.total + self.spare_bytes <= room for stage, room in zip(needed, self._rooms(plan)))
+
+    def host_holds(self, plan: Plan) -> bool:
+        """Whether the host has memory for the plan's optimizer."""
+        return self.memory.host_bytes(plan) <= self.cluster.device.host_memory_gib * GIB
 
     def _rooms(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that each stage may take."""
@@ -266,7 +274,7 @@ class Cost:
     def times(self, plan: Plan) -> Times:
         """The simulator's durations."""
         works, messages, step = self.stages(plan), self._messages(plan), self._step(plan)
-        late = plan.pipeline.late_step
+        late = plan.pipeline.late_step and not plan.host
         return Times(
             forward=[work.forward for work in works],
             backward=[work.backward for work in works],
@@ -276,7 +284,7 @@ class Cost:
             reduce=self._reduce(plan, works, messages, step),
             step=self._gather(plan, works, step.gather) + (0.0 if late else max(step.update)),
             joint_step=plan.schedule == "pipedream",
-            overlap_cost=step.update if late else 0.0,
+            overlap_cost=self._copies_out(plan, works) if plan.host else step.update if late else 0.0,
         )
 
     def waits(self, plan: Plan) -> tuple[float, float, float, float]:
@@ -285,6 +293,12 @@ class Cost:
         step, messages = self._step(plan), self._messages(plan)[: plan.depth - 1]
         one_way = sum(seconds for seconds, _ in messages)
         return step.reduce[0] + step.ends, max(step.update), one_way, max((taken for _, taken in messages), default=0.0)
+
+    def host_step(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of a step in host memory, and its window, as [Note: the late step's window] derives it."""
+        slowest = max(self.stages(plan), key=lambda work: work.total)
+        behind = max((plan.depth - 1) * slowest.total, plan.depth * slowest.backward)
+        return max(self._step(plan).update), plan.microbatches * slowest.total - behind
 
     def bound_ahead(self, plan: Plan) -> float | None:
         """As `lower_bound`, for the plan with any extra warm-up; None if that would hide too little."""
@@ -365,7 +379,12 @@ class Cost:
         return _Step(
             [collective(self.cluster, place.data, count * size.gradient) for count in counts],
             all_reduce(self.cluster, place.ends, words) if shared else 0.0,
-            [compute.update(count, shards_of(plan)) for compute, count in zip(self._computes(plan), counts)],
+            [
+                compute.host_update(count, shards_of(plan), size.gradient, size.weight)
+                if plan.host
+                else compute.update(count, shards_of(plan))
+                for compute, count in zip(self._computes(plan), counts)
+            ],
             half(self.cluster, place.data, max(counts) * size.weight) if plan.distributed_optimizer else 0.0,
         )
 
@@ -384,6 +403,13 @@ class Cost:
         if step.ends:
             seconds = [seconds[0] + step.ends, *seconds[1:-1], seconds[-1] + step.ends]
         return seconds
+
+    def _copies_out(self, plan: Plan, works: list[Work]) -> list[float]:
+        """Seconds for which a backward waits until a batch's gradients are copied to the host: by portions, while the
+        next batch's first forward and backward run."""
+        rate, size = self.cluster.device.pcie_gb_s * 1e9, bytes_of(self.precision, plan.grad_reduce_in_bf16).gradient
+        copies = (count / shards_of(plan) * size / rate for count in self._parameters(plan))
+        return [max(0.0, seconds - work.total) for seconds, work in zip(copies, works)]
 
     def _gather(self, plan: Plan, works: list[Work], seconds: float) -> float:
         """Exposed seconds of the distributed optimizer's parameter all-gather."""

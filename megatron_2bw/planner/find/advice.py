@@ -63,6 +63,7 @@ def _burden(plan: Plan) -> tuple[bool, int]:
         plan.pipeline_inside,
         any(plan.extra),
         plan.gradient_slots == 1,
+        plan.host,
         plan.gpipe_round,
     )
     return not _exact(plan), sum(map(bool, choices))

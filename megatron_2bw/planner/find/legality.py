@@ -85,6 +85,7 @@ RULES: dict[str, Callable[[Plan, Model, Host], object]] = {
     "gradient slots, 1 or 2, only with 2bw": lambda p, m, on: (
         p.gradient_slots not in ((1, 2) if p.schedule == "2bw" else (2,))
     ),
+    "--two-bw-optimizer host only with 2bw": lambda p, m, on: p.host and (p.schedule, p.gradient_slots) != ("2bw", 2),
     "extra warm-up only with 2bw, one number or one for each boundary": lambda p, m, on: (
         p.extra_warmup and (p.schedule != "2bw" or p.depth == 1 or len(p.extra_warmup) not in (1, p.depth - 1))
     ),

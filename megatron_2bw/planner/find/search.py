@@ -53,6 +53,13 @@ class Search:
 
         for plan in self.shapes():
             put(self._shape_bound(plan), "shape", plan)
+
+        def enter(plan: Plan) -> None:
+            put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
+            ahead = self.cost.bound_ahead(plan) if self.space.extra_warmup else None
+            if ahead is not None:
+                put(max(ahead / plan.global_batch, bound), "ahead", plan)
+
         found: set[tuple] = set()
         while queue:
             bound, _, state, plan, choice = heapq.heappop(queue)
@@ -69,10 +76,7 @@ class Search:
             elif state == "schedule":
                 plan = self._scheduled(plan, *choice)
                 for variant in self.variants(plan) if plan else ():
-                    put(max(self.cost.lower_bound(variant) / variant.global_batch, bound), "bound", variant)
-                    ahead = self.cost.bound_ahead(variant) if self.space.extra_warmup else None
-                    if ahead is not None:
-                        put(max(ahead / variant.global_batch, bound), "ahead", variant)
+                    enter(variant.changed(host=True) if self._needs_host(variant) else variant)
             elif self.distinct and self._key(plan) in found:
                 continue
             elif state == "ahead":
@@ -86,17 +90,22 @@ class Search:
                     continue  # that takes as long
                 if not self.cost.fits(plan):
                     size = self.cost.gpipe_round(plan)
-                    if size is None:
-                        self.too_large.append(plan)
-                    else:
+                    if size is not None:
                         plan = plan.changed(gpipe_round=size)
                         put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
+                    else:
+                        self.too_large.append(plan)
                 else:
                     self.examined += 1
                     put(self.cost.seconds(plan) / plan.global_batch, "exact", plan)
             else:
                 found.add(self._key(plan))
                 yield bound, plan
+
+    def _needs_host(self, plan: Plan) -> bool:
+        """Whether a plan of 2bw with two gradient slots does not fit, and the host has memory for its optimizer."""
+        late = self.space.host and plan.schedule == "2bw" and plan.gradient_slots == 2
+        return late and not self.cost.fits(plan) and self.cost.host_holds(plan)
 
     @staticmethod
     def _key(plan: Plan) -> tuple[int, int, int, int, str]:
@@ -110,19 +119,25 @@ class Search:
     def _leanest(self, shape: Plan) -> Plan:
         """The shape with the space's choices that need the fewest weights, gradients and optimizer states."""
         schedules = sorted(self.space.schedules, key=lambda name: name in ("2bw", "pipedream"))
-        return shape.changed(
+        plan = shape.changed(
             schedule=schedules[0],
             gradient_slots=min(self.space.gradient_slots) if schedules[0] == "2bw" else 2,
             distributed_optimizer=max(self.space.distributed_optimizer) and shape.replicas > 1,
             extrapolate=False,
         )
+        if not self.space.host or "2bw" not in schedules or not self.cost.host_holds(plan):
+            return plan
+        return min(plan, plan.changed(schedule="2bw", gradient_slots=2, host=True), key=self._bytes)
+
+    def _bytes(self, plan: Plan) -> float:
+        """Of a parameter, on the GPU."""
+        return sum(self.cost.memory.a_parameter(plan, 2 if plan.schedule == "2bw" else 1))
 
     def _least_memory(self, shape: Plan) -> float:
         """Bytes of weights, gradients and optimizer on equal stages. Every plan of the shape needs at least these."""
         plan, memory = self._leanest(shape), self.cost.memory
         parameters = sum(memory.parameters(shape, stage, n) for stage, n in enumerate(shape.layers_of(self.cost.model)))
-        versions = 2 if plan.schedule == "2bw" else 1
-        return parameters / plan.depth * sum(memory.a_parameter(plan, versions))
+        return parameters / plan.depth * self._bytes(plan)
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""

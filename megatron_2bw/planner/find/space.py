@@ -23,6 +23,7 @@ class Space:
                   fit. On request: "block" repeats all layers of a stage but some, each number of them
     uneven        whether first and last stages may have other numbers of layers than the others
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
+    host          2bw's optimizer in host memory, for plans that do not fit otherwise
     extrapolate   2bw with --two-bw-correction auto
     context       context-parallel sizes; only 1 by default
     grad_reduce_in_bf16  of all plans
@@ -41,6 +42,7 @@ class Space:
     uneven: bool = True
     sequence_parallel: bool = True
     extra_warmup: bool = True
+    host: bool = True
     extrapolate: bool = False
     context: tuple[int, ...] | None = (1,)
     grad_reduce_in_bf16: bool = False

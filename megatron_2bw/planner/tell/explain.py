@@ -14,6 +14,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from megatron_2bw.models.cluster import Cluster
+from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB, StageMemory
 from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
 from megatron_2bw.planner.find.advice import tie
@@ -30,6 +31,7 @@ LEGEND = (
     "c: context-parallel size (--context-parallel-size). g: m / d, the gradient accumulation of Algorithm 1.",
     "ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).",
     "2bw +k: k extra warm-up forwards on the first stage hide messages (--two-bw-extra-warmup).",
+    "2bw host: main weights and Adam's moments in host memory, where the step runs (--two-bw-optimizer host).",
     "gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).",
     "layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations.",
 )
@@ -195,7 +197,19 @@ def first(result: Result) -> str:
     if result.ties > 1 and fastest is not winner:
         delay = "" if fastest.plan.pipeline.flushes else " and the cost of its delay in convergence"
         text += f" The fastest is {rate(fastest)}: the difference is within the error{delay}."
-    return "\n".join(wrapped(words, "") for words in (text, *gain(result)))
+    return "\n".join(wrapped(words, "") for words in (text, *on_host(result.cost, winner.plan), *gain(result)))
+
+
+def on_host(cost: Cost, plan: Plan) -> Iterator[str]:
+    """What the step in host memory takes, and whether the next batch hides it."""
+    if plan.host:
+        step, window = cost.host_step(plan)
+        longer = "no longer" if step <= window else f"{three(step - window)} s longer"
+        yield (
+            f"The optimizer takes {cost.memory.host_bytes(plan) / GIB:.1f} GiB of host memory for each GPU, of "
+            f"{cost.cluster.device.host_memory_gib:g} (host_gib). Its step takes {three(step)} s there, and the next "
+            f"batch hides {three(window)} s: an iteration is {longer} ({ESTIMATED}; docs/host_memory.md)."
+        )
 
 
 def rate(estimate: Estimate) -> str:
@@ -209,7 +223,8 @@ def gain(result: Result) -> Iterator[str]:
     exact = next((estimate for estimate in found if estimate.plan.pipeline.flushes), None)
     if late and exact:
         plan, (fullest, stage) = late.plan, max(enumerate(late.memory), key=lambda pair: pair[1].total)
-        slot, bubble = plan.gradient_slots == 2, "One stage has no bubble to gain: only reductions and step overlap."
+        slot = plan.gradient_slots == 2 and not plan.host
+        bubble = "One stage has no bubble to gain: only reductions and step overlap."
         if plan.depth > 1:
             share = f"1 + (d - 1)/m, {1 + (plan.depth - 1) / plan.microbatches:.2f} here"
             bubble = (

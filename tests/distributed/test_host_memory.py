@@ -1,0 +1,135 @@
+"""The optimizer in host memory: the bits of the reference, and those of the optimizer on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_2bw.local_ranks import run_world
+from tests.distributed.compare import SGD, UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference
+from tests.distributed.test_checkpoint import DROPOUT, SAVED, assert_goes_on
+from tests.distributed.test_update_rule import POISONED, poison
+from tests.distributed.training import Run, command, train
+
+HOST = "--two-bw-optimizer host"
+SHARDED = "--bf16 --use-distributed-optimizer"
+CORRECTED = "--two-bw-correction extrapolate --two-bw-correction-gradient 1"
+
+
+@pytest.mark.proof("bf16", "fp16")
+@pytest.mark.parametrize(
+    "stages, flags, changes, rule",
+    [
+        (2, "--bf16", {}, {}),
+        (4, "--bf16", dict(clip_grad=0), {}),
+        (2, "", {}, {}),
+        (2, "--bf16", SGD, dict(optimizer="sgd")),
+        (2, "--fp16", dict(initial_loss_scale=4096, hysteresis=1), dict(poison=POISONED)),
+        (2, "--bf16 --calculate-per-token-loss", {}, {}),
+    ],
+    ids=["bf16", "four-stages", "fp32", "sgd", "fp16", "tokens"],
+)
+def test_the_reference(stages, flags, changes, rule):
+    flags = (UNTIED, *HOST.split(), *flags.split())
+    runs = run_pipeline(command(stages, 4, "2bw", *flags, **changes), stages, poison if rule.get("poison") else None)
+    assert_same(runs, run_reference(runs, command(1, 4, "2bw", *flags, **changes), 4, **rule), exact=True)
+
+
+def fuse(model, optimizer) -> None:
+    """The kernels of the host, which round otherwise than torch's others."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+
+
+CASES = {
+    "tied": (1, "--bf16"),
+    "corrected": (1, f"--bf16 {CORRECTED}"),
+    "fp32, corrected": (1, CORRECTED),
+    "replicas": (2, "--bf16 --grad-reduce-in-bf16"),
+    "sharded, overlapped": (2, f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 20000"),
+    "sharded, tokens, corrected": (2, f"{SHARDED} --calculate-per-token-loss {CORRECTED} --two-bw-sync-iterations 2"),
+    "sharded, fp32": (2, "--use-distributed-optimizer"),
+    "evaluations": (1, f"--bf16 {CORRECTED} --eval-interval 2 --eval-iters 1 --log-params-norm"),
+    "some late, zeros": (1, "--bf16 --two-bw-late-microbatches 1 --log-num-zeros-in-grad"),
+    "sequence parallel": (1, f"--bf16 {UNTIED} --tensor-model-parallel-size 2 --sequence-parallel"),
+}
+
+
+@pytest.mark.proof("sharded, overlapped")
+@pytest.mark.parametrize("name", CASES)
+def test_the_device(name):
+    width, flags = CASES[name]
+    argv = command(2, 4, "2bw", *flags.split(), width=width)
+    ranks = 2 * width * (1 + ("--sequence-parallel" in argv))
+    for host, device in zip(run_pipeline([*argv, *HOST.split()], ranks), run_pipeline(argv, ranks, fuse)):
+        assert torch.equal(torch.tensor(host.losses), torch.tensor(device.losses))
+        assert host.weights and all(torch.equal(weight, device.weights[name]) for name, weight in host.weights.items())
+
+
+def train_with_delays(rank: int, argv: list[str], mutate) -> Run:
+    """Each copy, each wait for one, and each step is delayed at random; gradients are copied in many portions."""
+    from megatron_2bw.mcore import host_memory
+    from megatron_2bw.mcore.late_step import LateStep
+
+    draw = random.Random(rank)
+
+    def delayed(owner: type, name: str) -> None:
+        call = getattr(owner, name)
+
+        def later(*args):
+            time.sleep(draw.choice([0, 0, 0.002, 0.01]))
+            return call(*args)
+
+        setattr(owner, name, later)
+
+    host_memory.PORTION = 4000
+    if mutate is not None:
+        mutate(host_memory)
+    for owner, name in ((host_memory.Portion, "take"), (host_memory.HostMemory, "give"), (LateStep, "run_job")):
+        delayed(owner, name)
+    return train(rank, argv)
+
+
+def no_wait(host_memory) -> None:
+    host_memory.Portion.wait = lambda self: None
+
+
+def early_release(host_memory) -> None:
+    take = host_memory.Portion.take
+    host_memory.Portion.take = lambda self: (self._released.set(), time.sleep(0.005), take(self))
+
+
+def no_zeros(host_memory) -> None:
+    host_memory.Portion.take = lambda self: (self._host.copy_(self._mine), self._released.set())
+
+
+def late_weights(host_memory) -> None:
+    give = host_memory.HostMemory.give
+    host_memory.HostMemory.give = lambda self, views: threading.Timer(0.2, give, (self, views)).start()
+
+
+@pytest.mark.parametrize("mutate", [None, no_wait, early_release, no_zeros, late_weights])
+def test_no_timing_changes_a_bit(mutate):
+    argv = command(2, 2, "2bw", *f"{HOST} --bf16".split(), train_iters=50 if mutate is None else 8)
+    expected = run_pipeline(argv, 2)
+    with contextlib.nullcontext() if mutate is None else pytest.raises(AssertionError, match="differs by|NaN"):
+        assert_same_runs(run_world(2, train_with_delays, argv, mutate), expected, exact=True)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize(
+    "flags", [f"--bf16 --ckpt-format torch {CORRECTED}", SHARDED, f"{SHARDED} --ckpt-format torch"]
+)
+def test_a_resumed_run_may_move(flags, to_host, tmp_path):
+    argv = command(2, 2, "2bw", *flags.split(), width=2, **DROPOUT)
+    here, there = ([*argv, *HOST.split()], None), (argv, fuse)
+    (before, prepare), (after, prepare_rest) = (there, here) if to_host else (here, there)
+    whole = run_pipeline([*before, "--save", str(tmp_path), "--save-interval", str(SAVED)], 4, prepare)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    assert_goes_on(whole, run_pipeline([*after, "--load", str(tmp_path)], 4, prepare_rest))
