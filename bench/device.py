@@ -72,6 +72,7 @@ def memory() -> list[dict[str, Any]]:
         for stage, planned in enumerate(Memory(model, "bf16", flash=False, torch_adam=True).stages(plan)):
             run = runs[stage * plan.width]
             more = " recompute" * (plan.recompute == "full") + " correction" * plan.extrapolate
+            more += " 16-bit gradients" * plan.grad_reduce_in_bf16
             row = {"model": name, "plan": plan.name + more, "stage": stage}
             row |= {
                 "peak": run.peak_bytes / GIB,
