@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.local_ranks import WorldError, run_world
-from tests.distributed.compare import assert_same_runs, run_pipeline
+from tests.distributed.compare import run_pipeline
 from tests.distributed.test_update_rule import poison
 from tests.distributed.training import BERT, Run, command, train
 
@@ -24,11 +25,11 @@ SHARDED, EVALUATED = "--use-distributed-optimizer", "--eval-interval 1 --eval-it
 SAVED = 3
 
 
-def interrupted(folder, ranks: int, argv, prepare=None, prepare_rest=None, finish=None):
+def interrupted(folder, ranks: int, argv, prepare=None):
     """A run that saves after iteration SAVED and goes on, and another that starts from there."""
-    whole = run_pipeline([*argv, "--save", str(folder), "--save-interval", str(SAVED)], ranks, prepare, finish)
+    whole = run_pipeline([*argv, "--save", str(folder), "--save-interval", str(SAVED)], ranks, prepare)
     (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
-    return whole, run_pipeline([*argv, "--load", str(folder)], ranks, prepare_rest, finish)
+    return whole, run_pipeline([*argv, "--load", str(folder)], ranks)
 
 
 def assert_goes_on(whole: list[Run], rest: list[Run]) -> None:
@@ -45,22 +46,16 @@ def assert_goes_on(whole: list[Run], rest: list[Run]) -> None:
 
 # Stages, microbatches, width and flags.
 CASES = {
-    "one stage": (1, 2, 1, ""),
+    "one stage, fully reshardable": (1, 2, 2, f"{SHARDED} --dist-ckpt-optim-fully-reshardable"),
     "four stages, bf16, recompute": (4, 4, 1, f"--bf16 {RECOMPUTE}"),
-    "bf16, distributed optimizer": (2, 2, 2, f"--bf16 {SHARDED} --overlap-grad-reduce --recompute-activations"),
-    "fully reshardable": (2, 2, 1, f"{SHARDED} --dist-ckpt-optim-fully-reshardable"),
-    "tensor parallel": (2, 2, 1, "--tensor-model-parallel-size 2"),
-    "torch format": (2, 2, 1, "--bf16 --ckpt-format torch"),
-    "torch format, distributed optimizer": (2, 2, 2, f"--bf16 {SHARDED} --ckpt-format torch"),
-    "asynchronous, with evaluations": (2, 3, 1, f"--bf16 {ASYNCHRONOUS} {EVALUATED}"),
-    "asynchronous, distributed optimizer": (2, 3, 1, f"--bf16 {SHARDED} {ASYNCHRONOUS}"),
-    "sgd, one gradient slot": (2, 2, 1, "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --two-bw-gradient-slots 1"),
-    "extra warm-up, with evaluations": (2, 4, 1, f"--bf16 --two-bw-extra-warmup 2 {EVALUATED}"),
-    "pipedream-flush": (2, 2, 1, "--pipeline-schedule pipedream-flush"),
+    "asynchronous, distributed optimizer": (2, 2, 2, f"--bf16 {SHARDED} --overlap-grad-reduce {ASYNCHRONOUS}"),
+    "tensor parallel, sgd": (2, 2, 1, "--tensor-model-parallel-size 2 --optimizer sgd --sgd-momentum 0.9 --lr 0.1"),
+    "torch format, distributed optimizer": (2, 2, 2, f"--bf16 {SHARDED} --ckpt-format torch --two-bw-gradient-slots 1"),
+    "with evaluations": (2, 4, 1, f"--bf16 --two-bw-extra-warmup 2 --recompute-activations {EVALUATED}"),
 }
 
 
-@pytest.mark.proof("four stages, bf16, recompute", "asynchronous, with evaluations")
+@pytest.mark.proof("four stages, bf16, recompute", "asynchronous, distributed optimizer")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     check_resumed(tmp_path, *CASES[name])
@@ -74,9 +69,9 @@ def check_resumed(folder: Path, stages: int, microbatches: int, width: int, flag
 LLAMA = ("--swiglu", "--group-query-attention", "--disable-bias-linear")
 LEFT_OUT = ("--norm-epsilon", "0.125", "--qk-layernorm", "--openai-gelu")  # by Megatron's --use-checkpoint-args
 MODELS = {
-    "GPT": command(2, 2, "2bw", **DROPOUT),
-    "GPT with Megatron's schedule": command(2, 2, "megatron", **DROPOUT),
-    "grouped queries": command(2, 2, "2bw", *LLAMA, position_embedding_type="rope", num_query_groups=2, **DROPOUT),
+    "grouped queries, Megatron's schedule": command(
+        2, 2, "megatron", *LLAMA, position_embedding_type="rope", num_query_groups=2, **DROPOUT
+    ),
     "other norms and activation": command(2, 2, "2bw", *LEFT_OUT, **DROPOUT),
     "BERT": [BERT, *command(2, 2, "2bw", **DROPOUT)],
 }
@@ -92,54 +87,23 @@ def test_the_model_of_the_checkpoint(name, tmp_path):
     given = {"--" + flag.replace("_", "-") for flag in (*OF_THE_MODEL, "position_embedding_type", "num_query_groups")}
     kept = [word for i, word in enumerate(argv) if not given & {word, argv[i - 1]} and word not in (*LLAMA, *LEFT_OUT)]
     assert len(kept) < len(argv) - 10
-    flags = ["--use-checkpoint-args", "--load", str(tmp_path)]
-    assert_goes_on(whole, run_pipeline([*kept, *flags], 2))
-    evaluation = ["--skip-train", "--eval-iters", "1"]
-    run_pipeline([*kept, *flags, *evaluation], 2)
+    assert_goes_on(whole, run_pipeline([*kept, "--use-checkpoint-args", "--load", str(tmp_path)], 2))
 
 
-scales: list[float] = []  # by which this rank's losses were multiplied, one a microbatch
-
-
-def watch_scales(model, optimizer) -> None:
-    original = optimizer.scale_loss
-
-    def scale_loss(loss):
-        scales.append(float(original(torch.ones(1, device=loss.device))))
-        return original(loss)
-
-    optimizer.scale_loss = scale_loss
-
-
-def keep_scales(run: Run, model) -> None:
-    run.events = scales[:]
-
-
-def watch_and_poison(model, optimizer) -> None:
-    watch_scales(model, optimizer)
-    poison(model, optimizer, 1, (SAVED - 1,))
-
-
-@pytest.mark.proof("more0")
-@pytest.mark.parametrize("more", [(), (SHARDED,)])
-def test_dynamic_loss_scale(more, tmp_path):
+@pytest.mark.proof
+def test_dynamic_loss_scale(tmp_path):
     """The step before the save is skipped: the next batch has the scale of before, the one after it half of it."""
-    argv = command(4, 4, "2bw", "--fp16", *more, initial_loss_scale=4096, hysteresis=1, **DROPOUT)
-    whole, rest = interrupted(tmp_path, 4, argv, watch_and_poison, watch_scales, keep_scales)
+    argv = command(4, 4, "2bw", "--fp16", initial_loss_scale=4096, hysteresis=1, **DROPOUT)
+    whole, rest = interrupted(tmp_path, 4, argv, partial(poison, stage=1, poisoned=(SAVED - 1,)))
     assert_goes_on(whole, rest)
-    assert whole[0].skipped == [0, 0, 1, 0, 0, 0] and rest[0].skipped == [0, 0, 0]
-    assert rest[-1].events == whole[-1].events[SAVED * 4 :] == [4096.0] * 4 + [2048.0] * 8
+    assert whole[0].skipped == [0, 0, 1, 0, 0, 0]
 
 
-def skip_all(model, optimizer) -> None:
-    poison(model, optimizer, 0, tuple(range(SAVED)))
-
-
-@pytest.mark.parametrize("more", [(), (SHARDED,), (SHARDED, "--ckpt-format", "torch")], ids=lambda more: " ".join(more))
+@pytest.mark.parametrize("more", [(), (SHARDED,)], ids=" ".join)
 def test_saved_before_the_first_step(more, tmp_path):
     """fp16 runs begin with skipped steps: the optimizer has no state yet."""
     argv = command(2, 2, "2bw", "--fp16", *more, initial_loss_scale=4096, hysteresis=1, **DROPOUT)
-    whole, rest = interrupted(tmp_path, 2, argv, skip_all)
+    whole, rest = interrupted(tmp_path, 2, argv, partial(poison, poisoned=tuple(range(SAVED))))
     assert whole[0].skipped == [1, 1, 1, 0, 0, 0]
     assert_goes_on(whole, rest)
 
@@ -171,11 +135,12 @@ def layout(stages: str) -> dict:
 # The flags of all runs; and where each other run starts, with its sizes.
 SIZES = {
     "stages 2 4 1": ((), [(2, dict(stages=4)), (4, dict(stages=1))]),
-    "tensor ranks 1 2": (RESHARDABLE, [(2, dict(stages=2, tensor_model_parallel_size=2))]),
     "pipelines 1 2": ((SHARDED,), [(2, dict(stages=2, width=2))]),
-    "extrapolated, stages 2 4 1": (EXTRAPOLATE, [(2, dict(stages=4)), (4, dict(stages=1))]),
-    "extrapolated, sharded": ((*RESHARDABLE, *EXTRAPOLATE), [(2, dict(stages=1, width=2))]),
-    "layouts": ((), [(2, layout("Et*2|t|tL")), (4, layout("Et|t|t*2L"))]),
+    "extrapolated, sharded": (
+        (*RESHARDABLE, *EXTRAPOLATE),
+        [(2, dict(stages=2, tensor_model_parallel_size=2)), (4, dict(stages=1, width=2))],
+    ),
+    "extrapolated, layouts": (EXTRAPOLATE, [(2, layout("Et*2|t|tL")), (4, layout("Et|t|t*2L"))]),
 }
 
 
@@ -245,12 +210,6 @@ def test_resumed_run_is_the_uninterrupted_one_in_fp32(saved):
     assert_goes_on(saved.run, run_pipeline([*saved.argv, *flags], 2))
 
 
-def test_saving_changes_nothing(saved):
-    runs = run_pipeline(saved.argv, 2)
-    assert runs[-1].losses == saved.run[-1].losses and len(runs[-1].losses) == 6
-    assert_same_runs(runs, saved.run, exact=True)
-
-
 def without_our_checkpoints(rank: int, argv: list[str]) -> Run:
     """Megatron's own functions read the checkpoint."""
     from megatron_2bw.mcore import patches
@@ -284,11 +243,6 @@ def test_without_the_optimizer_state_both_weight_versions_are_loaded(saved):
     assert losses[2] != whole[2], "batch 5 runs on what the fresh optimizer has made"
 
 
-def test_without_the_random_state_dropout_is_another(saved):
-    run, whole = resume(saved, "--no-load-rng"), saved.run[-1]
-    assert run.iterations == whole.iterations[SAVED:] and run.losses[0] != whole.losses[SAVED]
-
-
 def test_fine_tuning_starts_from_the_newest_weights(saved):
     runs = [resume(saved, "--finetune", schedule=schedule) for schedule in ("2bw", "megatron")]
     assert runs[0].iterations == runs[1].iterations == [1, 2, 3, 4, 5, 6]
@@ -308,19 +262,13 @@ def terminated(model, optimizer) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-EXITS = {
-    "--exit-signal-handler": (["--exit-signal-handler"], terminated),
-    "--exit-interval": (["--exit-interval", str(SAVED)], None),
-    "--exit-duration-in-mins": (["--exit-duration-in-mins", "5"], no_time_left),
-}
-
-
-@pytest.mark.proof("--exit-signal-handler")
-@pytest.mark.parametrize("flag", EXITS)
-def test_a_run_that_leaves_early_goes_on(flag, saved, tmp_path):
-    flags, prepare = EXITS[flag]
+@pytest.mark.proof("--exit-signal-handler-terminated")
+@pytest.mark.parametrize(
+    "flags, prepare", [("--exit-signal-handler", terminated), ("--exit-duration-in-mins 5", no_time_left)]
+)
+def test_a_run_that_leaves_early_goes_on(flags, prepare, saved, tmp_path):
     keep = ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "1000"]
-    first = run_pipeline([*saved.argv, *keep, *flags], 2, prepare)[-1]
+    first = run_pipeline([*saved.argv, *keep, *flags.split()], 2, prepare)[-1]
     last = first.iterations[-1]
     assert 1 <= last < 6 and first.losses == saved.run[-1].losses[:last]
     second = run_pipeline([*saved.argv, *keep], 2)

@@ -46,8 +46,7 @@ MODELS = {  # transformers' class, and its configuration
     "qwen3": ("Qwen3ForCausalLM", SIZES | dict(head_dim=16)),
     "gpt2": ("GPT2LMHeadModel", dict(n_layer=4, n_embd=64, n_head=8, n_positions=32, vocab_size=1001)),
     "bert": ("MegatronBertForPreTraining", ENCODER),
-    "bert, tanh": ("MegatronBertForPreTraining", ENCODER | dict(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-5)),
-    "bert, one head": ("MegatronBertForMaskedLM", ENCODER),
+    "bert, one head": ("MegatronBertForMaskedLM", ENCODER | dict(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-5)),
 }
 RUN = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3 --eval-iters 0 --eval-interval 9 --mock-data "
@@ -142,8 +141,9 @@ def logits_of(rank: int, argv: list[str]) -> tuple[dict, int]:
 
 
 @pytest.mark.proof("llama-2-1")
-@pytest.mark.parametrize("stages, tensor", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, stages, tensor", [*((name, 2, 1) for name in MODELS), ("llama", 1, 2), ("gpt2", 1, 2), ("bert", 1, 2)]
+)
 def test_logits_are_those_of_transformers(name, stages, tensor, folder):
     flags = shlex.split((folder(name) / "ckpt" / "model_flags.txt").read_text())
     argv = [*flags, *RUN.split(), "--load", str(folder(name) / "ckpt"), "--finetune"]
@@ -214,13 +214,12 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("name, layout", [("qwen3", "--pipeline-model-parallel-layout Et|tttL"), ("bert", "")])
-def test_trained_weights_are_those_that_are_exported(name, layout, folder, tmp_path):
-    """All, and of 2BW the newest; from two stages of 1 and 3 layers, or equal ones."""
-    flags = shlex.split((folder(name) / "ckpt" / "model_flags.txt").read_text())
-    argv = [*[BERT] * (name == "bert"), *flags, *RUN.split(), "--pipeline-model-parallel-size", "2", *layout.split()]
-    keep = ["--load", str(folder(name) / "ckpt"), "--finetune", "--save", str(tmp_path / "run"), "--save-interval", "3"]
-    runs = run_world(2, train, [*argv, *keep])
+def test_trained_weights_are_those_that_are_exported(folder, tmp_path):
+    """All, and of 2BW the newest; from two stages of 1 and 3 layers."""
+    flags = shlex.split((folder("qwen3") / "ckpt" / "model_flags.txt").read_text())
+    layout = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et|tttL")
+    argv = [*flags, *RUN.split(), *layout, "--load", str(folder("qwen3") / "ckpt"), "--finetune"]
+    runs = run_world(2, train, [*argv, "--save", str(tmp_path / "run"), "--save-interval", "3"])
     convert("export", tmp_path / "run", "--out", tmp_path / "hf")
     held = load_file(tmp_path / "hf" / "model.safetensors")
     found = config.read(tmp_path / "hf" / "config.json", 32)
@@ -228,11 +227,11 @@ def test_trained_weights_are_those_that_are_exported(name, layout, folder, tmp_p
     for ours, weight in [pair for run in runs for pair in run.weights.items()]:
         parts = to_hugging_face(found.family, ours, weight, found.model)
         trained |= zip(found.family.sources(ours), parts)
-    assert same(trained, held) and not same(trained, made(name).state_dict())
+    assert same(trained, held) and not same(trained, made("qwen3").state_dict())
 
 
-def test_what_was_not_written_to_its_end_is_not_loaded(folder, tmp_path):
-    """Here the last tensor is not a number. Nor has a Llama a use for the configuration of another model."""
+def test_what_was_not_written_to_its_end_is_not_loaded(tmp_path):
+    """Here the last tensor is not a number. The same folder takes the whole model afterwards."""
     made("llama").save_pretrained(tmp_path / "hf")
     held = load_file(tmp_path / "hf" / "model.safetensors")
     save_file(held | {"lm_head.weight": held["lm_head.weight"] * torch.nan}, tmp_path / "hf" / "model.safetensors")
@@ -244,6 +243,4 @@ def test_what_was_not_written_to_its_end_is_not_loaded(folder, tmp_path):
     assert not (tmp_path / "ckpt" / "release" / "metadata.json").exists()
     save_file(held, tmp_path / "hf" / "model.safetensors")
     convert(*words)
-    convert("export", tmp_path / "ckpt", "--out", tmp_path / "back", "--like", folder("qwen3") / "hf")
-    after = load_file(tmp_path / "back" / "model.safetensors")
-    assert after.keys() == held.keys() and all(torch.equal(held[key], after[key]) for key in held)
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "release"

@@ -29,11 +29,9 @@ LION_BESIDE_MUON = ("--optimizer", "muon", "--muon-scalar-optimizer", "lion")
 @pytest.mark.parametrize(
     "flags, correction",
     [
-        (MUON, {}),
         ((*MUON, "--bf16"), AUTO),
         (LION_BESIDE_MUON, EXTRAPOLATE),
         (("--optimizer", "lion", "--bf16"), {}),
-        (("--optimizer", "soap"), AUTO),
         (("--optimizer", "soap", "--bf16"), {}),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, tuple) else case.get("two_bw_correction", ""),
@@ -57,19 +55,14 @@ def test_pipedream():
     assert_same(runs, expected, exact=True)
 
 
-def test_muon_on_tensor_parallel_ranks():
-    """Orthogonalized whole, matrices give the losses of one rank, but for rounding that bf16 products enlarge.
-
-    Megatron's default orthogonalizes each rank's part: another update, which shows what the tolerance can tell apart.
-    """
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+def test_muon_on_tensor_parallel_ranks(mode):
+    """Orthogonalized whole, matrices give the losses of one rank, but for rounding that bf16 products enlarge."""
     flags = (UNTIED, NO_BIAS, *MUON)
     alone = torch.stack(run_pipeline(command(2, 4, "2bw", *flags, **EXTRAPOLATE), 2)[-1].losses)
-    apart = {}
-    for mode in ("duplicated", "distributed", "blockwise"):
-        sizes = dict(tensor_model_parallel_size=2, muon_tp_mode=mode)
-        losses = torch.stack(run_pipeline(command(2, 4, "2bw", *flags, **sizes, **EXTRAPOLATE), 4)[-1].losses)
-        apart[mode] = float((losses / alone - 1).abs().max())
-    assert max(apart["duplicated"], apart["distributed"]) < 3e-4 and apart["blockwise"] > 1e-3
+    sizes = dict(tensor_model_parallel_size=2, muon_tp_mode=mode)
+    losses = torch.stack(run_pipeline(command(2, 4, "2bw", *flags, **sizes, **EXTRAPOLATE), 4)[-1].losses)
+    assert (losses / alone - 1).abs().max() < 3e-4
 
 
 def poison_and_skip(model, optimizer) -> None:
@@ -79,19 +72,15 @@ def poison_and_skip(model, optimizer) -> None:
         part.config.grad_norm_skip_threshold = 1e6
 
 
-@pytest.mark.parametrize("correction", [{}, EXTRAPOLATE], ids=["", "extrapolate"])
-def test_a_skipped_step_skips_all_parts(correction):
+def test_a_skipped_step_skips_all_parts():
     argv = command(1, 3, "2bw", UNTIED, *MUON, "--bf16")
-    runs = run_pipeline(command(2, 3, "2bw", UNTIED, *MUON, "--bf16", **correction), 2, poison_and_skip)
-    expected = run_reference(runs, argv, 3, optimizer="muon", factor=1.0 if correction else 0.0, poison=3)
+    runs = run_pipeline(command(2, 3, "2bw", UNTIED, *MUON, "--bf16", **EXTRAPOLATE), 2, poison_and_skip)
+    expected = run_reference(runs, argv, 3, optimizer="muon", factor=1.0, poison=3)
     assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0]] * 2 == [expected.skipped] * 2
     assert_same(runs, expected, exact=True)
 
 
-@pytest.mark.parametrize(
-    "optimizer, clip, tolerance",
-    [("muon", 0, 0), ("soap", 0, 0), ("lion", 0, 0), ("sgd", 0, 0), ("lion", 1.0, 1e-6), ("sgd", 1.0, 1e-6)],
-)
+@pytest.mark.parametrize("optimizer, clip, tolerance", [("muon", 0, 0), ("lion", 1.0, 1e-6)])
 def test_the_depth_changes_no_loss(optimizer, clip, tolerance):
     """Exact without clipping. An ulp of the norm is all that the depth changes; Muon and SOAP enlarge it."""
     flags = (UNTIED, "--optimizer", optimizer)
@@ -99,14 +88,12 @@ def test_the_depth_changes_no_loss(optimizer, clip, tolerance):
     assert [loss.item() for loss in two] == pytest.approx([loss.item() for loss in one], rel=tolerance, abs=0)
 
 
-@pytest.mark.parametrize("flags", [(*MUON, "--bf16"), ("--optimizer", "lion")], ids=" ".join)
-def test_resumed_run_is_the_uninterrupted_one(flags, tmp_path):
-    assert_goes_on(*interrupted(tmp_path, 2, command(2, 2, "2bw", *flags, **DROPOUT)))
+def test_resumed_run_is_the_uninterrupted_one(tmp_path):
+    assert_goes_on(*interrupted(tmp_path, 2, command(2, 2, "2bw", "--optimizer", "lion", **DROPOUT)))
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "megatron"])
-@pytest.mark.parametrize("flags", [MUON, ("--decoupled-lr", "0.005")], ids=" ".join)
-def test_resumed_where_a_stage_has_no_parameter_of_a_group(flags, schedule, tmp_path):
+@pytest.mark.parametrize("schedule, flags", [("2bw", MUON), ("megatron", ("--decoupled-lr", "0.005"))])
+def test_resumed_where_a_stage_has_no_parameter_of_a_group(schedule, flags, tmp_path):
     """The middle stage has neither embedding nor output layer, which have a group of their own."""
     argv = command(3, 3, schedule, "--bf16", "--swiglu", *flags, num_layers=6, **DROPOUT)
     assert_goes_on(*interrupted(tmp_path, 3, argv))

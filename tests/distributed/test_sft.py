@@ -33,7 +33,8 @@ def by_hand(run, model) -> None:
     run.losses = [total / targets]
 
 
-@pytest.mark.parametrize("flags", [(), ("--calculate-per-token-loss",)])
+@pytest.mark.proof("--calculate-per-token-loss")
+@pytest.mark.parametrize("flags", [(), ("--calculate-per-token-loss",)], ids=" ".join)
 def test_the_targets_alone_count(tmp_path, flags):
     def argv(stages: int, schedule: str = "2bw", **changes) -> list[str]:
         words = command(stages, 4, schedule, UNTIED, "--sft-data", *flags, split="100,0,0", **changes)
