@@ -203,14 +203,12 @@ def answering() -> contextlib.AbstractContextManager:
     return _CudaMeansCpu() if installed() else contextlib.nullcontext()
 
 
-def host_only() -> contextlib.AbstractContextManager:
-    """Inside, in this thread, what is asked for on "cuda" is made on the host, whatever the process computes on."""
-    return contextlib.nullcontext() if installed() else _CudaMeansCpu()
+def host_only(detach: bool = False) -> contextlib.AbstractContextManager:
+    """Inside, in this thread, what is asked for on "cuda" is made on the host, whatever the process computes on.
 
-
-def detached_on_host() -> contextlib.AbstractContextManager:
-    """As `host_only`; and `detach` copies to the host."""
-    return contextlib.nullcontext() if installed() else _DetachedOnHost()
+    detach: Tensor.detach copies to the host too.
+    """
+    return contextlib.nullcontext() if installed() else (_DetachedOnHost if detach else _CudaMeansCpu)()
 
 
 def _uncompiled(model: Callable | None = None, **options) -> Callable:

@@ -101,8 +101,15 @@ def _parts(content: Any) -> list[dict]:
 def unshare_steps(optimizer: Any) -> None:
     """After a load, give each parameter its own step counter.
 
-    Megatron's distributed optimizer gives all parameters one tensor, which Adam would increment once per parameter.
+    Megatron's distributed optimizer gives all parameters one tensor, which Adam would increment once per parameter. The
+    Adam of Apex and Transformer Engine counts in the group, whose other entries a checkpoint of torch's Adam lacks.
     """
+    for inner in (getattr(part, "optimizer", None) for part in getattr(optimizer, "chained_optimizers", [optimizer])):
+        if inner is not None and "bias_correction" in inner.defaults:
+            counts = [int(state.pop("step")) for state in inner.state.values() if "step" in state]
+            missing = inner.defaults | ({"step": counts[0]} if counts else {})
+            for group in inner.param_groups:
+                group |= {name: value for name, value in missing.items() if name not in group}
     for inner in _torch_optimizers(optimizer):
         for state in inner.state.values():
             if "step" in state:

@@ -44,22 +44,28 @@ def pin(tensors: Sequence[torch.Tensor]) -> None:
 
     (torch's own allocator of pinned memory rounds up to powers of two.)
     """
-    end = 0
+    ranges: list[list[int]] = []  # of whole pages, apart
     for tensor in sorted(tensors, key=torch.Tensor.data_ptr) if torch.cuda.is_available() else ():
-        start = max(tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, end)
-        end = max(end, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
-        if end > start:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(start, end - start, 0)))
+        start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        if not ranges or start > ranges[-1][1]:
+            ranges.append([start, start])
+        ranges[-1][1] = max(ranges[-1][1], -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
+    for start, end in ranges:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(start, end - start, 0)))
 
 
 @around
 def make_on_host(make: Callable, *args: Any, **kwargs: Any) -> Any:
     """Megatron's function that makes one optimizer: main parameters, and what a checkpoint loads, in host memory."""
-    with cpu.detached_on_host():
+    with cpu.host_only(detach=True):
         optimizer = make(*args, **kwargs)
     load = optimizer.load_state_dict
 
     def load_on_host(state: Any) -> None:
+        saved = state.get("optimizer", state)
+        for group in saved["param_groups"]:  # Apex's and Transformer Engine's Adam counts in the group
+            for number in group.get("params", ()) if "step" in group else ():
+                saved["state"].get(number, {}).setdefault("step", torch.tensor(float(group["step"]), device="cpu"))
         with cpu.host_only():
             load(state)
 
@@ -97,6 +103,9 @@ class Portion:
         self._host.copy_(self._mine, non_blocking=True)
         self._whole.zero_()
         self._copied = torch.cuda.current_stream().record_event()
+        self.release()
+
+    def release(self) -> None:
         self._released.set()
 
     def wait(self) -> None:
@@ -119,7 +128,7 @@ class HostMemory:
     """
 
     def __init__(self, call: Call, stores: WeightStores, slots: GradientSlots, mains: dict, inside: bool):
-        self._stores, slot = stores, slots.gradients_of(0)
+        slot = slots.gradients_of(0)
         self.gradients = slot.twin(empty_pages)
         self.flats = [empty_pages(data) for data in stores.buffer_data[0]] if stores.buffer_data else []
         stepped = mains if inside else {}
@@ -127,8 +136,8 @@ class HostMemory:
         self.views = [stepped[param] if param in stepped else empty_pages(value) for param, value in values]
         self._shards: dict[int, list[slice]] = defaultdict(list)  # of this rank, by buffer
         self._portions: dict[torch.nn.Parameter, list[Portion]] = {}  # by a bucket's first parameter
-        self._of: dict[Any, list[Portion]] = {}  # by a parameter, or a module that writes gradients itself
-        self._waiting: set[Any] = set()  # those of `_of` that write for the first time in this batch
+        self._of: dict[torch.nn.Parameter, Portion] = {}
+        self._waiting: set[torch.nn.Parameter] = set()  # those without a gradient of this batch
         for index, buffer in enumerate(slot.buffers):
             for bucket in buffer.buckets:
                 self._split(index, buffer, bucket, slot.group_of[bucket.params_list[0]])
@@ -140,9 +149,7 @@ class HostMemory:
         for node, param in zip(self._nodes, list(self._of)):
             node.register_prehook(partial(self._before_write, param))
         for module in call.model.modules() if call.config.gradient_accumulation_fusion else ():
-            if fused := [self._of[param] for param in module.parameters(recurse=False) if param in self._of]:
-                self._of[module] = sum(fused, [])
-                module.register_forward_hook(self._watch)
+            module.register_forward_hook(self._watch, with_kwargs=True)
 
     def _split(self, index: int, buffer: Any, bucket: Any, group: Any) -> None:
         """Cut a bucket into portions of whole parameters."""
@@ -158,7 +165,7 @@ class HostMemory:
             mine = slice(max(start, first), max(start, first, min(end, first + size)))
             host = self.gradients.buffers[index].grad_data[mine]
             found.append(Portion(buffer.grad_data[start:end], buffer.grad_data[mine], host))
-            self._of |= {bucket.params_list[number]: found[-1:] for *_, number in some}
+            self._of |= {bucket.params_list[number]: found[-1] for *_, number in some}
 
     # The training thread calls the following.
 
@@ -171,28 +178,33 @@ class HostMemory:
         for portion in chain(*self._portions.values()):
             portion.hand_over()
 
-    def _before_write(self, writer: Any, gradients: Any) -> None:
-        if writer in self._waiting:
-            self._waiting.remove(writer)
-            for portion in self._of[writer]:
-                portion.wait()
+    def _before_write(self, param: torch.nn.Parameter, gradients: Any) -> None:
+        if param in self._waiting:
+            self._waiting.remove(param)
+            self._of[param].wait()
 
-    def _watch(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """A fused kernel writes a weight's gradient before autograd reaches the weight."""
+    def _watch(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """A fused kernel writes a weight's gradient before autograd reaches the weight: the module's or a given one."""
+        given = (value for value in kwargs.values() if isinstance(value, torch.nn.Parameter))
         result = output[0] if isinstance(output, tuple) else output
-        if result.grad_fn is not None:
-            result.grad_fn.register_prehook(partial(self._before_write, module))
+        for param in (*module.parameters(recurse=False), *given):
+            if param in self._of and getattr(result, "grad_fn", None) is not None:
+                result.grad_fn.register_prehook(partial(self._before_write, param))
 
     # The step's thread calls the following.
 
     def take(self, slot: Slot) -> None:
         """Reduce a batch's gradients, as Megatron's wrapper does, and copy them to the host."""
-        for group in slot.bucket_groups:
-            group.finish_grad_sync()
-            for bucket in group.buckets:
-                for portion in self._portions[bucket.params_list[0]]:
-                    portion.take()
-        torch.cuda.current_stream().synchronize()
+        try:
+            for group in slot.bucket_groups:
+                group.finish_grad_sync()
+                for bucket in group.buckets:
+                    for portion in self._portions[bucket.params_list[0]]:
+                        portion.take()
+            torch.cuda.current_stream().synchronize()
+        finally:  # after an error the training thread must reach the place where it is raised
+            for portion in chain(*self._portions.values()):
+                portion.release()
 
     def give(self, views: Sequence[torch.Tensor]) -> None:
         """Copy the new values to the `views` of a weight store, without the distributed optimizer."""

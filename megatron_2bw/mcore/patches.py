@@ -101,17 +101,20 @@ def for_host() -> list[Patch]:
 
     local = functools.partial(getattr, importlib.import_module(f"{CORE}.utils"))
     scale, apply = local("local_multi_tensor_scale"), local("local_multi_tensor_applier")
-    clips, steps, makes = "optimizer.clip_grads", "optimizer.optimizer", "optimizer"
+    norm, params = local("local_multi_tensor_l2_norm"), "megatron.training.utils.common_utils"
+    clips, steps, makes = (f"{CORE}.optimizer{module}" for module in (".clip_grads", ".optimizer", ""))
     ours = {
         (clips, "multi_tensor_applier"): apply,
         (clips, "multi_tensor_scale_impl"): scale,
         (clips, "multi_tensor_scale_tensor_impl"): None,
-        (clips, "l2_norm_impl"): local("local_multi_tensor_l2_norm"),
+        (clips, "l2_norm_impl"): norm,
         (steps, "multi_tensor_applier"): apply,
         (steps, "multi_tensor_scale_impl"): scale,
         (makes, "USING_PYTORCH_OPTIMIZER"): True,
         (makes, "SGD"): torch.optim.SGD,
-        ("optimizer.distrib_optimizer", "HAVE_APEX_OR_TE"): False,  # whose Adam counts steps in another place
+        (f"{CORE}.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE"): False,  # whose Adam counts steps in another place
+        (params, "multi_tensor_applier"): apply,
+        (params, "multi_tensor_l2norm"): norm,
     }
     why = "its kernels take tensors of a GPU only"
     made = (
@@ -120,9 +123,9 @@ def for_host() -> list[Patch]:
         "intra_dist_opt_group distributed_optimizer_instance_id pg_collection skip_megatron_wrapping)"
     )
     return [
-        row(f"{CORE}.optimizer", made, "it makes main parameters and state where the model is", make_on_host),
+        row(makes, made, "it makes main parameters and state where the model is", make_on_host),
         save_forked(),
-        *(row(f"{CORE}.{part}", name, why, lambda _, new=new: new) for (part, name), new in ours.items()),
+        *(row(part, name, why, lambda _, new=new: new) for (part, name), new in ours.items()),
     ]
 
 

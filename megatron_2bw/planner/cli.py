@@ -135,6 +135,7 @@ def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
     if max(options.context or (1,)) > 1 and not cost.memory.flash:
         raise UserError("--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out")
     chosen = {field.name: getattr(options, field.name) for field in fields(Space) if hasattr(options, field.name)}
+    chosen["host"] = options.host and options.cost == "simulation"  # the closed form has no step
     chosen |= {"sequence_parallel": options.sequence_parallel and not on_cpu, "context": options.context or (1,)}
     return cost, Space(**chosen)
 

@@ -142,8 +142,8 @@ class _Reference:
         if kind == "sgd":
             return torch.optim.SGD(groups, lr=lr, momentum=args.sgd_momentum)
         if kind.startswith("adam"):
-            fused = args.two_bw_optimizer == "host" or None
-            return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=args.adam_eps, fused=fused)
+            fused = dict(fused=True) if args.two_bw_optimizer == "host" else {}
+            return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=args.adam_eps, **fused)
         if kind == "muon":
             fused = {main for name, main in self.main.items() if name.endswith("linear_qkv.weight")}
             return split_muon(args.num_attention_heads, fused)(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_2bw.local_ranks import run_world
-from tests.distributed.compare import UNTIED, assert_same, assert_same_runs, run_pipeline
+from tests.distributed.compare import SGD, UNTIED, assert_same, assert_same_runs, run_pipeline
 from tests.distributed.reference import Rule, reference
 from tests.distributed.test_checkpoint import DROPOUT, SAVED, assert_goes_on
 from tests.distributed.test_late_step import FP16, UNCLIPPED
@@ -23,7 +23,7 @@ from tests.distributed.training import Run, command, train
 
 pytestmark = pytest.mark.cpu
 
-SHARDED = "--use-distributed-optimizer"
+SHARDED, HOST = "--use-distributed-optimizer", ("--two-bw-optimizer", "host")
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -141,6 +141,21 @@ def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     assert_goes_on(whole, run_world(ranks, train_with_apex, [*argv, "--load", str(tmp_path)]))
 
 
+@pytest.mark.parametrize("flags", [("--bf16",), ("--bf16", SHARDED, "--ckpt-format", "torch")])
+def test_a_resumed_run_may_move_to_the_host_and_back(flags, tmp_path):
+    """Where the Adam of a host counts its steps, and Apex's. Both round alike in most elements."""
+    argv = command(2, 2, "2bw", *flags, width=2, **DROPOUT)
+    for first, second in (((), HOST), (HOST, ())):
+        folder = tmp_path / str(len(first))
+        saves = ["--save", str(folder), "--save-interval", str(SAVED)]
+        whole = run_world(4, train_with_apex if not first else train, [*argv, *first, *saves])
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+        rest = run_world(4, train_with_apex if not second else train, [*argv, *second, "--load", str(folder)])
+        assert torch.stack(rest[-1].losses).tolist() == pytest.approx(
+            torch.stack(whole[-1].losses[SAVED:]).tolist(), abs=2e-6
+        )
+
+
 def train_fused(rank: int, argv: list[str]) -> Run:
     """With gradient accumulation fusion, on for every GPU user: the weight's gradient is added to the main_grad that
     Megatron's linear layer noted in the forward. The kernels' place is taken by a line of torch."""
@@ -175,13 +190,19 @@ def train_fused(rank: int, argv: list[str]) -> Run:
 @pytest.mark.parametrize(
     "stages, microbatches, width, flags",
     [
-        (4, 4, 1, ("--bf16",)),
-        (2, 3, 1, FP16),  # 16-bit gradients: the other kernel
-        (2, 2, 2, ("--bf16", SHARDED, "--overlap-grad-reduce")),
-        (2, 2, 1, ("--bf16", "--two-bw-optimizer", "host")),
+        (4, 4, 1, ("--bf16", UNTIED)),
+        (2, 3, 1, (*FP16, UNTIED)),  # 16-bit gradients: the other kernel
+        (2, 2, 2, ("--bf16", UNTIED, SHARDED, "--overlap-grad-reduce")),
     ],
 )
 def test_gradient_accumulation_fusion(stages, microbatches, width, flags):
-    argv = command(stages, microbatches, "2bw", UNTIED, *flags, width=width)
+    argv = command(stages, microbatches, "2bw", *flags, width=width)
     fused, plain = run_world(stages * width, train_fused, argv), run_pipeline(argv, stages * width)
     assert_same_runs(fused[::width], plain[::width], exact=True)
+
+
+def test_fused_gradients_wait_for_their_copies_to_the_host():
+    """A tied head is first in a backward, and writes the embedding's gradient, which is copied last."""
+    argv = command(1, 2, "2bw", "--bf16", **SGD)
+    host, device = (run_world(1, train_fused, [*argv, *more]) for more in (HOST, ()))
+    assert_same_runs(host, device, exact=True)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.compare import SGD, UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference
 from tests.distributed.test_checkpoint import DROPOUT, SAVED, assert_goes_on
 from tests.distributed.test_update_rule import POISONED, poison
@@ -120,6 +120,21 @@ def test_no_timing_changes_a_bit(mutate):
     expected = run_pipeline(argv, 2)
     with contextlib.nullcontext() if mutate is None else pytest.raises(AssertionError, match="differs by|NaN"):
         assert_same_runs(run_world(2, train_with_delays, argv, mutate), expected, exact=True)
+
+
+def fail_in_a_step(model, optimizer) -> None:
+    from megatron_2bw.mcore.host_memory import Portion
+
+    def take(self) -> None:
+        raise RuntimeError("planted")
+
+    Portion.take = take
+
+
+def test_an_error_of_a_step_ends_the_run():
+    """The next batch's backward waits for what the step would have released."""
+    with pytest.raises(WorldError, match="planted"):
+        run_pipeline(command(1, 2, "2bw", *f"{HOST} --bf16".split()), 1, fail_in_a_step)
 
 
 @pytest.mark.parametrize("to_host", [True, False])

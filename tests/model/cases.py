@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import tempfile
 import time
 
@@ -53,30 +52,10 @@ CASES = {
 }
 
 
-def drawn(seed: int) -> tuple[int, list[str]]:
-    """A case at random: one to four stages, as many to twice as many microbatches, at most eight ranks."""
-    rng = random.Random(seed)
-    stages = rng.randint(1, 4)
-    width, tensor = rng.choice([(1, 1), (1, 2), (2, 1), (2, 2)]) if stages < 3 else rng.choice([(1, 1), (1, 2), (2, 1)])
-    flags = [UNTIED] * rng.randint(0, 1) + ["--bf16"] * rng.randint(0, 1)
-    if width > 1:
-        flags += rng.choice([[], [SHARDED], [SHARDED, "--overlap-grad-reduce"]])
-    if rng.random() < 0.3:
-        flags += ["--calculate-per-token-loss"]
-    if SHARDED not in flags and rng.random() < 0.3:
-        flags += ["--two-bw-correction", "extrapolate"]
-    microbatches, extra = rng.randint(stages, 2 * stages), None
-    if stages > 1 and rng.random() < 0.4:
-        extra = rng.randint(1, 3)
-        microbatches += extra * (stages - 1)
-    sizes = dict(width=width, tensor=tensor, num_layers=stages, two_bw_extra_warmup=extra)
-    return case(stages, microbatches, *flags, **sizes)
-
-
 @functools.cache
 def logs_of(name: str, *plants) -> list[list[tuple]]:
-    """The logs of a case, or of the one that a seed draws ("drawn 3"). plants: functions of this module."""
-    size, argv = CASES[name] if name in CASES else drawn(int(name.split()[1]))
+    """The logs of a case. plants: functions of this module."""
+    size, argv = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         argv = [folder if word == "FOLDER" else word for word in argv]
         return run_world(size, record, argv, *plants, timeout=250)

@@ -56,12 +56,6 @@ def test_no_order_of_issue_ends_in_a_deadlock(name):
     examine(cases.programs_of(name), runs=30)
 
 
-@pytest.mark.parametrize("seed", [2])
-def test_nor_does_one_of_a_run_at_random(seed):
-    programs = cases.programs_of(f"drawn {seed}")
-    examine(programs, runs=300 // len(programs) ** 2)
-
-
 @pytest.mark.proof
 def test_two_more_forwards_ahead_need_a_stream_for_each_message():
     """A message that waits for the one before in its stream stops its queue, with the other direction's messages."""

@@ -303,5 +303,5 @@ def test_the_optimizer_in_host_memory():
     memory = Memory(GPT, "bf16", flash=True)
     assert memory.a_parameter(plan, 2) == (4, 4, 0)
     largest = max(memory.parameters(plan, stage, layers) for stage, layers in enumerate(plan.layers_of(GPT)))
-    assert memory.host_bytes(plan) == largest * 18 / 4
-    assert memory.host_bytes(plan.changed(extrapolate=True)) == largest * 22 / 4
+    assert max(memory.host_bytes(plan)) == largest * 18 / 4
+    assert max(memory.host_bytes(plan.changed(extrapolate=True))) == largest * 22 / 4

@@ -185,12 +185,12 @@ class Memory:
         optimizer = (each.main + each.copy + each.moments + 4 * plan.extrapolate) / shards_of(plan)
         return each.weight * versions, each.gradient * slots, optimizer
 
-    def host_bytes(self, plan: Plan) -> float:
-        """Bytes of host memory for one GPU of the largest stage: gradients, main weights, moments, and new weights."""
+    def host_bytes(self, plan: Plan) -> list[float]:
+        """Bytes of host memory for one GPU of each stage: gradients, main weights, moments, and new weights."""
         each, layers = bytes_of(self.precision, plan.grad_reduce_in_bf16), plan.layers_of(self.model)
-        largest = max(self.parameters(plan, stage, layers[stage]) for stage in range(plan.depth))
         optimizer = 4 + each.copy + each.moments + 4 * plan.extrapolate  # in fp32 the main weights are copies too
-        return largest * (each.gradient + optimizer + each.weight) / shards_of(plan)
+        size = (each.gradient + optimizer + each.weight) / shards_of(plan)
+        return [size * self.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
         """Parameters on one GPU of the stage."""

@@ -171,7 +171,10 @@ class Cost:
 
     def host_holds(self, plan: Plan) -> bool:
         """Whether the host has memory for the plan's optimizer."""
-        return self.memory.host_bytes(plan) <= self.cluster.device.host_memory_gib * GIB
+        return all(
+            size <= self.device(plan, stage).host_memory_gib * GIB
+            for stage, size in enumerate(self.memory.host_bytes(plan))
+        )
 
     def _rooms(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that each stage may take."""
