@@ -171,10 +171,8 @@ class Cost:
 
     def host_holds(self, plan: Plan) -> bool:
         """Whether the host has memory for the plan's optimizer."""
-        return all(
-            size <= self.device(plan, stage).host_memory_gib * GIB
-            for stage, size in enumerate(self.memory.host_bytes(plan))
-        )
+        sizes = enumerate(self.memory.host_bytes(plan))
+        return all(size <= self.device(plan, stage).host_memory_gib * GIB for stage, size in sizes)
 
     def _rooms(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that each stage may take."""

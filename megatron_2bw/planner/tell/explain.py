@@ -206,9 +206,9 @@ def on_host(cost: Cost, plan: Plan) -> Iterator[str]:
         step, window = cost.host_step(plan)
         longer = "no longer" if step <= window else f"{three(step - window)} s longer"
         yield (
-            f"The optimizer takes {max(cost.memory.host_bytes(plan)) / GIB:.1f} GiB of host memory for each GPU, of "
-            f"{cost.cluster.device.host_memory_gib:g} (host_gib). Its step takes {three(step)} s there, and the next "
-            f"batch hides {three(window)} s: an iteration is {longer} ({ESTIMATED}; docs/host_memory.md)."
+            f"The optimizer takes {max(cost.memory.host_bytes(plan)) / GIB:.1f} GiB of host memory for a GPU. Its step "
+            f"takes {three(step)} s there, and the next batch hides {three(window)} s: an iteration is {longer} "
+            f"({ESTIMATED}; docs/host_memory.md)."
         )
 
 

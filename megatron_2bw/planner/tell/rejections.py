@@ -55,10 +55,11 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
     )
     larger = sorted((gpu.memory_gib, gpu.name) for gpu in GPUS.values() if gpu.memory_gib >= size)
     remedies = [f"GPUs of {math.ceil(10 * size) / 10:g} GiB or more, such as {name}" for _, name in larger[:1]]
-    late = [plan.changed(host=True) for plan in search.too_large if plan.schedule == "2bw" and plan.gradient_slots == 2]
-    held = [max(cost.memory.host_bytes(plan)) for plan in late if cost.memory.heaviest(plan) <= cost.allowed(plan)]
-    if space.host and held:
-        remedies.append(f"{math.ceil(min(held) / GIB)} GiB of host memory for each GPU (host_gib)")
+    large, *devices = (replace(each, host_gib=1e6) for each in (device, *cost.cluster.devices))
+    held = _fitting(cost.on(replace(cost.cluster, device=large, devices=tuple(devices))), space)
+    if held is not None and held.host:
+        size = math.ceil(max(cost.memory.host_bytes(held)) / GIB)
+        remedies.append(f"{size} GiB of host memory for each GPU (host_gib), with {held.title}")
     every = Space(space.batch, context=space.context, grad_reduce_in_bf16=space.grad_reduce_in_bf16)
     other = _fitting(cost, replace(every, extrapolate=space.extrapolate)) or _fitting(cost, every)
     if other is not None:
