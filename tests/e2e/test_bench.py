@@ -9,7 +9,7 @@ from pathlib import Path
 from bench import schedule_efficiency
 
 FIELDS = {"schedule", "stages", "microbatches", "width", "forward_ms", "backward_ms", "iteration_ms", "ideal_ms"}
-FIELDS |= {"efficiency", "clip_grad", "peak_activations", "versions", "flags"}
+FIELDS |= {"step_ms", "efficiency", "clip_grad", "peak_activations", "versions", "flags"}
 
 
 def test_schedule_efficiency(tmp_path: Path, monkeypatch):
