@@ -204,7 +204,7 @@ def answering() -> contextlib.AbstractContextManager:
 
 
 def host_only(detach: bool = False) -> contextlib.AbstractContextManager:
-    """Inside, in this thread, what is asked for on "cuda" is made on the host, whatever the process computes on.
+    """Inside, in this thread, what is asked for on "cuda" is made on the host, in a process that computes on a GPU too.
 
     detach: Tensor.detach copies to the host too.
     """

@@ -34,16 +34,13 @@ PORTION = 1 << 24  # elements of the gradients that are copied and released toge
 
 
 def empty_pages(like: torch.Tensor) -> torch.Tensor:
-    """A host tensor of the shape and dtype of `like`, of zeros. A page takes memory from its first write on."""
-    memory = mmap.mmap(-1, max(like.nbytes, 1))
+    """A host tensor of the shape and dtype of `like`, of zeros. A page takes memory from its first use on."""
+    memory = mmap.mmap(-1, max(like.nbytes, 1))  # shared with forks: a page-locked page must not be copied on write
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
 
 
 def pin(tensors: Sequence[torch.Tensor]) -> None:
-    """Page-lock tensors of `empty_pages`: their copies overlap the device's computations.
-
-    (torch's own allocator of pinned memory rounds up to powers of two.)
-    """
+    """Page-lock tensors of `empty_pages`: their copies overlap computations. (torch's pins powers of two only.)"""
     ranges: list[list[int]] = []  # of whole pages, apart
     for tensor in sorted(tensors, key=torch.Tensor.data_ptr) if torch.cuda.is_available() else ():
         start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -63,7 +60,7 @@ def make_on_host(make: Callable, *args: Any, **kwargs: Any) -> Any:
 
     def load_on_host(state: Any) -> None:
         saved = state.get("optimizer", state)
-        for group in saved["param_groups"]:  # Apex's and Transformer Engine's Adam counts in the group
+        for group in saved.get("param_groups", ()):  # Apex's and Transformer Engine's Adam counts in the group
             for number in group.get("params", ()) if "step" in group else ():
                 saved["state"].get(number, {}).setdefault("step", torch.tensor(float(group["step"]), device="cpu"))
         with cpu.host_only():

@@ -155,8 +155,7 @@ class Compute:
         return seconds + self.cluster.device.step_us * 1e-6
 
     def host_update(self, parameters: float, shards: int, gradient: int, weight: int) -> float:
-        """The same in host memory: gradients are copied there, the norm, clipping, Adam and the conversion to 16 bits
-        run on the host's cores, and the new weights are copied back."""
+        """The same in host memory, with the norm, clipping, the conversion to 16 bits and the copies in and out."""
         device = self.cluster.device
         copies, cores = (gradient + weight) / device.pcie_gb_s, HOST_TRAFFIC / device.host_gb_s
         return parameters / shards * (copies + cores) / 1e9

@@ -16,6 +16,7 @@ from dataclasses import replace
 from megatron_2bw.models.plan import Plan, by_fields
 from megatron_2bw.planner.cost.bounds import work_bound
 from megatron_2bw.planner.cost.compute import Work
+from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.find.legality import may_divide_sequences, violations
 from megatron_2bw.planner.find.space import Space
@@ -125,9 +126,10 @@ class Search:
             distributed_optimizer=max(self.space.distributed_optimizer) and shape.replicas > 1,
             extrapolate=False,
         )
-        if not self.space.host or "2bw" not in schedules or not self.cost.host_holds(plan):
-            return plan
-        return min(plan, plan.changed(schedule="2bw", gradient_slots=2, host=True), key=self._bytes)
+        room = max(each.host_memory_gib for each in (self.cost.cluster.devices or [self.cost.cluster.device])) * GIB
+        # With more bytes than that no division of the layers fits.
+        late = self.space.host and "2bw" in schedules and sum(self.cost.memory.host_bytes(plan)) <= plan.depth * room
+        return min(plan, plan.changed(schedule="2bw", gradient_slots=2, host=True), key=self._bytes) if late else plan
 
     def _bytes(self, plan: Plan) -> float:
         """Of a parameter, on the GPU."""
