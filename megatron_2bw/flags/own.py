@@ -31,6 +31,11 @@ def whole_or_share(text: str) -> int | str:
     return f"{whole(0, 100)(text[:-1])}%" if text.endswith("%") else whole(0)(text)
 
 
+def slots(text: str) -> int | str:
+    """The value of --two-bw-gradient-slots."""
+    return text if text == "shard" else whole(1)(text)
+
+
 START = 500  # iterations at most; while a network forms, a delay leaves a gap that lasts (docs/convergence.md)
 LOW_RATE = 1e-4  # up to it plain 2BW is enough
 
@@ -58,8 +63,9 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
         add("--verbose", action="store_true", help="print all lines of Megatron and torch, and the arguments")
     text = "transport between stages; auto: that of --distributed-backend; gloo stages GPU tensors through the host"
     add("--two-bw-exchange", choices=("auto", "nccl", "gloo"), default="auto", help=text)
-    text = "gradient buffers of 2bw; 1 saves memory, and waits for the step"
-    add("--two-bw-gradient-slots", type=int, choices=(1, 2), default=2, help=text)
+    text = "gradient buffers of 2bw; 1 saves memory, and waits for the step; shard: one and, with the distributed "
+    text += "optimizer, a shard; waits for the reduction"
+    add("--two-bw-gradient-slots", type=slots, choices=(1, 2, "shard"), default=2, help=text)
     text = "where 2bw keeps and steps the optimizer; host: main parameters and moments in host memory, by its cores"
     add("--two-bw-optimizer", choices=("device", "host"), default="device", help=text)
     text = "more forwards that the stages of 2bw run ahead, for slow links: for each boundary, or one number for all"
@@ -116,8 +122,10 @@ def _mistakes(args: Args) -> Iterator[str]:
     for flag, (default, need) in _NEEDS.items():
         if value(args, flag) != default and not asks(args, need):
             yield f"{flag} has no effect without {need}: leave it out"
-    if args.two_bw_optimizer == "host" and args.two_bw_gradient_slots == 1:
-        yield "--two-bw-gradient-slots 1 has no effect with --two-bw-optimizer host, which has one slot: leave it out"
+    if args.two_bw_optimizer == "host" and args.two_bw_gradient_slots != 2:
+        yield "--two-bw-gradient-slots has no effect with --two-bw-optimizer host, which has one slot: leave it out"
+    if args.two_bw_gradient_slots == "shard" and not args.use_distributed_optimizer:
+        yield "--two-bw-gradient-slots shard needs --use-distributed-optimizer: add it, or use 2"
     for flag, most in (("--two-bw-correction-factor", 2), ("--two-bw-correction-gradient", 10)):
         if not 0 <= value(args, flag) <= most:
             yield f"{flag} {value(args, flag)} must be between 0 and {most}"

@@ -67,7 +67,7 @@ class GradientSlots:
 
     group  the process group to reduce over; nothing else may use it in the training thread
     first  the first batch, whose slot is Megatron's own buffer
-    shared the slots are one memory: each batch has buckets of its own there, and finds it zeroed (`host_memory`)
+    shared the slots are one memory: each batch has buckets of its own there, and finds it zeroed (`complete_gradients`)
     """
 
     def __init__(self, ddp: Any, count: int, group: dist.ProcessGroup, first: int = 0, shared: bool = False):

@@ -38,6 +38,7 @@ from megatron_2bw.core.updates import LateUpdate
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.core.worker import Worker
 from megatron_2bw.flags.correction import Correction
+from megatron_2bw.mcore.complete_gradients import CompleteGradients
 from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot
 from megatron_2bw.mcore.groups import Groups
 from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, settle
@@ -153,13 +154,17 @@ class LateStep(LateUpdate):
         self._shape, self._optimizer, self._parts = shape, optimizer, parts
         statistics, host = parts[0].get_grad_stats_parallel_group(), options.host
         self._groups = Groups(call.groups, statistics, device, options.timeout, parts, host)
-        self._slots = GradientSlots(call.model, schedule.gradient_slots, self._groups.data, shape.first, shared=host)
+        shard = schedule.gradient_slots == "shard"
+        slots = 2 if shard else schedule.gradient_slots
+        self._slots = GradientSlots(call.model, slots, self._groups.data, shape.first, shared=host or shard)
         correction = options.correction
         mains = own_mains(stores, empty_pages if host else torch.empty_like) if host or correction is not None else {}
         if host:
             settle(parts)
         self._proxies = Proxies(call.model, parts, stores, self._groups.data, mains, host)
-        self.host = HostMemory(call, stores, self._slots, mains, correction is None) if host else None
+        slot = self._slots.gradients_of(shape.first)
+        self.host = HostMemory(call, stores, slot, mains, correction is None) if host else None
+        self.complete = CompleteGradients(call, slot, torch.zeros_like) if shard else self.host
         self._proxies.host = self.host
         self.working: WorkingCopy | None = None
         if correction is not None:
@@ -202,8 +207,8 @@ class LateStep(LateUpdate):
     def begin_batch(self, action: Action) -> None:
         """The batch's gradients start from zero, its losses have one scale."""
         self._slots.begin_batch(self._shape.batch(action.microbatch))
-        if self.host is not None:
-            self.host.begin_batch()
+        if self.complete is not None:
+            self.complete.begin_batch()
         self.scales.begin_batch(action.version)
 
     def defer(self, job: Callable[[], None]) -> Future:
@@ -213,8 +218,8 @@ class LateStep(LateUpdate):
     def _job(self, action: Action, target: int) -> Callable[[], Any]:
         batch = action.batch
         end, slot = self._end_batch(batch), self._slots.gradients_of(batch)
-        if self.host is not None:
-            self.host.hand_over()
+        if self.complete is not None:
+            self.complete.hand_over()
         wants_exit = self._wants_exit is not None and self._wants_exit()
         return partial(self.run_job, Job(batch, target, slot, self.scales.current, wants_exit, *end))
 
@@ -235,11 +240,12 @@ class LateStep(LateUpdate):
         with torch.no_grad(), contextlib.ExitStack() as on_host:
             views = self.stores.views(job.target) if host is None else host.views
             proxies.point_to(views)
-            proxies.use_gradients(job.slot if host is None else host.gradients)
-            if host is None:
+            proxies.use_gradients(self.complete or job.slot)
+            if self.complete is None:
                 job.slot.finish_grad_sync()
             else:
-                host.take(job.slot)
+                self.complete.take(job.slot)
+            if host is not None:
                 on_host.enter_context(host.inside())
             if proxies.model.share_embeddings_and_output_weights:
                 self._groups.align_embedding_ranks()

@@ -20,13 +20,14 @@ from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.mcore.grad_buffers import Slot, use_group
 
 if TYPE_CHECKING:
+    from megatron_2bw.mcore.complete_gradients import CompleteGradients
     from megatron_2bw.mcore.host_memory import HostMemory
 
 
 class Proxies:
     """Lets Megatron step a weight store other than the one to which the parameters are bound.
 
-    A proxy's data lies in the store that is written, its main_grad in the full gradient slot.
+    A proxy's data lies in the store that is written, its main_grad is the gradient of the complete batch.
 
     of      the proxy of each parameter
     ddp     the model chunk in Megatron's DistributedDataParallel
@@ -54,7 +55,7 @@ class Proxies:
         self._groups = [copy.copy(bucket_group) for bucket_group in ddp.bucket_groups]
         for bucket_group in self._groups:
             use_group(bucket_group, group)
-        self._target = 0
+        self._target, self._flat = 0, False
         self.of = {param: proxy_of(param) for param in stores.params}
         self._places = [
             (places, index)
@@ -70,8 +71,9 @@ class Proxies:
         for param, view in zip(self._stores.params, views):
             self.of[param].data = self.mains.get(param, view)
 
-    def use_gradients(self, slot: Slot) -> None:
-        """Let the proxies' gradients be those of a slot."""
+    def use_gradients(self, slot: Slot | CompleteGradients) -> None:
+        """Let the proxies' gradients be those of a batch."""
+        self._flat = not isinstance(slot, Slot)
         for param, proxy in self.of.items():
             proxy.main_grad = slot.main_grads[param]
         self.model.scale_gradients = slot.scale_gradients
@@ -84,7 +86,7 @@ class Proxies:
         with contextlib.ExitStack() as undo:
             for part in self._parts:
                 if hasattr(part, "model_param_gbuf_map"):
-                    undo.enter_context(shards_of_proxies(part, self.of))
+                    undo.enter_context(shards_of_proxies(part, self.of, self._flat))
             self._target = target
             if self._stores.buffer_data:
                 self._write_shards_to(self.host.flats if self.host else self._stores.buffer_data[target])
@@ -206,8 +208,11 @@ def rename_keys(states: list[dict], names: Mapping[Any, torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def shards_of_proxies(part: Any, proxies: dict[torch.nn.Parameter, torch.Tensor]) -> Iterator[None]:
-    """Let a DistributedOptimizer find the shard of a proxy where that of its parameter is."""
+def shards_of_proxies(part: Any, proxies: dict[torch.nn.Parameter, torch.Tensor], flat: bool) -> Iterator[None]:
+    """Let a DistributedOptimizer find the shard of a proxy where that of its parameter is.
+
+    flat: the gradients are shards themselves.
+    """
     owners = {proxy: param for param, proxy in proxies.items()}
     original, ranges = part.model_param_gbuf_map, part._get_model_param_range_map
     part.model_param_gbuf_map = {
@@ -218,7 +223,8 @@ def shards_of_proxies(part: Any, proxies: dict[torch.nn.Parameter, torch.Tensor]
     def of_the_owner(param: torch.Tensor) -> dict:
         part.model_param_gbuf_map, full = original, part.model_param_gbuf_map
         try:
-            return ranges(owners.get(param, param))
+            found = ranges(owners.get(param, param))
+            return found | {"param": found["param"].normalize()} if flat else found
         finally:
             part.model_param_gbuf_map = full
 

@@ -46,7 +46,7 @@ class Plan:
     recompute: str = "none"  # selective (core attention), full (all layers)
     schedule: str = "2bw"  # of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved schedule
     virtual: int = 1  # model chunks per stage
-    gradient_slots: int = 2  # 2bw's gradient buffers
+    gradient_slots: int | str = 2  # 2bw's gradient buffers; "shard": one, and a shard of the complete batch's gradients
     distributed_optimizer: bool = False
     first: int = 0  # layers of the first stage if they differ from the others', else 0
     last: int = 0  # of the last stage
@@ -112,9 +112,9 @@ class Plan:
     @property
     def schedule_name(self) -> str:
         """The schedule with its model chunks, gradient slots, stage 0's additional warm-up forwards, or round:
-        `megatron x3`, `2bw 1 slot`, `2bw host`, `2bw +2`, `gpipe round 4`."""
+        `megatron x3`, `2bw 1 slot`, `2bw shard`, `2bw host`, `2bw +2`, `gpipe round 4`."""
         chunks = f" x{self.virtual}" if self.virtual > 1 else ""
-        slots = " 1 slot" if self.gradient_slots == 1 else " host" if self.host else ""
+        slots = " host" if self.host else {1: " 1 slot", "shard": " shard"}.get(self.gradient_slots, "")
         size = f" round {self.gpipe_round}" if self.gpipe_round else ""
         return self.schedule + chunks + slots + size + (f" +{sum(self.extra)}" if any(self.extra) else "")
 

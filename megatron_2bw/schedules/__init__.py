@@ -18,7 +18,7 @@ SCHEDULE_NAMES = ("megatron", *SCHEDULES)
 def schedule_of(
     name: str,
     *,
-    gradient_slots: int = 2,
+    gradient_slots: int | str = 2,
     extra_warmup: tuple[int, ...] = (),
     sync_iterations: int = 0,
     late_microbatches: int | None = None,

@@ -17,7 +17,8 @@ class TwoBW(Schedule):
     So the step's global quantities arrive before a stage needs them.
 
     gradient_slots  2: batch j + 1 accumulates while batch j is reduced and clipped. 1: the first backward of batch
-                    j + 1 needs the memory of batch j's gradients, so it waits for the step.
+                    j + 1 needs the memory of batch j's gradients, so it waits for the step. "shard": it waits for
+                    the reduction, after which one shard of them is kept.
     extra_warmup    k for each boundary between stages, first to last (one number stands for all): the stages before it
                     run k more forwards ahead. A microbatch crosses a boundary twice, F down and B up, between a
                     stage's F and its B. With k = 0 both messages add to every microbatch's time; with k each is hidden
@@ -33,7 +34,7 @@ class TwoBW(Schedule):
     flushes = False
     late_step = True
 
-    gradient_slots: int = 2
+    gradient_slots: int | str = 2
     extra_warmup: tuple[int, ...] = ()
     sync_iterations: int = 0
     late_microbatches: int | None = None

@@ -163,7 +163,7 @@ def train_fused(rank: int, argv: list[str]) -> Run:
     from megatron.training import get_args
 
     from megatron_2bw.flags import rehearsal
-    from megatron_2bw.mcore.host_memory import Portion
+    from megatron_2bw.mcore.complete_gradients import Portion
 
     used: list[torch.dtype] = []
 

@@ -1,4 +1,4 @@
-"""The optimizer in host memory: the bits of the reference, and those of the optimizer on the device."""
+"""The optimizer in host memory, and shards of gradients: the reference's bits, and those of the device's two slots."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.distributed.test_update_rule import POISONED, poison
 from tests.distributed.training import Run, command, train
 
 HOST = "--two-bw-optimizer host"
+SHARDS = "--two-bw-gradient-slots shard"
 SHARDED = "--bf16 --use-distributed-optimizer"
 CORRECTED = "--two-bw-correction extrapolate --two-bw-correction-gradient 1"
 
@@ -61,20 +62,26 @@ CASES = {
 }
 
 
-@pytest.mark.proof("sharded, overlapped")
-@pytest.mark.parametrize("name", CASES)
-def test_the_device(name):
+def fits(name: str, kept: str) -> bool:
+    return kept == HOST or "distributed" in CASES[name][1]
+
+
+@pytest.mark.proof(f"sharded, overlapped-{HOST}", f"sharded, overlapped-{SHARDS}")
+@pytest.mark.parametrize("name, kept", [(name, kept) for name in CASES for kept in (HOST, SHARDS) if fits(name, kept)])
+def test_the_device(name, kept):
     width, flags = CASES[name]
     argv = command(2, 4, "2bw", *flags.split(), width=width)
     ranks = 2 * width * (1 + ("--sequence-parallel" in argv))
-    for host, device in zip(run_pipeline([*argv, *HOST.split()], ranks), run_pipeline(argv, ranks, fuse)):
+    expected = run_pipeline(argv, ranks, fuse if kept == HOST else None)
+    for host, device in zip(run_pipeline([*argv, *kept.split()], ranks), expected):
         assert torch.equal(torch.tensor(host.losses), torch.tensor(device.losses))
         assert host.weights and all(torch.equal(weight, device.weights[name]) for name, weight in host.weights.items())
 
 
 def train_with_delays(rank: int, argv: list[str], mutate) -> Run:
     """Each copy, each wait for one, and each step is delayed at random; gradients are copied in many portions."""
-    from megatron_2bw.mcore import host_memory
+    from megatron_2bw.mcore import complete_gradients
+    from megatron_2bw.mcore.host_memory import HostMemory
     from megatron_2bw.mcore.late_step import LateStep
 
     draw = random.Random(rank)
@@ -88,30 +95,30 @@ def train_with_delays(rank: int, argv: list[str], mutate) -> Run:
 
         setattr(owner, name, later)
 
-    host_memory.PORTION = 4000
+    complete_gradients.PORTION = 4000
     if mutate is not None:
-        mutate(host_memory)
-    for owner, name in ((host_memory.Portion, "take"), (host_memory.HostMemory, "give"), (LateStep, "run_job")):
+        mutate(complete_gradients.Portion, HostMemory)
+    for owner, name in ((complete_gradients.Portion, "take"), (HostMemory, "give"), (LateStep, "run_job")):
         delayed(owner, name)
     return train(rank, argv)
 
 
-def no_wait(host_memory) -> None:
-    host_memory.Portion.wait = lambda self: None
+def no_wait(portion, memory) -> None:
+    portion.wait = lambda self: None
 
 
-def early_release(host_memory) -> None:
-    take = host_memory.Portion.take
-    host_memory.Portion.take = lambda self: (self._released.set(), time.sleep(0.005), take(self))
+def early_release(portion, memory) -> None:
+    take = portion.take
+    portion.take = lambda self: (self._released.set(), time.sleep(0.005), take(self))
 
 
-def no_zeros(host_memory) -> None:
-    host_memory.Portion.take = lambda self: (self._host.copy_(self._mine), self._released.set())
+def no_zeros(portion, memory) -> None:
+    portion.take = lambda self: (self._copy.copy_(self._mine), self._released.set())
 
 
-def late_weights(host_memory) -> None:
-    give = host_memory.HostMemory.give
-    host_memory.HostMemory.give = lambda self, views: threading.Timer(0.2, give, (self, views)).start()
+def late_weights(portion, memory) -> None:
+    give = memory.give
+    memory.give = lambda self, views: threading.Timer(0.2, give, (self, views)).start()
 
 
 @pytest.mark.parametrize("mutate", [None, no_wait, early_release, no_zeros, late_weights])
@@ -123,7 +130,7 @@ def test_no_timing_changes_a_bit(mutate):
 
 
 def fail_in_a_step(model, optimizer) -> None:
-    from megatron_2bw.mcore.host_memory import Portion
+    from megatron_2bw.mcore.complete_gradients import Portion
 
     def take(self) -> None:
         raise RuntimeError("planted")

@@ -108,7 +108,7 @@ def no_wait_for_gradients() -> None:
 
 def no_wait_for_portions() -> None:
     """The next batch adds to gradients that are being copied to the host."""
-    from megatron_2bw.mcore.host_memory import Portion
+    from megatron_2bw.mcore.complete_gradients import Portion
 
     take = Portion.take
 

@@ -137,7 +137,7 @@ def name_groups() -> None:
 def label_threads() -> None:
     from megatron_2bw.core.pipeline import Pipeline
     from megatron_2bw.core.worker import Worker
-    from megatron_2bw.mcore.host_memory import Portion
+    from megatron_2bw.mcore.complete_gradients import Portion
 
     submit, run_iteration, execute, last = Worker.submit, Pipeline.run, Pipeline.execute, ["start"]
 

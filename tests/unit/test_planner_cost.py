@@ -289,7 +289,7 @@ def test_what_the_simulator_is_given_by_hand():
     assert times.sending == 0 and times.step == 0
     assert times.overlap_cost[1] == pytest.approx(34 * parameters / 1e11)
     flush = cost.times(replace(PLAN, schedule="pipedream-flush"))
-    assert flush.overlap_cost == 0 and flush.step == max(times.overlap_cost) and flush.reduce == times.reduce
+    assert not any(flush.overlap_cost) and flush.step == max(times.overlap_cost) and flush.reduce == times.reduce
     untied = Cost(replace(GPT, tied=False), CLUSTER, flash=True).times(PLAN)
     assert times.reduce[0] - untied.reduce[0] == pytest.approx(words) and untied.reduce[1] == times.reduce[1]
 

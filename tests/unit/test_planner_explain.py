@@ -174,7 +174,8 @@ def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
     more = stage.weights + stage.gradients - without.weights - without.gradients
     even = f"1 + (d - 1)/m, {1 + (plan.depth - 1) / plan.microbatches:.2f} here"
     assert (even if plan.depth > 1 else "One stage has no bubble to gain") in text
-    assert f"one more weight version{' and gradient slot' * (plan.gradient_slots == 2)} ({more / GIB:.2f} GiB)" in text
+    slot = {2: " and gradient slot", "shard": " and a gradient shard"}.get(plan.gradient_slots, "")
+    assert f"one more weight version{slot} ({more / GIB:.2f} GiB)" in text
     copy = f"copy of the weights ({(stage.optimizer - without.optimizer) / GIB:.2f} GiB), and a delay"
     assert (copy in text) == plan.extrapolate
 

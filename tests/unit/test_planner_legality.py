@@ -78,7 +78,7 @@ CASES = [
     ("virtual stages only", dict(virtual=2, depth=1, schedule="megatron")),
     ("virtual stages do not divide", dict(virtual=4, schedule="megatron")),
     ("the GPU has no bf16", dict(bf16=False)),
-    ("gradient slots, 1 or 2, only", dict(schedule="gpipe", gradient_slots=1)),
+    ("gradient slots only with 2bw", dict(schedule="gpipe", gradient_slots=1)),
     ("--two-bw-optimizer host only", dict(schedule="gpipe", host=True)),
     ("extra warm-up only", dict(extra_warmup=(0, 1))),
     ("extra warm-up only", dict(depth=1, extra_warmup=(1,))),

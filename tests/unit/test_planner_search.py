@@ -141,16 +141,19 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
             kind |= dict(distributed_optimizer=distributed, pipeline_inside=inside, sequence_parallel=divided)
             plan = Plan(tensor, depth, width, microbatch, microbatches, context=context, **kind).with_layers(stages)
             if legal(cost, plan):
-                plan = on_host(cost, space, in_rounds(cost, plan))
+                plan = leaner(cost, space, in_rounds(cost, plan))
                 yield plan
                 yield from further_ahead(cost, plan) if space.extra_warmup else ()
 
 
-def on_host(cost: Cost, space: Space, plan: Plan) -> Plan:
+def leaner(cost: Cost, space: Space, plan: Plan) -> Plan:
     """What Search does where a plan of 2bw with two gradient slots does not fit."""
-    if not space.host or (plan.schedule, plan.gradient_slots) != ("2bw", 2) or cost.fits(plan):
+    if (plan.schedule, plan.gradient_slots) != ("2bw", 2) or cost.fits(plan):
         return plan
-    return replace(plan, host=True) if cost.host_holds(plan) else plan
+    shard = replace(plan, gradient_slots="shard")
+    if legal(cost, shard) and cost.fits(shard):
+        return shard
+    return replace(plan, host=True) if space.host and cost.host_holds(plan) else plan
 
 
 def in_rounds(cost: Cost, plan: Plan) -> Plan:

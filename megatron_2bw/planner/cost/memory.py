@@ -182,6 +182,7 @@ class Memory:
         if plan.host:
             return each.weight * versions, each.gradient, 0.0
         slots = plan.gradient_slots if plan.pipeline.late_step else 1
+        slots = 1 + 1 / shards_of(plan) if slots == "shard" else slots
         optimizer = (each.main + each.copy + each.moments + 4 * plan.extrapolate) / shards_of(plan)
         return each.weight * versions, each.gradient * slots, optimizer
 

@@ -285,7 +285,7 @@ class Cost:
             reduce=self._reduce(plan, works, messages, step),
             step=self._gather(plan, works, step.gather) + (0.0 if late else max(step.update)),
             joint_step=plan.schedule == "pipedream",
-            overlap_cost=self._copies_out(plan, works) if plan.host else step.update if late else 0.0,
+            overlap_cost=[a + b * late for a, b in zip(self._release(plan, works, step.reduce), step.update)],
         )
 
     def waits(self, plan: Plan) -> tuple[float, float, float, float]:
@@ -405,12 +405,14 @@ class Cost:
             seconds = [seconds[0] + step.ends, *seconds[1:-1], seconds[-1] + step.ends]
         return seconds
 
-    def _copies_out(self, plan: Plan, works: list[Work]) -> list[float]:
-        """Seconds for which a backward waits until a batch's gradients are copied to the host: by portions, while the
-        next batch's first forward and backward run."""
+    def _release(self, plan: Plan, works: list[Work], reduce: list[float]) -> list[float]:
+        """Seconds for which a batch's first backward waits for the one slot: until the gradients of the batch before
+        are reduced, and copied to the host by portions. The first forward overlaps it."""
+        if not plan.host and plan.gradient_slots != "shard":
+            return [0.0] * plan.depth
         rate, size = self.cluster.device.pcie_gb_s * 1e9, bytes_of(self.precision, plan.grad_reduce_in_bf16).gradient
-        copies = (count / shards_of(plan) * size / rate for count in self._parameters(plan))
-        return [max(0.0, seconds - work.total) for seconds, work in zip(copies, works)]
+        copies = (count / shards_of(plan) * size / rate * plan.host for count in self._parameters(plan))
+        return [max(0.0, r - w.forward, r + c - w.total) for r, c, w in zip(reduce, copies, works)]
 
     def _gather(self, plan: Plan, works: list[Work], seconds: float) -> float:
         """Exposed seconds of the distributed optimizer's parameter all-gather."""

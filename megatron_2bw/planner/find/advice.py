@@ -62,7 +62,7 @@ def _burden(plan: Plan) -> tuple[bool, int]:
         plan.context > 1,
         plan.pipeline_inside,
         any(plan.extra),
-        plan.gradient_slots == 1,
+        plan.gradient_slots != 2,
         plan.host,
         plan.gpipe_round,
     )

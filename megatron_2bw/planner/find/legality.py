@@ -82,8 +82,8 @@ RULES: dict[str, Callable[[Plan, Model, Host], object]] = {
     ),
     "virtual stages do not divide the layers of a stage": lambda p, m, on: any(n % p.virtual for n in p.layers_of(m)),
     "the GPU has no bf16: use --precision fp16": lambda p, m, on: not on.bf16 and on.precision == "bf16",
-    "gradient slots, 1 or 2, only with 2bw": lambda p, m, on: (
-        p.gradient_slots not in ((1, 2) if p.schedule == "2bw" else (2,))
+    "gradient slots only with 2bw, and shard only with the distributed optimizer": lambda p, m, on: (
+        p.gradient_slots not in ((1, 2, *["shard"] * p.distributed_optimizer) if p.schedule == "2bw" else (2,))
     ),
     "--two-bw-optimizer host only with 2bw": lambda p, m, on: p.host and (p.schedule, p.gradient_slots) != ("2bw", 2),
     "extra warm-up only with 2bw, one number or one for each boundary": lambda p, m, on: (

@@ -77,7 +77,7 @@ class Search:
             elif state == "schedule":
                 plan = self._scheduled(plan, *choice)
                 for variant in self.variants(plan) if plan else ():
-                    enter(variant.changed(host=True) if self._needs_host(variant) else variant)
+                    enter(self._leaner(variant))
             elif self.distinct and self._key(plan) in found:
                 continue
             elif state == "ahead":
@@ -103,10 +103,14 @@ class Search:
                 found.add(self._key(plan))
                 yield bound, plan
 
-    def _needs_host(self, plan: Plan) -> bool:
-        """Whether a plan of 2bw with two gradient slots does not fit, and the host has memory for its optimizer."""
-        late = self.space.host and plan.schedule == "2bw" and plan.gradient_slots == 2
-        return late and not self.cost.fits(plan) and self.cost.host_holds(plan)
+    def _leaner(self, plan: Plan) -> Plan:
+        """Where two gradient slots of 2bw do not fit: one and a shard, or the optimizer on a host that holds it."""
+        if (plan.schedule, plan.gradient_slots) != ("2bw", 2) or self.cost.fits(plan):
+            return plan
+        shard = plan.changed(gradient_slots="shard")
+        if plan.distributed_optimizer and self.cost.fits(shard):
+            return shard
+        return plan.changed(host=True) if self.space.host and self.cost.host_holds(plan) else plan
 
     @staticmethod
     def _key(plan: Plan) -> tuple[int, int, int, int, str]:
@@ -120,10 +124,12 @@ class Search:
     def _leanest(self, shape: Plan) -> Plan:
         """The shape with the space's choices that need the fewest weights, gradients and optimizer states."""
         schedules = sorted(self.space.schedules, key=lambda name: name in ("2bw", "pipedream"))
+        sharded = max(self.space.distributed_optimizer) and shape.replicas > 1
+        slots = 1 if 1 in self.space.gradient_slots else "shard" if sharded else 2
         plan = shape.changed(
             schedule=schedules[0],
-            gradient_slots=min(self.space.gradient_slots) if schedules[0] == "2bw" else 2,
-            distributed_optimizer=max(self.space.distributed_optimizer) and shape.replicas > 1,
+            gradient_slots=slots if schedules[0] == "2bw" else 2,
+            distributed_optimizer=sharded,
             extrapolate=False,
         )
         room = max(each.host_memory_gib for each in (self.cost.cluster.devices or [self.cost.cluster.device])) * GIB
