@@ -49,13 +49,13 @@ COPIES = ("shadow", "working")  # copies of the weights that it may hold under K
 class RunState:
     """What a run resumes from, in addition to what Megatron saves. Empty without a late step.
 
-    shadow      the weights one update older than the newest, by parameter; empty: take the newest
+    shadow      the weights and experts' biases one update older than the newest, by these; empty: take the newest
     loss_scale  of the next batch, which belongs to those weights; None: the present one
     working     the working copy of the newest weights, with --two-bw-correction; empty: take the newest
     correction  of these working copies; None: they are the true weights
     """
 
-    shadow: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    shadow: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     loss_scale: float | None = None
     working: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     correction: Correction | None = None
@@ -99,7 +99,8 @@ class Checkpoints:
         """Add the entry KEY to the state. values: the arguments of generate_state_dict"""
         if loading:
             for name in filter(self._wants, COPIES):
-                places = {param: torch.empty_like(param.data) for param in self._runtime.trainable}
+                versioned = [*self._runtime.trainable, *(_biases(model).values() if name == "shadow" else ())]
+                places = {tensor: torch.empty_like(tensor.data) for tensor in versioned}
                 state.setdefault(KEY, {})[name] = _named(name, model, state["model"], places, sharded)
             return
         schedule, run = self._runtime.schedule, self._runtime.state()
@@ -185,9 +186,8 @@ class Checkpoints:
 
     def _resume(self, ddp_model: list, iteration: int) -> None:
         (model,) = ddp_model
-        names = {param: name for name, param in _parameters(model)}
         copies = {
-            name: {param: tensors[names[param]] for param in self._runtime.trainable}
+            name: {tensor: tensors[known] for known, tensor in _versioned(model).items() if known in tensors}
             for name, tensors in self._tensors.items()
             if tensors and self._wants(name)
         }
@@ -210,18 +210,23 @@ def _written_here() -> bool | None:
     return written
 
 
-def _parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    return list(unwrap_model(model).named_parameters())
+def _biases(model: Any) -> dict[str, torch.Tensor]:
+    """The biases of experts, which have versions though they are no parameters, by name."""
+    return {name: bias for name, bias in unwrap_model(model).named_buffers() if name.endswith("router.expert_bias")}
+
+
+def _versioned(model: Any) -> dict[str, torch.Tensor]:
+    return dict(unwrap_model(model).named_parameters()) | _biases(model)
 
 
 def _named(
-    copy_name: str, model: Any, content: dict, tensors: dict[torch.nn.Parameter, torch.Tensor], sharded: bool
+    copy_name: str, model: Any, content: dict, tensors: dict[torch.Tensor, torch.Tensor], sharded: bool
 ) -> dict[str, Any]:
     """`tensors`, the copy `copy_name`, by the names of their parameters.
 
     sharded: cut and placed as the parameters in `content` are
     """
-    named = {name: (param, tensors[param]) for name, param in _parameters(model) if param in tensors}
+    named = {name: (tensor, tensors[tensor]) for name, tensor in _versioned(model).items() if tensor in tensors}
     if not sharded:
         # A copy, since saving a view saves its whole storage.
         return {name: tensor.clone() for name, (_, tensor) in named.items()}

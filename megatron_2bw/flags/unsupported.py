@@ -99,7 +99,6 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--cuda-graph-impl local transformer_engine full_iteration --enable-cuda-graph", _GRAPHS),
         ("--external-cuda-graph --optimizer-cuda-graph", _GRAPHS),
         ("--use-megatron-fsdp --use-torch-fsdp2 --tensor-parallel-num-weight-shards", _SHARDS),
-        ("--num-experts", "mixture of experts is not supported yet; train a dense model"),
         ("--fp8-format --fp4-format", "quantised weights are not versioned yet; use --bf16"),
         ("--te-precision-config-file --kitchen-config-file --kitchen-recipe-number", _NOT_YET),
         ("--fake-process-group", f"stages exchange real messages; {OUT}"),
@@ -123,11 +122,13 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--qk-clip", f"it changes weights that microbatches in flight still read; {OUT}"),
     ),
     "2bw": (
+        ("--moe-router-load-balancing-type quantile_balancing", f"its quantiles have no versions; {OUT}"),
         ("--muon-fp32-matmul-prec high", "TF32 would be on for the next batch too; use medium"),
         ("--loss-scale", f"it divides only some gradients of --optimizer; {OUT}"),
         ("--two-bw-optimizer", "the matrix products of --optimizer take too long on a host; use --optimizer adam"),
     ),
     "pipedream": (
+        ("--num-experts", "auxiliary losses and biases have one version; train a dense model"),
         ("--use-distributed-optimizer", f"its shards have one version; {OUT}"),
         ("--fp16", "each stage would scale the loss by itself; add --loss-scale N, or use --bf16"),
         ("--untie-embeddings-and-output-weights", "it must be given: tied embeddings would drift apart"),

@@ -15,10 +15,13 @@ import torch.distributed as dist
 
 
 class Slot:
-    """Gradient buffers with their buckets, and where each parameter's gradient lies in them."""
+    """Gradient buffers with their buckets, and where each parameter's gradient lies in them.
 
-    def __init__(self, buffers: list[Any], bucket_groups: list[Any]):
-        self.buffers, self.bucket_groups = buffers, bucket_groups
+    dense: how many of both come before those of experts that are split over ranks
+    """
+
+    def __init__(self, buffers: list[Any], bucket_groups: list[Any], dense: tuple[int, int]):
+        self.buffers, self.bucket_groups, self._dense = buffers, bucket_groups, dense
         self.group_of = {param: group for group in bucket_groups for param in group.params}
         self.main_grads: dict[torch.nn.Parameter, torch.Tensor] = {}
         for buffer in buffers:
@@ -50,7 +53,14 @@ class Slot:
             previous = group.previous_grad_reduce_bucket_group
             if previous is not None:
                 other.previous_grad_reduce_bucket_group = groups[self.bucket_groups.index(previous)]
-        return Slot(buffers, groups)
+        return Slot(buffers, groups, self._dense)
+
+    def install(self, ddp: Any) -> None:
+        """Let Megatron's wrapper reduce and zero this slot."""
+        buffers, groups = self._dense
+        ddp.buffers, ddp.expert_parallel_buffers = self.buffers[:buffers], self.buffers[buffers:]
+        ddp.bucket_groups, ddp.expert_parallel_bucket_groups = self.bucket_groups[:groups], self.bucket_groups[groups:]
+        ddp.param_to_bucket_group = self.group_of
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Wait for the reduction over the data-parallel group, or run it, as Megatron's wrapper of this name does."""
@@ -65,16 +75,17 @@ class Slot:
 class GradientSlots:
     """`count` slots for the gradients of `ddp`, Megatron's DistributedDataParallel.
 
-    group  the process group to reduce over; nothing else may use it in the training thread
+    groups the process groups to reduce over; nothing else may use them in the training thread (`use_groups`)
     first  the first batch, whose slot is Megatron's own buffer
     shared the slots are one memory: each batch has buckets of its own there, and finds it zeroed (`complete_gradients`)
     """
 
-    def __init__(self, ddp: Any, count: int, group: dist.ProcessGroup, first: int = 0, shared: bool = False):
-        for bucket_group in ddp.bucket_groups:
-            use_group(bucket_group, group)
+    def __init__(
+        self, ddp: Any, count: int, groups: tuple[dist.ProcessGroup, ...], first: int = 0, shared: bool = False
+    ):
+        bucket_groups = use_groups(ddp, groups, lambda bucket_group: bucket_group)
         self._ddp, self._first = ddp, first
-        self._slots = [Slot(ddp.buffers, ddp.bucket_groups)]
+        self._slots = [Slot(all_buffers(ddp), bucket_groups, (len(ddp.buffers), len(ddp.bucket_groups)))]
         new = (lambda data: data) if shared else torch.zeros_like
         self._slots += [self._slots[0].twin(new) for _ in range(1, count)]
         self._bound = self._slots[0]
@@ -100,8 +111,7 @@ class GradientSlots:
     def begin_batch(self, batch: int) -> None:
         """Before the first backward of `batch`: Megatron's wrapper reduces its slot, which starts from zero."""
         slot = self.gradients_of(batch)
-        self._ddp.buffers, self._ddp.bucket_groups = slot.buffers, slot.bucket_groups
-        self._ddp.param_to_bucket_group = slot.group_of
+        slot.install(self._ddp)
         if not self._zeroed:
             self._zero()
             self._zeroed = self._shared
@@ -121,8 +131,21 @@ class GradientSlots:
         return [place.view(value.shape).copy_(value) for place, value in zip(places, values)]
 
 
-def use_group(bucket_group: Any, group: dist.ProcessGroup) -> None:
-    """Let a bucket group of Megatron communicate over `group`, which has the same ranks as its own."""
-    for name in ("data_parallel_group", "intra_distributed_optimizer_instance_group"):
-        if hasattr(bucket_group, name):
-            setattr(bucket_group, name, group)
+def all_buffers(ddp: Any) -> list[Any]:
+    """The buffers of Megatron's wrapper: those of dense parameters, then those of experts that are split over ranks."""
+    return [*ddp.buffers, *ddp.expert_parallel_buffers]
+
+
+def use_groups(ddp: Any, groups: tuple[dist.ProcessGroup, ...], of: Callable[[Any], Any] = copy.copy) -> list[Any]:
+    """All bucket groups of Megatron's wrapper, made by `of`, which communicate over `groups`.
+
+    groups: for dense parameters, and for experts that are split over ranks; each has the same ranks as Megatron's.
+    """
+    found = []
+    for bucket_groups, group in zip((ddp.bucket_groups, ddp.expert_parallel_bucket_groups), groups):
+        for bucket_group in map(of, bucket_groups):
+            found.append(bucket_group)
+            for name in ("data_parallel_group", "intra_distributed_optimizer_instance_group"):
+                if hasattr(bucket_group, name):
+                    setattr(bucket_group, name, group)
+    return found

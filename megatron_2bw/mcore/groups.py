@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 
 from megatron_2bw.core.groups import StepGroup, new_group
 
@@ -31,41 +32,50 @@ class Groups:
     same time and in the same order as all others.
 
     megatron    Megatron's ProcessGroupCollection
-    statistics  the ranks over which the gradient norm is taken; None: the world
     parts       Megatron's optimizers of the stage
     host        whether the gradients are reduced on the host, once they are summed over the replicas
+    experts     the ranks over which the gradients of experts are summed; None without experts
     """
 
     def __init__(
         self,
         megatron: Any,
-        statistics: dist.ProcessGroup | None,
         device: torch.device,
         timeout: timedelta | None,
         parts: Sequence[Any] = (),
         host: bool = False,
+        experts: dist.ProcessGroup | None = None,
     ):
+        self._twins: dict[frozenset[int], Any] = {}
+
         def twin(group: dist.ProcessGroup | None, name: str, backend: str | None = None) -> Any:
             ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
             return StepGroup(new_group(ranks, name, backend, timeout))
 
         self.world = twin(dist.group.WORLD, "world", "gloo")
-        self.statistics = twin(statistics or dist.group.WORLD, "statistics", "gloo")
-        self.data = twin(megatron.dp_cp, "data")
+        # One for each set of ranks: Megatron takes one norm of parts whose groups are one.
+        shared = [part.get_grad_stats_parallel_group() or dist.group.WORLD for part in parts]
+        if experts is not None:
+            shared += [megatron.tp_dp_cp, mpu.get_tensor_and_context_parallel_group()]
+        for group in shared:
+            ranks = frozenset(dist.get_process_group_ranks(group))
+            self._twins[ranks] = self._twins.get(ranks) or twin(group, "statistics", "gloo")
+        self.data = (twin(megatron.dp_cp, "data"), *([twin(experts, "experts")] if experts is not None else []))
         self.embedding = twin(megatron.embd, "embedding", "gloo" if host else None)
-        for group in (self.data, self.embedding):
+        for group in (*self.data, self.embedding):
             # NCCL creates a communicator at first use: here, where every rank is, and not concurrently with training.
             # Nobody uses an embedding group of one rank; NCCL may take 512 MiB for it (its issue 2363).
-            if group is self.data or group.size() > 1:
+            if group in self.data or group.size() > 1:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
         self._embedding_barrier = twin(megatron.embd, "embedding meeting", "gloo")
         # The collection for Megatron's finalize function.
         self.megatron = copy.copy(megatron)
         self.megatron.pp = twin(megatron.pp, "pipeline", "gloo")
         self.megatron.tp = twin(megatron.tp, "tensor", "gloo")
-        tokens = twin(megatron.dp_cp, "tokens", "gloo") if host else self.data
+        tokens = twin(megatron.dp_cp, "tokens", "gloo") if host else self.data[0]
         self.megatron.dp_cp = tokens  # of the token count, which Megatron prefers to take from the other one:
         self.megatron.dp_cp_gtp_remat = tokens
+        self.megatron.tp_dp_cp = self.twin_of(megatron.tp_dp_cp) if experts is not None else None
         self.megatron.embd = self.embedding if megatron.embd is not None else None
         position = twin(megatron.pos_embd, "position embedding", "gloo")  # of one rank, but for a T5: never used
         self.megatron.pos_embd = position if megatron.pos_embd is not None else None
@@ -75,6 +85,10 @@ class Groups:
                 part.optimizer.pg_collection = copy.copy(part.optimizer.pg_collection)
                 part.optimizer.pg_collection.tp = tensor = twin(megatron.tp, "matrices")
                 dist.all_reduce(torch.zeros(1, device=device), group=tensor)
+
+    def twin_of(self, group: dist.ProcessGroup | None) -> Any:
+        """The twin of one of Megatron's groups for statistics."""
+        return None if group is None else self._twins[frozenset(dist.get_process_group_ranks(group))]
 
     def align_embedding_ranks(self) -> None:
         """Barrier (gloo) before the tied embeddings' all-reduce: an NCCL kernel that waits would occupy the GPU."""

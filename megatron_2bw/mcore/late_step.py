@@ -44,6 +44,7 @@ from megatron_2bw.mcore.groups import Groups
 from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, settle
 from megatron_2bw.mcore.loss_scales import LossScales
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
+from megatron_2bw.mcore.routers import RouterBatch, Routers
 from megatron_2bw.mcore.stage import Call
 from megatron_2bw.mcore.stage_times import StageStats
 from megatron_2bw.mcore.working_copy import WorkingCopy, own_mains
@@ -91,6 +92,7 @@ class StepResult:
     stages: tuple[StageStats, ...]
     exit_requested: bool  # by any rank of the world
     save_complete: bool  # all ranks have written their parts of a checkpoint
+    losses: Any  # Megatron's tracker of the experts' auxiliary losses, which are summed; None without experts
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Job:
     scale       of the batch's losses
     tokens      unmasked tokens of the batch on this stage, an int tensor of one element, with per-token loss
     stats       called in the step's thread
+    routers     of a mixture of experts
     correction  of the working copy of W(batch + 1); None if batches without delay read W(batch + 1)
     """
 
@@ -109,6 +112,7 @@ class Job:
     slot: Slot
     scale: torch.Tensor
     wants_exit: bool
+    routers: RouterBatch | None
     tokens: torch.Tensor | None
     stats: Callable[[], StageStats]
     correction: Correction | None
@@ -152,8 +156,10 @@ class LateStep(LateUpdate):
         device, parts = stores.params[0].device, list(getattr(optimizer, "chained_optimizers", [optimizer]))
         super().__init__(stores, Worker("2bw step", device, cpu.answering), step=lambda gradients, target: False)
         self._shape, self._optimizer, self._parts = shape, optimizer, parts
-        statistics, host = parts[0].get_grad_stats_parallel_group(), options.host
-        self._groups = Groups(call.groups, statistics, device, options.timeout, parts, host)
+        host, experts = options.host, call.config.num_moe_experts is not None
+        expert_group = call.model.expt_dp_group if experts else None
+        self._groups = Groups(call.groups, device, options.timeout, parts, host, expert_group)
+        self.routers = Routers(call.model, call.config, shape.first, resume.shadow) if experts else None
         shard = schedule.gradient_slots == "shard"
         slots = 2 if shard else schedule.gradient_slots
         self._slots = GradientSlots(call.model, slots, self._groups.data, shape.first, shared=host or shard)
@@ -187,8 +193,11 @@ class LateStep(LateUpdate):
         self._megatron = SimpleNamespace(
             step=type(optimizer).step.__get__(optimizer), zero_grad=optimizer.zero_grad, schedule=scheduler.step
         )
+        for part in self._parts:
+            part.grad_stats_parallel_group = self._groups.twin_of(
+                part.get_grad_stats_parallel_group() or torch.distributed.group.WORLD
+            )
         for part in {id(part): part for part in (*self._parts, optimizer)}.values():
-            part.grad_stats_parallel_group = self._groups.statistics
             part.config.timers = None  # they wait for the whole GPU; the trace shows more
             if hasattr(part, "start_param_sync_for_bucket_group_subset"):
                 part.start_param_sync_for_bucket_group_subset = self._proxies.gather
@@ -202,7 +211,15 @@ class LateStep(LateUpdate):
     def bind(self, action: Action) -> None:
         """Weights and gradient slot of a microbatch."""
         super().bind(action)
-        self._slots.bind(self._shape.batch(action.microbatch))
+        batch = self._shape.batch(action.microbatch)
+        self._slots.bind(batch)
+        if self.routers is not None:
+            self.routers.bind(action.version, batch)
+
+    def sync_weights(self) -> None:
+        super().sync_weights()
+        if self.routers is not None:
+            self.routers.bind(self.stores.newest)
 
     def begin_batch(self, action: Action) -> None:
         """The batch's gradients start from zero, its losses have one scale."""
@@ -221,13 +238,16 @@ class LateStep(LateUpdate):
         if self.complete is not None:
             self.complete.hand_over()
         wants_exit = self._wants_exit is not None and self._wants_exit()
-        return partial(self.run_job, Job(batch, target, slot, self.scales.current, wants_exit, *end))
+        routers = None if self.routers is None else self.routers.end_batch(batch)
+        return partial(self.run_job, Job(batch, target, slot, self.scales.current, wants_exit, routers, *end))
 
     def _complete(self, result: tuple[Job, StepResult, torch.Tensor]) -> bool:
         job, outcome, scale = result
         if self.working is not None:
             self.working.in_store = job.correction is not None
         self.scales.complete(job.batch + 1, scale, outcome.loss_scale)
+        if self.routers is not None and job.routers is not None:
+            self.routers.complete(job.batch, job.routers)
         self.has_stepped |= outcome.stepped
         self._report(outcome)
         return outcome.stepped or self.working is not None
@@ -241,6 +261,9 @@ class LateStep(LateUpdate):
             views = self.stores.views(job.target) if host is None else host.views
             proxies.point_to(views)
             proxies.use_gradients(self.complete or job.slot)
+            if self.routers is not None and job.routers is not None:
+                proxies.model.routers = job.routers.modules
+                self.routers.reduce_losses(job.routers, self._groups.megatron, self._groups.twin_of)
             if self.complete is None:
                 job.slot.finish_grad_sync()
             else:
@@ -268,7 +291,7 @@ class LateStep(LateUpdate):
             norm = None if grad_norm is None else float(grad_norm)
             after = float(scale), get_canonical_lr_for_logging(self._optimizer.param_groups)
             reports = tuple(StageStats(*stage) for stage in stages)
-            known = *after, reports, exit_requested, save_complete
+            known = *after, reports, exit_requested, save_complete, job.routers and job.routers.tracker
             outcome = StepResult(job.batch, bool(stepped), norm, zeros, *known)
         return job, outcome, scale
 

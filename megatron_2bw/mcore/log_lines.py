@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import moe_logging
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer, training
 
 from megatron_2bw import run_log
@@ -53,8 +54,8 @@ class LogLines:
         # Calls of `training_log` that wait for their steps, the seconds of their iterations, their samples, and when
         # their losses are computed.
         self._entries: deque[tuple[dict[str, Any], float, tuple[int, int], torch.cuda.Event]] = deque()
-        # By batch: its values in place of Megatron's, and its stages' stats.
-        self._results: dict[int, tuple[dict[str, Any], tuple[StageStats, ...]]] = {}
+        # By batch: its values in place of Megatron's, its stages' stats, and its auxiliary losses.
+        self._results: dict[int, tuple[dict[str, Any], tuple[StageStats, ...], Any]] = {}
         self._report_memory = True
         self._stream = own_stream(torch.device("cuda"))
         self._write: Callable[..., bool] = lambda **values: True
@@ -71,7 +72,7 @@ class LogLines:
         samples = args.consumed_train_samples, args.skipped_train_samples
         self._entries.append((values, self._read(), samples, torch.cuda.current_stream().record_event()))
         if self._meeting is not None:
-            self._results[values["iteration"] - 1] = {}, self._meeting.stats(_has_line(values))
+            self._results[values["iteration"] - 1] = {}, self._meeting.stats(_has_line(values)), None
         self.flush()
         return self._report_memory
 
@@ -84,17 +85,22 @@ class LogLines:
             "num_zeros_in_grad": result.zeros,
             "skipped_iter": 0 if result.stepped else 1,
         }
-        self._results[result.batch] = values, result.stages
+        self._results[result.batch] = values, result.stages, result.losses
 
     def flush(self) -> None:
         """Write all lines whose steps are complete."""
         while self._entries and self._entries[0][0]["iteration"] - 1 in self._results:
             values, seconds, *more = self._entries.popleft()
-            changes, stages = self._results.pop(values["iteration"] - 1)
+            changes, stages, losses = self._results.pop(values["iteration"] - 1)
             if stages:
                 self._stages.append(stages)
             self._unread.append(seconds)
-            self._write_one(values | changes | {"report_memory_flag": self._report_memory}, *more)
+            counted = moe_logging.get_moe_metrics_tracker()  # for the batch that runs
+            moe_logging.set_moe_metrics_tracker(losses or counted)
+            try:
+                self._write_one(values | changes | {"report_memory_flag": self._report_memory}, *more)
+            finally:
+                moe_logging.set_moe_metrics_tracker(counted)
 
     def _write_one(self, values: dict[str, Any], samples: tuple[int, int], computed: torch.cuda.Event) -> None:
         args = get_args()

@@ -193,6 +193,14 @@ def for_cpu() -> list[Patch]:
             lambda original: lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
         ),
         row(
+            f"{CORE}.transformer.moe.token_dispatcher",
+            "maybe_move_tensor_to_cpu(tensor as_numpy record_stream)",
+            "it makes lists of sizes of tensors on the GPU only, and torch takes no tensor for them",
+            lambda original: lambda tensor, as_numpy=False, record_stream=False: (
+                tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+            ),
+        ),
+        row(
             "megatron.training.initialize",
             "init_persistent_async_worker(rank mp_mode)",
             "the worker of --async-save needs a GPU",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_2bw.core.weights import WeightStores
-from megatron_2bw.mcore.grad_buffers import Slot, use_group
+from megatron_2bw.mcore.grad_buffers import Slot, all_buffers, use_groups
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.complete_gradients import CompleteGradients
@@ -32,7 +32,7 @@ class Proxies:
     of      the proxy of each parameter
     ddp     the model chunk in Megatron's DistributedDataParallel
     parts   Megatron's optimizers of the stage
-    group   the process group over which the distributed optimizer gathers its shards
+    groups  the process groups over which the distributed optimizer gathers its shards
     mains   tensors that the optimizer steps instead of the store, by parameter (see `working_copy.own_mains`)
     host    whether Megatron steps host tensors; then `self.host` is given before the first step
     """
@@ -44,17 +44,14 @@ class Proxies:
         ddp: Any,
         parts: Sequence[Any],
         stores: WeightStores,
-        group: dist.ProcessGroup,
+        groups: tuple[dist.ProcessGroup, ...],
         mains: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
         host: bool = False,
     ):
         self._parts, self._stores, self.mains = parts, stores, mains or {}
         for part in parts:
             detach_shards(part, host)
-        self._ddp, self._buffers = ddp, list(ddp.buffers)
-        self._groups = [copy.copy(bucket_group) for bucket_group in ddp.bucket_groups]
-        for bucket_group in self._groups:
-            use_group(bucket_group, group)
+        self._ddp, self._buffers, self._groups = ddp, all_buffers(ddp), use_groups(ddp, groups)
         self._target, self._flat = 0, False
         self.of = {param: proxy_of(param) for param in stores.params}
         self._places = [
@@ -152,6 +149,7 @@ class ProxyModel:
     """The attributes of a model chunk that Megatron's finalize function reads, with proxies for the parameters."""
 
     pre_process = True  # by this attribute Megatron finds the innermost model
+    routers: Sequence[Any] = ()  # of the batch
 
     def __init__(self, ddp: Any, proxies: dict[torch.nn.Parameter, torch.Tensor]):
         self.ddp_config = ddp.ddp_config
@@ -163,8 +161,8 @@ class ProxyModel:
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """The slot's own `finish_grad_sync` has run already."""
 
-    def modules(self) -> Iterator[torch.nn.Module]:
-        return self._inner.modules()
+    def modules(self) -> Iterator[Any]:
+        return iter(self.routers)  # Megatron looks for these alone
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, param in self._inner.named_parameters():

@@ -22,6 +22,7 @@ from megatron_2bw.core.groups import streams_warning
 from megatron_2bw.core.p2p import connect_group
 from megatron_2bw.core.pipeline import WARM_UP
 from megatron_2bw.guard import arguments, around
+from megatron_2bw.mcore.grad_buffers import all_buffers
 from megatron_2bw.mcore.late_step import LateStep, Options, StepResult
 from megatron_2bw.mcore.log_lines import LogLines
 from megatron_2bw.mcore.stage import Call, MegatronStage
@@ -168,8 +169,9 @@ class MegatronRuntime:
             return RunState()
         newest, pipeline = self.stores.newest, self.pipeline
         version = self.schedule.version(pipeline.shape, pipeline.index, newest * pipeline.shape.microbatches)
+        biases = {} if self.late.routers is None else self.late.routers.shadow(newest)
         return RunState(
-            shadow=dict(zip(self.stores.params, self.stores.values(newest - 1))),
+            shadow=dict(zip(self.stores.params, self.stores.values(newest - 1))) | biases,
             loss_scale=self.late.scales.of(version),
             working=self.late.working.values() if self.late.working is not None else {},
             correction=self.options.correction,
@@ -236,7 +238,7 @@ class MegatronRuntime:
         return InPlaceUpdate(step, reduce) if self.stores is None else StashedUpdate(self.stores, step, reduce)
 
     def _make_stores(self, call: Call, shape: Shape, index: int) -> None:
-        buffers = call.model.buffers if call.model.ddp_config.use_distributed_optimizer else ()
+        buffers = all_buffers(call.model) if call.model.ddp_config.use_distributed_optimizer else ()
         self.stores = WeightStores(self.trainable, self.schedule.max_versions(shape, index), buffers)
         shadow = self._resume.shadow if self.schedule.late_step else {}
         self.stores.start(shape.first, [shadow[param] for param in self.trainable] if shadow else None)

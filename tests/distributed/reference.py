@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from tests.distributed.training import Run, canonical, train
 
@@ -108,6 +109,8 @@ class _Reference:
         self.groups = {id(mine): theirs for mine, theirs in zip(self.optimizer.param_groups, optimizer.param_groups)}
         self.before = self._masters()
         self.versions, self.working = [self._snapshot()], [self._snapshot()]
+        self.routers = [module for module in self.module.modules() if getattr(module, "expert_bias", None) is not None]
+        self.biases = [[router.expert_bias.float().clone() for router in self.routers]]  # by weight version
         self.scale = (self.args.loss_scale or self.args.initial_loss_scale) if self.args.fp16 else 1.0
         self.scales = [self.scale]  # by weight version: a batch is scaled as the step left it that made its weights
         self.good = 0
@@ -209,6 +212,8 @@ class _Reference:
         for index in range(self.rule.microbatches):
             self._load(batch, batch * self.rule.microbatches + index)
             output, loss_function = self.forward_step(self.data, self.module)
+            share = 1 if self.args.calculate_per_token_loss else self.rule.microbatches
+            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(self._scale(batch) / share))
             total, tokens, parts = loss_function(output)
             if self.args.calculate_per_token_loss:
                 loss = total
@@ -232,6 +237,8 @@ class _Reference:
         """Put the weights that `microbatch` runs on into the model."""
         for name, param in self.params.items():
             param.data = self.working[self._version(name, batch, microbatch)][name]
+        for index, router in enumerate(self.routers):
+            router.expert_bias.data = self.biases[self._version("", batch, microbatch)][index]
 
     def _version(self, name: str, batch: int, microbatch: int) -> int:
         if not self.rule.per_stage:
@@ -246,8 +253,17 @@ class _Reference:
     def _scale(self, batch: int) -> float:
         return self.scales[batch if batch < self.rule.sync else max(batch - self.rule.delay, 0)]
 
+    def _update_biases(self) -> None:
+        counts = [router.local_tokens_per_expert.clone() for router in self.routers]
+        rate = self.args.moe_router_bias_update_rate
+        steps = [torch.sign(count.mean() - count) * rate for count in counts]
+        self.biases.append([bias + step for bias, step in zip(self.biases[-1], steps)])
+        for router in self.routers:
+            router.local_tokens_per_expert.zero_()
+
     def _update(self, batch: int, gradients: dict[str, torch.Tensor]) -> None:
         self.before = self._masters()
+        self._update_biases()  # in a skipped step too
         if batch == self.rule.poison:
             next(iter(gradients.values())).view(-1)[0] = float("inf")
         for name, main in self.main.items():

@@ -19,6 +19,7 @@ from megatron_2bw.gpu_check import entry
 from megatron_2bw.start.torchrun import PLAIN_TORCH
 
 BERT = "pretrain_bert_2bw.py"
+EXPERT = r"local_experts\.(\d+)\."
 
 DEVICE = os.environ.get("MEGATRON_2BW_WORLD_DEVICE", "cpu")  # pytest --device
 # On a GPU what the CPU runs anyway: without Transformer Engine and Apex, and nothing is compiled.
@@ -112,7 +113,8 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
 
 
 def canonical(model) -> list[tuple[str, torch.nn.Parameter]]:
-    """Parameters with names that do not depend on the pipeline's depth; the tied output layer is the embedding."""
+    """Parameters with names that do not depend on how the model is split; the tied output layer is the embedding."""
+    from megatron.core import mpu
     from megatron.core.utils import unwrap_model
 
     inner = unwrap_model(model)
@@ -123,6 +125,9 @@ def canonical(model) -> list[tuple[str, torch.nn.Parameter]]:
         name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{numbers[m[1]]}.", name)
         if name == "output_layer.weight" and inner.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
+        experts = len({found[1] for other, _ in inner.named_parameters() if (found := re.search(EXPERT, other))})
+        first = experts * mpu.get_expert_model_parallel_rank()  # experts may be split over ranks
+        name = re.sub(EXPERT, lambda found: f"local_experts.{int(found[1]) + first}.", name)
         named.append((name, param))
     return named
 
@@ -140,10 +145,13 @@ def initialise(model) -> None:
         shape, dim = list(param.shape), None
         if getattr(param, "tensor_model_parallel", False):
             dim = param.partition_dim
-            shape[dim] *= mpu.get_tensor_model_parallel_world_size()
+            size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+            if not getattr(param, "allreduce", True):
+                size, rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
+            shape[dim] *= size
         full = initial_value(name, shape)
         if dim is not None:
-            full = full.chunk(mpu.get_tensor_model_parallel_world_size(), dim)[mpu.get_tensor_model_parallel_rank()]
+            full = full.chunk(size, dim)[rank]
         param.data.copy_(full)
 
 
