@@ -60,6 +60,7 @@ _ASKS: dict[str, Callable[[Args], object]] = {
         a.pipeline_model_parallel_size > 1 and not a.untie_embeddings_and_output_weights
     ),
     "--timing-log-level": lambda a: a.timing_log_level and a.barrier_with_L1_time,
+    "--moe-router-load-balancing-type": lambda a: "quantile_balancing" in a.moe_router_load_balancing_type,
     "--use-nccl-ub": lambda a: a.nccl_ub,
     "--pipeline-schedule": lambda a: a.pipeline_model_parallel_size == 1,
     "--error-injection-rate": lambda a: a.error_injection_rate and a.rerun_mode == "disabled",
@@ -122,7 +123,7 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--qk-clip", f"it changes weights that microbatches in flight still read; {OUT}"),
     ),
     "2bw": (
-        ("--moe-router-load-balancing-type quantile_balancing", f"its quantiles have no versions; {OUT}"),
+        ("--moe-router-load-balancing-type", "the quantiles of quantile_balancing have no versions; use aux_loss"),
         ("--muon-fp32-matmul-prec high", "TF32 would be on for the next batch too; use medium"),
         ("--loss-scale", f"it divides only some gradients of --optimizer; {OUT}"),
         ("--two-bw-optimizer", "the matrix products of --optimizer take too long on a host; use --optimizer adam"),

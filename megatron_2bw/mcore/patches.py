@@ -196,8 +196,10 @@ def for_cpu() -> list[Patch]:
             f"{CORE}.transformer.moe.token_dispatcher",
             "maybe_move_tensor_to_cpu(tensor as_numpy record_stream)",
             "it makes lists of sizes of tensors on the GPU only, and torch takes no tensor for them",
-            lambda original: lambda tensor, as_numpy=False, record_stream=False: (
-                tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+            lambda original: (
+                lambda tensor, as_numpy=False, record_stream=False: (
+                    tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+                )
             ),
         ),
         row(

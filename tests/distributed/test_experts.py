@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from tests.distributed.compare import UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference
+import pytest
+import torch
+
+from megatron_2bw.local_ranks import own_output, run_world
+from tests.distributed.compare import UNTIED, assert_close, assert_same, assert_same_runs, run_pipeline, run_reference
+from tests.distributed.test_checkpoint import DROPOUT, SAVED, assert_goes_on
+from tests.distributed.test_late_step import WATCHED, train_with_delays, watch
 from tests.distributed.test_update_rule import POISONED, poison
 from tests.distributed.training import command
 
@@ -60,3 +66,66 @@ def test_the_reference(stages, flags, changes, rule):
     argv = lambda stages: experts(stages, 4, *flags.split(), **changes)
     runs = run_pipeline(argv(stages), stages, poison if rule.get("poison") else None)
     assert_same(runs, run_reference(runs, argv(1), 4, **rule), exact=True)
+
+
+SPLIT = "--expert-model-parallel-size 2"
+SHARDED = "--use-distributed-optimizer"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FLUSH = "--pipeline-schedule"
+# Of one model: flags, and others that give the same numbers. Equal bits, if the additions have one order.
+PAIRS = {
+    "megatron": (
+        f"{BIAS} {SPLIT} --pipeline-schedule pipedream-flush",
+        f"{BIAS} {SPLIT} --pipeline-schedule megatron",
+        True,
+    ),
+    "recomputed": (f"{BIAS} {SPLIT} {FULL}", f"{BIAS} {SPLIT}", True),
+    "one slot, evaluations": (f"{SPLIT} --two-bw-gradient-slots 1 --eval-interval 2 --eval-iters 1", SPLIT, True),
+    "split": (f"{BIAS} {SPLIT} --moe-token-dispatcher-type alltoall", BIAS, False),
+    "shards": (f"{BIAS} {SPLIT} {SHARDED} --overlap-grad-reduce", f"{BIAS} {SPLIT}", False),
+    "one slot of shards": (f"{SPLIT} {SHARDED} --two-bw-gradient-slots shard", f"{SPLIT} {SHARDED}", True),
+    "on the host": (f"{BIAS} {SPLIT} {SHARDED} --bf16 --two-bw-optimizer host", f"{SPLIT} --bf16 {BIAS}", False),
+    "first stage dense": (f"{SPLIT} --moe-layer-freq [0,0,1,1]", "--moe-layer-freq [0,0,1,1]", False),
+    "tensor parallel": (f"{SPLIT} --tensor-model-parallel-size 2 --sequence-parallel", "", False),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_splits_and_choices_of_memory_change_nothing(name):
+    *both, exact = PAIRS[name]
+    argvs = [[*experts(2, 2, width=2), *flags.split()] for flags in both]
+    found, expected = (run_pipeline(argv, 4 * (1 + ("--sequence-parallel" in argv))) for argv in argvs)
+    tolerance = 2e-3 if "--bf16" in argvs[0] else 1e-5
+    if "--sequence-parallel" in argvs[0]:  # a rank has slices of the weights
+        assert_close(*(torch.stack(runs[-1].losses) for runs in (found, expected)), "losses", exact, tolerance)
+    else:
+        assert_same_runs(found, expected, exact, tolerance)
+
+
+def test_no_collective_of_the_training_thread_spans_stages():
+    argv = experts(2, 2, *f"{BIAS} {SPLIT} {SHARDED} --overlap-grad-reduce".split(), *WATCHED, width=2)
+    for run in run_world(4, watch, argv):
+        assert run.events and all(event.startswith("2bw step: ") for event in run.events), run.events
+
+
+def test_random_timings_change_nothing():
+    argv = experts(2, 2, *f"{BIAS} {SPLIT} {SHARDED}".split(), width=2, train_iters=20)
+    assert_same_runs(run_world(4, train_with_delays, argv, 0.006, timeout=250), run_pipeline(argv, 4), exact=True)
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_a_resumed_run_is_the_uninterrupted_one(form, tmp_path):
+    argv = experts(2, 2, *f"{BIAS} {SPLIT} {SHARDED} --bf16 --ckpt-format {form}".split(), width=2, **DROPOUT)
+    whole = run_pipeline([*argv, "--save", str(tmp_path), "--save-interval", str(SAVED)], 4)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    assert_goes_on(whole, run_pipeline([*argv, "--load", str(tmp_path)], 4))
+
+
+def logged(run, model) -> None:
+    run.events = re.findall(r"(?:load_balancing_loss|z_loss): \S+", own_output())
+
+
+def test_the_auxiliary_losses_of_a_line_are_those_of_its_batch():
+    """On one stage no forward of the next batch runs before a batch's last backward."""
+    one, two = (run_pipeline(experts(d, 4, BIAS, log_interval=1), d, None, logged)[-1].events for d in (1, 2))
+    assert one == two and len(set(one)) > 6

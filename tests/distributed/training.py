@@ -127,7 +127,7 @@ def canonical(model) -> list[tuple[str, torch.nn.Parameter]]:
             name = "embedding.word_embeddings.weight"
         experts = len({found[1] for other, _ in inner.named_parameters() if (found := re.search(EXPERT, other))})
         first = experts * mpu.get_expert_model_parallel_rank()  # experts may be split over ranks
-        name = re.sub(EXPERT, lambda found: f"local_experts.{int(found[1]) + first}.", name)
+        name = re.sub(EXPERT, lambda found, first=first: f"local_experts.{int(found[1]) + first}.", name)
         named.append((name, param))
     return named
 

@@ -23,6 +23,7 @@ ASKED = {
     "--optimizer": dict(optimizer="dist_muon"),
     "--loss-scale": dict(optimizer="muon", loss_scale=1024.0),
     "--two-bw-optimizer": dict(optimizer="muon", two_bw_optimizer="host"),
+    "--moe-router-load-balancing-type": dict(moe_router_load_balancing_type="quantile_balancing"),
     UNTIED: dict(untie_embeddings_and_output_weights=False),
 }
 
@@ -50,7 +51,7 @@ def test_a_refused_flag_is_named_with_its_reason_in_its_scope_only(rule):
 @pytest.mark.parametrize(
     "schedule, flags, fine",
     [
-        ("gpipe", "--num-experts 4", "megatron"),
+        ("pipedream", "--num-experts 4", "gpipe"),
         ("2bw", "--rerun-mode validate_results", "gpipe"),
         ("2bw", "--iterations-to-skip 2", "gpipe"),
         ("megatron", "--hybrid-layer-pattern M*M*", None),
