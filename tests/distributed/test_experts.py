@@ -26,7 +26,7 @@ EXPERTS = dict(
     moe_shared_expert_intermediate_size=32,
     moe_layer_freq="[0,1,1,1]",
     moe_router_score_function="sigmoid",
-    moe_router_bias_update_rate=1e-2,
+    moe_router_bias_update_rate=0.1,
 )
 
 
