@@ -6,7 +6,9 @@ Invariant: nothing of torch changes on a host with CUDA unless the CPU was asked
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib.util
 import os
 import resource
@@ -168,6 +170,7 @@ def install() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     without_triton()
     undo.enter_context(_CudaMeansCpu())
+    atexit.register(gc.freeze)  # else Python looks for garbage among all objects at its end, for more than a second
     _installed = undo
 
 

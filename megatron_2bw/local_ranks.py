@@ -122,9 +122,7 @@ def _rank_main(rank: int, size: int, port: int, folder: str, preload: str, funct
 
 def _end_with_program() -> None:
     """The server is a rank's parent for the kernel, and outlives a program that is killed as long as a rank runs."""
-    program = multiprocessing.parent_process()
-    assert program is not None
-    connection.wait([program.sentinel])
+    connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 
 

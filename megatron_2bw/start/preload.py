@@ -4,9 +4,9 @@ The CPU stands in for CUDA, unless MEGATRON_2BW_WORLD_DEVICE is cuda.
 """
 
 import argparse
-import atexit
 import functools
 import gc
+import importlib.metadata
 import logging
 import os
 import warnings
@@ -28,21 +28,22 @@ import megatron.core.tokenizers.text.models  # noqa: E402  (it imports transform
 import megatron.training.training  # noqa: E402
 import torch._dynamo.trace_rules  # noqa: E402, F401  (init_process_group's)
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset  # noqa: E402
-from megatron.training.argument_utils import ArgumentGroupFactory as Factory  # noqa: E402
 
-import megatron_2bw.checkpoints.optimizer_state  # noqa: E402
-import megatron_2bw.checkpoints.state  # noqa: E402
-import megatron_2bw.mcore.patches  # noqa: E402
-import megatron_2bw.mcore.runtime  # noqa: E402
-import megatron_2bw.start.launch  # noqa: E402
-import megatron_2bw.tasks.bert  # noqa: E402
-import megatron_2bw.tasks.gpt  # noqa: E402, F401
+from megatron_2bw.checkpoints import optimizer_state, state  # noqa: E402, F401
+from megatron_2bw.flags import early  # noqa: E402
+from megatron_2bw.mcore import patches, runtime  # noqa: E402, F401
+from megatron_2bw.start import launch  # noqa: E402, F401
+from megatron_2bw.tasks import bert, gpt  # noqa: E402, F401
 
-# Each of Megatron's two parsers reads the source of its classes.
-docstrings = functools.cache(functools.partial(Factory._get_field_docstrings, Factory.__new__(Factory)))
-Factory._get_field_docstrings = lambda self, of_class: docstrings(of_class)
-megatron.training.training.ft_integration.arguments.add_megatron_arguments(argparse.ArgumentParser())
+# A run makes these parsers, Megatron's twice, and looks for plugins of torch.distributed: a rank finds them made.
+arguments, add = megatron.training.arguments, megatron.training.arguments.add_megatron_arguments
+parsers = [add(argparse.ArgumentParser(allow_abbrev=False)) for _ in range(2)]
+arguments.add_megatron_arguments = lambda parser: parsers.pop() if parsers else add(parser)
+early.remember(parsers[0])
+early.table.cache_clear()
+early.parser_of("gpt", "megatron"), early.parser_of("gpt", "2bw")
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+importlib.metadata.entry_points(group="torch.distributed.backends")
 MockGPTLowLevelDataset.size = 2000  # documents; building the index of 100,000 costs a second a run
 gc.collect()
 gc.freeze()  # the ranks' collections then neither scan these objects nor copy their pages
-atexit.register(gc.unfreeze)

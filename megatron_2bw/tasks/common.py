@@ -98,14 +98,8 @@ def dataset_config(kind: type, args: Any, **more: Any) -> Any:
     """Megatron's configuration of a `kind` of datasets, whose fields have the names of its flags, or are in `more`."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     same = {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
-    own = dict(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        path_to_cache=args.data_cache_path,
-        tokenizer=get_tokenizer(),
-    )
+    own = dict(random_seed=args.seed, sequence_length=args.seq_length, tokenizer=get_tokenizer())
+    own |= dict(blend=blend, blend_per_split=blend_per_split, path_to_cache=args.data_cache_path)
     return kind(**same | own | more)
 
 
