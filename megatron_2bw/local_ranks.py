@@ -47,7 +47,7 @@ def run_world(size: int, function: Callable, *args, timeout: float = 120.0, prel
     preload: the module that the server imports. One server serves a process, so the first call decides.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
+    context.set_forkserver_preload(["pytest", preload])  # modules of tests import pytest; it may be missing
     with tempfile.TemporaryDirectory(prefix="world_") as folder:
         port = free_port()
         ranks = [

@@ -29,7 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "device: only with --device stand-in")
     config.addinivalue_line("markers", "proof(*cases): one proof of a claim; of these cases, if any are named")
     device = config.getoption("--device")
-    local_ranks.run_world.__kwdefaults__["preload"] = "tests.preload"
     if device == "stand-in":  # of the ranks; this process has none
         if why := build.missing():
             raise pytest.UsageError(f"--device stand-in: {why}")

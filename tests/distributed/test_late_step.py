@@ -217,8 +217,7 @@ def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
 )
 def test_fifty_random_timings_change_nothing(stages, microbatches, width, flags):
     """With the fewest microbatches and one more: no deadlock, the same losses and weights bit for bit."""
-    layers = dict(num_layers=6) if stages == 3 else {}
-    argv = command(stages, microbatches, "2bw", *flags, width=width, train_iters=SEEDS, **layers, **SCALE)
+    argv = command(stages, microbatches, "2bw", *flags, width=width, train_iters=SEEDS, num_layers=stages, **SCALE)
     delayed = run_world(stages * width, train_with_delays, argv, 0.006, timeout=200)
     quiet = run_pipeline(argv, stages * width)
     assert_same_runs(delayed[0::width], quiet[0::width], exact=True)

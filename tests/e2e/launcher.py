@@ -7,6 +7,7 @@ are what is tested, `forked` runs the same launcher in ranks that are forked rea
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +27,15 @@ def torchrun(
     return end(process, timeout)
 
 
-def forked(ranks: int, flags: list[str], documents: int = 2000, **environment: str) -> str:
+def forked(ranks: int, flags: list[str], documents: int = 2000, script: Path | None = None, **environment: str) -> str:
     """What the ranks of pretrain_gpt_2bw.py print, one after the other. WorldError with the ends of it if one fails.
 
-    documents: of the mock data, of which torchrun's ranks have 100,000.
+    documents: of the mock data, of which torchrun's ranks have 100,000. script: another entry script.
     """
-    return "\n".join(run_world(ranks, _launch, list(map(str, flags)), documents, environment))
+    return "\n".join(run_world(ranks, _launch, list(map(str, flags)), documents, script, environment))
 
 
-def _launch(rank: int, flags: list[str], documents: int, environment: dict[str, str]) -> str:
+def _launch(rank: int, flags: list[str], documents: int, script: Path | None, environment: dict[str, str]) -> str:
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     from megatron_2bw.start.launch import launch
@@ -43,7 +44,7 @@ def _launch(rank: int, flags: list[str], documents: int, environment: dict[str, 
     os.environ.update(environment)
     sys.argv = ["pretrain_gpt_2bw.py", *flags]
     try:
-        launch("megatron_2bw.tasks.gpt")
+        runpy.run_path(str(script), run_name="__main__") if script else launch("megatron_2bw.tasks.gpt")
     except SystemExit as end:
         if end.code:
             os._exit(1)  # what there is to say has been printed

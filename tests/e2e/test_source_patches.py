@@ -50,7 +50,7 @@ def tree(tmp_path_factory) -> Path:
 
     installed = Path(importlib.util.find_spec("megatron.training").origin).parents[1]
     copy = tmp_path_factory.mktemp("checkout")
-    shutil.copytree(installed, copy / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(installed, copy / "megatron")
     for arguments in (["--check"], []):
         subprocess.run(["git", "apply", *arguments, str(PATCH)], cwd=copy, check=True, capture_output=True)
     (copy / "pretrain.py").write_text(ENTRY.format(tree=str(copy)))
