@@ -70,7 +70,7 @@ def fits(name: str, kept: str) -> bool:
 @pytest.mark.parametrize("name, kept", [(name, kept) for name in CASES for kept in (HOST, SHARDS) if fits(name, kept)])
 def test_the_device(name, kept):
     width, flags = CASES[name]
-    argv = command(2, 4, "2bw", *flags.split(), width=width)
+    argv = command(2, 2, "2bw", *flags.split(), width=width)
     ranks = 2 * width * (1 + ("--sequence-parallel" in argv))
     expected = run_pipeline(argv, ranks, fuse if kept == HOST else None)
     for host, device in zip(run_pipeline([*argv, *kept.split()], ranks), expected):

@@ -47,7 +47,7 @@ def _launch(rank: int, flags: list[str], documents: int, script: Path | None, en
         runpy.run_path(str(script), run_name="__main__") if script else launch("megatron_2bw.tasks.gpt")
     except SystemExit as end:
         if end.code:
-            os._exit(1)  # what there is to say has been printed
+            os._exit(end.code)  # what there is to say has been printed
     return own_output()
 
 

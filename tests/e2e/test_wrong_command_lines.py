@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_2bw.local_ranks import WorldError
 from tests.distributed.training import BERT, command
-from tests.e2e.launcher import ROOT, torchrun
+from tests.e2e.launcher import ROOT, forked, torchrun
 
 LIMIT = 120.0  # seconds after which a process counts as hung
 GPT = "pretrain_gpt_2bw.py"
@@ -53,12 +54,18 @@ CASES = {
     "Megatron's configuration": (GPT, command(2, 2, "2bw", "--batch-invariant-mode"), "--attention-backend flash"),
     "the model": (GPT, command(1, 2, "2bw", tokenizer_type="HuggingFaceTokenizer", vocab_size=None), "okenizer"),
 }
+FORKED = ("Megatron's configuration", "the model")
 
 
 @pytest.mark.proof("an own size")
 @pytest.mark.parametrize("name", CASES)
 def test_the_last_line_names_the_flag(name):
-    run(*CASES[name])
+    """Also where the start and the end of Python make no difference: without them."""
+    if name not in FORKED:
+        return run(*CASES[name])
+    with pytest.raises(WorldError, match="ended with exit code 2\n") as failed:
+        forked(1, CASES[name][1], WORLD_SIZE="2")
+    check(2, str(failed.value), GPT, CASES[name][2])
 
 
 def checkpoint(folder: Path, **arguments) -> Path:
