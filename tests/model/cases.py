@@ -31,7 +31,7 @@ CASES = {
     "width": case(2, 2, UNTIED, width=2),
     "sharded": case(2, 2, SHARDED, width=2),
     "sharded-overlap": case(2, 2, SHARDED, "--overlap-grad-reduce", width=2),
-    "tensor": case(2, 2, tensor=2),
+    "tensor": case(2, 2, tensor=2, task=BERT),
     "muon": case(1, 2, UNTIED, "--optimizer", "muon", "--muon-tp-mode", "distributed", tensor=2),
     "four-stages": case(4, 4),
     "some-late": case(3, 4, "--num-layers", "3", two_bw_late_microbatches=2),
