@@ -60,8 +60,7 @@ class Check:
         """A training run on `size` ranks; each calls `prepare` before, and has the environment `variables`."""
         if self.device == "cpu":
             argv = merged(argv, ["--device", "cpu"])
-        arguments = argv, self.deadline, variables, prepare
-        return run_world(size, train, *arguments, timeout=self.deadline - time.monotonic())
+        return run_world(size, train, argv, self.deadline, variables, prepare, timeout=self.deadline - time.monotonic())
 
 
 @dataclass
@@ -142,18 +141,20 @@ def sanitized() -> None:
 
     from megatron_2bw.mcore.late_step import LateStep
 
-    mode, lock, run_job = _sanitizer.cuda_sanitizer.dispatch, threading.Lock(), LateStep.run_job
-    handle = mode.event_handler._handle_kernel_launch
+    mode, registry = _sanitizer.cuda_sanitizer.dispatch, _sanitizer.gpu_trace.CallbackRegistry
+    handle, fire, run_job = mode.event_handler._handle_kernel_launch, registry.fire_callbacks, LateStep.run_job
+    lock = threading.RLock()  # else a thread may undo what the other one has just noted as ordered
 
-    def one_at_a_time(*args):
+    def one_at_a_time(function, *args):
         with lock:
-            return handle(*args)
+            return function(*args)
 
     def watched_job(self, job):
         with mode:
             return run_job(self, job)
 
-    mode.event_handler._handle_kernel_launch, LateStep.run_job = one_at_a_time, watched_job
+    mode.event_handler._handle_kernel_launch = partial(one_at_a_time, handle)
+    registry.fire_callbacks, LateStep.run_job = lambda *args: one_at_a_time(fire, *args), watched_job
     _sanitizer.enable_cuda_sanitizer()
 
 
@@ -168,8 +169,7 @@ def compared(runs: list[Observed], others: list[Observed], tolerance: float = 0.
     """Failed if losses or final weights differ by more than `tolerance` of a tensor's largest element."""
 
     def tensors(each: list[Observed]) -> list[torch.Tensor]:
-        found = [torch.tensor(each[-1].losses), *(tensor for run in each for tensor in run.weights)]
-        return [tensor.double() for tensor in found]
+        return [torch.tensor(each[-1].losses).double(), *(tensor.double() for run in each for tensor in run.weights)]
 
     mine, theirs = tensors(runs), tensors(others)
     if not runs[-1].losses or [each.shape for each in mine] != [each.shape for each in theirs]:
