@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 import time
 
@@ -11,6 +10,7 @@ from tests.distributed.compare import UNTIED
 from tests.distributed.training import BERT, command
 from tests.model.explore import Programs, programs
 from tests.model.record import record
+from tests.session import once_a_session
 
 
 def case(
@@ -52,17 +52,17 @@ CASES = {
 }
 
 
-@functools.cache
-def logs_of(name: str, *plants) -> list[list[tuple]]:
-    """The logs of a case. plants: functions of this module."""
+@once_a_session
+def logs_of(name: str, *plants: str) -> list[list[tuple]]:
+    """The logs of a case. plants: names of functions of this module."""
     size, argv = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         argv = [folder if word == "FOLDER" else word for word in argv]
-        return run_world(size, record, argv, *plants, timeout=250)
+        return run_world(size, record, argv, *(globals()[plant] for plant in plants), timeout=250)
 
 
 def programs_of(name: str, *plants) -> Programs:
-    return programs(logs_of(name, *plants))
+    return programs(logs_of(name, *(plant.__name__ for plant in plants)))
 
 
 # Mends taken out.

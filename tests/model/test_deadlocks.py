@@ -87,8 +87,7 @@ def test_without_waits_after_collectives_one_queue_deadlocks(name):
 def test_the_stream_of_the_step_must_not_be_that_of_a_receive(messages):
     """Streams of our own exclude it. Without holding back nearly every run would hang."""
     programs = cases.programs_of("tied", cases.without_waits, cases.without_holding_back)
-    step = streams_of(programs, "2bw step")[0]
-    alias = dict.fromkeys(receives(programs, messages), step)
+    alias = dict.fromkeys(receives(programs, messages), streams_of(programs, "2bw step")[0])
     assert alias and deadlocks(programs, queue_of=None, alias=alias) > 100
 
 
