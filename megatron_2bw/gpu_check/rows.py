@@ -245,7 +245,7 @@ def memory(check: Check, variant: str) -> dict[str, Any]:
     """Bytes per parameter between iterations against the design, and the peak against the planner."""
     design, choice = DESIGN[variant]
     plan = Plan(1, 1, 1, microbatch(check), 8, schedule="2bw", **choice)
-    run = large(check, "2bw", *plan.flags())
+    run = large(check, "2bw", "--train-iters", "6", *plan.flags())
     model, fused = replace(preset("gpt-355m", 512), dropout=False), installed("transformer_engine") or installed("apex")
     predicted = Memory(model, "bf16", flash=False, torch_adam=not fused).stages(plan)[0].total
     figures = {"bytes_a_parameter": run.static_bytes / run.parameters, "design": design}

@@ -43,13 +43,13 @@ MIXED = {
 }
 
 _host = ctypes.CDLL(None)
-_kept: list[torch.library.Library] = []
+kept: list[torch.library.Library] = []  # without them kernels compute nothing again
 
 
 def install() -> None:
     """For all operations of this process, and those that are forked from it."""
     library = torch.library.Library("aten", "IMPL")
-    _kept.append(library)
+    kept.append(library)
     _host.device_host.argtypes, _host.device_host.restype = [ctypes.c_void_p], ctypes.c_void_p
     names = torch._C._dispatch_get_all_op_names()
     for name in (name for name in names if name.startswith("aten::")):
