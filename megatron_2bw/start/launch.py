@@ -34,8 +34,6 @@ def launch(task: str) -> None:
         line = str(error)
     if line:
         stop(line)
-    if not any(word.startswith("--wandb") for word in sys.argv):
-        sys.modules.setdefault("wandb", None)  # Megatron can do without it, and importing it takes half a second
     screen.begin(not {"--verbose", "-h", "--help"}.isdisjoint(sys.argv))
     ours = parse.parse_early(sys.argv[1:], stop, name)
     from megatron_2bw import cpu  # it imports torch

@@ -38,7 +38,15 @@ from megatron_2bw.tasks import bert, gpt  # noqa: E402, F401
 # A run makes these parsers, Megatron's twice, and looks for plugins of torch.distributed: a rank finds them made.
 arguments, add = megatron.training.arguments, megatron.training.arguments.add_megatron_arguments
 parsers = [add(argparse.ArgumentParser(allow_abbrev=False)) for _ in range(2)]
-arguments.add_megatron_arguments = lambda parser: parsers.pop() if parsers else add(parser)
+
+
+def add_made(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    found = parsers.pop() if parsers else add(parser)
+    found.set_defaults(local_rank=int(os.environ.get("LOCAL_RANK", "0")))  # which Megatron reads when it makes one
+    return found
+
+
+arguments.add_megatron_arguments = add_made
 early.remember(parsers[0])
 early.table.cache_clear()
 early.parser_of("gpt", "megatron"), early.parser_of("gpt", "2bw")

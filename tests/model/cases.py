@@ -24,12 +24,15 @@ def case(
 
 
 SHARDED = "--use-distributed-optimizer"
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-enable-expert-bias --disable-bias-linear "
+EXPERTS += "--moe-router-score-function sigmoid --moe-token-dispatcher-type allgather"  # the model knows no grouped sends
 CASES = {
     "untied": case(2, 2, UNTIED),
     "tied": case(2, 2),
     "one-stage": case(1, 2, UNTIED, width=2),
     "width": case(2, 2, UNTIED, width=2),
-    "sharded": case(2, 2, SHARDED, width=2),
+    "sharded": case(2, 2, SHARDED, "--two-bw-gradient-slots", "shard", width=2),
+    "experts": case(2, 2, UNTIED, *EXPERTS.split(), SHARDED, width=2),
     "sharded-overlap": case(2, 2, SHARDED, "--overlap-grad-reduce", width=2),
     "tensor": case(2, 2, tensor=2, task=BERT),
     "muon": case(1, 2, UNTIED, "--optimizer", "muon", "--muon-tp-mode", "distributed", tensor=2),
