@@ -38,10 +38,17 @@ NAMES = {
     f"{CORE}.optimizer_param_scheduler:OptimizerParamScheduler": "step(increment)",
     f"{CORE}.optimizer.optimizer_config:OptimizerConfig": "timers",
     f"{CORE}.optimizer.emerging_optimizers:TensorParallelMuon": "pg_collection",
-    f"{CORE}.process_groups_config:ProcessGroupCollection": "tp pp cp dp_cp dp_cp_gtp_remat embd pos_embd",
+    f"{CORE}.process_groups_config:ProcessGroupCollection": "tp pp cp dp_cp dp_cp_gtp_remat tp_dp_cp embd pos_embd",
     f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel": "zero_grad_buffer() "
     "scale_gradients(scaling_factor) _start_bucket_group_param_sync(bucket_group force_sync) buffers bucket_groups "
-    "param_to_bucket_group ddp_config params_with_grad grad_added_to_main_grad",
+    "param_to_bucket_group ddp_config params_with_grad grad_added_to_main_grad expert_parallel_buffers "
+    "expert_parallel_bucket_groups expt_dp_group",
+    f"{CORE}.transformer.moe.router:TopKRouter": "_maintain_float32_expert_bias() expert_bias local_tokens_per_expert "
+    "global_tokens_per_expert ga_steps",
+    f"{CORE}.transformer.moe.moe_logging:MoEMetricsTracker": "_sync_metrics(metric_names pg_collection) "
+    "ensure_initialized(name num_layers device) metrics()",
+    f"{CORE}.transformer.moe.moe_logging:MetricEntry": "reduce_group avg_group",
+    f"{CORE}.transformer.moe.moe_logging:": "get_moe_metrics_tracker() set_moe_metrics_tracker(tracker)",
     f"{BUFFERS}:_ParamAndGradBucket": "params params_list param_data grad_data offset numel_unpadded param_to_index",
     f"{BUFFERS}:_ParamAndGradBucketGroup": "finish_grad_sync(force_all_reduce) reset() ddp_config buckets "
     "params param_to_bucket "
@@ -56,7 +63,7 @@ NAMES = {
     f"{SCHEDULES}:": "forward_step(forward_step_func data_iterator model num_microbatches input_tensor "
     "forward_data_store config cp_group_size collect_non_loss_data checkpoint_activations_microbatch "
     "is_first_microbatch current_microbatch vp_stage is_last_stage) backward_step(input_tensor output_tensor "
-    "output_tensor_grad config) deallocate_output_tensor(out deallocate_pipeline_outputs) get_tensor_shapes(seq_length "
+    "output_tensor_grad config) _get_moe_loss_scale(config device) deallocate_output_tensor(out deallocate_pipeline_outputs) get_tensor_shapes(seq_length "
     "micro_batch_size decoder_seq_length config tp_group cp_group) _build_default_pg_collection() "
     "forward_backward_pipelining_without_interleaving(forward_step_func data_iterator model num_microbatches "
     "seq_length micro_batch_size decoder_seq_length forward_only collect_non_loss_data first_val_step "

@@ -92,7 +92,7 @@ class StepResult:
     stages: tuple[StageStats, ...]
     exit_requested: bool  # by any rank of the world
     save_complete: bool  # all ranks have written their parts of a checkpoint
-    losses: Any  # Megatron's tracker of the experts' auxiliary losses, which are summed; None without experts
+    losses: Any = None  # the tracker of the experts' auxiliary losses, which are summed
 
 
 @dataclass(frozen=True)

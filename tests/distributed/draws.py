@@ -4,8 +4,7 @@
     python -m tests.distributed.draws --case '{"check": "depth", "base": {...}, "change": {...}}'
 
 A draw is two command lines: a base and the base with a change, and a check names what they must have in common. The
-command line's own rules say which draws are legal; the others are drawn again, and counted. A draw that fails is made
-smaller, one flag at a time, while it fails. Each failure is printed and written to the JSON at once.
+command line's own rules say which draws are legal; the others are drawn again, and counted.
 
 Differences are bitwise, but for `rounding`: other additions of gradients (tied embeddings over stages, tensor ranks,
 pipelines, larger microbatches) or of the norm's squares (clipping over other stages or shards).
@@ -13,6 +12,7 @@ pipelines, larger microbatches) or of the norm's squares (clipping over other st
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import json
@@ -24,7 +24,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ from typing import Any
 
 import torch
 
-from bench.tables import new_parser, write_result
 from megatron_2bw.checkpoints.folder import TRACKER
 from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.compare import UNTIED
@@ -41,7 +39,6 @@ from tests.distributed.training import BERT, TINY, Run, full_weights, train
 # Flags and their values as typed, and three words of our own: task, width and microbatches. None takes a flag away.
 Config = dict[str, Any]
 
-BATCH = {"width", "microbatches", "--micro-batch-size"}  # together they say which data the two runs read
 STAGES, TENSOR = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
 FLUSH = ("pipedream-flush", "gpipe", "no-pipelining")
 ASYNC = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
@@ -279,9 +276,9 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def compare(draw: Draw, first: list[Run], second: list[Run]) -> float:
-    """The distance of the losses. AssertionError if it is too large, or a weight or a skipped step differs."""
-    apart, limit = size(draw.base, TENSOR) * size(draw.base, "width"), tolerance(draw)
+def compare(draw: Draw, limit: float, first: list[Run], second: list[Run]) -> None:
+    """AssertionError if the losses are too far apart, or a weight or a skipped step differs."""
+    apart = size(draw.base, TENSOR) * size(draw.base, "width")
     if draw.check == "double-batch":
         found, expected = full_weights(second[::apart]), full_weights(first[::apart])
         far = max(distance(found[name], value) for name, value in expected.items())
@@ -298,7 +295,6 @@ def compare(draw: Draw, first: list[Run], second: list[Run]) -> float:
     assert far <= limit, f"relative distance {far:.2g}"
     for rank in range(apart if limit == 0 else 0):
         assert_equal(full_weights(second[rank::apart]), full_weights(first[rank::apart]), ", but no loss,")
-    return far
 
 
 def kill_later(rank: int, seconds: float, model: Any, optimizer: Any) -> None:
@@ -306,8 +302,9 @@ def kill_later(rank: int, seconds: float, model: Any, optimizer: Any) -> None:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-def check(draw: Draw) -> float:
-    """The distance of the two runs. AssertionError says what is wrong; a WorldError is one."""
+def check(draw: Draw) -> None:
+    """AssertionError says what is wrong; a WorldError is one."""
+    limit = tolerance(draw)
     with tempfile.TemporaryDirectory(prefix="draws_") as name:
         folders = [Path(name, "first"), Path(name, "first" if draw.check in RESUMED else "second")]
         first = run(draw.base, folders[0])
@@ -317,92 +314,56 @@ def check(draw: Draw) -> float:
             victim = int(1000 * draw.at) % ranks(draw.base)
             with contextlib.suppress(WorldError):
                 run(draw.base, folders[1], functools.partial(kill_later, victim, draw.at))
-        return compare(draw, first, run(draw.base | draw.change, folders[1]))
+        compare(draw, limit, first, run(draw.base | draw.change, folders[1]))
 
 
-# --- many draws, and what is left of one that fails ------------------------------------------------------------------
+# --- many draws ------------------------------------------------------------------------------------------------------
 
 
-def fault(draw: Draw) -> str:
-    """The first line of what is wrong, its numbers left out; nothing for a draw that is refused."""
-    try:
-        check(draw)
-    except AssertionError as error:
-        return re.sub(r"[\d.e-]+", "N", (str(error) or "assertion").splitlines()[0])
-    except Refused:
-        pass
-    return ""
-
-
-def shrink(draw: Draw, wrong: str) -> Draw:
-    """A draw with the same fault, and without the flags that the fault does not need."""
-    for part in ("change", "base"):
-        for flag in sorted(getattr(draw, part).keys() - BATCH):
-            smaller = Draw(**asdict(draw) | {part: without(getattr(draw, part), flag)})
-            draw = smaller if fault(smaller) == wrong else draw
-    return draw
-
-
-def legal(source: random.Random, refused: Counter[str]) -> Iterator[Draw]:
-    """Endless."""
+def legal(source: random.Random, refused: list[str]) -> Iterator[Draw]:
+    """Endless. The lines that refuse others go to `refused`."""
     with tempfile.TemporaryDirectory(prefix="draws_") as folder:
         while True:
             draws = [new_draw(source) for _ in range(40)]
             (lines,) = run_world(1, refusals, draws, Path(folder))
             for draw, line in zip(draws, lines):
-                refused.update([re.sub(r"\d+", "N", line.replace(folder, ""))] if line else [])
-                if not line:
+                if line:
+                    refused.append(line)
+                else:
                     yield draw
 
 
-def try_draws(seed: int, number: int, minutes: float = 1e9) -> Iterator[dict[str, Any]]:
-    """What was found so far, after each draw: counts by check, flag and refusal, the largest distances, failures."""
-    begin, checks, flags, refused = time.monotonic(), Counter[str](), Counter[str](), Counter[str]()
-    rounding: dict[str, float] = {}
-    failures: list[dict[str, Any]] = []
+def try_draws(seed: int, number: int, minutes: float = 1e9) -> int:
+    """How many of them fail. Each failure is printed at once, with its command."""
+    begin, drawn, failures = time.monotonic(), 0, 0
+    refused: list[str] = []
     for draw in legal(random.Random(seed), refused):
         try:
-            limit, far = tolerance(draw), check(draw)
+            check(draw)
         except Refused as line:
-            refused[re.sub(r"\d+", "N", str(line))] += 1
+            refused.append(str(line))
             continue
         except AssertionError as error:
-            smallest = asdict(shrink(draw, fault(draw)))
-            failures.append({"why": str(error)[-4000:], "draw": smallest, "drawn": asdict(draw)})
-            print(f"FAILED: {str(error)[-1000:]}\n  --case '{json.dumps(smallest)}'", flush=True)
-        else:
-            short = "fp32" if {"--bf16", "--fp16"}.isdisjoint(draw.base) else "16 bits"
-            name = f"{draw.check}, {short}, {draw.base.get('--optimizer', 'adam')}" if limit else "bitwise"
-            rounding[name] = max(far, rounding.get(name, 0.0))
-        checks[f"{draw.check}, bitwise" if tolerance(draw) == 0 else f"{draw.check}, to rounding"] += 1
-        pairs = {*draw.base.items(), *draw.change.items()}
-        flags.update(f"{flag} {value}".strip() for flag, value in pairs if value is not None)
-        seconds, drawn = round(time.monotonic() - begin, 1), sum(checks.values())
-        found = {"seed": seed, "draws": drawn, "seconds": seconds, "refusals": sum(refused.values()), "checks": checks}
-        yield found | {"rounding": rounding, "failures": failures, "flags": flags, "refused": refused}
+            failures += 1
+            print(f"FAILED: {str(error)[-4000:]}\n  --case '{json.dumps(asdict(draw))}'")
+        drawn, seconds = drawn + 1, time.monotonic() - begin
+        found = f"{drawn} draws in {seconds:.0f} s, {len(refused)} refused, {failures} failures"
+        print(f"seed {seed}: {found}", flush=True)
         if drawn >= number or seconds >= 60 * minutes:
-            return
+            break
+    return failures
 
 
 def main() -> int:
-    parser = new_parser(__doc__, "draws")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--draws", type=int, default=10**9)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--case", type=json.loads, help="one draw, as printed")
     options = parser.parse_args()
     if options.case:
-        print(f"distance {check(Draw(**options.case)):.3g}")
+        check(Draw(**options.case))
         return 0
-    for found in try_draws(options.seed, options.draws, options.minutes):
-        write_result(options.json, found)
-        failures = len(found["failures"])
-        print(
-            f"seed {options.seed}: {found['draws']} draws in {found['seconds']:.0f} s, {found['refusals']} refused, "
-            f"{failures} failures",
-            flush=True,
-        )
-    return 1 if failures else 0
+    return 1 if try_draws(options.seed, 10**9, options.minutes) else 0
 
 
 if __name__ == "__main__":

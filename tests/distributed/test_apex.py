@@ -92,53 +92,42 @@ def reference_with_apex(rank: int, argv: list[str], rule: Rule) -> Run:
     return reference(rank, argv, rule)
 
 
-@pytest.mark.proof("fp32")
-@pytest.mark.parametrize(
-    "flags", [(), ("--bf16",), ("--bf16", SHARDED)], ids=["fp32", "bf16", "bf16, distributed optimizer"]
-)
-def test_late_step_is_exact(flags):
-    runs = run_world(2, train_with_apex, command(2, 3, "2bw", UNTIED, *flags))
-    rule = Rule(3, norm_order=[run.names for run in runs])
-    argv = command(1, 3, "2bw", UNTIED, *(flag for flag in flags if flag != SHARDED))
-    (expected,) = run_world(1, reference_with_apex, argv, rule)
-    assert max(runs[0].grad_norms) > 1.0, "clipping must bite"
+def assert_exact(ours: list[str], plain: list[str], prepare=None, **rule) -> list[Run]:
+    """Two stages with three microbatches, and the reference."""
+    runs = run_world(2, train_with_apex, ours, prepare)
+    rule = Rule(3, norm_order=[run.names for run in runs], **rule)
+    (expected,) = run_world(1, reference_with_apex, plain, rule)
+    assert [run.skipped for run in runs] == [expected.skipped] * 2
     assert_same(runs, expected, exact=True)
+    return runs
+
+
+@pytest.mark.proof("fp32")
+@pytest.mark.parametrize("flags", [(), ("--bf16", SHARDED)], ids=["fp32", "bf16, distributed optimizer"])
+def test_late_step_is_exact(flags):
+    runs = assert_exact(command(2, 3, "2bw", UNTIED, *flags), command(1, 3, "2bw", UNTIED, *set(flags) - {SHARDED}))
+    assert max(runs[0].grad_norms) > 1.0, "clipping must bite"
 
 
 def test_the_gradient_term_is_exact():
     """The bias correction of the second moment comes from the counter of the group."""
-    changes = dict(adam_beta1=0.95)
-    runs = run_world(2, train_with_apex, command(2, 3, "2bw", UNTIED, "--bf16", two_bw_correction="auto", **changes))
-    rule = Rule(3, norm_order=[run.names for run in runs], factor=1.5, gradient=2)
-    (expected,) = run_world(1, reference_with_apex, command(1, 3, "2bw", UNTIED, "--bf16", **changes), rule)
-    assert_same(runs, expected, exact=True)
+    plain = command(1, 3, "2bw", UNTIED, "--bf16", adam_beta1=0.95)
+    assert_exact(command(2, 3, "2bw", UNTIED, "--bf16", two_bw_correction="auto"), plain, factor=1.5, gradient=2)
 
 
 def test_a_skipped_step_does_not_count():
     """The bias correction knows the step of its group alone."""
-    runs = run_world(
-        2, train_with_apex, command(2, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), functools.partial(poison, stage=1)
-    )
-    rule = Rule(4, poison=POISONED)
-    (expected,) = run_world(1, reference_with_apex, command(1, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), rule)
-    assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0]] * 2 == [expected.skipped] * 2
-    assert_same(runs, expected, exact=True)
+    ours, plain = (command(stages, 3, "2bw", UNTIED, *FP16, **UNCLIPPED) for stages in (2, 1))
+    runs = assert_exact(ours, plain, functools.partial(poison, stage=1), poison=POISONED)
+    assert runs[0].skipped == [0, 0, 0, 1, 0, 0]
 
 
-CASES = {
-    "bf16, torch format": (2, ("--bf16", "--ckpt-format", "torch")),
-    "fp32, distributed optimizer": (4, (SHARDED,)),
-    "bf16, distributed optimizer, fully reshardable": (4, ("--bf16", SHARDED, "--dist-ckpt-optim-fully-reshardable")),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
-    ranks, flags = CASES[name]
-    argv = command(2, 2, "2bw", *flags, width=ranks // 2, **DROPOUT)
-    whole = run_world(ranks, train_with_apex, [*argv, "--save", str(tmp_path), "--save-interval", str(SAVED)])
+@pytest.mark.parametrize("width, flags", [(1, ("--bf16", "--ckpt-format", "torch")), (2, (SHARDED,))])
+def test_resumed_run_is_the_uninterrupted_one(width, flags, tmp_path):
+    argv = command(2, 2, "2bw", *flags, width=width, **DROPOUT)
+    whole = run_world(2 * width, train_with_apex, [*argv, "--save", str(tmp_path), "--save-interval", str(SAVED)])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
-    assert_goes_on(whole, run_world(ranks, train_with_apex, [*argv, "--load", str(tmp_path)]))
+    assert_goes_on(whole, run_world(2 * width, train_with_apex, [*argv, "--load", str(tmp_path)]))
 
 
 @pytest.mark.parametrize("flags", [("--bf16",), ("--bf16", SHARDED, "--ckpt-format", "torch")])
@@ -188,16 +177,15 @@ def train_fused(rank: int, argv: list[str]) -> Run:
 
 
 @pytest.mark.parametrize(
-    "stages, microbatches, width, flags",
+    "microbatches, width, flags",
     [
-        (4, 4, 1, ("--bf16", UNTIED)),
-        (2, 3, 1, (*FP16, UNTIED)),  # 16-bit gradients: the other kernel
-        (2, 2, 2, ("--bf16", UNTIED, SHARDED, "--overlap-grad-reduce")),
+        (3, 1, FP16),  # 16-bit gradients: the other kernel
+        (2, 2, ("--bf16", SHARDED, "--overlap-grad-reduce")),
     ],
 )
-def test_gradient_accumulation_fusion(stages, microbatches, width, flags):
-    argv = command(stages, microbatches, "2bw", *flags, width=width)
-    fused, plain = run_world(stages * width, train_fused, argv), run_pipeline(argv, stages * width)
+def test_gradient_accumulation_fusion(microbatches, width, flags):
+    argv = command(2, microbatches, "2bw", UNTIED, *flags, width=width)
+    fused, plain = run_world(2 * width, train_fused, argv), run_pipeline(argv, 2 * width)
     assert_same_runs(fused[::width], plain[::width], exact=True)
 
 

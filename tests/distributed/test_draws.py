@@ -16,17 +16,14 @@ pytestmark = pytest.mark.cpu
 FAILED_ONCE = json.loads(Path(__file__).with_name("draws.json").read_text())
 
 
-@pytest.mark.timeout(1800)  # also while a failing draw is shrunk
 @pytest.mark.proof
 def test_what_holds_for_every_configuration():
-    """Two draws. A failure prints its smallest command, which `python -m tests.distributed.draws --case` runs.
+    """Two draws. A failure prints a command for `python -m tests.distributed.draws --case`.
 
     DRAWS_SEED: the seed, which .ci/run sets to draws that have passed; else a fresh one.
     """
     seed = int(os.environ.get("DRAWS_SEED", random.SystemRandom().randrange(10**6)))
-    for found in draws.try_draws(seed, 2):
-        print(f"seed {seed}: {found['draws']} draws, {found['refusals']} refused")
-    assert found["draws"] == 2 and not found["failures"]
+    assert draws.try_draws(seed, 2) == 0
 
 
 @pytest.mark.parametrize("case", FAILED_ONCE, ids=lambda case: case["why"])

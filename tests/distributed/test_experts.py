@@ -35,6 +35,7 @@ def experts(stages, microbatches, *flags, schedule="2bw", width=1, **changes) ->
     return command(stages, microbatches, schedule, *flags, width=width, **EXPERTS | changes)
 
 
+@pytest.mark.proof("two")
 @pytest.mark.parametrize(
     "stages, flags, changes, rule",
     [

@@ -24,20 +24,17 @@ CORRECTED = "--two-bw-correction extrapolate --two-bw-correction-gradient 1"
 
 @pytest.mark.proof("bf16", "fp16")
 @pytest.mark.parametrize(
-    "stages, flags, changes, rule",
+    "flags, changes, rule",
     [
-        (2, "--bf16", {}, {}),
-        (4, "--bf16", dict(clip_grad=0), {}),
-        (2, "", {}, {}),
-        (2, "--bf16", SGD, dict(optimizer="sgd")),
-        (2, "--fp16", dict(initial_loss_scale=4096, hysteresis=1), dict(poison=POISONED)),
-        (2, "--bf16 --calculate-per-token-loss", {}, {}),
+        ("--bf16", {}, {}),
+        ("--bf16", SGD, dict(optimizer="sgd")),
+        ("--fp16", dict(initial_loss_scale=4096, hysteresis=1), dict(poison=POISONED)),
     ],
-    ids=["bf16", "four-stages", "fp32", "sgd", "fp16", "tokens"],
+    ids=["bf16", "sgd", "fp16"],
 )
-def test_the_reference(stages, flags, changes, rule):
+def test_the_reference(flags, changes, rule):
     flags = (UNTIED, *HOST.split(), *flags.split())
-    runs = run_pipeline(command(stages, 4, "2bw", *flags, **changes), stages, poison if rule.get("poison") else None)
+    runs = run_pipeline(command(2, 4, "2bw", *flags, **changes), 2, poison if rule.get("poison") else None)
     assert_same(runs, run_reference(runs, command(1, 4, "2bw", *flags, **changes), 4, **rule), exact=True)
 
 
@@ -49,8 +46,6 @@ def fuse(model, optimizer) -> None:
 
 
 CASES = {
-    "tied": (1, "--bf16"),
-    "corrected": (1, f"--bf16 {CORRECTED}"),
     "fp32, corrected": (1, CORRECTED),
     "replicas": (2, "--bf16 --grad-reduce-in-bf16"),
     "sharded, overlapped": (2, f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 20000"),
@@ -145,9 +140,7 @@ def test_an_error_of_a_step_ends_the_run():
 
 
 @pytest.mark.parametrize("to_host", [True, False])
-@pytest.mark.parametrize(
-    "flags", [f"--bf16 --ckpt-format torch {CORRECTED}", SHARDED, f"{SHARDED} --ckpt-format torch"]
-)
+@pytest.mark.parametrize("flags", [f"--bf16 --ckpt-format torch {CORRECTED}", SHARDED])
 def test_a_resumed_run_may_move(flags, to_host, tmp_path):
     argv = command(2, 2, "2bw", *flags.split(), width=2, **DROPOUT)
     here, there = ([*argv, *HOST.split()], None), (argv, fuse)

@@ -37,11 +37,10 @@ def test_clipping_that_bites_in_some_iterations_only():
 UNCLIPPED = SCALE | dict(clip_grad=0)  # so that no sum over four stages is rounded in another order
 
 
-@pytest.mark.proof("2")
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_inf_in_any_one_stage_skips_the_step_of_all(stage):
+@pytest.mark.proof
+def test_an_inf_in_one_stage_skips_the_step_of_all():
     argv = command(4, 4, "2bw", UNTIED, *FP16, **UNCLIPPED)
-    runs = run_pipeline(argv, 4, functools.partial(poison, stage=stage))
+    runs = run_pipeline(argv, 4, functools.partial(poison, stage=2))
     expected = reference_run(command(1, 4, "2bw", UNTIED, *FP16, **UNCLIPPED), Rule(4, poison=POISONED))
     assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0]] * 4 == [expected.skipped] * 4
     assert runs[0].scales == expected.scales == [4096.0] * 3 + [2048.0] * 3
@@ -147,14 +146,16 @@ def watch(rank: int, argv: list[str]) -> Run:
     return run
 
 
-WATCHED = ("--fp16", "--log-num-zeros-in-grad", "--exit-signal-handler", "--calculate-per-token-loss")
+WATCHED = """
+    --fp16 --log-num-zeros-in-grad --exit-signal-handler --calculate-per-token-loss --use-distributed-optimizer
+    --overlap-grad-reduce
+""".split()
 
 
-@pytest.mark.proof("--use-distributed-optimizer --overlap-grad-reduce")
-@pytest.mark.parametrize("flags", [(), ("--use-distributed-optimizer", "--overlap-grad-reduce")], ids=" ".join)
-def test_no_collective_of_the_training_thread_spans_stages(flags):
+@pytest.mark.proof
+def test_no_collective_of_the_training_thread_spans_stages():
     """Clipping, dynamic loss scaling, tied embeddings, a log line in every iteration, exit conditions."""
-    argv = command(2, 2, "2bw", *WATCHED, *flags, width=2, exit_duration_in_mins=60)
+    argv = command(2, 2, "2bw", *WATCHED, width=2, exit_duration_in_mins=60)
     for run in run_world(4, watch, argv):
         assert run.events and all(event.startswith("2bw step: ") for event in run.events), run.events
 

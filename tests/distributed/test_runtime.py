@@ -37,14 +37,7 @@ def observe(rank: int, argv: list[str]) -> Run:
 @pytest.mark.proof("2bw-4-4-None", "2bw-2-3-1")
 @pytest.mark.parametrize(
     "schedule, stages, microbatches, option",
-    [
-        ("2bw", 4, 4, None),
-        ("2bw", 2, 3, "1"),
-        ("pipedream", 2, 1, None),
-        ("gpipe", 2, 3, "2"),
-        ("pipedream-flush", 2, 3, None),
-        ("no-pipelining", 2, 2, None),
-    ],
+    [("2bw", 4, 4, None), ("2bw", 2, 3, "1"), ("pipedream", 2, 1, None), ("gpipe", 2, 3, "2")],
 )
 def test_executes_the_list(schedule, stages, microbatches, option):
     """option: the extra warm-up of 2bw, the round of gpipe."""
@@ -144,32 +137,20 @@ def train_like_nccl(rank: int, argv: list[str], waits_at: str = "") -> Run:
     return train(rank, argv)
 
 
-BARRIERLESS = "--no-barrier-with-level-1-timing"
-
-
 @pytest.mark.cpu
 @pytest.mark.parametrize(
-    "schedule, stages, microbatches, extra",
-    [("2bw", 4, 4, None), ("2bw", 2, 3, "1"), ("pipedream-flush", 2, 3, None), ("pipedream", 2, 1, None)],
+    "schedule, microbatches, extra", [("2bw", 3, "1"), ("pipedream-flush", 3, None), ("pipedream", 1, None)]
 )
-def test_timers_may_wait_for_the_whole_device(schedule, stages, microbatches, extra):
+def test_timers_may_wait_for_the_whole_device(schedule, microbatches, extra):
     """--timing-log-level 2 on NCCL: no receive may be posted whose message this stage has yet to cause.
 
     So with two more forwards ahead the stages would wait for each other: flags/own.py refuses that.
     """
-    argv = command(
-        stages,
-        microbatches,
-        schedule,
-        UNTIED,
-        BARRIERLESS,
-        train_iters=4,
-        timing_log_level=2,
-        two_bw_extra_warmup=extra,
-    )
-    plain = run_world(stages, train, command(stages, microbatches, schedule, UNTIED, train_iters=4))
-    runs = run_world(stages, train_like_nccl, argv, timeout=60)
-    assert_same_runs(runs, plain, exact=True)
+    plain = command(2, microbatches, schedule, UNTIED, train_iters=4)
+    timed = [*plain, "--no-barrier-with-level-1-timing", "--timing-log-level", "2"]
+    timed += ["--two-bw-extra-warmup", extra] if extra else []
+    runs = run_world(2, train_like_nccl, timed, timeout=60)
+    assert_same_runs(runs, run_world(2, train, plain), exact=True)
 
 
 @pytest.mark.cpu
@@ -248,7 +229,6 @@ LATE = ["world", "statistics", "data", "embedding", "embedding meeting", "pipeli
     "schedule, stages, width, tensor, flags, after",
     [
         ("2bw", 3, 1, 1, (UNTIED, "--num-layers", "3", "--two-bw-extra-warmup", "0,1"), LATE),
-        ("2bw", 2, 2, 1, ("--use-distributed-optimizer",), LATE),
         ("2bw", 1, 2, 2, (), LATE),
         ("2bw", 2, 1, 2, ("--optimizer", "muon"), [*LATE, "matrices"]),
         ("gpipe", 2, 2, 1, (), ["reports"]),

@@ -15,8 +15,9 @@ from tests.distributed.training import command
 
 
 @pytest.mark.proof("1-2-adam", "2-2-sgd", "2-3-adam", "4-4-adam")
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("stages, microbatches", [(1, 2), (2, 2), (2, 3), (2, 4), (4, 4), (4, 6)])
+@pytest.mark.parametrize(
+    "stages, microbatches, optimizer", [(1, 2, "adam"), (2, 2, "sgd"), (2, 3, "adam"), (4, 4, "adam"), (4, 6, "sgd")]
+)
 def test_fp32(stages, microbatches, optimizer):
     changes = SGD if optimizer == "sgd" else {}
     runs = run_pipeline(command(stages, microbatches, "2bw", UNTIED, **changes), stages)
@@ -27,16 +28,14 @@ def test_fp32(stages, microbatches, optimizer):
     assert runs[0].grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
 
 
-@pytest.mark.proof("adam")
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_four_stages_without_clipping_are_exact(optimizer):
-    changes = (SGD if optimizer == "sgd" else {}) | dict(clip_grad=0)
-    runs = run_pipeline(command(4, 4, "2bw", UNTIED, **changes), 4)
-    assert_same(runs, run_reference(runs, command(1, 4, "2bw", UNTIED, **changes), 4, optimizer=optimizer), exact=True)
+@pytest.mark.proof
+def test_four_stages_without_clipping_are_exact():
+    runs = run_pipeline(command(4, 4, "2bw", UNTIED, clip_grad=0), 4)
+    assert_same(runs, run_reference(runs, command(1, 4, "2bw", UNTIED, clip_grad=0), 4), exact=True)
 
 
 @pytest.mark.proof("2-3-1")
-@pytest.mark.parametrize("stages, microbatches, extra", [(2, 3, "1"), (2, 6, "3"), (4, 7, "1"), (4, 6, "0,2,0")])
+@pytest.mark.parametrize("stages, microbatches, extra", [(2, 3, "1"), (2, 6, "3"), (4, 6, "0,2,0")])
 def test_extra_warmup(stages, microbatches, extra):
     """Forwards that run further ahead read the same versions: nothing changes."""
     changes = dict(clip_grad=0 if stages == 4 else 1.0)
@@ -46,7 +45,7 @@ def test_extra_warmup(stages, microbatches, extra):
 
 
 @pytest.mark.proof("2-adam", "4-sgd")
-@pytest.mark.parametrize("stages, optimizer", [(2, "adam"), (2, "sgd"), (4, "sgd")])
+@pytest.mark.parametrize("stages, optimizer", [(2, "adam"), (4, "sgd")])
 def test_tied_embeddings(stages, optimizer):
     """First and last stage hold copies of the embedding; `full_weights` checks that they stay equal bit for bit.
 
@@ -104,7 +103,7 @@ def test_fp16_skips_a_step_with_inf_and_versions_still_advance():
 
 
 @pytest.mark.proof("4-2")
-@pytest.mark.parametrize("stages, microbatches", [(2, 1), (2, 3), (4, 1), (4, 2)])
+@pytest.mark.parametrize("stages, microbatches", [(2, 1), (4, 2)])
 def test_pipedream(stages, microbatches):
     """Each stage's newest weights at a forward, kept for its backward, the norm of each stage by itself."""
     runs = run_pipeline(command(stages, microbatches, "pipedream", UNTIED), stages)

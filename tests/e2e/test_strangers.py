@@ -51,18 +51,26 @@ def call(rank: int, words: list[str]) -> None:
     assert main(words) == 0
 
 
+@pytest.fixture(scope="module")
+def evil(folder, tmp_path_factory) -> Path:  # noqa: F811
+    path = tmp_path_factory.mktemp("evil")
+    (path / "evil.py").write_text(f"import os\nos.mkdir({str(path / 'harmed')!r})\n")
+    (path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
+    run_world(1, write, folder("llama") / "hf", path)
+    return path
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_code_in_a_checkpoint(command, folder, tmp_path):  # noqa: F811
+def test_code_in_a_checkpoint(command, evil):
     """A tokenizer's runs if the command line says so, whatever the checkpoint says; a pickle's never."""
-    harmed, trusted = tmp_path / "harmed", command == "sample, trusted"
-    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(harmed)!r})\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
-    run_world(1, write, folder("llama") / "hf", tmp_path)
+    harmed, trusted = evil / "harmed", command == "sample, trusted"
     for name, line in (
         ("pickle", "pickle.*: common_state.* could run code"),
         ("tokenizer", "" if trusted else "custom code"),
     ):
         runs = command == "export" and name == "tokenizer"  # it copies the tokenizer's files, but not its code
         with contextlib.nullcontext() if runs else pytest.raises(WorldError, match=line):
-            COMMANDS[command](str(tmp_path / name))
+            COMMANDS[command](str(evil / name))
         assert harmed.exists() == (trusted and name == "tokenizer")
+    if trusted:
+        harmed.rmdir()

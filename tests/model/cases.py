@@ -25,12 +25,11 @@ def case(
 
 SHARDED = "--use-distributed-optimizer"
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-enable-expert-bias --disable-bias-linear "
-EXPERTS += "--moe-router-score-function sigmoid --moe-token-dispatcher-type allgather"  # the model knows no grouped sends
+EXPERTS += "--moe-router-score-function sigmoid --moe-token-dispatcher-type allgather"  # which has no grouped sends
 CASES = {
     "untied": case(2, 2, UNTIED),
     "tied": case(2, 2),
     "one-stage": case(1, 2, UNTIED, width=2),
-    "width": case(2, 2, UNTIED, width=2),
     "sharded": case(2, 2, SHARDED, "--two-bw-gradient-slots", "shard", width=2),
     "experts": case(2, 2, UNTIED, *EXPERTS.split(), SHARDED, width=2),
     "sharded-overlap": case(2, 2, SHARDED, "--overlap-grad-reduce", width=2),
@@ -50,7 +49,6 @@ CASES = {
     "host": case(2, 2, UNTIED, "--bf16", "--two-bw-optimizer", "host", width=2),
     "pipedream-flush": case(2, 3, schedule="pipedream-flush", train_iters=3),
     "gpipe": case(2, 3, schedule="gpipe", train_iters=3),
-    "no-pipelining": case(2, 2, schedule="no-pipelining", train_iters=3),
     "pipedream": case(2, 2, UNTIED, schedule="pipedream", train_iters=3),
 }
 

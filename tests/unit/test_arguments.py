@@ -39,9 +39,6 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
         case("--two-bw-late-microbatches 2", "use 3 or more", stages=4, microbatches=4, two_bw_late_microbatches=2),
         case("argument --gpipe-round", schedule="gpipe", gpipe_round=0),
         case("--gpipe-round 4", schedule="gpipe", microbatches=3, gpipe_round=4),
-        case("argument --pipeline-schedule", "3bw", schedule="3bw"),
-        case("argument --lr: invalid float value: 'fast'", lr="fast"),
-        case("unrecognized arguments: --pipeline-schedle 2bw (did you mean --pipeline-s", pipeline_schedle="2bw"),
     ],
 )
 def test_a_mistake_is_answered_with_its_flag(argv, world, flag, words):

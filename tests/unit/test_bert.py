@@ -44,20 +44,11 @@ def test_the_binary_head_adds_its_mean_to_the_mean_of_the_words(mask, words):
 
 def mock(sequence: int = 32, vocabulary: int = 100, head: bool = True, seed: int = 7, split=Split.train):
     tokenizer = SimpleNamespace(vocab_size=vocabulary, unique_identifiers={}, pad=0, eod=1)
-    config = BERTMaskedWordPieceDatasetConfig(
-        random_seed=seed,
-        sequence_length=sequence,
-        split="98,1,1",
-        tokenizer=tokenizer,
-        masking_probability=0.15,
-        short_sequence_probability=0.1,
-        masking_max_ngram=3,
-        masking_do_full_word=True,
-        masking_do_permutation=False,
-        masking_use_longer_ngrams=False,
-        masking_use_geometric_distribution=False,
-        classification_head=head,
-    )
+    sizes = dict(random_seed=seed, sequence_length=sequence, split="98,1,1", short_sequence_probability=0.1)
+    masking = dict(probability=0.15, max_ngram=3, do_full_word=True, do_permutation=False, use_longer_ngrams=False)
+    masking["use_geometric_distribution"] = False
+    sizes |= {f"masking_{name}": value for name, value in masking.items()}
+    config = BERTMaskedWordPieceDatasetConfig(tokenizer=tokenizer, classification_head=head, **sizes)
     return MockBertDataset(range(1000), None, numpy.arange(1000), 500, split, config)
 
 

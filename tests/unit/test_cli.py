@@ -67,10 +67,8 @@ def test_completion_is_a_script_of_bash(capsys):
     script = "\n".join([*lines, "COMP_WORDS=(megatron-2bw tr) COMP_CWORD=1; _megatron_2bw; echo ${COMPREPLY[@]}"])
     found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert found == "train trace\n"
-    assert ended(["completion", "zsh"], capsys)[::2] == (
-        2,
-        ["megatron-2bw completion: error: zsh: there is a script for bash only"],
-    )
+    line = "megatron-2bw completion: error: zsh: there is a script for bash only"
+    assert ended(["completion", "zsh"], capsys)[::2] == (2, [line])
 
 
 # --- train and evaluate ---------------------------------------------------------------------------------------------
@@ -135,9 +133,8 @@ def test_wrong_flags_end_it_before_a_rank_starts(monkeypatch, capsys):
     monkeypatch.setattr(train, "run_ranks", lambda *given: pytest.fail("a rank was started"))
     status, out, lines = ended(["train", "gpt", *FLAGS, "--mock-data", "--lr-decay-iter", "1"], capsys)
     assert status == 2 and out == []
-    assert [line.split("error: ")[1] for line in lines] == [
-        "unrecognized arguments: --lr-decay-iter 1 (did you mean --lr-decay-iters?)"
-    ]
+    expected = "unrecognized arguments: --lr-decay-iter 1 (did you mean --lr-decay-iters?)"
+    assert [line.split("error: ")[1] for line in lines] == [expected]
 
 
 @pytest.mark.parametrize(

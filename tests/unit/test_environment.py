@@ -72,7 +72,6 @@ def test_a_hardware_queue_for_each_stream(flags, expected, monkeypatch):
     "schedule, stages, flags, expected",
     [
         ("2bw", 2, {}, "4"),
-        ("gpipe", 2, {}, "4"),
         ("2bw", 1, {}, None),
         ("2bw", 2, {"two_bw_exchange": "gloo"}, None),
         ("2bw", 2, {"distributed_backend": "gloo"}, None),

@@ -25,10 +25,7 @@ EFFECTS = [
     UserError("reported by another", reported_elsewhere=True),
 ]
 CAUSES = [
-    ValueError("a fault of this stage alone"),
     RuntimeError("found NaN in local forward loss calculation"),
-    UserError("--save x: the checkpoint could not be written"),
-    RuntimeError("CUDA out of memory"),
     dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:77, invalid usage: Duplicate GPU detected"),
     dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error: Cuda failure 2 'out of memory'"),
     dist.DistNetworkError("The server socket has failed to listen on any local network address. port: 29500"),

@@ -62,7 +62,5 @@ def test_what_is_set_aside_keeps_its_name_with_a_number(tmp_path):
         (tmp_path / "runs" / text).touch()
         set_aside(tmp_path / "runs")
     set_aside(tmp_path / "runs")
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*")) == [
-        "runs.1/first",
-        "runs.2/second",
-    ]
+    found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*"))
+    assert found == ["runs.1/first", "runs.2/second"]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
-
 from megatron_2bw.models import cluster, model
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.advice import DELAY, TIE, ranked, tie
+from megatron_2bw.planner.find.advice import DELAY, TIE, ranked
 from megatron_2bw.planner.find.search import Search, Space
 
 FLUSH = Plan(1, 4, 2, 1, 8, schedule="pipedream-flush")
@@ -62,16 +60,9 @@ def test_of_equal_plans_the_simpler_one_is_first():
     assert first((1.0, FLUSH), (1.01, replace(FLUSH, microbatch=2)))[0] is FLUSH  # else the faster one
 
 
-def test_the_error_of_a_tie_is_the_clusters_if_that_is_smaller():
-    assert (tie(0.01), tie(0.25)) == (0.01, TIE)
-
-
-@pytest.mark.parametrize(
-    "name, gpus, servers, batch", [("bert-24", "dgx-a100-80", 1, 512), ("llama-8b", "dgx-h100", 8, 512)]
-)
-def test_a_small_gain_does_not_recommend_a_delay(name, gpus, servers, batch):
+def test_a_small_gain_does_not_recommend_a_delay():
     """With the search alone 2bw is first, by less than the error."""
-    cost, space = Cost(model.preset(name), cluster.preset(gpus, servers)), Space(batch, extrapolate=True)
+    cost, space = Cost(model.preset("llama-8b"), cluster.preset("dgx-h100", 8)), Space(512, extrapolate=True)
     fastest = next(plan for _, plan in Search(cost, space))
     plans, ties = ranked(Search(cost, space), 4)
     assert plans[0].pipeline.flushes and ties > 1

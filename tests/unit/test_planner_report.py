@@ -50,14 +50,11 @@ def bars(axis) -> list[tuple[float, float, float]]:
     return sorted((round((box.y0 + box.y1) / 2), box.x0, box.x1) for box in boxes if box.height > 0.5)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.title)
-def test_the_page_shows_two_batches(plan):
-    events, begin, end = report.first_batches(COST, plan)
-    last = max(e.end for e in events if e.action.kind == "B" and e.action.microbatch < 2 * plan.microbatches)
-    assert begin == 0 and last <= end < 1.5 * last
-
-
-def test_of_many_microbatches_a_window_around_the_end_of_the_first_batch():
+def test_the_page_shows_two_batches_and_of_long_ones_a_window_around_the_end_of_the_first():
+    for plan in PLANS:
+        events, begin, end = report.first_batches(COST, plan)
+        last = max(e.end for e in events if e.action.kind == "B" and e.action.microbatch < 2 * plan.microbatches)
+        assert begin == 0 and last <= end < 1.5 * last, plan
     events, begin, end = report.first_batches(COST, Plan(1, 4, 2, 1, 200, schedule="pipedream-flush"))
     first = max(e.end for e in events if e.action.kind == "B" and e.action.microbatch < 200)
     assert begin < first < end and end - begin < 0.2 * first

@@ -17,14 +17,7 @@ PLAN = Plan(1, 8, 2, 2, 16, extrapolate=True)
 
 @pytest.mark.parametrize(
     "seconds, save, evaluate, log",
-    [
-        (0, 1000, 1000, 10),
-        (1e-6, 10000, 10000, 10),
-        (1, 2000, 2000, 10),
-        (37, 50, 200, 2),
-        (1800, 1, 200, 1),
-        (1e6, 1, 200, 1),
-    ],
+    [(0, 1000, 1000, 10), (1e-6, 10000, 10000, 10), (1, 2000, 2000, 10), (37, 50, 200, 2), (1800, 1, 200, 1)],
 )
 def test_intervals_follow_the_time_of_an_iteration(seconds, save, evaluate, log):
     words = training.flags(seconds)
@@ -37,7 +30,6 @@ def test_intervals_follow_the_time_of_an_iteration(seconds, save, evaluate, log)
     [
         ("bf16", {}, 2 + 4 + 8 + 2 + 2),
         ("bf16", {"extrapolate": False}, 2 + 4 + 8 + 2),
-        ("bf16", {"extrapolate": False, "schedule": "gpipe"}, 2 + 4 + 8),
         ("fp32", {}, 4 + 8 + 4 + 4),
         ("fp32", {"extrapolate": False, "schedule": "megatron"}, 4 + 8),
     ],

@@ -100,9 +100,7 @@ def files_of(prefix, *suffixes) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(65_499, np.uint16), (65_500, np.int32)])
-def test_large_vocabulary_is_written_in_32_bits_and_parts_do_not_show(
-    tmp_path, source, capsys, monkeypatch, size, dtype
-):
+def test_a_large_vocabulary_has_32_bits_and_parts_do_not_show(tmp_path, source, capsys, monkeypatch, size, dtype):
     from transformers import PreTrainedTokenizerFast
 
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -164,6 +162,7 @@ def test_training_leaves_nothing_to_chance(kind):
 
 
 OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+LINES = '\ufeff{"n": 1, "body": "é\u2028日"}\n\n \r\n{"body": "b"}'
 BLANK = "\n \na b\r\nc\n\n\t\n\nd\n  e\u2028\n\n"
 
 
@@ -173,12 +172,7 @@ BLANK = "\n \na b\r\nc\n\n\t\n\nd\n  e\u2028\n\n"
         ([], "a.txt", BLANK, ["\n \na b\nc\n\n\t\n\nd\n  e\u2028\n\n"]),
         (["--text-documents", "lines"], "a.txt.gz", BLANK, ["a b", "c", "d", "  e\u2028"]),
         (["--text-documents", "blank-lines"], "a.txt.bz2", BLANK, ["a b\nc", "d\n  e\u2028"]),
-        (
-            ["--json-keys", "body"],
-            "a.jsonl.xz",
-            '\ufeff{"n": 1, "body": "é\u2028日"}\n\n \r\n{"body": "b"}',
-            ["é\u2028日", "b"],
-        ),
+        (["--json-keys", "body"], "a.jsonl.xz", LINES, ["é\u2028日", "b"]),
         (["--input-format", "jsonl"], "a.log", '{"text": "t"}\n', ["t"]),
     ],
 )

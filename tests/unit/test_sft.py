@@ -52,12 +52,8 @@ def tokenizer(folder: Path, template: str | None) -> Path:
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     core = Tokenizer(models.BPE(vocabulary, []))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    core.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=True),
-            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
-        ]
-    )
+    begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    core.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), begin])
     special = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": SPECIAL[2:]}
     fast = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **special)
     fast.chat_template = template

@@ -7,19 +7,9 @@ from collections import defaultdict
 
 import pytest
 
-from megatron_2bw.schedules import SCHEDULES, Action, Schedule, Shape, TwoBW, parse, schedule_of
+from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, TwoBW, parse, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines.simulator import (
-    Event,
-    Times,
-    iteration_time,
-    long_iteration_time,
-    makespan,
-    simulate,
-    simulate_lists,
-)
-
-SHAPES = [(1, 1), (2, 2), (2, 5), (4, 4), (4, 9), (8, 8)]
+from megatron_2bw.timelines.simulator import Event, Times, iteration_time, long_iteration_time, simulate, simulate_lists
 
 
 @pytest.mark.parametrize(
@@ -29,24 +19,6 @@ def test_gpipe_in_rounds(stages, microbatches, size, rounds):
     """Each round has the bubble of d - 1 microbatches: (m + ceil(m / N)(d - 1))(t_f + t_b)."""
     found = iteration_time(schedule_of("gpipe", gpipe_round=size), stages, microbatches)
     assert found == (microbatches + rounds * (stages - 1)) * 3
-
-
-@pytest.mark.parametrize("stages, microbatches", SHAPES)
-def test_2bw_has_no_bubble(stages, microbatches):
-    """m(t_f + t_b), with m = d too: the step's quantities are there before it is due (docs/design.md, rule 5)."""
-    assert iteration_time(SCHEDULES["2bw"], stages, microbatches) == microbatches * 3
-
-
-@pytest.mark.parametrize("stages, microbatches", [(2, 2), (4, 4), (8, 8)])
-def test_a_step_at_the_batch_boundary_would_wait(stages, microbatches):
-    """m(t_f + t_b) + (d - 1)t_b: two thirds of the flush's bubble, which the late step takes away."""
-
-    class Blocking(TwoBW):
-        def actions(self, shape, stage, iteration):
-            rest = [action for action in super().actions(shape, stage, iteration) if action.kind != "S"]
-            return [*rest, Action("S", iteration, iteration + 1)]
-
-    assert iteration_time(Blocking(), stages, microbatches) == microbatches * 3 + (stages - 1) * 2
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
@@ -67,7 +39,6 @@ def test_every_action_happens_once_and_stages_do_one_thing_at_a_time(name):
         assert sorted(event.action for event in own) == sorted(lists)
         busy = sorted((event.start, event.end) for event in own)
         assert all(before[1] <= after[0] for before, after in zip(busy, busy[1:]))
-    assert makespan(events) == max(event.end for event in events)
 
 
 def test_deadlock_is_reported():
@@ -144,17 +115,9 @@ def test_a_boundary_carries_both_directions_at_once():
 def test_the_last_boundary_leads_from_the_last_stage_to_the_first():
     """Chunk 1 of stage 0 follows chunk 0 of stage 1, over boundary 1."""
     events = simulate(Interleaved(2), Shape(2, 2, 0, 1), Times(2, 2, transfer=[10, 100]))
-    forwards = {(event.stage, *event.action[1::2]): event.start for event in events if event.action.kind == "F"}
-    assert forwards == {
-        (0, 0, 0): 0,
-        (0, 1, 0): 1,
-        (1, 0, 0): 11,
-        (1, 1, 0): 12,
-        (0, 0, 1): 112,
-        (0, 1, 1): 113,
-        (1, 0, 1): 123,
-        (1, 1, 1): 125,  # a backward stands between the last two
-    }
+    forwards = [(event.action[3], event.stage, event.start) for event in events if event.action.kind == "F"]
+    expected = [(0, 0, 0), (0, 0, 1), (0, 1, 11), (0, 1, 12), (1, 0, 112), (1, 0, 113), (1, 1, 123), (1, 1, 125)]
+    assert sorted(forwards) == expected  # a backward stands between the last two
 
 
 def test_sending_takes_the_senders_time():

@@ -147,7 +147,6 @@ def test_a_run_that_was_killed_leaves_what_it_had_written(tmp_path):
 
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, capsys):
     writer = TraceWriter(tmp_path, 0, pipeline=0)
-
     writer._file = SimpleNamespace(name="trace", write=mock.Mock(side_effect=OSError("No space left on device")))
     for _ in range(2):
         writer.write(records_of(0, Shape(1, 1, 0, 2)))
