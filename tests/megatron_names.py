@@ -63,8 +63,9 @@ NAMES = {
     f"{SCHEDULES}:": "forward_step(forward_step_func data_iterator model num_microbatches input_tensor "
     "forward_data_store config cp_group_size collect_non_loss_data checkpoint_activations_microbatch "
     "is_first_microbatch current_microbatch vp_stage is_last_stage) backward_step(input_tensor output_tensor "
-    "output_tensor_grad config) _get_moe_loss_scale(config device) deallocate_output_tensor(out deallocate_pipeline_outputs) get_tensor_shapes(seq_length "
+    "output_tensor_grad config) deallocate_output_tensor(out deallocate_pipeline_outputs) get_tensor_shapes(seq_length "
     "micro_batch_size decoder_seq_length config tp_group cp_group) _build_default_pg_collection() "
+    "_get_moe_loss_scale(config device) "
     "forward_backward_pipelining_without_interleaving(forward_step_func data_iterator model num_microbatches "
     "seq_length micro_batch_size decoder_seq_length forward_only collect_non_loss_data first_val_step "
     "adjust_tensor_shapes_fn p2p_communicator pg_collection force_all_reduce)",

@@ -91,21 +91,18 @@ class CompleteGradients:
         self._shards[index].append(slice(first, first + size))
         self._own.append(own := self._new(buffer.grad_data[first : first + size]))
 
-        def mine(start: int, end: int) -> slice:
-            return slice(max(start, first), max(start, first, min(end, first + size)))
-
-        def kept(part: slice) -> torch.Tensor:
-            return own[part.start - first : part.stop - first]
+        def mine(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:  # what is kept of it, and where
+            start, end = max(start, first), max(start, first, min(end, first + size))
+            return buffer.grad_data[start:end], own[start - first : end - first]
 
         places = sorted((*buffer.param_index_map[param][:2], number) for number, param in enumerate(bucket.params_list))
         for start, end, number in places:
             param = bucket.params_list[number]
-            self.main_grads[param] = kept(mine(start, end)).view(-1 if sharded else param.shape)
+            self.main_grads[param] = mine(start, end)[1].view(-1 if sharded else param.shape)
         found = self._portions[bucket.params_list[0]] = []
         for some in portions(places, lambda place: place[1] - place[0], PORTION):
             start, end = some[0][0], some[-1][1]
-            part = mine(start, end)
-            found.append(Portion(buffer.grad_data[start:end], buffer.grad_data[part], kept(part)))
+            found.append(Portion(buffer.grad_data[start:end], *mine(start, end)))
             self._of |= {bucket.params_list[number]: found[-1] for *_, number in some}
 
     def scale_gradients(self, scaling_factor: torch.Tensor) -> None:

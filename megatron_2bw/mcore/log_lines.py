@@ -95,18 +95,15 @@ class LogLines:
             if stages:
                 self._stages.append(stages)
             self._unread.append(seconds)
-            counted = moe_logging.get_moe_metrics_tracker()  # for the batch that runs
-            moe_logging.set_moe_metrics_tracker(losses or counted)
-            try:
-                self._write_one(values | changes | {"report_memory_flag": self._report_memory}, *more)
-            finally:
-                moe_logging.set_moe_metrics_tracker(counted)
+            self._write_one(values | changes | {"report_memory_flag": self._report_memory}, losses, *more)
 
-    def _write_one(self, values: dict[str, Any], samples: tuple[int, int], computed: torch.cuda.Event) -> None:
+    def _write_one(self, values: dict, losses: Any, samples: tuple[int, int], computed: torch.cuda.Event) -> None:
         args = get_args()
         self._printed = values["iteration"] if _has_line(values) else None
         now = args.consumed_train_samples, args.skipped_train_samples
         args.consumed_train_samples, args.skipped_train_samples = samples
+        counted = moe_logging.get_moe_metrics_tracker()  # for the batch that runs
+        moe_logging.set_moe_metrics_tracker(losses or counted)
         self._stream.wait_event(computed)
         try:
             with torch.cuda.stream(self._stream):  # Megatron sums losses and waits: for them, not for the next batch
@@ -114,6 +111,7 @@ class LogLines:
             torch.cuda.current_stream().wait_stream(self._stream)
         finally:
             args.consumed_train_samples, args.skipped_train_samples = now
+            moe_logging.set_moe_metrics_tracker(counted)
             self._printed = None
 
     def _interval(self, reset: bool = True, barrier: bool = False) -> float:

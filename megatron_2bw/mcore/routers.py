@@ -69,11 +69,10 @@ class Routers:
         moe_logging.set_moe_metrics_tracker(own.tracker)
 
     def _begin(self) -> RouterBatch:
-        modules = []
+        always, modules = dict(training=True, reset_global_aux_loss_tracker=lambda: None), []
         for router in self._routers:
-            found = {name: getattr(router, name, None) for name in COUNTS}
-            counts = {name: torch.zeros_like(tensor) for name, tensor in found.items() if tensor is not None}
-            modules.append(SimpleNamespace(training=True, reset_global_aux_loss_tracker=lambda: None, **counts))
+            counted = [(name, tensor) for name in COUNTS if (tensor := getattr(router, name, None)) is not None]
+            modules.append(SimpleNamespace(**always, **{name: torch.zeros_like(tensor) for name, tensor in counted}))
         return RouterBatch(modules, moe_logging.MoEMetricsTracker())
 
     def end_batch(self, batch: int) -> RouterBatch:

@@ -27,7 +27,8 @@ from tests.model import cases
 from tests.session import once_a_session
 
 pytestmark = pytest.mark.device
-NAMES = "untied tied sharded sharded-overlap experts tensor some-late extra-warmup fp16 evaluation extrapolation host".split()
+NAMES = "untied tied sharded sharded-overlap experts tensor some-late extra-warmup fp16".split()
+NAMES += ["evaluation", "extrapolation", "host"]
 STEADY = 4  # the first iteration whose waits count
 OURS = "/megatron/", "/megatron_2bw/"
 STEP, TRAINING = "2bw step", "MainThread"

@@ -15,24 +15,17 @@ from tests.distributed.test_update_rule import POISONED, poison
 from tests.distributed.training import command
 
 BIAS = "--moe-router-enable-expert-bias"
-EXPERTS = dict(
-    num_experts=4,
-    moe_router_topk=2,
-    moe_ffn_hidden_size=32,
-    moe_router_load_balancing_type="aux_loss",
-    moe_aux_loss_coeff=1e-2,
-    moe_z_loss_coeff=1e-3,
-    moe_token_dispatcher_type="allgather",
-    moe_shared_expert_intermediate_size=32,
-    moe_layer_freq="[0,1,1,1]",
-    moe_router_score_function="sigmoid",
-    moe_router_bias_update_rate=0.1,
-)
+CAPACITY = "--moe-expert-capacity-factor 1.0 --moe-token-dispatcher-type alltoall"
+EXPERTS = """
+--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-layer-freq [0,1,1,1]
+--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
+--moe-token-dispatcher-type allgather
+"""
 
 
-def experts(stages, microbatches, *flags, schedule="2bw", width=1, **changes) -> list[str]:
-    flags = (UNTIED, "--disable-bias-linear", *flags)
-    return command(stages, microbatches, schedule, *flags, width=width, **EXPERTS | changes)
+def experts(stages, microbatches, *flags, width=1, **changes) -> list[str]:
+    return command(stages, microbatches, "2bw", UNTIED, *EXPERTS.split(), *flags, width=width, **changes)
 
 
 @pytest.mark.proof("two")
@@ -46,20 +39,11 @@ def experts(stages, microbatches, *flags, schedule="2bw", width=1, **changes) ->
         (2, f"{BIAS} --bf16 --two-bw-optimizer host", {}, {}),
         (
             2,
-            f"{BIAS} --fp16",
-            dict(initial_loss_scale=4096, hysteresis=1, moe_aux_loss_coeff=1.0),
+            f"{BIAS} --fp16 --moe-aux-loss-coeff 1",
+            dict(initial_loss_scale=4096, hysteresis=1),
             dict(poison=POISONED),
         ),
-        (
-            2,
-            "",
-            dict(
-                moe_router_load_balancing_type="seq_aux_loss",
-                moe_expert_capacity_factor=1.0,
-                moe_token_dispatcher_type="alltoall",
-            ),
-            {},
-        ),
+        (2, f"{CAPACITY} --moe-router-load-balancing-type seq_aux_loss", {}, {}),
     ],
     ids=["two", "one", "four", "late", "host", "fp16", "capacity"],
 )

@@ -1,12 +1,15 @@
-"""What a wheel of this repository holds: the package and the entry scripts, nothing else."""
+"""What a wheel of this repository holds, and the oldest torch that it asks for."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
+
+from megatron_2bw.start.doctor import OLDEST_TORCH
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {"pretrain_bert_2bw.py", "pretrain_gpt_2bw.py"}
@@ -37,3 +40,8 @@ def test_the_recipes_of_images_copy_what_the_wheel_is_built_from():
     files = (ROOT / "docker" / "apptainer.def").read_text().split("%files\n")[1].split("\n\n")[0]
     pairs = [line.split() for line in files.splitlines()]
     assert {source: f"/opt/megatron-2bw/{source}" for source in copied} == dict(pairs)
+
+
+def test_pip_and_the_doctor_have_the_same_bound():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch>={OLDEST_TORCH}" in project["dependencies"]

@@ -121,7 +121,7 @@ def _typed(cell: str, kind: str) -> Any:
     """A cell; a tuple's is a list of numbers with blanks between them (zeros are none)."""
     if kind == "tuple[int, ...]":
         return cell.split() if cell.strip("0 ") else []
-    return cell
+    return int(cell) if kind == "int | str" and cell.isdigit() else cell
 
 
 def write_predictions(runs: Sequence[Run], predicted: Sequence[float], path: Path) -> None:
