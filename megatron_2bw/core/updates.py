@@ -135,6 +135,9 @@ class LateUpdate:
         """Complete a pending step and bind the newest weights: before an evaluation, a save, the end."""
         if self.pending is not None:
             self.wait_step()
+        self.bind_newest()
+
+    def bind_newest(self) -> None:
         self.stores.bind_newest()
 
     def _job(self, action: Action, target: int) -> Callable[[], Any]:

@@ -216,8 +216,8 @@ class LateStep(LateUpdate):
         if self.routers is not None:
             self.routers.bind(action.version, batch)
 
-    def sync_weights(self) -> None:
-        super().sync_weights()
+    def bind_newest(self) -> None:
+        super().bind_newest()
         if self.routers is not None:
             self.routers.bind(self.stores.newest)
 

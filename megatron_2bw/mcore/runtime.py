@@ -260,7 +260,7 @@ class MegatronRuntime:
         if late is not None and late.pending is not None and not self._is_warm(iteration):
             late.wait_step()
         if self.stores is not None:
-            self.stores.bind_newest()
+            (late or self.stores).bind_newest()
         if late is not None and late.working is not None and iteration == pipeline.shape.end - 1:
             late.working.swap_in_true_weights()
         if timers is not None:

@@ -202,7 +202,8 @@ class _Reference:
             gradients, losses = self._gradients(batch)
             self.run.losses += losses
             self._update(batch, gradients)
-        self.run.weights = self.versions[-1]
+        names = [name for name, _ in canonical(self.module, True) if name not in self.params]
+        self.run.weights = self.versions[-1] | dict(zip(names, self.biases[-1], strict=True))
         return self.run
 
     def _gradients(self, batch: int):

@@ -106,14 +106,17 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     except SystemExit as end:  # so Megatron leaves before the last iteration
         if end.code:
             raise
-    run.weights = {name: param.detach().clone() for chunk in models for name, param in canonical(chunk)}
+    run.weights = {name: param.detach().clone() for chunk in models for name, param in canonical(chunk, True)}
     if finish is not None:
         finish(run, models[0])
     return run
 
 
-def canonical(model) -> list[tuple[str, torch.nn.Parameter]]:
-    """Parameters with names that do not depend on how the model is split; the tied output layer is the embedding."""
+def canonical(model, biases: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """Parameters with names that do not depend on how the model is split; the tied output layer is the embedding.
+
+    biases: those of experts too, which are no parameters.
+    """
     from megatron.core import mpu
     from megatron.core.utils import unwrap_model
 
@@ -121,7 +124,8 @@ def canonical(model) -> list[tuple[str, torch.nn.Parameter]]:
     layers = (inner.decoder if hasattr(inner, "decoder") else inner.encoder).layers  # a GPT's, a BERT's
     numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(layers)}
     named = []
-    for name, param in inner.named_parameters():
+    more = [pair for pair in inner.named_buffers() if biases and pair[0].endswith("expert_bias")]
+    for name, param in [*inner.named_parameters(), *more]:
         name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{numbers[m[1]]}.", name)
         if name == "output_layer.weight" and inner.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"

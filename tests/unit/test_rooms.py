@@ -31,13 +31,13 @@ KNOWN: set[str] = set()
 
 # Lines of *.py at most; in docs lines of *.md.
 LINES = {
-    "megatron_2bw/schedules megatron_2bw/core": 1794,
+    "megatron_2bw/schedules megatron_2bw/core": 1797,
     "megatron_2bw/mcore": 2880,
     "megatron_2bw/checkpoints": 738,
     "megatron_2bw/flags": 1048,
     "megatron_2bw/start megatron_2bw/tasks": 1216,
     "megatron_2bw/models": 1116,
-    "megatron_2bw/planner": 3662,
+    "megatron_2bw/planner": 3663,
     "megatron_2bw/timelines": 1019,
     "megatron_2bw/data": 941,
     "megatron_2bw/convert": 1036,
@@ -45,9 +45,9 @@ LINES = {
     "megatron_2bw/slurm": 345,
     "megatron_2bw/gpu_check": 453,
     "megatron_2bw/*.py": 1403,
-    "megatron_2bw": 18471,
+    "megatron_2bw": 18475,
     "scripts bench": 3954,
-    "tests": 18323,
+    "tests": 18328,
     "docs/*.md": 2878,
 }
 

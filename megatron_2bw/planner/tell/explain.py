@@ -31,7 +31,8 @@ LEGEND = (
     "c: context-parallel size (--context-parallel-size). g: m / d, the gradient accumulation of Algorithm 1.",
     "ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).",
     "2bw +k: k extra warm-up forwards on the first stage hide messages (--two-bw-extra-warmup).",
-    "2bw host: main weights and Adam's moments in host memory, where the step runs (--two-bw-optimizer host).",
+    "2bw shard: the second gradient slot is the own shard (--two-bw-gradient-slots shard). 2bw host: main weights and",
+    "Adam's moments are in host memory, where the step runs (--two-bw-optimizer host).",
     "gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).",
     "layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations.",
 )
