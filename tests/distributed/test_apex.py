@@ -132,7 +132,7 @@ def test_resumed_run_is_the_uninterrupted_one(width, flags, tmp_path):
 
 @pytest.mark.parametrize("flags", [("--bf16",), ("--bf16", SHARDED, "--ckpt-format", "torch")])
 def test_a_resumed_run_may_move_to_the_host_and_back(flags, tmp_path):
-    """Where the Adam of a host counts its steps, and Apex's. Both round alike in most elements."""
+    """Where the Adam of a host counts its steps, and Apex's. Both round alike in most elements, as the CPU has it."""
     argv = command(2, 2, "2bw", *flags, width=2, **DROPOUT)
     for first, second in (((), HOST), (HOST, ())):
         folder = tmp_path / str(len(first))
@@ -141,7 +141,7 @@ def test_a_resumed_run_may_move_to_the_host_and_back(flags, tmp_path):
         (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
         rest = run_world(4, train_with_apex if not second else train, [*argv, *second, "--load", str(folder)])
         assert torch.stack(rest[-1].losses).tolist() == pytest.approx(
-            torch.stack(whole[-1].losses[SAVED:]).tolist(), abs=2e-6
+            torch.stack(whole[-1].losses[SAVED:]).tolist(), abs=5e-5
         )
 
 

@@ -49,7 +49,7 @@ def run(script: str, argv: list[str], words: str, **environment: str) -> None:
 
 CASES = {
     "an own size": (GPT, command(2, 1), "use --global-batch-size 4 or more"),
-    "a refused flag": (BERT, command(2, 2, "2bw", "--num-experts", "4"), "--num-experts 4 does not work with"),
+    "a refused flag": (BERT, command(2, 2, "pipedream", "--num-experts", "4"), "--num-experts 4 does not work with"),
     "Megatron's validation": (GPT, command(2, 2, save="folder"), "args.save_interval is not None (AssertionError in"),
     "Megatron's configuration": (GPT, command(2, 2, "2bw", "--batch-invariant-mode"), "--attention-backend flash"),
     "the model": (GPT, command(1, 2, "2bw", tokenizer_type="HuggingFaceTokenizer", vocab_size=None), "okenizer"),
@@ -80,7 +80,7 @@ def checkpoint(folder: Path, **arguments) -> Path:
 
 def test_a_checkpoint_whose_arguments_are_refused(tmp_path):
     load = checkpoint(tmp_path / "experts", num_layers=4, num_experts=8)
-    argv = command(1, 2, "pipedream-flush", "--use-checkpoint-args", num_layers=None, ckpt_format="torch", load=load)
+    argv = command(1, 2, "pipedream", "--use-checkpoint-args", num_layers=None, ckpt_format="torch", load=load)
     run(GPT, argv, "--num-experts 8 ", WORLD_SIZE="1")
 
 

@@ -47,7 +47,7 @@ LINES = {
     "megatron_2bw/*.py": 1403,
     "megatron_2bw": 18475,
     "scripts bench": 3954,
-    "tests": 18328,
+    "tests": 18330,
     "docs/*.md": 2878,
 }
 
