@@ -161,6 +161,8 @@ class Checkpoints:
     def load(self, load_checkpoint: Callable, ddp_model: list, optimizer: Any, *args: Any, **kwargs: Any) -> tuple:
         """load_checkpoint: also give the runtime its state."""
         flag, folder = source(get_args())
+        if kwargs.get("load_arg") == "lora_base":
+            flag, folder = "--lora-base", get_args().lora_base
         if same_folder(get_args().load, get_args().save) and dist.get_rank() == 0:
             restore_old(get_args().save)
         dist.barrier()

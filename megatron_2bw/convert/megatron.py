@@ -88,7 +88,7 @@ def of_one_rank(args: argparse.Namespace) -> argparse.Namespace:
     names |= {name for name in vars(args) if "pipeline" in name}
     tanh = args.openai_gelu or args.bias_gelu_fusion  # Megatron's fused GeLU has the tanh form
     plain = args.swiglu or args.squared_relu or args.quick_geglu
-    one = vars(args) | {name: defaults.get(name) for name in names} | _WHOLE
+    one = vars(args) | {name: defaults.get(name) for name in (*names, "lora_rank")} | _WHOLE
     return argparse.Namespace(**one | {"openai_gelu": tanh and not plain})
 
 
@@ -273,7 +273,8 @@ def saved_arguments(checkpoint: Path, trust: bool = False) -> argparse.Namespace
     norm = args.qk_l2_norm and args.transformer_impl != "local"  # the local layers, which are built here, drop it
     if norm or args.spec not in (None, ["local"]):
         raise UserError(f"{checkpoint}: {'--qk-l2-norm' if norm else '--spec'}: its layers are not built here")
-    return argparse.Namespace(**{"task": "gpt"} | vars(args) | {"spec": None, "trust_remote_code": trust})
+    older = {"task": "gpt", "lora_rank": None}  # a checkpoint's without them
+    return argparse.Namespace(**older | vars(args) | {"spec": None, "trust_remote_code": trust})
 
 
 class _Read(dcp.DefaultLoadPlanner):

@@ -67,13 +67,17 @@ def data(args: Args) -> str | None:
 
 
 def checkpoint(args: Args) -> str | None:
-    """The checkpoint of --load must be whole.
+    """The checkpoints of --load and --lora-base must be whole.
 
     The first rank looks at its files; for all to do so could take long.
     """
-    flag, path = source(args)
-    there = path and "://" not in path and (args.ckpt_step or os.path.isfile(Path(path, TRACKER)))
-    if there and os.environ.get("RANK", "0") == "0":
-        fault = problem(path, args.ckpt_step, same_folder(path, args.save), args.ckpt_format)
-        return fault and f"{flag} {path}: {fault}"
+    for flag, path, step in ((*source(args), args.ckpt_step), ("--lora-base", args.lora_base, None)):
+        there = path and "://" not in path and (step or os.path.isfile(Path(path, TRACKER)))
+        if os.environ.get("RANK", "0") != "0":
+            continue
+        fault = problem(path, step, same_folder(path, args.save), args.ckpt_format) if there else None
+        if path and not there and flag == "--lora-base":
+            fault = f"it is no folder of Megatron's checkpoints (there is no {TRACKER})"
+        if fault:
+            return f"{flag} {path}: {fault}"
     return None

@@ -6,6 +6,7 @@ Invariant: without torch and Megatron, so that they can be read before either is
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def slots(text: str) -> int | str:
     return text if text == "shard" else whole(1)(text)
 
 
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 START = 500  # iterations at most; while a network forms, a delay leaves a gap that lasts (docs/convergence.md)
 LOW_RATE = 1e-4  # up to it plain 2BW is enough
 
@@ -45,7 +47,7 @@ def sync_iterations(args: Args) -> int:
     given = args.two_bw_sync_iterations
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     if given is None:
-        trained = args.finetune or args.pretrained_checkpoint is not None
+        trained = args.finetune or args.pretrained_checkpoint is not None or args.lora_base is not None
         starts = args.two_bw_correction == "auto" and (args.lr or 0) > LOW_RATE and not trained
         return min(START, iterations // 5) * starts
     return given if isinstance(given, int) else int(given[:-1]) * iterations // 100
@@ -85,6 +87,12 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     text = "--data-path holds conversations (preprocess --task sft); only their targets count in the loss"
     add("--sft-data", action="store_true", help=text)
     add("--two-bw-trace", type=Path, metavar="DIR", help="record when every action of every stage ran and waited")
+    add("--lora-rank", type=whole(1), metavar="N", help="train adapters of this rank, and save these alone")
+    add("--lora-alpha", type=float, metavar="A", help="adapters count A / N times (default: A is twice the rank)")
+    text = "layers with adapters (default: all four)"
+    add("--lora-targets", nargs="+", choices=LORA_TARGETS, default=[*LORA_TARGETS], help=text)
+    text = "the checkpoint that holds the frozen model, at any parallel sizes"
+    add("--lora-base", type=os.path.abspath, metavar="CKPT", help=text)
     return parser
 
 
@@ -102,6 +110,9 @@ _NEEDS = {
     "--two-bw-correction-factor": (1, "--two-bw-correction extrapolate"),
     "--two-bw-correction-gradient": (0, "--two-bw-correction extrapolate"),
     "--gpipe-round": (None, "--pipeline-schedule gpipe"),
+    "--lora-alpha": (None, "--lora-rank"),
+    "--lora-targets": ([*LORA_TARGETS], "--lora-rank"),
+    "--lora-base": (None, "--lora-rank"),
 }
 # A sample is one conversation, since Megatron's fused attention reads no mask that separates several; Megatron would
 # read tokens of 16 bits, by the size of the vocabulary, and indices that are not made.
@@ -109,6 +120,12 @@ _NOT_OF_CONVERSATIONS = (
     "--mock-data --fim-data --eod-mask-loss --per-split-data-args-path --per-dataset-sequences-path "
     "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --reset-attention-mask --reset-position-ids"
 )
+
+
+def adopt(args: Args, saved: Args) -> None:
+    """For --use-checkpoint-args: the adapters of a checkpoint's arguments."""
+    if not args.lora_rank and getattr(saved, "lora_rank", None):
+        vars(args).update({name: value for name, value in vars(saved).items() if name.startswith("lora_")})
 
 
 def mistake(args: Args) -> str | None:
@@ -129,6 +146,10 @@ def _mistakes(args: Args) -> Iterator[str]:
     for flag, most in (("--two-bw-correction-factor", 2), ("--two-bw-correction-gradient", 10)):
         if not 0 <= value(args, flag) <= most:
             yield f"{flag} {value(args, flag)} must be between 0 and {most}"
+    if args.lora_rank and not task(args):
+        yield "--lora-rank works in the entry scripts of a GPT and a BERT only: leave it out"
+    if args.lora_rank and args.save and not args.lora_base:
+        yield "--lora-base is missing: --save keeps adapters only, so give the folder of the model's checkpoint"
     if args.sft_data and task(args) != "gpt":
         yield "--sft-data works with a GPT only: leave it out"
     for flag in _NOT_OF_CONVERSATIONS.split() if args.sft_data else ():

@@ -73,10 +73,13 @@ def parse(
         args = arguments.parse_args(extend)
         if args.use_checkpoint_args:
             _prepare_folder(args, stop)
-            checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-            checkpointing.load_args_from_checkpoint(args)
+            for source in ("pretrained_checkpoint", "load"):
+                found = checkpointing.load_args_from_checkpoint(args, load_arg=source)
+                own.adopt(args, found[-1] if isinstance(found, tuple) else found)
         if args.adam_beta1 is None:
             args.adam_beta1 = BETA1 if late_microbatches(args) is None else BETA1_OF_MEGATRON
+        if args.lora_rank and args.lora_alpha is None:
+            args.lora_alpha = 2 * args.lora_rank
         check(args, stop)
         if cpu.installed() and (line := rehearse(args, parsers[0], sys.argv[1:])) and args.rank == 0:
             print(line, flush=True)

@@ -21,7 +21,7 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args, get_timers
 from megatron.training.arguments import core_transformer_config_from_args
 
-from megatron_2bw.tasks import common
+from megatron_2bw.tasks import common, lora
 from megatron_2bw.tasks.mock_bert import MockBertDataset
 
 FIELDS = ("padding_mask", "text", "types", "labels", "loss_mask")  # [microbatch, sequence] each
@@ -60,7 +60,7 @@ def model_provider(
     )
     if post_process and args.openai_gelu:
         model.lm_head.gelu = common.TANH_GELU  # Megatron's is always exact
-    return model
+    return lora.adapted([model])[0] if args.lora_rank else model
 
 
 def forward_step(data_iterator, model):

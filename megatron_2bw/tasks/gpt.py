@@ -18,7 +18,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 
-from megatron_2bw.tasks import common
+from megatron_2bw.tasks import common, lora
 from megatron_2bw.tasks.sft import SFTDataset
 
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -26,7 +26,10 @@ FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 def model_config(args):
     """Megatron's configuration of the model."""
-    return common.apply_dropped_flags(gpt_config_from_args(args), args)
+    config = common.apply_dropped_flags(gpt_config_from_args(args), args)
+    if args.lora_rank:
+        config.pre_wrap_hooks.append(lora.adapted)
+    return config
 
 
 def forward_step(data_iterator, model):

@@ -101,7 +101,7 @@ class _Reference:
 
         self.args, self.rule, self.data, self.forward_step = get_args(), rule, data, forward_step
         self.module = model.module  # without Megatron's data-parallel wrapper
-        self.params = dict(canonical(model))
+        self.params = {name: param for name, param in canonical(model) if param.requires_grad}
         model.param_to_bucket_group.clear()  # and without its gradient hooks: autograd fills param.grad
         self.scheduler = scheduler
         self.main = {name: param.detach().float().clone().requires_grad_() for name, param in self.params.items()}
@@ -202,8 +202,9 @@ class _Reference:
             gradients, losses = self._gradients(batch)
             self.run.losses += losses
             self._update(batch, gradients)
-        names = [name for name, _ in canonical(self.module, True) if name not in self.params]
-        self.run.weights = self.versions[-1] | dict(zip(names, self.biases[-1], strict=True))
+        fixed = {name: tensor.detach() for name, tensor in canonical(self.module, True) if name not in self.params}
+        names = [name for name in fixed if name.endswith("expert_bias")]
+        self.run.weights = fixed | self.versions[-1] | dict(zip(names, self.biases[-1], strict=True))
         return self.run
 
     def _gradients(self, batch: int):

@@ -72,7 +72,8 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     run, models, log = Run(), [], training.training_log
 
     def after_setup(model, optimizer):
-        if not (checkpoint_exists(get_args().load) or get_args().pretrained_checkpoint):
+        given = get_args()
+        if not (checkpoint_exists(given.load) or given.pretrained_checkpoint or given.lora_base):
             for chunk in model:
                 initialise(chunk)
             optimizer.reload_model_params()
