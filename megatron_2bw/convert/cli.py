@@ -22,6 +22,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     add("--out", type=Path, required=True, metavar="HF_DIR", help="a folder that does not exist")
     add("--ckpt-step", type=whole(1), metavar="N", help="the iteration (default: the latest)")
     add("--like", type=Path, metavar="HF_DIR", help="take config.json and tokenizer from there")
+    add("--merge", action="store_true", help="of adapters: the whole model with them (default: a folder of peft)")
     options = parser.parse_args(argv)
     for folder in (options.source, getattr(options, "like", None)):
         if folder and not folder.is_dir():

@@ -123,8 +123,8 @@ def unlike(saved: argparse.Namespace, other: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def whole_model(args: argparse.Namespace, device: str) -> Iterator[tuple[torch.nn.Module, dict[str, Any]]]:
-    """The model of one stage on `device`, its weights not yet read, and the entries of its sharded state dict by name;
-    in a world of one process."""
+    """The model of one stage on `device`, its weights not yet read, and the entries of its sharded state dict by name,
+    those of adapters too; in a world of one process."""
     with silence():
         from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -133,7 +133,7 @@ def whole_model(args: argparse.Namespace, device: str) -> Iterator[tuple[torch.n
         from megatron.training.global_vars import set_args, unset_global_variables
         from megatron.training.models.gpt import GPTModelBuilder
 
-        from megatron_2bw.tasks import bert, gpt
+        from megatron_2bw.tasks import bert, gpt, lora
 
         one = of_one_rank(args)
         unset_global_variables()
@@ -150,6 +150,9 @@ def whole_model(args: argparse.Namespace, device: str) -> Iterator[tuple[torch.n
             else:
                 model = GPTModelBuilder(gpt.model_config(one)).build_model(groups, True, True)
             state = model.sharded_state_dict(metadata=_build_sharded_state_dict_metadata(one))
+            if args.lora_rank:
+                lora.adapt(model, args)
+                state |= model.sharded_state_dict(metadata=_build_sharded_state_dict_metadata(one))
         yield model, state
     finally:
         parallel_state.destroy_model_parallel()
@@ -297,13 +300,17 @@ class _Read(dcp.DefaultLoadPlanner):
 
 
 class Checkpoint:
-    """Reads whole parameters, saved at any parallel sizes."""
+    """Reads whole parameters, saved at any parallel sizes; those of --lora-base too, if it is of adapters."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, args: argparse.Namespace):
         from megatron.core.dist_checkpointing.strategies import cached_metadata_filesystem_reader as cached
 
-        self._folder, self._reader = folder, cached.CachedMetadataFileSystemReader(folder)
-        self._held = self._reader.read_metadata().state_dict_metadata
+        self._folder, self._held, self._readers = folder, {}, {}
+        for part in [folder, *([find(Path(args.lora_base), None)] if args.lora_rank else [])]:
+            reader = cached.CachedMetadataFileSystemReader(part)
+            found = reader.read_metadata().state_dict_metadata
+            self._held = found | self._held
+            self._readers = dict.fromkeys(found, reader) | self._readers
 
     def dtypes(self, entries: dict[str, Any], names: Iterable[str]) -> dict[str, torch.dtype]:
         """Of the parameters by name. UserError unless the checkpoint holds just their elements."""
@@ -321,7 +328,7 @@ class Checkpoint:
         whole = torch.empty(entry.data.shape, dtype=self._held[entry.key].properties.dtype)
         views = {index: (chunk, whole[rows].view(chunk.sizes)) for index, chunk, _, rows in _pieces(entry, whole)}
         with silence():
-            dcp.load({}, storage_reader=self._reader, planner=_Read(views), no_dist=True)
+            dcp.load({}, storage_reader=self._readers[entry.key], planner=_Read(views), no_dist=True)
         return whole
 
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     if args.task != "gpt":
         raise UserError(f"{folder}: it is a BERT, which continues no text")
     with megatron.whole_model(args, "cpu" if on_cpu else "cuda") as (model, entries):
-        megatron.read_into(model.eval(), entries, megatron.Checkpoint(folder))
+        megatron.read_into(model.eval(), entries, megatron.Checkpoint(folder, args))
         with file_errors(f"{args.tokenizer_model}"):
             tokenizer = build_tokenizer(args)
         size = min(tokenizer.vocab_size, args.padded_vocab_size)  # the rows after it are padding

@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from megatron_2bw.convert import adapters, hugging_face, megatron
 from megatron_2bw.convert import config as configs
-from megatron_2bw.convert import hugging_face, megatron
 from megatron_2bw.convert.families import to_hugging_face, to_megatron
 from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.files import write_json, write_whole
+from megatron_2bw.flags import own
 from megatron_2bw.models.model import Model
 
 _TIED = {"lm_head.weight", "cls.predictions.decoder.weight"}  # a folder may hold the embedding twice
@@ -70,12 +71,13 @@ def import_model(options: argparse.Namespace) -> int:
 
 
 def export_model(options: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint, with 2BW the newest, as a folder that transformers' AutoModel loads."""
+    """Write the weights of a checkpoint, with 2BW the newest, as a folder that transformers' AutoModel loads; adapters
+    alone as one that peft loads."""
     folder = megatron.find(options.source, options.ckpt_step)
     megatron.use_cpu()
     args = megatron.saved_arguments(folder)
     like = options.like or (args.tokenizer_model and Path(args.tokenizer_model))
-    checkpoint = megatron.Checkpoint(folder)
+    checkpoint, alone = megatron.Checkpoint(folder, args), args.lora_rank and not options.merge
     temporary = options.out.with_name(f".{options.out.name}.{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)
@@ -85,19 +87,27 @@ def export_model(options: argparse.Namespace) -> int:
         with megatron.whole_model(written, "meta") as (_, entries):
             names = [name for name in entries if not name.endswith("_extra_state")]
             kinds = set(checkpoint.dtypes(entries, names).values())
+            names = [name for name in names if f"{own.ADAPTER}." not in name]
             shapes = lambda name: torch.empty(entries[name].data.shape, device="meta")
             _files(found, {name: tuple(part.shape) for name, part in _exported(found, shapes, names)})
             kind = str(next(iter(kinds))).removeprefix("torch.") if len(kinds) == 1 else "float32"
             write_json(temporary / "config.json", found.content | {"dtype": kind}, indent=2)
             read = lambda name: _finite(name, checkpoint.read(entries[name]))
             bar = tqdm(names, unit="tensor", desc="export")
-            hugging_face.write(temporary, _exported(found, read, bar))
+            if alone:
+                adapters.write(
+                    temporary, found, read, [name for name in bar if adapters.of(name) in entries], args, like
+                )
+            else:
+                whole = lambda name: adapters.merged(read, name, args) if adapters.of(name) in entries else read(name)
+                hugging_face.write(temporary, _exported(found, whole, bar))
         temporary.rename(options.out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if found.model.kind == "bert" and found.model.gelu == "tanh" and not args.openai_gelu:
         print("> the masked-language head was trained with the exact GeLU; transformers has the layers' tanh form")
-    print(f"{options.out}: {found.model.parameters() / 1e6:,.1f} million parameters, {found.architecture}")
+    what = f"adapters of rank {args.lora_rank} for" * bool(alone)
+    print(f"{options.out}: {what} {found.model.parameters() / 1e6:,.1f} million parameters, {found.architecture}")
     return 0
 
 
@@ -113,6 +123,7 @@ def _represented(args: argparse.Namespace, path: Path) -> tuple[configs.Found, a
             words = [*found.flags, "--padded-vocab-size", str(args.padded_vocab_size)]
             written = megatron.arguments([*words, *_tokenizer_flags(None, found.model)], found.model.kind)
             flags = megatron.unlike(args, written)
+            own.adopt(written, args)
         except UserError:
             if content:
                 raise

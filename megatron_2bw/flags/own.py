@@ -37,6 +37,7 @@ def slots(text: str) -> int | str:
     return text if text == "shard" else whole(1)(text)
 
 
+ADAPTER = "_adapter"  # the end of an adapter's name, after that of its layer
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 START = 500  # iterations at most; while a network forms, a delay leaves a gap that lasts (docs/convergence.md)
 LOW_RATE = 1e-4  # up to it plain 2BW is enough

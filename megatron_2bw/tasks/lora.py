@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from megatron.training import get_args, print_rank_0, training
 
-SUFFIX = "_adapter"  # of an adapter's name, after that of its layer
+from megatron_2bw.flags.own import ADAPTER
 
 
 class Adapter(torch.nn.Module):
@@ -106,7 +106,7 @@ def adapt(model: torch.nn.Module, args: argparse.Namespace) -> None:
             if linear is not None and ".experts." not in f".{path}.":
                 columns = target in ("linear_qkv", "linear_fc1")
                 adapter = Adapter(linear, columns, f"{number}.{path}.{target}", model.config, args)
-                parent.add_module(target + SUFFIX, adapter)
+                parent.add_module(target + ADAPTER, adapter)
                 linear.register_forward_hook(partial(_add, adapter))
     model.config.moe_router_bias_update_rate = 0  # experts' biases are the base's, too
     if model.pre_process:  # a recomputed layer has gradients only if its input asks for one
@@ -120,7 +120,7 @@ def adapt(model: torch.nn.Module, args: argparse.Namespace) -> None:
 
 
 def _adapters(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if f"{SUFFIX}." in name}
+    return {name: value for name, value in state.items() if f"{ADAPTER}." in name}
 
 
 def adapted(models: list) -> list:

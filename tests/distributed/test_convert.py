@@ -244,3 +244,33 @@ def test_what_was_not_written_to_its_end_is_not_loaded(tmp_path):
     save_file(held, tmp_path / "hf" / "model.safetensors")
     convert(*words)
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "bert"])
+def test_adapters_are_those_of_peft(name, folder, tmp_path):
+    """peft's model with them, and the merged one, have the outputs of Megatron's."""
+    import transformers
+    from peft import PeftModel
+
+    there = folder(name)
+    argv = [*shlex.split((there / "ckpt" / "model_flags.txt").read_text()), *RUN.split(), "--lora-rank", "4"]
+    argv = [
+        *[BERT] * (name == "bert"),
+        *argv,
+        "--lora-base",
+        str(there / "ckpt"),
+        "--pipeline-model-parallel-size",
+        "2",
+    ]
+    run_world(2, train, [*argv, "--lr", "0.1", "--save", str(tmp_path / "run"), "--save-interval", "3"])
+    ours = run_world(2, logits_of, [*argv, "--load", str(tmp_path / "run"), "--finetune"])[-1][0]["words"]
+    convert("export", tmp_path / "run", "--out", tmp_path / "peft", "--like", there / "hf")
+    convert("export", tmp_path / "run", "--out", tmp_path / "merged", "--merge")
+    before = made(name)
+    merged = getattr(transformers, MODELS[name][0]).from_pretrained(tmp_path / "merged")
+    types = dict(token_type_ids=(torch.arange(32) >= 16).long().expand(2, -1)) if name == "bert" else {}
+    answers = [before(tokens(), **types)[0], merged(tokens(), **types)[0]]
+    answers.append(PeftModel.from_pretrained(before, tmp_path / "peft").eval()(tokens(), **types)[0])
+    assert (answers[0] - ours).abs().max() > 0.1
+    for answer in answers[1:]:
+        torch.testing.assert_close(answer, ours, rtol=0, atol=2e-5)
