@@ -18,6 +18,7 @@ COMMANDS = {  # name: (module:function, what it does)
     "plan": ("megatron_2bw.planner.cli:main", "the fastest sizes and schedule that fit"),
     "preprocess": ("megatron_2bw.data.preprocess_cli:main", "text or conversations to Megatron's datasets"),
     "train": ("megatron_2bw.start.train:main", "train a GPT or a BERT"),
+    "finetune": ("megatron_2bw.start.finetune:main", "a Hugging Face model on conversations, by one file"),
     "evaluate": ("megatron_2bw.start.train:evaluate", "validation and test loss of a checkpoint"),
     "sample": ("megatron_2bw.convert.sample:main", "text from a checkpoint of a GPT"),
     "convert": ("megatron_2bw.convert.cli:main", "from and to Hugging Face models"),

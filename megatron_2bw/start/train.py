@@ -100,13 +100,18 @@ def _of_file(path: Path, task: str, typed: Sequence[str]) -> tuple[list[str], in
         raise UserError(f"{path}: it is neither a plan of megatron-2bw plan --json nor a YAML file of flags")
     if "plans" in content:
         return _of_plan(path, content, task, typed)
+    return flags_of_file(path, content), None
+
+
+def flags_of_file(path: Path, content: dict[str, Any]) -> list[str]:
+    """The flags of a YAML file's entries."""
     words: list[str] = []
     for name, value in content.items():
         if value is None or value is False:
             raise UserError(f"{path}: {name}: leave it out, or give the flag on the command line")
         flag = "--" + str(name).removeprefix("--").replace("_", "-")
         words += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
-    return words, None
+    return words
 
 
 def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str]) -> tuple[list[str], int]:
