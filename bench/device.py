@@ -28,7 +28,7 @@ from bench.tables import new_parser, write_result
 from megatron_2bw.gpu_check import entry, rows
 from megatron_2bw.gpu_check.entry import gpt_flags
 from megatron_2bw.local_ranks import run_world
-from megatron_2bw.models.model import preset
+from megatron_2bw.models.model import Model, preset
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB, Memory
 from megatron_2bw.start.torchrun import PLAIN_TORCH
@@ -49,24 +49,32 @@ PLANS = [
     *(("gpt-2.2b", Plan(1, 4, 1, 2, 8, **more)) for more in (dict(recompute="full"), dict(extrapolate=True))),
     ("gpt-2.2b", Plan(1, 2, 2, 1, 4, distributed_optimizer=True)),
     *(("gpt-355m", Plan(1, depth, 1, 4, 8, host=True)) for depth in (1, 4)),  # larger ones take too much host memory
+    *(("gpt-355m lora 16", Plan(1, 2, 1, 4, 8, **more)) for more in (FLUSH, {})),
     *(("gpt-355m", Plan(1, 2, 2, 2, 4, host=True, distributed_optimizer=True, **more)) for more in ({}, IN_BF16)),
 ]
 
 
 def command(name: str, plan: Plan, *more: str) -> list[str]:
-    model = preset(name, SEQUENCE)
+    model = described(name)
     text = f"""--device auto --bf16 --vocab-size 50256 --make-vocab-size-divisible-by 128 --log-interval 1
         --micro-batch-size {plan.microbatch} --global-batch-size {plan.global_batch} --train-iters 5
         --no-check-for-nan-in-loss-and-grad"""
     shape = model.layers, model.hidden, model.heads, SEQUENCE
     correction = "--two-bw-correction auto --two-bw-sync-iterations 0 --lr-warmup-iters 1".split() * plan.extrapolate
-    return gpt_flags(*shape, text, *PLAIN_TORCH, *plan.flags(), *correction, *more)
+    adapters = ["--lora-rank", str(model.adapter_rank)] * bool(model.adapter_rank)
+    return gpt_flags(*shape, text, *PLAIN_TORCH, *plan.flags(), *correction, *adapters, *more)
+
+
+def described(name: str) -> Model:
+    """A preset, or one with adapters: `gpt-355m lora 16`."""
+    name, _, rank = name.partition(" lora ")
+    return replace(preset(name, SEQUENCE), adapter_rank=int(rank or 0), dropout=False)
 
 
 def memory() -> list[dict[str, Any]]:
     found = []
     for name, plan in PLANS:
-        model = replace(preset(name, SEQUENCE), dropout=False)
+        model = described(name)
         words = command(name, plan), time.monotonic() + 900, {}, entry.nothing
         runs = run_world(plan.gpus, rows.train, *words, timeout=900)
         for stage, planned in enumerate(Memory(model, "bf16", flash=False, torch_adam=True).stages(plan)):

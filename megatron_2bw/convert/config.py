@@ -107,7 +107,7 @@ def of_arguments(args: argparse.Namespace) -> dict[str, Any]:
     bert = args.task == "bert"
     names = dict(model=None, bert=bert, seq_length=args.max_position_embeddings, norm_epsilon=args.layernorm_epsilon)
     off = dict(disable_bias_linear=not args.add_bias_linear, no_bias_gelu_fusion=not args.bias_gelu_fusion)
-    model = model_of(argparse.Namespace(**vars(args) | names | off))
+    model = model_of(argparse.Namespace(**vars(args) | names | off | {"lora_rank": None}))
     model = replace(model, name="exported", gelu="tanh" if args.openai_gelu or args.bias_gelu_fusion else "exact")
     kind = "megatron-bert" if bert else "gpt2"
     if model.rotary and not bert:

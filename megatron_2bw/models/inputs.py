@@ -46,6 +46,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model: a name, a file, or Megatron's flags")
     group.add_argument("--model", metavar="NAME|config.json", help=", ".join(models.PRESETS))
     group.add_argument("--seq-length", type=whole(1), help="as Megatron's")
+    group.add_argument("--lora-rank", type=whole(1), help="of adapters, which alone are trained")
     for name, kind in FLAGS.items():
         meaning = "a BERT, not a GPT" if name == "bert" else "as Megatron's" if kind else argparse.SUPPRESS
         group.add_argument(flag(name), **kind, help=meaning)
@@ -53,6 +54,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def model_of(options: argparse.Namespace) -> Model:
     """The model that the flags describe. UserError names the flag that is missing, or given twice."""
+    return replace(_whole_model(options), adapter_rank=options.lora_rank or 0)
+
+
+def _whole_model(options: argparse.Namespace) -> Model:
     given, bert = options, options.bert
     if given.model:
         for name, kind in FLAGS.items():

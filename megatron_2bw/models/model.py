@@ -37,6 +37,7 @@ class Model(Described):
     rope_scaling: bool = False  # rotary positions as in Llama 3.1
     rope_factor: float = 8.0  # of that scaling
     qk_norm: bool = False  # a norm of each head's query and key
+    adapter_rank: int = 0  # of --lora-rank; 0: all parameters are trained
     gelu: str = ""  # its form if it matters: "exact" or "tanh"; else what is faster on the host
 
     def __post_init__(self) -> None:
@@ -79,6 +80,13 @@ class Model(Described):
             sharded += self.ffn * (2 if self.gated else 1)
             whole += 2 * self.hidden  # of the two row-parallel layers
         return sharded / tensor + whole
+
+    def adapter_parameters(self, tensor: int = 1) -> float:
+        """Parameters of one layer's adapters on one of `tensor` ranks."""
+        return self.adapter_rank * sum(inputs + outputs for inputs, outputs in self.matrix_sides(tensor))
+
+    def trained_parameters(self) -> float:
+        return self.layers * self.adapter_parameters() if self.adapter_rank else self.parameters()
 
     def _norms(self, count: int) -> int:
         return count * self.hidden * (1 if self.rms_norm else 2)
@@ -131,9 +139,11 @@ class Model(Described):
 
     def sample_flops(self) -> float:
         """Floating-point operations of one sample, forward and backward, without recompute. As Megatron's own figure
-        (num_floating_point_operations) it has half of the attention scores, as with a causal mask."""
+        (num_floating_point_operations) it has half of the attention scores, as with a causal mask. With adapters no
+        gradient of the weights."""
         matrices, scores = self.layer_flops(1)
-        return 3 * (self.layers * (matrices + scores / 2) + self.output_flops(1))
+        weights, parts = self.layers * matrices + self.output_flops(1), 2 if self.adapter_rank else 3
+        return parts * weights + 3 * self.layers * scores / 2
 
     def flags(self) -> list[str]:
         """Megatron's flags of the architecture."""
@@ -152,6 +162,7 @@ class Model(Described):
             (self.gelu == "tanh", "--openai-gelu"),
             (self.gelu == "exact", "--no-bias-gelu-fusion"),
             (not self.dropout, "--attention-dropout 0 --hidden-dropout 0"),
+            (self.adapter_rank, f"--lora-rank {self.adapter_rank}"),
         )
 
 

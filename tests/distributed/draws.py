@@ -69,6 +69,7 @@ RULE = """
 0.2 --lr-warmup-iters 0 | --lr-decay-iters 4 | --seed 11
 0.3 --two-bw-sync-iterations 1 | --two-bw-sync-iterations 2 | --two-bw-sync-iterations 4 | --two-bw-sync-iterations 6
 0.3 --two-bw-correction extrapolate | --two-bw-correction auto --two-bw-late-microbatches 99"""
+LORA = ("--lora-rank 4", "--lora-rank 2 --lora-alpha 1 --lora-targets linear_qkv linear_fc2")
 DROPOUT = "0.4 --hidden-dropout 0.1 --attention-dropout 0.1 | --hidden-dropout 0.3"
 # What must not change a bit, but for clipping with the distributed optimizer.
 NEUTRAL = f"""
@@ -133,6 +134,8 @@ def new_draw(draw: random.Random) -> Draw:
     base |= some(draw, MODEL) | some(draw, RULE) | some(draw, NEUTRAL, 0.4)
     if check in ("again", "neutral", "megatron", "resume", "kill"):  # else the masks are others
         base |= some(draw, DROPOUT)
+    if draw.random() < 0.2:
+        base |= config(f"--lora-base {{folder}}/base {draw.choice(LORA)}")
     microbatches, often = base["microbatches"], draw.randint(1, 5)
     depth = {STAGES: draw.choice((1, 2, 3, 4))}  # and without what goes with a number of stages
     depth |= {flag: None for flag in base if flag.endswith("-pipeline-num-layers") or flag == "--two-bw-extra-warmup"}
@@ -207,7 +210,7 @@ def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
     def refusal(one: Config) -> str:
         if lack := megatron_lacks(one):
             return lack
-        argv = words(without(one, "--load", "--tensorboard-dir"), folder)
+        argv = words(without(one, "--load", "--tensorboard-dir", *config(" ".join(LORA)), "--lora-base"), folder)
         os.environ["WORLD_SIZE"], sys.argv[1:] = str(ranks(one)), [word for word in argv if word != BERT]
         try:
             parse(parse_early(sys.argv[1:], stop, one.get("task", "gpt")), stop)
@@ -222,6 +225,9 @@ def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
 
 class Refused(Exception):
     """A draw is not legal, with the line that says so."""
+
+
+BASE = "--save {folder}/base --save-interval 1 --train-iters 1 --lr-warmup-iters 0 --pipeline-schedule megatron"
 
 
 def tolerance(draw: Draw) -> float:
@@ -307,6 +313,9 @@ def check(draw: Draw) -> None:
     limit = tolerance(draw)
     with tempfile.TemporaryDirectory(prefix="draws_") as name:
         folders = [Path(name, "first"), Path(name, "first" if draw.check in RESUMED else "second")]
+        for folder in {*folders} if "--lora-base" in draw.base else ():
+            model = {flag: value for flag, value in draw.base.items() if flag in MODEL and "-pipeline-" not in flag}
+            run({"task": draw.base["task"]} | model | config(BASE), folder)
         first = run(draw.base, folders[0])
         if draw.check in RESUMED:
             (folders[0] / "saved" / TRACKER).write_text(str(int(draw.at)))

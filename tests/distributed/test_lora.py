@@ -69,7 +69,9 @@ def test_splits_change_nothing(name):
 @pytest.fixture(scope="session")
 def base(tmp_path_factory) -> str:
     folder = str(tmp_path_factory.mktemp("base"))
-    run_pipeline(command(1, 4, "megatron", *LLAMA.split(), save=folder, save_interval=1, train_iters=1, lr_warmup_iters=0), 1)
+    run_pipeline(
+        command(1, 4, "megatron", *LLAMA.split(), save=folder, save_interval=1, train_iters=1, lr_warmup_iters=0), 1
+    )
     return folder
 
 

@@ -125,5 +125,5 @@ def test_denominators_exist_for_a_few_elements_at_a_time():
 )
 def test_the_length_of_a_synchronous_start(given, expected):
     sizes = SIZES | dict(train_iters=1009, train_samples=None, two_bw_sync_iterations=None)
-    sizes |= dict(two_bw_correction="auto", lr=1e-3, finetune=False, pretrained_checkpoint=None)
+    sizes |= dict(two_bw_correction="auto", lr=1e-3, finetune=False, pretrained_checkpoint=None, lora_base=None)
     assert sync_iterations(Namespace(**sizes | given)) == expected

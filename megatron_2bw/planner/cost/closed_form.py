@@ -64,11 +64,15 @@ class ClosedForm(Cost):
         schedule, shape = plan.pipeline, plan.shape
         in_flight = schedule.max_in_flight(shape, 0) / plan.virtual
         each = self.memory.a_parameter(plan, schedule.max_versions(shape, 0))
-        parameters = self.model.parameters() / plan.depth / plan.tensor
-        whole = self.memory.layer(replace(plan, recompute="none"))[0] * self.model.layers / plan.depth
+        parameters, whole = (
+            n / plan.depth / plan.tensor for n in (self.model.trained_parameters(), self.model.parameters())
+        )
+        frozen = ELEMENT[self.precision] * whole * bool(self.model.adapter_rank)
+        kept = self.memory.layer(replace(plan, recompute="none"))[0] * self.model.layers / plan.depth
         entering = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]  # |A_in|
-        activations = whole * (1 if plan.recompute == "full" else in_flight) + in_flight * entering
-        return StageMemory(*(size * parameters for size in each), activations, 0.0, 0.0)
+        activations = kept * (1 if plan.recompute == "full" else in_flight) + in_flight * entering
+        weights, *others = (size * parameters for size in each)
+        return StageMemory(weights + frozen, *others, activations, 0.0, 0.0)
 
     def estimate(self, plan: Plan) -> Estimate:
         seconds = self.seconds(plan)

@@ -54,7 +54,7 @@ class Compute:
         forward, backward = self._kernels(plan.samples, plan.tensor, plan.sequence_parallel)
         # A measured block contains the host's time, and the messages between its ranks.
         inside = self._measured_with(plan.tensor)
-        launch, pair = 0.0 if inside else self.launch, 0.0
+        launch, pair = 0.0 if inside else self.launch * (1 + ADAPTED * bool(self.model.adapter_rank)), 0.0
         if plan.tensor > 1:  # two all-reduces per pass, or four all-gathers and reduce-scatters of as many bytes
             group = self.layout(plan).tensor
             size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
@@ -98,11 +98,11 @@ class Compute:
 
     def _kernels(self, microbatch: float, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
         """(forward, backward) of one layer's kernels; with messages if they were measured with so many ranks."""
-        if self._measured_with(tensor):
-            return self.profile.layer(microbatch, tensor)
         if self.profile:
-            forward, backward = self.profile.layer(microbatch)
-            return forward / tensor, backward / tensor
+            share = 1 if self._measured_with(tensor) else tensor
+            forward, backward = self.profile.layer(microbatch, tensor // share)
+            backward = forward if self.model.adapter_rank else backward  # the gradients of the inputs alone
+            return forward / share, backward / share
         stored = layer_activations(self.model, microbatch, tensor, sequence_parallel, self.flash, self.precision)
         traffic = TRAFFIC * stored / self.bytes + KERNELS * self.cluster.device.kernel_us * 1e-6
         attention = self._attention(microbatch, tensor)
@@ -111,7 +111,11 @@ class Compute:
         tokens, forward, backward = microbatch * self.model.sequence, 0.0, 0.0
         for inputs, outputs in self.model.matrix_sides(tensor):
             forward += self.product(tokens, inputs, outputs)
-            backward += self.product(tokens, outputs, inputs) + self.product(inputs, tokens, outputs)
+            backward += self.product(tokens, outputs, inputs)
+            weights = self.product(inputs, tokens, outputs)
+            # A frozen matrix has no gradient; its adapter has two products in a forward and four in a backward.
+            thin = 2 * tokens * self.model.adapter_rank * (inputs + outputs) / self.flops
+            forward, backward = forward + thin, backward + (2 * thin if thin else weights)
         return forward + attention + traffic, backward + 2 * attention + traffic
 
     def product(self, rows: float, inner: float, columns: float) -> float:
@@ -140,11 +144,13 @@ class Compute:
             profile, ranks = self.profile, plan.tensor if self._measured_with(plan.tensor) else 1
             there = replace(self.model, vocab=profile.vocab).padded_vocab(ranks)
             share = self.model.padded_vocab(plan.tensor) / there * ranks / plan.tensor
-            return Work(*(seconds * share for seconds in profile.output_layer(plan.samples, ranks)))
+            forward, backward = profile.output_layer(plan.samples, ranks)
+            return Work(forward * share, (forward if self.model.adapter_rank else backward) * share)
         logits = plan.samples * self.model.sequence * self.model.padded_vocab(plan.tensor) / plan.tensor
         seconds = self.model.output_flops(plan.samples, plan.tensor) / self.flops
         traffic = LOGIT_TRAFFIC * logits / self.bytes
-        return Work(max(seconds + traffic, self.launch), max(2 * seconds + traffic, self.launch))
+        back = seconds if self.model.adapter_rank else 2 * seconds
+        return Work(max(seconds + traffic, self.launch), max(back + traffic, self.launch))
 
     def update(self, parameters: float, shards: int) -> float:
         """The optimizer's step on one GPU: it reads and writes gradients, two moments and main weights."""
@@ -167,6 +173,7 @@ TRAFFIC = 2.0
 # Memory-bound kernels of a layer's forward, and of its backward: two norms, two additions, positions, activation,
 # and the start of attention.
 KERNELS = 7
+ADAPTED = 1.0  # launches of a layer's four adapters, in those of the layer: four kernels each, by their count
 # Elements of a matrix product that one unit computes per round, and the sums by which FILL lengthens each tile: the
 # pair with the least scatter over 168 products that SimuMax measured on an A100 (bench/measured/simumax_kernels.csv).
 TILE, FILL = 256 * 128, 200

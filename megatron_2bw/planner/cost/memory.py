@@ -173,7 +173,8 @@ class Memory:
             buffers += roots if schedule.late_step else max(0.0, roots - activations - logits - buffers)
         if self.engine:
             buffers += self.element * self.model.matrix_parameters() / plan.tensor
-        return StageMemory(*(size * parameters for size in each), activations, logits, buffers)
+        weights, *others = (size * parameters for size in each)
+        return StageMemory(weights + self.frozen(plan, stage, layers), *others, activations, logits, buffers)
 
     def a_parameter(self, plan: Plan, versions: int) -> tuple[float, float, float]:
         """Bytes of (weights, gradients, optimizer). The distributed optimizer divides main weights, copies and moments.
@@ -194,7 +195,15 @@ class Memory:
         return [size * self.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
-        """Parameters on one GPU of the stage."""
+        """Trained parameters on one GPU of the stage."""
+        adapters = layers * self.model.adapter_parameters(plan.tensor)
+        return adapters or self._all_parameters(plan, stage, layers)
+
+    def frozen(self, plan: Plan, stage: int, layers: int) -> float:
+        """Bytes of the weights on one GPU of the stage that are not trained."""
+        return self.element * self._all_parameters(plan, stage, layers) if self.model.adapter_rank else 0.0
+
+    def _all_parameters(self, plan: Plan, stage: int, layers: int) -> float:
         layer, embedding, output, tied = self._parts(plan)
         count = layers * layer
         if stage == 0:

@@ -376,7 +376,7 @@ class Cost:
         size = bytes_of(self.precision, plan.grad_reduce_in_bf16)
         collective = half if plan.distributed_optimizer else all_reduce
         words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * size.gradient
-        shared = self.model.tied and plan.depth > 1
+        shared = self.model.tied and plan.depth > 1 and not self.model.adapter_rank
         return _Step(
             [collective(self.cluster, place.data, count * size.gradient) for count in counts],
             all_reduce(self.cluster, place.ends, words) if shared else 0.0,

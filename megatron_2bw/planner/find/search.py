@@ -144,8 +144,10 @@ class Search:
     def _least_memory(self, shape: Plan) -> float:
         """Bytes of weights, gradients and optimizer on equal stages. Every plan of the shape needs at least these."""
         plan, memory = self._leanest(shape), self.cost.memory
-        parameters = sum(memory.parameters(shape, stage, n) for stage, n in enumerate(shape.layers_of(self.cost.model)))
-        return parameters / plan.depth * self._bytes(plan)
+        stages = [*enumerate(shape.layers_of(self.cost.model))]
+        parameters = sum(memory.parameters(shape, stage, n) for stage, n in stages)
+        frozen = sum(memory.frozen(shape, stage, n) for stage, n in stages)
+        return (parameters * self._bytes(plan) + frozen) / plan.depth
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""

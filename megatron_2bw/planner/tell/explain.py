@@ -224,8 +224,8 @@ def gain(result: Result) -> Iterator[str]:
     exact = next((estimate for estimate in found if estimate.plan.pipeline.flushes), None)
     if late and exact:
         plan, (fullest, stage) = late.plan, max(enumerate(late.memory), key=lambda pair: pair[1].total)
-        kept = {2: (" and gradient slot", 1 / 2), "shard": (" and a gradient shard", 1 / (1 + plan.replicas))}
-        slot, part = kept.get(1 if plan.host else plan.gradient_slots, ("", 0.0))
+        slots = {2: (" and gradient slot", 1 / 2), "shard": (" and a gradient shard", 1 / (1 + plan.replicas))}
+        slot, part = slots.get(1 if plan.host else plan.gradient_slots, ("", 0.0))
         bubble = "One stage has no bubble to gain: only reductions and step overlap."
         if plan.depth > 1:
             share = f"1 + (d - 1)/m, {1 + (plan.depth - 1) / plan.microbatches:.2f} here"
@@ -233,11 +233,12 @@ def gain(result: Result) -> Iterator[str]:
                 f"On even stages its gain over 1F1B of the same d and m is about {share}; on slow links it is more."
             )
         corrected = stage.optimizer - result.cost.estimate(plan.changed(extrapolate=False)).memory[fullest].optimizer
+        trained = stage.weights - result.cost.memory.frozen(plan, fullest, plan.layers_of(result.cost.model)[fullest])
         copy = f", the correction's copy of the weights ({corrected / GIB:.2f} GiB)," * plan.extrapolate
         yield (
             f"2bw against a flush: {rate(late)} is {late.throughput / exact.throughput:.2f} times as fast as "
             f"{rate(exact)}. {bubble} It costs one more weight version{slot} "
-            f"({(stage.weights / 2 + part * stage.gradients) / GIB:.2f} GiB){copy} and a delay of one update."
+            f"({(trained / 2 + part * stage.gradients) / GIB:.2f} GiB){copy} and a delay of one update."
         )
     elif not late and result.space.extrapolate and "2bw" in result.space.schedules:
         search = Search(result.cost, replace(result.space, schedules=("2bw",), extrapolate=False))

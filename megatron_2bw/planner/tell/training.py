@@ -44,7 +44,7 @@ def checkpoint_bytes(cost: Cost, plan: Plan) -> float:
     """Bytes of a checkpoint: weights, main weights, Adam's moments; of 2bw also the shadow weights and, with
     extrapolation, the working copy."""
     each, copies = bytes_of(cost.precision, plan.grad_reduce_in_bf16), 1 + plan.pipeline.late_step + plan.extrapolate
-    return cost.model.parameters() * (copies * ELEMENT[cost.precision] + each.main + each.moments)
+    return cost.model.trained_parameters() * (copies * ELEMENT[cost.precision] + each.main + each.moments)
 
 
 def about(cost: Cost, estimate: Estimate) -> list[str]:
