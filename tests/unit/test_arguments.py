@@ -136,7 +136,6 @@ def test_apex_is_nvidias(modules, real, tmp_path, monkeypatch):
     [
         ("--fp16-lm-cross-entropy", "lm cross entropy in fp16"),  # the assertion's text
         ("--weight-decay-incr-style linear", "args.start_weight_decay is not None (AssertionError in arguments"),
-        ("--overlap-param-gather", "--overlap-param-gather only supported with"),
     ],
 )
 def test_megatrons_assertion_is_a_line(flags, expected):

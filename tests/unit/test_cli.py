@@ -183,11 +183,7 @@ def test_hosts_that_do_not_fit(argv, nodes, monkeypatch, capsys):
     assert status == 2 and len(lines) == 1
 
 
-def test_an_evaluation_takes_the_model_from_the_checkpoint(tmp_path, monkeypatch, capsys):
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
-    flags = dry(["evaluate", "gpt", str(tmp_path), "--mock-data", "--eval-iters", "3", "--device", "cpu"], capsys)
-    assert {"--skip-train", "--use-checkpoint-args", "--no-load-optim"} < {*flags}
-    assert flags.count("--eval-iters") == 1 and flags[flags.index("--load") + 1] == str(tmp_path)
+def test_an_evaluation_needs_a_checkpoint(capsys):
     line = "megatron-2bw evaluate: error: gone: it holds no checkpoint: give the folder that a run has as --save"
     assert ended(["evaluate", "gpt", "gone", "--mock-data"], capsys)[::2] == (1, [line])
 

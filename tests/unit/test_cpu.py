@@ -40,48 +40,6 @@ def test_tensors_asked_for_on_cuda_are_on_the_cpu(layer):
     assert torch.ones(2).to(torch.float16).dtype == torch.float16
 
 
-def test_tensors_that_a_backward_asks_for(layer):
-    """Also one that starts inside another, as a full recompute does."""
-
-    class Inner(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tensor):
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            assert gradient.type() == "torch.cuda.FloatTensor"
-            return torch.ones(2, device=torch.cuda.current_device()) * gradient
-
-    class Outer(Inner):
-        @staticmethod
-        def backward(ctx, gradient):
-            with torch.enable_grad():
-                inner = Inner.apply(leaf)
-            torch.autograd.backward(inner, gradient)
-            return Inner.backward(ctx, gradient)
-
-    leaf, other = (torch.ones(2, requires_grad=True) for _ in range(2))
-    Outer.apply(other).sum().backward()
-    assert leaf.grad.tolist() == other.grad.tolist() == [1, 1]
-
-
-def test_streams_events_memory_and_the_generator(layer):
-    stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
-    with torch.cuda.stream(stream):
-        event.record()
-    torch.cuda.current_stream().wait_stream(stream)
-    event.synchronize()
-    assert event.query()
-    assert torch.cuda.memory_allocated() > 1 << 20 <= torch.cuda.memory_stats()["allocated_bytes.all.peak"]
-    assert not torch.cuda.is_available() and torch.cuda.device_count() == 1
-    torch.cuda.manual_seed(3)
-    before = torch.cuda.get_rng_state()
-    first = torch.rand(3, device="cuda")
-    torch.cuda.set_rng_state(before)
-    assert torch.equal(first, torch.rand(3))
-
-
 def test_uninstall_puts_everything_back():
     before = state()
     cpu.install()

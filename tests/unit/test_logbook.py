@@ -198,16 +198,3 @@ def test_whoever_finishes_early_has_waited_for_the_last(world):
     second = StageTimes(waited=1.0, elapsed=7.0, tail=2.5)  # waits for a forward, and 2 s for the other's backward
     for report in stage_stats([(first, 1.0), (second, 2.0)]):
         assert (report.waited, report.elapsed) == (3.0, 9.5)
-
-
-def test_the_interval_timer_of_a_late_step_waits_for_nobody(world, monkeypatch):
-    """Megatron's loop has started it before."""
-    from megatron.core import timers
-
-    timer = timers.Timer("interval-time")
-    monkeypatch.setattr(world.module, "get_timers", lambda: lambda name, log_level: timer)
-    timer.start()
-    book = world.module.LogLines()
-    monkeypatch.setattr(torch.distributed, "barrier", pytest.fail)
-    monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
-    assert 0 <= book._read(barrier=True) < 60 and 0 <= timer._active_time < 60

@@ -72,15 +72,6 @@ def test_what_depends_on_the_pending_step_is_held_back():
     assert channel.posted == 7
 
 
-def test_a_message_may_be_asked_for_once_the_step_is_complete():
-    channel, steps = Numbers(), [True]
-    receiver = Receiver(channel)
-    receiver.hold_back(0, lambda: steps[-1])
-    receiver.announce(1, lambda: torch.empty(1))
-    steps.append(False)
-    assert channel.posted == 0 and receiver.receive().item() == 0
-
-
 class Slow:
     """A channel that has sent a message when it is waited for."""
 

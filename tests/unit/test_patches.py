@@ -79,12 +79,6 @@ def test_another_version_is_refused(monkeypatch):
         guard.apply([])
 
 
-def test_what_reads_the_newest_weights_finishes_the_step_first(runtime):
-    for replace in (runtime.sync_first, runtime.save):
-        before = runtime.finished
-        assert replace(lambda *args: runtime.finished)("model") == before + 1
-
-
 def test_ranks_are_not_asked_to_exit_until_one_wants_to_exit(runtime):
     """A checkpoint holds the flags as they were given."""
     seen = []

@@ -1,15 +1,14 @@
-"""One stage of `Pipeline`, step by step: what is waited for, deferred, freed; evaluations and resumed runs."""
+"""One stage of `Pipeline`, step by step: what is waited for, freed; evaluations and resumed runs."""
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
-import pytest
 import torch
 
 from megatron_2bw import (
     Action,
-    InPlaceUpdate,
     LateUpdate,
     Neighbours,
     Pipeline,
@@ -68,21 +67,6 @@ def test_a_run_resumes_from_two_versions():
     assert_same((losses, [copies(later.layers.parameters())]), reference("2bw", Shape(1, 3, 0, 6)))
 
 
-def test_a_deferred_step_runs_once_when_the_caller_says_so():
-    layers, steps = example.layers_of(0, 1), []
-    update = InPlaceUpdate(lambda: steps.append("step") or True, lambda action: steps.append(f"reduce {action}"))
-    stage = example.ModuleStage(layers, True, 2)
-    pipeline = Pipeline(schedule_of("gpipe"), Shape(1, 2), 0, Neighbours(), stage, update, defer_step=True)
-    for _ in range(2):
-        pipeline.run(0)
-        assert steps == ["reduce R0@0"]
-        pipeline.run_deferred_step()
-        assert steps == ["reduce R0@0", "step"]
-        with pytest.raises(RuntimeError, match="without an iteration"):
-            pipeline.run_deferred_step()
-        steps.clear()
-
-
 def test_a_skipped_step_of_pipedream_writes_no_weights():
     """W(1) is W(0) then, in the same memory; in 16 bits nothing has been written to another."""
     (param,), reduced = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], []
@@ -94,99 +78,46 @@ def test_a_skipped_step_of_pipedream_writes_no_weights():
     assert reduced == [Action("R", 0, 0)]
 
 
-class Clock:
-    """Time is counted in events."""
-
-    def __init__(self):
-        self._count, self.noted = itertools.count(), {}
-
-    def note(self, *names) -> int:
-        now = next(self._count)
-        self.noted.setdefault(names, now)
-        return now
-
-
-class Ticks(Recorder):
-    """A recorder on such a clock."""
-
-    def __init__(self, clock: Clock):
-        super().__init__(CPU)
-        self.mark = lambda: clock.note("mark", object())
-
-
-class Noted:
-    """A channel whose messages are noted on the clock."""
-
-    occupies_device, peer = False, 0
-
-    def __init__(self, clock: Clock, name: str):
-        self._clock, self._name, self._count = clock, name, itertools.count()
-
-    def send(self, tensor: torch.Tensor) -> Arrived:
-        self._clock.note(self._name, next(self._count))
-        return Arrived(lambda: None)
-
-    def receive(self, tensor: torch.Tensor) -> Arrived:
-        number = next(self._count)
-        return Arrived(lambda: self._clock.note(self._name, number))
-
-
-class NotedStage(example.ModuleStage):
-    """Notes the forwards and backwards."""
-
-    def __init__(self, clock: Clock, *args):
-        super().__init__(*args)
-        self._clock = clock
-
-    def forward(self, microbatch, received):
-        self._clock.note("forward", microbatch)
-        return super().forward(microbatch, received)
-
-    def backward(self, microbatch, *args):
-        self._clock.note("backward", microbatch)
-        return super().backward(microbatch, *args)
-
-
 def test_what_counts_as_waiting():
     """From `asked` to `start` a stage waits: for its input, for the gradient of its output, for a pending step."""
-    clock, rule, shape, freed = Clock(), schedule_of("2bw"), Shape(3, 3, 0, 3), itertools.count()
+    rule, shape, clock, noted = schedule_of("2bw"), Shape(3, 3, 0, 3), itertools.count(), {}
+
+    def noting(name, call=lambda *args: None):
+        """`call`; the ends of its first, second, ... call are noted on a clock that counts events."""
+        numbers = itertools.count()
+
+        def noted_call(*args):
+            result = call(*args)
+            noted[name, next(numbers)] = next(clock)
+            return result
+
+        return noted_call
+
+    def channel(name: str) -> SimpleNamespace:
+        arrived = noting(name)
+        send = noting(name, lambda tensor: Arrived(lambda: None))
+        return SimpleNamespace(occupies_device=False, peer=0, send=send, receive=lambda tensor: Arrived(arrived))
+
     layers = example.layers_of(1, 3)
     stores = WeightStores(layers.parameters(), 2)
-    batches = itertools.count()
-
-    def step(gradients, target) -> bool:
-        clock.note("step", next(batches))
-        return False
-
     names = ("activations in", "activations out", "gradients in", "gradients out")
-    channels = [box(Noted(clock, name)) for box, name in zip((Receiver, Sender) * 2, names)]
-    recorder = Ticks(clock)
-    pipeline = Pipeline(
-        rule,
-        shape,
-        1,
-        Neighbours(*channels),
-        NotedStage(clock, layers, False, 3),
-        LateUpdate(stores, Worker("late step", CPU), step),
-        recorder=recorder,
-        free_output=lambda output: clock.note("freed", next(freed)),
-    )
+    neighbours = Neighbours(*(box(channel(name)) for box, name in zip((Receiver, Sender) * 2, names)))
+    stage, recorder = example.ModuleStage(layers, False, 3), Recorder(CPU)
+    stage.forward, stage.backward = noting("forward", stage.forward), noting("backward", stage.backward)
+    recorder.mark = lambda: next(clock)
+    update = LateUpdate(stores, Worker("late step", CPU), noting("step", lambda gradients, target: False))
+    options = dict(recorder=recorder, free_output=noting("freed"))
+    pipeline = Pipeline(rule, shape, 1, neighbours, stage, update, **options)
     for iteration in range(3):
         pipeline.run(iteration)
-    noted, marks = clock.noted, recorder.cut()
+    marks = recorder.cut()
     assert [action for action, *_ in marks] == [a for j in range(3) for a in rule.actions(shape, 1, j)]
+    waited_for = {"F": ["activations in"], "B": ["gradients in"], "S": ["step"]}
+    done = {"F": ("forward", "activations out", "freed"), "B": ("backward", "gradients out")}
     for action, asked, start, end in marks:
-        number = action.number
-        if action.kind == "F":
-            order = [asked, noted["activations in", number], start, noted["forward", number]]
-            order += [noted["activations out", number], noted["freed", number], end]
-        elif action.kind == "B":
-            order = [asked, noted["gradients in", number], start, noted["backward", number]]
-            order += [noted["gradients out", number], end]
-        elif action.kind == "S":
-            order = [noted["step", number], start, end]
-            assert asked < start
-        else:
-            order = [asked, end]
-            assert asked == start
-        assert order == sorted(order), action
+        before, after = (
+            [noted[name, action.number] for name in names.get(action.kind, ())] for names in (waited_for, done)
+        )
+        asked_first = [] if action.kind == "S" else [asked]  # a step may have ended earlier, in its thread
+        order = [*asked_first, *before, start, *after, end]
+        assert order == sorted(order) and (asked < start) == (action.kind != "R"), action

@@ -185,6 +185,7 @@ def test_a_row_holds_any_plan(tmp_path):
         ({"depth": "two"}, "depth"),
         ({"global_batch": 31}, "global_batch"),
         ({"heads": 3}, "--num-attention-heads"),
+        ({"groups": 3}, "--num-query-groups"),
         ({"depth": 3}, "layers"),
         ({"overlap": 0, "virtual": 2, "layers": 8}, "--overlap-grad-reduce"),
     ],
@@ -245,11 +246,7 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
         assert read_log(text).plan.schedule == schedule
     scores = log(tmp_path / "c.log", attention_backend="AttnBackend.unfused", add_bias_linear=True)
     assert not read_log(scores).flash and read_log(scores).model.bias
-
-
-def test_the_log_of_a_run_with_what_a_plan_has_on_request(tmp_path):
-    """A layout, context parallelism, some layers again, gradients in 16 bits."""
-    ends = dict(decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
+    # A layout, context parallelism, some layers again, gradients in 16 bits.
     names = dict(pipeline_model_parallel_layout="Et*4|t*3|t*2|tL", context_parallel_size=2)
     run = read_log(log(tmp_path / "a.log", **ends, **names))
     assert run.plan.stages == (4, 3, 2, 1) and run.plan.context == 2 and run.plan.gpus == 16

@@ -111,27 +111,23 @@ def test_a_plan_is_printed_and_files_that_are_asked_for_appear(call, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, field, expected",
+    "words, expected",
     [
-        ("--schedules gpipe,1F1B", "schedule", {"gpipe", "pipedream-flush"}),
-        ("--pipeline-model-parallel-size 2,4", "depth", {2, 4}),
-        ("--tensor-model-parallel-size 2", "tensor", {2}),
-        ("--micro-batch-size 2", "microbatch", {2}),
-        ("--recompute full", "recompute", {"full"}),
-        ("--no-distributed-optimizer", "distributed_optimizer", {False}),
-        ("--no-sequence-parallel", "sequence_parallel", {False}),
-        ("--no-uneven-stages", "first", {0}),
-        ("--gradient-slots 1 --schedules 2bw", "gradient_slots", {1}),
-        ("--schedules 2bw", "extrapolate", {True}),
-        ("--schedules 2bw --no-extrapolate", "extrapolate", {False}),
-        ("--max-global-batch-size 8 --micro-batch-size 1", "global_batch", {8}),
-        ("--top 1", "rank", {None}),
+        ("--schedules gpipe,1F1B", dict(schedule={"gpipe", "pipedream-flush"})),
+        (
+            "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 --recompute full "
+            "--no-sequence-parallel --no-uneven-stages",
+            dict(depth={2}, tensor={2}, microbatch={2}, recompute={"full"}, sequence_parallel={False}, first={0}),
+        ),
+        ("--no-distributed-optimizer", dict(distributed_optimizer={False})),
+        ("--schedules 2bw", dict(extrapolate={True})),
+        ("--schedules 2bw --no-extrapolate --gradient-slots 1", dict(extrapolate={False}, gradient_slots={1})),
+        ("--max-global-batch-size 8 --micro-batch-size 1", dict(global_batch={8})),
     ],
 )
-def test_choices_are_kept_to(words, field, expected, plans):
+def test_choices_are_kept_to(words, expected, plans):
     found = plans(TINY, FOUR, "--top 20", words)
-    assert {plan.get(field) for plan in found} == expected
-    assert len(found) > 1 or words == "--top 1"
+    assert {field: {plan[field] for plan in found} for field in expected} == expected and len(found) > 1
 
 
 def test_further_choices(plans, write, tmp_path):
@@ -233,11 +229,9 @@ P3 = "--cluster p3.16xlarge --max-global-batch-size 64"
         (f"{MODEL} {P3} --servers 2 --link 100", "--link"),
         (f"{MODEL} {P3} --gpus-per-server 9", "--gpus-per-server"),
         (f"{MODEL} {P3} --gradient-slots 2,3", "--gradient-slots"),
-        (f"{MODEL} {P3} --profile none.json", "--profile none.json"),
         (f"{MODEL} {P3} --cluster 8xa10 --precision fp32 --context-parallel-size 2", "--context-parallel-size"),
         ("simulate --schedule 2bw --stages 4 --microbatches 3", "--microbatches"),
         ("simulate --schedule 2bw --stages 4 --microbatches 8 --extra-warmup 1,1", "--extra-warmup"),
-        ("simulate --schedule 2bw --stages 4 --microbatches 4 --out no/folder/x.png", "--out no/folder/x.png"),
     ],
 )
 def test_bad_flags(words, flag, call):
@@ -264,7 +258,6 @@ MIXED = changed(name=None, servers=None, gpu=None) | {"groups": _GROUPS}
         (changed(inside=None), "inside"),
         (changed(colour="red"), "colour"),
         (changed(inside={"gb_s": -1}), "inside.gb_s"),
-        (changed(gpu={"gemm_efficiency": 3}), "gemm_efficiency"),
         (changed(gpu="A100"), "A100"),
         (MIXED | {"gpu": "A10"}, "gpu"),
         ("a: [1\nb: }", "cluster.yaml"),
@@ -328,27 +321,19 @@ SIMULATE = "simulate --schedule 2bw --stages 4 --microbatches 4"
 def test_a_schedule_is_drawn(call, tmp_path):
     ended = call(SIMULATE, "--out", tmp_path / "timeline.png")
     assert ended.status == 0 and ended.errors == [] and (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    lines = ended.out.splitlines()
-    assert lines[0] == "2bw, 4 stages, 4 microbatches a batch"
-    stages = [line.split()[2:] for line in lines if line.startswith("stage ")]
-    assert len(stages) == 4 and stages[0][:4] == ["1", "2", "3", "4"]
-    assert stages[3][:5] == ["......1", "1bb", "2", "2bb", "3"]  # the last stage, once filled, never waits
-    narrow = call(SIMULATE, "--columns 40").out.splitlines()
-    assert max(len(line) for line in narrow if line.startswith("stage")) <= 40 < max(map(len, lines))
-    assert "W(v)" in call(SIMULATE, "--versions").out and "W(v)" not in ended.out
+    assert ended.out.startswith("2bw, 4 stages, 4 microbatches a batch\n") and "W(v)" not in ended.out
+    narrow = call(SIMULATE, "--columns 40 --versions").out
+    assert "W(v)" in narrow and max(len(line) for line in narrow.splitlines() if line.startswith("stage")) <= 40
 
 
 @pytest.mark.parametrize(
     "words, seconds",
     [
         ("", "12"),  # 4 microbatches of 1 + 2, without a bubble
-        ("--schedule 1f1b", "21"),
         ("--schedule gpipe --gpipe-round 2", "30"),  # two rounds of 2 + 3 microbatches
         ("--schedule megatron-interleaved --virtual 2", "16.5"),  # half of the bubble of 9
         ("--forward 2 --backward 2", "16"),
-        ("--microbatches 8 --transfer 0.5", "30"),  # 8 microbatches of 3 + 2 3/4 0.5
         ("--microbatches 8 --transfer 0.5 --extra-warmup 0,1,0", "28"),  # of (2 3 + 2 0.5) / 2
-        ("--microbatches 8 --transfer 0.5 --extra-warmup 1", "24"),
     ],
 )
 def test_the_time_of_an_iteration(words, seconds, call):
@@ -376,7 +361,3 @@ def test_calibrate_writes_a_cluster_that_plans(call, write, tmp_path):
     assert "error of the other 3" in call(*words, "--rows 0").out
     assert re.search(r"^mean absolute error by cross-validation: [\d.]+%", call(*words, "--rows 3").out, re.MULTILINE)
     refused(call(*words, "--rows 4"), "--rows", command=" calibrate")
-    PROFILE.save(tmp_path / "profile.json")  # of another model, so the constants count
-    path = write(DESCRIBED | {"profile": "profile.json"})
-    known = call("calibrate", runs, "--rows 0 --cluster", path)
-    assert known.status == 0 and known.out == call("calibrate", runs, "--rows 0 --cluster", write(DESCRIBED)).out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from dataclasses import astuple, replace
 
 import pytest
@@ -362,19 +361,10 @@ def test_extra_warmup_hides_what_is_slow():
     work, (near, far, _, _) = max(work.total for work in cost.stages(plan)), cost.times(plan).transfer
     assert near < 0.01 * work and 0.5 * work < far < work
     assert cost.extra_warmup(plan) == (0, 2, 0)
-    assert cost.extra_warmup(replace(plan, microbatches=5)) == (0, 1, 0)  # as many as the batch allows
-    assert cost.extra_warmup(replace(plan, microbatches=4)) == ()
     plain, ahead = (cost.estimate(replace(plan, extra_warmup=extra)) for extra in ((), (0, 2, 0)))
     assert plain.seconds == pytest.approx(16 * (work + far), rel=0.02)
     assert ahead.seconds == pytest.approx(16 * work, rel=0.02)
     assert plain.split.pipeline > 0.3 * plain.seconds and ahead.split.pipeline < 0.02 * ahead.seconds
-    for schedule in ("megatron", "pipedream-flush"):
-        assert cost.extra_warmup(replace(plan, schedule=schedule)) == ()
-        assert cost.bound_ahead(replace(plan, schedule=schedule)) is None
-    fast = Cost(GPT, replace(cluster, between=Link(1000, 10)), flash=True)
-    assert fast.extra_warmup(plan) == () and fast.bound_ahead(plan) is None
-    tight = replace(cluster, device=replace(DEVICE, memory_gib=cost.memory.heaviest(plan) / 2**30 / 0.8 + 1e-6))
-    assert Cost(cost.model, tight, flash=True).extra_warmup(plan) == ()
 
 
 @pytest.mark.parametrize("kind", [Cost, ClosedForm])
@@ -432,11 +422,14 @@ def test_torchs_adam_is_known_from_the_profile():
 
 
 def closed(plan: Plan, works: list[tuple[float, float]], transfer: float, reduce: float) -> float:
-    """Seconds of an iteration by a closed form, from the times of its parts."""
+    """Seconds of an iteration by a closed form, from the times of its parts, to which its split sums."""
     form = ClosedForm(replace(GPT, layers=12), CLUSTER)
     form.stages = lambda plan: [Work(*work) for work in works]
     form.times = lambda plan: Times(1.0, 2.0, transfer=transfer, reduce=reduce)
-    return form.seconds(plan)
+    estimate = form.estimate(plan)
+    assert min(astuple(estimate.split)) >= 0
+    assert sum(astuple(estimate.split)) == pytest.approx(estimate.seconds, rel=1e-9)
+    return estimate.seconds
 
 
 WORKS = [(1.0, 2.0), (1.0, 3.0), (1.0, 2.0)]
@@ -489,16 +482,6 @@ def test_closed_memory_by_hand():
     one = form.estimate(replace(PLAN, gradient_slots=1)).memory[0]
     flush = form.estimate(replace(PLAN, schedule="pipedream-flush")).memory[0]
     assert one.gradients == pytest.approx(4 * parameters) and flush.weights == pytest.approx(2 * parameters)
-
-
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream-flush", "no-pipelining"])
-@pytest.mark.parametrize("inside", [0.001, 100])
-def test_the_closed_parts_sum_to_the_seconds(schedule, inside):
-    form = ClosedForm(GPT, replace(CLUSTER, inside=Link(inside, 10)), flash=True)
-    estimate = form.estimate(replace(PLAN, schedule=schedule))
-    assert min(astuple(estimate.split)) >= 0
-    assert sum(astuple(estimate.split)) == pytest.approx(estimate.seconds, rel=1e-9)
-    assert math.isfinite(estimate.seconds) and form.lower_bound(estimate.plan) == estimate.seconds
 
 
 # --- context parallelism ---------------------------------------------------------------------------------------------

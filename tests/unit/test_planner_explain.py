@@ -131,24 +131,15 @@ def test_the_memory_of_every_stage_is_shown():
     assert last == "" and number == 23 and len(table) < 24
 
 
-def test_three_digits():
-    shown = {0.012345: "0.0123", 1: "1.00", 9.996: "10.0", 12.34: "12.3", 1234.5: "1234", 0: "0"}
-    assert {number: three(number) for number in shown} == shown
-
-
 # --- the reason ------------------------------------------------------------------------------------------------------
 
 
-def compared(result: Result) -> list[list[str]]:
-    """The rows of the reason's table: a plan, its samples/s, the ratio, its time by cause, its memory."""
-    lines = reason(result).splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("plan "))
-    return [re.split(r" {2,}", line) for line in lines[start + 1 :] if line.endswith("GiB")]
-
-
 def test_the_reason_is_the_time_by_cause(result):
-    estimates = [result.estimates[0], *result.rivals]
-    for row, estimate in zip(compared(result), estimates, strict=True):
+    """A row holds a plan, its samples/s, the ratio, its time by cause, its memory."""
+    estimates, lines = [result.estimates[0], *result.rivals], reason(result).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("plan "))
+    found = [re.split(r" {2,}", line) for line in lines[start + 1 :] if line.endswith("GiB")]
+    for row, estimate in zip(found, estimates, strict=True):
         plan, split = estimate.plan, asdict(estimate.split)
         shown = [estimate.throughput, estimates[0].throughput / estimate.throughput]
         shown += [1e3 * seconds / plan.global_batch for seconds in split.values()]

@@ -154,16 +154,6 @@ def test_causes_explain_all_idle_time(given):
             assert before == pytest.approx(round(before), abs=small) and before > -small
 
 
-def test_a_message_that_waits_for_its_link():
-    """Messages take 3 and forwards 1, so the second message waits 2 for its link, and the link is critical."""
-    sizes = {"stages": 2, "microbatches": 2, "iterations": 1, "transfer": 3, "gpipe_round": 2}
-    found = of("timelines", "gpipe", **sizes)
-    assert found["waits"][1][:2] == [[0, 4, 0, 0, 0], [1, 2, 0, 1, 2]]
-    assert found["critical"][:2] == [[0, 0], [1, 1]]
-    waits = of("timelines", "gpipe", **sizes, occupied=0)["waits"]  # of a link with room for both
-    assert [wait for wait in waits[1] if wait[0] < 4] == [[0, 4, 0, 0, 0]] and not any(wait[4] for wait in waits[0])
-
-
 def test_an_edited_list_is_checked_and_simulated():
     lists = of("timelines", "2bw", iterations=2)["actions"]
     given = {"ask": "check", "schedules": ["2bw"], "iterations": 2}

@@ -49,10 +49,7 @@ def test_a_refused_flag_is_named_with_its_reason_in_its_scope_only(rule):
     "schedule, flags, fine",
     [
         ("pipedream", "--num-experts 4", "gpipe"),
-        ("2bw", "--rerun-mode validate_results", "gpipe"),
-        ("2bw", "--iterations-to-skip 2", "gpipe"),
         ("megatron", "--hybrid-layer-pattern M*M*", None),
-        ("pipedream", "--fp16", "2bw"),
         ("megatron", "--yaml-cfg run.yaml", None),
     ],
 )

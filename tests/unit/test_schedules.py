@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
-
 import pytest
 
 from megatron_2bw.schedules import (
@@ -18,7 +16,6 @@ from megatron_2bw.schedules import (
     schedule_of,
     validate,
 )
-from megatron_2bw.schedules.interleaved import Interleaved
 
 TWO_BW = SCHEDULES["2bw"]
 
@@ -28,19 +25,6 @@ def lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
         [action for j in range(shape.first, shape.end) for action in schedule.actions(shape, s, j)]
         for s in range(shape.stages)
     ]
-
-
-def text(actions: list[Action]) -> str:
-    return " ".join(map(str, actions))
-
-
-def test_schedules_with_equal_options_are_equal_and_none_changes():
-    same = {TwoBW(), TwoBW(2, (), 0), TWO_BW, type(SCHEDULES["gpipe"])(), *SCHEDULES.values(), Interleaved(2)}
-    assert len(same) == len(SCHEDULES) + 1
-    assert len({TwoBW(), TwoBW(1), TwoBW(extra_warmup=(1,)), TwoBW(sync_iterations=2)}) == 4
-    assert Interleaved(2) == Interleaved(2) != Interleaved(3)
-    with pytest.raises(FrozenInstanceError):
-        TWO_BW.gradient_slots = 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -93,48 +77,19 @@ BY_HAND = [  # schedule, shape, stage, iteration
 
 @pytest.mark.parametrize("schedule, shape, stage, iteration, expected", BY_HAND)
 def test_lists_by_hand(schedule, shape, stage, iteration, expected):
-    assert text(schedule.actions(shape, stage, iteration)) == expected
-
-
-@pytest.mark.parametrize("gradient_slots", [1, 2])
-@pytest.mark.parametrize("stages, microbatches", [(1, 1), (2, 2), (3, 7), (4, 4), (8, 9)])
-def test_2bw_keeps_its_windows(stages, microbatches, gradient_slots):
-    """The step of batch j: after its reduction, before the first reader of W(j+1), before the next reduction, and
-    before the gradients of batch j + gradient_slots; so with 2 slots m - w pairs of F and B lie before it."""
-    shape, schedule = Shape(stages, microbatches, 0, 6), TwoBW(gradient_slots)
-    validate(schedule, shape)
-    for stage, row in enumerate(lists(schedule, shape)):
-        place = {action: index for index, action in enumerate(row)}
-        for batch in range(4):
-            step = place[Action("S", batch, batch + 1)]
-            first_reader = min(place[a] for a in row if a.kind == "F" and a.version == batch + 1)
-            assert place[Action("R", batch, batch)] < step < min(first_reader, place[Action("R", batch + 1, batch + 1)])
-            first = (batch + gradient_slots) * microbatches
-            assert step < place[Action("B", first, max(batch + gradient_slots - 1, 0))]
-            between = [a.kind for a in row[place[Action("R", batch, batch)] : step]]
-            pairs = microbatches - shape.warmup(stage)
-            if gradient_slots == 2:
-                expected = (pairs, pairs - 1) if stage == stages - 1 else (pairs, pairs)
-                assert (between.count("F"), between.count("B")) == expected
+    assert " ".join(map(str, schedule.actions(shape, stage, iteration))) == expected
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 4, 7])
 def test_gpipe_in_rounds_is_valid_and_holds_a_round(stages, microbatches):
-    """For every N up to m, N activations on each stage, and no fewer; with N = m the lists of gpipe without rounds,
-    with N = 1 those of no-pipelining."""
+    """For every N up to m, N activations on each stage; with N = m the lists of gpipe without rounds, with N = 1 those
+    of no-pipelining."""
     shape = Shape(stages, microbatches, 2, 5)
     for size in range(1, microbatches + 1):
         schedule = schedule_of("gpipe", gpipe_round=size)
         validate(schedule, shape)
         assert [schedule.max_in_flight(shape, stage) for stage in range(stages)] == [size] * stages
-
-        class Tighter(type(schedule)):
-            def max_in_flight(self, shape, stage):
-                return self.round - 1
-
-        with pytest.raises(ScheduleError, match=f"{size} microbatches in flight, at most {size - 1} allowed"):
-            validate(Tighter(size), shape)
     assert lists(schedule, shape) == lists(SCHEDULES["gpipe"], shape)
     assert lists(schedule_of("gpipe", gpipe_round=1), shape) == lists(SCHEDULES["no-pipelining"], shape)
 
@@ -192,12 +147,15 @@ def test_validator_finds(fault):
     assert "stage 0  " in str(error.value) and ">" in str(error.value) and "<" in str(error.value)
 
 
-def test_validator_counts_versions():
-    """Stale weights under a schedule that holds one version only."""
+def test_validator_counts_versions_and_compares_them_between_stages():
+    """Stale weights: on all stages under a schedule that holds one version only, and on one of two stages."""
     shape = Shape(2, 2, 0, 3)
-    stale = [[a._replace(version=0) if a.kind in "FB" else a for a in row] for row in lists(TWO_BW, shape)]
+    rows = lists(TWO_BW, shape)
+    stale = [[a._replace(version=0) if a.kind in "FB" else a for a in row] for row in rows]
     with pytest.raises(ScheduleError, match=r"2 weight versions \[0, 1\], at most 1 allowed"):
         check_actions(stale, SCHEDULES["pipedream-flush"], shape)
+    with pytest.raises(ScheduleError, match=r"F4@0 reads W\(0\), stage 0 read W\(1\)"):
+        check_actions([rows[0], stale[1]], TWO_BW, shape)
 
 
 def test_a_late_step_needs_a_free_store_from_its_reduction_on():
@@ -211,14 +169,6 @@ def test_a_late_step_needs_a_free_store_from_its_reduction_on():
 
     with pytest.raises(ScheduleError, match=r"R3@3: versions \[2, 3\] leave no free weight store"):
         check_actions(rows, Wide(), shape)
-
-
-def test_validator_compares_versions_between_stages():
-    shape = Shape(2, 2, 0, 3)
-    rows = lists(TWO_BW, shape)
-    rows[1] = [a._replace(version=0) if a.kind in "FB" else a for a in rows[1]]
-    with pytest.raises(ScheduleError, match=r"F4@0 reads W\(0\), stage 0 read W\(1\)"):
-        check_actions(rows, TWO_BW, shape)
 
 
 @pytest.mark.parametrize("extra", [(1,), (2,), (0, 2, 0), (1, 0, 3), (0,)], ids=str)
@@ -254,16 +204,3 @@ def test_2bw_that_is_synchronous_to_its_end_is_1f1b_with_a_flush():
     shape = Shape(3, 4, 0, 5)
     assert lists(TwoBW(sync_iterations=6), shape) == lists(SCHEDULES["pipedream-flush"], shape)
     assert lists(TwoBW(sync_iterations=1), shape) == lists(TwoBW(), shape)
-
-
-@pytest.mark.parametrize("sync", [0, 1, 3])
-def test_versions_that_are_read_late_only(sync):
-    schedule, shape = TwoBW(sync_iterations=sync), Shape(2, 2, 0, 7)
-    for version in range(6):
-        readers = {
-            shape.batch(a.microbatch)
-            for row in lists(schedule, shape)
-            for a in row
-            if a.kind == "F" and a.version == version
-        }
-        assert readers and schedule.reads_late(version) == (readers == {version + 1})

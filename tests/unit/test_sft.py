@@ -16,7 +16,7 @@ from megatron_2bw import cpu
 from megatron_2bw.data import indexed
 from tests.distributed.training import command
 from tests.unit.command_lines import complaint, dataset
-from tests.unit.test_preprocess import call, files_of, tiny_parts
+from tests.unit.test_preprocess import call, files_of
 
 HEADER = "<|im_start|>{{ m.role }}\n"
 CHATML = (
@@ -156,17 +156,15 @@ def test_a_template_that_refuses_or_is_missing(tmp_path, capsys, template, line)
     assert status == 2 and line in err.splitlines()[-1]
 
 
-def test_parts_do_not_show_and_rows_are_as_lines(tmp_path, capsys, monkeypatch):
+def test_rows_are_as_lines(tmp_path, capsys):
     import datasets
 
     lines = [{"messages": CHAT if i % 3 else LONGEST} for i in range(40)]
     assert prepare(tmp_path, capsys, CHATML, *lines)[0] == 0
     datasets.Dataset.from_list(lines).save_to_disk(tmp_path / "rows")
-    tiny_parts(monkeypatch)
-    words = ["--task", "sft", "--tokenizer-model", tmp_path / "tokenizer"]
-    for name, source in (("cut", ["--input", tmp_path / "chats.jsonl"]), ("rows", ["--dataset", tmp_path / "rows"])):
-        status, _, err = call(capsys, *words, *source, "--output-prefix", tmp_path / f"{name}-out")
-        assert status == 0 and files_of(tmp_path / f"{name}-out") == files_of(tmp_path / "out"), err
+    words = ["--task", "sft", "--tokenizer-model", tmp_path / "tokenizer", "--dataset", tmp_path / "rows"]
+    status, _, err = call(capsys, *words, "--output-prefix", tmp_path / "rows-out")
+    assert status == 0 and files_of(tmp_path / "rows-out") == files_of(tmp_path / "out"), err
 
 
 # --- samples -------------------------------------------------------------------------------------------------------

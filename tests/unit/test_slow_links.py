@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 
 from bench import slow_links
-from bench.slow_links import Link, bubbles, compare
+from bench.slow_links import Link, compare
 
 CHOSEN = argparse.Namespace(layers=8, hidden=512, heads=8, sequence=128, micro_batch=1, microbatches=8)
-LINE = (
-    " [2026-01-01 00:00:00.1] iteration        {}/       9 | consumed samples: 8 | elapsed time per iteration (ms): 9.9"
-    " | bubble: {}%/{}% | peak memory by stage (GiB): 1.09 1.09 |"
-)
 
 
 def test_what_each_method_has_to_send():
@@ -21,15 +17,6 @@ def test_what_each_method_has_to_send():
     assert slow_links.theory("data", CHOSEN) == 4 * slow_links.parameters(CHOSEN)
     assert slow_links.theory("tensor", CHOSEN) == 8 * (8 * 4 + 2) * activations
     assert {slow_links.theory(name, CHOSEN) for name in slow_links.PIPELINES} == {8 * activations}
-
-
-def test_the_measured_iterations_only():
-    sent = [[9, 9, 10, 11, 13, 99], [0, 0, 5, 10, 11, 99]]
-    ends = list(range(6))
-    assert slow_links.steps([(ends, own, "") for own in sent]) == [((10, 5), (11, 10)), ((11, 10), (13, 11))]
-    plain = LINE.replace(" bubble: {}%/{}% |", "").format(4)
-    log = "\n".join([plain, LINE.format(3, 90, 90), LINE.format(5, 6.25, 12.5), LINE.format(6, 90, 90), ""])
-    assert bubbles(log, range(4, 6)) == [(0.0625, 0.125)]
 
 
 def test_rows_beside_2bw():

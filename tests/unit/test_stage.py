@@ -11,33 +11,15 @@ from megatron_2bw import cpu
 from megatron_2bw.schedules import Shape
 
 
-@pytest.fixture
-def make():
-    """Makes a stage of two, by its index."""
+def test_the_number_of_tokens_is_not_copied_from_the_host(request, monkeypatch):
+    """On a GPU the copy of a number would wait for all that the stage has launched; on NCCL the host has no backend."""
     cpu.install()
+    request.addfinalizer(cpu.uninstall)
     from megatron_2bw.mcore.stage import MegatronStage
 
-    def make(index: int) -> MegatronStage:
-        stage = MegatronStage(Shape(2, 2, 0, 4), index)
-        stage._call = SimpleNamespace(config=SimpleNamespace(calculate_per_token_loss=True, grad_sync_func=None))
-        return stage
-
-    yield make
-    cpu.uninstall()
-
-
-def test_the_number_of_tokens_is_not_copied_from_the_host(make, monkeypatch):
-    """On a GPU the copy of a number would wait for all that the stage has launched; on NCCL the host has no backend."""
-    stage = make(0)
+    stage = MegatronStage(Shape(2, 2, 0, 4), 0)
+    stage._call = SimpleNamespace(config=SimpleNamespace(calculate_per_token_loss=True, grad_sync_func=None))
     stage._batches[0].tokens = torch.tensor(0)  # as Megatron's forward step returns it where there is no loss
     monkeypatch.setattr(torch.Tensor, "to", lambda *args, **kwargs: pytest.fail("a copy from the host"))
     tokens = stage.end_batch(0)
     assert tokens.shape == () and tokens.dtype == torch.int and tokens.item() == 0
-
-
-def test_the_number_of_tokens_on_the_last_stage(make):
-    stage, counted = make(1), torch.tensor(12, dtype=torch.int)
-    stage._batches[0].tokens = counted
-    tokens = stage.end_batch(0)
-    tokens.zero_()  # Megatron reduces it in place
-    assert tokens.dtype == torch.int and counted.item() == 12
