@@ -91,18 +91,24 @@ class Pipeline:
         free_output: Callable[[Tensor], object] = lambda output: None,
         defer_step: bool = False,
     ):
-        needed = schedule.min_microbatches(shape.stages)
-        if shape.microbatches < needed:
-            raise ValueError(
-                f"{schedule.name} needs at least {needed} microbatches with {shape.stages} stages, "
-                f"not {shape.microbatches}"
-            )
-        self.schedule, self.shape, self.index = schedule, shape, index
+        self.schedule, self.index = schedule, index
         self.neighbours, self.stage, self.update = neighbours, stage, update
         self.recorder: Recorder | NoRecorder = recorder or NoRecorder()
         self.in_flight: deque[InFlight] = deque()
         self._free_output, self._defer_step = free_output, defer_step
         self._deferred: Action | None = None
+        self.use_shape(shape)
+
+    def use_shape(self, shape: Shape) -> None:
+        """From iteration `shape.first` on, when the pipeline is empty. ValueError for too few microbatches."""
+        schedule, neighbours, index = self.schedule, self.neighbours, self.index
+        if shape.microbatches < (needed := schedule.min_microbatches(shape.stages)):
+            raise ValueError(
+                f"{schedule.name} needs at least {needed} microbatches with {shape.stages} stages, "
+                f"not {shape.microbatches}"
+            )
+        assert not self.in_flight, "microbatches of another shape are in flight"
+        self.shape = shape
         for sender, stage_index in ((neighbours.activations_out, index), (neighbours.gradients_out, index - 1)):
             if sender is not None:
                 sender.max_pending = schedule.max_in_flight(shape, stage_index) + 1

@@ -75,9 +75,15 @@ def replica(args: Args) -> int:
     return (args.micro_batch_size or 0) * (args.world_size // ranks)
 
 
+def batch_size(args: Args) -> int:
+    """Samples of a batch, of --step-batch-size-schedule of the smallest; 0 for sizes that Megatron refuses."""
+    steps = (args.step_batch_size_schedule or "").replace(",", " ").split()
+    return min((int(step.split(":")[1]) for step in steps), default=args.global_batch_size or replica(args))
+
+
 def microbatches(args: Args) -> int:
-    """Of a pipeline's batch; 0 for sizes that Megatron refuses."""
-    return (args.global_batch_size or replica(args)) // max(replica(args), 1)
+    """Of a pipeline's batch, likewise."""
+    return batch_size(args) // max(replica(args), 1)
 
 
 def late_microbatches(args: Args) -> int | None:
@@ -112,7 +118,7 @@ def note(found: Correction | None, args: Args) -> str | None:
 
 def measured(args: Args, column: int) -> str:
     """The gap of GAPS at the nearest number of tokens a batch."""
-    tokens = (args.global_batch_size or 0) * (args.seq_length or 0)
+    tokens = batch_size(args) * (args.seq_length or 0)
     known = [each for each, gaps in GAPS.items() if gaps[column] is not None]
     nearest = min(known, key=lambda each: max(each, tokens) / max(min(each, tokens), 1))
     return f". At {nearest:,} tokens a batch a small GPT's gap to vanilla's loss was {GAPS[nearest][column]:+.1f} %"

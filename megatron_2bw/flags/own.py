@@ -170,7 +170,7 @@ def _of_the_batch(args: Args) -> Iterator[str]:
         yield "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0"
     if not (replica := correction.replica(args)):
         return  # Megatron says so
-    size = args.global_batch_size or replica
+    size = correction.batch_size(args)
     schedule = schedule_of(args.pipeline_schedule, gradient_slots=args.two_bw_gradient_slots, extra_warmup=extra)
     if schedule is not None and (needed := schedule.min_microbatches(stages)) > size // replica:
         yield (

@@ -106,7 +106,6 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--inprocess-restart", f"a schedule's groups and weights outlive the restart; {OUT}"),
         ("--fine-grained-activation-offloading --cpu-offloading-num-layers", _NOT_YET),
         ("--optimizer-cpu-offload", "it is Megatron's, and makes a step wait; 2bw has --two-bw-optimizer host"),
-        ("--step-batch-size-schedule --rampup-batch-size", "a batch must keep its size; give --global-batch-size only"),
     ),
     "no flush": (
         ("--num-distributed-optimizer-instances", _NOT_YET),
@@ -129,6 +128,7 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--two-bw-optimizer", "the matrix products of --optimizer take too long on a host; use --optimizer adam"),
     ),
     "pipedream": (
+        ("--step-batch-size-schedule", "its versions count microbatches; give --global-batch-size"),
         ("--num-experts", "auxiliary losses and biases have one version; train a dense model"),
         ("--use-distributed-optimizer", f"its shards have one version; {OUT}"),
         ("--fp16", "each stage would scale the loss by itself; add --loss-scale N, or use --bf16"),

@@ -10,6 +10,7 @@ install(args)                                                   # 3: before pret
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from datetime import timedelta
 from functools import partial
@@ -93,7 +94,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     asks = schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins)
     return MegatronRuntime(
         schedule,
-        lambda: (args.curr_iteration, args.train_iters),
+        lambda: (args.curr_iteration, _end(args)),
         Options(
             transport=args.two_bw_exchange,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
@@ -105,6 +106,19 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
             host=args.two_bw_optimizer == "host",
         ),
     )
+
+
+def _end(args: argparse.Namespace) -> int:
+    """The iteration from which on batches have another size (--step-batch-size-schedule), or the end of the run."""
+    from megatron.core import num_microbatches_calculator as calculators
+
+    if args.step_batch_size_schedule is None:
+        return args.train_iters
+    calculator, samples = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR, args.consumed_train_samples
+    size = calculator.get_current_global_batch_size()
+    later = [start for start, other in calculator.schedule if start > samples and other != size]
+    change = math.ceil((min(later) - samples) / size) if later else math.inf
+    return min(args.train_iters, args.curr_iteration + change)
 
 
 def _wants_exit(args: argparse.Namespace) -> bool:

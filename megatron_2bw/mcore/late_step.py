@@ -155,7 +155,8 @@ class LateStep(LateUpdate):
         """
         device, parts = stores.params[0].device, list(getattr(optimizer, "chained_optimizers", [optimizer]))
         super().__init__(stores, Worker("2bw step", device, cpu.answering), step=lambda gradients, target: False)
-        self._shape, self._optimizer, self._parts = shape, optimizer, parts
+        self._optimizer, self._parts = optimizer, parts
+        self.use_shape(shape, call)
         host, experts = options.host, call.config.num_moe_experts is not None
         expert_group = call.model.expt_dp_group if experts else None
         self._groups = Groups(call.groups, device, options.timeout, parts, host, expert_group)
@@ -177,7 +178,6 @@ class LateStep(LateUpdate):
             saved = resume.working if schedule.reads_late(shape.first) else {}
             self.working = WorkingCopy(parts, stores, self._slots, self._proxies, correction.gradient != 0, saved)
         self.scales = LossScales(parts, shape.first, resume.loss_scale)
-        self._increment = shape.microbatches * call.micro_batch_size * mpu.get_data_parallel_world_size()
         self._end_batch, self._report = end_batch, complete
         self._wants_exit, self._save_pending = options.wants_exit, save_pending
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
@@ -207,6 +207,11 @@ class LateStep(LateUpdate):
         scheduler.step = lambda increment: None
 
     # The training thread calls the following.
+
+    def use_shape(self, shape: Shape, call: Call) -> None:
+        """From batch `shape.first` on; no step may be pending."""
+        self._shape = shape
+        self._increment = shape.microbatches * call.micro_batch_size * mpu.get_data_parallel_world_size()
 
     def bind(self, action: Action) -> None:
         """Weights and gradient slot of a microbatch."""

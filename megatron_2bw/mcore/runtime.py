@@ -36,7 +36,8 @@ class MegatronRuntime:
     """One stage.
 
     schedule  what to do when
-    progress  reads the training loop's position: the iteration that runs now, and the one after the last planned
+    progress  reads the training loop's position: the iteration that runs now, and the one after the last planned, or
+              the first whose batch has another size
     """
 
     def __init__(self, schedule: Schedule, progress: Callable[[], tuple[int, int]], options: Options = Options()):
@@ -127,10 +128,7 @@ class MegatronRuntime:
         if self.pipeline is None:
             self._start(call, iteration, end)
         elif call.num_microbatches != self.pipeline.shape.microbatches:
-            raise RuntimeError(
-                f"--pipeline-schedule {self.schedule.name} cannot change the number of microbatches during a run "
-                f"({self.pipeline.shape.microbatches} to {call.num_microbatches})"
-            )
+            self._use_shape(Shape(self.pipeline.shape.stages, call.num_microbatches, iteration, end), call)
         return self._iterate(call, iteration)
 
     def step(self) -> tuple:
@@ -247,6 +245,14 @@ class MegatronRuntime:
             if self.schedule.reads_late(shape.first):
                 versions += resume_note(self._resume.correction, self.options.correction)
             print_rank_0(f"> {self.schedule.name}: starts from iteration {shape.first} with {versions}")
+
+    def _use_shape(self, shape: Shape, call: Call) -> None:
+        """From here on batches have another size. The iteration before has drained the pipeline."""
+        self.wait_step()
+        self.pipeline.use_shape(shape)
+        self._stage.shape = shape
+        if self.late is not None:
+            self.late.use_shape(shape, call)
 
     def _iterate(self, call: Call, iteration: int) -> list:
         pipeline, late, timers = self.pipeline, self.late, call.config.timers

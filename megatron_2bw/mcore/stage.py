@@ -88,7 +88,7 @@ class MegatronStage:
     """One stage, number `index` from 0."""
 
     def __init__(self, shape: Shape, index: int):
-        self._shape, self._index = shape, index
+        self.shape, self._index = shape, index  # between batches of one size and of another it is replaced
         self._batches: dict[int, Batch] = defaultdict(Batch)
         self._random: tuple | None = None
         self._call: Call
@@ -118,14 +118,14 @@ class MegatronStage:
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """The stage's output; on the last stage the scaled loss."""
-        call, number = self._call, self._shape.batch(microbatch)
+        call, number = self._call, self.shape.batch(microbatch)
         if self._random is None and number > self._iteration:
             self._random = random_state()
-        batch, index = self._batches[number], microbatch % self._shape.microbatches
+        batch, index = self._batches[number], microbatch % self.shape.microbatches
         step, data, model, config = call.forward_step_func, call.data_iterator, call.model, call.config
-        given = step, data, model, self._shape.microbatches, received, batch.losses, config, call.groups.cp.size()
+        given = step, data, model, self.shape.microbatches, received, batch.losses, config, call.groups.cp.size()
         place = dict(is_first_microbatch=index == 0, current_microbatch=index)
-        last = self._index == self._shape.stages - 1
+        last = self._index == self.shape.stages - 1
         output, tokens = megatron_schedules.forward_step(*given, **place, is_last_stage=last)
         batch.tokens = batch.tokens + tokens
         return output
@@ -138,18 +138,18 @@ class MegatronStage:
         self, microbatch: int, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Accumulate gradients. Their reduction waits for the last backward of a batch, as in Megatron's schedules."""
-        config, index = self._call.config, microbatch % self._shape.microbatches
+        config, index = self._call.config, microbatch % self.shape.microbatches
         if index == 0:  # after the gradient buffers are zeroed, which would undo it
             self._no_sync = (config.no_sync_func or contextlib.nullcontext)()
             self._no_sync.__enter__()
         # With --align-grad-reduce only the first stage starts its reduction inside the backward.
-        if index == self._shape.microbatches - 1 and (config.grad_sync_func is None or self._index == 0):
+        if index == self.shape.microbatches - 1 and (config.grad_sync_func is None or self._index == 0):
             self._release_sync()
         if config.num_moe_experts is not None:
             # Megatron sets it in each forward. The last one here may be of the next batch, which has another scale.
             scale, share = megatron_schedules._get_moe_loss_scale(config, output.device), 1.0
             if not config.calculate_per_token_loss:
-                share = self._call.groups.cp.size() / self._shape.microbatches
+                share = self._call.groups.cp.size() / self.shape.microbatches
             MoEAuxLossAutoScaler.set_loss_scale(scale * share)
         return megatron_schedules.backward_step(received, output, gradient, config)
 
@@ -163,7 +163,7 @@ class MegatronStage:
                 config.grad_sync_func(self._call.model.parameters())
         if not config.calculate_per_token_loss:
             return None
-        if self._index < self._shape.stages - 1:  # Megatron's zero is on the host; a copy of it would wait for the GPU
+        if self._index < self.shape.stages - 1:  # Megatron's zero is on the host; a copy of it would wait for the GPU
             return torch.zeros((), dtype=torch.int, device="cuda")
         return self._batches[batch].tokens.to(torch.int, copy=True)
 

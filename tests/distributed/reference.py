@@ -22,7 +22,7 @@ from tests.distributed.training import Run, canonical, train
 class Rule:
     """What the reference is to compute.
 
-    microbatches  m
+    microbatches  m, or that of each batch
     optimizer     "adam", "sgd", "muon", "lion" or "soap"; the last three step matrices, and Adam (or Lion beside Muon)
                   the rest
     delay         of the gradients: 1 is 2BW, 0 is vanilla
@@ -34,7 +34,7 @@ class Rule:
     poison        batch whose gradients are made inf, and whose step is skipped
     """
 
-    microbatches: int
+    microbatches: int | tuple[int, ...]
     optimizer: str = "adam"
     delay: int = 1
     sync: int = 0
@@ -211,16 +211,17 @@ class _Reference:
         """Sum of the microbatches' gradients (each already divided by m), and the reported losses of the batch."""
         sums = {name: torch.zeros_like(param, dtype=self._sum_dtype()) for name, param in self.params.items()}
         reports = []
-        for index in range(self.rule.microbatches):
-            self._load(batch, batch * self.rule.microbatches + index)
+        count = self._count(batch)
+        for index in range(count):
+            self._load(batch, batch * count + index)
             output, loss_function = self.forward_step(self.data, self.module)
-            share = 1 if self.args.calculate_per_token_loss else self.rule.microbatches
+            share = 1 if self.args.calculate_per_token_loss else count
             MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(self._scale(batch) / share))
             total, tokens, parts = loss_function(output)
             if self.args.calculate_per_token_loss:
                 loss = total
             else:
-                loss = total / torch.clamp(tokens, min=1) / self.rule.microbatches
+                loss = total / torch.clamp(tokens, min=1) / count
             (loss * self._scale(batch)).backward()
             for name, param in self.params.items():
                 sums[name].add_(param.grad)
@@ -242,9 +243,14 @@ class _Reference:
         for index, router in enumerate(self.routers):
             router.expert_bias.data = self.biases[self._version("", batch, microbatch)][index]
 
+    def _count(self, batch: int) -> int:
+        """Microbatches of the batch."""
+        given = self.rule.microbatches
+        return given if isinstance(given, int) else given[batch]
+
     def _version(self, name: str, batch: int, microbatch: int) -> int:
         if not self.rule.per_stage:
-            index = microbatch - batch * self.rule.microbatches
+            index = microbatch - batch * self._count(batch)
             if self.rule.late is not None and index >= self.rule.late:
                 return batch
             return batch if batch < self.rule.sync else max(batch - self.rule.delay, 0)
@@ -283,7 +289,7 @@ class _Reference:
             self._clip()
             self.optimizer.step()
         if all(finite):  # Megatron moves the learning rate on when all ranks have stepped
-            self.scheduler.step(increment=self.args.global_batch_size)
+            self.scheduler.step(increment=self._count(batch) * self.args.micro_batch_size)
         self.run.skipped.append(int(not all(finite)))
         self.scales.append(self.scale)
         self.run.scales.append(self.scale)

@@ -121,3 +121,19 @@ def test_pipedream_skips_the_step_of_the_stage_with_inf():
     expected = run_reference(runs, argv, 2, per_stage=True, poison=POISONED)
     assert runs[0].skipped == expected.skipped == [0, 0, 0, 1, 0, 0]
     assert_same(runs, expected, exact=True)
+
+
+SIZED = dict(global_batch_size=None, train_iters=8, step_batch_size_schedule="0:4 128:8 640:10")  # of two samples each
+
+
+@pytest.mark.parametrize(
+    "stages, flags",
+    [(2, ""), (1, "--bf16 --two-bw-correction extrapolate"), (2, "--fp16 --eval-interval 3 --eval-iters 1")],
+    ids=["two", "corrected", "evaluated"],
+)
+def test_batches_of_several_sizes(stages, flags):
+    """The pipeline drains before a batch of another size; its gradients are late by one update, too."""
+    argv = lambda stages: command(stages, 2, "2bw", UNTIED, *flags.split(), **SIZED)
+    runs = run_pipeline(argv(stages), stages)
+    rule = dict(factor=1.0) if "extrapolate" in flags else {}
+    assert_same(runs, run_reference(runs, argv(1), (2, 2, 4, 4, 4, 4, 5, 5), **rule), exact=True)

@@ -34,6 +34,7 @@ def test_the_log_of_a_resumed_run_whose_first_weights_differ(then, now, text):
 
 SIZES = dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=1, context_parallel_size=1, world_size=2)
 SIZES |= dict(micro_batch_size=2, global_batch_size=4, two_bw_extra_warmup=(), two_bw_late_microbatches=None)
+SIZES |= dict(step_batch_size_schedule=None)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,6 @@
-"""The demo: its log interval, and a run that fails."""
-
-import pytest
+"""A demo that fails."""
 
 from megatron_2bw import demo
-from megatron_2bw.start.torchrun import log_interval
-
-
-@pytest.mark.parametrize("iterations, interval", [(250, 10), (7, 7), (11, 1), (36, 9)])
-def test_the_last_iteration_is_logged(iterations, interval):
-    assert log_interval(iterations) == interval
 
 
 def test_results_of_an_earlier_run_go_before_a_run_that_may_fail(tmp_path, monkeypatch):

@@ -80,23 +80,6 @@ def test_whole_trainings_have_the_papers_settings_and_need_data(tmp_path, call, 
     assert "PRECISION=fp32" in line and line.endswith("--seq-length 128 --max-position-embeddings 128")
 
 
-CLUSTER = "servers: {}\ngpus_per_server: 4\ngpu: V100-16GB\ninside: {{gb_s: 130, latency_us: 5}}\n"
-CLUSTER += "between: {{gb_s: 2.5, latency_us: 50}}\n"
-
-
-def test_jobs_for_ones_own_cluster(tmp_path, call, capsys):
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(CLUSTER.format(2))
-    words = ("submit", "--figure", 6, "--cluster", mine, "--out", tmp_path / "out", "--dry-run")
-    assert call(*words) == 0
-    out, err = capsys.readouterr()
-    left, jobs = err.splitlines(), out.splitlines()
-    assert len(left) == 2 and "6b is left out: it needs 64 GPUs" in left[0]
-    assert len(jobs) == len(grid([panels("6")[0]])) and all("--nodes=2 --gpus-per-node=4" in line for line in jobs)
-    mine.write_text(CLUSTER.format(1))
-    assert call(*words) == 1 and "it has 4 GPUs" in capsys.readouterr().err
-
-
 def test_it_submits_each_run_once_and_again_what_has_failed(tmp_path, call, sbatch):
     out = tmp_path / "out"
     assert call("submit", *OWN, "--out", out) == 0
@@ -116,15 +99,6 @@ def test_it_submits_each_run_once_and_again_what_has_failed(tmp_path, call, sbat
         assert (folder.with_name(f"{folder.name}.1") / "start-0-node-0-a.log").read_text() == "old"
         assert not list(folder.glob("*.log")) and status.read(folder / "status.json")["status"] == "pending"
     assert len(sweep.stored(out)) == len(first)
-
-
-def test_a_run_that_sbatch_refuses_is_failed(tmp_path, call, sbatch, capsys):
-    (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: no such\n partition' >&2\nexit 1\n")
-    assert call("submit", *OWN, "--out", tmp_path / "out") == 1
-    error = capsys.readouterr().err
-    assert "sbatch does not take own-" in error and error.count("\n") == 1
-    (path,) = (tmp_path / "out").glob("*/status.json")
-    assert status.read(path)["status"] == "failed"
 
 
 def log(*milliseconds: float, every: int = 1, batch: int = 64) -> str:

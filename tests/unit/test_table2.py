@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from megatron_2bw.data.corpus import read_library
-from megatron_2bw.errors import UserError
 from scripts import finetune_bert, table2
 from scripts.finetune_bert import LINES, TASKS, example, spans
 from scripts.paper_data import PAPER
@@ -33,41 +30,6 @@ def test_the_small_task_is_of_spans_that_follow_each_other_and_splits_share_no_d
         follows = {(one, two) for document in documents for one, two in zip(document, document[1:])}
         assert all(len(row["endings"]) == 4 and (row["text"], row["endings"][row["label"]]) in follows for row in own)
         assert {row["label"] for row in own} == {0, 1, 2, 3}
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["[CLS]", "[SEP]", "[PAD]", *map(str, range(40))]
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[PAD]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = dict(cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]")
-    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(tmp_path)
-    return finetune_bert.tokenizer_of(str(tmp_path))
-
-
-@pytest.mark.parametrize("first, second, length", [(3, 4, 20), (30, 4, 20), (4, 30, 20), (30, 30, 21)])
-def test_a_pair_loses_the_end_of_its_longer_text(first, second, length, tokenizer):
-    """Also with a tokenizer that has no template of its own."""
-    from datasets import Dataset
-
-    one, two = list(range(first)), list(range(second))
-    rows = [{"premise": " ".join(map(str, one)), "hypothesis": " ".join(map(str, two)), "label": x} for x in (-1, 1)]
-    (row,) = finetune_bert.encoded("mnli", Dataset.from_list(rows), tokenizer, length)
-    while len(one) + len(two) > length - 3:  # as Megatron's own data
-        (one if len(one) > len(two) else two).pop()
-    ids = [[number + 3 for number in text] for text in (one, two)]
-    assert row["input_ids"] == [0, *ids[0], 1, *ids[1], 1]
-    assert row["token_type_ids"] == [0] * (len(one) + 2) + [1] * (len(two) + 1) and row["label"] == 1
-
-
-def test_results_of_other_settings_are_not_mixed(tmp_path):
-    (tmp_path / "results.json").write_text(json.dumps({"settings": {"task": "race"}, "seeds": {"1": {}}}))
-    options = finetune_bert.parse(["--task", "race", "--model", "m", "--out", str(tmp_path)])
-    with pytest.raises(UserError, match="--out"):
-        finetune_bert.run(options)
 
 
 def result(out: Path, name: str, task: str, *accuracies: float) -> None:
