@@ -109,10 +109,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(form, tmp_path):
 
 
 def logged(run, model) -> None:
-    run.events = re.findall(r"(?:load_balancing_loss|z_loss): \S+", own_output())
+    run.events = re.findall(r"(?:load_balancing_loss|z_loss): (\S+)", own_output())
 
 
 def test_the_auxiliary_losses_of_a_line_are_those_of_its_batch():
-    """On one stage no forward of the next batch runs before a batch's last backward."""
+    """One stage runs no forward before the last backward of the batch before; its norm's sum has another order."""
     one, two = (run_pipeline(experts(d, 4, BIAS, log_interval=1), d, None, logged)[-1].events for d in (1, 2))
-    assert one == two and len(set(one)) > 6
+    assert [*map(float, one)] == pytest.approx([*map(float, two)], rel=1e-5) and len(set(one)) > 6
