@@ -24,6 +24,8 @@ ARCHITECTURES = {  # those with the heads that Megatron trains, the first is wri
     "mistral": ("MistralForCausalLM",),
     "qwen2": ("Qwen2ForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
+    "mixtral": ("MixtralForCausalLM",),
+    "qwen3_moe": ("Qwen3MoeForCausalLM",),
     "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
     "megatron-bert": ("MegatronBertForPreTraining", "MegatronBertForMaskedLM"),
 }
@@ -97,7 +99,7 @@ _FREE = """
 _* transformers_version architectures *dtype output_attentions output_hidden_states chunk_size_feed_forward id2label
 label2id task_specific_params tokenizer_class unsloth* use_cache *_token_id initializer_range pretraining_tp *dropout*
 *pdrop summary_* gradient_checkpointing n_inner *sliding_window max_window_layers max_position_embeddings n_positions
-n_ctx rope_parameters hidden_act activation_function is_llama_config model_max_length
+n_ctx head_dim rope_parameters hidden_act activation_function is_llama_config model_max_length output_router_logits
 """.split()
 _DROPOUTS = (("resid_pdrop", "hidden_dropout_prob"), ("attn_pdrop", "attention_probs_dropout_prob"))
 
@@ -112,6 +114,8 @@ def of_arguments(args: argparse.Namespace) -> dict[str, Any]:
     kind = "megatron-bert" if bert else "gpt2"
     if model.rotary and not bert:
         kind = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias and not model.bias else "llama"
+        if model.experts:
+            kind = "qwen3_moe" if model.qk_norm else "mixtral"
     return _config(Found(kind, model, ARCHITECTURES[kind][bert and not args.bert_binary_head]))
 
 
@@ -129,6 +133,12 @@ def _config(found: Found) -> dict[str, Any]:
             rope |= {"rope_type": "llama3", "factor": model.rope_factor} | SCALING
         fields |= {"num_key_value_heads": model.groups, "head_dim": model.head_size, "rope_parameters": rope}
         fields["rms_norm_eps"] = model.norm_epsilon
+        if model.experts:
+            fields |= {"num_local_experts": model.experts, "num_experts_per_tok": model.topk}
+            fields["router_aux_loss_coef"] = model.aux_loss
+        if found.kind == "qwen3_moe":
+            fields |= {"moe_intermediate_size": model.expert_ffn, "norm_topk_prob": not model.pre_softmax}
+            fields["mlp_only_layers"] = [*range(model.dense)]
     elif found.kind == "gpt2":
         fields["n_inner"] = fields.pop("intermediate_size")
         fields |= {"layer_norm_epsilon": model.norm_epsilon, "activation_function": gelu}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,17 @@ embedding.word_embeddings.weight                    model.embed_tokens.weight
 {_DECODER}.mlp.linear_fc2.weight                    model.layers.*.mlp.down_proj.weight
 decoder.final_layernorm.weight                      model.norm.weight
 output_layer.weight                                 lm_head.weight
+"""
+_EXPERT = f"{_DECODER}.mlp.experts.local_experts.*"  # two stars: the layer, and the expert
+_QWEN3_MOE = f"""{_LLAMA}
+{_DECODER}.mlp.router.weight   model.layers.*.mlp.gate.weight
+{_EXPERT}.linear_fc1.weight    model.layers.*.mlp.experts.*.{{gate,up}}_proj.weight
+{_EXPERT}.linear_fc2.weight    model.layers.*.mlp.experts.*.down_proj.weight
+"""
+_MIXTRAL = f"""{_LLAMA}
+{_DECODER}.mlp.router.weight   model.layers.*.block_sparse_moe.gate.weight
+{_EXPERT}.linear_fc1.weight    model.layers.*.block_sparse_moe.experts.*.{{w1,w3}}.weight
+{_EXPERT}.linear_fc2.weight    model.layers.*.block_sparse_moe.experts.*.w2.weight
 """
 _GPT2 = f"""
 embedding.word_embeddings.weight                    transformer.wte.weight
@@ -75,14 +86,14 @@ class Family:
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Hugging Face's names of the tensors of Megatron's parameter `name`. Raises KeyError."""
-        layer = re.search(r"\.layers\.(\d+)\.", name)
-        found = self.names[re.sub(r"\.layers\.\d+\.", ".layers.*.", name)]
-        return tuple(source.replace("*", layer[1]) for source in found) if layer else found
+        numbers = re.findall(r"\.(\d+)\.", name)
+        found = self.names[re.sub(r"\.\d+\.", ".*.", name)]
+        return tuple(source.replace("*", "{}").format(*numbers) for source in found)
 
 
 def _table(text: str) -> dict[str, tuple[str, ...]]:
     names = {}
-    for line in text.strip().splitlines():
+    for line in filter(None, text.splitlines()):
         for kind in ("weight", "bias") if "?" in line else ("",):
             ours, theirs = line.replace("?", kind).split()
             several = re.search(r"\{(.*)\}", theirs)
@@ -94,6 +105,8 @@ def _table(text: str) -> dict[str, tuple[str, ...]]:
 _LLAMA_FAMILY = Family("model.", _table(_LLAMA), ignored=r".*rotary_emb\.inv_freq")
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_FAMILY),
+    "mixtral": replace(_LLAMA_FAMILY, names=_table(_MIXTRAL)),
+    "qwen3_moe": replace(_LLAMA_FAMILY, names=_table(_QWEN3_MOE)),
     "gpt2": Family("transformer.", _table(_GPT2), transposed=True, ignored=r".*\.attn\.(bias|masked_bias)"),
     "megatron-bert": Family(
         "bert.", _table(_MEGATRON_BERT), ignored=r".*embeddings\.position_ids|cls\.predictions\.decoder\.bias"

@@ -136,10 +136,12 @@ def _files(found: configs.Found, shapes: dict[str, tuple[int, ...]]) -> dict[str
     """The name in `shapes`, which may lack the family's prefix, of each tensor. UserError unless names and shapes are
     those of transformers' model of the configuration."""
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = getattr(transformers, found.architecture)(transformers.AutoConfig.for_model(**found.content))
-    wanted, prefix = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, found.family.prefix
+    state = revert_weight_conversion(model, model.state_dict())  # as in a file, where each expert has its own tensors
+    wanted, prefix = {name: tuple(tensor.shape) for name, tensor in state.items()}, found.family.prefix
     files = {prefix + name if prefix + name in wanted else name: name for name in shapes}
     for name in sorted(wanted.keys() | files.keys()):
         held, expected = shapes.get(files.get(name, ""), "missing"), wanted.get(name, "missing")

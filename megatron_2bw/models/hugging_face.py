@@ -16,7 +16,7 @@ from megatron_2bw.models.reading import described
 # Entries by field of a Model, of BERT and of the Llama-like ones.
 SIZES = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
 SIZES |= {"vocab": "vocab_size", "ffn": "intermediate_size"}
-LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 KINDS = ("gpt2", "bert", "megatron-bert", *LLAMAS)
 GELUS = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
 # Entries of which Megatron has one value.
@@ -30,7 +30,8 @@ LONGEST = 4096
 
 
 def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
-    """The model that a Hugging Face config.json describes (GPT-2, BERT, MegatronBert, Llama, Mistral, Qwen2, Qwen3).
+    """The model that a Hugging Face config.json describes (GPT-2, BERT, MegatronBert, Llama, Mistral, Mixtral, Qwen2,
+    Qwen3, Qwen3-MoE).
 
     sequence: by default the learned positions; of rotary ones at most LONGEST
     Raises UserError for what Megatron would build differently: other architectures, biases, activations, scalings of
@@ -44,7 +45,8 @@ def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
     found["sequence"] = sequence or (min(positions, LONGEST) if llama else positions)
     _check(config, where, found["sequence"])
     if llama:
-        found |= LLAMA_LAYER | _rotary(config, where) | {"qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
+        found |= LLAMA_LAYER | _rotary(config, where) | _experts(config, where)
+        found |= {"qkv_bias": kind == "qwen2", "qk_norm": kind.startswith("qwen3")}
         found |= {"groups": config.num_key_value_heads, "head_size": getattr(config, "head_dim", None) or 0}
         found["norm_epsilon"] = config.rms_norm_eps
     elif kind == "gpt2":
@@ -78,6 +80,21 @@ def _check(config: Any, where: str, sequence: int) -> None:
     window = getattr(config, "sliding_window", None) or sequence
     if window < sequence and getattr(config, "use_sliding_window", True):
         raise UserError(f"{where}: sliding_window {window} is below the sequence: give --seq-length {window} or less")
+
+
+def _experts(config: Any, where: str) -> dict[str, Any]:
+    """Sizes and routing of a mixture's experts."""
+    if config.model_type not in ("mixtral", "qwen3_moe"):
+        return {}
+    found = {"experts": config.num_local_experts, "topk": config.num_experts_per_tok}
+    found["aux_loss"] = config.router_aux_loss_coef
+    if config.model_type == "mixtral":
+        return found
+    first = len(config.mlp_only_layers)
+    if config.decoder_sparse_step != 1 or sorted(config.mlp_only_layers) != [*range(first)]:
+        raise UserError(f"{where}: mlp_only_layers, decoder_sparse_step: only the first layers may have no experts")
+    found |= {"expert_ffn": config.moe_intermediate_size, "dense": first}
+    return found | {"pre_softmax": not config.norm_topk_prob}
 
 
 def _rotary(config: Any, where: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,16 @@ FLAGS: dict[str, dict[str, Any]] = {
     "norm_epsilon": {"type": float, "default": 1e-5},
     "attention_dropout": {"type": float, "default": 0.1},
     "hidden_dropout": {"type": float, "default": 0.1},
-    # Other flags say it.
+    **dict.fromkeys(("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), {"type": whole(1)}),
+    "moe_router_topk": {"type": whole(1), "default": 2},
+    "moe_layer_freq": {"default": "1"},
+    "moe_aux_loss_coeff": {"type": float, "default": 0.0},
+    "multi_latent_attention": {"action": "store_true"},
+    "kv_lora_rank": {"type": whole(1), "default": 32},
+    **dict.fromkeys(("qk_head_dim", "v_head_dim"), {"type": whole(1), "default": 128}),
+    "qk_pos_emb_head_dim": {"type": whole(1), "default": 64},
+    # Other flags say it, or no estimate depends on it.
+    **dict.fromkeys(("moe_token_dispatcher_type", "moe_router_load_balancing_type", "rope_type"), {}),
     **dict.fromkeys(("max_position_embeddings", "padded_vocab_size", "tokenizer_type", "tokenizer_model"), {}),
 }
 
@@ -78,7 +88,15 @@ def _whole_model(options: argparse.Namespace) -> Model:
         # Megatron's default is 4h (0 here), and with --swiglu two thirds of it, rounded down to a multiple of 64.
         ffn=given.ffn_hidden_size or int(given.hidden_size * 8 / 3 / 64) * 64 * given.swiglu,
         groups=(given.num_query_groups or 1) if given.group_query_attention else 0,
-        head_size=given.kv_channels or 0,
+        head_size=given.v_head_dim if given.multi_latent_attention else given.kv_channels or 0,
+        latent=given.kv_lora_rank if given.multi_latent_attention else 0,
+        rotary_head=given.qk_pos_emb_head_dim if given.multi_latent_attention else 0,
+        experts=given.num_experts or 0,
+        topk=given.moe_router_topk,
+        expert_ffn=given.moe_ffn_hidden_size or 0,
+        shared_ffn=given.moe_shared_expert_intermediate_size or 0,
+        dense=dense_layers(given.moe_layer_freq) if given.num_experts else 0,
+        aux_loss=given.moe_aux_loss_coeff,
         rms_norm=given.normalization == "RMSNorm",
         rotary=given.position_embedding_type == "rope",
         rotary_base=given.rotary_base,
@@ -88,6 +106,15 @@ def _whole_model(options: argparse.Namespace) -> Model:
         dropout=given.attention_dropout > 0 or given.hidden_dropout > 0,
         **switches,
     )
+
+
+def dense_layers(frequency: str | int | list[int]) -> int:
+    """The first layers without experts, by --moe-layer-freq. UserError if others have none too."""
+    text = re.sub(r"[\s()]", "", str(frequency))
+    found = re.fullmatch(r"\[0\]\*(\d+)\+\[1\]\*\d+|\[((?:0,)*)1(?:,1)*\]|1", text)
+    if not found:
+        raise UserError(f"--moe-layer-freq {frequency}: only the first layers may have no experts, as in [0]*1+[1]*26")
+    return int(found[1] or len(found[2] or "") // 2)
 
 
 def _named_model(name: str, sequence: int | None) -> Model:

@@ -6,6 +6,7 @@ Invariant: the counts equal those of the modules that Megatron builds from `flag
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_2bw.errors import UserError, did_you_mean
 from megatron_2bw.models.reading import Count, Described
@@ -13,7 +14,8 @@ from megatron_2bw.models.reading import Count, Described
 
 @dataclass(frozen=True)
 class Model(Described):
-    """A GPT, BERT or Llama-like model. Sizes are in elements, as in Megatron's flags (ARGUMENTS)."""
+    """A GPT, BERT or Llama-like model, dense or a mixture of experts. Sizes are in elements, as in Megatron's flags
+    (ARGUMENTS)."""
 
     name: str
     layers: Count
@@ -38,6 +40,15 @@ class Model(Described):
     rope_factor: float = 8.0  # of that scaling
     qk_norm: bool = False  # a norm of each head's query and key
     adapter_rank: int = 0  # of --lora-rank; 0: all parameters are trained
+    experts: int = 0  # of each layer; 0: dense layers
+    topk: int = 2  # experts of a token
+    expert_ffn: int = 0  # of one expert; 0: ffn
+    shared_ffn: int = 0  # of the expert that all tokens have; 0: none
+    dense: int = 0  # first layers without experts
+    pre_softmax: bool = False  # a token's experts have the shares of a softmax over all of them
+    aux_loss: float = 0.0  # coefficient of the loss that balances the experts
+    latent: int = 0  # of keys and values in multi-latent attention, whose values have head_size; 0: other attention
+    rotary_head: int = 0  # of the part of a head's query and key with positions, there
     gelu: str = ""  # its form if it matters: "exact" or "tanh"; else what is faster on the host
 
     def __post_init__(self) -> None:
@@ -49,6 +60,8 @@ class Model(Described):
         defaults = {"ffn": 4 * self.hidden, "groups": self.heads, "head_size": self.hidden // self.heads}
         for name, default in defaults.items():
             object.__setattr__(self, name, getattr(self, name) or default)
+        if self.experts:
+            object.__setattr__(self, "expert_ffn", self.expert_ffn or self.ffn)
         if self.heads % self.groups:
             raise UserError(f"--num-attention-heads {self.heads} is not a multiple of --num-query-groups {self.groups}")
 
@@ -61,32 +74,41 @@ class Model(Described):
         """Elements of one token's keys; the values' are as many."""
         return self.groups * self.head_size
 
-    def matrix_parameters(self) -> int:
-        """Weights of one layer's matrices, which tensor parallelism divides."""
-        return self.hidden * (2 * self.query_size + 2 * self.key_size) + self.mlp_parameters()
+    @cached_property
+    def without_experts(self) -> Model:
+        """The model whose layers are all as its first `dense` ones."""
+        return replace(self, experts=0, dense=0)
 
-    def mlp_parameters(self) -> int:
-        """Weights of one layer's MLP."""
-        return self.hidden * self.ffn * (3 if self.gated else 2)
-
-    def layer_parameters(self, tensor: int = 1) -> float:
-        """Parameters of one layer on one of `tensor` ranks: matrices and their biases divided, norms whole."""
-        sharded, whole = self.matrix_parameters(), self._norms(2)
-        if self.qk_norm:
-            whole += 2 * self.head_size * (1 if self.rms_norm else 2)
+    def layer_parameters(self, tensor: int = 1, expert: int = 1) -> float:
+        """Parameters of one layer (of a mixture: with experts) on one of `tensor` ranks, with one of `expert` parts of
+        the experts: matrices and their biases divided by the tensor ranks, norms whole."""
+        count = sum(inputs * outputs for inputs, outputs in self.matrix_sides(tensor)) + self._norms(2)
+        if self.latent:
+            count += self.latent * (1 if self.rms_norm else 2) * self.qk_norm
+        elif self.qk_norm:
+            count += 2 * self.head_size * (1 if self.rms_norm else 2)
         if self.bias or self.qkv_bias:
-            sharded += self.query_size + 2 * self.key_size
-        if self.bias:
-            sharded += self.ffn * (2 if self.gated else 1)
-            whole += 2 * self.hidden  # of the two row-parallel layers
-        return sharded / tensor + whole
+            count += (self.query_size + 2 * self.key_size) / tensor
+        if self.bias:  # whole ones of the row-parallel layers
+            count += self.hidden + (self.experts or self._mlp_biases(self.ffn, tensor))
+        return count + self.expert_parameters(tensor, expert)
+
+    def expert_parameters(self, tensor: int = 1, expert: int = 1) -> float:
+        """Those of the experts in it; 0 without."""
+        each = sum(inputs * outputs for inputs, outputs in self.expert_sides(tensor))
+        each += self._mlp_biases(self.expert_ffn, tensor) if self.bias else 0
+        return self.experts / expert * each
+
+    def _mlp_biases(self, ffn: int, tensor: int) -> float:
+        return ffn * (2 if self.gated else 1) / tensor + self.hidden
 
     def adapter_parameters(self, tensor: int = 1) -> float:
         """Parameters of one layer's adapters on one of `tensor` ranks."""
-        return self.adapter_rank * sum(inputs + outputs for inputs, outputs in self.matrix_sides(tensor))
+        sides = self.matrix_sides(tensor)[: -1 if self.experts else None]  # without the router
+        return self.adapter_rank * sum(inputs + outputs for inputs, outputs in sides)
 
-    def trained_parameters(self) -> float:
-        return self.layers * self.adapter_parameters() if self.adapter_rank else self.parameters()
+    def trained_parameters(self, expert: int = 1) -> float:
+        return self.layers * self.adapter_parameters() if self.adapter_rank else self.parameters(expert)
 
     def _norms(self, count: int) -> int:
         return count * self.hidden * (1 if self.rms_norm else 2)
@@ -109,27 +131,47 @@ class Model(Described):
             return words + extra + 2 * self.hidden + 2 + self._norms(1)
         return words + self._norms(1)
 
-    def parameters(self) -> float:
-        """All parameters, tied words once."""
+    def parameters(self, expert: int = 1) -> float:
+        """All parameters, tied words once; with one of `expert` parts of the experts."""
         twice = self.padded_vocab() * self.hidden if self.tied else 0
-        return self.layers * self.layer_parameters() + self.embedding_parameters() + self.output_parameters() - twice
+        each, first = self.layer_parameters(1, expert), self.without_experts.layer_parameters()
+        layers = self.dense * first + (self.layers - self.dense) * each
+        return layers + self.embedding_parameters() + self.output_parameters() - twice
+
+    def active_parameters(self) -> float:
+        """Those that a token uses."""
+        unused = self.expert_parameters() * (1 - self.topk / self.experts) if self.experts else 0.0
+        return self.parameters() - (self.layers - self.dense) * unused
 
     def layer_flops(self, microbatch: float, tensor: int = 1) -> tuple[float, float]:
         """(matrices, attention scores) of one layer's forward on `microbatch` samples, on one of `tensor` ranks.
 
         The scores are counted whole, without a mask.
         """
-        tokens = microbatch * self.sequence
-        return (2 * tokens * self.matrix_parameters() / tensor, 4 * tokens * self.sequence * self.query_size / tensor)
+        tokens, once, routed = microbatch * self.sequence, self.matrix_sides(tensor), self.expert_sides(tensor)
+        each = sum(i * o for i, o in once) + self.topk * sum(i * o for i, o in routed)
+        scores = 2 * self.query_size + self.heads * self.rotary_head
+        return 2 * tokens * each, 2 * tokens * self.sequence * scores / tensor
 
     def matrix_sides(self, tensor: int = 1) -> list[tuple[float, float]]:
-        """(inputs, outputs) of one layer's four matrix products on one of `tensor` ranks."""
-        return [
-            (self.hidden, (self.query_size + 2 * self.key_size) / tensor),
-            (self.query_size / tensor, self.hidden),
-            (self.hidden, self.ffn * (2 if self.gated else 1) / tensor),
-            (self.ffn / tensor, self.hidden),
-        ]
+        """(inputs, outputs) of the matrix products of all tokens in one layer, on one of `tensor` ranks; in a mixture
+        with the shared expert, and the router last."""
+        sides = [(self.hidden, (self.query_size + 2 * self.key_size) / tensor), (self.query_size / tensor, self.hidden)]
+        if self.latent:
+            queries, both = self.heads * (self.head_size + self.rotary_head), 2 * self.query_size
+            down = (self.hidden, self.latent + self.rotary_head)
+            sides[:1] = [(self.hidden, queries / tensor), down, (self.latent, both / tensor)]
+        if not self.experts:
+            return sides + self._mlp_sides(self.ffn, tensor)
+        shared = self._mlp_sides(self.shared_ffn, tensor) if self.shared_ffn else []
+        return [*sides, *shared, (self.hidden, self.experts)]
+
+    def expert_sides(self, tensor: int = 1) -> list[tuple[float, float]]:
+        """Those of one expert's products, each with a part of the tokens."""
+        return self._mlp_sides(self.expert_ffn, tensor) if self.experts else []
+
+    def _mlp_sides(self, ffn: int, tensor: int) -> list[tuple[float, float]]:
+        return [(self.hidden, ffn * (2 if self.gated else 1) / tensor), (ffn / tensor, self.hidden)]
 
     def output_flops(self, microbatch: float, tensor: int = 1) -> float:
         """Forward of the output layer (and BERT's head before it) on one of `tensor` ranks."""
@@ -143,6 +185,7 @@ class Model(Described):
         gradient of the weights."""
         matrices, scores = self.layer_flops(1)
         weights, parts = self.layers * matrices + self.output_flops(1), 2 if self.adapter_rank else 3
+        weights += self.dense * (self.without_experts.layer_flops(1)[0] - matrices)
         return parts * weights + 3 * self.layers * scores / 2
 
     def flags(self) -> list[str]:
@@ -163,6 +206,14 @@ class Model(Described):
             (self.gelu == "exact", "--no-bias-gelu-fusion"),
             (not self.dropout, "--attention-dropout 0 --hidden-dropout 0"),
             (self.adapter_rank, f"--lora-rank {self.adapter_rank}"),
+            (self.latent, f"--multi-latent-attention --rope-type rope --kv-lora-rank {self.latent}"),
+            (self.latent, f"--qk-head-dim {self.head_size} --v-head-dim {self.head_size}"),
+            (self.latent, f"--qk-pos-emb-head-dim {self.rotary_head}"),
+            (self.experts, f"--num-experts {self.experts} --moe-router-topk {self.topk}"),
+            (self.experts, f"--moe-ffn-hidden-size {self.expert_ffn} --moe-token-dispatcher-type alltoall"),
+            (self.shared_ffn, f"--moe-shared-expert-intermediate-size {self.shared_ffn}"),
+            (self.dense, f"--moe-layer-freq [0]*{self.dense}+[1]*{self.layers - self.dense}"),
+            (self.aux_loss, f"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff {self.aux_loss:g}"),
         )
 
 
@@ -180,11 +231,12 @@ def command_line(*rows: tuple[object, str]) -> list[str]:
 ARGUMENTS = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "sequence": "seq_length"}
 ARGUMENTS |= {"vocab": "vocab_size", "ffn": "ffn_hidden_size", "groups": "num_query_groups", "head_size": "kv_channels"}
 FLAGS = {field: flag(argument) for field, argument in ARGUMENTS.items()}
-ARGUMENTS |= {"gated": "swiglu", "bias": "add_bias_linear"}
+ARGUMENTS |= {"gated": "swiglu", "bias": "add_bias_linear", "experts": "num_experts", "topk": "moe_router_topk"}
+ARGUMENTS |= {"expert_ffn": "moe_ffn_hidden_size", "shared_ffn": "moe_shared_expert_intermediate_size"}
 # The flags without a value, and what each means.
 SWITCHES = {"gated": ("swiglu", True), "rope_scaling": ("use_rope_scaling", True), "qk_norm": ("qk_layernorm", True)}
 SWITCHES |= {"qkv_bias": ("add_qkv_bias", True), "tied": ("untie_embeddings_and_output_weights", False)}
-SWITCHES |= {"bias": ("disable_bias_linear", False)}
+SWITCHES |= {"bias": ("disable_bias_linear", False), "pre_softmax": ("moe_router_pre_softmax", True)}
 
 LLAMA_LAYER = dict(gated=True, rms_norm=True, rotary=True, bias=False, dropout=False)
 _BERT = dict(vocab=30522, sequence=512, kind="bert")
@@ -192,6 +244,11 @@ _QWEN3 = dict(
     vocab=151936, groups=8, head_size=128, rotary_base=1000000, qk_norm=True, norm_epsilon=1e-6, **LLAMA_LAYER
 )
 _LLAMA = dict(vocab=128256, sequence=8192, groups=8, rotary_base=500000, tied=False, **LLAMA_LAYER)
+
+_MIXTRAL = dict(vocab=32000, groups=8, rotary_base=1000000, tied=False, experts=8, aux_loss=0.02, **LLAMA_LAYER)
+_QWEN3_MOE = _QWEN3 | dict(groups=4, tied=False, experts=128, topk=8, expert_ffn=768, aux_loss=0.001)
+_DEEPSEEK = dict(vocab=102400, tied=False, qk_norm=True, norm_epsilon=1e-6, latent=512, rotary_head=64, **LLAMA_LAYER)
+_DEEPSEEK |= dict(experts=64, topk=6, expert_ffn=1408, shared_ffn=2816, dense=1, pre_softmax=True, aux_loss=0.001)
 
 # The paper names its models by size and says that their layers are similar to Megatron's (section 5): 1.3B and the
 # BERT models are Megatron's own, 2.2B has the layers of its 4.2B, and 3.8B those of its BERT 3.9B with 32 heads,
@@ -219,6 +276,9 @@ PRESETS: dict[str, Model] = {
         Model("qwen3-0.6b", 28, 1024, 16, ffn=3072, sequence=4096, **_QWEN3),
         Model("qwen3-8b", 36, 4096, 32, ffn=12288, sequence=4096, tied=False, **_QWEN3),
         Model("qwen3-32b", 64, 5120, 64, ffn=25600, sequence=4096, tied=False, **_QWEN3),
+        Model("mixtral-8x7b", 32, 4096, 32, ffn=14336, sequence=4096, **_MIXTRAL),
+        Model("qwen3-30b-a3b", 48, 2048, 32, ffn=6144, sequence=4096, **_QWEN3_MOE),
+        Model("deepseek-v2-lite", 27, 2048, 16, ffn=10944, sequence=4096, **_DEEPSEEK),
     )
 }
 

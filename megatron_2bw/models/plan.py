@@ -18,6 +18,7 @@ ARGUMENTS = {  # Megatron's, by field
     "depth": "pipeline_model_parallel_size",
     "width": "data_parallel_size",
     "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
     "microbatch": "micro_batch_size",
     "global_batch": "global_batch_size",
     "recompute": "recompute_granularity",
@@ -63,6 +64,7 @@ class Plan:
     stages: tuple[int, ...] = ()  # layers of each stage where `first` and `last` cannot express them
     recompute_block: int = 0  # of full: only that many layers of each stage (--recompute-method block); 0: all
     grad_reduce_in_bf16: bool = False  # gradients are reduced and kept in 16 bits
+    expert: int = 1  # ranks that share the experts of a layer, among the replicas
     host: bool = False  # 2bw's optimizer is in host memory, and one gradient slot on the GPU
 
     def changed(self, **fields: Any) -> Plan:
@@ -105,8 +107,8 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Schedule and sizes, such as `2bw t1 d8 w8 b4`, or `2bw t1 c2 d4 w8 b4`."""
-        context = f" c{self.context}" if self.context > 1 else ""
+        """Schedule and sizes, such as `2bw t1 d8 w8 b4`, or `2bw t1 c2 e4 d4 w8 b4`."""
+        context = f" c{self.context}" * (self.context > 1) + f" e{self.expert}" * (self.expert > 1)
         return f"{self.schedule_name} t{self.tensor}{context} d{self.depth} w{self.width} b{self.microbatch}"
 
     @property
@@ -180,6 +182,7 @@ class Plan:
             (True, f"--pipeline-model-parallel-size {self.depth} --micro-batch-size {self.microbatch}"),
             (True, f"--global-batch-size {self.global_batch}"),
             (self.context > 1, f"--context-parallel-size {self.context}"),
+            (self.expert > 1, f"--expert-model-parallel-size {self.expert}"),
             (self.first, f"--decoder-first-pipeline-num-layers {self.first}"),
             (self.last, f"--decoder-last-pipeline-num-layers {self.last}"),
             (self.stages, f"--pipeline-model-parallel-layout {self.layout}"),

@@ -75,6 +75,8 @@ class Profile(Described):
 
     def fits(self, model: Model, precision: str | None = None) -> str | None:
         """None if layers of this shape were measured, in `precision` if given; else one line that names the flag."""
+        if model.experts or model.latent:
+            return "it is of dense layers with plain attention"
         if precision not in (None, self.precision):
             return f"--precision: the profile was measured with {self.precision}, and {precision} is asked for"
         for name in ("hidden", "heads", "ffn", "groups", "head_size", "sequence", "gated", "dropout"):

@@ -77,6 +77,7 @@ def _parser(prog: str) -> Parser:
     add("--micro-batch-size", dest="microbatch", **sizes, help="default: all that are legal")
     sequences = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
     add("--context-parallel-size", dest="context", **sizes, help=sequences)
+    add("--expert-model-parallel-size", dest="expert", **sizes, help="default: all that are legal")
     known = f"of {', '.join(RECOMPUTES)} (default: these), {BLOCK}"
     add("--recompute", type=names_of((*RECOMPUTES, BLOCK)), default=RECOMPUTES, metavar="NAME,...", help=known)
     slots = dict(type=names_of((1, 2), whole(1)), default=(2, 1))
@@ -207,6 +208,8 @@ def run_profile(words: list[str], prog: str) -> int:
     inputs.add_model_flags(parser)
     blocks.add_flags(parser)
     options = parser.parse_args(words)
+    if options.num_experts or options.multi_latent_attention:
+        raise UserError("--num-experts, --multi-latent-attention: only dense layers with plain attention are measured")
     return blocks.run(options, inputs.model_of(options))
 
 

@@ -30,6 +30,7 @@ SIZES = dict(
     vocab_size=1001,
     max_position_embeddings=32,
 )
+ROUTED = dict(num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, mlp_only_layers=[0])
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=500000.0,
@@ -44,6 +45,8 @@ MODELS = {  # transformers' class, and its configuration
     "mistral": ("MistralForCausalLM", SIZES | dict(sliding_window=None, head_dim=16)),
     "qwen2": ("Qwen2ForCausalLM", SIZES | dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3ForCausalLM", SIZES | dict(head_dim=16)),
+    "mixtral": ("MixtralForCausalLM", SIZES | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", SIZES | dict(head_dim=16) | ROUTED),
     "gpt2": ("GPT2LMHeadModel", dict(n_layer=4, n_embd=64, n_head=8, n_positions=32, vocab_size=1001)),
     "bert": ("MegatronBertForPreTraining", ENCODER),
     "bert, one head": ("MegatronBertForMaskedLM", ENCODER | dict(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-5)),

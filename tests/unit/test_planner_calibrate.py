@@ -296,7 +296,7 @@ def test_folders_of_logs_are_read_with_tables(tmp_path):
 
 @pytest.mark.parametrize(
     "count, changed, word",
-    [(3, {}, "iterations"), (4, {"num_experts": 8}, "num_experts"), (4, {"num_layers": 3}, "layers")],
+    [(3, {}, "iterations"), (4, {"multi_latent_attention": True}, "latent"), (4, {"num_layers": 3}, "layers")],
 )
 def test_logs_that_cannot_be_used(count, changed, word, tmp_path):
     path = log(tmp_path / "run.log", [9000, 700, 600, 500][:count], **changed)

@@ -15,7 +15,7 @@ from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.models.profile import BlockTime, Profile
 from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.compute import FILL, Compute, Work
-from megatron_2bw.planner.cost.links import START, Group, all_reduce, half, layout, message
+from megatron_2bw.planner.cost.links import START, Group, all_reduce, all_to_all, half, layout, message
 from megatron_2bw.planner.cost.memory import LINK, PAIR
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.timelines.simulator import Times
@@ -36,12 +36,14 @@ ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}  # initialize.py's, a
 
 
 @functools.cache
-def groups(tensor: int, depth: int, width: int, inside: bool, context: int = 1) -> dict[str, list[list[int]]]:
-    """Ranks of Megatron's groups: of tensor, context and data parallelism, replicas, and pipelines."""
+def groups(
+    tensor: int, depth: int, width: int, inside: bool, context: int = 1, expert: int = 1
+) -> dict[str, list[list[int]]]:
+    """Ranks of Megatron's groups: of tensor, context, expert and data parallelism, replicas, and pipelines."""
     from megatron.core.parallel_state import RankGenerator
 
-    made = RankGenerator(tp=tensor, ep=1, dp=width, pp=depth, cp=context, order=ORDERS[inside])
-    return {name: made.get_ranks(name) for name in ("tp", "cp", "dp-cp", "pp")}
+    made = RankGenerator(tp=tensor, ep=expert, dp=width, pp=depth, cp=context, order=ORDERS[inside])
+    return {name: made.get_ranks(name) for name in ("tp", "cp", "ep", "dp-cp", "pp")}
 
 
 def described(kind: list[list[int]], per_server: int) -> Group:
@@ -76,6 +78,12 @@ def test_groups_and_boundaries_lie_as_in_megatrons_rank_order(inside, per_server
         assert place.tensor == described(made["tp"], per_server), (tensor, depth, width)
         assert place.data == described(made["dp-cp"], per_server), (tensor, depth, width)
         assert context == 1 or place.context == described(made["cp"], per_server)
+        for expert in (2, 4):
+            if not inside and context * width % expert == 0:
+                routed = groups(tensor, depth, context * width // expert, inside, expert=expert)
+                place = layout(tensor, depth, width, inside, per_server, context, expert)
+                kinds = described(routed["ep"], per_server), described(routed["dp-cp"], per_server)
+                assert (place.experts, place.same) == kinds, (tensor, context, depth, width, expert)
         crossings = [leaving(made["pp"], stage, per_server) for stage in range(depth)]
         assert list(place.boundaries) == crossings, (tensor, depth, width)
         if depth > 1:
@@ -217,6 +225,27 @@ def test_tensor_parallelism_divides_a_layer_and_adds_two_all_reduces_a_pass():
     assert across.tensor == pytest.approx(4 * all_reduce(CLUSTER, Group(16, 2, 1), 2 * 512 * 1024 * 2))
 
 
+def test_experts_by_hand():
+    """Of two experts, with all tokens each, and the router's product; on two ranks each has one."""
+    mixture = replace(GPT, experts=2, bias=False)
+    whole, parted, dense = layer(model=mixture), layer(model=mixture, expert=2), layer(model=replace(GPT, bias=False))
+    compute, tokens = Compute(mixture, CLUSTER, "bf16", True), 2**10
+    mlp = compute.product(tokens, 1024, 4096) + compute.product(tokens, 4096, 1024)
+    stored = tokens * (2 * (2 * 4096 + 2 * 2 * 1024) + 8 * 2)  # a second expert; what goes there and back; the router
+    more = mlp + compute.product(tokens, 1024, 2) + 2 * stored / 1e11
+    assert whole.forward - dense.forward == pytest.approx(more) and whole.tensor == 0
+    sent = all_to_all(CLUSTER, Group(2, 1, 1), 2 * tokens * 1024 * 2)
+    assert sent == pytest.approx(2 * tokens * 1024 / 1e11 + 10e-6 + START * 1e-6)
+    assert parted.tensor == pytest.approx(4 * sent)
+    apart = all_to_all(CLUSTER, Group(16, 2, 1), 16e9)  # eight ranks send 8 GB each over 25 GB/s
+    assert apart == pytest.approx(8 * 8 / 25, rel=1e-3)
+    plan = Plan(1, 2, 8, 1, 4, expert=4, distributed_optimizer=True)
+    stage = Cost(replace(mixture, experts=8), CLUSTER).memory.stage(plan, 1, 4)
+    each, rest = 4 * 2 * (2 * 1024 * 4096), 4 * (4 * 1024**2 + 8 * 1024 + 2 * 2 * 1024) + 2 * 1024 + 50304 * 1024
+    assert stage.weights == 4 * (each + rest) and stage.gradients == 8 * (each + rest)
+    assert stage.optimizer == 12 * (each / 2 + rest / 8)
+
+
 SHAPE = dict(hidden=1024, heads=16, ffn=4096, groups=16, head_size=64, sequence=512)
 TIMES = dict(blocks=(BlockTime(1, 1.0, 2.0), BlockTime(4, 2.5, 5.0)), output=(BlockTime(2, 8.0, 12.0),))
 TIMES |= dict(optimizer_seconds_per_parameter=1e-9, optimizer="Adam", threads=1, made_with="by hand")
@@ -232,13 +261,13 @@ def test_a_measured_profile_is_used():
     pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
     assert compute.layer(quarter).forward == pytest.approx(1.5 / 4 + pair)
     assert compute.layer(quarter).backward == pytest.approx(3.0 / 4 + pair)
-    assert compute.update(1e9, 1) == pytest.approx(1.0) and compute.update(1e9, 4) == pytest.approx(0.25)
+    assert compute.update(1e9, 1e9) == pytest.approx(1.0) and compute.update(1e9, 25e7) == pytest.approx(0.25)
     assert astuple(compute.output(PLAN)) == (8.0, 12.0, 0.0)
     assert compute.output(quarter).forward == pytest.approx(8.0 * 50688 / 50304 / 4)  # padded for four tensor ranks
     fewer = Compute(replace(GPT, vocab=12544), replace(CLUSTER, profile=PROFILE), "bf16", True)
     assert fewer.output(PLAN).forward == pytest.approx(8.0 * 12544 / 50304)
     host = Compute(GPT, replace(CLUSTER, profile=PROFILE, device=replace(DEVICE, step_us=1e6)), "bf16", True)
-    assert host.update(1e9, 1) == pytest.approx(2.0)  # the loop around the optimizer is not in the profile
+    assert host.update(1e9, 1e9) == pytest.approx(2.0)  # the loop around the optimizer is not in the profile
 
 
 def test_measured_tensor_ranks_include_their_messages():
@@ -264,7 +293,8 @@ def test_the_other_parts_by_hand():
     assert work.backward == pytest.approx(4 * logits * 1024 / 1e12 + 16 * logits / 1e11)
     work = compute.embedding(PLAN)
     assert (work.forward, work.backward) == pytest.approx((4 * 2**21 / 1e11, 8 * 2**21 / 1e11))
-    assert compute.update(1e9, 1) == pytest.approx(34e9 / 1e11) and compute.update(1e9, 4) == pytest.approx(13e9 / 1e11)
+    updates = compute.update(1e9, 1e9), compute.update(1e9, 25e7)
+    assert updates == pytest.approx((34e9 / 1e11, 13e9 / 1e11))
 
 
 # --- a plan's time ---------------------------------------------------------------------------------------------------

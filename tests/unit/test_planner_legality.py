@@ -64,6 +64,10 @@ CASES = [
     ("--sequence-parallel of a BERT", dict(kind="bert", sequence_parallel=True)),
     ("--seq-length is no multiple", dict(sequence=510, context=2)),
     ("--context-parallel-size with a BERT", dict(kind="bert", context=2)),
+    ("--expert-model-parallel-size does not", dict(expert=2)),
+    ("--expert-model-parallel-size does not", dict(experts=6, expert=4, tensor=1)),
+    ("--num-experts with tensor", dict(experts=8)),
+    ("--expert-model-parallel-size with", dict(experts=8, expert=2, tensor=1, pipeline_inside=True)),
     ("the stages do not share", dict(layers=26)),
     ("the stages do not share", dict(stages=(8, 7, 6, 4))),
     ("the stages do not share", dict(stages=(12, 7, 5, 0))),
@@ -81,6 +85,7 @@ CASES = [
     ("--gpipe-round only", dict(gpipe_round=2)),
     ("--gpipe-round only", dict(schedule="gpipe", gpipe_round=9)),
     ("pipedream with the distributed", dict(tied=False, schedule="pipedream", distributed_optimizer=True)),
+    ("pipedream with --num", dict(tied=False, experts=8, tensor=1, schedule="pipedream")),
     ("pipedream with tied", dict(schedule="pipedream")),
     ("pipedream with fp16", dict(tied=False, precision="fp16", schedule="pipedream")),
 ]
@@ -164,6 +169,7 @@ ROUND_TRIP = [
     case(GPT, 1, 4, 2, 8, stages=(8, 7, 5, 4)),
     case(GPT, 1, 4, 2, 8, recompute="full", recompute_block=5),
     case(GPT, 1, 4, 2, 8, grad_reduce_in_bf16=True),
+    case(PRESETS["mixtral-8x7b"], 4, 4, 8, 8, expert=8, distributed_optimizer=True),
     case(GPT, 1, 4, 2, 8, schedule="megatron", stages=(2, 9, 5, 8)),
 ]
 
@@ -206,6 +212,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "pipeline_model_parallel_size": plan.depth,
         "data_parallel_size": plan.width,
         "context_parallel_size": plan.context,
+        "expert_model_parallel_size": plan.expert,
         "micro_batch_size": plan.microbatch,
         "global_batch_size": plan.global_batch,
         "decoder_first_pipeline_num_layers": plan.first or None,

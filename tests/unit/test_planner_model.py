@@ -22,6 +22,8 @@ GPT = Model("gpt", 2, 64, 4, vocab=1000, sequence=32)
 LLAMA = replace(
     GPT, name="llama", heads=8, ffn=192, groups=4, head_size=8, rotary_base=500000, tied=False, **LLAMA_LAYER
 )
+SHARED = dict(experts=8, expert_ffn=32, topk=3, shared_ffn=64)
+MIXTURE = replace(LLAMA, name="a dense layer and a mixture", **SHARED, dense=1, pre_softmax=True, aux_loss=0.01)
 QWEN2 = replace(LLAMA, name="qwen2", qkv_bias=True, tied=True)
 BERT = replace(GPT, name="bert", kind="bert")
 TINY = {
@@ -41,6 +43,9 @@ TINY = {
         replace(GPT, name="gpt with tanh", gelu="tanh"),
         replace(GPT, name="gpt with the exact gelu", gelu="exact"),
         replace(BERT, name="bert untied", tied=False),
+        replace(LLAMA, name="mixture", experts=4),
+        MIXTURE,
+        replace(GPT, name="gpt with experts", experts=4, expert_ffn=32, topk=3),
     )
 }
 RUN = (
@@ -112,9 +117,7 @@ def stage_of(parse):
             with torch.device("meta"), mock.patch.object(dist, "all_reduce"):
                 if model.kind == "bert":
                     return BertModel(config, 2, bert_layer_local_spec, add_binary_head=True, **given)
-                spec = gpt_layer_specs.get_gpt_layer_local_spec(
-                    qk_layernorm=config.qk_layernorm, normalization=config.normalization
-                )
+                spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
                 return GPTModel(config, spec, **given)
         finally:
             tensor_parallel.get_cuda_rng_tracker().reset()
@@ -132,16 +135,19 @@ def count(module) -> int:
 @pytest.mark.parametrize("name", TINY)
 def test_parameters_are_those_that_megatron_builds(name, tensor, stage_of):
     model = TINY[name]
+    tensor = 1 if model.experts and model.bias else tensor  # Megatron has no more of them
     built = stage_of(model, tensor)
     layers = built.encoder.layers if model.kind == "bert" else built.decoder.layers
-    assert [count(layer) for layer in layers] == [model.layer_parameters(tensor)] * model.layers
+    first = model.without_experts.layer_parameters(tensor)
+    each = [first] * model.dense + [model.layer_parameters(tensor)] * (model.layers - model.dense)
+    assert [count(layer) for layer in layers] == each
     assert count(built.embedding) == model.embedding_parameters(tensor)
     assert count(built) == Memory(model, "bf16", True).parameters(Plan(tensor, 1, 1, 1, 1), 0, model.layers)
     assert tensor > 1 or count(built) == model.parameters()
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("model", [GPT, LLAMA, QWEN2, BERT], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [GPT, LLAMA, QWEN2, BERT, MIXTURE], ids=lambda model: model.name)
 def test_parameters_of_a_stage_are_those_that_megatron_builds(model, tensor, stage_of):
     model, memory = replace(model, layers=6), Memory(model, "bf16", True)
     for stage in range(3):
@@ -164,7 +170,8 @@ def test_megatron_reads_the_flags_as_they_are_meant(name, parse):
     model = TINY[name]
     args = parse(model)
     for field, argument in ARGUMENTS.items():
-        assert getattr(args, argument) == getattr(model, field) or field in ("groups", "vocab")
+        same = (getattr(args, argument) or 0) == getattr(model, field)
+        assert same or field in ("groups", "vocab", *["expert_ffn"] * (not model.experts))
     assert args.max_position_embeddings == model.sequence
     assert (args.num_query_groups if args.group_query_attention else args.num_attention_heads) == model.groups
     assert (args.normalization == "RMSNorm") == model.rms_norm
@@ -175,6 +182,8 @@ def test_megatron_reads_the_flags_as_they_are_meant(name, parse):
     assert args.layernorm_epsilon == model.norm_epsilon
     assert args.untie_embeddings_and_output_weights != model.tied
     assert args.add_qkv_bias == (model.bias or model.qkv_bias)
+    assert args.moe_router_pre_softmax == model.pre_softmax and args.moe_aux_loss_coeff == model.aux_loss
+    assert model.latent == (args.kv_lora_rank if args.multi_latent_attention else 0)
     assert (args.attention_dropout > 0) == (args.hidden_dropout > 0) == model.dropout
     assert args.padded_vocab_size in (None, model.padded_vocab())
 
@@ -192,18 +201,26 @@ def test_operations_by_hand():
     # causal mask halves the term of s.
     without = 72 * s * 2 * h * h * (1 + s / (12 * h) + 1024 / (12 * 2 * h))
     assert GPT.sample_flops() == pytest.approx(without, rel=1e-12)
-    for model in TINY.values():
-        for tensor in (1, 2):
-            assert sum(i * o for i, o in model.matrix_sides(tensor)) == model.matrix_parameters() / tensor
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name[-1] in "bm"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if re.fullmatch(r"\w+-[\d.]+[bm]", name)])
 def test_presets_have_the_size_of_their_name(name):
     number, unit = re.fullmatch(r"\w+-([\d.]+)([bm])", name).groups()
     named = float(number) * {"m": 1e6, "b": 1e9}[unit]
     # The paper names a BERT by the size of the GPT with its layers, though its vocabulary is smaller.
     rel = {"bert-355m": 0.055, "bert-2.2b": 0.04}.get(name, 0.03)
     assert PRESETS[name].parameters() == pytest.approx(named, rel=rel)
+
+
+def test_mixtures_have_the_published_parameters():
+    """As transformers counts them; active ones as the papers say (arXiv 2401.04088, 2505.09388, 2405.04434)."""
+    published = {"mixtral-8x7b": (46_702_792_704, 12.9), "qwen3-30b-a3b": (30_532_122_624, 3.3)}
+    published["deepseek-v2-lite"] = (15_706_484_224, 2.4)
+    for name, (parameters, active) in published.items():
+        model = PRESETS[name]
+        assert model.parameters() == parameters
+        ends = 210e6 if name == "deepseek-v2-lite" else 0  # its paper counts no embedding
+        assert model.active_parameters() - ends == pytest.approx(active * 1e9, rel=0.025)
 
 
 # --- flags and back --------------------------------------------------------------------------------------------------

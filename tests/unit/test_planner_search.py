@@ -109,7 +109,8 @@ def kinds(cost: Cost, space: Space, stages: tuple[int, ...]) -> list[dict]:
 def everything(cost: Cost, space: Space) -> Iterator[Plan]:
     """All legal plans of a space, by loops over all that a plan consists of."""
     gpus, layers = cost.cluster.gpus, cost.model.layers
-    for context, tensor, depth, width in itertools.product(space.context, *[range(1, gpus + 1)] * 3):
+    experts = range(1, max(cost.model.experts, 1) + 1)
+    for context, expert, tensor, depth, width in itertools.product(space.context, experts, *[range(1, gpus + 1)] * 3):
         if context * tensor * depth * width != gpus:
             continue
         splits = [stages for stages in every_split(layers, depth) if is_looked_at(stages, layers)]
@@ -139,7 +140,8 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
             divided = space.sequence_parallel and tensor > 1 and cost.model.kind == "gpt"
             kind = kind | dict(schedule=schedule, virtual=virtual, gradient_slots=slots, first=first, last=last)
             kind |= dict(distributed_optimizer=distributed, pipeline_inside=inside, sequence_parallel=divided)
-            plan = Plan(tensor, depth, width, microbatch, microbatches, context=context, **kind).with_layers(stages)
+            kind |= dict(context=context, expert=expert)
+            plan = Plan(tensor, depth, width, microbatch, microbatches, **kind).with_layers(stages)
             if legal(cost, plan):
                 plan = leaner(cost, space, in_rounds(cost, plan))
                 yield plan
@@ -223,6 +225,7 @@ def key(plan: Plan) -> tuple:
     return plan.tensor, plan.context, plan.depth, plan.width, plan.schedule
 
 
+EXPERTS = dict(experts=8, expert_ffn=64, dense=1, bias=False)
 SPACES = {
     "gpt-355m that hardly fits": (
         Cost(GPT, replace(P3_HALF, device=replace(P3.device, memory_gib=6)), "fp16"),
@@ -249,6 +252,10 @@ SPACES = {
     "6 layers, 2 servers, some layers again": (
         Cost(tiny(6), slow(2, memory_gib=0.12), "bf16"),
         Space(16, ("2bw", "megatron"), microbatch=(2,), recompute=("none", "block")),
+    ),
+    "8 experts, 2 servers": (
+        Cost(replace(tiny(6), **EXPERTS), slow(2, memory_gib=0.4), "bf16"),
+        Space(16, ("2bw", "megatron"), microbatch=(1, 2), recompute=("none",)),
     ),
     "even splits, pipeline inside": (
         Cost(tiny(8, hidden=512), slow(2, 4), "bf16"),

@@ -65,7 +65,8 @@ class ClosedForm(Cost):
         in_flight = schedule.max_in_flight(shape, 0) / plan.virtual
         each = self.memory.a_parameter(plan, schedule.max_versions(shape, 0))
         parameters, whole = (
-            n / plan.depth / plan.tensor for n in (self.model.trained_parameters(), self.model.parameters())
+            count(plan.expert) / plan.depth / plan.tensor
+            for count in (self.model.trained_parameters, self.model.parameters)
         )
         frozen = ELEMENT[self.precision] * whole * bool(self.model.adapter_rank)
         kept = self.memory.layer(replace(plan, recompute="none"))[0] * self.model.layers / plan.depth

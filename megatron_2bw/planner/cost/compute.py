@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megatron_2bw.models.cluster import Cluster
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import Plan, by_fields
-from megatron_2bw.planner.cost.links import Layout, all_reduce, half, layout, ring_step
+from megatron_2bw.planner.cost.links import Layout, all_reduce, all_to_all, half, layout, ring_step
 from megatron_2bw.planner.cost.memory import ELEMENT, keys_and_values, layer_activations, score_activations
 
 
@@ -48,23 +48,31 @@ class Compute:
         self.launch = device.layer_launch_us * 1e-6
         self.collective_launch = device.collective_launch_us * 1e-6
 
-    @by_fields("tensor", "context", "microbatch", "recompute", "sequence_parallel", "pipeline_inside")
+    @by_fields("tensor", "context", "expert", "microbatch", "recompute", "sequence_parallel", "pipeline_inside")
     def layer(self, plan: Plan) -> Work:
         """One layer of the plan's microbatch, with tensor-parallel collectives and recompute."""
-        forward, backward = self._kernels(plan.samples, plan.tensor, plan.sequence_parallel)
+        forward, backward = self._kernels(plan.samples, plan.tensor, plan.sequence_parallel, plan.expert)
         # A measured block contains the host's time, and the messages between its ranks.
         inside = self._measured_with(plan.tensor)
-        launch, pair = 0.0 if inside else self.launch * (1 + ADAPTED * bool(self.model.adapter_rank)), 0.0
+        more = ADAPTED * bool(self.model.adapter_rank) + ROUTED * bool(self.model.experts)
+        launch, pair = 0.0 if inside else self.launch * (1 + more), 0.0
+        size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
         if plan.tensor > 1:  # two all-reduces per pass, or four all-gathers and reduce-scatters of as many bytes
             group = self.layout(plan).tensor
-            size = plan.samples * self.model.sequence * self.model.hidden * ELEMENT[self.precision]
             collective, count = (half, 4) if plan.sequence_parallel else (all_reduce, 2)
             pair = count * collective(self.cluster, group, size)
+            if self.model.experts:  # each token as often as it has experts, and once for the shared one
+                pair *= (1 + bool(self.model.shared_ffn)) / 2
+                pair += count / 2 * collective(self.cluster, group, self.model.topk * size)
             if inside:
                 pair = min(pair, forward, backward)
                 forward, backward = forward - pair, backward - pair
             else:
                 launch += count * self.collective_launch
+        if plan.expert > 1:  # to the experts and back; with tensor parallelism each rank sends its part of the sequence
+            size *= self.model.topk / plan.tensor
+            pair += 2 * all_to_all(self.cluster, self.layout(plan).experts, size)
+            launch += 2 * self.collective_launch
         ring = self._ring(plan, 1)
         launch += (plan.context - 1) * self.collective_launch
         there, back = pair + ring, pair + self._ring(plan, 2)
@@ -82,7 +90,7 @@ class Compute:
 
     def layout(self, plan: Plan) -> Layout:
         sizes = plan.tensor, plan.depth, plan.width
-        return layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context)
+        return layout(*sizes, plan.pipeline_inside, self.cluster.gpus_per_server, plan.context, plan.expert)
 
     def _ring(self, plan: Plan, passes: int) -> float:
         """Seconds for which a layer's attention waits for keys and values of the other parts of the sequences.
@@ -96,7 +104,7 @@ class Compute:
         size = passes * keys_and_values(self.model, plan.samples, plan.tensor, self.precision)
         return (plan.context - 1) * max(ring_step(self.cluster, self.layout(plan).context, size) - attention, 0.0)
 
-    def _kernels(self, microbatch: float, tensor: int, sequence_parallel: bool) -> tuple[float, float]:
+    def _kernels(self, microbatch: float, tensor: int, sequence_parallel: bool, expert: int = 1) -> tuple[float, float]:
         """(forward, backward) of one layer's kernels; with messages if they were measured with so many ranks."""
         if self.profile:
             share = 1 if self._measured_with(tensor) else tensor
@@ -116,6 +124,12 @@ class Compute:
             # A frozen matrix has no gradient; its adapter has two products in a forward and four in a backward.
             thin = 2 * tokens * self.model.adapter_rank * (inputs + outputs) / self.flops
             forward, backward = forward + thin, backward + (2 * thin if thin else weights)
+        own = self.model.experts / expert  # experts of a rank, with equal parts of the tokens
+        for inputs, outputs in self.model.expert_sides(tensor):
+            rows = tokens * self.model.topk / own
+            weights = 0.0 if self.model.adapter_rank else self.product(inputs, rows, outputs)
+            forward += own * self.product(rows, inputs, outputs)
+            backward += own * (self.product(rows, outputs, inputs) + weights)
         return forward + attention + traffic, backward + 2 * attention + traffic
 
     def product(self, rows: float, inner: float, columns: float) -> float:
@@ -152,19 +166,20 @@ class Compute:
         back = seconds if self.model.adapter_rank else 2 * seconds
         return Work(max(seconds + traffic, self.launch), max(back + traffic, self.launch))
 
-    def update(self, parameters: float, shards: int) -> float:
-        """The optimizer's step on one GPU: it reads and writes gradients, two moments and main weights."""
+    def update(self, parameters: float, owned: float) -> float:
+        """The optimizer's step on one GPU: it reads and writes gradients, two moments and main weights of what it owns
+        (Memory.owned)."""
         if self.profile:
-            seconds = parameters / shards * self.profile.optimizer_seconds_per_parameter
+            seconds = owned * self.profile.optimizer_seconds_per_parameter
         else:
-            seconds = parameters * (UPDATE_TRAFFIC / shards + 6) / self.bytes
+            seconds = (owned * UPDATE_TRAFFIC + parameters * 6) / self.bytes
         return seconds + self.cluster.device.step_us * 1e-6
 
-    def host_update(self, parameters: float, shards: int, gradient: int, weight: int) -> float:
+    def host_update(self, owned: float, gradient: int, weight: int) -> float:
         """The same in host memory, with the norm, clipping, the conversion to 16 bits and the copies in and out."""
         device = self.cluster.device
         copies, cores = (gradient + weight) / device.pcie_gb_s, HOST_TRAFFIC / device.host_gb_s
-        return parameters / shards * (copies + cores) / 1e9
+        return owned * (copies + cores) / 1e9
 
 
 # Bytes moved for each byte that the backward needs: one write and one read in the forward, one read in the backward
@@ -173,6 +188,9 @@ TRAFFIC = 2.0
 # Memory-bound kernels of a layer's forward, and of its backward: two norms, two additions, positions, activation,
 # and the start of attention.
 KERNELS = 7
+# Launches of a layer's router, of its permutations and of the experts' grouped products, in those of a dense layer. An
+# assumption.
+ROUTED = 1.5
 ADAPTED = 1.0  # launches of a layer's four adapters, in those of the layer: four kernels each, by their count
 # Elements of a matrix product that one unit computes per round, and the sums by which FILL lengthens each tile: the
 # pair with the least scatter over 168 products that SimuMax measured on an A100 (bench/measured/simumax_kernels.csv).

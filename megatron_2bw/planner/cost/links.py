@@ -39,6 +39,7 @@ class Layout:
 
     tensor, data   the group of one layer's parts, and the group of replicas
     context        the group of one sequence's parts
+    experts        the group of one layer's experts, and `same` that of the replicas of an expert
     ends           the first and the last stage of one pipeline (tied embeddings)
     boundaries     concurrent messages that leave one server over the boundary behind each stage; 0 if all stay inside
     servers        of the ranks of each stage
@@ -49,12 +50,14 @@ class Layout:
     ends: Group
     boundaries: tuple[int, ...]
     context: Group
+    experts: Group
+    same: Group
     servers: tuple[tuple[int, ...], ...] = field(compare=False)
 
 
 @lru_cache(maxsize=4096)
 def layout(
-    tensor: int, depth: int, width: int, pipeline_inside: bool, gpus_per_server: int, context: int = 1
+    tensor: int, depth: int, width: int, pipeline_inside: bool, gpus_per_server: int, context: int = 1, expert: int = 1
 ) -> Layout:
     """Megatron numbers ranks by tensor, context, data, pipeline; with --use-tp-pp-dp-mapping by tensor, context,
     pipeline, data."""
@@ -80,7 +83,8 @@ def layout(
     firsts = min(tensor * data.count(server(0, 0)), gpus_per_server)
     ends = Group(2, 2, firsts) if apart else Group(2, 1, 1)
     groups = _group(tensors, on), _group(data, on), ends
-    return Layout(*groups, tuple(boundaries), _group(chunks, on), tuple(servers))
+    routed = _group(data[:expert], on), _group(data[::expert], on)
+    return Layout(*groups, tuple(boundaries), _group(chunks, on), *routed, tuple(servers))
 
 
 def _group(servers: list[int], gpus_per_server: int) -> Group:
@@ -109,6 +113,18 @@ def half(cluster: Cluster, group: Group, size: float) -> float:
     if group.servers > 1:
         seconds = max(seconds, sent / between.rate(group.sharers, group.in_server))
         latency += math.log2(group.servers) * between.latency_us
+    return seconds + latency * 1e-6 + _start(cluster, group)
+
+
+def all_to_all(cluster: Cluster, group: Group, size: float) -> float:
+    """Seconds in which each rank sends each other one its part of `size` bytes."""
+    if group.size == 1:
+        return 0.0
+    each, inside, between = size / group.size, cluster.inside, cluster.between
+    seconds, latency = (group.in_server - 1) * each / inside.among(group.in_server), inside.latency_us
+    if group.servers > 1:  # all ranks of a server send concurrently
+        rate = between.rate(group.sharers * group.in_server)
+        seconds, latency = max(seconds, (group.size - group.in_server) * each / rate), between.latency_us
     return seconds + latency * 1e-6 + _start(cluster, group)
 
 

@@ -66,12 +66,18 @@ def communicators(plan: Plan, stage: int) -> list[float]:
     links += [link * len(boundaries)] * bool(boundaries)
     if not plan.pipeline.late_step:
         return links
-    return links + _among(plan.replicas) + _ends(plan, stage)
+    return links + _replicas(plan) + _ends(plan, stage)
 
 
 def megatrons_communicators(plan: Plan, stage: int) -> list[float]:
-    """As `communicators`, Megatron's own: tensor, context and data parallelism, and the embeddings of both ends."""
-    return _among(plan.tensor) + _among(plan.context) + _among(plan.replicas) + _ends(plan, stage)
+    """As `communicators`, Megatron's own: tensor, context, expert and data parallelism, and the embeddings' at both
+    ends."""
+    return sum(map(_among, (plan.tensor, plan.context, plan.expert)), []) + _replicas(plan) + _ends(plan, stage)
+
+
+def _replicas(plan: Plan) -> list[float]:
+    """Of all weights, and of experts."""
+    return _among(plan.replicas) + (_among(plan.replicas // plan.expert) if plan.expert > 1 else [])
 
 
 def _among(ranks: int) -> list[float]:
@@ -82,9 +88,9 @@ def _ends(plan: Plan, stage: int) -> list[float]:
     return [PAIR] * (plan.depth > 1 and stage in (0, plan.depth - 1))
 
 
-def shards_of(plan: Plan) -> int:
-    """GPUs that share the optimizer's states of the same weights."""
-    return plan.replicas if plan.distributed_optimizer else 1
+def shards_of(plan: Plan, experts: bool = False) -> int:
+    """GPUs that share the optimizer's states of the same weights, which are those of experts or others."""
+    return plan.replicas // (plan.expert if experts else 1) if plan.distributed_optimizer else 1
 
 
 @dataclass(frozen=True)
@@ -113,9 +119,14 @@ def layer_activations(
     tokens, element, mask = microbatch * model.sequence, ELEMENT[precision], int(model.dropout)
     whole = tokens * model.hidden * (4 * element + 2 * mask)  # inputs of two norms and two linear layers, two masks
     attention = element * (2 * model.query_size + 2 * model.key_size)  # Q, K, V, and the projection's input
+    if model.latent:  # the part of Q and K with positions, and what keys and values come from
+        attention += element * (2 * model.heads * model.rotary_head + tensor * (model.latent + model.rotary_head))
     scores = score_activations(model, microbatch, tensor, flash, precision)
     # Inputs of the activation function and of the second matrix.
-    mlp = element * (3 if model.gated else 2) * tokens * model.ffn / tensor
+    each = element * (3 if model.gated else 2) * tokens / tensor
+    mlp = each * (model.shared_ffn + model.topk * model.expert_ffn if model.experts else model.ffn)
+    if model.experts:  # each token as often as it has experts, before them and behind; the router's probabilities
+        mlp += tokens * (2 * element * model.topk * model.hidden + 8 * model.experts)
     return whole / (tensor if sequence_parallel else 1) + tokens * attention / tensor + mlp + scores
 
 
@@ -158,8 +169,7 @@ class Memory:
 
     def stage(self, plan: Plan, stage: int, layers: int) -> StageMemory:
         shape, schedule = plan.shape, plan.pipeline
-        parameters = self.parameters(plan, stage, layers)
-        each = self.a_parameter(plan, schedule.max_versions(shape, stage))
+        weights, *others = self.state(plan, stage, layers, schedule.max_versions(shape, stage))
         in_flight = schedule.max_in_flight(shape, stage)
         activations, logits = self._activations(plan, stage, layers, in_flight)
         message = plan.samples * self.model.sequence * self.model.hidden * self.element
@@ -169,35 +179,58 @@ class Memory:
         buffers = (4 * sides + 2 * waiting) * message  # two slots, two directions
         buffers /= plan.tensor if plan.sequence_parallel else 1
         if self.torch_adam and not plan.host:  # a step that is not late may take what the activations had
-            roots = ROOTS * parameters / shards_of(plan)
+            roots = ROOTS * self.owned(plan, stage, layers)
             buffers += roots if schedule.late_step else max(0.0, roots - activations - logits - buffers)
         if self.engine:
-            buffers += self.element * self.model.matrix_parameters() / plan.tensor
-        weights, *others = (size * parameters for size in each)
+            matrices = self.model.matrix_sides(plan.tensor) + self.model.expert_sides(plan.tensor)
+            buffers += self.element * sum(inputs * outputs for inputs, outputs in matrices)
         return StageMemory(weights + self.frozen(plan, stage, layers), *others, activations, logits, buffers)
 
-    def a_parameter(self, plan: Plan, versions: int) -> tuple[float, float, float]:
+    def state(self, plan: Plan, stage: int, layers: int, versions: int) -> list[float]:
+        """Bytes of (weights, gradients, optimizer) of the trained parameters on one GPU of the stage."""
+        kinds = [(count, self.a_parameter(plan, versions, e)) for e, count in self._kinds(plan, stage, layers)]
+        return [sum(count * each[of] for count, each in kinds) for of in range(3)]
+
+    def owned(self, plan: Plan, stage: int, layers: int) -> float:
+        """Trained parameters of whose optimizer's states one GPU of the stage has its share."""
+        return sum(count / shards_of(plan, experts) for experts, count in self._kinds(plan, stage, layers))
+
+    def _kinds(self, plan: Plan, stage: int, layers: int) -> list[tuple[bool, float]]:
+        experts = self.experts(plan, stage, layers)
+        return [(False, self.parameters(plan, stage, layers) - experts), *[(True, experts)] * bool(experts)]
+
+    def a_parameter(self, plan: Plan, versions: int, experts: bool = False) -> tuple[float, float, float]:
         """Bytes of (weights, gradients, optimizer). The distributed optimizer divides main weights, copies and moments.
         With extrapolation a step keeps 32-bit weights from before it; in fp32 these are the only main weights."""
         each = bytes_of(self.precision, plan.grad_reduce_in_bf16)
         if plan.host:
             return each.weight * versions, each.gradient, 0.0
         slots = plan.gradient_slots if plan.pipeline.late_step else 1
-        slots = 1 + 1 / shards_of(plan) if slots == "shard" else slots
-        optimizer = (each.main + each.copy + each.moments + 4 * plan.extrapolate) / shards_of(plan)
+        slots = 1 + 1 / shards_of(plan, experts) if slots == "shard" else slots
+        optimizer = (each.main + each.copy + each.moments + 4 * plan.extrapolate) / shards_of(plan, experts)
         return each.weight * versions, each.gradient * slots, optimizer
 
     def host_bytes(self, plan: Plan) -> list[float]:
         """Bytes of host memory for one GPU of each stage: gradients, main weights, moments, and new weights."""
         each, layers = bytes_of(self.precision, plan.grad_reduce_in_bf16), plan.layers_of(self.model)
         optimizer = 4 + each.copy + each.moments + 4 * plan.extrapolate  # in fp32 the main weights are copies too
-        size = (each.gradient + optimizer + each.weight) / shards_of(plan)
-        return [size * self.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
+        size = each.gradient + optimizer + each.weight
+        return [size * self.owned(plan, stage, layers[stage]) for stage in range(plan.depth)]
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
         """Trained parameters on one GPU of the stage."""
         adapters = layers * self.model.adapter_parameters(plan.tensor)
         return adapters or self._all_parameters(plan, stage, layers)
+
+    def experts(self, plan: Plan, stage: int, layers: int) -> float:
+        """Those of experts among them."""
+        if not self.model.experts or self.model.adapter_rank:
+            return 0.0
+        return (layers - self._dense(stage, layers)) * self.model.expert_parameters(plan.tensor, plan.expert)
+
+    def _dense(self, stage: int, layers: int) -> int:
+        """Layers without experts among the `layers` of a stage of a mixture; none is behind the first stage."""
+        return 0 if stage else min(self.model.dense, layers)
 
     def frozen(self, plan: Plan, stage: int, layers: int) -> float:
         """Bytes of the weights on one GPU of the stage that are not trained."""
@@ -208,17 +241,19 @@ class Memory:
         count = layers * layer
         if stage == 0:
             count += embedding
+            if dense := self._dense(stage, layers):
+                count += dense * (self.model.without_experts.layer_parameters(plan.tensor) - layer)
         if stage == plan.depth - 1:
             count += output - (tied if plan.depth == 1 else 0.0)
         return count
 
-    @by_fields("tensor")
+    @by_fields("tensor", "expert")
     def _parts(self, plan: Plan) -> tuple[float, float, float, float]:
         """Parameters of a layer, the embedding, the output layer, and the words that two stages would both hold."""
         model, tensor = self.model, plan.tensor
         tied = model.padded_vocab(tensor) * model.hidden / tensor if model.tied else 0.0
-        parts = (model.layer_parameters(tensor), model.embedding_parameters(tensor), model.output_parameters(tensor))
-        return *parts, tied
+        layer = model.layer_parameters(tensor, plan.expert)
+        return layer, model.embedding_parameters(tensor), model.output_parameters(tensor), tied
 
     def _activations(self, plan: Plan, stage: int, layers: int, in_flight: int) -> tuple[float, float]:
         """(bytes kept by layers and embedding, bytes kept and used by the output layer)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Self
@@ -28,7 +28,6 @@ from megatron_2bw.planner.cost.memory import (
     bytes_of,
     communicators,
     megatrons_communicators,
-    shards_of,
 )
 from megatron_2bw.timelines.simulator import Times, long_iteration_time
 
@@ -43,12 +42,12 @@ EXACT = 1e-3
 
 # The fields of a plan on which the work of its stages and its messages depend.
 STAGES = (
-    "tensor context depth width microbatch recompute recompute_block sequence_parallel "
+    "tensor context expert depth width microbatch recompute recompute_block sequence_parallel "
     "pipeline_inside first last stages"
 ).split()
 # Those on which its step depends.
 STEP = (
-    "tensor context depth width pipeline_inside distributed_optimizer first last stages grad_reduce_in_bf16 host"
+    "tensor context expert depth width pipeline_inside distributed_optimizer first last stages grad_reduce_in_bf16 host"
 ).split()
 
 _weakest = lru_cache(maxsize=1024)(weakest)
@@ -184,7 +183,7 @@ class Cost:
         """Bytes that a stage of the plan may take: the capacity, less the communicators that no margin holds."""
         return self.capacity - max(0.0, self._nccl(plan) - self._nccl_free)
 
-    @by_fields("schedule", "virtual", "gradient_slots", "tensor", "depth", "width", "extra_warmup")
+    @by_fields("schedule", "virtual", "gradient_slots", "tensor", "expert", "depth", "width", "extra_warmup")
     def _nccl(self, plan: Plan) -> float:
         """Bytes of the communicators on a GPU of the stage with most. With a given margin Megatron's are in that."""
         kinds = [communicators, megatrons_communicators] if self.given_margin is None else [communicators]
@@ -365,28 +364,32 @@ class Cost:
         exchange = self.cluster.device.exchange_us * 1e-6
         return [exchange + (seconds if plan.virtual == 1 or self.old_exchange else 0.0) for seconds, _ in messages]
 
-    @by_fields("tensor", "depth", "first", "last", "stages")
-    def _parameters(self, plan: Plan) -> list[float]:
-        layers = plan.layers_of(self.model)
-        return [self.memory.parameters(plan, stage, layers[stage]) for stage in range(plan.depth)]
+    @by_fields("tensor", "context", "expert", "depth", "width", "distributed_optimizer", "first", "last", "stages")
+    def _parameters(self, plan: Plan) -> list[tuple[float, float, float]]:
+        """(parameters, those of experts, those of whose optimizer's states a GPU has its share) of each stage."""
+        of, stages = self.memory, enumerate(plan.layers_of(self.model))
+        return [(of.parameters(plan, *s), of.experts(plan, *s), of.owned(plan, *s)) for s in stages]
 
     @by_fields(*STEP)
     def _step(self, plan: Plan) -> _Step:
         place, counts = self.compute.layout(plan), self._parameters(plan)
         size = bytes_of(self.precision, plan.grad_reduce_in_bf16)
         collective = half if plan.distributed_optimizer else all_reduce
+
+        def over_replicas(collective: Callable, each: int) -> list[float]:
+            parts = [[(place.data, n - experts), *[(place.same, experts)] * bool(experts)] for n, experts, _ in counts]
+            return [sum(collective(self.cluster, group, n * each) for group, n in part) for part in parts]
+
         words = self.model.padded_vocab(plan.tensor) * self.model.hidden / plan.tensor * size.gradient
         shared = self.model.tied and plan.depth > 1 and not self.model.adapter_rank
         return _Step(
-            [collective(self.cluster, place.data, count * size.gradient) for count in counts],
+            over_replicas(collective, size.gradient),
             all_reduce(self.cluster, place.ends, words) if shared else 0.0,
             [
-                compute.host_update(count, shards_of(plan), size.gradient, size.weight)
-                if plan.host
-                else compute.update(count, shards_of(plan))
-                for compute, count in zip(self._computes(plan), counts)
+                compute.host_update(owned, size.gradient, size.weight) if plan.host else compute.update(count, owned)
+                for compute, (count, _, owned) in zip(self._computes(plan), counts)
             ],
-            half(self.cluster, place.data, max(counts) * size.weight) if plan.distributed_optimizer else 0.0,
+            max(over_replicas(half, size.weight)) if plan.distributed_optimizer else 0.0,
         )
 
     def _reduce(self, plan: Plan, works: list[Work], messages: list[tuple[float, float]], step: _Step) -> list[float]:
@@ -411,7 +414,7 @@ class Cost:
         if not plan.host and plan.gradient_slots != "shard":
             return [0.0] * plan.depth
         rate, size = self.cluster.device.pcie_gb_s * 1e9, bytes_of(self.precision, plan.grad_reduce_in_bf16).gradient
-        copies = (count / shards_of(plan) * size / rate * plan.host for count in self._parameters(plan))
+        copies = (owned * size / rate * plan.host for _, _, owned in self._parameters(plan))
         return [max(0.0, r - w.forward, r + c - w.total) for r, c, w in zip(reduce, copies, works)]
 
     def _gather(self, plan: Plan, works: list[Work], seconds: float) -> float:

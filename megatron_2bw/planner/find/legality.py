@@ -75,6 +75,13 @@ RULES: dict[str, Callable[[Plan, Model, Host], object]] = {
         and (m.sequence % (2 * p.context) or (p.sequence_parallel and m.sequence % (p.context * p.tensor)))
     ),
     "--context-parallel-size with a BERT": lambda p, m, on: p.context > 1 and m.kind == "bert",
+    "--expert-model-parallel-size does not divide --num-experts and the replicas": lambda p, m, on: (
+        p.expert > 1 and (not m.experts or m.experts % p.expert or p.replicas % p.expert)
+    ),
+    "--num-experts with tensor parallelism and without --sequence-parallel": lambda p, m, on: (
+        m.experts and p.tensor > 1 and not p.sequence_parallel
+    ),
+    "--expert-model-parallel-size with --use-tp-pp-dp-mapping": lambda p, m, on: p.expert > 1 and p.pipeline_inside,
     "the stages do not share --num-layers": _unshared,
     "--global-batch-size gives too few microbatches, or a part of a round of chunks": _few,
     "virtual stages only with Megatron's schedule and several stages": lambda p, m, on: (
@@ -94,6 +101,7 @@ RULES: dict[str, Callable[[Plan, Model, Host], object]] = {
         p.gpipe_round and (p.schedule != "gpipe" or p.gpipe_round > p.microbatches)
     ),
     "pipedream with the distributed optimizer": lambda p, m, on: p.schedule == "pipedream" and p.distributed_optimizer,
+    "pipedream with --num-experts": lambda p, m, on: p.schedule == "pipedream" and m.experts,
     "pipedream with tied embeddings": lambda p, m, on: p.schedule == "pipedream" and p.depth > 1 and m.tied,
     "pipedream with fp16 and dynamic loss scale": lambda p, m, on: p.schedule == "pipedream" and on.precision == "fp16",
 }

@@ -144,10 +144,9 @@ class Search:
     def _least_memory(self, shape: Plan) -> float:
         """Bytes of weights, gradients and optimizer on equal stages. Every plan of the shape needs at least these."""
         plan, memory = self._leanest(shape), self.cost.memory
-        stages = [*enumerate(shape.layers_of(self.cost.model))]
-        parameters = sum(memory.parameters(shape, stage, n) for stage, n in stages)
-        frozen = sum(memory.frozen(shape, stage, n) for stage, n in stages)
-        return (parameters * self._bytes(plan) + frozen) / plan.depth
+        versions = 2 if plan.schedule == "2bw" else 1
+        stages = enumerate(shape.layers_of(self.cost.model))
+        return sum(sum(memory.state(plan, *s, versions)) + memory.frozen(plan, *s) for s in stages) / plan.depth
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""
@@ -173,7 +172,7 @@ class Search:
             seconds += update if schedule == "megatron" else update + reduce
         return seconds / split.global_batch
 
-    @by_fields("tensor", "context", "depth", "width", "microbatch", "first", "last", "stages")
+    @by_fields("tensor", "context", "expert", "depth", "width", "microbatch", "first", "last", "stages")
     def _least_waits(self, split: Plan) -> tuple[float, float, float, float]:
         """The minimum of `Cost.waits` over all `variants`, term by term."""
         choices = itertools.product(self.space.pipeline_inside, self.space.distributed_optimizer)
@@ -181,7 +180,8 @@ class Search:
         return tuple(map(min, zip(*map(self.cost.waits, plans))))
 
     def shapes(self) -> Iterator[Plan]:
-        """One plan for each legal (tensor, context, depth, width, microbatch, recompute), with Megatron's schedule."""
+        """One plan for each legal (tensor, context, depth, width, expert, microbatch, recompute), with Megatron's
+        schedule."""
         space, gpus = self.space, self.cost.cluster.gpus
         for tensor in _divisors(gpus, space.tensor):
             across = itertools.product(_divisors(gpus // tensor, space.context), _divisors(gpus // tensor, space.depth))
@@ -190,12 +190,13 @@ class Search:
                 if rest:
                     continue
                 sizes = space.microbatch or tuple(2**k for k in range(12) if 2**k * width <= space.batch)
-                for microbatch in sizes or (1,):
-                    plan = self._shape(tensor, context, depth, width, microbatch)
+                parts = math.gcd(self.cost.model.experts, context * width) if self.cost.model.experts else 1
+                for microbatch, expert in itertools.product(sizes or (1,), _divisors(parts, space.expert)):
+                    plan = self._shape(tensor, context, depth, width, microbatch, expert)
                     if plan is not None:
                         yield from self._recomputes(plan)
 
-    def _shape(self, tensor: int, context: int, depth: int, width: int, microbatch: int) -> Plan | None:
+    def _shape(self, tensor: int, context: int, depth: int, width: int, microbatch: int, expert: int) -> Plan | None:
         microbatches = self.space.batch // (microbatch * width)
         if not microbatches:
             self.rejected["the global batch is smaller than the data-parallel size"] += 1
@@ -212,6 +213,7 @@ class Search:
             last=splits[0][1],
             sequence_parallel=divided,
             context=context,
+            expert=expert,
             grad_reduce_in_bf16=self.space.grad_reduce_in_bf16,
         )
         return plan if self._legal(plan) else None
@@ -324,7 +326,7 @@ class Search:
     def _orders(self, shape: Plan) -> tuple[bool, ...]:
         """The rank orders of the space; only the first if all put the ranks on the same servers."""
         one, other = (self.cost.compute.layout(shape.changed(pipeline_inside=inside)) for inside in (False, True))
-        return self.space.pipeline_inside[: 1 if one == other else 2]
+        return self.space.pipeline_inside[: 1 if one == other or shape.expert > 1 else 2]
 
     def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
         choices = self.space.distributed_optimizer

@@ -26,6 +26,7 @@ class Space:
     host          2bw's optimizer in host memory, for plans that do not fit otherwise
     extrapolate   2bw with --two-bw-correction auto
     context       context-parallel sizes; only 1 by default
+    expert        expert-parallel sizes
     grad_reduce_in_bf16  of all plans
     """
 
@@ -45,4 +46,5 @@ class Space:
     host: bool = True
     extrapolate: bool = False
     context: tuple[int, ...] | None = (1,)
+    expert: tuple[int, ...] | None = None
     grad_reduce_in_bf16: bool = False

@@ -19,6 +19,7 @@ from megatron_2bw.files import write_csv
 from megatron_2bw.flags.unsupported import layout_stages
 from megatron_2bw.models import model as models
 from megatron_2bw.models import plan as plans
+from megatron_2bw.models.inputs import dense_layers
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.models.reading import Amount, Count, Described, Positive, described
@@ -168,8 +169,8 @@ def read_log(path: Path) -> Run:
     given = _arguments(log, path)
     if not given:
         raise UserError(f"{path}: no arguments of Megatron: give the run's --save folder, or run with --verbose")
-    if given.get("num_experts", "None") != "None":
-        raise UserError(f"{path}: num_experts is {given['num_experts']}; the planner plans dense models only")
+    if given.get("multi_latent_attention") == "True":
+        raise UserError(f"{path}: runs with --multi-latent-attention are not read")
     times = [line.milliseconds for line in run_log.training(log) if line.milliseconds][WARMUP_LINES:]
     if not times:
         raise UserError(f"{path}: fewer than {WARMUP_LINES + 1} lines of iterations")
@@ -179,6 +180,7 @@ def read_log(path: Path) -> Run:
         "kind": "bert" if "sop loss" in log else "gpt",
         "precision": next((name for name in ("bf16", "fp16") if given.get(name) == "True"), "fp32"),
         "groups": given.get("num_query_groups", 0) if given.get("group_query_attention") == "True" else 0,
+        "dense": dense_layers(given.get("moe_layer_freq", "1")),
         "tied": given.get("untie_embeddings_and_output_weights") != "True",
         "rms_norm": given.get("normalization") == "RMSNorm",
         "rotary": given.get("position_embedding_type") == "rope",

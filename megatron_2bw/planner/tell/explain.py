@@ -28,7 +28,8 @@ MIN_FEWER_GAIN = 0.01  # of the time per sample: what a plan on fewer GPUs must 
 
 LEGEND = (
     "t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.",
-    "c: context-parallel size (--context-parallel-size). g: m / d, the gradient accumulation of Algorithm 1.",
+    "c, e: context-, expert-parallel size (--context-parallel-size, --expert-model-parallel-size). g: m / d, the",
+    "gradient accumulation of Algorithm 1.",
     "ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).",
     "2bw +k: k extra warm-up forwards on the first stage hide messages (--two-bw-extra-warmup).",
     "2bw shard: the second gradient slot is the own shard (--two-bw-gradient-slots shard). 2bw host: main weights and",
@@ -133,7 +134,7 @@ def table(result: Result) -> str:
             str(plan.global_batch),
             *map(three, (estimate.throughput, each * cost.model.sequence, each * cost.model.sample_flops() / 1e12)),
         )
-        tensor = str(plan.tensor) + f" c{plan.context}" * (plan.context > 1)
+        tensor = str(plan.tensor) + f" c{plan.context}" * (plan.context > 1) + f" e{plan.expert}" * (plan.expert > 1)
         plans.append([place, plan.schedule_name, tensor, *map(str, sizes), *words])
         shares = (_percent(getattr(estimate.split, term) / estimate.seconds, 1) for term in TERMS)
         memory = (f"{size / GIB:.2f} GiB" for size in (estimate.heaviest, estimate.headroom))
