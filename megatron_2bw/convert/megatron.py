@@ -282,8 +282,10 @@ def saved_arguments(checkpoint: Path, trust: bool = False) -> argparse.Namespace
     if args is None:
         raise UserError(f"{checkpoint}: it holds no arguments, from which the model would be known")
     norm = args.qk_l2_norm and args.transformer_impl != "local"  # the local layers, which are built here, drop it
-    if norm or args.spec not in (None, ["local"]):
-        raise UserError(f"{checkpoint}: {'--qk-l2-norm' if norm else '--spec'}: its layers are not built here")
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if norm or pattern or args.spec not in (None, ["local"]):
+        flag = "--qk-l2-norm" if norm else "--hybrid-layer-pattern" if pattern else "--spec"
+        raise UserError(f"{checkpoint}: {flag}: its layers are not built here")
     older = {"task": "gpt", "lora_rank": None}  # a checkpoint's without them
     return argparse.Namespace(**older | vars(args) | {"spec": None, "trust_remote_code": trust})
 

@@ -39,6 +39,11 @@ def _whole_matrices(args: Args) -> bool:
     return sharded or args.optimizer == "dist_muon" or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
+def _other_layers(args: Args) -> bool:
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
+    return bool({*pattern} - {*"*-E|"}) or (bool(pattern) and args.task == "bert")
+
+
 # What asks for a feature, where it is not any true value of the flag, or one of the values of the rule.
 _ASKS: dict[str, Callable[[Args], object]] = {
     "--num-layers-per-virtual-pipeline-stage": _chunks,
@@ -60,6 +65,7 @@ _ASKS: dict[str, Callable[[Args], object]] = {
         a.pipeline_model_parallel_size > 1 and not a.untie_embeddings_and_output_weights
     ),
     "--timing-log-level": lambda a: a.timing_log_level and a.barrier_with_L1_time,
+    **dict.fromkeys(("--hybrid-layer-pattern", "--hybrid-override-pattern"), _other_layers),
     "--moe-router-load-balancing-type": lambda a: "quantile_balancing" in a.moe_router_load_balancing_type,
     "--use-nccl-ub": lambda a: a.nccl_ub,
     "--pipeline-schedule": lambda a: a.pipeline_model_parallel_size == 1,
@@ -78,16 +84,18 @@ _MIXED = f"{_IN_FLIGHT}what is written would mix batches"
 # By the scope of rule.py: flags, with the values that are meant, and why.
 _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     # Scripts of Megatron have these. Without a rule a run would train without them and not say so: packed sequences
-    # would attend to each other, a hybrid model be a GPT, a BERT have no positions or each rank its whole sequence.
+    # would attend to each other, a BERT have no positions or each rank its whole sequence.
     "script": (
-        ("--hybrid-layer-pattern --hybrid-override-pattern", "hybrid models are not supported; train a GPT or a BERT"),
+        (
+            "--hybrid-layer-pattern --hybrid-override-pattern",
+            "of layers, attention (*), MLPs (-), experts (E) are supported",
+        ),
         ("--perform-rl-step", f"only pretraining of GPT and BERT is supported; {OUT}"),
         ("--sft", "it packs sequences, whose borders the forward step does not pass; use --sft-data"),
         ("--dataloader-inter-document-masking", "documents are not marked; use --reset-attention-mask"),
         ("--hybrid-context-parallel", f"sequences must have one length; {OUT}"),
         ("--logits-load-dir", f"distillation is not supported; {OUT}"),
         ("--overlap-moe-expert-parallel-comm", f"the forward step gives no plan of its layers; {OUT}"),
-        ("--mtp-num-layers", f"the last stage reads no tokens; {OUT}"),
         ("--inprocess-restart", "the script does not start again in its processes; use torchrun --max-restarts"),
     ),
     "bert": (
@@ -112,7 +120,7 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--ddp-param-name-patterns-for-fp32-local-accumulation", _NOT_YET),
         ("--use-precision-aware-optimizer", f"its kernel writes one weight store only; {OUT}"),
         ("--optimizer", f"whole matrices of each rank are not versioned yet; {_WHOLE}"),
-        ("--perform-rl-step --mtp-num-layers", _NOT_YET),  # of scripts that have them
+        ("--perform-rl-step", _NOT_YET),  # of scripts that have it
         ("--iterations-to-skip --result-rejected-tracker-filename", f"{_IN_FLIGHT}none can be skipped"),
         ("--phase-transition-iterations", f"{_IN_FLIGHT}they would be of the old phase"),
         ("--rerun-mode validate_results report_stats", f"{_IN_FLIGHT}use --rerun-mode disabled"),
@@ -128,6 +136,7 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--two-bw-optimizer", "the matrix products of --optimizer take too long on a host; use --optimizer adam"),
     ),
     "pipedream": (
+        ("--mtp-num-layers", f"the two copies of its embedding would drift apart; {OUT}"),
         ("--step-batch-size-schedule", "its versions count microbatches; give --global-batch-size"),
         ("--num-experts", "auxiliary losses and biases have one version; train a dense model"),
         ("--use-distributed-optimizer", f"its shards have one version; {OUT}"),

@@ -92,7 +92,7 @@ class StepResult:
     stages: tuple[StageStats, ...]
     exit_requested: bool  # by any rank of the world
     save_complete: bool  # all ranks have written their parts of a checkpoint
-    losses: Any = None  # the tracker of the experts' auxiliary losses, which are summed
+    losses: RouterBatch | None = None  # auxiliary ones, which are summed
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Job:
     scale       of the batch's losses
     tokens      unmasked tokens of the batch on this stage, an int tensor of one element, with per-token loss
     stats       called in the step's thread
-    routers     of a mixture of experts
+    routers     of a mixture of experts; and the losses of --mtp-num-layers
     correction  of the working copy of W(batch + 1); None if batches without delay read W(batch + 1)
     """
 
@@ -160,7 +160,8 @@ class LateStep(LateUpdate):
         host, experts = options.host, call.config.num_moe_experts is not None
         expert_group = call.model.expt_dp_group if experts else None
         self._groups = Groups(call.groups, device, options.timeout, parts, host, expert_group)
-        self.routers = Routers(call.model, call.config, shape.first, resume.shadow) if experts else None
+        counts = experts or call.config.mtp_num_layers
+        self.routers = Routers(call.model, call.config, shape.first, resume.shadow) if counts else None
         shard = schedule.gradient_slots == "shard"
         slots = 2 if shard else schedule.gradient_slots
         self._slots = GradientSlots(call.model, slots, self._groups.data, shape.first, shared=host or shard)
@@ -275,7 +276,7 @@ class LateStep(LateUpdate):
                 self.complete.take(job.slot)
             if host is not None:
                 on_host.enter_context(host.inside())
-            if proxies.model.share_embeddings_and_output_weights:
+            if proxies.model.share_embeddings_and_output_weights or proxies.model.config.mtp_num_layers:
                 self._groups.align_embedding_ranks()
             proxies.model.config.finalize_model_grads_func(
                 [proxies.model],
@@ -296,7 +297,7 @@ class LateStep(LateUpdate):
             norm = None if grad_norm is None else float(grad_norm)
             after = float(scale), get_canonical_lr_for_logging(self._optimizer.param_groups)
             reports = tuple(StageStats(*stage) for stage in stages)
-            known = *after, reports, exit_requested, save_complete, job.routers and job.routers.tracker
+            known = *after, reports, exit_requested, save_complete, job.routers
             outcome = StepResult(job.batch, bool(stepped), norm, zeros, *known)
         return job, outcome, scale
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import moe_logging
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer, training
 
 from megatron_2bw import run_log
@@ -56,6 +57,7 @@ class LogLines:
         self._entries: deque[tuple[dict[str, Any], float, tuple[int, int], torch.cuda.Event]] = deque()
         # By batch: its values in place of Megatron's, its stages' stats, and its auxiliary losses.
         self._results: dict[int, tuple[dict[str, Any], tuple[StageStats, ...], Any]] = {}
+        self._rates: dict[str, torch.Tensor] = {}  # how often the heads of --mtp-num-layers were right so far
         self._report_memory = True
         self._stream = own_stream(torch.device("cuda"))
         self._write: Callable[..., bool] = lambda **values: True
@@ -102,8 +104,10 @@ class LogLines:
         self._printed = values["iteration"] if _has_line(values) else None
         now = args.consumed_train_samples, args.skipped_train_samples
         args.consumed_train_samples, args.skipped_train_samples = samples
-        counted = moe_logging.get_moe_metrics_tracker()  # for the batch that runs
-        moe_logging.set_moe_metrics_tracker(losses or counted)
+        counted, heads = moe_logging.get_moe_metrics_tracker(), MTPLossLoggingHelper.tracker  # for the batch that runs
+        if losses:
+            moe_logging.set_moe_metrics_tracker(losses.tracker)
+            MTPLossLoggingHelper.tracker = losses.heads | self._rates
         self._stream.wait_event(computed)
         try:
             with torch.cuda.stream(self._stream):  # Megatron sums losses and waits: for them, not for the next batch
@@ -111,7 +115,10 @@ class LogLines:
             torch.cuda.current_stream().wait_stream(self._stream)
         finally:
             args.consumed_train_samples, args.skipped_train_samples = now
-            moe_logging.set_moe_metrics_tracker(counted)
+            if losses:
+                written, MTPLossLoggingHelper.tracker = MTPLossLoggingHelper.tracker, heads
+                self._rates = {name: value for name, value in written.items() if name.startswith("cumulative")}
+                moe_logging.set_moe_metrics_tracker(counted)
             self._printed = None
 
     def _interval(self, reset: bool = True, barrier: bool = False) -> float:

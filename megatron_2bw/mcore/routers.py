@@ -15,10 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")  # sums over the microbatches of a batch
+HEADS = ("loss_values", "correct_values", "total_values")  # of the pipelines the mean, and sums
 LOSSES = {"aux_loss": "", "seq_aux_loss": "seq_", "global_aux_loss": "global_"}  # Megatron's names of those it logs
 
 
@@ -28,10 +31,12 @@ class RouterBatch:
 
     modules  what Megatron's finalize function reads of the routers, and the biases that it changes
     tracker  of the auxiliary losses
+    heads    Megatron's tracker of the losses of --mtp-num-layers
     """
 
     modules: list[SimpleNamespace]
     tracker: Any
+    heads: dict[str, Any]
 
 
 class Routers:
@@ -67,13 +72,14 @@ class Routers:
             for name in filter(vars(module).__contains__, COUNTS):
                 getattr(router, name).data = getattr(module, name)
         moe_logging.set_moe_metrics_tracker(own.tracker)
+        MTPLossLoggingHelper.tracker = own.heads
 
     def _begin(self) -> RouterBatch:
         always, modules = dict(training=True, reset_global_aux_loss_tracker=lambda: None), []
         for router in self._routers:
             counted = [(name, tensor) for name in COUNTS if (tensor := getattr(router, name, None)) is not None]
             modules.append(SimpleNamespace(**always, **{name: torch.zeros_like(tensor) for name, tensor in counted}))
-        return RouterBatch(modules, moe_logging.MoEMetricsTracker())
+        return RouterBatch(modules, moe_logging.MoEMetricsTracker(), {})
 
     def end_batch(self, batch: int) -> RouterBatch:
         """After the last backward of `batch`: what its step has."""
@@ -97,7 +103,13 @@ class Routers:
 
     def reduce_losses(self, own: RouterBatch, groups: Any, twin_of: Callable[[Any], Any]) -> None:
         """Sum the auxiliary losses over all stages and pipelines, as Megatron does for the log line."""
-        config, tracker = self._config, own.tracker
+        config, tracker, heads = self._config, own.tracker, own.heads
+        for name in [name for name in HEADS if name in heads]:
+            dist.all_reduce(heads[name], group=groups.dp_cp)
+            heads[name] /= groups.dp_cp.size() if name == HEADS[0] else 1
+            heads["avg_group"] = None
+        if config.num_moe_experts is None:
+            return
         kinds = config.moe_router_load_balancing_type
         names = [f"{prefix}load_balancing_loss" for kind, prefix in LOSSES.items() if kind in kinds]
         for name in names + ["z_loss"] * (config.moe_z_loss_coeff is not None):

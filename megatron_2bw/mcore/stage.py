@@ -19,6 +19,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_config
 
 from megatron_2bw.schedules import Shape
@@ -145,12 +146,14 @@ class MegatronStage:
         # With --align-grad-reduce only the first stage starts its reduction inside the backward.
         if index == self.shape.microbatches - 1 and (config.grad_sync_func is None or self._index == 0):
             self._release_sync()
+        # Megatron sets them in each forward. The last one here may be of the next batch, which has another scale.
+        share = 1.0 if config.calculate_per_token_loss else 1 / self.shape.microbatches
         if config.num_moe_experts is not None:
-            # Megatron sets it in each forward. The last one here may be of the next batch, which has another scale.
-            scale, share = megatron_schedules._get_moe_loss_scale(config, output.device), 1.0
-            if not config.calculate_per_token_loss:
-                share = self._call.groups.cp.size() / self.shape.microbatches
-            MoEAuxLossAutoScaler.set_loss_scale(scale * share)
+            scale = megatron_schedules._get_moe_loss_scale(config, output.device)
+            whole = config.calculate_per_token_loss
+            MoEAuxLossAutoScaler.set_loss_scale(scale * share * (1 if whole else self._call.groups.cp.size()))
+        if config.mtp_num_layers is not None:
+            MTPLossAutoScaler.set_loss_scale(megatron_schedules._get_mtp_loss_scale(config, output.device) * share)
         return megatron_schedules.backward_step(received, output, gradient, config)
 
     def end_batch(self, batch: int) -> torch.Tensor | None:

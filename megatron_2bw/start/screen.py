@@ -23,7 +23,7 @@ SHOWN = re.compile(
     r"|(\[rank\d+\]: *)?([\w.-]+: (error:|rank \d)|[\w.]*(Error|Exception|Interrupt|Exit)\b|ERROR:|CRITICAL:)"
     r"|\s*(\[[^]]*\] *)?(iteration +\d+/|(saving|successfully \w+|loading) .*checkpoint)"  # of Megatron
     r"| *validation loss at|\[(exiting program|before the start of training step)|.*could not find the metadata file"
-    r"|wandb: .*http"
+    r"|wandb: .*http|.*GPTModel IS DEPRECATED"
 )
 # An iteration's line on a terminal: other names for its fields, and "" for those that only the file has.
 SHORT = dict.fromkeys(("consumed samples", "global batch size", "tokens"), "")

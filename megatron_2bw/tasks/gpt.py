@@ -15,10 +15,10 @@ from megatron.core import mpu
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers
-from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 
-from megatron_2bw.tasks import common, lora
+from megatron_2bw.tasks import common, hybrid, lora
 from megatron_2bw.tasks.sft import SFTDataset
 
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -26,7 +26,13 @@ FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 def model_config(args):
     """Megatron's configuration of the model."""
-    config = common.apply_dropped_flags(gpt_config_from_args(args), args)
+    if args.hybrid_layer_pattern:
+        config = hybrid_config_from_args(args)
+        if args.transformer_impl == "local" and not args.spec:
+            config.hybrid_stack_spec = hybrid.local_stack(config.transformer)
+    else:
+        config = gpt_config_from_args(args)
+    common.apply_dropped_flags(config, args)
     if args.lora_rank:
         config.pre_wrap_hooks.append(lora.adapted)
     return config
@@ -72,7 +78,7 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=common.micro_batch_size(args, training),
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=bool(args.mtp_num_layers) and last,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=first,
         is_pipeline_last_stage=last,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from tests.distributed.training import Run, canonical, train
 
@@ -216,7 +217,8 @@ class _Reference:
             self._load(batch, batch * count + index)
             output, loss_function = self.forward_step(self.data, self.module)
             share = 1 if self.args.calculate_per_token_loss else count
-            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(self._scale(batch) / share))
+            for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+                scaler.set_loss_scale(torch.tensor(self._scale(batch) / share))
             total, tokens, parts = loss_function(output)
             if self.args.calculate_per_token_loss:
                 loss = total

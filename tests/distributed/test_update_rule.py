@@ -8,8 +8,11 @@ microbatch by microbatch), and not over four stages with clipping (gloo adds fou
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from megatron_2bw.local_ranks import own_output
 from tests.distributed.compare import SGD, UNTIED, assert_same, run_pipeline, run_reference
 from tests.distributed.training import command
 
@@ -100,6 +103,26 @@ def test_fp16_skips_a_step_with_inf_and_versions_still_advance():
     assert [run.skipped for run in runs] == [[0, 0, 0, 1, 0, 0]] * 2 == [expected.skipped] * 2
     assert runs[0].scales == expected.scales == [4096.0] * 3 + [2048.0] * 3
     assert_same(runs, expected, exact=True)
+
+
+@pytest.mark.parametrize("stages, flags", [(1, UNTIED), (2, UNTIED), (2, "--bf16"), (1, "--fp16")])
+def test_heads_that_predict_several_tokens(stages, flags):
+    """The last stage has a copy of the embedding for them; the log has their losses of each batch."""
+    changes = dict(mtp_num_layers=2, position_embedding_type="rope", initial_loss_scale=4096, hysteresis=1)
+    argv = lambda stages: command(stages, 4, "2bw", flags, "--disable-bias-linear", **changes)
+    poisoned = dict(poison=POISONED) if flags == "--fp16" else {}
+    runs = run_pipeline(argv(stages), stages, poison if poisoned else None, heads)
+    assert_same(
+        runs,
+        run_reference(runs, argv(1), 4, **poisoned),
+        exact=stages == 1,
+        tolerance=1e-2 if "bf16" in flags else 1e-6,
+    )
+    assert len(runs[-1].events) == 12 == len({*runs[-1].events})
+
+
+def heads(run, model) -> None:
+    run.events = re.findall(r"mtp_[12] loss: (\S+)", own_output())
 
 
 @pytest.mark.proof("4-2")

@@ -127,8 +127,11 @@ def canonical(model, biases: bool = False) -> list[tuple[str, torch.Tensor]]:
     named = []
     more = [pair for pair in inner.named_buffers() if biases and pair[0].endswith("expert_bias")]
     for name, param in [*inner.named_parameters(), *more]:
-        name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{numbers[m[1]]}.", name)
+        if not name.startswith("mtp."):
+            name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{numbers[m[1]]}.", name)
         if name == "output_layer.weight" and inner.share_embeddings_and_output_weights:
+            if hasattr(inner, "embedding"):  # --mtp-num-layers: that is used instead
+                continue
             name = "embedding.word_embeddings.weight"
         experts = len({found[1] for other, _ in inner.named_parameters() if (found := re.search(EXPERT, other))})
         first = experts * mpu.get_expert_model_parallel_rank()  # experts may be split over ranks
