@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_2bw.errors import whole
 from megatron_2bw.flags import correction
 from megatron_2bw.flags.environment import exchange
-from megatron_2bw.flags.rule import Args, asks, task, value
+from megatron_2bw.flags.rule import Args, asks, installed, task, value
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES, schedule_of
 
 
@@ -87,6 +87,7 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     add("--gpipe-round", type=whole(1), metavar="N", help="microbatches at a time of gpipe (default: the whole batch)")
     text = "--data-path holds conversations (preprocess --task sft); only their targets count in the loss"
     add("--sft-data", action="store_true", help=text)
+    add("--sft-packed", action="store_true", help="a sample holds as many whole conversations as fit, each by itself")
     add("--two-bw-trace", type=Path, metavar="DIR", help="record when every action of every stage ran and waited")
     add("--lora-rank", type=whole(1), metavar="N", help="train adapters of this rank, and save these alone")
     add("--lora-alpha", type=float, metavar="A", help="adapters count A / N times (default: A is twice the rank)")
@@ -111,12 +112,12 @@ _NEEDS = {
     "--two-bw-correction-factor": (1, "--two-bw-correction extrapolate"),
     "--two-bw-correction-gradient": (0, "--two-bw-correction extrapolate"),
     "--gpipe-round": (None, "--pipeline-schedule gpipe"),
+    "--sft-packed": (False, "--sft-data"),
     "--lora-alpha": (None, "--lora-rank"),
     "--lora-targets": ([*LORA_TARGETS], "--lora-rank"),
     "--lora-base": (None, "--lora-rank"),
 }
-# A sample is one conversation, since Megatron's fused attention reads no mask that separates several; Megatron would
-# read tokens of 16 bits, by the size of the vocabulary, and indices that are not made.
+# Megatron would read tokens of 16 bits, by the size of the vocabulary, and indices that are not made.
 _NOT_OF_CONVERSATIONS = (
     "--mock-data --fim-data --eod-mask-loss --per-split-data-args-path --per-dataset-sequences-path "
     "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --reset-attention-mask --reset-position-ids"
@@ -156,7 +157,19 @@ def _mistakes(args: Args) -> Iterator[str]:
     for flag in _NOT_OF_CONVERSATIONS.split() if args.sft_data else ():
         if value(args, flag):
             yield f"{flag} does not work with --sft-data: leave it out"
+    if args.sft_packed:
+        yield from _of_packed(args)
     yield from _of_the_batch(args)
+
+
+def _of_packed(args: Args) -> Iterator[str]:
+    engine = args.transformer_impl != "local" and installed("transformer_engine")
+    if args.context_parallel_size > 1:
+        yield "--sft-packed does not work with --context-parallel-size: leave it out"
+    if engine and args.micro_batch_size != 1:
+        yield "--sft-packed with Transformer Engine needs --micro-batch-size 1: pack more by a longer --seq-length"
+    if not engine and args.masked_softmax_fusion and installed("scaled_upper_triang_masked_softmax_cuda"):
+        yield "--sft-packed needs --no-masked-softmax-fusion, since Apex's softmax reads no mask: add it"
 
 
 def _of_the_batch(args: Args) -> Iterator[str]:

@@ -51,6 +51,11 @@ def main(argv: Sequence[str], prog: str) -> int:
         _step("preprocess", "--task", "sft", "--input", data, "--output-prefix", prefix, "--tokenizer-model", model)
     if "--train-iters" not in given and "--train-samples" not in given:
         samples = float(content.get("epochs", 1)) * indexed.divided(str(prefix), False)
+        if "--sft-packed" in given:  # about so many, by the tokens
+            own = shlex.split((base / "model_flags.txt").read_text())
+            length = int(given.get("--seq-length", own[own.index("--seq-length") + 1 :])[0])
+            tokens = prefix.with_suffix(".bin").stat().st_size / 4
+            samples *= tokens / (length + 1) / indexed.divided(str(prefix), False)
         flags += ["--train-iters", str(math.ceil(samples / int(given.get("--global-batch-size", ["1"])[0])))]
     start = ["--lora-base", base] if "--lora-rank" in given else ["--load", base, "--finetune"]
     if (run / TRACKER).exists():

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 
 from megatron_2bw.tasks import common, hybrid, lora
-from megatron_2bw.tasks.sft import SFTDataset
+from megatron_2bw.tasks.sft import PackedSFTDataset, SFTDataset
 
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -48,8 +49,19 @@ def forward_step(data_iterator, model):
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, model.training, vp_stage)
     get_timers()("batch-generator").stop()
-    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    borders = {}
+    if get_args().sft_packed and get_args().transformer_impl != "local":
+        attention_mask, borders = None, {"packed_seq_params": packed(position_ids)}
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, **borders)
     return output, partial(loss, loss_mask)
+
+
+def packed(position_ids: torch.Tensor) -> PackedSeqParams:
+    """Where the conversations of one sample, [1, sequence], begin and end, for Transformer Engine's attention."""
+    starts = (position_ids[0] == 0).nonzero().flatten()
+    ends = torch.cat([starts, starts.new_tensor([position_ids.numel()])]).to(torch.int32)
+    longest = int(position_ids.max()) + 1
+    return PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None):
@@ -57,11 +69,11 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
 
     vp_stage: the number of the model chunk on this rank, with Megatron's interleaved stages.
     """
-    first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    args = get_args()
     last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage) or (args.sft_packed and not last)
     if not (first or last):
         return (None,) * len(FIELDS)
-    args = get_args()
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         fields = next(data_iterator)
@@ -78,7 +90,7 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=common.micro_batch_size(args, training),
         seq_length=args.seq_length,
-        mtp_on_this_rank=bool(args.mtp_num_layers) and last,
+        mtp_on_this_rank=bool(args.mtp_num_layers or args.sft_packed) and last,  # it needs all fields
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=first,
         is_pipeline_last_stage=last,
@@ -103,8 +115,8 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None):
     """Training, validation and test datasets with at least `samples` samples each."""
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
-    kind = SFTDataset if args.sft_data else kind
-    at_an_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+    kind = PackedSFTDataset if args.sft_packed else SFTDataset if args.sft_data else kind
+    at_an_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage() or args.sft_packed  # or has masks
     builds = at_an_end and mpu.get_tensor_model_parallel_rank() == 0
     return common.build_datasets(kind, samples, lambda: builds, dataset_config(args))
 

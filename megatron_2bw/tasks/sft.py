@@ -1,8 +1,9 @@
 """Conversations of megatron-2bw preprocess --task sft as samples of a GPT, by --sft-data.
 
 Invariant: sample k depends only on the dataset, the seed, the split and k: it is one whole conversation from its first
-token on, cut or padded to the sequence length. Each epoch has every conversation once, in an order of its own. The loss
-counts the targets; padding is never one, and no token attends to it but padding.
+token on, or with --sft-packed as many as fit, cut or padded to the sequence length. Each epoch has every conversation
+once, in an order of its own. The loss counts the targets; padding is never one, and no token attends to it but padding,
+or to another conversation.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from megatron.training import print_rank_0
 class SFTDataset(MegatronDataset):
     """The conversations `indices` of a dataset; built by Megatron's BlendedMegatronDatasetBuilder."""
 
+    packed = False
     build_low_level_dataset = staticmethod(GPTDataset.build_low_level_dataset)
     numel_low_level_dataset = staticmethod(GPTDataset.numel_low_level_dataset)
 
     def __init__(self, dataset: IndexedDataset, dataset_path, indices, num_samples, index_split, config):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        self._begun: list[numpy.ndarray] = []  # what `_begins` has found
         self._epoch, self._order = -1, numpy.zeros(0, int)
         cut = int((dataset.sequence_lengths[indices] > config.sequence_length + 1).sum())
         if cut:
@@ -32,35 +35,64 @@ class SFTDataset(MegatronDataset):
             print_rank_0(f"> --seq-length {config.sequence_length} cuts {share} of {dataset_path}")
 
     def __len__(self) -> int:
-        return len(self.indices) if self.num_samples is None else self.num_samples
+        return len(self._begins(0)) if self.num_samples is None else self.num_samples
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         """Tokens, labels, loss mask and positions, each [sequence]; the attention mask, where one is made, is
         [1, sequence, sequence]. `idx` None: a sample that fills a batch and counts nothing."""
         config, length = self.config, self.config.sequence_length
-        number = self._conversation(idx or 0)
-        held = min(length + 1, int(self.dataset.sequence_lengths[number]))
         words = numpy.full(length + 1, ~0, numpy.int64)  # padding: token 0, no target
-        words[:held] = self.dataset.get(number, length=held)
-        words = torch.from_numpy(words)
+        end, starts = 0, numpy.zeros(length + 1, numpy.int64)
+        for number in self._conversations(int(idx or 0)):
+            held = min(length + 1 - end, int(self.dataset.sequence_lengths[number]))
+            words[end : end + held] = self.dataset.get(number, length=held)
+            starts[end], end = end, end + held
+        if self.packed:
+            starts[end:][:1] = end
+        words, starts = torch.from_numpy(words), torch.from_numpy(numpy.maximum.accumulate(starts))[:length]
         tokens = torch.where(words < 0, ~words, words)
         sample = {
             "tokens": tokens[:-1].contiguous(),
             "labels": tokens[1:].contiguous(),
             "loss_mask": (words[1:] >= 0).float() * (idx is not None),
-            "position_ids": torch.arange(length),
+            "position_ids": torch.arange(length) - starts,
         }
         if config.create_attention_mask:
-            sample["attention_mask"] = _hidden(length)
+            sample["attention_mask"] = _hidden(length) | (starts[None, :, None] != starts[None, None, :])
         return sample
 
-    def _conversation(self, idx: int) -> int:
-        """The number of sample `idx` in the dataset."""
-        epoch, place = divmod(int(idx), len(self.indices))
+    def _conversations(self, idx: int) -> numpy.ndarray:
+        """The numbers of sample `idx` in the dataset."""
+        epoch = 0
+        while idx >= len(self._begins(epoch)):
+            idx, epoch = idx - len(self._begins(epoch)), epoch + 1
         if epoch != self._epoch:
-            random = numpy.random.default_rng([self.config.random_seed, self.index_split.value, epoch])
-            self._epoch, self._order = epoch, random.permutation(len(self.indices))
-        return int(self.indices[self._order[place]])
+            self._epoch, self._order = epoch, self._shuffled(epoch)
+        begins = self._begins(epoch)
+        end = begins[idx + 1] if idx + 1 < len(begins) else len(self._order)
+        return self.indices[self._order[begins[idx] : end]]
+
+    def _shuffled(self, epoch: int) -> numpy.ndarray:
+        random = numpy.random.default_rng([self.config.random_seed, self.index_split.value, epoch])
+        return random.permutation(len(self.indices))
+
+    def _begins(self, epoch: int) -> numpy.ndarray:
+        """The places of an epoch's order at which its samples begin."""
+        while len(self._begun) <= epoch:
+            room, begins, order = 0, [], self.indices[self._shuffled(len(self._begun))]
+            for place, size in enumerate(self.dataset.sequence_lengths[order].tolist()):
+                if size > room:
+                    begins.append(place)
+                    room = self.config.sequence_length + 1 if self.packed else 0
+                room = max(room - size, 0)
+            self._begun.append(numpy.array(begins))
+        return self._begun[epoch]
+
+
+class PackedSFTDataset(SFTDataset):
+    """As many whole conversations in a sample as fit, in the epoch's order."""
+
+    packed = True
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -12,15 +14,18 @@ from tests.unit.test_sft import stored
 pytestmark = pytest.mark.cpu
 
 # A batch holds each of the eight once; the longest fills --seq-length 16, the others are padded. A prompt is negative.
-CONVERSATIONS = [[word if k % 3 else ~word for k, word in enumerate(range(9 * i, 11 * i + 3))] for i in range(8)]
+CHATS = [[word if k % 3 else ~word for k, word in enumerate(range(9 * i, 11 * i + 3))] for i in range(8)]
+
+# Two of these fill a sample, and a batch holds each of the sixteen once.
+SHORT = [[word if k % 3 else ~word for k, word in enumerate(range(5 * i, 5 * i + 8))] for i in range(16)]
 
 
-def by_hand(run, model) -> None:
+def by_hand(run, model, conversations) -> None:
     """The mean loss of all targets, from each conversation alone without padding."""
     from megatron.core.utils import unwrap_model
 
     total, targets = 0.0, 0
-    for words in CONVERSATIONS:
+    for words in conversations:
         tokens = torch.tensor([word if word >= 0 else -1 - word for word in words])
         inputs = tokens[None, :-1]
         hidden = torch.triu(torch.ones(1, 1, inputs.numel(), inputs.numel()), 1).bool()
@@ -33,17 +38,29 @@ def by_hand(run, model) -> None:
     run.losses = [total / targets]
 
 
-@pytest.mark.proof("--calculate-per-token-loss")
-@pytest.mark.parametrize("flags", [(), ("--calculate-per-token-loss",)], ids=" ".join)
-def test_the_targets_alone_count(tmp_path, flags):
+PER_TOKEN = "--calculate-per-token-loss"
+
+
+@pytest.mark.proof("per token")
+@pytest.mark.parametrize(
+    "stages, flags",
+    [(2, ()), (2, (PER_TOKEN,)), (4, (PER_TOKEN, "--sft-packed"))],
+    ids=["per microbatch", "per token", "packed"],
+)
+def test_the_targets_alone_count(tmp_path, stages, flags):
+    """Packed conversations do not see each other, on the stages between the ends either."""
+
     def argv(stages: int, schedule: str = "2bw", **changes) -> list[str]:
-        words = command(stages, 4, schedule, UNTIED, "--sft-data", *flags, split="100,0,0", **changes)
+        changes = dict(split="100,0,0", clip_grad=0) | changes
+        words = command(stages, 4, schedule, UNTIED, "--sft-data", *flags, **changes)
         return [word for word in words if word != "--mock-data"] + ["--data-path", str(prefix)]
 
-    prefix = stored(tmp_path / "chats", CONVERSATIONS)
-    runs = run_pipeline(argv(2), 2)
+    conversations = SHORT if "--sft-packed" in flags else CHATS
+    prefix = stored(tmp_path / "chats", conversations)
+    runs = run_pipeline(argv(stages), stages)
     assert_same(runs, run_reference(runs, argv(1), 4), exact=True)
     frozen = dict(lr=1e-30, min_lr=0, lr_warmup_iters=0, train_iters=1)  # the weights stay those of the start
-    expected = run_pipeline(argv(1, "megatron", **frozen), 1, None, by_hand)[0].losses[0]
+    compute = functools.partial(by_hand, conversations=conversations)
+    expected = run_pipeline(argv(1, "megatron", **frozen), 1, None, compute)[0].losses[0]
     torch.testing.assert_close(runs[-1].losses[0], expected, rtol=1e-6, atol=0)
     assert runs[-1].losses[-1] < runs[-1].losses[0], "it learns"

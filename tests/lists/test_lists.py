@@ -30,9 +30,9 @@ ON_CPU = ["--multi-latent-attention", "--experimental-attention-variant"]
 LIMITS = {
     "2bw": """--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --fp8-format
     --use-megatron-fsdp --use-torch-fsdp2 --fine-grained-activation-offloading --rerun-mode
-    --num-distributed-optimizer-instances --mtp-num-layers""".split()
+    --num-distributed-optimizer-instances""".split()
     + ON_CPU,
-    "megatron": [*ON_CPU, "--mtp-num-layers"],
+    "megatron": ON_CPU,
 }
 # Places, data and services of whoever wrote a list; and numbers that go with the original sizes.
 LEFT_OUT = """--data-path --train-data-path --valid-data-path --test-data-path --vocab-file --merge-file

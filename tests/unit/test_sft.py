@@ -184,15 +184,16 @@ def samples(tmp_path, monkeypatch):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
 
-    from megatron_2bw.tasks.sft import SFTDataset
+    from megatron_2bw.tasks.sft import PackedSFTDataset, SFTDataset
 
     monkeypatch.setattr(SFTDataset, "_key_config_attributes", staticmethod(list))
 
-    def make(length=5, seed=7, count=None, split=Split.train, mask=True):
+    def make(length=5, seed=7, count=None, split=Split.train, mask=True, packed=False):
         config = SimpleNamespace(sequence_length=length, random_seed=seed, create_attention_mask=mask, tokenizer=None)
         config.allow_ambiguous_pad_tokens = False
         data = IndexedDataset(str(stored(tmp_path / "data", PROMPTS)))
-        return SFTDataset(data, "data", numpy.arange(len(PROMPTS)), count, split, config)
+        kind = PackedSFTDataset if packed else SFTDataset
+        return kind(data, "data", numpy.arange(len(PROMPTS)), count, split, config)
 
     return make
 
@@ -230,6 +231,24 @@ def test_each_epoch_has_each_conversation_once_in_an_order_of_its_own(samples):
     assert [tuple(again[i]["tokens"].tolist()) for i in (110, 4, 5)] == [order[i] for i in (110, 4, 5)]
     other = samples(seed=8)
     assert order != [tuple(other[i]["tokens"].tolist()) for i in range(len(order))]
+
+
+def test_packed_conversations_are_whole_and_by_themselves(samples):
+    """Of 4, 4 and 7 tokens: in nine there is room for the first two, if no other is between them."""
+    data = samples(8, count=60, packed=True)
+    taken = [data[i] for i in range(60)]
+    sizes = {tuple(sample["position_ids"].tolist()) for sample in taken}
+    both, one, longest = (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 0)
+    assert sizes == {both, one, longest}
+    for sample in taken:
+        starts = [place for place, position in enumerate(sample["position_ids"]) if position == 0]
+        seen = ~sample["attention_mask"][0]
+        for place in range(8):
+            first = max(start for start in starts if start <= place)
+            assert seen[place].nonzero().flatten().tolist() == [*range(first, place + 1)]
+        assert not any(sample["loss_mask"][start - 1] for start in starts[1:])
+    found = sorted(fields(sample) for sample in taken if sample["tokens"][3] == 8 and sample["tokens"][4] == 1)
+    assert found[0] == ([5, 6, 7, 8, 1, 4, 8, 5], [6, 7, 8, 1, 4, 8, 5, 0], [0, 1, 1, 0, 1, 0, 1, 0])
 
 
 # --- flags ---------------------------------------------------------------------------------------------------------
