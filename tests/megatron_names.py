@@ -50,6 +50,9 @@ NAMES = {
     f"{CORE}.transformer.moe.moe_logging:MoEMetricsTracker": "_sync_metrics(metric_names pg_collection) "
     "ensure_initialized(name num_layers device) metrics()",
     f"{CORE}.transformer.moe.moe_logging:MetricEntry": "reduce_group avg_group",
+    f"{CORE}.transformer.multi_token_prediction:MTPLossLoggingHelper": "tracker",
+    f"{CORE}.transformer.multi_token_prediction:": "MTPLossAutoScaler.set_loss_scale(scale) "
+    "MTPLossLoggingHelper.reduce_metrics_in_tracker()",
     f"{CORE}.transformer.moe.moe_logging:": "get_moe_metrics_tracker() set_moe_metrics_tracker(tracker)",
     f"{BUFFERS}:_ParamAndGradBucket": "params params_list param_data grad_data offset numel_unpadded param_to_index",
     f"{BUFFERS}:_ParamAndGradBucketGroup": "finish_grad_sync(force_all_reduce) reset() ddp_config buckets "
@@ -67,7 +70,7 @@ NAMES = {
     "is_first_microbatch current_microbatch vp_stage is_last_stage) backward_step(input_tensor output_tensor "
     "output_tensor_grad config) deallocate_output_tensor(out deallocate_pipeline_outputs) get_tensor_shapes(seq_length "
     "micro_batch_size decoder_seq_length config tp_group cp_group) _build_default_pg_collection() "
-    "_get_moe_loss_scale(config device) "
+    "_get_moe_loss_scale(config device) _get_mtp_loss_scale(config device) "
     "forward_backward_pipelining_without_interleaving(forward_step_func data_iterator model num_microbatches "
     "seq_length micro_batch_size decoder_seq_length forward_only collect_non_loss_data first_val_step "
     "adjust_tensor_shapes_fn p2p_communicator pg_collection force_all_reduce)",

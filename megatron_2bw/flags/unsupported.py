@@ -91,7 +91,7 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
             "of layers, attention (*), MLPs (-), experts (E) are supported",
         ),
         ("--perform-rl-step", f"only pretraining of GPT and BERT is supported; {OUT}"),
-        ("--sft", "it packs sequences, whose borders the forward step does not pass; use --sft-data"),
+        ("--sft", "its data are no files of preprocess; use --sft-data --sft-packed"),
         ("--dataloader-inter-document-masking", "documents are not marked; use --reset-attention-mask"),
         ("--hybrid-context-parallel", f"sequences must have one length; {OUT}"),
         ("--logits-load-dir", f"distillation is not supported; {OUT}"),

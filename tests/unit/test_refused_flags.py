@@ -21,6 +21,8 @@ ASKED = {
     "--num-distributed-optimizer-instances": dict(num_distributed_optimizer_instances=2),
     "--kitchen-recipe-number": dict(kitchen_recipe_number=0),
     "--optimizer": dict(optimizer="dist_muon"),
+    "--hybrid-layer-pattern": dict(hybrid_layer_pattern="M*-"),
+    "--hybrid-override-pattern": dict(hybrid_override_pattern="M*-"),
     "--loss-scale": dict(optimizer="muon", loss_scale=1024.0),
     "--two-bw-optimizer": dict(optimizer="muon", two_bw_optimizer="host"),
     "--moe-router-load-balancing-type": dict(moe_router_load_balancing_type="quantile_balancing"),

@@ -22,13 +22,13 @@ WARNING: could not find the metadata file out/latest_checkpointed_iteration.txt
 pretrain_gpt_2bw.py: error: --lr 0: above 0
 pretrain_gpt_2bw.py: rank 1 ends: another rank has ended
 [rank0]: ValueError: why
+WARNING:megatron.core.models:GPTModel IS DEPRECATED
 """
 HIDDEN = """
 > initialized tensor model parallel with size 1
  > number of parameters on (tensor, pipeline) model parallel rank (0, 1): 16864
   train_iters ..................................... 12
 a.py:3: FutureWarning: of the next torch
-WARNING:megatron.core.models:GPTModel IS DEPRECATED
 Traceback (most recent call last):
     raise ValueError("why")
 """

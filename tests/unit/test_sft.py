@@ -264,6 +264,6 @@ def test_data_and_flag_go_together(tmp_path):
     assert trained_on(chats, "--sft-data") is None is trained_on(text)
     assert trained_on(chats).startswith(f"--data-path {chats}: it holds ")
     assert trained_on(text, "--sft-data").startswith(f"--data-path {text}: it holds ")
-    assert trained_on(text, "--sft").endswith("use --sft-data")
+    assert trained_on(text, "--sft").endswith("use --sft-data --sft-packed")
     for flag in ("--eod-mask-loss", "--reset-attention-mask", "--mock-data"):
         assert trained_on(chats, "--sft-data", flag).startswith(flag)
