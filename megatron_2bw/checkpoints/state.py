@@ -213,7 +213,9 @@ def _written_here() -> bool | None:
 
 
 def _biases(model: Any) -> dict[str, torch.Tensor]:
-    """The biases of experts, which have versions though they are no parameters, by name."""
+    """The biases of experts, which have versions though they are no parameters, by name; with adapters they stay."""
+    if get_args().lora_rank:
+        return {}
     return {name: bias for name, bias in unwrap_model(model).named_buffers() if name.endswith("router.expert_bias")}
 
 

@@ -69,6 +69,15 @@ RULE = """
 0.2 --lr-warmup-iters 0 | --lr-decay-iters 4 | --seed 11
 0.3 --two-bw-sync-iterations 1 | --two-bw-sync-iterations 2 | --two-bw-sync-iterations 4 | --two-bw-sync-iterations 6
 0.3 --two-bw-correction extrapolate | --two-bw-correction auto --two-bw-late-microbatches 99"""
+# Of a GPT. None takes the flag away.
+KINDS = """
+0.6 --num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear --moe-token-dispatcher-type allgather
+0.2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
+0.5 --moe-aux-loss-coeff 1e-2 | --moe-z-loss-coeff 1e-3 --moe-aux-loss-coeff 1e-3 | --moe-router-topk 1
+0.2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 | --moe-shared-expert-intermediate-size 16
+0.3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1
+0.3 --mtp-num-layers 1 --position-embedding-type rope
+0.2 --hybrid-layer-pattern *-*-*-*- --num-layers None | --hybrid-layer-pattern *E*-*E*- --num-layers None"""
 LORA = ("--lora-rank 4", "--lora-rank 2 --lora-alpha 1 --lora-targets linear_qkv linear_fc2")
 DROPOUT = "0.4 --hidden-dropout 0.1 --attention-dropout 0.1 | --hidden-dropout 0.3"
 # What must not change a bit, but for clipping with the distributed optimizer.
@@ -100,7 +109,8 @@ class Draw:
 
 def config(text: str) -> Config:
     """Of a text such as "--bf16 --clip-grad 0"."""
-    return {words[0]: " ".join(words[1:]) for words in (part.split() for part in re.split(r"(?=--)", text)) if words}
+    parts = [part.split() for part in re.split(r"(?=--)", text)]
+    return {words[0]: None if words[1:] == ["None"] else " ".join(words[1:]) for words in parts if words}
 
 
 def some(draw: random.Random, table: str, often: float = 1.0) -> Config:
@@ -134,6 +144,9 @@ def new_draw(draw: random.Random) -> Draw:
     base |= some(draw, MODEL) | some(draw, RULE) | some(draw, NEUTRAL, 0.4)
     if check in ("again", "neutral", "megatron", "resume", "kill"):  # else the masks are others
         base |= some(draw, DROPOUT)
+    if base["task"] == "gpt" and draw.random() < 0.4:
+        base |= some(draw, KINDS)
+        base = base if "--num-experts" in base else without(base, *re.findall(r"--moe-[\w-]+|--expert-[\w-]+", KINDS))
     if draw.random() < 0.2:
         base |= config(f"--lora-base {{folder}}/base {draw.choice(LORA)}")
     microbatches, often = base["microbatches"], draw.randint(1, 5)
@@ -150,7 +163,7 @@ def new_draw(draw: random.Random) -> Draw:
         case "megatron":
             change = {"--pipeline-schedule": "megatron", "--two-bw-trace": None}
         case "width":
-            change = {"width": 1, "microbatches": 2 * microbatches}
+            change = {"width": 1, "microbatches": 2 * microbatches, "--expert-model-parallel-size": None}
         case "tensor":
             base = without(base, "--swiglu")  # its two halves lie in one matrix
             change = {TENSOR: None}
@@ -193,6 +206,8 @@ def megatron_lacks(one: Config) -> str:
         return "its optimizer has not both"
     if optimizer == "soap" and one.get("--save") and one.get("--ckpt-format") != "torch":
         return "the state of soap in this format"
+    if "--num-experts" in one and size(one, TENSOR) > 1:
+        return "sequence parallelism without Apex, which experts on tensor ranks need"
     own = [int(one[flag]) for flag in one if flag.endswith("-pipeline-num-layers") and one[flag]]
     layers, stages = size(TINY | one, "--num-layers") - sum(own), size(one, STAGES) - len(own)
     return "an uneven split" if own and (stages < 1 or layers < stages or layers % stages) else ""
@@ -236,8 +251,11 @@ def tolerance(draw: Draw) -> float:
     clips, stages = float(base.get("--clip-grad", 1)) > 0, (size(base, STAGES), size(other, STAGES))
     if base.get("--pipeline-schedule") == "pipedream" and draw.check not in ("again", "neutral", "tensor"):
         raise Refused("pipedream's losses depend on depth and microbatches, and it resumes with the newest weights")
+    if draw.check in ("microbatch-size", "double-batch") and any(flag.startswith("--moe-") for flag in base):
+        raise Refused("routers' losses and biases are of one microbatch, or of one batch")
     if draw.check == "depth":
-        same = not clips and (UNTIED in base or min(stages) > 1 or max(stages) == 1)
+        apart = UNTIED in base and "--mtp-num-layers" not in base
+        same = not clips and (apart or min(stages) > 1 or max(stages) == 1)
     elif draw.check == "neutral":
         same = not (clips and "--use-distributed-optimizer" in draw.change)
     else:
@@ -267,7 +285,9 @@ def run(one: Config, folder: Path, prepare: Any = None) -> list[Run]:
     tensor, apart = size(one, TENSOR), size(one, TENSOR) * size(one, "width")
     weights = [full_weights(runs[rank::apart]) for rank in range(apart)]  # tied copies too
     for rank in range(tensor, apart):
-        assert_equal(weights[rank], weights[rank % tensor], f" of pipeline {rank // tensor}")
+        both = weights[rank].keys() & weights[rank % tensor].keys()  # experts may be apart
+        one, other = ({name: weights[k][name] for name in both} for k in (rank, rank % tensor))
+        assert_equal(one, other, f" of pipeline {rank // tensor}")
     return runs
 
 
@@ -314,7 +334,9 @@ def check(draw: Draw) -> None:
     with tempfile.TemporaryDirectory(prefix="draws_") as name:
         folders = [Path(name, "first"), Path(name, "first" if draw.check in RESUMED else "second")]
         for folder in {*folders} if "--lora-base" in draw.base else ():
-            model = {flag: value for flag, value in draw.base.items() if flag in MODEL and "-pipeline-" not in flag}
+            model = {
+                flag: value for flag, value in draw.base.items() if flag in MODEL + KINDS and "-pipeline-" not in flag
+            }
             run({"task": draw.base["task"]} | model | config(BASE), folder)
         first = run(draw.base, folders[0])
         if draw.check in RESUMED:
