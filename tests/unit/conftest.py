@@ -17,6 +17,17 @@ def same_environment() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Several threads of torch wait for each other on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def on_the_cpu() -> Iterator[None]:
     """Megatron's modules look for CUDA when they are imported and while they check arguments."""

@@ -123,16 +123,6 @@ def test_rows_of_benchmarks():
     assert paper.measured_here({"of": "m", "pair": [two, gpipe]}, rows) == "8 against 8"
 
 
-def test_megatron_numbers_the_ranks_as_figure_4_draws_them():
-    from megatron.core.parallel_state import RankGenerator
-
-    for order, replicas in (("tp-cp-ep-dp-pp", [[0, 1], [2, 3], [4, 5], [6, 7]]), ("tp-cp-ep-pp-dp", None)):
-        generator = RankGenerator(tp=1, ep=1, dp=2, pp=4, cp=1, order=order)
-        assert generator.get_ranks("dp") == (replicas or [[rank, rank + 4] for rank in range(4)])
-    text, holds = CHECKS["placement"]([])
-    assert holds and "tp-dp-pp: replicas on 1, 1 of 3" in text and "tp-pp-dp: replicas on 2, 0 of 3" in text
-
-
 def call(monkeypatch, *words: object) -> int:
     monkeypatch.setattr(sys, "argv", ["paper.py", *map(str, words)])
     return paper.main()

@@ -185,8 +185,6 @@ def test_a_row_holds_any_plan(tmp_path):
         ({"depth": "two"}, "depth"),
         ({"global_batch": 31}, "global_batch"),
         ({"heads": 3}, "--num-attention-heads"),
-        ({"groups": 3}, "--num-query-groups"),
-        ({"depth": 3}, "layers"),
         ({"overlap": 0, "virtual": 2, "layers": 8}, "--overlap-grad-reduce"),
     ],
     ids=str,

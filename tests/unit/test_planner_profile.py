@@ -41,14 +41,6 @@ def test_times_of_a_layer():
     assert PROFILE.output_layer(8) == (1.0, 2.0)
 
 
-def test_times_on_tensor_parallel_ranks():
-    two = replace(PROFILE, blocks=(*PROFILE.blocks, BlockTime(2, 0.75, 1.25, 2)))
-    assert [two.measured_with(ranks) for ranks in (1, 2, 4)] == [True, True, False]
-    assert (two.layer(2), two.layer(2, 2), two.layer(4, 2)) == ((1.0, 2.0), (0.75, 1.25), (1.5, 2.5))
-    with pytest.raises(KeyError):
-        two.layer(2, 4)
-
-
 @pytest.mark.parametrize("changes, flag", [({"groups": 2}, "--num-query-groups"), ({"gated": True}, "--swiglu")])
 def test_a_profile_fits_layers_of_its_shape(changes, flag):
     assert PROFILE.fits(replace(MODEL, layers=99, vocab=7, tied=False), "fp32") is None
@@ -63,14 +55,10 @@ def options(path, *words: str) -> argparse.Namespace:
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """No job around, and one thread: several wait for each other on a busy machine, and times say little then."""
+def alone(monkeypatch, one_thread):
+    """No job around, and one thread, so that times say something."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_a_real_measurement(tmp_path, alone, capsys):

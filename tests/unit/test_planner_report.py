@@ -8,7 +8,6 @@ import shlex
 
 import pytest
 from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
 
 from megatron_2bw.models import cluster, model
 from megatron_2bw.models.plan import Plan
@@ -17,7 +16,7 @@ from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.tell import report
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines.picture import draw_shapes
+from megatron_2bw.timelines import picture
 from megatron_2bw.timelines.simulator import Times, simulate
 
 COST = Cost(model.preset("gpt-355m"), cluster.preset("p3.16xlarge", 1), "fp16")
@@ -28,20 +27,6 @@ PLANS = [
     Plan(1, 1, 8, 1, 1, schedule="megatron", recompute="selective"),
 ]
 ESTIMATES = [COST.estimate(plan) for plan in PLANS]
-
-
-@pytest.fixture
-def figure(monkeypatch):
-    """The figure saved last, as figure()."""
-    saved = []
-
-    def savefig(self, path, **options):
-        saved.append(self)
-        original(self, path, **options | {"dpi": 40})
-
-    original = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return lambda: saved[-1]
 
 
 def bars(axis) -> list[tuple[float, float, float]]:
@@ -85,12 +70,13 @@ def test_the_page_of_a_report_has_each_plan_once_and_the_simulated_timeline(tmp_
     assert "src=" not in re.sub(r'id="report">.*?</script>', "", html, flags=re.DOTALL)  # one file
 
 
-def test_drawing_of_chunks_and_of_unequal_stages(tmp_path, figure):
+def test_drawing_of_chunks_and_of_unequal_stages(tmp_path, monkeypatch):
     """Each chunk has its own colour and letter; stages have their own lengths; a shorter timeline keeps the axis."""
     times = Times([2.0, 4.0], [4.0, 4.0])
-    long, short = Shape(2, 2, 0, 2), Shape(2, 2, 0, 1)
-    draw_shapes([(Interleaved(2), long), (SCHEDULES["gpipe"], short)], tmp_path / "chunks.png", times)
-    upper, lower = figure().axes
+    long, short, figures = Shape(2, 2, 0, 2), Shape(2, 2, 0, 1), []
+    monkeypatch.setattr(picture, "write_figure", lambda path, figure: figures.append(figure))
+    picture.draw_shapes([(Interleaved(2), long), (SCHEDULES["gpipe"], short)], tmp_path / "chunks.png", times)
+    upper, lower = figures[0].axes
     assert upper.get_xlim() == lower.get_xlim() == (0, max(e.end for e in simulate(Interleaved(2), long, times)))
     assert "(forward 2 to 4, backward 4)" in lower.get_xlabel()
     assert {text.get_text() for text in upper.texts} == {f"{k}{c}" for k in range(1, 5) for c in "AB"}
