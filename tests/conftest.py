@@ -10,6 +10,7 @@ import importlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -40,6 +41,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the workers inherit the environment
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="session_")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True))
+
+
+@pytest.fixture
+def cpu_layer() -> Iterator[None]:
+    """The CPU answers for CUDA."""
+    from megatron_2bw import cpu
+
+    was_installed = cpu.installed()
+    cpu.install()
+    yield
+    if not was_installed:
+        cpu.uninstall()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_2bw import InPlaceUpdate, Schedule, Shape, StashedUpdate, schedule_of
+from megatron_2bw import InPlaceUpdate, Schedule, Shape, StashedUpdate
 from megatron_2bw.core.p2p import Neighbours, Receiver, Sender
 
 _spec = importlib.util.spec_from_file_location("plain_torch", Path(__file__).parents[1] / "examples" / "plain_torch.py")
@@ -256,10 +256,6 @@ def run_threads(
     if any(thread.is_alive() for thread in threads):
         raise TimeoutError(f"stages wait for each other: {schedule} {shape}")
     return results[shape.stages - 1][0], [results[stage][1] for stage in range(shape.stages)]
-
-
-def schedule(name: str, **options) -> Schedule:
-    return schedule_of(name, **options)
 
 
 def assert_same(found, expected) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_2bw import Shape, connect
+from megatron_2bw import Shape, connect, schedule_of
 from megatron_2bw.local_ranks import run_world
-from tests.plain import assert_same, example, make_update, reference, schedule
+from tests.plain import assert_same, example, make_update, reference
 
 pytestmark = pytest.mark.cpu
 
@@ -24,7 +24,7 @@ def stage(rank: int, name: str, shape: Shape):
         dist.all_gather(tensors, tensor, group=group)
         return tensors
 
-    return *example.train(schedule(name), shape, rank, neighbours, gather, make_update), reference(name, shape)
+    return *example.train(schedule_of(name), shape, rank, neighbours, gather, make_update), reference(name, shape)
 
 
 @pytest.mark.proof

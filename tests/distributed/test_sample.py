@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_2bw import cpu
 from megatron_2bw.cli import main
 from megatron_2bw.convert.sample import generate, printable
 from megatron_2bw.local_ranks import own_output, run_world
@@ -40,15 +39,6 @@ def test_no_row_of_padding_is_drawn(folder, tmp_path):  # noqa: F811
     assert len([token for token in run_world(1, sampled, words)[0] if token < 1001]) == 31
 
 
-@pytest.fixture
-def on_the_cpu():
-    was_installed = cpu.installed()
-    cpu.install()
-    yield
-    if not was_installed:
-        cpu.uninstall()
-
-
 def chosen(number: int, temperature: float, top_k: int | None = None, seed: int = 1, end: int | None = None):
     """Tokens after [0], from a model whose next token is likely 1 (60 %), 2 (30 %) or 3 (10 %) after any text."""
     seen: list[list[int]] = []
@@ -61,7 +51,7 @@ def chosen(number: int, temperature: float, top_k: int | None = None, seed: int 
     return list(generate(logits, [0], 3, end, options)), seen
 
 
-def test_how_a_token_is_chosen(on_the_cpu):
+def test_how_a_token_is_chosen(cpu_layer):
     assert chosen(5, 0.0)[0] == [1] * 5
     counts = torch.bincount(torch.tensor(chosen(4000, 1.0)[0]), minlength=4) / 4000
     assert torch.allclose(counts, torch.tensor([0.0, 0.6, 0.3, 0.1]), atol=0.03)  # seed 1: four standard deviations
@@ -69,7 +59,7 @@ def test_how_a_token_is_chosen(on_the_cpu):
     assert chosen(50, 1.0, seed=2)[0] == chosen(50, 1.0, seed=2)[0] != chosen(50, 1.0, seed=3)[0]
 
 
-def test_the_end_and_a_text_that_is_longer_than_the_model(on_the_cpu):
+def test_the_end_and_a_text_that_is_longer_than_the_model(cpu_layer):
     found, seen = chosen(6, 0.0)
     assert len(found) == 6 and seen == [[0], [0, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
     assert chosen(6, 0.0, end=1)[0] == []

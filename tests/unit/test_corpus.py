@@ -24,24 +24,6 @@ def tokenizer(corpus):
     return Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module")
-def megatron_tokenizer(corpus):
-    """The tokenizer as a training run gets it: Megatron's parser, then Megatron's builder."""
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training.arguments import parse_args
-
-    def refuse(*_args, **_kwargs):
-        raise AssertionError("loading the tokenizer must not need a network")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["pretrain", *corpus.flags()])
-        patch.setattr(socket.socket, "connect", refuse)
-        patch.setattr(socket, "getaddrinfo", refuse)
-        args = parse_args()
-        assert args.data_path == [str(corpus.prefix)]
-        return build_tokenizer(args), args
-
-
 def indexed(corpus):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -98,9 +80,17 @@ def test_build_that_breaks_off_leaves_nothing(tmp_path, corpus, monkeypatch):
         assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_megatron_loads_the_tokenizer(corpus, tokenizer, megatron_tokenizer):
-    loaded, args = megatron_tokenizer
-    assert loaded.vocab_size == args.padded_vocab_size == VOCAB
+def test_megatron_loads_the_tokenizer_without_a_network(corpus, tokenizer, monkeypatch):
+    """As a training run gets it: Megatron's parser, then Megatron's builder."""
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.arguments import parse_args
+
+    monkeypatch.setattr(sys, "argv", ["pretrain", *corpus.flags()])
+    for owner, name in ((socket.socket, "connect"), (socket, "getaddrinfo")):
+        monkeypatch.setattr(owner, name, lambda *given, **options: pytest.fail("it asks a network"))
+    args = parse_args()
+    loaded = build_tokenizer(args)
+    assert args.data_path == [str(corpus.prefix)] and loaded.vocab_size == args.padded_vocab_size == VOCAB
     assert loaded.eod == tokenizer.token_to_id(EOD)
     assert loaded.tokenize(SAMPLE) == tokenizer.encode(SAMPLE).ids
     assert loaded.detokenize(loaded.tokenize(SAMPLE)) == SAMPLE

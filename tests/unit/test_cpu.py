@@ -12,20 +12,13 @@ from megatron_2bw.flags import early, parse
 from megatron_2bw.start import launch
 
 
-@pytest.fixture
-def layer():
-    cpu.install()
-    yield
-    cpu.uninstall()
-
-
 def state() -> dict:
     """Everything that `install` may touch."""
     names = {name: getattr(torch.cuda, name) for name in cpu._TORCH_CUDA}
     return names | {"cuda": torch.nn.Module.cuda, "rng": torch.cuda.random.get_rng_state, "compile": torch.compile}
 
 
-def test_tensors_asked_for_on_cuda_are_on_the_cpu(layer):
+def test_tensors_asked_for_on_cuda_are_on_the_cpu(cpu_layer):
     for tensor in (
         torch.zeros(2, device="cuda"),
         torch.tensor([1.0], device=torch.cuda.current_device()),

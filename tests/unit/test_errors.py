@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from megatron_2bw.errors import Parser, UserError, report, usage_error
+from megatron_2bw.errors import UserError, report
 
 
 @pytest.mark.parametrize(
@@ -21,17 +21,6 @@ from megatron_2bw.errors import Parser, UserError, report, usage_error
 def test_an_error_is_one_line(error, line, capsys):
     report("prog.py", error)
     assert capsys.readouterr() == ("", f"prog.py: error: {line}\n")
-
-
-@pytest.mark.parametrize(
-    "fail", [lambda: usage_error("prog.py", "--x"), lambda: Parser(prog="prog.py").parse_args(["--x"])]
-)
-def test_a_wrong_command_line_ends_with_status_2(fail, capsys):
-    with pytest.raises(SystemExit) as end:
-        fail()
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("prog.py: error: ") and "--x" in line
 
 
 def test_an_error_passes_between_processes():

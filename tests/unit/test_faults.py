@@ -40,52 +40,30 @@ def test_effects_of_another_rank(error):
     assert exits.is_peer_failure(error) == (error in EFFECTS)
 
 
-@pytest.fixture
-def said(monkeypatch, capfd):
-    """End with an error; what was said, and for how long it was not."""
-
-    def end(error: Exception) -> tuple[str, list[float]]:
-        waited: list[float] = []
-        monkeypatch.setattr(exits.time, "sleep", waited.append)
-        monkeypatch.setattr(exits.signal, "alarm", lambda seconds: None)
-        monkeypatch.setattr(exits.signal, "signal", lambda number, handler: None)
-        monkeypatch.setenv("RANK", "3")
-        with pytest.raises(SystemExit) as ended:
-            exits.leave(error)
-        assert ended.value.code == 1
-        return capfd.readouterr().err, waited
-
-    return end
-
-
-def test_a_fault_is_one_line(said):
-    text, waited = said(UserError("--save x: no space\nleft"))
-    assert text.endswith("error: --save x: no space left\n") and text.count("\n") == 1 and not waited
-
-
-def test_a_cause_has_its_traceback(said):
-    text, waited = said(ValueError("here"))
-    assert not waited
-    assert "rank 3 ends with an exception: ValueError: here" in text.splitlines()[-1]
-
-
-def test_last_words_come_after_the_cause_and_cannot_hide_it(monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "error, line, waits",
+    [
+        (UserError("--save x: no space\nleft"), "error: --save x: no space left", []),
+        (ValueError("here"), "rank 3 ends with an exception: ValueError: here", []),
+        (EFFECTS[0], "rank 3 ends: another rank has ended or does not answer", [exits.PATIENCE]),
+    ],
+)
+def test_a_cause_is_told_at_once_and_before_the_last_words_which_cannot_hide_it(error, line, waits, monkeypatch, capfd):
+    """In one line, but for an exception, whose traceback comes before. An effect waits for the cause."""
+    waited, before = [], []
+    monkeypatch.setattr(exits.time, "sleep", waited.append)
     monkeypatch.setattr(exits.signal, "alarm", lambda seconds: None)
     monkeypatch.setattr(exits.signal, "signal", lambda number, handler: None)
+    monkeypatch.setenv("RANK", "3")
 
     def last_words() -> None:
-        assert "ValueError: here" in capfd.readouterr().err
+        before.extend(capfd.readouterr().err.splitlines())
         raise KeyError("there")
 
-    with pytest.raises(SystemExit):
-        exits.leave(ValueError("here"), last_words)
-    assert "there" not in capfd.readouterr().err
-
-
-def test_an_effect_waits_for_the_cause(said):
-    text, waited = said(EFFECTS[0])
-    assert waited == [exits.PATIENCE] and text.count("\n") == 1
-    assert "rank 3 ends: another rank has ended or does not answer" in text
+    with pytest.raises(SystemExit) as ended:
+        exits.leave(error, last_words)
+    assert ended.value.code == 1 and waited == waits and capfd.readouterr().err == ""
+    assert line in before[-1] and (len(before) == 1) == (type(error) is not ValueError)
 
 
 def test_a_rank_that_cannot_leave_is_ended(tmp_path):

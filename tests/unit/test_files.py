@@ -42,9 +42,7 @@ def test_json_has_null_for_what_is_not_finite(tmp_path):
 @pytest.mark.parametrize(
     "ending, text, said",
     [
-        ("yaml", "a: &a [x, x]\nb: [*a, *a]\n", "has an alias"),
         ("yaml", "a: &a {b: *a}\n", "has an alias"),  # it holds itself
-        ("yaml", "[" * 20_000, "too many brackets"),
         ("json", "[" * 20_000, "too many brackets"),
         ("yaml", "#" * (2**18 + 1), "has more than"),
     ],

@@ -8,13 +8,10 @@ import types
 import pytest
 import torch
 
-from megatron_2bw import cpu
-
 
 @pytest.fixture
-def world(monkeypatch):
+def world(cpu_layer, monkeypatch):
     """Megatron's globals, as far as a logbook reads them."""
-    cpu.install()
     from megatron_2bw.mcore import log_lines as logbook
 
     sizes = dict(log_interval=2, global_batch_size=8, seq_length=16, train_iters=10, world_size=2)
@@ -28,8 +25,7 @@ def world(monkeypatch):
     wandb = types.SimpleNamespace(log=lambda values, step: scalars["wandb", step].update(values))
     monkeypatch.setattr(logbook, "get_tensorboard_writer", lambda: writer)
     monkeypatch.setattr(logbook, "get_wandb_writer", lambda: wandb)
-    yield types.SimpleNamespace(args=args, timer=timer, scalars=scalars, module=logbook)
-    cpu.uninstall()
+    return types.SimpleNamespace(args=args, timer=timer, scalars=scalars, module=logbook)
 
 
 @pytest.fixture

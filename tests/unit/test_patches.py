@@ -7,18 +7,11 @@ import sys
 
 import pytest
 
-from megatron_2bw import cpu, guard
+from megatron_2bw import guard
 from megatron_2bw.mcore import patches
 from megatron_2bw.schedules import SCHEDULES
 
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_cpu():
-    cpu.install()
-    import megatron.training.training  # noqa: F401
-
-    yield
-    cpu.uninstall()
+pytestmark = pytest.mark.usefixtures("cpu_layer")
 
 
 @pytest.fixture

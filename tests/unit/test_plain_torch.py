@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw import SCHEDULES, LateUpdate, Pipeline, Shape
+from megatron_2bw import SCHEDULES, LateUpdate, Pipeline, Shape, schedule_of
 from megatron_2bw.schedules import REDUCE, F
-from tests.plain import Gather, assert_same, reference, run_threads, schedule
+from tests.plain import Gather, assert_same, reference, run_threads
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("stages, extra", [(1, ()), (2, ()), (4, ()), (3, (1,))])
 def test_no_stage_waits_for_a_step_before_it_needs_the_weights(stages, extra, monkeypatch):
     """With the fewest microbatches: no step gets its norm before every stage is at the STEP of that batch."""
-    rule = schedule("2bw", extra_warmup=extra)
+    rule = schedule_of("2bw", extra_warmup=extra)
     shape = Shape(stages, rule.min_microbatches(stages), 0, 5)
     orders = [[str(a) for j in range(shape.end) for a in rule.actions(shape, s, j)] for s in range(stages)]
     executed = [0] * stages
@@ -47,7 +40,7 @@ def test_early_receives_where_they_occupy_the_device(monkeypatch, pending, secon
     pending: every step runs until its STEP; before that no message is posted which the neighbour sends after its own.
     No stage has more messages under way than one and the microbatches in flight of the stage before the boundary.
     """
-    rule, shape, left = schedule("2bw", extra_warmup=(1, 0)), Shape(3, 5, 0, 4), {1: 2, 2: 1}
+    rule, shape, left = schedule_of("2bw", extra_warmup=(1, 0)), Shape(3, 5, 0, 4), {1: 2, 2: 1}
     ends, posted = [[] for _ in range(3)], [[[]] for _ in range(3)]  # by stage
 
     def observe(pipeline: Pipeline, action) -> None:
@@ -84,7 +77,7 @@ def runs(draw):
         }
     if name == "gpipe":
         options = {"gpipe_round": draw(st.sampled_from([None, 1, 2]))}
-    least = schedule(name, **options).min_microbatches(stages)
+    least = schedule_of(name, **options).min_microbatches(stages)
     shape = Shape(stages, draw(st.integers(least, least + 2)), 0, draw(st.integers(1, 5)))
     if name == "2bw":
         options["late_microbatches"] = draw(st.sampled_from([None, *range(least - 1, shape.microbatches)]))
@@ -96,6 +89,6 @@ def runs(draw):
 def test_no_timing_changes_a_bit(run):
     """Actions, messages, all-gathers of the step: each starts after a random delay."""
     name, options, shape, skipped, seed = run
-    found = run_threads(schedule(name, **options), shape, seed, seconds=0.0005, skipped=skipped)
+    found = run_threads(schedule_of(name, **options), shape, seed, seconds=0.0005, skipped=skipped)
     rule = {key: options[key] for key in ("sync_iterations", "late_microbatches") if key in options}
     assert_same(found, reference(name, shape, skipped, **rule))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -63,15 +62,6 @@ def test_the_tracker_is_replaced_in_one_step(tmp_path, monkeypatch):
         assert tracker.read_text() == "2"
     assert seen == ["2"] and tracker.read_text() == "4"
     assert [path.name for path in tmp_path.iterdir()] == [TRACKER]
-
-
-def test_other_files_are_opened_as_before(tmp_path):
-    files = TrackerFiles(builtin)
-    (tmp_path / "other").write_text("text")
-    (tmp_path / TRACKER).write_text("6")
-    assert isinstance(files.open(tmp_path / "other", "w"), io.TextIOWrapper)
-    with files.open(tmp_path / TRACKER, "r") as file:
-        assert file.read() == "6"
 
 
 # --- a checkpoint that is saved again -------------------------------------------------------------------------------

@@ -7,14 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_2bw import cpu
 from megatron_2bw.schedules import Shape
 
 
-def test_the_number_of_tokens_is_not_copied_from_the_host(request, monkeypatch):
+def test_the_number_of_tokens_is_not_copied_from_the_host(cpu_layer, monkeypatch):
     """On a GPU the copy of a number would wait for all that the stage has launched; on NCCL the host has no backend."""
-    cpu.install()
-    request.addfinalizer(cpu.uninstall)
     from megatron_2bw.mcore.stage import MegatronStage
 
     stage = MegatronStage(Shape(2, 2, 0, 4), 0)
