@@ -57,8 +57,14 @@ def start(ranks: int, script: str, flags: list[str], cwd: Path = ROOT, **variabl
     return start_command(command, cwd=cwd, stderr=subprocess.PIPE, env=environment(**variables))
 
 
+def program(*words: object, **options) -> subprocess.Popen[str]:
+    """A program of Python in this clone, started; `end` must follow."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
 def end(process: subprocess.Popen[str], timeout: float = 150) -> subprocess.CompletedProcess[str]:
-    """Wait for what `start` has started."""
+    """Wait for what `start` or `program` has started."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

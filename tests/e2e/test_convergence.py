@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from megatron_2bw import run_log
 from megatron_2bw.convergence import run as convergence
 from megatron_2bw.processes import stop_tree
+from tests.e2e.launcher import end, program
 
 MEGATRON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 32 --split 90,10,0
@@ -30,16 +30,7 @@ def words(out: Path, *options: str) -> list[str]:
 
 
 def start(out: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megatron_2bw.cli", "convergence", *words(out, *options)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=200)
-    finally:
-        stop_tree(process)
-    return process.returncode, out, err
+    return program("-m", "megatron_2bw.cli", "convergence", *words(out, *options))
 
 
 def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
@@ -55,17 +46,17 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
     except BaseException:
         stop_tree(first)
         raise
-    code, _, err = finish(first)
-    assert code == 128 + signal.SIGTERM, err
+    stopped = end(first, 200)
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     assert children and not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert [(folder / "result.json").exists() for folder in folders] == [True, False]
     untouched = (vanilla / "result.json").stat().st_mtime_ns
     assert [row["finished"] for row in json.loads((tmp_path / "runs.json").read_text())["summary"]] == [[1]]
 
-    code, out, err = finish(start(tmp_path, "--max-gap", "1000"))
-    assert code == 0, out + err
-    assert "2 runs of 120 iterations, 1 of them are there" in out and "[1/2]" not in out
-    assert "--max-gap 1000 holds" in out
+    again = end(start(tmp_path, "--max-gap", "1000"), 200)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "2 runs of 120 iterations, 1 of them are there" in again.stdout and "[1/2]" not in again.stdout
+    assert "--max-gap 1000 holds" in again.stdout
     assert (vanilla / "result.json").stat().st_mtime_ns == untouched
     logs = [(folder / "train.log").read_text() for folder in folders]
     assert "successfully loaded checkpoint" in logs[1] and "successfully loaded checkpoint" not in logs[0]

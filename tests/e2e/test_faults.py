@@ -12,7 +12,7 @@ import pytest
 from megatron_2bw.checkpoints.folder import checkpoint_name, latest_iteration, problem
 from megatron_2bw.local_ranks import WorldError
 from tests.distributed.training import command
-from tests.e2e.launcher import ROOT, end, forked, torchrun
+from tests.e2e.launcher import ROOT, end, forked, program, torchrun
 
 HUNG = 120.0  # seconds after which a run counts as hung; it would hang for --distributed-timeout-minutes
 
@@ -70,11 +70,8 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
 def test_killed_ranks_are_started_again_and_nothing_is_lost(tmp_path):
     """The short form of bench/faults.py: one kill at a random moment."""
     path = tmp_path / "faults.json"
-    words = ["--kills", "1", "--seed", "1", "--iterations", "20", "--json", str(path)]
-    process = subprocess.Popen(
-        [sys.executable, "bench/faults.py", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    run = end(process, 270)
+    words = ["--kills", "1", "--seed", "1", "--iterations", "20", "--json", path]
+    run = end(program("bench/faults.py", *words), 270)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     report = json.loads(path.read_text())
     assert (report["survived"], report["checkpoints_lost"], report["differences"], report["stopped"]) == (1, 0, 0, "")

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from megatron_2bw.processes import stop_tree
 from scripts import finetune_bert, table2
-from tests.e2e.launcher import ROOT
+from tests.e2e.launcher import end, program
 
 WORDS = "a b c d e f g h yes no".split()
 
@@ -74,17 +73,7 @@ def words(model: Path, data: Path, out: Path) -> list[str]:
 
 
 def start(*given: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "finetune_bert.py"), *words(*given)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    try:
-        out, err = process.communicate(timeout=250)
-    finally:
-        stop_tree(process)
-    assert process.returncode == 0, err
-    return out
+    return program("scripts/finetune_bert.py", *words(*given), start_new_session=True)
 
 
 def seed3(out: Path) -> dict:
@@ -104,16 +93,12 @@ def test_killed_and_continued_it_gives_the_same_bits(model, tmp_path, capsys):
         assert json.loads((two / "results.json").read_text())["seeds"] == {}
         # What a kill inside a save leaves: a folder without trainer_state.json, newer than the whole one.
         (two / "seed3" / "checkpoint-1000").mkdir()
-        again = start(model, data, two)
-        try:
-            said = finish(again)
-        finally:
-            stop_tree(again)
-        finish(whole)
+        again, first = end(start(model, data, two), 250), end(whole, 250)
+        assert again.returncode == first.returncode == 0, again.stderr + first.stderr
     finally:
         stop_tree(whole)
         stop_tree(killed)
-    assert "starts from " + str(two / "seed3" / "checkpoint-") in said
+    assert "starts from " + str(two / "seed3" / "checkpoint-") in again.stdout
     assert seed3(two) == seed3(one)  # accuracy, loss, and the digest of the logits
     assert seed3(one)["accuracy"]["all"] == 100 and seed3(one)["steps"] == 80
     assert not list(one.glob("seed3")), "the checkpoints of a seed that has ended are removed"

@@ -5,14 +5,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
 from megatron_2bw.processes import stop_tree
-from tests.e2e.launcher import ROOT, end
+from tests.e2e.launcher import end, program
 from tests.unit.test_preprocess import files_of, main, prose, written
 
 TEXTS = prose(300)
@@ -20,14 +19,8 @@ SMALL = "import sys; from megatron_2bw.data import preprocess, preprocess_cli; p
 
 
 def start(*flags) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", f"{SMALL}; sys.exit(preprocess_cli.main())", *map(str, flags)],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    code = f"{SMALL}; sys.exit(preprocess_cli.main())"
+    return program("-c", code, *flags, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def kill_in_the_middle(process: subprocess.Popen, folder, parts: int, number: int) -> None:

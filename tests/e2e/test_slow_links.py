@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.servers import Servers
 from megatron_2bw.errors import UserError
-from tests.e2e.launcher import ROOT, end
+from tests.e2e.launcher import end, program
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,8 +24,7 @@ def servers_can_be_made():
 def test_a_run(tmp_path: Path):
     path = tmp_path / "slow_links.json"
     sizes = "--rates 10 --variants 2bw --iterations 2 --layers 2 --hidden 64 --heads 2 --sequence 128 --microbatches 4"
-    command = [sys.executable, "bench/slow_links.py", *sizes.split(), "--json", str(path)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = program("bench/slow_links.py", *sizes.split(), "--json", path)
     run = end(process, 200)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
     result = json.loads(path.read_text())
