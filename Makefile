@@ -1,9 +1,9 @@
-# make install | demo | test | test-rest | test-all | test-docs | test-device | test-slurm | oracles | lint | bench | convergence | paper | playground | gpu-check | test-gpu | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-rest | test-all | test-docs | test-device | test-slurm | test-next | oracles | lint | bench | convergence | paper | playground | gpu-check | test-gpu | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-rest test-all test-docs test-device test-slurm oracles lint bench convergence paper playground test-playground lint-page gpu-check test-gpu clean
+.PHONY: help install demo test test-rest test-all test-docs test-device test-slurm test-next oracles lint bench convergence paper playground test-playground lint-page gpu-check test-gpu clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-device  torch's CUDA path on a stand-in for the GPU (six minutes; needs g++)"
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
 	@echo "make oracles   compare models and losses with those of megatron-bridge and lm-eval (two minutes; installs both in build/)"
+	@echo "make test-next MEGATRON=DIR  names and bits on another Megatron, such as a checkout of its main branch (two minutes)"
 	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
 	@echo "make convergence  the loss of 2BW against vanilla's, recorded in docs/convergence.md (half an hour; fails above 0.1 %)"
@@ -81,6 +82,15 @@ build/oracles/.installed: .venv/.installed
 	    antlr4-python3-runtime==4.9.3
 	$(PYTHON) -m pip --python build/oracles install lm-eval==0.4.13 transformers==5.12.1
 	@touch $@
+
+# A checkout of Megatron-LM, such as its main branch; the wheel's compiled helper serves it too.
+test-next: install
+	@test -d "$(MEGATRON)/megatron" || { echo "make test-next: give MEGATRON=DIR, a checkout of Megatron-LM" >&2; exit 2; }
+	cp -n $$($(PYTHON) -c "import megatron.core.datasets as d; print(d.__path__[0])")/helpers_cpp*.so \
+	    $(MEGATRON)/megatron/core/datasets/
+	test -z "$$($(PYTHON) -m tests.megatron_names $(MEGATRON) | tee /dev/stderr)"
+	PYTHONPATH=$(MEGATRON):$(CURDIR) $(PYTEST) $(TWO) -m proof tests/distributed/test_update_rule.py \
+	    tests/distributed/test_experts.py tests/distributed/test_checkpoint.py tests/distributed/test_hybrid.py
 
 oracles: build/oracles/.installed
 	$(PYTEST) -k "bridge or word_perplexity" tests/distributed/test_convert.py tests/e2e/test_wikitext.py

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_2bw.errors import UserError
 
-SUPPORTED = "0.19"
+SUPPORTED = ("0.19", "0.20")  # the second is Megatron's main branch; `make test-next` runs the bitwise tests on it
 
 
 class DriftError(UserError):
@@ -96,8 +96,8 @@ def _find(module: str, name: str) -> Any:
 
 def apply(patches: Sequence[Patch]) -> Callable[[], None]:
     """Check all rows, then make all rebindings. Returns a function that undoes them. Raises DriftError."""
-    if not _installed().startswith(f"{SUPPORTED}."):
-        raise DriftError(f"megatron-core {_installed()} is installed, megatron_2bw needs {SUPPORTED}")
+    if not _installed().startswith(tuple(f"{version}." for version in SUPPORTED)):
+        raise DriftError(f"megatron-core {_installed()} is installed, megatron_2bw needs {SUPPORTED[0]}")
     originals = [patch.original() for patch in patches]
     for patch, original in zip(patches, originals):
         patch.put(patch.replace(original))
@@ -117,4 +117,4 @@ def _installed() -> str:
 
 
 def _drift(what: str) -> DriftError:
-    return DriftError(f"{what}: megatron_2bw needs megatron-core {SUPPORTED} as released, found {_installed()}")
+    return DriftError(f"{what}: megatron_2bw needs megatron-core {SUPPORTED[0]} as released, found {_installed()}")

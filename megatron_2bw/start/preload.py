@@ -4,8 +4,10 @@ The CPU stands in for CUDA, unless MEGATRON_2BW_WORLD_DEVICE is cuda.
 """
 
 import argparse
+import contextlib
 import functools
 import gc
+import importlib
 import importlib.metadata
 import logging
 import os
@@ -24,7 +26,6 @@ else:
     cpu.install()
 
 import megatron.core.models.mimo.optimizer  # noqa: E402
-import megatron.core.tokenizers.text.models  # noqa: E402  (it imports transformers)
 import megatron.training.training  # noqa: E402
 import torch._dynamo.trace_rules  # noqa: E402, F401  (init_process_group's)
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset  # noqa: E402
@@ -34,6 +35,9 @@ from megatron_2bw.flags import early  # noqa: E402
 from megatron_2bw.mcore import patches, runtime  # noqa: E402, F401
 from megatron_2bw.start import launch  # noqa: E402, F401
 from megatron_2bw.tasks import bert, gpt  # noqa: E402, F401
+
+with contextlib.suppress(ModuleNotFoundError):  # it imports transformers; Megatron 0.20 has it elsewhere
+    importlib.import_module("megatron.core.tokenizers.text.models")
 
 # A run makes these parsers, Megatron's twice, and looks for plugins of torch.distributed: a rank finds them made.
 arguments, add = megatron.training.arguments, megatron.training.arguments.add_megatron_arguments

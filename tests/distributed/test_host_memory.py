@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 import time
 
 import pytest
@@ -12,7 +14,7 @@ from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.compare import SGD, UNTIED, assert_same, assert_same_runs, run_pipeline, run_reference
 from tests.distributed.test_checkpoint import DROPOUT, SAVED, assert_goes_on
 from tests.distributed.test_update_rule import POISONED, poison
-from tests.distributed.training import Run, command, delayed, train
+from tests.distributed.training import Run, command, train
 
 HOST = "--two-bw-optimizer host"
 SHARDS = "--two-bw-gradient-slots shard"
@@ -71,7 +73,7 @@ def test_the_device(name, kept):
         assert host.weights and all(torch.equal(weight, device.weights[name]) for name, weight in host.weights.items())
 
 
-def train_with_delays(rank: int, argv: list[str]) -> Run:
+def train_with_delays(rank: int, argv: list[str], mutate) -> Run:
     """Each copy, each wait for one, and each step is delayed at random; gradients are copied in many portions."""
     from megatron_2bw.mcore import complete_gradients
     from megatron_2bw.mcore.host_memory import HostMemory
@@ -79,15 +81,47 @@ def train_with_delays(rank: int, argv: list[str]) -> Run:
 
     draw = random.Random(rank)
 
+    def delayed(owner: type, name: str) -> None:
+        call = getattr(owner, name)
+
+        def later(*args):
+            time.sleep(draw.choice([0, 0, 0.002, 0.01]))
+            return call(*args)
+
+        setattr(owner, name, later)
+
     complete_gradients.PORTION = 4000
+    if mutate is not None:
+        mutate(complete_gradients.Portion, HostMemory)
     for owner, name in ((complete_gradients.Portion, "take"), (HostMemory, "give"), (LateStep, "run_job")):
-        delayed(owner, name, lambda: time.sleep(draw.choice([0, 0, 0.002, 0.01])))
+        delayed(owner, name)
     return train(rank, argv)
 
 
-def test_no_timing_changes_a_bit():
-    argv = command(2, 2, "2bw", *f"{HOST} --bf16".split(), train_iters=50)
-    assert_same_runs(run_world(2, train_with_delays, argv), run_pipeline(argv, 2), exact=True)
+def no_wait(portion, memory) -> None:
+    portion.wait = lambda self: None
+
+
+def early_release(portion, memory) -> None:
+    take = portion.take
+    portion.take = lambda self: (self._released.set(), time.sleep(0.005), take(self))
+
+
+def no_zeros(portion, memory) -> None:
+    portion.take = lambda self: (self._copy.copy_(self._mine), self._released.set())
+
+
+def late_weights(portion, memory) -> None:
+    give = memory.give
+    memory.give = lambda self, views: threading.Timer(0.2, give, (self, views)).start()
+
+
+@pytest.mark.parametrize("mutate", [None, no_wait, early_release, no_zeros, late_weights])
+def test_no_timing_changes_a_bit(mutate):
+    argv = command(2, 2, "2bw", *f"{HOST} --bf16".split(), train_iters=50 if mutate is None else 8)
+    expected = run_pipeline(argv, 2)
+    with contextlib.nullcontext() if mutate is None else pytest.raises(AssertionError, match="differs by|NaN"):
+        assert_same_runs(run_world(2, train_with_delays, argv, mutate), expected, exact=True)
 
 
 def fail_in_a_step(model, optimizer) -> None:
