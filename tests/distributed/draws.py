@@ -208,6 +208,8 @@ def megatron_lacks(one: Config) -> str:
         return "the state of soap in this format"
     if "--num-experts" in one and size(one, TENSOR) > 1:
         return "sequence parallelism without Apex, which experts on tensor ranks need"
+    if "--mtp-num-layers" in one and UNTIED not in one and one.get("--save") and size(one, STAGES) > 1:
+        return "a save of tied embeddings with --mtp-num-layers"
     own = [int(one[flag]) for flag in one if flag.endswith("-pipeline-num-layers") and one[flag]]
     layers, stages = size(TINY | one, "--num-layers") - sum(own), size(one, STAGES) - len(own)
     return "an uneven split" if own and (stages < 1 or layers < stages or layers % stages) else ""
