@@ -18,7 +18,7 @@ def hybrid(stages: int, pattern: str, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     "stages, pattern, flags",
     [
-        pytest.param(2, "*-*-|*E*E", EXPERTS, marks=pytest.mark.proof),
+        (2, "*-*-|*E*E", EXPERTS),
         (1, "*-*-*E*E", EXPERTS),
         (4, "*-|*-|E|*-", f"{EXPERTS} --bf16 --normalization RMSNorm --recompute-granularity full "
          "--recompute-method uniform --recompute-num-layers 1"),
@@ -30,6 +30,7 @@ def test_the_references_bits(stages, pattern, flags):
     assert_same(runs, run_reference(runs, reference, 4), exact=True)
 
 
+@pytest.mark.proof
 def test_attention_and_mlps_are_a_gpt(tmp_path):
     """From a GPT's checkpoint, which Megatron loads into either."""
     gpt = command(2, 4, "2bw", UNTIED)

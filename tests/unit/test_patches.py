@@ -67,8 +67,8 @@ def test_drift_is_one_line_and_nothing_is_rebound(name, parameters, line):
 def test_another_version_is_refused(monkeypatch):
     import megatron.core.package_info
 
-    monkeypatch.setattr(megatron.core.package_info, "VERSION", (0, 20, 0))
-    with pytest.raises(guard.DriftError, match="megatron-core 0.20.0 is installed, megatron_2bw needs 0.19"):
+    monkeypatch.setattr(megatron.core.package_info, "VERSION", (0, 21, 0))
+    with pytest.raises(guard.DriftError, match="megatron-core 0.21.0 is installed, megatron_2bw needs 0.19"):
         guard.apply([])
 
 

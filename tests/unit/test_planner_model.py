@@ -324,7 +324,7 @@ def test_entries_of_a_configuration(config, fields, written):
         (MISTRAL | {"sliding_window": 4096}, "sliding_window"),
         (LLAMA3 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA3 | {"rope_scaling": LLAMA31_ROPE | {"low_freq_factor": 2}}, "low_freq_factor"),
-        ({"model_type": "mixtral"}, "model_type"),
+        ({"model_type": "bloom"}, "model_type"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

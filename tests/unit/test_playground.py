@@ -69,18 +69,6 @@ def test_the_command_line_is_legal(name):
     assert mistake(command[3:], "gpt", 4) is None
 
 
-def test_no_command_line_is_shown_that_the_entry_script_refuses():
-    """A round longer than the batch, and a loss scale for each stage."""
-    for microbatches in (2, 8):
-        found = of("figures", "gpipe", microbatches=microbatches, stages=2)
-        words = found["command"].split()
-        assert mistake(words[3:], "gpt", 2) is None
-        assert int(words[words.index("--gpipe-round") + 1]) == min(4, microbatches)
-        assert ("in rounds of 4" in found["summary"]) == (microbatches == 8)
-    found = of("figures", "pipedream", precision="fp16")
-    assert found["command"] is None and "choose bf16" in found["reason"] and found["bytes"]
-
-
 def test_the_archive_needs_no_other_package(tmp_path):
     """In Pyodide there is nothing else."""
     path = tmp_path / "package.zip"
@@ -89,12 +77,6 @@ def test_the_archive_needs_no_other_package(tmp_path):
     code += "; print(answer({'ask': 'figures'})['figures']['2bw']['seconds'])"
     run = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout == "24.0\n", run.stderr
-
-
-def test_a_depth_that_does_not_divide_the_layers_has_a_timeline_and_no_bytes():
-    found = of("figures", "2bw", stages=5)
-    assert found["bytes"] is found["command"] is None and found["reason"] == "32 layers do not divide into 5 stages"
-    assert found["bubble"] == pytest.approx(0)
 
 
 times = st.sampled_from([0, 0.25, 0.5, 1, 1.7, 3])
@@ -152,47 +134,3 @@ def test_causes_explain_all_idle_time(given):
             transfer = transfer_of(stage, after)  # and after it the messages before it on its link
             before = (gap - transfer) / (given["occupied"] * transfer or 1)
             assert before == pytest.approx(round(before), abs=small) and before > -small
-
-
-def test_an_edited_list_is_checked_and_simulated():
-    lists = of("timelines", "2bw", iterations=2)["actions"]
-    given = {"ask": "check", "schedules": ["2bw"], "iterations": 2}
-    same = answer({**given, "lists": lists})["timeline"]
-    assert same["starts"] == of("timelines", "2bw", iterations=2)["starts"]
-    lists[1] = lists[1].replace("B0@0 F3@0", "F3@0 B0@0")
-    fault = answer({**given, "lists": lists})
-    assert (fault["stage"], fault["reason"]) == (1, "4 microbatches in flight, at most 3 allowed")
-    assert f">{parse(lists[1])[fault['step']]}<" in fault["grid"].splitlines()[2]
-    lists[1] = "F0@0 X"
-    assert answer({**given, "lists": lists})["error"].startswith("not an action: 'X'")
-
-
-def test_the_curve_has_the_simulated_rates():
-    found = answer({"ask": "curve", "over": "microbatches", "schedules": ["2bw", "pipedream-flush"]})
-    rates = dict(zip(found["x"], found["curves"]["pipedream-flush"]))
-    assert rates[8] == 8 / iteration_time(EXECUTED["pipedream-flush"], 4, 8)
-    one = answer({"ask": "curve", "at": 7, "schedules": ["pipedream-flush"]})
-    assert one["x"] == found["x"] and one["curves"]["pipedream-flush"] == found["curves"]["pipedream-flush"][7:8]
-    assert dict(zip(found["x"], found["curves"]["2bw"]))[3] is None  # 2bw needs as many microbatches as stages
-    found = answer({"ask": "curve", "over": "transfer", "schedules": ["2bw"]})
-    slow = Times(transfer=1.5, occupied=1.5)
-    assert dict(zip(found["x"], found["curves"]["2bw"]))[1.5] == 8 / iteration_time(EXECUTED["2bw"], 4, 8, slow)
-
-
-def test_the_trace_has_all_actions():
-    events = answer({"ask": "trace", "schedules": ["gpipe"]})["traceEvents"]
-    assert sum(event["ph"] == "X" and event["cat"] == "F" for event in events) == 4 * 8 * 3
-    last = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
-    assert last == pytest.approx(1e3 * of("timelines", "gpipe")["makespan"])
-
-
-@pytest.mark.parametrize("given", [{"stages": 0}, {"forward": [1, 2]}, {"step": -1}, {"model": "gpt-5"}])
-def test_a_wrong_request_is_answered_in_one_line(given):
-    assert answer(given)["error"].startswith(*given) and "\n" not in answer(given)["error"]
-
-
-def test_a_schedule_that_cannot_run_has_a_reason_and_the_others_an_answer():
-    found = answer({"schedules": ["2bw", "gpipe", "megatron-interleaved"], "microbatches": 3})["timelines"]
-    assert found["2bw"] == {"error": "2bw needs at least 4 microbatches with 4 stages"}
-    assert found["megatron-interleaved"]["error"].endswith("needs a multiple of 4 microbatches")
-    assert "starts" in found["gpipe"]

@@ -32,23 +32,23 @@ KNOWN: set[str] = set()
 # Lines of *.py at most; in docs lines of *.md.
 LINES = {
     "megatron_2bw/schedules megatron_2bw/core": 1803,
-    "megatron_2bw/mcore": 2905,
-    "megatron_2bw/checkpoints": 740,
-    "megatron_2bw/flags": 1083,
-    "megatron_2bw/start megatron_2bw/tasks": 1446,
-    "megatron_2bw/models": 1132,
-    "megatron_2bw/planner": 3686,
+    "megatron_2bw/mcore": 2928,
+    "megatron_2bw/checkpoints": 742,
+    "megatron_2bw/flags": 1105,
+    "megatron_2bw/start megatron_2bw/tasks": 1558,
+    "megatron_2bw/models": 1241,
+    "megatron_2bw/planner": 3777,
     "megatron_2bw/timelines": 1019,
     "megatron_2bw/data": 941,
-    "megatron_2bw/convert": 1108,
+    "megatron_2bw/convert": 1143,
     "megatron_2bw/convergence": 820,
     "megatron_2bw/slurm": 345,
     "megatron_2bw/gpu_check": 453,
     "megatron_2bw/*.py": 1404,
-    "megatron_2bw": 18885,
+    "megatron_2bw": 19279,
     "scripts bench": 3962,
-    "tests": 17886,
-    "docs/*.md": 2904,
+    "tests": 17444,
+    "docs/*.md": 2952,
 }
 
 
