@@ -30,7 +30,7 @@ ON_CPU = ["--multi-latent-attention", "--experimental-attention-variant"]
 LIMITS = {
     "2bw": """--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --fp8-format
     --use-megatron-fsdp --use-torch-fsdp2 --fine-grained-activation-offloading --rerun-mode
-    --num-distributed-optimizer-instances""".split()
+    --num-distributed-optimizer-instances --cuda-graph-impl""".split()
     + ON_CPU,
     "megatron": ON_CPU,
 }
