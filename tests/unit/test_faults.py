@@ -55,6 +55,7 @@ def test_a_cause_is_told_at_once_and_before_the_last_words_which_cannot_hide_it(
     monkeypatch.setattr(exits.signal, "alarm", lambda seconds: None)
     monkeypatch.setattr(exits.signal, "signal", lambda number, handler: None)
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("megatron_2bw.start.screen._record", None)
 
     def last_words() -> None:
         before.extend(capfd.readouterr().err.splitlines())
