@@ -32,7 +32,6 @@ def test_the_references_bits(stages, pattern, flags):
 
 @pytest.mark.proof
 def test_attention_and_mlps_are_a_gpt(tmp_path):
-    """From a GPT's checkpoint, which Megatron loads into either."""
     gpt = command(2, 4, "2bw", UNTIED)
     run_pipeline([*gpt, "--save", str(tmp_path), "--save-interval", "6"], 2)
     load = ["--load", str(tmp_path), "--finetune", "--no-load-optim"]

@@ -52,8 +52,8 @@ def test_a_cause_is_told_at_once_and_before_the_last_words_which_cannot_hide_it(
     """In one line, but for an exception, whose traceback comes before. An effect waits for the cause."""
     waited, before = [], []
     monkeypatch.setattr(exits.time, "sleep", waited.append)
-    monkeypatch.setattr(exits.signal, "alarm", lambda seconds: None)
-    monkeypatch.setattr(exits.signal, "signal", lambda number, handler: None)
+    for name in ("alarm", "signal"):
+        monkeypatch.setattr(exits.signal, name, lambda *given: None)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr("megatron_2bw.start.screen._record", None)
 
